@@ -94,13 +94,19 @@ def elastic_lines(run: RunDir) -> list[str]:
         lines = [
             f"Members:      {_sizes(status)}",
             f"Generation:   {status['generation']}, {status['state']}, step {status['step']}{pace}",
+            *([f"Engine:       {clean(engine)}"] if (engine := status.get("engine")) else []),
             *(f"  {clean(_member_line(one))}" for one in status["members"]),
         ]
     lines += _taken_lines(entries)
     changes = [one for one in entries if one["kind"] in ("generation", "suspended", "wanted")]
+    restarts = status is not None and str(status.get("engine")).startswith("restart")
+    resumed = {one["generation"]: one for one in entries if one["kind"] == "resumed"}
     more = f"; {len(changes) - _CHANGES} before these" if len(changes) > _CHANGES else ""
     lines.append(f"Changes:      {len(changes) or 'none yet'}{more}")
-    return lines + [f"  {clean(_change_line(one))}" for one in changes[-_CHANGES:]]
+    for one in changes[-_CHANGES:]:
+        cost = resumed.get(one.get("generation")) if restarts else one
+        lines.append(f"  {clean(_change_line(one, cost))}")
+    return lines
 
 
 def _member_line(member: dict[str, Any]) -> str:
@@ -125,7 +131,8 @@ def _taken_lines(entries: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _change_line(one: dict[str, Any]) -> str:
+def _change_line(one: dict[str, Any], cost: dict[str, Any] | None) -> str:
+    """``cost``: what has told how long the training paused; None: nobody has yet, or can."""
     from hydroslurm.cli.describe import moment
 
     at = moment(one["epoch_ns"])
@@ -140,5 +147,6 @@ def _change_line(one: dict[str, Any]) -> str:
         for name, word in (("joined", "joined:"), ("left", "left:"), ("lost", "lost:"))
         if one.get(name)
     ]
-    parts.append(f"paused {one['pause_s']:.2f} s, {one['steps_lost']} steps lost")
+    if cost is not None:
+        parts.append(f"paused {cost['pause_s']:.2f} s, {cost['steps_lost']} steps lost")
     return f"{at}  {'; '.join(parts)} ({one['cause']})"

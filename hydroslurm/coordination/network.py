@@ -12,7 +12,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,15 @@ def located(world: World) -> World:
     if failure and world.rank:
         raise CoordinatorLost(failure)
     return replace(world, host=address)
+
+
+def own_address(environ: Mapping[str, str]) -> str:
+    """The address by which other nodes know this one; loopback where its name means nothing."""
+    name = environ.get("SLURMD_NODENAME") or socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return "127.0.0.1"
 
 
 @functools.cache

@@ -51,6 +51,11 @@ ATTEMPT_ENV = "HYDROSLURM_ATTEMPT"
 ATTEMPTS_ENV = "HYDROSLURM_ATTEMPTS_WITHOUT_PROGRESS"
 """How many attempts in a row may begin at the same step, above what the script says."""
 
+# what the agent of a member of an elastic run tells its workers
+GENERATION_ENV = "HYDROSLURM_GENERATION"
+"""The generation that they are started for, from 1. They stop and save for the next one: nobody
+requeues their job, and the coordinator counts what goes wrong."""
+
 _NAMED = re.compile(r"(?:^|\s)hydroslurm:(/\S.*)$")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,7})(\.jsonl?)")
 

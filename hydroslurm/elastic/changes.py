@@ -24,7 +24,11 @@ _GATHERING = (Phase.CALLING, Phase.HOLDING, Phase.BREAKING)
 
 
 class Changes(Members):
-    """The members, and the change that is under way."""
+    """The members, and the change that is under way.
+
+    Attributes:
+        ranks_each: of torch, where those that speak here are agents and start so many each.
+    """
 
     def __init__(
         self,
@@ -43,9 +47,11 @@ class Changes(Members):
         self.finished = False
         self.suspended = False
         self.step = 0
+        self.ranks_each = 1
         self._changes = change
         self._gather_until_s: float | None = None
         self._join_at_s: float | None = None
+        self._begun: tuple[int, int, float] | None = None
 
     @property
     def _number(self) -> int:
@@ -67,7 +73,7 @@ class Changes(Members):
         self.change = Change(self._changes, phase, now_s, cause, self.current)
         return self.change
 
-    def _break(self, cause: str, now_s: float) -> None:
+    def _break(self, cause: str, now_s: float, *, culprit: str = "") -> None:
         """The generation is broken: its ranks drop the step that they are in, and hold."""
         change = self.change
         if change is not None and change.phase is Phase.BREAKING:
@@ -82,11 +88,17 @@ class Changes(Members):
         elif not held:
             change.phase, change.cause = Phase.BREAKING, cause
         if not held:
+            assert self.change is not None
+            self.change.culprit = culprit
             self._tell_to_break()
 
     def _tell_to_break(self) -> None:
         for rank in self._present_ranks():
-            self._send(rank, "abort", change=self._number, generation=self.generation)
+            self._abort(rank)
+
+    def _abort(self, rank: Rank) -> None:
+        culprit = self.change.culprit if self.change is not None else ""
+        self._send(rank, "abort", change=self._number, generation=self.generation, culprit=culprit)
 
     def _settled(self, now_s: float) -> list[Action]:
         """Go on as far as can be; return what is to be done."""
@@ -186,9 +198,9 @@ class Changes(Members):
         arrivals = [change.arrivals[rank] for rank in ranks]
         steps = {one.step for one in arrivals}
         if all(one.final for one in arrivals) and len(steps) == 1:
-            self._finish(steps.pop())
+            self._finish(max(steps.pop(), self.step))
             return False
-        if any(one.failed for one in arrivals) and max(steps) == min(steps):
+        if any(one.failed for one in arrivals) and max(steps) == min(steps) >= 0:
             change.steps_lost = 1
         self._mark_surplus()
         staying = [name for name in self.current if not self.members[name].leaving]
@@ -252,6 +264,8 @@ class Changes(Members):
             change=change.number,
             members=[[name, self.members[name].local_size] for name in together],
         )
+        for name in together:
+            self.members[name].failure = ""
         for number, rank in enumerate(ranks):
             self._send(
                 rank,
@@ -291,12 +305,14 @@ class Changes(Members):
     def _record_generation(self, pause_s: float) -> None:
         change = self.change
         assert change is not None
+        step = max((one.step for one in change.arrivals.values()), default=-1)
+        self._begun = (self.generation, self.step, change.since_s)
         self._record(
             "generation",
             generation=self.generation,
-            step=max((one.step for one in change.arrivals.values()), default=self.step),
+            step=step if step >= 0 else self.step,
             members=list(self.current),
-            ranks=len(self._present_ranks()),
+            ranks=len(self._present_ranks()) * self.ranks_each,
             cause=change.cause,
             joined=change.joined,
             left=change.left,

@@ -22,7 +22,7 @@ from typing import Any
 
 from hydroslurm.coordination.frames import pack, unpack
 from hydroslurm.coordination.messages import BadMessage, Message
-from hydroslurm.coordination.network import allow_descriptors, listen
+from hydroslurm.coordination.network import allow_descriptors, listen, own_address
 from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
 from hydroslurm.coordination.server import MAX_UNAUTHENTICATED, SPARE_DESCRIPTORS, Server
 from hydroslurm.core.fence import Fence
@@ -80,6 +80,7 @@ class Coordinator(Server):
         self.uses: dict[Rank, dict[str, float]] = {}
         self._store: dict[str, str] = {}
         self._waiting: list[tuple[PeerConnection, int, list[str]]] = []
+        self._engine = ""
         self._status_due_s = 0.0
         self._end_s: float | None = None
         self._is_ending = False
@@ -163,7 +164,9 @@ class Coordinator(Server):
                 final=message["final"],
             )
         if kind == "failed":
-            return membership.failed(rank, message["generation"], now_s)
+            return membership.failed(rank, message["generation"], now_s, reason=message["reason"])
+        if kind == "resumed":
+            return membership.resumed(rank, message["generation"], message["step"], now_s)
         if kind == "saved":
             return membership.saved(rank, message["change"], now_s)
         if kind == "formed":
@@ -199,6 +202,7 @@ class Coordinator(Server):
             self._put(peer, {"type": "refused", "reason": str(refusal), "again": refusal.again})
             return
         self._ranks[peer] = rank
+        self._engine = message["engine"]
         self.act(actions)
 
     def _answer_controller(self, peer: PeerConnection, message: Message, now_s: float) -> None:
@@ -293,6 +297,7 @@ class Coordinator(Server):
             "generation": membership.generation,
             "state": membership.state,
             "step": membership.step,
+            "engine": self._engine,
             "size": len(membership.current),
             "wanted": membership.size.wanted,
             "min": membership.size.min,
@@ -305,7 +310,7 @@ class Coordinator(Server):
                     "id": member.id,
                     "node": member.node,
                     "state": membership.state_of(member),
-                    "ranks": member.local_size,
+                    "ranks": member.local_size * membership.ranks_each,
                     "since_epoch_s": round(now_epoch_s - (now_s - member.since_s), 3),
                     "reason": member.leaving,
                 }
@@ -366,6 +371,7 @@ def restored(
         now_s=now_s,
     )
     membership.finished = finished
+    membership.ranks_each = options.ranks_each
     return membership, epoch
 
 
@@ -388,22 +394,13 @@ def start(folder: ElasticFolder) -> Coordinator:
     fence.hold(fence.claim())
     allow_descriptors(MOST_RANKS + MAX_UNAUTHENTICATED + SPARE_DESCRIPTORS)
     membership, epoch = restored(folder, options, time.monotonic())
-    listener = listen(options.host or _own_address(), [0])
+    listener = listen(options.host or own_address(os.environ), [0])
     coordinator = Coordinator(listener, folder, membership, fence=fence, epoch=epoch)
     if options.autoscale is not None:
         coordinator.on_tick.append(Autoscaler(folder, options.autoscale, coordinator).tick)
     coordinator.act([Record("coordinator", {"epoch": epoch, "pid": os.getpid()})])
     coordinator.announce()
     return coordinator
-
-
-def _own_address() -> str:
-    """The address by which other nodes know this one; loopback where its name means nothing."""
-    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    try:
-        return str(socket.gethostbyname(name))
-    except OSError:
-        return "127.0.0.1"
 
 
 def main(arguments: list[str]) -> int:

@@ -41,6 +41,7 @@ LR_RULES = ("none", "linear", "sqrt")
 BATCHES = ("keep_global", "per_rank")
 SUMMATIONS = ("all_reduce", "fixed_order")
 RECOVERIES = ("checkpoint", "log_replay")
+ENGINES = ("auto", "in_place", "restart")
 _FILE_BYTES = 1 << 20
 _LEDGER_BYTES = 256 << 20
 
@@ -206,8 +207,10 @@ class CoordinatorOptions:
             0: the gradients are summed in each step.
         recovery: ``log_replay`` checks steps that are trained again after the loss of all members,
             see :mod:`hydroslurm.elastic.step_log`; ``checkpoint`` trains them.
+        engine, engine_why: how the ranks form a generation, and why so.
         lr, lr_warmup_steps: how the learning rate follows, and in how many steps; see
             :mod:`hydroslurm.elastic.learning_rate`.
+        ranks_each: with ``restart`` a member is one agent, which starts so many ranks.
         size, timing: see there.
         autoscale: the rules by which the size is chosen; None: by people only.
     """
@@ -217,8 +220,11 @@ class CoordinatorOptions:
     summation: str = "all_reduce"
     averaging_every: int = 0
     recovery: str = "checkpoint"
+    engine: str = "auto"
+    engine_why: str = ""
     lr: Literal["none", "linear", "sqrt"] = "none"
     lr_warmup_steps: int = 0
+    ranks_each: int = 1
     size: Size = field(default_factory=Size)
     timing: Timing = field(default_factory=Timing)
     autoscale: AutoscalePolicy | None = None
@@ -247,6 +253,8 @@ class CoordinatorOptions:
             raise ValueError(
                 f"recovery={self.recovery!r}: one of {', '.join(RECOVERIES)} is wanted"
             )
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine={self.engine!r}: one of {', '.join(ENGINES)} is wanted")
         if self.recovery == "log_replay" and self.summation != "fixed_order":
             raise ValueError(
                 "recovery='log_replay' promises the same bits at whatever size the run comes back, "
@@ -274,8 +282,11 @@ class CoordinatorOptions:
                 "summation": str(flat.pop("summation", "all_reduce")),
                 "averaging_every": int(flat.pop("averaging_every", 0)),
                 "recovery": str(flat.pop("recovery", "checkpoint")),
+                "engine": str(flat.pop("engine", "auto")),
+                "engine_why": str(flat.pop("engine_why", "")),
                 "lr": str(flat.pop("lr", "none")),
                 "lr_warmup_steps": int(flat.pop("lr_warmup_steps", 0)),
+                "ranks_each": int(flat.pop("ranks_each", 1)),
             }
             for name, kind in (("size", Size), ("timing", Timing)):
                 known = {one.name for one in fields(kind)}
@@ -293,7 +304,7 @@ class CoordinatorOptions:
     def to_json(self) -> dict[str, Any]:
         names = (
             *("host", "batch", "summation", "averaging_every"),
-            *("recovery", "lr", "lr_warmup_steps"),
+            *("recovery", "engine", "engine_why", "lr", "lr_warmup_steps", "ranks_each"),
         )
         document: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.autoscale is not None:

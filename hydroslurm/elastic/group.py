@@ -159,9 +159,9 @@ def parallel_modules(things: Iterable[Any]) -> list[DistributedDataParallel]:
             }:
                 raise UsageError(
                     f"{type(module).__name__} divides its weights over the ranks, and an elastic "
-                    "run that changes its size in place has to find them whole on each. Use "
-                    "DistributedDataParallel, or a job of fixed size without `elastic`, which a "
-                    "preemption stops and requeues as a whole"
+                    "run that changes its size in place has to find them whole on each. Say "
+                    "`elastic: {engine: restart}` in the job spec, which saves and starts ranks "
+                    "anew, or use DistributedDataParallel"
                 )
     return found
 

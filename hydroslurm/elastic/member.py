@@ -94,6 +94,7 @@ class Member:
         generation: the one that it is in; 0 before the first.
         broken: this generation cannot go on; the step that is under way does not count.
         has_state: this rank has the state of the run, and could give it to others.
+        culprit: of the last generation that was broken, the member where something failed first.
         holds_every: changes that are called while all is well wait for a step that this divides.
     """
 
@@ -105,12 +106,14 @@ class Member:
         local_rank: int = 0,
         local_size: int = 1,
         node: str = "",
+        engine: str = "",
         on_abort: Callable[[], None] = lambda: None,
         waits: Callable[[], bool] = lambda: False,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         """
         Args:
+            engine: how it forms generations, for people.
             on_abort: makes collectives that wait for a rank that is gone fail; called in the thread
                 of this object.
             waits: whether this rank has done its part of the step that is under way.
@@ -123,7 +126,9 @@ class Member:
         self.broken = False
         self.has_state = False
         self.holds_every = 1
+        self.culprit = ""
         self._folder = folder
+        self._engine = engine
         self._node = node or socket.gethostname()
         self._on_abort = on_abort
         self._waits = waits
@@ -138,6 +143,8 @@ class Member:
         self._directives: deque[Directive] = deque()
         self._ready = False
         self._leaving = ""
+        self._failure: Message | None = None
+        self._aborted_for = 0
         self._pace = (0.0, 0.0)
         self._ids = itertools.count(1)
         self._answers: dict[int, Any] = {}
@@ -215,14 +222,54 @@ class Member:
         could not meet."""
         return self._next(stop)
 
-    def fail(self) -> None:
-        """A collective has failed in this rank; from any thread."""
+    def fail(self, reason: str = "") -> None:
+        """A collective has failed in this rank, or, for this reason, one of its processes; from any
+        thread."""
         with self._cond:
             if self.broken:
                 return
             self.broken = self._attention = True
-            generation = self.generation
-        self._tell({"type": "failed", "generation": generation})
+            self._failure = {"type": "failed", "generation": self.generation, "reason": reason}
+            failure = self._failure
+        self._tell(failure)
+
+    # --- of an agent, whose processes are started anew in each generation
+
+    @property
+    def is_called(self) -> bool:
+        """The processes of this generation are to stop together, and save."""
+        return self._called is not None and not self.broken
+
+    @property
+    def is_dismissed(self) -> bool:
+        """This member has no place in the run any more."""
+        return any(isinstance(one, Depart) for one in tuple(self._directives))
+
+    def note_step(self, step: int) -> None:
+        """What is said with the next beat."""
+        self._step = step
+
+    def blame(self, reason: str) -> str:
+        """Say that a process of this member has ended so; returns the member whose process was the
+        first to end, "" if that is one which is gone."""
+        self.fail(reason)
+        with self._cond:
+            while self._aborted_for != self.generation and not (self._closed or self.is_dismissed):
+                self._cond.wait(0.5)
+            return self.culprit
+
+    def hold(
+        self, *, failed: bool = False, final: bool = False, stop: Callable[[], bool]
+    ) -> Directive:
+        """The processes of this generation have ended; arguments as for :meth:`safe_point`."""
+        with self._cond:
+            self._holding = (self._step, failed, final)
+        self._arrive()
+        return self._next(stop)
+
+    def resumed(self, step: int) -> None:
+        """The processes that were started for this generation train on behind this step."""
+        self._tell({"type": "resumed", "generation": self.generation, "step": step})
 
     def formed(self, form: Form, *, ok: bool) -> None:
         """The generation has met, or not: then the next directive is waited for."""
@@ -300,6 +347,7 @@ class Member:
         """This rank is of that generation from here on."""
         self.generation, self._change = form.generation, form.change
         self.broken, self._attention = False, bool(self._directives)
+        self._failure = None
         self._called = self._hold_at = None
         if self._holding is None:
             self._holding = (self._step, False, False)
@@ -373,6 +421,8 @@ class Member:
             self._tell({"type": "ready"})
         if self._leaving:
             self._tell({"type": "leave", "reason": self._leaving})
+        if self._failure is not None:
+            self._tell(self._failure)
         if self._holding is not None and self._holding[2]:
             self._arrive()  # nothing more is trained, and nobody may ask
         if self._closed:
@@ -397,6 +447,7 @@ class Member:
             "local_rank": self.local_rank,
             "local_size": self.local_size,
             "node": self._node,
+            "engine": self._engine,
             "generation": self.generation,
             "holding": self._holding is not None,
         }
@@ -469,6 +520,7 @@ class Member:
             self._hold_at = None
             held = self._holding is not None
             self.broken = self._attention = True
+            self.culprit, self._aborted_for = message["culprit"], self.generation
             self._directives = deque(
                 one for one in self._directives if not isinstance(one, (Form, Save))
             )

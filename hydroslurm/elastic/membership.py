@@ -117,7 +117,7 @@ class Membership(Changes):
         self._send(rank, "welcome", generation=self.generation)
         if generation and (holding or self.change is not None):
             self._break("the coordinator was replaced during a change", now_s)
-            self._send(rank, "abort", change=self._number, generation=self.generation)
+            self._abort(rank)
         return self._settled(now_s)
 
     def ready(self, rank: Rank, now_s: float) -> list[Action]:
@@ -165,11 +165,31 @@ class Membership(Changes):
                     self._break("a collective failed", now_s)
         return self._settled(now_s)
 
-    def failed(self, rank: Rank, generation: int, now_s: float) -> list[Action]:
-        """A collective of this generation has failed in a rank."""
+    def failed(
+        self, rank: Rank, generation: int, now_s: float, *, reason: str = ""
+    ) -> list[Action]:
+        """A collective of this generation has failed in a rank. ``reason``: one of its processes
+        has ended so; where several say that, the first did, for the others fail by its end."""
+        member = self._heard(rank, now_s)
+        if generation == self.generation and member is not None and rank[0] in self._training:
+            member.failure = reason
+            cause = f"{rank[0]}: {reason}" if reason else "a collective failed"
+            self._break(cause, now_s, culprit=rank[0] if reason else "")
+        return self._settled(now_s)
+
+    def resumed(self, rank: Rank, generation: int, step: int, now_s: float) -> list[Action]:
+        """The processes of a generation that were started anew train on behind this step."""
         self._heard(rank, now_s)
-        if generation == self.generation and rank[0] in self._training:
-            self._break("a collective failed", now_s)
+        if self._begun is not None and self._begun[0] == generation:
+            _, before, since_s = self._begun
+            self._begun, self.step = None, step
+            self._record(
+                "resumed",
+                generation=generation,
+                step=step,
+                steps_lost=max(0, before - step),
+                pause_s=round(now_s - since_s, 4),
+            )
         return self._settled(now_s)
 
     def saved(self, rank: Rank, change: int, now_s: float) -> list[Action]:
@@ -329,7 +349,7 @@ class Membership(Changes):
             "left" if announced else "failure",
             member=member.id,
             node=member.node,
-            reason=member.leaving or why,
+            reason=member.leaving or member.failure or why,
         )
         change = self.change
         if change is not None and change.phase is Phase.SUSPENDED:

@@ -105,6 +105,7 @@ class MemberState:
     Attributes:
         local_size: how many ranks it has; each is ready by itself.
         leaving: why it is to go, "" while it is to stay.
+        failure: what has failed there, as it has said itself.
         order: counts the members as they came.
     """
 
@@ -116,6 +117,7 @@ class MemberState:
     present: set[int] = field(default_factory=set)
     ready: set[int] = field(default_factory=set)
     leaving: str = ""
+    failure: str = ""
 
     @property
     def is_ready(self) -> bool:
@@ -145,6 +147,7 @@ class Change:
         proposals: rank -> the next step behind which it can hold.
         arrivals: the ranks that hold.
         to_form: the ranks of the generation that is forming that do not have it yet.
+        culprit: the member where something failed first, if one has said so.
     """
 
     number: int
@@ -155,6 +158,7 @@ class Change:
     proposals: dict[Rank, int] = field(default_factory=dict)
     arrivals: dict[Rank, Arrival] = field(default_factory=dict)
     to_form: set[Rank] = field(default_factory=set)
+    culprit: str = ""
     lost: list[str] = field(default_factory=list)
     steps_lost: int = 0
     joined: list[str] = field(default_factory=list)

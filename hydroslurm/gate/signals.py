@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import get_type_hints
 
+from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.core.signals import signal_name, signal_number
 from hydroslurm.errors import UsageError
 from hydroslurm.gate.protocol import Action, Cause, SignalRule
@@ -131,11 +132,14 @@ class SignalPlan:
         return self.pausing() - {signal.SIGTSTP, signal.SIGCONT}
 
     def with_environment(self, environ: Mapping[str, str]) -> SignalPlan:
-        """The plan changed by ``HYDROSLURM_SIGNALS``.
+        """The plan changed by ``HYDROSLURM_SIGNALS``; for a worker of an elastic run, with
+        ``suspend_stops``.
 
         Raises:
             UsageError: an unknown name or signal; the message lists the valid ones.
         """
+        if environ.get(GENERATION_ENV):
+            self = replace(self, suspend_stops=True)
         text = environ.get(SIGNALS_ENV, "").strip()
         if not text:
             return self

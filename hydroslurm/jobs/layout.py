@@ -117,7 +117,7 @@ def _tasks_of(
     )
     image = template.image if use_images else None
     interpreter = "python" if image else python
-    is_agent = job.torchrun_config.enable and not job.run_mode.debug.enable
+    is_agent = job.has_agent and not job.run_mode.debug.enable
     if job.run_mode.debug.enable:
         argv: tuple[str, ...] = debug.command if debug else ("sleep", "infinity")
     elif is_agent:
@@ -137,7 +137,7 @@ def _tasks_of(
         image=image,
         is_agent=is_agent,
     )
-    return [task] * template.resources.tasks
+    return [task] * (1 if is_agent else template.resources.tasks)
 
 
 def _init(template: Template, interpreter: str) -> tuple[Step, ...]:
@@ -148,6 +148,14 @@ def _init(template: Template, interpreter: str) -> tuple[Step, ...]:
 
 def _resolved(argv: tuple[str, ...], interpreter: str) -> tuple[str, ...]:
     return (interpreter, *argv[1:]) if argv[0] in PYTHONS else argv
+
+
+def ranks_of_agent(job: TrainingJob, template: Template) -> int:
+    """How many ranks an agent starts; without torchrunConfig as many as srun would."""
+    config = job.torchrun_config
+    if not config.enable:
+        return template.resources.tasks
+    return template.resources.gpus if config.proc_per_node == "gpu" else int(config.proc_per_node)
 
 
 def agent_command(job: TrainingJob, template: Template, python: str) -> tuple[str, ...]:
@@ -162,12 +170,15 @@ def agent_command(job: TrainingJob, template: Template, python: str) -> tuple[st
     """
     config = job.torchrun_config
     least = config.min_nodes or job.replicas
-    procs = template.resources.gpus if config.proc_per_node == "gpu" else config.proc_per_node
+    procs = ranks_of_agent(job, template)
     nodes = f"{least}:{job.replicas}" if least < job.replicas else str(job.replicas)
     meeting = [f"--nnodes={nodes}", f"--rdzv-backend={config.rdzv_backend}"]
+    if job.elastic is not None:  # the coordinator says who meets
+        meeting = []
+    elif job.replicas == 1:  # a single agent picks a free port, not torch's default one
+        meeting = ["--standalone"]
     options = [
-        # a single agent picks a free port, not torch's default one
-        *(["--standalone"] if job.replicas == 1 else meeting),
+        *meeting,
         f"--nproc-per-node={procs}",
         f"--max-restarts={config.max_restarts}",
         *config.extra_options,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hydroslurm.core.files import open_regular, parse_json, read_regular
-from hydroslurm.core.rundir import ATTEMPT_ENV, ATTEMPTS_ENV, SUPERVISED_ENV
+from hydroslurm.core.rundir import ATTEMPT_ENV, ATTEMPTS_ENV, GENERATION_ENV, SUPERVISED_ENV
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import RunEnded, RunFolderError, UntrustedFile, UsageError
 from hydroslurm.slurm.allocation import Allocation
@@ -70,12 +70,15 @@ def limits_of(given: Limits | None, environ: Mapping[str, str]) -> Limits:
     """The limits of a run: its script's, overridden by HYDROSLURM_ATTEMPTS_WITHOUT_PROGRESS.
 
     The supervisor of a TrainingJob counts failures itself, over all ranks, so under one a run has
-    no limit on them unless its script sets one.
+    no limit on them unless its script sets one. So does the coordinator of an elastic run, whose
+    members may change several times within one step.
 
     Raises:
         UsageError: the variable is not a whole number of 1 or more.
     """
     limits = given or Limits(failures=None if environ.get(SUPERVISED_ENV) else Limits.failures)
+    if given is None and environ.get(GENERATION_ENV):
+        limits = Limits(failures=None, attempts_without_progress=None)
     text = environ.get(ATTEMPTS_ENV)
     if not text:
         return limits

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN, ExitForRequeue
 from hydroslurm.core.fence import Fence, process_began_epoch_s
+from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.core.signals import signal_name
 from hydroslurm.errors import HydroslurmError, SlurmError, StaleAttempt, WrongJobState
 from hydroslurm.gate.marks import Range
@@ -110,6 +111,7 @@ class StopHandler:
         self._allocation = allocation
         self._controller = controller
         self._environ = dict(environ)
+        self._is_member = bool(environ.get(GENERATION_ENV))
         self._policies: Policies | None = None
         self._stop: Stop | None = None
         self._answered = threading.Event()
@@ -153,6 +155,11 @@ class StopHandler:
         assert request is not None, "plan() before note_request()"
         self._ask()
         since = request.message
+        if self._is_member:
+            deadline_mono_s = math.inf
+            if self._allocation is not None and self._answered.wait(ANSWER_S) and self._stop:
+                deadline_mono_s = self._deadline(request, self._stop)
+            return self._plan_of_member(request, deadline_mono_s)
         if self._allocation is None:
             message = f"{since}, outside of a job: run the same command again to go on"
             return StopPlan("asked", math.inf, False, RUN_AGAIN, message)
@@ -184,6 +191,17 @@ class StopHandler:
             exit_code=follow.exit_code,
             message=f"{since}: {stop.message}",
         )
+
+    def plan_unasked(self) -> StopPlan | None:
+        """What a stop means that Slurm need not be asked about, as there is no deadline; None for
+        all others. A member's ranks are started anew whatever the reason is."""
+        if not self._is_member or self._request is None:
+            return None
+        return self._plan_of_member(self._request, math.inf)
+
+    def _plan_of_member(self, request: StopRequest, deadline_mono_s: float) -> StopPlan:
+        message = f"{request.message}: the members of this elastic run change"
+        return StopPlan("asked", deadline_mono_s, False, RUN_AGAIN, message)
 
     def requeue(self, plan: StopPlan) -> ExitForRequeue:
         """Requeue the job where the plan wants it; the exit is returned, to be raised.

@@ -24,6 +24,7 @@ from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.coordination.world import World
 from hydroslurm.core import memory
+from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.elastic.folder import ELASTIC_ENV
 from hydroslurm.errors import UsageError
 from hydroslurm.runtime import install as installation
@@ -115,7 +116,10 @@ class Run(Looping, Ending):
     def __new__(cls, *_: Any, elastic: bool | None = None, **arguments: Any) -> Self:
         """One whose members come and go is of a class of its own."""
         environ = arguments.get("environ") or os.environ
-        if cls is Run and (elastic or (elastic is None and environ.get(ELASTIC_ENV))):
+        # below the agent of a member the ranks are started anew for each generation
+        is_restarted = bool(environ.get(GENERATION_ENV))
+        asked = elastic or (elastic is None and environ.get(ELASTIC_ENV))
+        if cls is Run and asked and not is_restarted:
             from hydroslurm.training.elastic_run import ElasticRun
 
             return cast("Self", super().__new__(ElasticRun))
@@ -160,6 +164,7 @@ class Run(Looping, Ending):
         self._folder = FolderWatch(self.dir.root)
         self._step = 0
         self._epoch = 0
+        self._generation = int(environ.get(GENERATION_ENV) or 0)
         self._begins_anew = not resume and not (allocation and allocation.restart_count)
         self._has_begun = self._is_closed = False
         self._resumed_unasked: bool | None = None
@@ -203,7 +208,7 @@ class Run(Looping, Ending):
     @property
     def generation(self) -> int:
         """How often the members of an elastic run have changed, from 1; 0 for all others."""
-        return 0
+        return self._generation
 
     def _install(self, environ: Mapping[str, str]) -> tuple[Controller, bool]:
         """The controller of this process, and whether it was installed for this run."""

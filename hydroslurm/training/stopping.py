@@ -90,7 +90,7 @@ class Stopping:
         Raises:
             RanksError: a rank died just now.
         """
-        plan = window.plan or self._agree_on_plan()
+        plan = window.plan or self._stop_handler.plan_unasked() or self._agree_on_plan()
         if not self._saver.is_durable and not self._saver.wait(timeout_s=0.0):
             # the disk is slower than it was when the save was estimated
             self._saver.wait(timeout_s=max(0.0, plan.deadline_mono_s - time.monotonic()))

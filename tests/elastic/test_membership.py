@@ -286,6 +286,35 @@ def test_below_min_the_state_is_saved_before_anyone_goes() -> None:
     assert world.membership.current == ("m3", "m2")
 
 
+def test_the_first_failure_is_the_one_that_counts() -> None:
+    """Agents say that a process of theirs has ended; those of the others end by that, so only the
+    first is named to all, and its reason is in the ledger if it goes."""
+    world = World(1, Size(min=1, max=2, wanted=2))
+    world.start()
+    world.start()
+    world.calm()
+    membership = world.membership
+    told = membership.failed(("m2", 0), 1, 5.0, reason="rank 1 was killed by SIGKILL")
+    told += membership.failed(("m1", 0), 1, 5.1, reason="rank 0 exited with status 1")
+    aborts = [one.message for one in told if isinstance(one, Send)]
+    assert [(one["type"], one["culprit"]) for one in aborts] == [("abort", "m2")] * 2
+    (record,) = [one for one in membership.lost(("m2", 0), 5.2) if isinstance(one, Record)]
+    assert record.data["reason"] == "rank 1 was killed by SIGKILL"
+    membership.beat(("m1", 0), 30, 5.3)
+    formed = membership.arrived(
+        ("m1", 0), membership.change.number, 30, 5.4, has_state=False, failed=True
+    )
+    change = next(one for one in formed if isinstance(one, Send)).message
+    assert (change["type"], change["fresh"], change["world_size"]) == ("form", True, 1)
+    made = membership.formed(("m1", 0), change["change"], True, 0.1, 5.5)
+    assert [one.data["steps_lost"] for one in made if isinstance(one, Record)] == [0]
+    (cost,) = membership.resumed(("m1", 0), 2, 20, 9.0)
+    assert cost.data == {"generation": 2, "step": 20, "steps_lost": 10, "pause_s": 4.0}
+    assert membership.resumed(("m1", 0), 2, 20, 9.1) == []
+    (over, *_) = membership.arrived(("m1", 0), 0, 44, 12.0, has_state=False, final=True)
+    assert (over.kind, over.data["step"]) == ("finished", 44)
+
+
 def test_one_of_an_older_generation_is_refused() -> None:
     """What it has trained since is not part of the run."""
     world = World(1, Size(min=1, max=2, wanted=2))

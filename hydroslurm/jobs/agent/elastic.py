@@ -46,6 +46,7 @@ from hydroslurm.coordination.authentication import KEY_BYTES, derive
 from hydroslurm.coordination.relay import RELAY_ENV, Relay
 from hydroslurm.coordination.world import INCARNATION_ENV, KEY_ENV, key_from
 from hydroslurm.core.exitcodes import CANCELLED, FAILED
+from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import LaunchError
 from hydroslurm.jobs.agent.exit_status import (
     Decision,
@@ -62,7 +63,7 @@ from hydroslurm.jobs.agent.rendezvous import (
     fill_in,
     in_order_of_tasks,
 )
-from hydroslurm.jobs.agent.signal_pipe import Interrupted
+from hydroslurm.jobs.agent.signal_pipe import Departed, Interrupted
 from hydroslurm.jobs.agent.workers import exit_codes
 from hydroslurm.runtime import autoload
 
@@ -93,12 +94,19 @@ class NodeAgent(LocalElasticAgent):
         self._monitoring = False
         self._leaving = False
         self._relay: Relay | None = None
+        self._watch_rendezvous(spec.rdzv_handler)
+
+    def _watch_rendezvous(self, handler: Any) -> None:
         keepalive = RendezvousKeepalive(
-            spec.rdzv_handler,
-            leaving=lambda: self._leaving or node.stop_asked.is_set(),
-            warn=node.log.warning,
+            handler,
+            leaving=lambda: self._leaving or self._stop_asked(),
+            warn=self._node.log.warning,
         )
-        node.on_suspend(keepalive.suspend)
+        self._node.on_suspend(keepalive.suspend)
+
+    def _stop_asked(self) -> bool:
+        """Whether workers that end now may have been asked to."""
+        return self._node.stop_asked.is_set()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         with self._node.signal_pipe.interruptible():
@@ -155,7 +163,7 @@ class NodeAgent(LocalElasticAgent):
             self._monitoring = False
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             codes = [failure.exitcode for failure in result.failures.values()]
-            stop_asked = self._node.stop_asked.is_set()
+            stop_asked = self._stop_asked()
             self.status = node_status(codes, stop_asked=stop_asked)
             if self.status is not None or stop_asked:
                 self._remaining_restarts = 0
@@ -168,7 +176,7 @@ class NodeAgent(LocalElasticAgent):
         self._wait_for_others(
             self._worker_group,
             until_s=time.monotonic() + self._exit_barrier_timeout,
-            give_up=self._node.stop_asked.is_set,
+            give_up=self._stop_asked,
         )
 
     def _close(
@@ -189,7 +197,7 @@ class NodeAgent(LocalElasticAgent):
         give_up_s = time.monotonic() + LINGER_S
         while True:
             codes = exit_codes(pcontext)
-            stop_asked = self._node.stop_asked.is_set()
+            stop_asked = self._stop_asked()
             if self.failed is None:  # its siblings are about to be ended, and fail, too
                 ended = [code for code in codes.values() if code is not None]
                 self.failed = failure_status(ended, stop_asked=stop_asked)
@@ -219,20 +227,30 @@ class NodeAgent(LocalElasticAgent):
                 time.sleep(_POLL_S)
 
     def _unless_stopped(self) -> None:
-        if self._node.stop_asked.is_set():
+        if self._stop_asked():
             raise Interrupted
 
 
-def launch(arguments: list[str], *, node: Node, where: Rendezvous | None, key: bytes | None) -> int:
+def launch(
+    arguments: list[str],
+    *,
+    node: Node,
+    where: Rendezvous | None,
+    key: bytes | None,
+    run: ElasticFolder | None = None,
+) -> int:
     """Run torchrun in this process and return the exit status.
 
     Args:
+        run: the elastic run that this node is a member of; see
+            :mod:`hydroslurm.jobs.agent.restart`.
         key: shared by the agents of all nodes; the workers get one derived from it. None on a
             single node makes a new one.
 
     Raises:
         SystemExit: the arguments are wrong; torchrun has printed why.
         LaunchError: the agent of this version of torch cannot be replaced.
+        UsageError: the arguments say where a member of an elastic run meets the others.
     """
     chosen = _torchrun.parse_args(arguments)
     missing = what_is_missing(
@@ -253,7 +271,14 @@ def launch(arguments: list[str], *, node: Node, where: Rendezvous | None, key: b
     # with a shared store a restarted rank may find the address of a peer that is gone
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     ours = where if where is not None and chosen.rdzv_id == where.run_id else None
-    with _agents_of(node, ours) as agents:
+    with contextlib.ExitStack() as stack:
+        make: Callable[..., NodeAgent] = functools.partial(NodeAgent, node)
+        if run is not None:
+            from hydroslurm.jobs.agent import restart
+
+            restart.prepare(chosen, untouched=_untouched(), folder=run)
+            make = stack.enter_context(restart.joined(run, node))
+        agents = stack.enter_context(_agents_of(make, ours))
         try:
             # writes the error file of a failed worker, as it does for torchrun
             return int(record(_run)(chosen, agents) or 0)
@@ -270,6 +295,8 @@ def _run(chosen: Any, agents: list[NodeAgent]) -> int:
         _torchrun.run(chosen)
     except Interrupted:
         return CANCELLED
+    except Departed as departed:
+        return departed.status
     except ChildFailedError:
         if agents and agents[-1].status is not None:
             return agents[-1].status
@@ -278,10 +305,13 @@ def _run(chosen: Any, agents: list[NodeAgent]) -> int:
 
 
 @contextlib.contextmanager
-def _agents_of(node: Node, where: Rendezvous | None) -> Iterator[list[NodeAgent]]:
+def _agents_of(
+    make_agent: Callable[..., NodeAgent], where: Rendezvous | None
+) -> Iterator[list[NodeAgent]]:
     """Make torchrun create our agents; yields the list of those that it has created.
 
     Args:
+        make_agent: with the arguments of torch's.
         where: None if the nodes that meet are not, or not only, the tasks of this job step.
     """
     if not hasattr(launcher, "LocalElasticAgent"):
@@ -294,7 +324,7 @@ def _agents_of(node: Node, where: Rendezvous | None) -> Iterator[list[NodeAgent]
     def make(spec: WorkerSpec, *args: Any, **kwargs: Any) -> NodeAgent:
         if where is not None:
             in_order_of_tasks(spec.rdzv_handler, where, local_addr=spec.local_addr)
-        made.append(NodeAgent(node, spec, *args, **kwargs))
+        made.append(make_agent(spec, *args, **kwargs))
         return made[-1]
 
     before = launcher.LocalElasticAgent

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hydroslurm.coordination.network import set_master_addr
@@ -20,6 +21,7 @@ from hydroslurm.core.dates import clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.signals import signal_name
+from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
 from hydroslurm.errors import HydroslurmError, RanksError, RunFolderError
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.jobs.agent import nodestate
@@ -39,6 +41,7 @@ class Node:
 
     Attributes:
         stop_asked: set by the first SIGTERM or SIGURG; nothing is started from then on.
+        stop_reason: the name of that signal.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -47,13 +50,18 @@ class Node:
             UsageError: bad HYDROSLURM_SIGNALS, or a SLURM_* value that Slurm never gives.
         """
         plan = SignalPlan().with_environment(environ)
+        # the others of an elastic run go on without a node that is suspended
+        plan = replace(plan, suspend_stops=bool(environ.get(ELASTIC_ENV)))
         numbers = {meaning: getattr(plan, meaning) for meaning in MEANINGS}
         self._meanings: dict[int, Meaning] = {
-            signo: meaning for meaning, signo in numbers.items() if signo is not None
+            signo: "stop" if signo in plan.stopping() and meaning == "slurm_pause" else meaning
+            for meaning, signo in numbers.items()
+            if signo is not None
         }
         self.signal_pipe = SignalPipe(self._meanings, stops=plan.stopping())
         self.log = NodeLog(environ)
         self.stop_asked = threading.Event()
+        self.stop_reason = ""
         self._workers = Workers(_registry(environ, self.log))
         self._lock = threading.Lock()
         self._watched: tuple[Meaning, int, int] | None = None
@@ -110,6 +118,22 @@ class Node:
             self._workers.look()
             self._workers.kill_listeners()
 
+    def kill_workers(self) -> None:
+        """Kill all workers."""
+        with self._lock:
+            self._workers.kill()
+
+    def stop_workers(self) -> None:
+        """Have all workers stop as for a stop of the job, but not those that follow them."""
+        with self._lock:
+            self._workers.stop()
+
+    def step(self) -> int | None:
+        """The training step that the workers say they are at; None: none does."""
+        with self._lock:
+            workers = self._workers.all
+        return nodestate.step_of(workers)
+
     def _listen(self) -> None:
         while True:
             arrived = self.signal_pipe.wait(None if self._watched is None else _POLL_S)
@@ -123,6 +147,7 @@ class Node:
         meaning = self._meanings[signo]
         arrived_mono_ns, arrived_epoch_ns = time.monotonic_ns(), time.time_ns()
         if meaning in ("stop", "warning"):
+            self.stop_reason = self.stop_reason or signal_name(signo)
             self.stop_asked.set()
         # SIGTSTP is followed by SIGSTOP, which must not cut a call to torch's store in two
         self._on_suspend(meaning == "slurm_pause")
@@ -184,6 +209,9 @@ class NodeLog:
         self._allocation = Allocation.from_environ(environ)
         self._log: EventLog | None = None
         self._early: list[tuple[EventKind, dict[str, object]]] = []
+        self._member = ""
+        if environ.get(ELASTIC_ENV):
+            self._member = member_name(environ, host=socket.gethostname(), pid=os.getpid())
         self.number: int | None = None
         if self._allocation is not None and self._allocation.step_id is not None:
             self.settle(self._allocation.rank)
@@ -229,11 +257,18 @@ class NodeLog:
 
     def info(self, text: str) -> None:
         """Log one line."""
-        LOGGER.info("node %s: %s", "?" if self.number is None else self.number, text)
+        LOGGER.info("%s: %s", self._name, text)
 
     def warning(self, text: str) -> None:
         """Log one line that somebody should read."""
-        LOGGER.warning("node %s: %s", "?" if self.number is None else self.number, text)
+        LOGGER.warning("%s: %s", self._name, text)
+
+    @property
+    def _name(self) -> str:
+        """A member keeps its name, and has another number in each generation."""
+        if self._member:
+            return f"member {self._member}"
+        return f"node {'?' if self.number is None else self.number}"
 
     def close(self) -> None:
         if self._log is not None:
@@ -267,7 +302,9 @@ def run_agent(arguments: Sequence[str], *, environ: MutableMapping[str, str]) ->
 
         status: int | None = None
         try:
-            status = elastic.launch(list(arguments), node=node, where=where, key=key)
+            place = environ.get(ELASTIC_ENV)
+            run = ElasticFolder(run=ElasticFolder.at(place)) if place else None
+            status = elastic.launch(list(arguments), node=node, where=where, key=key, run=run)
         finally:
             node.log.record(EventKind.AGENT_LEFT, {"status": status})
         node.log.info(f"leaves with status {status}")

@@ -71,6 +71,14 @@ def fold(states: Sequence[RankStatus | None]) -> NodeState:
     )
 
 
+def step_of(workers: Sequence[Worker]) -> int | None:
+    """The training step that is furthest among them; None while none has told."""
+    states = [_state_of(worker) for worker in workers]
+    return max(
+        (one.step for one in states if one is not None and one.step is not None), default=None
+    )
+
+
 def _state_of(worker: Worker) -> RankStatus | None:
     if worker.entry is None:
         return None

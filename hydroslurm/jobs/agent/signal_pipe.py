@@ -18,6 +18,17 @@ class Interrupted(BaseException):
     """
 
 
+class Departed(BaseException):
+    """The member of an elastic run that this agent is leaves it, with this exit status.
+
+    Not an Exception, for the same reason.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
 class SignalPipe:
     """Keeps signals from killing or stopping this process, and reports which ones came.
 

@@ -88,6 +88,12 @@ class Workers:
                 worker.owed[meaning] = now_s
         self.look()
 
+    def stop(self) -> None:
+        """Have those that there are now stop; whoever is started after them is not owed that."""
+        standing = list(self._standing)
+        self.ask("stop")
+        self._standing = standing
+
     def look(self) -> None:
         """Find workers that have announced themselves, and deliver what they are owed."""
         for worker in self.all:
@@ -103,6 +109,11 @@ class Workers:
         for worker in self.all:
             if worker.entry is not None:
                 send_group(worker.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Kill them all."""
+        for worker in self.all:
+            send_group(worker.pid, signal.SIGKILL)
 
     def _announced(self, pid: int) -> registry.Entry | None:
         """The entry of the process, or of its nearest descendant (below a shell script)."""

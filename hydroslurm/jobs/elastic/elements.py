@@ -215,7 +215,7 @@ class Elements:
         if state is JobState.COMPLETED and not one.has_joined:
             return "failure", (
                 "its script ended without having joined the run: it needs a hydroslurm.Run, which "
-                "this job makes elastic"
+                "this job makes elastic; `elastic: {engine: restart}` takes any script"
             )
         lost = f" ({one.reason})" if one.reason else ""
         return "failure", f"it ended {state.value}{lost}"

@@ -8,13 +8,14 @@ that the coordinator submits.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from dataclasses import replace
 from typing import Any
 
 from hydroslurm.core import rundir
-from hydroslurm.core.files import write_atomically
+from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
 from hydroslurm.elastic.autoscale import AutoscalePolicy
 from hydroslurm.elastic.folder import ELASTIC_ENV, CoordinatorOptions, ElasticFolder
@@ -31,10 +32,12 @@ from hydroslurm.jobs.launch.job_script import (
     what_it_needs,
     where_of,
 )
+from hydroslurm.jobs.layout import ranks_of_agent
 from hydroslurm.jobs.plan import ElasticPlan, Plan
 from hydroslurm.jobs.spec.elastic import Elastic
-from hydroslurm.jobs.spec.job import TrainingJob
+from hydroslurm.jobs.spec.job import TrainingJob, of_restart
 from hydroslurm.jobs.spec.reading import JobSpec
+from hydroslurm.jobs.spec.source import path_text
 from hydroslurm.jobs.supervisor.job_step import container_options
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 from hydroslurm.slurm.client import SlurmClient
@@ -47,13 +50,68 @@ COORDINATOR_WARNING_S = 60
 
 
 def of_one_member(spec: JobSpec) -> JobSpec:
-    """The spec whose plan is that of one member; any other spec as it is."""
+    """The spec whose plan is that of one member, its engine chosen; any other spec as it is.
+
+    Raises:
+        UsageError: no engine does what it asks for.
+    """
     if spec.job.elastic is None:
         return spec
-    elastic = spec.job.elastic.model_copy(update={"size": spec.job.members})
+    engine, why = choose_engine(spec)
+    elastic = spec.job.elastic.model_copy(update={"size": spec.job.members, "engine": engine})
     one = spec.job.replica_specs[0].model_copy(update={"replicas": 1})
     job = spec.job.model_copy(update={"replica_specs": (one,), "elastic": elastic})
-    return replace(spec, job=job)
+    if engine == "restart" and (wrong := list(of_restart(job, elastic))):
+        listed = "; ".join(f"{path_text(one.path)}: {one.message}" for one in wrong)
+        raise UsageError(f"engine: restart ({why}), and {listed}")
+    return replace(spec, job=job, engine_why=why)
+
+
+def choose_engine(spec: JobSpec) -> tuple[str, str]:
+    """The engine of an elastic job, and why it is that. ``auto`` where the ranks choose it.
+
+    Raises:
+        UsageError: the script shards its model, and the spec asks for an engine that cannot.
+    """
+    job = spec.job
+    assert job.elastic is not None
+    asked = job.elastic.engine
+    name, sharding = _sharding_of(spec)
+    if asked not in ("auto", "restart") and sharding:
+        raise UsageError(
+            f"elastic.engine: {asked}, and {name} shards its model ({sharding}), so that no rank "
+            "could give its weights to another: say engine: restart, which saves and starts the "
+            "ranks anew, or train with DistributedDataParallel"
+        )
+    if asked != "auto":
+        return asked, "the spec names it"
+    if job.torchrun_config.enable:
+        return "restart", "torchrunConfig.enable has agents that start the ranks"
+    if sharding:
+        return "restart", f"{name} shards its model ({sharding}): its weights are nowhere whole"
+    return asked, ""
+
+
+_SHARDING = re.compile(r"\b(?:fully_shard|FullyShardedDataParallel)\b")
+_SCRIPT_BYTES = 1 << 20
+
+
+def _sharding_of(spec: JobSpec) -> tuple[str, str]:
+    """The name of the Python script of a member, and by what it shards its model; "" if it does
+    not, or cannot be read: a script that imports its model is not seen through."""
+    template = spec.job.replica_specs[0].template
+    words = (*template.command, *template.args)
+    name = next((word for word in words if word.endswith(".py")), "")
+    if not name:
+        return "", ""
+    try:
+        path = spec.folder / (template.working_directory or "") / name
+        text = read_regular(path, limit_bytes=_SCRIPT_BYTES).decode(errors="replace")
+    except (OSError, ValueError):
+        return name, ""
+    code = "\n".join(line.partition("#")[0] for line in text.splitlines())
+    found = _SHARDING.search(code)
+    return name, found[0] if found else ""
 
 
 def check_site(job: TrainingJob, client: SlurmClient) -> tuple[str, ...]:
@@ -121,8 +179,12 @@ def _partitions_of(job: TrainingJob) -> list[str]:
     ]
 
 
-def prepare(job: TrainingJob, plan: Plan, run: RunDir) -> Plan:
+def prepare(job: TrainingJob, plan: Plan, run: RunDir, *, engine_why: str = "") -> Plan:
     """Write what the coordinator needs; return the plan that it reads.
+
+    Args:
+        job: of one member, its engine chosen.
+        engine_why: why it is that.
 
     Raises:
         RunFolderError: it cannot be written.
@@ -135,7 +197,10 @@ def prepare(job: TrainingJob, plan: Plan, run: RunDir) -> Plan:
     try:
         folder.make_key()
         options = CoordinatorOptions(
-            batch=elastic.batch,
+            batch=elastic.batch if elastic.engine != "restart" else "per_rank",
+            engine=elastic.engine,
+            engine_why=engine_why,
+            ranks_each=ranks_of_agent(job, job.replica_specs[0].template) if job.has_agent else 1,
             summation=elastic.summation,
             recovery=elastic.recovery,
             averaging_every=elastic.averaging.every if elastic.averaging else 0,

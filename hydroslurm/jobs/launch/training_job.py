@@ -107,11 +107,13 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
     spec = of_one_member(spec)
     plan, notes = plan_for(spec, environ=environ)
     if spec.job.elastic is not None:
+        if spec.engine_why:
+            notes = (*notes, f"engine: {spec.job.elastic.engine} ({spec.engine_why})")
         notes = (*notes, *check_site(spec.job, open_client(environ=environ)))
     with removing_on_refusal(folder.absolute()):
         run = new_run(folder.absolute(), spec.job.name)
         if spec.job.elastic is not None:
-            plan = prepare(spec.job, plan, run)
+            plan = prepare(spec.job, plan, run, engine_why=spec.engine_why)
         _write(run.job_yaml, dumps(_resolved(spec)))
         _write(run.plan_json, plan.dumps())
         intent = Submission(

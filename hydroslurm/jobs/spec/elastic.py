@@ -65,7 +65,8 @@ class Elastic(Part):
         default="keep_global",
         description="What a change of size does to the batches. keep_global: a step has as many "
         "samples as with max members, in other shares. per_rank: each rank keeps its batch size, "
-        "and a step has more samples or fewer. Default: keep_global.",
+        "and a step has more samples or fewer, as always with engine: restart. Default: "
+        "keep_global.",
     )
     summation: Literal["all_reduce", "fixed_order"] = Field(
         default="all_reduce",
@@ -96,10 +97,12 @@ class Elastic(Part):
         "steps. Default: 0.",
         json_schema_extra=unit("steps"),
     )
-    engine: Literal["auto", "in_place"] = Field(
+    engine: Literal["auto", "in_place", "restart"] = Field(
         default="auto",
         description="How the ranks form a new generation. in_place: the same processes make new "
-        "process groups. auto: what fits the script, which is in_place so far. Default: auto.",
+        "process groups. restart: they save and leave, and torchrun's agents start them anew, for "
+        "any script. auto: restart with torchrunConfig.enable and for scripts that shard their "
+        "model (FSDP), else in_place. Default: auto.",
     )
     base: ElasticBase = Field(
         default_factory=ElasticBase,

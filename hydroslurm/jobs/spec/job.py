@@ -100,6 +100,12 @@ class TrainingJob(Part):
         asked = self.replicas if self.replicas > 1 else self.elastic.max
         return self.elastic.size or asked
 
+    @property
+    def has_agent(self) -> bool:
+        """Whether torchrun's agent starts the ranks, as far as the spec tells."""
+        elastic = self.elastic
+        return self.torchrun_config.enable or (elastic is not None and elastic.engine == "restart")
+
     @model_validator(mode="after")
     def _fits_together(self) -> TrainingJob:
         found = complaints(self)
@@ -284,6 +290,49 @@ def _elastic_sums(elastic: Elastic) -> Iterator[Complaint]:
         yield Complaint((*own, "averaging"), message, ((*own, "summation"),))
 
 
+def of_restart(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
+    """What does not go with ranks that are started anew in each generation."""
+    own = ("elastic",)
+    engine = (*own, "engine")
+    if elastic.engine == "in_place":
+        message = (
+            "in_place keeps the processes, and torchrunConfig.enable has agents that start them "
+            "anew; say engine: restart, or leave torchrunConfig out and give the ranks of a member "
+            "as resources.tasks"
+        )
+        yield Complaint(engine, message, (_ENABLE,))
+        return
+    kept = {
+        "batch": "keep_global" if "batch" in elastic.model_fields_set else "",
+        "summation": "fixed_order",
+        "recovery": "log_replay",
+    }
+    wanted = [name for name, value in kept.items() if getattr(elastic, name) == value]
+    if elastic.averaging is not None:
+        wanted.append("averaging")
+    if elastic.lr != "none":
+        wanted.append("lr")
+    for name in wanted:
+        value = getattr(elastic, name)
+        given = f"{value}: " if isinstance(value, str) else ""
+        message = (
+            f"{given}only engine: in_place sees to that, between two steps of a hydroslurm.Run; "
+            "with engine: restart the ranks are started anew, and each keeps its own batch size. "
+            "Leave it out, or say engine: in_place"
+        )
+        yield Complaint((*own, name), message, (engine, _ENABLE))
+    torchrun = job.torchrun_config
+    if torchrun.min_nodes is not None:
+        message = f"{torchrun.min_nodes}, and elastic.min says it; leave it out"
+        yield Complaint((*_TORCHRUN, "minNodes"), message, (own,))
+    if torchrun.rdzv_backend != "c10d":
+        message = (
+            f"{torchrun.rdzv_backend}: the coordinator of an elastic job says who meets; leave it "
+            "out"
+        )
+        yield Complaint((*_TORCHRUN, "rdzvBackend"), message, (own,))
+
+
 def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
     own = ("elastic",)
     if elastic.min > elastic.max:
@@ -316,12 +365,8 @@ def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
     if resources.nodes is not None:
         where = ("replicaSpecs", 0, "template", "resources", "nodes")
         yield Complaint(where, "each member of an elastic job is one node; omit it", (own,))
-    if job.torchrun_config.enable:
-        message = (
-            "true, and srun starts the ranks of an elastic job's members: leave it out, and give "
-            "their number per member as resources.tasks"
-        )
-        yield Complaint(_ENABLE, message, (own,))
+    if job.has_agent:
+        yield from of_restart(job, elastic)
     if job.run_mode.debug.enable:
         message = "true, and an elastic job has nothing to hold; leave elastic out while debugging"
         yield Complaint(("runMode", "debug", "enable"), message, (own,))

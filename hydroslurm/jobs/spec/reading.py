@@ -37,12 +37,14 @@ class JobSpec:
         meaningless: fields that have no effect, of a T9k manifest those without a meaning on
             Slurm above all.
         is_manifest: whether it was one.
+        engine_why: of an elastic job whose engine has been chosen, why it is that.
     """
 
     job: TrainingJob
     folder: Path
     meaningless: tuple[str, ...] = ()
     is_manifest: bool = False
+    engine_why: str = ""
 
 
 def load(path: Path) -> JobSpec:

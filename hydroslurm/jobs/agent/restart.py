@@ -1,0 +1,339 @@
+"""The restart engine: an agent is a member of an elastic run, and starts its workers anew in each
+generation.
+
+For any script that torchrun can start. The coordinator names the exact members of a generation, so
+that nobody waits for a heartbeat or a last call; it is asked over the authenticated connection that
+every member has (:mod:`hydroslurm.elastic.member`). The agent speaks for its node, as one rank:
+
+    the coordinator calls     the workers get SIGTERM as soon as they listen; they stop together,
+                              save and leave; the agent then holds
+    a worker fails            the agent says so at once. Who says it first is to blame; the workers
+                              of all others fail by that, or are killed
+    a member is gone          workers are killed, and the agent holds
+    a generation is named     its first member says where its rank 0 will listen; all start theirs
+
+Only the first failure is charged to a member, by ``--max-restarts``: others' ends, and changes of
+size, are free. The key of the workers' connections is made of the run's and the generation's
+number, so that one of an older generation meets nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.utils import distributed
+
+from hydroslurm.coordination.authentication import derive
+from hydroslurm.coordination.network import own_address
+from hydroslurm.coordination.world import INCARNATION_ENV, KEY_ENV
+from hydroslurm.core.exitcodes import FAILED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.core.rundir import GENERATION_ENV, RUN_DIR_ENV
+from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV, ElasticFolder, member_name
+from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Member, Save
+from hydroslurm.errors import CoordinatorLost, UsageError
+from hydroslurm.jobs.agent.elastic import LINGER_S, NodeAgent
+from hydroslurm.jobs.agent.node import Node
+from hydroslurm.jobs.agent.signal_pipe import Departed
+from hydroslurm.runtime.install import ALONE_ENV
+
+BACKEND = "hydroslurm"
+MONITOR_S = 0.02
+"""Between two looks at the workers: a worker that fails has to be seen before those of other nodes
+have failed by its end, which takes Python some 50 ms."""
+_OWN = ("nnodes", "node_rank", "standalone", "master_addr", "master_port")
+_RENDEZVOUS = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf")
+
+
+class Generations(RendezvousHandler):
+    """Torch's rendezvous: waits for what the coordinator says.
+
+    Attributes:
+        pending: a generation that this member is of, and whose workers are not started yet.
+        form: the one whose workers run.
+    """
+
+    def __init__(self, folder: ElasticFolder, node: Node, member: Member) -> None:
+        self.pending: Form | None = None
+        self.form: Form | None = None
+        self.member = member
+        self._folder = folder
+        self._node = node
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for a generation with this member.
+
+        Raises:
+            Departed: there will be none.
+        """
+        form = self.pending or self.obey(self.member.begin(stop=self.stop_seen))
+        while True:
+            if form is None:
+                raise Departed(0)
+            try:
+                master = self._meet(form)
+                break
+            except CoordinatorLost as error:
+                self._node.log.warning(f"generation {form.generation} is not formed: {error}")
+                self.member.formed(form, ok=False)
+                form = self.obey(self.member.again(stop=self.stop_seen))
+        self.pending, self.form = None, form
+        os.environ[GENERATION_ENV] = str(form.generation)
+        name = f"elastic {self._folder.run.name} change {form.change} generation {form.generation}"
+        os.environ[INCARNATION_ENV] = name
+        os.environ[KEY_ENV] = derive(self._folder.key(), name).hex()
+        self._node.log.info(
+            f"generation {form.generation}: member {form.rank} of {form.world_size} ({form.cause})"
+        )
+        return RendezvousInfo(HashStore(), form.rank, form.world_size, master)
+
+    def obey(self, directive: Directive) -> Form | None:
+        """What is to be done next; None: the training is complete.
+
+        Raises:
+            Departed: nothing, this member leaves.
+        """
+        while isinstance(directive, Save):  # the workers have saved before they left
+            self.member.saved(directive)
+            directive = self.member.again(stop=self.stop_seen)
+        if isinstance(directive, Depart):
+            self._node.log.info(f"this member leaves: {directive.reason or 'asked to'}")
+            again = directive.again or self._node.stop_asked.is_set()
+            raise Departed(RUN_AGAIN if again else 0)
+        return None if isinstance(directive, Finished) else directive
+
+    def stop_seen(self) -> bool:
+        return self._node.stop_asked.is_set()
+
+    def _meet(self, form: Form) -> RendezvousStoreInfo:
+        """Where rank 0 of the workers will listen.
+
+        Raises:
+            CoordinatorLost: its agent has not said so.
+        """
+        if form.rank == 0:
+            free = distributed.get_free_port()  # type: ignore[no-untyped-call]
+            self.member.set_value("master", f"{own_address(os.environ)}:{free}".encode())
+        host, _, port = self.member.get_values(["master"])[0].decode().rpartition(":")
+        return RendezvousStoreInfo(host, int(port))
+
+    def num_nodes_waiting(self) -> int:
+        """Whether the workers are to be started anew, which torch does for any positive number."""
+        return int(self.pending is not None)
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._folder.run.name
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Only the coordinator ends a run."""
+
+    def shutdown(self) -> bool:
+        self.member.close()
+        return True
+
+
+class MemberAgent(NodeAgent):
+    """The agent of one member."""
+
+    def __init__(
+        self, node: Node, generations: Generations, spec: WorkerSpec, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(node, spec, *args, **kwargs)
+        self._generations = generations
+        self._member = generations.member
+        self._restarts_left = spec.max_restarts
+        self._asked_s: float | None = None
+        self._said_step = True
+        self._step_s = (0, time.monotonic())
+
+    def _watch_rendezvous(self, handler: Any) -> None:
+        """It has no heartbeats."""
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # not interruptible: a stop while this waits is announced, and answered
+        LocalElasticAgent._rendezvous(self, worker_group)
+
+    def _unless_stopped(self) -> None:
+        """Workers of a node that is to go are started all the same, for the generation has been
+        named: they are owed the stop."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids = super()._start_workers(worker_group)
+        self._asked_s, self._said_step = None, worker_group.group_rank != 0
+        form = self._generations.form
+        assert form is not None
+        self._member.formed(form, ok=True)
+        self._member.has_state = False  # that is on disk
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._look_at_members()
+        self._note_steps()
+        result = super()._monitor_workers(worker_group)
+        self._remaining_restarts = self._restarts_left
+        if result.state is WorkerState.HEALTHY:
+            return result
+        self._generations.pending = self._generations.obey(self._after_end(result))
+        if self._generations.pending is None:
+            ended = {worker.global_rank: None for worker in worker_group.workers}
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=ended)
+        return RunResult(state=WorkerState.HEALTHY)  # torch then asks num_nodes_waiting()
+
+    def _look_at_members(self) -> None:
+        """Pass on what the coordinator has said since the last look."""
+        now_s = time.monotonic()
+        if self._node.stop_asked.is_set():
+            self._member.leave(self._node.stop_reason)
+        if self._member.broken or self._member.is_dismissed:
+            self._node.kill_workers()
+        elif self._asked_s is None and self._member.is_called:
+            self._asked_s = now_s
+            self._node.stop_workers()
+        elif self._asked_s is not None and now_s - self._asked_s > LINGER_S and not self._stops():
+            self._node.log.warning(
+                f"the workers were asked to stop {LINGER_S:g} s ago, and do not: they are killed, "
+                "and what they have not saved is trained again"
+            )
+            self._node.kill_workers()
+
+    def _stops(self) -> bool:
+        return self._node.is_stopping(range(self._worker_group.spec.local_world_size))
+
+    def _note_steps(self) -> None:
+        """Say where the workers are, as far as they tell."""
+        step = self._node.step()
+        if step is None:
+            return
+        self._member.note_step(step)
+        if not self._said_step:
+            self._said_step = True
+            self._member.resumed(step)
+        before, since_s = self._step_s
+        now_s = time.monotonic()
+        if step != before and now_s - since_s > 1.0:
+            if step > before:
+                self._member.note_pace((now_s - since_s) / (step - before), 0.0)
+            self._step_s = (step, now_s)
+
+    def _after_end(self, result: RunResult) -> Directive:
+        """All workers of this node have ended: hold, and wait for what the coordinator says."""
+        member, stop = self._member, self._generations.stop_seen
+        if result.state is WorkerState.SUCCEEDED:
+            # who was asked to stop may have left with status 0 for that; else it does so again
+            return member.hold(final=not self._stop_asked(), stop=stop)
+        if member.broken or member.is_dismissed:
+            return member.hold(failed=True, stop=stop)
+        left = self.status is not None and self.status != MUST_NOT_RUN_AGAIN
+        if left or self._stop_asked():
+            return member.hold(failed=not left, stop=stop)
+        reason = _what_happened(result, status=self.status)
+        if member.blame(reason) == member.name:
+            if self.status == MUST_NOT_RUN_AGAIN or not self._restarts_left:
+                self._node.log.warning(f"{reason}; this member leaves")
+                raise Departed(self.status or self.failed or FAILED)
+            self._restarts_left -= 1
+            self._remaining_restarts = self._restarts_left  # for TORCHELASTIC_RESTART_COUNT
+            self._node.log.warning(f"{reason}; {self._restarts_left} restarts are left")
+        return member.hold(failed=True, stop=stop)
+
+    def _stop_asked(self) -> bool:
+        return super()._stop_asked() or self._asked_s is not None
+
+    def _wait_for_others(self, *_: Any, **__: Any) -> None:
+        """The coordinator does."""
+
+    def _exit_barrier(self) -> None:
+        """The coordinator has said that all have finished."""
+
+
+def _what_happened(result: RunResult, *, status: int | None) -> str:
+    """``worker 1 was killed by SIGKILL``; of several that of the lowest exit code, which a signal
+    has."""
+    failures = result.failures.items()
+    if status == MUST_NOT_RUN_AGAIN or not failures:
+        return f"its workers left with status {status}"
+    rank, failure = min(failures, key=lambda one: (one[1].exitcode, one[0]))
+    how = f"exited with status {failure.exitcode}"
+    if failure.exitcode < 0:
+        how = f"was killed by {failure.signal_name()}"
+    return f"rank {rank} {how}"
+
+
+def prepare(chosen: Any, *, untouched: Any, folder: ElasticFolder) -> None:
+    """Set in torchrun's parsed arguments that the coordinator says who meets.
+
+    Raises:
+        UsageError: they say it, too.
+    """
+    named = [
+        name
+        for name in (*_OWN, *_RENDEZVOUS)
+        if getattr(chosen, name, None) != getattr(untouched, name, None)
+    ]
+    if named:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in named)
+        raise UsageError(
+            f"{options}: the coordinator of this elastic run says which nodes train together. "
+            "Leave it out; `elastic: {min: ..., max: ...}` in the job spec says how many"
+        )
+    size = folder.options().size
+    chosen.nnodes = f"{size.min}:{size.max}"
+    chosen.rdzv_backend, chosen.rdzv_id = BACKEND, folder.run.name
+    chosen.rdzv_endpoint = BACKEND  # without one torch warns
+    if chosen.monitor_interval == untouched.monitor_interval:
+        chosen.monitor_interval = MONITOR_S
+
+
+@contextlib.contextmanager
+def joined(folder: ElasticFolder, node: Node) -> Iterator[Callable[..., MemberAgent]]:
+    """Join the run; yields what makes the agent. The environment becomes that of its
+    workers, who are no members themselves."""
+    environ = os.environ
+    member = Member(
+        folder,
+        name=member_name(environ, host=socket.gethostname(), pid=os.getpid()),
+        node=environ.get("SLURMD_NODENAME", ""),
+        engine=f"restart ({folder.options().engine_why or 'below hydroslurm agent'})",
+        warn=node.log.warning,
+    )
+    generations = Generations(folder, node, member)
+
+    def handler_of(_: RendezvousParameters) -> RendezvousHandler:
+        return generations
+
+    rendezvous_handler_registry.register(BACKEND, handler_of)
+    for name in (ELASTIC_ENV, MEMBER_ENV, ALONE_ENV, "MASTER_ADDR"):
+        environ.pop(name, None)
+    environ[RUN_DIR_ENV] = str(folder.run)
+    # else each agent waits for a store of torch's to learn how many workers the others have
+    environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+    member.start()
+    try:
+        yield lambda spec, *args, **kwargs: MemberAgent(node, generations, spec, *args, **kwargs)
+    finally:
+        member.close()

@@ -1,0 +1,174 @@
+"""Agents whose workers are started anew in each generation, for any script."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from elasticstory import SAMPLES, times_seen
+from processes import wait_until
+from restartstory import TRAIN, RestartStory
+
+from hydroslurm.core.exitcodes import RUN_AGAIN
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Iterator[RestartStory]:
+    one = RestartStory(tmp_path, min=1, max=3, gather_s=20.0)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def test_members_leave_join_and_fail(story: RestartStory) -> None:
+    """The workers of all are started anew at each change, with the exact members; a leave and a
+    join let them stop by themselves, a death does not; only the member whose worker died leaves,
+    with its status. All workers of a generation share what no other generation has."""
+    for name in "abc":
+        story.start(name)
+    first = story.wait_for_workers(1, *"abc")
+    assert {one["rank"] for one in first} == {"0", "1", "2"}
+    assert {one["run_dir"] for one in first} == {str(story.folder.run)}
+    assert {one["elastic"] for one in first} == {None}
+    story.signal("b", signal.SIGTERM)
+    assert story.members["b"].wait() == RUN_AGAIN, story
+    second = story.wait_for_workers(2, *"ac")
+    story.start("d")
+    third = story.wait_for_workers(3, *"acd")
+    assert len(story.said("stopped")) == 5, story
+    story.kill_worker("c")
+    assert story.members["c"].wait() == 128 + signal.SIGKILL, story
+    fourth = story.wait_for_workers(4, *"ad")
+    assert len(story.said("stopped")) == 5, story
+    (story.root / "finish").touch()
+    assert [story.members[name].wait() for name in "ad"] == [0, 0], story
+    told = [
+        {
+            (one["incarnation"], one["step_key"], one["master_port"], one["master_addr"])
+            for one in of
+        }
+        for of in (first, second, third, fourth)
+    ]
+    assert [len(one) for one in told] == [1, 1, 1, 1]
+    assert len(set.union(*told)) == 4
+    causes = [one["cause"] for one in story.entries("generation")]
+    assert causes[:3] == ["start", "leave (b: SIGTERM)", "join (d)"]
+    assert "c: rank" in causes[3]
+    assert "was killed by SIGKILL" in causes[3]
+    (failure,) = story.entries("failure")
+    assert failure["member"] == "c"
+    assert "was killed by SIGKILL" in failure["reason"]
+    assert [one["generation"] for one in story.entries("finished")] == [4]
+
+
+def test_a_member_restarts_its_worker_as_often_as_it_may(story: RestartStory) -> None:
+    """--max-restarts is each member's own: the deaths of others' workers, and changes of size, use
+    nothing of it. A member that is suspended leaves as one that is terminated."""
+    for name in "abc":
+        story.start(name, "--max-restarts=1")
+    story.wait_for_workers(1, *"abc")
+    story.kill_worker("a")
+    story.wait_for_workers(2, *"abc")
+    story.kill_worker("b")
+    story.wait_for_workers(3, *"abc")
+    assert not story.entries("failure"), story
+    story.kill_worker("a")
+    assert story.members["a"].wait() == 128 + signal.SIGKILL, story
+    story.wait_for_workers(4, *"bc")
+    assert [one["member"] for one in story.entries("failure")] == ["a"]
+    story.signal("b", signal.SIGTSTP)
+    assert story.members["b"].wait() == RUN_AGAIN, story
+    story.wait_for_workers(5, "c")
+    assert story.entries("generation")[-1]["cause"] == "leave (b: SIGTSTP)"
+
+
+def test_an_agent_that_dies_or_hangs_is_given_up(tmp_path: Path) -> None:
+    """Its worker is none of the run any more; one that wakes up is refused, ends its worker and
+    leaves. Too few wait, without workers, for a newcomer, over the death of the coordinator."""
+    story = RestartStory(tmp_path, min=2, max=3, silent_s=1.5, gather_s=20.0)
+    try:
+        for name in "abc":
+            story.start(name)
+        story.wait_for_workers(1, *"abc")
+        story.signal("b", signal.SIGSTOP)
+        story.wait_for_workers(2, *"ac")
+        assert "silent for" in story.entries("failure")[0]["reason"]
+        story.signal("b", signal.SIGCONT)
+        assert story.members["b"].wait() == RUN_AGAIN, story
+        assert not any(
+            Path(f"/proc/{one['pid']}").exists() for one in story.said("began", member="b")
+        )
+        story.signal("c", signal.SIGKILL)
+        story.wait_for("suspended")
+        assert story.entries("failure")[1]["member"] == "c"
+        story.kill_coordinator()
+        story.start_coordinator()
+        story.start("d")
+        wait_until(lambda: story.said("began", member="d"), lambda: f"d to begin\n{story}")
+        (story.root / "finish").touch()
+        assert [story.members[name].wait() for name in "ad"] == [0, 0], story
+    finally:
+        story.close()
+
+
+def test_arguments_about_the_rendezvous_are_refused(story: RestartStory) -> None:
+    """The coordinator says who meets."""
+    child = story.start("a", "--nnodes=2", "--rdzv-endpoint=somewhere:1")
+    assert child.wait() == 1, story
+    assert any("--nnodes, --rdzv-endpoint: the coordinator" in line for line in child.lines), story
+
+
+def test_a_training_loses_no_step_and_no_sample(tmp_path: Path) -> None:
+    """A member leaves: the ranks stop together and save, and who is left trains the rest; every
+    sample comes once."""
+    story = RestartStory(tmp_path, script=TRAIN, min=1, max=2, gather_s=30.0)
+    try:
+        for name in "ab":
+            story.start(name, epochs=1, step_s=0.05)
+        story.wait_for_step("a", size=2)
+        story.signal("b", signal.SIGTERM)
+        assert story.members["a"].wait() == 0, story
+        check(story, members="ab", lost=0)
+    finally:
+        story.close()
+
+
+@pytest.mark.elastic
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_training_over_many_sizes(tmp_path: Path, sharded: bool) -> None:
+    """SIGTERM, a join, SIGKILL of a worker and of an agent, DDP and FSDP2: every sample of what
+    counts came once, all members end with the same weights, and no more steps are trained twice
+    than since the last checkpoint."""
+    story = RestartStory(tmp_path, script=TRAIN, min=1, max=3, gather_s=30.0)
+    told = {"epochs": 3, "step_s": 0.05, "every": 5, "sharded": sharded}
+    try:
+        for name in "abc":
+            story.start(name, **told)
+        story.wait_for_step("a", size=3)
+        story.signal("b", signal.SIGTERM)
+        story.wait_for_step("a", size=2)
+        story.start("d", **told)
+        story.wait_for_step("d", size=3, times=8)
+        story.kill_worker("c")
+        wait_until(lambda: story.steps("a")[-1]["size"] == 2, lambda: f"two\n{story}")
+        story.start("e", **told)
+        story.wait_for_step("e", size=3, times=8)
+        story.signal("d", signal.SIGKILL)
+        assert [story.members[name].wait(limit_s=180) for name in "ae"] == [0, 0], story
+        check(story, members="abcde", lost=6)
+    finally:
+        story.close()
+
+
+def check(story: RestartStory, *, members: str, lost: int) -> None:
+    """Every sample once, the same weights, and what the ledger says of it."""
+    for epoch, seen in times_seen(*map(story.steps, members)).items():
+        assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
+    assert len({one["weights"] for one in story.said("done")}) == 1, story
+    costs = story.entries("resumed")
+    assert [one["generation"] for one in costs] == list(range(1, len(costs) + 1))
+    assert max(one["steps_lost"] for one in costs) <= lost, story
+    assert story.entries("finished")[0]["step"] == story.said("done")[0]["step"]

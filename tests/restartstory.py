@@ -1,0 +1,161 @@
+"""Elastic runs whose members are agents that start their workers anew: real agents, a real
+coordinator, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from elasticstory import ElasticStory
+from processes import wait_until
+
+AGENT = """
+    import json, sys
+    from hydroslurm.cli import main
+    options = json.loads(sys.argv[1])
+    sys.argv = ["hydroslurm", "agent", "--", *options["agent"], options["script"], sys.argv[1]]
+    main()
+"""
+
+LIGHT = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+# any script, without the seconds that torch takes: it leaves at SIGTERM as one that has saved does
+options = json.loads(sys.argv[1])
+folder, member = Path(options["folder"]), options["member"]
+names = ("RANK", "WORLD_SIZE", "HYDROSLURM_GENERATION", "HYDROSLURM_INCARNATION",
+         "HYDROSLURM_STEP_KEY", "MASTER_ADDR", "MASTER_PORT", "HYDROSLURM_RUN_DIR")
+seen = {name.lower().removeprefix("hydroslurm_"): os.environ[name] for name in names}
+
+def say(kind, **more):
+    line = json.dumps({"kind": kind, "member": member, "pid": os.getpid(), **seen, **more})
+    with (folder / "said").open("a") as file:
+        file.write(line + "\\n")
+
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+say("began", elastic=os.environ.get("HYDROSLURM_ELASTIC"))
+while not stopped:
+    if (folder / "finish").exists():
+        say("finished")
+        sys.exit(0)
+    time.sleep(0.01)
+say("stopped")
+sys.exit(75)
+"""
+
+TRAIN = """
+import json, os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+import hydroslurm
+from hydroslurm.data import ResumableSampler
+
+options = json.loads(sys.argv[1])
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+samples = torch.Generator().manual_seed(7)
+xs = torch.randn(options["samples"], 8, generator=samples)
+data = TensorDataset(xs, xs.sum(1, keepdim=True), torch.arange(len(xs)))
+net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 1))
+if options.get("sharded"):
+    from torch.distributed.fsdp import fully_shard
+    model = fully_shard(net, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+else:
+    model = DistributedDataParallel(net)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+loader = DataLoader(data, batch_size=options["batch"], sampler=ResumableSampler(data))
+
+def say(kind, **more):
+    line = {"kind": kind, "member": options["member"], "pid": os.getpid(),
+            "size": dist.get_world_size(), "at_s": time.monotonic(), **more}
+    with open(os.path.join(options["folder"], "said"), "a") as file:
+        file.write(json.dumps(line) + "\\n")
+
+with hydroslurm.Run(
+    model=model, optimizer=optimizer, loader=loader, elastic=True,
+    every_steps=options.get("every", 0), every_s=0,
+) as run:
+    for x, y, ids in run.batches(epochs=options["epochs"]):
+        step = run.step
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        say("step", step=step, epoch=run.epoch, generation=run.generation, ids=ids.tolist())
+        time.sleep(options.get("step_s", 0.02))
+whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.parameters()]
+say("done", step=run.step, weights=sum(one.detach().double().sum().item() for one in whole))
+"""
+
+
+class RestartStory(ElasticStory):
+    """One elastic run of agents, in a folder."""
+
+    def __init__(self, folder: Path, *, script: str = LIGHT, **size: float) -> None:
+        super().__init__(folder, program=AGENT, **{"engine": "restart", **size})  # type: ignore[arg-type]
+        self._script = folder / "train.py"
+        self._script.write_text(script)
+
+    def start(self, name: str, *agent: str, **options: Any) -> Any:  # type: ignore[override]
+        """Start an agent; ``agent``: torchrun's options."""
+        return super().start(
+            name,
+            environ={
+                "HYDROSLURM_ALONE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "HYDROSLURM_RUN_DIR": str(self.folder.root / "members" / name),
+            },
+            folder=str(self.root),
+            script=str(self._script),
+            member=name,
+            agent=agent,
+            **options,
+        )
+
+    def said(self, kind: str, **wanted: Any) -> list[dict[str, Any]]:
+        """What the workers have said."""
+        try:
+            lines = (self.root / "said").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        found = [json.loads(line) for line in lines]
+        return [
+            one
+            for one in found
+            if one["kind"] == kind and all(one[name] == value for name, value in wanted.items())
+        ]
+
+    def wait_for_workers(self, generation: int, *names: str) -> list[dict[str, Any]]:
+        """Until those of all these members have begun in a generation."""
+        number = str(generation)
+        wait_until(
+            lambda: len(self.said("began", generation=number)) >= len(names),
+            lambda: f"workers of generation {generation}\n{self}",
+        )
+        found = self.said("began", generation=number)
+        assert sorted(one["member"] for one in found) == sorted(names), str(self)
+        self.wait_for("generation", generation)
+        return found
+
+    def steps(self, name: str) -> list[dict[str, Any]]:
+        return self.said("step", member=name)
+
+    def kill_worker(self, name: str) -> None:
+        os.kill([*self.said("began", member=name), *self.steps(name)][-1]["pid"], signal.SIGKILL)
+
+    def close(self) -> None:
+        super().close()
+        for one in [*self.said("began"), *self.said("step")]:
+            try:
+                os.kill(one["pid"], signal.SIGKILL)
+            except ProcessLookupError:
+                continue
