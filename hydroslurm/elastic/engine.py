@@ -1,9 +1,16 @@
-"""What trains in place: one rank's member, process group and gradient sum, kept together."""
+"""What trains in place: one rank's member, process group and gradient sum, kept together.
+
+A spec's ``engine`` says how the process group of the next generation comes to be, in the processes
+that train: made anew (``in_place``), or kept and connected anew, by torch's reconfigurable groups
+(``reconfigure``) or torchft's (``torchft``). Who trains together, the state that a newcomer gets,
+and DDP's buckets are the same with each.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +19,16 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
-from hydroslurm.elastic.group import GenerationGroup, parallel_modules, rebuild
+from hydroslurm.elastic.group import (
+    GenerationGroup,
+    backend_of_script,
+    parallel_modules,
+    rebuild,
+)
+from hydroslurm.elastic.kept_group import ReconfiguredGroup, why_not_reconfigure
 from hydroslurm.elastic.member import Form, Member
 from hydroslurm.elastic.reduction import GradientSum, sum_bucket
+from hydroslurm.elastic.torchft_group import TorchftGroup, why_not_torchft
 from hydroslurm.errors import UsageError
 
 
@@ -22,6 +36,7 @@ class InPlaceEngine:
     """Changes the size between two steps, in the same process.
 
     Attributes:
+        chosen: how generations are formed, and why so.
         is_paused: whether this rank is held on purpose; others are not to give it up.
         shares_buffers: a forward begins with the buffers of rank 0; all ranks have equally many.
         failed: a collective of the step that is under way has failed; its gradients are nothing.
@@ -35,9 +50,12 @@ class InPlaceEngine:
             things: objects with DistributedDataParallel in or around them.
 
         Raises:
-            UsageError: this process belongs to no elastic run, or its model is sharded.
+            UsageError: this process belongs to no elastic run, its model is sharded, or the engine
+                that the spec names is not to be had here.
         """
         self.folder = folder_of(environ)
+        backend = backend_of_script()
+        self.chosen = choose(self.folder.options().engine, backend)
         self.name = member_name(environ, host=os.uname().nodename, pid=os.getpid())
         self.local_rank = int(environ.get("LOCAL_RANK", 0) or 0)
         self.local_size = int(environ.get("LOCAL_WORLD_SIZE", 1) or 1)
@@ -51,10 +69,11 @@ class InPlaceEngine:
             local_size=self.local_size,
             node=environ.get("SLURMD_NODENAME", ""),
             on_abort=self._abort,
+            engine=str(self.chosen),
             waits=lambda: self.sum.is_sending or self.is_paused(),
             warn=warn,
         )
-        self.group = GenerationGroup(self.member)
+        self.group = self.chosen.kind(self.member, backend=backend)
         self.sum = GradientSum(
             lambda: self.group.group,
             may_send=lambda: not (self.failed or self.member.broken),
@@ -131,6 +150,54 @@ class InPlaceEngine:
 
     def _abort(self) -> None:
         self.group.abort()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How generations are formed, and why so."""
+
+    kind: type[GenerationGroup]
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.engine} ({self.why})"
+
+
+def missing(engine: str, backend: str) -> str:
+    """Why an engine is not to be had in this process; "" if it is.
+
+    Args:
+        backend: of the script's process group.
+    """
+    checks = {"reconfigure": why_not_reconfigure, "torchft": why_not_torchft}
+    return checks[engine](backend) if engine in checks else ""
+
+
+def choose(asked: str, backend: str) -> Chosen:
+    """The engine that a spec asks for.
+
+    Args:
+        backend: of the script's process group.
+
+    Raises:
+        UsageError: it is not to be had here.
+    """
+    if asked == "auto":
+        return Chosen(GenerationGroup, "auto: any torch has what it needs")
+    if asked not in _KINDS:
+        raise UsageError(
+            f"elastic.engine: {asked} starts ranks anew below `hydroslurm agent`, and this one was "
+            f"started otherwise; here it may be one of auto, {', '.join(_KINDS)}"
+        )
+    if reason := missing(asked, backend):
+        raise UsageError(
+            f"elastic.engine: {asked} is not to be had here: {reason}. Change that, or leave "
+            "`engine` out of the spec"
+        )
+    return Chosen(_KINDS[asked], "the spec names it")
+
+
+_KINDS = {kind.engine: kind for kind in (GenerationGroup, ReconfiguredGroup, TorchftGroup)}
 
 
 def folder_of(environ: Mapping[str, str]) -> ElasticFolder:

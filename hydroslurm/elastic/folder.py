@@ -41,7 +41,9 @@ LR_RULES = ("none", "linear", "sqrt")
 BATCHES = ("keep_global", "per_rank")
 SUMMATIONS = ("all_reduce", "fixed_order")
 RECOVERIES = ("checkpoint", "log_replay")
-ENGINES = ("auto", "in_place", "restart")
+ENGINES = ("auto", "in_place", "reconfigure", "torchft", "restart")
+ENGINE_NEEDS = {"reconfigure": ("torch", "2.14"), "torchft": ("torchft", "0.2")}
+"""The package and the oldest version without which an engine is not to be had."""
 _FILE_BYTES = 1 << 20
 _LEDGER_BYTES = 256 << 20
 

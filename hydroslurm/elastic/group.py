@@ -1,9 +1,9 @@
 """The process groups of an elastic run, made anew between two steps, in the same processes.
 
 The default group of torch.distributed is destroyed and made again over the members of the new
-generation, so that ``dist.get_rank()`` and whatever uses the default group are right. The ranks
-meet by a store over their authenticated connections to the coordinator: no port of torch's own
-store is open.
+generation, so that ``dist.get_rank()`` and whatever uses the default group are right. (Others keep
+the group and connect it anew: :mod:`hydroslurm.elastic.kept_group`.) The ranks meet by a store over
+their authenticated connections to the coordinator: no port of torch's own store is open.
 
 DistributedDataParallel stays the user's object. It is set upon a group of this process alone, so
 that its own collectives have nobody to wait for; a communication hook sums the gradients over the
@@ -22,7 +22,7 @@ import stat
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -36,16 +36,22 @@ from hydroslurm.errors import RanksError, UsageError
 TIMEOUT_S = 1800.0
 """Of collectives. A rank that is gone is noticed by its connections, one that hangs by the
 coordinator; this is for what neither sees."""
+MEETING_S = 120.0
+"""The same for what a rank waits for while a generation forms."""
 
 
 class CoordinatorStore(Store):
-    """torch's store, kept by the coordinator of the run; of one generation."""
+    """torch's store, kept by the coordinator of the run; of one generation at a time."""
 
-    def __init__(self, member: Member, prefix: str) -> None:
+    def __init__(self, member: Member) -> None:
         super().__init__()
         self._member = member
-        self._prefix = prefix
-        self._timeout_s = 120.0
+        self._prefix = ""
+        self._timeout_s = MEETING_S
+
+    def enter(self, generation: int) -> None:
+        """Read and write what belongs to this generation from here on."""
+        self._prefix = f"{generation}/"
 
     def set(self, key: str, value: bytes | str) -> None:
         self._member.set_value(
@@ -58,6 +64,18 @@ class CoordinatorStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         return self._member.add_value(self._prefix + key, amount)
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        """Claim a key: the first who does gets its own value back, all others the first one's.
+
+        Raises:
+            ValueError: another value than none is expected; nobody of torch asks for that.
+        """
+        if expected:
+            raise ValueError(f"compare_set({key!r}) of {expected!r}: only a key without a value")
+        if self.add(f"{key}/claims", 1) == 1:
+            self.set(key, desired)
+        return self.get(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
@@ -73,15 +91,18 @@ class CoordinatorStore(Store):
 class GenerationGroup:
     """The default process group of this process, one generation after the other."""
 
-    def __init__(self, member: Member, *, backend: str | None = None) -> None:
+    engine: ClassVar[str] = "in_place"
+    """What a spec calls this way."""
+
+    def __init__(self, member: Member, *, backend: str) -> None:
         """
         Args:
-            backend: as ``init_process_group`` takes it; default: that of the group which the script
-                has made, else gloo, or NCCL where the weights are on a GPU.
+            backend: as ``init_process_group`` takes it.
         """
         self._member = member
-        self._backend = backend or _backend_of_script()
-        self._sockets: list[int] = []
+        self._backend = backend
+        self._store = CoordinatorStore(member)  # kept: without its Python half it answers nothing
+        self._sockets: frozenset[_Socket] = frozenset()
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -93,19 +114,18 @@ class GenerationGroup:
 
         Raises:
             RanksError: they did not all come.
+            UsageError: they meet in another way than this rank does.
         """
-        self.destroy()
-        store = CoordinatorStore(self._member, f"{form.generation}/")
+        self._sockets = frozenset()
+        self._store.enter(form.generation)
         before = _sockets()
         try:
-            dist.init_process_group(
-                self._backend,
-                store=store,
-                rank=form.rank,
-                world_size=form.world_size,
-                timeout=timedelta(seconds=TIMEOUT_S),
-            )
-            self._sockets = sorted(_sockets() - before)
+            self._compare_engines(form)
+            self._meet(form)
+            self._sockets = _sockets() - before
+        except UsageError:
+            self.destroy()
+            raise
         except (RuntimeError, ValueError) as error:
             self.destroy()
             raise RanksError(f"generation {form.generation} could not meet: {error}") from error
@@ -120,16 +140,39 @@ class GenerationGroup:
         with contextlib.suppress(Exception):
             if "nccl" in self._backend and (group := self.group) is not None:
                 group.abort()
-        for descriptor in self._sockets:
+        for descriptor, inode in self._sockets:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-                one.shutdown(socket.SHUT_RDWR)
+                if os.fstat(one.fileno()).st_ino == inode:  # and not one that came later
+                    one.shutdown(socket.SHUT_RDWR)
 
     def destroy(self) -> None:
         """End the group, if there is one."""
-        self._sockets = []
+        self._sockets = frozenset()
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group()
+
+    def _meet(self, form: Form) -> None:
+        self.destroy()
+        dist.init_process_group(
+            self._backend,
+            store=self._store,
+            rank=form.rank,
+            world_size=form.world_size,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+
+    def _compare_engines(self, form: Form) -> None:
+        """`auto` goes by what a node has installed, and ranks that meet in different ways would
+        wait for each other until the time-out."""
+        if form.rank == 0:
+            self._store.set("engine", self.engine)
+        elif (other := self._store.get("engine").decode()) != self.engine:
+            raise UsageError(
+                f"rank 0 of this generation forms it by the engine {other}, and this member by "
+                f"{self.engine}: install the same torch and torchft on all nodes, or name the "
+                "engine in the spec (elastic: {engine: in_place})"
+            )
 
 
 def alone() -> dist.ProcessGroup:
@@ -202,21 +245,28 @@ _OF_THE_USER = (
 """What somebody may have set on the wrapper itself."""
 
 
-def _backend_of_script() -> str:
+def backend_of_script() -> str:
+    """As ``init_process_group`` takes it: that of the group which the script has made, else gloo,
+    or NCCL where the weights are on a GPU."""
     if dist.is_initialized():
         one = str(dist.get_backend())
-        return one if one in ("gloo", "nccl") else str(dist.get_backend_config())
+        return one if one in ("gloo", "nccl", "nccl2") else str(dist.get_backend_config())
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def _sockets() -> set[int]:
+_Socket = tuple[int, int]
+"""A descriptor, and the inode behind it: numbers of descriptors come again."""
+
+
+def _sockets() -> frozenset[_Socket]:
     """The descriptors of this process that are TCP connections, and no listeners."""
     found = set()
     for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            status = os.fstat(descriptor)
+            if stat.S_ISSOCK(status.st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as one:
                     if one.family in (socket.AF_INET, socket.AF_INET6):
                         one.getpeername()  # gloo takes a listener that is shut down for a bug
-                        found.add(descriptor)
-    return found
+                        found.add((descriptor, status.st_ino))
+    return frozenset(found)

@@ -16,6 +16,8 @@ from hydroslurm.elastic import coordinator
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.member import Member
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 @pytest.fixture
 def story(tmp_path: Path) -> Iterator[ElasticStory]:

@@ -8,6 +8,7 @@ that the coordinator submits.
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import shlex
 import sys
@@ -18,7 +19,12 @@ from hydroslurm.core import rundir
 from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
 from hydroslurm.elastic.autoscale import AutoscalePolicy
-from hydroslurm.elastic.folder import ELASTIC_ENV, CoordinatorOptions, ElasticFolder
+from hydroslurm.elastic.folder import (
+    ELASTIC_ENV,
+    ENGINE_NEEDS,
+    CoordinatorOptions,
+    ElasticFolder,
+)
 from hydroslurm.elastic.roster import Size
 from hydroslurm.errors import RunFolderError, UsageError
 from hydroslurm.jobs.images import Runtime
@@ -123,6 +129,7 @@ def check_site(job: TrainingJob, client: SlurmClient) -> tuple[str, ...]:
         SlurmError: Slurm cannot be asked.
     """
     assert job.elastic is not None
+    _check_installed(job, job.elastic.engine)
     config, partitions = client.config(), client.partitions()
     most = int(config.get("MaxArraySize", "1001") or 0) - 1
     if job.members > most:
@@ -162,6 +169,28 @@ def check_site(job: TrainingJob, client: SlurmClient) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _check_installed(job: TrainingJob, engine: str) -> None:
+    """Members mostly have the environment that submits them; an image has one of its own."""
+    if engine not in ENGINE_NEEDS or job.replica_specs[0].template.image:
+        return
+    package, oldest = ENGINE_NEEDS[engine]
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    if not version or _release(version) < _release(oldest):
+        extra = "'hydroslurm[torchft]'" if package == "torchft" else f"'{package}>={oldest}'"
+        raise UsageError(
+            f"elastic.engine: {engine} needs {package} {oldest} or newer, and "
+            f"{f'{version} is' if version else 'none is'} installed here: pip install {extra}, or "
+            "leave engine out"
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(one) for one in re.findall(r"\d+", version)[:2])
+
+
 def autoscale_of(job: TrainingJob, elastic: Elastic) -> AutoscalePolicy | None:
     """The rules of autoscaling; None: people choose the size."""
     if elastic.autoscale is None:
@@ -198,11 +227,11 @@ def prepare(job: TrainingJob, plan: Plan, run: RunDir, *, engine_why: str = "") 
         folder.make_key()
         options = CoordinatorOptions(
             batch=elastic.batch if elastic.engine != "restart" else "per_rank",
-            engine=elastic.engine,
             engine_why=engine_why,
             ranks_each=ranks_of_agent(job, job.replica_specs[0].template) if job.has_agent else 1,
             summation=elastic.summation,
             recovery=elastic.recovery,
+            engine=elastic.engine,
             averaging_every=elastic.averaging.every if elastic.averaging else 0,
             lr=elastic.lr,
             lr_warmup_steps=elastic.lr_warmup_steps,

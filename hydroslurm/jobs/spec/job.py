@@ -294,11 +294,11 @@ def of_restart(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
     """What does not go with ranks that are started anew in each generation."""
     own = ("elastic",)
     engine = (*own, "engine")
-    if elastic.engine == "in_place":
+    if elastic.engine not in ("auto", "restart"):
         message = (
-            "in_place keeps the processes, and torchrunConfig.enable has agents that start them "
-            "anew; say engine: restart, or leave torchrunConfig out and give the ranks of a member "
-            "as resources.tasks"
+            f"{elastic.engine} keeps the processes, and torchrunConfig.enable has agents that "
+            "start them anew; say engine: restart, or leave torchrunConfig out and give the ranks "
+            "of a member as resources.tasks"
         )
         yield Complaint(engine, message, (_ENABLE,))
         return

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import shlex
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import UsageError
-from hydroslurm.jobs.launch.elastic_job import member_script, of_one_member, prepare
+from hydroslurm.jobs.launch import elastic_job
+from hydroslurm.jobs.launch.elastic_job import check_site, member_script, of_one_member, prepare
 from hydroslurm.jobs.launch.training_job import plan_for
 from hydroslurm.jobs.spec.reading import JobSpec, load
+from hydroslurm.slurm.client import SlurmClient
 
 SHARDED = "from torch.distributed.fsdp import fully_shard\nmodel = fully_shard(net)\n"
 PLAIN = "# not fully_shard(net), which is slower here\nmodel = DistributedDataParallel(net)\n"
@@ -80,3 +85,26 @@ def test_a_member_is_one_agent(tmp_path: Path) -> None:
     options = ElasticFolder(run=run.root).options()
     assert (options.engine, options.ranks_each, options.batch) == ("restart", 3, "per_rank")
     assert "--ntasks=1 --cpus-per-task=6" in member_script(spec.job, made, run, {})
+
+
+def test_an_engine_that_is_not_installed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Slurm is asked for anything; an image has packages of its own."""
+    versions = {"torch": "2.13.0+cpu"}
+    find = functools.partial(_version, versions)
+    monkeypatch.setattr(elastic_job.importlib.metadata, "version", find)
+    nobody = cast(SlurmClient, None)
+    with pytest.raises(UsageError, match=r"torch 2\.14 or newer, and 2\.13\.0\+cpu is installed"):
+        check_site(spec_of(tmp_path, PLAIN, "engine: reconfigure").job, nobody)
+    with pytest.raises(UsageError, match=r"none is installed here: pip install 'hydroslurm\[torch"):
+        check_site(spec_of(tmp_path, PLAIN, "engine: torchft").job, nobody)
+    versions["torch"] = "2.14.1"
+    with pytest.raises(AttributeError):  # it goes on to ask Slurm
+        check_site(spec_of(tmp_path, PLAIN, "engine: reconfigure").job, nobody)
+
+
+def _version(known: dict[str, str], package: str) -> str:
+    if package not in known:
+        raise importlib.metadata.PackageNotFoundError(package)
+    return known[package]
