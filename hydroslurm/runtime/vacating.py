@@ -267,7 +267,9 @@ class Vacating:
         self._emit(EventKind.RESTORED if back.done else EventKind.RESTORE_FAILED, data)
         if not back.done:
             self._warn(_lost_message(back))
-        elif self._is_paused():
+        elif back.reason:
+            self._warn(f"device memory is back, with something odd: {back.reason}")
+        if back.done and self._is_paused():
             self._began = (0, "", 0)
 
     def _is_paused(self) -> bool:

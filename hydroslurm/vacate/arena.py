@@ -50,6 +50,7 @@ class Numbers(ctypes.Structure):
         ("segments", ctypes.c_int64),
         ("touched", ctypes.c_int64),
         ("failed", ctypes.c_char_p),
+        ("why", ctypes.c_char_p),
     )
 
 
@@ -116,9 +117,12 @@ class Library:
         made = torch.cuda.memory.CUDAPluggableAllocator(
             str(self.path), "hs_arena_cuda_alloc", "hs_arena_cuda_free"
         )
-        record = ctypes.cast(self.functions.hs_arena_cuda_record_stream, ctypes.c_void_p).value
         allocator = made.allocator()  # type: ignore[no-untyped-call]
-        allocator.set_record_stream_fn(record)
+        for setter, function in (
+            (allocator.set_record_stream_fn, self.functions.hs_arena_cuda_record_stream),
+            (allocator.set_reset_fn, self.functions.hs_arena_cuda_empty_cache),
+        ):
+            setter(ctypes.cast(function, ctypes.c_void_p).value)
         torch.cuda.memory.change_current_allocator(made)
 
 
@@ -179,9 +183,10 @@ class Arena:
     def _check(self, verb: str, result: int) -> None:
         if result == 0:
             return
-        failed = (self.numbers.failed or b"").decode()
+        numbers = self.numbers
+        failed = (numbers.failed or b"").decode()
         where = f" in {failed}()" if failed and result not in (-errno.EPROTO, -errno.EBUSY) else ""
-        why = _ANSWERS.get(result) or os.strerror(-result)
+        why = _ANSWERS.get(result) or (numbers.why or b"").decode() or os.strerror(-result)
         raise VacateError(f"the arena's {verb} failed{where}: {why}")
 
 

@@ -1,34 +1,59 @@
-"""NCCL's communicators, which hold device memory of their own that a checkpoint cannot take along:
-with NVLS it hangs. They are suspended around it where torch can do that (2.13 and newer); else a
+"""NCCL's communicators, which hold device memory of their own that a checkpoint cannot take along.
+They are suspended around it where torch and NCCL can do that (2.13 and 2.29.7, or newer); else a
 rank that has any is not vacated.
+
+A suspension is a collective: it begins with a barrier of the communicator's ranks, without a
+time-out, and torch's binding keeps the interpreter's lock meanwhile (seen with 2.13). So it is only
+begun once all ranks have agreed on it, and nothing that can fail comes in between; a rank that dies
+there leaves the others hanging, to be ended by their launcher.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from hydroslurm.errors import VacateError
 
+NEEDED_NCCL = (2, 29, 7)
+NVLS_ENV = "NCCL_NVLS_ENABLE"
+_HAS_MULTICAST = (9, 0)
+
 
 class Communicators:
-    """Those of this process's process groups."""
+    """Those of this process's process groups.
 
-    def __init__(self) -> None:
+    Args:
+        environ: the process's own where nothing else is given.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        self._environ = os.environ if environ is None else environ
         self._suspended: list[Any] = []
 
     def refusal(self) -> str:
-        """Why they are in the way; empty if they are not."""
+        """Why they are in the way; empty if they are not. Not while the device is locked."""
         found = _backends()
-        unable = [one for one in found if not _can_suspend(one)]
-        if not unable:
+        if not found:
             return ""
-        return (
-            f"{len(unable)} process group{'s' if len(unable) > 1 else ''} of NCCL would be in the "
-            "way, and this torch cannot suspend "
-            f"{'them' if len(unable) > 1 else 'it'}; wanted a ProcessGroupNCCL with suspend() and "
-            "resume()"
-        )
+        has = f"{len(found)} process group{'s' if len(found) > 1 else ''} of NCCL"
+        if not all(map(_can_suspend, found)):
+            return f"{has} would be in the way, and this torch cannot suspend them; wanted 2.13"
+        if (version := _nccl_version()) < NEEDED_NCCL:
+            seen, wanted = (".".join(map(str, one)) for one in (version, NEEDED_NCCL))
+            return (
+                f"{has} would be in the way, and NCCL {seen} cannot suspend them; wanted {wanted}"
+            )
+        # a checkpoint of a process that has multicast memory never ends, and suspending keeps it
+        shared = any(one.size() > 1 for one in found)
+        if shared and self._environ.get(NVLS_ENV) != "0" and _capability() >= _HAS_MULTICAST:
+            return (
+                f"NCCL may use multicast memory (NVLS) on this device, with which a checkpoint "
+                f"hangs; start the job with {NVLS_ENV}=0"
+            )
+        return ""
 
     def suspend(self) -> None:
         """Give their memory back; on all ranks at a time.
@@ -48,19 +73,35 @@ class Communicators:
         """Undo it, in reverse; nothing where nothing is suspended.
 
         Raises:
-            VacateError: one did not come back: its next collective would fail.
+            VacateError: some did not come back: their next collective fails.
         """
+        mistakes = []
         while self._suspended:
             try:
                 self._suspended.pop().resume()
             except Exception as error:
-                raise VacateError(f"a communicator of NCCL did not come back: {error}") from error
+                mistakes.append(str(error))
+        if mistakes:
+            raise VacateError(
+                f"a communicator of NCCL did not come back, and its next collective fails: "
+                f"{'; '.join(mistakes)}"
+            )
 
 
 def _can_suspend(backend: Any) -> bool:
     return callable(getattr(backend, "suspend", None)) and callable(
         getattr(backend, "resume", None)
     )
+
+
+def _nccl_version() -> tuple[int, ...]:
+    nccl: Any = sys.modules.get("torch.cuda.nccl")
+    return () if nccl is None else tuple(nccl.version()[:3])
+
+
+def _capability() -> tuple[int, int]:
+    found: tuple[int, int] = sys.modules["torch"].cuda.get_device_capability()
+    return found
 
 
 def _backends() -> list[Any]:

@@ -7,6 +7,7 @@ The calls are made by a process of their own, see :mod:`hydroslurm.vacate.helper
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -19,6 +20,7 @@ from pathlib import Path
 from hydroslurm.errors import VacateError
 from hydroslurm.vacate.backend import DeviceState
 from hydroslurm.vacate.communicators import Communicators
+from hydroslurm.vacate.helper import AT_WORK
 
 HELPER = (sys.executable, "-m", "hydroslurm.vacate.helper")
 START_S = 30.0
@@ -28,6 +30,7 @@ USUAL_BYTES_PER_S = 4e9
 CONTEXT_BYTES = 700_000_000
 """Of one device's context, which torch does not count."""
 _SLICE_S = 0.25
+_AT_WORK = ("checkpointing", "restoring", AT_WORK)
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -70,9 +73,15 @@ class CudaCheckpoint:
         self._command = tuple(command)
         self._pid = os.getpid()
         self._helper: _Helper | None = None
+        self._locked_bytes: int | None = None
+        self._stopped_collector = False
         self.bytes_per_s = USUAL_BYTES_PER_S
 
     def device_bytes(self) -> int:
+        # of a locked process as it was before: to ask torch is to call CUDA, which answers after
+        # the unlock, and this thread is the one that unlocks
+        if self._locked_bytes is not None:
+            return self._locked_bytes
         return self._used_bytes() + CONTEXT_BYTES * self._devices
 
     def host_bytes(self) -> int:
@@ -92,13 +101,29 @@ class CudaCheckpoint:
 
     def lock(self, timeout_s: float) -> None:
         self._communicators.suspend()
+        self._begin_locked()
         # the driver's own time-out leaves the process RUNNING; ours only ends the wait for it
         try:
             self._ask("lock", timeout_s + 1.0, int(timeout_s * 1000))
         except VacateError:
             if self.state(timeout_s) is DeviceState.RUNNING:  # else unlock() does it
+                self._end_locked()
                 self._communicators.resume()
             raise
+
+    def _begin_locked(self) -> None:
+        """No thread of this process may call CUDA from now on: it would wait with the interpreter's
+        lock, which whoever is to unlock needs. The collector could, with a graph or a tensor."""
+        self._locked_bytes = self.device_bytes()
+        if gc.isenabled():
+            gc.disable()
+            self._stopped_collector = True
+
+    def _end_locked(self) -> None:
+        self._locked_bytes = None
+        if self._stopped_collector:
+            self._stopped_collector = False
+            gc.enable()
 
     def checkpoint(self, timeout_s: float) -> int:
         moved_bytes = self.device_bytes()
@@ -111,7 +136,12 @@ class CudaCheckpoint:
         self._ask("restore", timeout_s)
 
     def unlock(self, timeout_s: float) -> None:
-        self._ask("unlock", timeout_s)
+        try:
+            self._ask("unlock", timeout_s)
+        except VacateError:
+            if self.state(timeout_s) is not DeviceState.RUNNING:  # else it came late, and well
+                raise
+        self._end_locked()
         self._communicators.resume()
 
     def state(self, timeout_s: float) -> DeviceState:
@@ -122,7 +152,7 @@ class CudaCheckpoint:
                 word = self._ask("state", timeout_s)
             except VacateError:
                 return DeviceState.UNKNOWN
-            if word not in ("checkpointing", "restoring"):  # at work still, for the one before
+            if word not in _AT_WORK:  # still, for the one before
                 known = {one.value for one in DeviceState}
                 return DeviceState(word) if word in known else DeviceState.UNKNOWN
             if time.monotonic() >= until_s:
@@ -130,6 +160,10 @@ class CudaCheckpoint:
             time.sleep(_SLICE_S)
 
     def close(self) -> None:
+        self._end_helper()
+        self._end_locked()
+
+    def _end_helper(self) -> None:
         if self._helper is not None:
             self._helper.end()
             self._helper = None
@@ -140,7 +174,7 @@ class CudaCheckpoint:
         try:
             return self._helper.ask([verb, self._pid, *more], timeout_s=timeout_s)
         except _Silent as error:
-            self.close()  # the next call has a helper that answers
+            self._end_helper()  # the next call has one that answers
             raise _Silent(f"CUDA's {verb} {error}") from error
 
 

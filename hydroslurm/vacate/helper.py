@@ -21,6 +21,9 @@ from typing import Any, Protocol, TextIO
 _IGNORED = ("SIGTSTP", "SIGTERM", "SIGINT", "SIGHUP", "SIGURG", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 """The rank decides when this ends, and a job step's signals go to all of its processes."""
 
+AT_WORK = "at work"
+"""The state of a process that is on its way to another, where the bindings have no word for it."""
+
 
 class Refused(Exception):
     """The driver's answer to a call is an error; its name."""
@@ -61,7 +64,12 @@ class CudaApi:
         self._call("cuCheckpointProcessUnlock", pid, None)
 
     def state(self, pid: int) -> str:
-        (found,) = self._call("cuCheckpointProcessGetState", pid)
+        try:
+            (found,) = self._call("cuCheckpointProcessGetState", pid)
+        except (
+            ValueError
+        ):  # of a driver newer than the bindings: those that came later are on the way
+            return AT_WORK
         return str(found.name).removeprefix("CU_PROCESS_STATE_").lower()
 
     def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:

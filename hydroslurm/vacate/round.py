@@ -178,7 +178,7 @@ class VacateRound:
         mistake, state = self._unlock()
         if state is not _RUNNING:
             return Outcome(False, reason=f"{mistake}; the device is {state.value}", lost=True)
-        return replace(back, reason=odd)
+        return replace(back, reason="; ".join(filter(None, (odd, mistake))))
 
     def _unlock(self) -> tuple[str, DeviceState]:
         """The last mistake, and the state it has left. Tried again, because everything is in place

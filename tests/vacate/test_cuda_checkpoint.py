@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import json
@@ -14,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from hydroslurm.errors import VacateError
 from hydroslurm.vacate.backend import DeviceState
 from hydroslurm.vacate.communicators import Communicators
 from hydroslurm.vacate.cuda_checkpoint import CONTEXT_BYTES, CudaCheckpoint, why_not_here
@@ -33,15 +33,20 @@ Make = Callable[..., CudaCheckpoint]
 
 @pytest.fixture
 def backend(tmp_path: Path) -> Iterator[Make]:
-    """Makes the backend of this process, with a model that errs as told."""
+    """Makes the backend of this process, with a model that errs as told. torch's numbers cannot be
+    had while the process is locked: to ask is to call CUDA, which waits for the unlock."""
     made = []
+
+    def used_bytes() -> int:
+        assert _here(tmp_path) == "running"
+        return BYTES
 
     def make(*faults: tuple[str, int, str]) -> CudaCheckpoint:
         (tmp_path / "faults.json").write_text(json.dumps(faults))
         one = CudaCheckpoint(
-            used_bytes=lambda: BYTES,
+            used_bytes=used_bytes,
             devices=1,
-            communicators=Communicators(),
+            communicators=Communicators(environ={}),
             command=[sys.executable, str(Path(__file__).parent / "model.py"), str(tmp_path)],
         )
         made.append(one)
@@ -62,7 +67,9 @@ def test_there_and_back(backend: Make, tmp_path: Path) -> None:
     away = one.vacate()
     assert (away.done, away.moved_bytes) == (True, BYTES + CONTEXT_BYTES)
     assert _here(tmp_path) == "checkpointed"
+    assert not gc.isenabled()  # what it would free, it would free by calling CUDA
     back = one.restore(pytest.fail)
+    assert gc.isenabled()
     assert back.done
     assert not back.reason
     assert _here(tmp_path) == "running"
@@ -157,18 +164,6 @@ def test_the_real_helper_on_a_node_without_a_driver() -> None:
     assert modules == "[]"
 
 
-def test_cuda_bindings_have_what_is_called() -> None:
-    """The names, the arguments and the states that the helper uses are those of cuda-bindings."""
-    driver = pytest.importorskip("cuda.bindings.driver", reason="needs hydroslurm[gpu]")
-    for call in ("Lock", "Checkpoint", "Restore", "Unlock", "GetState"):
-        assert callable(getattr(driver, f"cuCheckpointProcess{call}"))
-    arguments = driver.CUcheckpointLockArgs()
-    arguments.timeoutMs = 1500
-    assert arguments.timeoutMs == 1500
-    words = {s.name.removeprefix("CU_PROCESS_STATE_").lower() for s in driver.CUprocessState}
-    assert {"running", "locked", "checkpointed", "failed"} <= words
-
-
 class _Driver(SimpleNamespace):
     """``cuda.bindings.driver`` as the helper uses it: every call returns a tuple."""
 
@@ -244,17 +239,44 @@ def test_drivers_that_are_too_old(tmp_path: Path) -> None:
     assert why_not_here(driver=version) == ""
 
 
-def test_communicators_are_suspended_and_resumed(
-    backend: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class _Group:
+    """A ProcessGroupNCCL of several ranks."""
+
+    def __init__(self, said: list[str], *, fails: str = "") -> None:
+        self._said, self._fails = said, fails
+
+    def size(self) -> int:
+        return 4
+
+    def suspend(self) -> None:
+        self._do("suspend")
+
+    def resume(self) -> None:
+        self._do("resume")
+
+    def _do(self, verb: str) -> None:
+        self._said.append(verb)
+        if verb == self._fails:
+            raise RuntimeError(f"NCCL says no to {verb}")
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What this process is made to have of NCCL's, on a device without NVLS."""
+    found: list[object] = []
+    module = "hydroslurm.vacate.communicators"
+    monkeypatch.setattr(f"{module}._backends", lambda: found)
+    monkeypatch.setattr(f"{module}._nccl_version", lambda: (2, 29, 7))
+    monkeypatch.setattr(f"{module}._capability", lambda: (8, 0))
+    return found
+
+
+def test_communicators_are_suspended_and_resumed(backend: Make, groups: list[object]) -> None:
     """Each of NCCL's is suspended before the lock and resumed after the unlock; where the lock
-    fails they are resumed at once; a torch that cannot suspend them is a refusal."""
+    fails they are resumed at once, and where the unlock is answered late, too."""
     said: list[str] = []
-    able = SimpleNamespace(
-        suspend=lambda: said.append("suspend"), resume=lambda: said.append("resume")
-    )
-    found: list[object] = [able]
-    monkeypatch.setattr("hydroslurm.vacate.communicators._backends", lambda: found)
+    groups.append(_Group(said))
+    assert backend().refusal() == ""
     one = VacateRound(backend(), topic="t", limits=SHORT)
     assert one.vacate().done
     assert said == ["suspend"]
@@ -262,8 +284,40 @@ def test_communicators_are_suspended_and_resumed(
     assert said == ["suspend", "resume"]
     assert not VacateRound(backend(("lock", 0, "refuse")), topic="t", limits=SHORT).vacate().done
     assert said == ["suspend", "resume"] * 2
-    found.append(SimpleNamespace())
-    assert "cannot suspend it" in backend().refusal()
-    found[:] = [SimpleNamespace(suspend=lambda: 1 / 0, resume=lambda: None)]
-    with pytest.raises(VacateError, match="division"):
-        backend().lock(1.0)
+    late = VacateRound(backend(("unlock", 0, "late")), topic="t", limits=SHORT)
+    assert late.vacate().done
+    assert late.restore(pytest.fail).done
+    assert said == ["suspend", "resume"] * 3
+    assert gc.isenabled()
+
+
+def test_a_communicator_that_does_not_come_back(backend: Make, groups: list[object]) -> None:
+    """The memory is back and the rank trains on, so that it is told: its next collective fails.
+    The others come back all the same. One that cannot be suspended makes it a plain pause."""
+    said: list[str] = []
+    groups += [_Group(said), _Group(said, fails="resume")]
+    one = VacateRound(backend(), topic="t", limits=SHORT)
+    assert one.vacate().done
+    back = one.restore(pytest.fail)
+    assert back.done
+    assert "next collective fails: NCCL says no to resume" in back.reason
+    assert said == ["suspend"] * 2 + ["resume"] * 2
+    groups[1] = _Group(said, fails="suspend")
+    away = VacateRound(backend(), topic="t", limits=SHORT).vacate()
+    assert (away.done, away.lost) == (False, False)
+    assert "NCCL says no to suspend" in away.reason
+    assert said[-3:] == ["suspend", "suspend", "resume"]
+
+
+def test_communicators_in_the_way(groups: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be suspended is a refusal that names the release that can; multicast memory,
+    with which a checkpoint never ends, one that says how to do without."""
+    groups.append(_Group([]))
+    assert Communicators(environ={}).refusal() == ""
+    monkeypatch.setattr("hydroslurm.vacate.communicators._capability", lambda: (9, 0))
+    assert "NCCL_NVLS_ENABLE=0" in Communicators(environ={}).refusal()
+    assert Communicators(environ={"NCCL_NVLS_ENABLE": "0"}).refusal() == ""
+    monkeypatch.setattr("hydroslurm.vacate.communicators._nccl_version", lambda: (2, 28, 9))
+    assert "NCCL 2.28.9 cannot suspend them; wanted 2.29.7" in Communicators().refusal()
+    groups.append(SimpleNamespace())
+    assert "this torch cannot suspend them" in Communicators().refusal()

@@ -23,7 +23,7 @@
 extern "C" {
 #endif
 
-#define HS_ARENA_ABI 1
+#define HS_ARENA_ABI 2
 
 enum hs_arena_state_of { HS_RUNNING = 0, HS_LOCKED = 1, HS_CHECKPOINTED = 2, HS_MOVING = 3 };
 
@@ -36,6 +36,7 @@ struct hs_arena_numbers {
     int64_t segments;
     int64_t touched;        /* segments that came back early, because a thread touched them */
     const char *failed;     /* the driver's call that failed last; "" if none has */
+    const char *why;        /* the driver's own name of that error; "" if it has none */
 };
 
 struct hs_arena;
@@ -43,11 +44,13 @@ struct hs_arena;
 HS_API int hs_arena_abi(void);
 /* For the life of the process. The driver must live as long. */
 HS_API int hs_arena_open(struct hs_arena **arena, struct hs_vm_driver *driver);
-/* flags: HS_NEVER_REUSE. -ENOMEM; -EPROTO: the memory is away. */
-#define HS_NEVER_REUSE 1 /* a CUDA graph that was captured uses it as long as the graph lives */
+/* `stream` tells apart who may reuse whose blocks. flags: HS_CAPTURED. -ENOMEM; -EPROTO: the memory is away. */
+#define HS_CAPTURED 1 /* a CUDA graph uses these segments whenever it is replayed: they are never given up, free blocks and all */
 HS_API int hs_arena_alloc(struct hs_arena *arena, size_t bytes, uint64_t stream, int flags, void **block);
 HS_API int hs_arena_free(struct hs_arena *arena, void *block); /* -ENOENT: not one of its blocks */
 HS_API int hs_arena_owns(const struct hs_arena *arena, const void *address);
+/* Give back what has no live block, as torch.cuda.empty_cache() does. */
+HS_API int hs_arena_trim(struct hs_arena *arena);
 /* Copy to this file from now on, not to memory; -1: to memory. Stays the caller's. In RUNNING and LOCKED. */
 HS_API int hs_arena_spill(struct hs_arena *arena, int fd);
 
@@ -66,6 +69,7 @@ HS_API int hs_arena_serve_cpu(size_t floor, struct hs_arena **arena);
 HS_API void *hs_arena_cuda_alloc(size_t bytes, int device, void *stream);
 HS_API void hs_arena_cuda_free(void *block, size_t bytes, int device, void *stream);
 HS_API void hs_arena_cuda_record_stream(void *block, void *stream);
+HS_API void hs_arena_cuda_empty_cache(void); /* set_reset_fn() */
 HS_API int hs_arena_cuda_arena(int device, struct hs_arena **arena); /* -ENOENT: nothing was allocated there yet */
 HS_API const char *hs_arena_why_no_cuda(void); /* opens libcuda; "" where there is a device that can do it */
 

@@ -74,18 +74,19 @@ int make_piece(hs_arena *arena, hs_vm *piece) {
     return error;
 }
 
-int add_segment(hs_arena *arena, size_t bytes, bool large, uint64_t stream) {
+int add_segment(hs_arena *arena, size_t bytes, bool large, uint64_t stream, int flags) {
     auto made = std::make_unique<Segment>();
     made->vm.bytes = rounded(large ? bytes : kSmallSegment, arena->driver->granularity);
     made->large = large;
     made->stream = stream;
+    made->captured = flags & HS_CAPTURED;
     if (const int error = take_addresses(arena, made->vm.bytes, &made->vm.at)) return error;
     if (const int error = make_piece(arena, &made->vm)) {
         give_addresses(arena, made->vm.at, made->vm.bytes);
         return error;
     }
     const uintptr_t at = made->vm.at;
-    const Block whole = {made->vm.bytes, true, false, made.get()};
+    const Block whole = {made->vm.bytes, true, made.get()};
     arena->mapped_bytes += made->vm.bytes;
     arena->idle_bytes += made->vm.bytes;
     arena->n_segments += 1;
@@ -99,20 +100,20 @@ int add_segment(hs_arena *arena, size_t bytes, bool large, uint64_t stream) {
 bool drop_idle(hs_arena *arena) {
     std::vector<Segment *> idle;
     for (auto &one : arena->segments)
-        if (one.second->used == 0) idle.push_back(one.second.get());
+        if (idles(*one.second)) idle.push_back(one.second.get());
     if (idle.empty() || DRIVER(arena, synchronize)) return false;
     bool any = false;
     for (Segment *segment : idle) any = segment_drop(arena, segment) == 0 || any;
     return any;
 }
 
-void *carve(hs_arena *arena, std::set<FreeKey>::iterator found, size_t bytes, int flags) {
+void *carve(hs_arena *arena, std::set<FreeKey>::iterator found, size_t bytes) {
     const uintptr_t at = std::get<3>(*found);
     arena->free_blocks.erase(found);
     Block &block = arena->blocks[at];
     Segment *segment = block.segment;
     if (block.bytes > bytes) {
-        const Block rest = {block.bytes - bytes, true, false, segment};
+        const Block rest = {block.bytes - bytes, true, segment};
         arena->blocks[at + bytes] = rest;
         arena->free_blocks.insert(key_of(at + bytes, rest));
         block.bytes = bytes;
@@ -121,7 +122,6 @@ void *carve(hs_arena *arena, std::set<FreeKey>::iterator found, size_t bytes, in
     segment->used += bytes;
     arena->live_bytes += bytes;
     block.free = false;
-    block.never_reused = flags & HS_NEVER_REUSE;
     return reinterpret_cast<void *>(at);
 }
 
@@ -184,11 +184,12 @@ int hs_arena_alloc(hs_arena *arena, size_t bytes, uint64_t stream, int flags, vo
     for (int tries = 0; tries < 3; ++tries) {
         auto found = arena->free_blocks.lower_bound({large, stream, wanted, 0});
         if (found != arena->free_blocks.end() && std::get<0>(*found) == large && std::get<1>(*found) == stream) {
-            *block = carve(arena, found, wanted, flags);
+            *block = carve(arena, found, wanted);
             return 0;
         }
-        const int error = add_segment(arena, wanted, large, stream);
-        if (error && (tries == 1 || error != -ENOMEM || arena->stuck.load() || !drop_idle(arena))) return error;
+        const int error = add_segment(arena, wanted, large, stream, flags);
+        const bool may_drop = tries == 0 && error == -ENOMEM && !arena->stuck.load() && !(flags & HS_CAPTURED);
+        if (error && !(may_drop && drop_idle(arena))) return error; /* who waits for the device ends a capture */
     }
     return -ENOMEM;
 }
@@ -198,7 +199,6 @@ int hs_arena_free(hs_arena *arena, void *block) {
     Lock lock(arena->mutex);
     auto found = arena->blocks.find(reinterpret_cast<uintptr_t>(block));
     if (found == arena->blocks.end() || found->second.free) return -ENOENT;
-    if (found->second.never_reused) return 0; /* the graph that was captured with it may be replayed */
     Segment *segment = found->second.segment;
     segment->used -= found->second.bytes;
     arena->live_bytes -= found->second.bytes;
@@ -210,7 +210,16 @@ int hs_arena_free(hs_arena *arena, void *block) {
     /* a device's is kept for reuse: kernels that were launched may use it still */
     const size_t keep = std::max<size_t>(kIdleBytes, arena->live_bytes.load());
     const bool may = arena->driver->touched_by_threads && arena->state.load() == HS_RUNNING && !arena->stuck.load();
-    if (may && arena->idle_bytes > keep) segment_drop(arena, segment);
+    if (may && idles(*segment) && arena->idle_bytes > keep) segment_drop(arena, segment);
+    return 0;
+}
+
+int hs_arena_trim(hs_arena *arena) {
+    if (!arena) return -EINVAL;
+    Lock lock(arena->mutex);
+    if (arena->state.load() != HS_RUNNING) return -EPROTO;
+    if (arena->stuck.load()) return -EBUSY;
+    drop_idle(arena);
     return 0;
 }
 
@@ -224,7 +233,8 @@ int hs_arena_owns(const hs_arena *arena, const void *address) {
 
 void hs_arena_stats(hs_arena *arena, hs_arena_numbers *numbers) {
     *numbers = {arena->live_bytes,   arena->mapped_bytes, arena->away_bytes, arena->staging_bytes,
-                arena->leaked_bytes, arena->n_segments,   arena->touched,    arena->failed.load()};
+                arena->leaked_bytes, arena->n_segments,   arena->touched,    arena->failed.load(),
+                arena->why.load()};
 }
 
 } // extern "C"

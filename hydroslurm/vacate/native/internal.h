@@ -25,7 +25,7 @@ struct Span { /* live blocks that lie side by side */
 struct Segment {
     hs_vm vm{};
     uint64_t stream = 0;
-    bool large = false;
+    bool large = false, captured = false;
     size_t used = 0; /* bytes in its blocks that are allocated; by `mutex` */
     std::atomic<int> place{kInPlace};
     /* By whoever has set `place` to kBusy, or moves it. A return goes on from here after a failure. */
@@ -37,9 +37,12 @@ struct Segment {
 
 struct Block {
     size_t bytes;
-    bool free, never_reused;
+    bool free;
     Segment *segment;
 };
+
+/* It has no live block, and no graph uses it. */
+inline bool idles(const Segment &segment) { return segment.used == 0 && !segment.captured; }
 
 struct Staging {
     void *host = nullptr;
@@ -84,14 +87,16 @@ struct hs_arena {
 
     std::atomic<int64_t> live_bytes{0}, mapped_bytes{0}, away_bytes{0}, staging_bytes{0}, leaked_bytes{0}, n_segments{0},
         touched{0};
-    std::atomic<const char *> failed{""};
+    std::atomic<const char *> failed{""}, why{""};
 };
 
 /* A call of the driver's; remembers the name of one that fails. */
 #define DRIVER(arena, call, ...) \
     arena_noted((arena), #call, (arena)->driver->call((arena)->driver->self, ##__VA_ARGS__))
 inline int arena_noted(hs_arena *arena, const char *call, int error) {
-    if (error) arena->failed.store(call);
+    if (error == 0) return 0;
+    arena->why.store(arena->driver->why ? arena->driver->why(arena->driver->self) : "");
+    arena->failed.store(call);
     return error;
 }
 

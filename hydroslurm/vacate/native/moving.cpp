@@ -264,7 +264,7 @@ int hs_arena_restore(hs_arena *arena) {
     {
         Lock lock(arena->mutex);
         for (auto &one : arena->segments)
-            if (one.second->used != 0) away.push_back(one.second.get());
+            if (!idles(*one.second)) away.push_back(one.second.get());
     }
     for (Segment *segment : away) {
         int place = kAway;

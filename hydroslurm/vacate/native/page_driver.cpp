@@ -85,6 +85,6 @@ int host_free(void *, void *host, size_t bytes) { return told(munmap(host, bytes
 
 extern "C" hs_vm_driver *hs_page_driver(void) {
     static hs_vm_driver driver = {nullptr, kHuge, 64, 1, reserve, create, map, open, set_access, unmap, release,
-                                  copy_to_host, copy_from_host, synchronize, host_alloc, host_free};
+                                  copy_to_host, copy_from_host, synchronize, host_alloc, host_free, nullptr};
     return &driver;
 }

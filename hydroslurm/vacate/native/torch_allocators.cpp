@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 #include <errno.h>
 
+#include <map>
 #include <mutex>
 #include <set>
 #include <unordered_map>
@@ -44,6 +45,7 @@ constexpr int kDevices = 64;
 std::mutex mutex; /* of all below */
 hs_arena *cuda_arenas[kDevices];
 std::unordered_map<void *, std::set<void *>> other_streams; /* which record_stream() has named, by block */
+std::map<std::pair<void *, uint64_t>, uint64_t> captures;   /* a number for each stream of each capture */
 
 hs_arena *cuda_arena(int device) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -52,6 +54,19 @@ hs_arena *cuda_arena(int device) {
     TORCH_CHECK(driver, "hydroslurm's arena cannot be used on device ", device, ": ", why);
     if (!cuda_arenas[device]) TORCH_CHECK(hs_arena_open(&cuda_arenas[device], driver) == 0, "hydroslurm's arena");
     return cuda_arenas[device];
+}
+
+/* Who may reuse a block: the work of one stream in its order. That of a capture is done whenever its graph is replayed, so that
+ * its blocks are for nobody else, ever; within it, one that was freed can be used again. */
+uint64_t reuser(void *stream, int *flags) {
+    uint64_t capture = 0;
+    const int error = hs_cuda_capture(stream, &capture);
+    TORCH_CHECK(error == 0, "hydroslurm's arena cannot tell whether a CUDA stream is being captured");
+    if (capture == 0) return reinterpret_cast<uintptr_t>(stream);
+    *flags |= HS_CAPTURED;
+    std::lock_guard<std::mutex> lock(mutex);
+    const uint64_t next = (uint64_t{1} << 63) + captures.size(); /* no address */
+    return captures.emplace(std::make_pair(stream, capture), next).first->second;
 }
 
 } // namespace
@@ -74,14 +89,15 @@ void *hs_arena_cuda_alloc(size_t bytes, int device, void *stream) {
     if (bytes == 0) return nullptr;
     hs_arena *arena = cuda_arena(device);
     void *block = nullptr;
-    const int flags = hs_cuda_is_capturing(stream) ? HS_NEVER_REUSE : 0;
-    const int error = hs_arena_alloc(arena, bytes, reinterpret_cast<uintptr_t>(stream), flags, &block);
+    int flags = 0;
+    const uint64_t stream_key = reuser(stream, &flags);
+    const int error = hs_arena_alloc(arena, bytes, stream_key, flags, &block);
     if (error == 0) return block;
     hs_arena_numbers numbers;
     hs_arena_stats(arena, &numbers);
+    const char *why = error == -EPROTO ? "its memory is away, in a pause that vacates" : numbers.why;
     TORCH_CHECK_WITH(OutOfMemoryError, false, "hydroslurm's arena has no ", bytes, " bytes on device ", device, ": ",
-                     error == -EPROTO ? "its memory is away, in a pause that vacates" : strerror(-error), "; live ",
-                     numbers.live_bytes, ", mapped ", numbers.mapped_bytes, " bytes");
+                     *why ? why : strerror(-error), "; live ", numbers.live_bytes, ", mapped ", numbers.mapped_bytes, " bytes");
 }
 
 void hs_arena_cuda_record_stream(void *block, void *stream) {
@@ -100,9 +116,17 @@ void hs_arena_cuda_free(void *block, size_t, int device, void *) {
             other_streams.erase(found);
         }
     }
-    for (void *stream : streams) /* in a capture one must not wait: then it is never used again */
-        if (hs_cuda_is_capturing(stream) || hs_cuda_stream_synchronize(stream)) return;
+    for (void *stream : streams) { /* in a capture one must not wait: then it is never used again */
+        uint64_t capture = 0;
+        if (hs_cuda_capture(stream, &capture) || capture != 0 || hs_cuda_stream_synchronize(stream)) return;
+    }
     hs_arena_free(cuda_arenas[device], block);
+}
+
+void hs_arena_cuda_empty_cache(void) {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (hs_arena *arena : cuda_arenas)
+        if (arena) hs_arena_trim(arena);
 }
 
 int hs_arena_cuda_arena(int device, hs_arena **arena) {
@@ -112,9 +136,6 @@ int hs_arena_cuda_arena(int device, hs_arena **arena) {
     return 0;
 }
 
-const char *hs_arena_why_no_cuda(void) {
-    const char *why = "";
-    return hs_cuda_driver(0, &why) ? "" : why;
-}
+const char *hs_arena_why_no_cuda(void) { return hs_cuda_why_not(0); }
 
 } // extern "C"

@@ -43,6 +43,7 @@ struct hs_vm_driver {
     /* Memory to copy to: pinned, for a device. */
     int (*host_alloc)(void *self, size_t bytes, void **host);
     int (*host_free)(void *self, void *host, size_t bytes);
+    const char *(*why)(void *self); /* the driver's own name of this thread's last error; NULL: it has none but errno's */
 };
 
 /* Pages of this process. Anonymous and private, not a memfd's: a child that is forked (a worker of a data loader) must have its
@@ -51,8 +52,10 @@ __attribute__((visibility("default"))) struct hs_vm_driver *hs_page_driver(void)
 
 /* CUDA's virtual memory calls, on one device of at most 64. libcuda is opened by the first call. NULL: *why says why not. */
 struct hs_vm_driver *hs_cuda_driver(int device, const char **why);
-/* Of a CUstream, once there is a driver. Unknown counts as capturing. */
-int hs_cuda_is_capturing(void *stream);
+/* "" where it can be had. Opens libcuda and initialises it, and makes no context. */
+const char *hs_cuda_why_not(int device);
+/* Of a CUstream, once there is a driver. *id: of the capture that it takes part in, 0: of none. */
+int hs_cuda_capture(void *stream, uint64_t *id);
 int hs_cuda_stream_synchronize(void *stream);
 
 #ifdef __cplusplus
