@@ -4,6 +4,12 @@ Three processes train, one with hydroslurm, one with a hydroslurm that leaves al
 thread (``pause_ratio_to_watcher``: what closing the gate in the handler is worth), and one with the
 incumbent's hooks; this one sends SIGUSR1 and SIGUSR2 at random moments, in turns of ten, while the
 other processes are stopped. All stamps are CLOCK_MONOTONIC, the sender's taken just before kill().
+
+``floor_us``: a C program that does nothing but compute, and whose handler stores the time, is sent
+the same signals in turns of its own (busy.c). That is what the machine takes, and what is above it
+(``pause_above_floor_us_p50``) is what a pause costs. ``crowded_*``: the same two ways while as many
+busy processes run as make three per core.
+
 Then the first and the last are paused during backwards of more than two seconds, through one module
 of many operators: was it held before the backward ended? Where the incumbent was not, the end is
 what counts for it.
@@ -13,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import random
 import signal
@@ -24,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import EventTail, finish, options, p50_p99, scratch
+from harness import PROFILING, EventTail, finish, options, p50_p99, percentile, scratch
 
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.rundir import RunDir
@@ -34,6 +41,8 @@ LIMIT_S = 120.0
 SENDER_SPIN_NS = 300_000
 WAYS = ("hydroslurm", "incumbent")
 WATCHER = "watcher"
+CROWD = 2
+"""Busy processes on each core, beside the one that is paused."""
 CLOSER_ENV = "HYDROSLURM_GATE_CLOSER"
 
 
@@ -97,19 +106,7 @@ class Victim:
         self.process.stdin.flush()
 
     def signal(self, signo: int) -> int:
-        """Send it; CLOCK_MONOTONIC just before.
-
-        The sender is kept out of the figure. Before: it spins for a moment, or its own way out of
-        sleep, with cold caches, is measured (some 18 us here). After: it sleeps, for on few cores
-        it may sit on the very one that the victim needs to act on the signal.
-        """
-        awake_ns = time.monotonic_ns() + SENDER_SPIN_NS
-        while time.monotonic_ns() < awake_ns:
-            os.kill(self.process.pid, 0)
-        sent_ns = time.monotonic_ns()
-        os.kill(self.process.pid, signo)
-        time.sleep(0.003)
-        return sent_ns
+        return send(self.process.pid, signo)
 
     def held(self, sent_ns: int) -> Pause:
         """Wait until it is held after a pause that was sent at ``sent_ns``."""
@@ -150,6 +147,78 @@ class Victim:
         raise TimeoutError(f"the incumbent was not {what} within {LIMIT_S:g} s")
 
 
+def send(pid: int, signo: int) -> int:
+    """Send a signal; CLOCK_MONOTONIC just before.
+
+    The sender is kept out of the figure. Before: it spins for a moment, or its own way out of
+    sleep, with cold caches, is measured (some 18 us here). After: it sleeps, for on few cores it
+    may sit on the very one that the victim needs to act on the signal.
+    """
+    awake_ns = time.monotonic_ns() + SENDER_SPIN_NS
+    while time.monotonic_ns() < awake_ns:
+        os.kill(pid, 0)
+    sent_ns = time.monotonic_ns()
+    os.kill(pid, signo)
+    time.sleep(0.003)
+    return sent_ns
+
+
+class Floor:
+    """The C program that does nothing but compute."""
+
+    def __init__(self, program: Path, folder: Path) -> None:
+        file = folder / "stamp"
+        self._process = start_busy(program, file)
+        self._stamp = memoryview(mmap.mmap(os.open(file, os.O_RDWR), 8)).cast("q")
+        send(self._process.pid, signal.SIGSTOP)
+
+    def handler_us(self, count: int) -> list[float]:
+        """What so many signals took from kill() to the first line of its handler."""
+        send(self._process.pid, signal.SIGCONT)
+        time.sleep(0.05)
+        took_us = []
+        for _ in range(count):
+            time.sleep(random.uniform(0.005, 0.03))
+            sent_ns = send(self._process.pid, signal.SIGUSR1)
+            while self._stamp[0] < sent_ns:
+                time.sleep(0.001)
+            took_us.append(_us(sent_ns, self._stamp[0]))
+        send(self._process.pid, signal.SIGSTOP)
+        return took_us
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def compile_busy(folder: Path) -> Path:
+    program = folder / "busy"
+    source = PROFILING / "busy.c"
+    subprocess.run(["cc", "-O2", "-o", str(program), str(source)], check=True)
+    return program
+
+
+def start_busy(program: Path, *words: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([program, *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    if process.stdout.readline() != "ready\n":
+        raise RuntimeError(f"{program} did not start")
+    return process
+
+
+@contextlib.contextmanager
+def crowd(program: Path) -> Iterator[None]:
+    """So many busy processes that each core has ``CROWD`` of them, and who is paused competes."""
+    cores = len(os.sched_getaffinity(0))
+    busy = [start_busy(program) for _ in range(CROWD * cores)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.communicate()
+
+
 @contextlib.contextmanager
 def victims(
     folder: Path, what: str, seconds: float = 0.0, *, ways: Sequence[str] = WAYS
@@ -169,24 +238,49 @@ def victims(
             victim.process.communicate()
 
 
-def pause_while_training(folder: Path, count: int) -> dict[str, Seen]:
-    """Pause each way ``count`` times, in turns."""
+def pause_while_training(
+    folder: Path, count: int, *, crowded: int
+) -> tuple[dict[str, Seen], dict[str, Seen], list[float]]:
+    """Pause each way ``count`` times, in turns, then ours and the watcher's ``crowded`` times among
+    busy processes; and what the same signals took to the floor's handler (us)."""
+    program = compile_busy(folder)
     ways = (*WAYS, WATCHER)
-    seen = {way: Seen() for way in ways}
-    with victims(folder, "train", ways=ways) as all_three:
-        for _ in range(-(-count // TURN)):
-            for victim in all_three:
-                victim.signal(signal.SIGCONT)
-                time.sleep(0.05)
-                for _ in range(min(TURN, count - len(seen[victim.way].pauses))):
-                    time.sleep(random.uniform(0.005, 0.03))
-                    pause = victim.held(victim.signal(signal.SIGUSR1))
-                    time.sleep(random.uniform(0.005, 0.03))
-                    pause.resume_sent_ns = victim.signal(signal.SIGUSR2)
-                    pause.released_ns = victim.released()
-                    seen[victim.way].pauses.append(pause)
-                victim.signal(signal.SIGSTOP)
-    return seen
+    seen: dict[str, Seen] = {way: Seen() for way in ways}
+    among: dict[str, Seen] = {way: Seen() for way in ways if way != "incumbent"}
+    floor, floor_us = Floor(program, folder), list[float]()
+    try:
+        with victims(folder, "train", ways=ways) as all_three:
+            for turn in _turns(count):
+                for victim in all_three:
+                    pause_some(victim, turn, seen[victim.way])
+                floor_us += floor.handler_us(turn)
+            with crowd(program):
+                for turn in _turns(crowded):
+                    for victim in all_three:
+                        if victim.way in among:
+                            pause_some(victim, turn, among[victim.way])
+    finally:
+        floor.close()
+    return seen, among, floor_us
+
+
+def _turns(count: int) -> list[int]:
+    """How many pauses each turn has."""
+    return [min(TURN, count - done) for done in range(0, count, TURN)]
+
+
+def pause_some(victim: Victim, count: int, seen: Seen) -> None:
+    """Let one that is stopped go on for so many pauses."""
+    victim.signal(signal.SIGCONT)
+    time.sleep(0.05)
+    for _ in range(count):
+        time.sleep(random.uniform(0.005, 0.03))
+        pause = victim.held(victim.signal(signal.SIGUSR1))
+        time.sleep(random.uniform(0.005, 0.03))
+        pause.resume_sent_ns = victim.signal(signal.SIGUSR2)
+        pause.released_ns = victim.released()
+        seen.pauses.append(pause)
+    victim.signal(signal.SIGSTOP)
 
 
 def pause_inside_backward(folder: Path, count: int, seconds: float) -> dict[str, Seen]:
@@ -216,26 +310,36 @@ def pause_inside_backward(folder: Path, count: int, seconds: float) -> dict[str,
     return seen
 
 
-def figures(training: dict[str, Seen], backward: dict[str, Seen]) -> dict[str, float]:
+def figures(
+    training: dict[str, Seen], backward: dict[str, Seen], crowded: dict[str, Seen]
+) -> dict[str, float]:
     """All pauses -> the figures; those of the incumbent carry its name."""
     result: dict[str, float] = {"pauses": len(training["hydroslurm"].pauses)}
     for way in WAYS:
         prefix = "" if way == "hydroslurm" else "incumbent_"
         pauses, inside = training[way].pauses, backward[way].inside
-        result |= p50_p99(f"{prefix}pause_us", [_us(p.sent_ns, p.held_ns) for p in pauses])
+        result |= p50_p99(f"{prefix}pause_us", _paused_us(training[way]))
         result |= p50_p99(
             f"{prefix}resume_us", [_us(p.resume_sent_ns, p.released_ns) for p in pauses]
         )
         result[f"{prefix}parked_inside_backward"] = sum(inside) / len(inside)
-        result |= p50_p99(
-            f"{prefix}pause_in_backward_us",
-            [_us(p.sent_ns, p.held_ns) for p in backward[way].pauses],
-        )
+        result |= p50_p99(f"{prefix}pause_in_backward_us", _paused_us(backward[way]))
     handlers = [_us(p.sent_ns, p.handler_ns) for p in training["hydroslurm"].pauses]
-    by_watcher = [_us(p.sent_ns, p.held_ns) for p in training[WATCHER].pauses]
-    result |= p50_p99("handler_us", handlers) | p50_p99("watcher_pause_us", by_watcher)
-    ratio = result["pause_us_p50"] / result["watcher_pause_us_p50"]
-    return result | {"pause_ratio_to_watcher": ratio}
+    result |= p50_p99("handler_us", handlers)
+    result |= p50_p99("watcher_pause_us", _paused_us(training[WATCHER]))
+    result["pause_ratio_to_watcher"] = result["pause_us_p50"] / result["watcher_pause_us_p50"]
+    result |= p50_p99("crowded_pause_us", _paused_us(crowded["hydroslurm"]))
+    result |= p50_p99("crowded_watcher_pause_us", _paused_us(crowded[WATCHER]))
+    return result
+
+
+def with_floor(result: dict[str, float], floor_us: Sequence[float]) -> dict[str, float]:
+    above_us = result["pause_us_p50"] - percentile(floor_us, 50)
+    return {**result, **p50_p99("floor_us", floor_us), "pause_above_floor_us_p50": above_us}
+
+
+def _paused_us(seen: Seen) -> list[float]:
+    return [_us(pause.sent_ns, pause.held_ns) for pause in seen.pauses]
 
 
 def _us(begin_ns: int, end_ns: int) -> float:
@@ -246,7 +350,8 @@ def main() -> None:
     chosen = options("How long a pause and a resume take, from kill() on.")
     random.seed(0)
     with scratch("pause", chosen) as folder:
-        training = pause_while_training(folder, 6 if chosen.quick else 300)
+        counts = (6, 2) if chosen.quick else (300, 100)
+        training, crowded, floor_us = pause_while_training(folder, counts[0], crowded=counts[1])
         backward = pause_inside_backward(
             folder, 1 if chosen.quick else 8, 0.3 if chosen.quick else 2.5
         )
@@ -254,7 +359,7 @@ def main() -> None:
         chosen,
         "pause latency: kill -> first operator held, kill -> first operator released",
         {
-            **figures(training, backward),
+            **with_floor(figures(training, backward, crowded), floor_us),
             "backwards": len(backward["hydroslurm"].inside),
         },
     )
