@@ -9,12 +9,14 @@ the first operator in the rank, on a dev cluster of its own; the peer is plain s
 the same script, in the same rounds. `first_step_s`: from the start of a rank's process, so without
 Slurm's own part, to the end of its first step after a resume of 50 MB, with the environment that
 `hydroslurm submit` gives it; the peer does the same training with torch.load, see
-first_step_job.py. Import of torch included, in all of these.
+first_step_job.py. Import of torch included, in all of these. The package's bytecode is there, as
+pip leaves it, also where PYTHONDONTWRITEBYTECODE would have each start compile it.
 `first_step_cpu_ratio_to_bare` compares the CPU seconds of the two until their end.
 """
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import resource
@@ -210,6 +212,7 @@ def measure(chosen: Namespace, folder: Path) -> dict[str, float]:
 
 def main() -> None:
     chosen = options("What it costs to begin: Python, the command line, a job, a step.")
+    compileall.compile_dir(PACKAGE, quiet=1)
     with scratch("startup", chosen) as folder:
         result = measure(chosen, folder)
     finish(chosen, "startup: Python, --help, a job's first operator, a first step", result)

@@ -24,8 +24,10 @@ import os
 import secrets
 import struct
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hydroslurm.slurm.munge import Munge
+if TYPE_CHECKING:
+    from hydroslurm.slurm.munge import Munge
 
 KEY_BYTES = 32
 MAGIC = b"hydroslurm 1\n"

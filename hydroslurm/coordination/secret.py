@@ -22,13 +22,16 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydroslurm.coordination.authentication import KEY_BYTES, RankGreeting
 from hydroslurm.coordination.world import KEY_ENV, World, key_from
 from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import NoSecret, UntrustedFile
-from hydroslurm.slurm.munge import Munge, MungeError, socket_of
+
+if TYPE_CHECKING:
+    from hydroslurm.slurm.munge import Munge
 
 KEYS = "keys"
 """The folder of key files in a run folder."""
@@ -87,6 +90,8 @@ def find_secret(world: World, environ: Mapping[str, str], *, folder: Path | None
         NoSecret: there is none; the message says what to set up.
         UsageError: ``HYDROSLURM_STEP_KEY`` is no key.
     """
+    from hydroslurm.slurm.munge import Munge, MungeError, socket_of  # a new key needs none of it
+
     socket = socket_of(environ)
     if (key := key_from(environ)) is not None:
         return Secret("environment", key, socket or "")

@@ -38,15 +38,18 @@ class Submission:
     backoff_limit: int | None = None
 
 
-def write(run: RunDir, submission: Submission) -> None:
-    """Put the file in place, durably.
+def write(run: RunDir, submission: Submission, *, durable: bool = True) -> None:
+    """Put the file in place.
+
+    Args:
+        durable: False where the caller syncs it with others, before it calls sbatch.
 
     Raises:
         RunFolderError: the folder cannot be written.
     """
     try:
         text = json.dumps(asdict(submission), indent=2) + "\n"
-        write_atomically(run.submission_json, text, mode=0o666, durable=True)
+        write_atomically(run.submission_json, text, mode=0o666, durable=durable)
     except OSError as error:
         raise RunFolderError(f"cannot write {run.submission_json}: {error.strerror}") from error
 

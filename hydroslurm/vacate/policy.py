@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from hydroslurm.core.memory import Room
 from hydroslurm.errors import UsageError
 from hydroslurm.vacate.backend import gb
+
+if TYPE_CHECKING:  # the names below are all that a submission needs
+    from hydroslurm.core.memory import Room
 
 VACATE_ENV = "HYDROSLURM_VACATE"
 """Environment variable: ``always``, ``when_asked`` (the default) or ``never``."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.core import files
-from hydroslurm.core.files import Tail, atomic_file, write_atomically
+from hydroslurm.core.files import Tail, atomic_file, fsync_together, write_atomically
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
@@ -177,3 +177,19 @@ def test_a_tail_refuses_what_is_no_file(tmp_path: Path) -> None:
     for name in ("link", "fifo"):
         with pytest.raises(OSError, match="where a regular file was expected"):
             list(Tail(tmp_path / name).lines())
+
+
+def test_files_are_synced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file and folder is synced; one that is not there is an error, after the others."""
+    synced = set[int]()
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (real(fd), synced.add(os.fstat(fd).st_ino)))
+    paths = [tmp_path, tmp_path / "one", tmp_path / "two"]
+    for path in paths[1:]:
+        path.write_text("content")
+    fsync_together(paths)
+    assert synced == {path.stat().st_ino for path in paths}
+    synced.clear()
+    with pytest.raises(FileNotFoundError):
+        fsync_together([tmp_path / "missing", *paths])
+    assert len(synced) == 3

@@ -12,14 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import LaunchError, RunFolderError, SlurmError, SlurmTimeout, UsageError
-from hydroslurm.slurm.client import Job, SlurmClient
-from hydroslurm.slurm.policy import find_partition
 from hydroslurm.slurm.programs import sbatch
-from hydroslurm.slurm.text import format_duration
+
+if TYPE_CHECKING:  # what is not needed before sbatch has the job does not delay it
+    from hydroslurm.slurm.client import Job, SlurmClient
 
 Answer = TypeVar("Answer")
 
@@ -124,6 +124,9 @@ def never_starts(client: SlurmClient, job_id: int, *, nodes: int) -> str | None:
     Args:
         nodes: how many it asked for.
     """
+    from hydroslurm.slurm.policy import find_partition
+    from hydroslurm.slurm.text import format_duration
+
     try:
         job = client.job(job_id)
         if not job.state.is_waiting:

@@ -18,17 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydroslurm.core.files import write_atomically
+from hydroslurm.core.files import fsync_together, write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import LaunchError, RunFolderError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.images import Runtime, find_runtime, no_runtime
-from hydroslurm.jobs.launch.elastic_job import (
-    check_site,
-    coordinator_script,
-    of_one_member,
-    prepare,
-)
 from hydroslurm.jobs.launch.job_script import janitor_script, job_script
 from hydroslurm.jobs.launch.sbatch import new_run, removing_on_refusal, submit_script
 from hydroslurm.jobs.layout import plan_job
@@ -42,7 +36,6 @@ from hydroslurm.jobs.supervisor.conditions import (
     final_condition,
     read_conditions,
 )
-from hydroslurm.slurm.client import open_client
 
 
 @dataclass(frozen=True)
@@ -104,36 +97,28 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
         RunFolderError: the run folder cannot be created.
         UsageError: members of an elastic job could not come and go here.
     """
-    spec = of_one_member(spec)
+    if spec.job.elastic is not None:  # all others are submitted sooner without these imports
+        from hydroslurm.jobs.launch import elastic_job
+        from hydroslurm.slurm.client import open_client
+
+        spec = elastic_job.of_one_member(spec)
     plan, notes = plan_for(spec, environ=environ)
     if spec.job.elastic is not None:
         if spec.engine_why:
             notes = (*notes, f"engine: {spec.job.elastic.engine} ({spec.engine_why})")
-        notes = (*notes, *check_site(spec.job, open_client(environ=environ)))
+        notes = (*notes, *elastic_job.check_site(spec.job, open_client(environ=environ)))
     with removing_on_refusal(folder.absolute()):
         run = new_run(folder.absolute(), spec.job.name)
         if spec.job.elastic is not None:
-            plan = prepare(spec.job, plan, run, engine_why=spec.engine_why)
-        _write(run.job_yaml, dumps(_resolved(spec)))
-        _write(run.plan_json, plan.dumps())
-        intent = Submission(
-            spec.job.name,
-            f"TrainingJob of {len(plan.tasks)} tasks"
-            + ("" if spec.job.elastic is None else " a member"),
-            time.time_ns(),
-            replicas=spec.job.replicas if spec.job.elastic is None else spec.job.members,
-            backoff_limit=spec.job.run_policy.backoff_limit,
+            plan = elastic_job.prepare(spec.job, plan, run, engine_why=spec.engine_why)
+        intent = _intent(spec.job, plan)
+        _record(run, spec, plan, intent)
+        script = (
+            elastic_job.coordinator_script(spec.job, run)
+            if spec.job.elastic is not None
+            else job_script(spec.job, plan, run)
         )
-        submission.write(run, intent)
-        add_condition(run.conditions_jsonl, "Created", reason="Submitted", message=str(spec.folder))
-        if spec.job.preemption.checkpoint_directory is not None:
-            _link_checkpoints(run, spec.folder / spec.job.preemption.checkpoint_directory)
         try:
-            script = (
-                coordinator_script(spec.job, run)
-                if spec.job.elastic is not None
-                else job_script(spec.job, plan, run)
-            )
             job_id = _submit(script, run.job_sbatch, run, is_new=True)
         except LaunchError as error:
             if run.root.exists():  # Slurm may have it all the same
@@ -167,6 +152,37 @@ def wait_for_end(job: SubmittedJob, *, every_s: float = 0.5) -> Condition:
         time.sleep(every_s)
 
 
+def _intent(job: TrainingJob, plan: Plan) -> Submission:
+    is_elastic = job.elastic is not None
+    return Submission(
+        job.name,
+        f"TrainingJob of {len(plan.tasks)} tasks{' a member' if is_elastic else ''}",
+        time.time_ns(),
+        replicas=job.members if is_elastic else job.replicas,
+        backoff_limit=job.run_policy.backoff_limit,
+    )
+
+
+def _record(run: RunDir, spec: JobSpec, plan: Plan, intent: Submission) -> None:
+    """Write what the job needs to run, and what finds it again; durable when this returns. Not the
+    batch script: sbatch has its own copy.
+
+    Raises:
+        RunFolderError: the run folder cannot be written.
+    """
+    _write(run.job_yaml, dumps(_resolved(spec)))
+    _write(run.plan_json, plan.dumps())
+    submission.write(run, intent, durable=False)
+    log, where = run.conditions_jsonl, str(spec.folder)
+    add_condition(log, "Created", reason="Submitted", message=where, durable=False)
+    if spec.job.preemption.checkpoint_directory is not None:
+        _link_checkpoints(run, spec.folder / spec.job.preemption.checkpoint_directory)
+    try:
+        fsync_together((run.job_yaml, run.plan_json, run.submission_json, log, run.root))
+    except OSError as error:
+        raise RunFolderError(f"cannot write {run.root}: {error.strerror}") from error
+
+
 def _resolved(spec: JobSpec) -> TrainingJob:
     """The job without paths relative to the folder of the spec, which the supervisor does not
     know."""
@@ -197,6 +213,6 @@ def _link_checkpoints(run: RunDir, directory: Path) -> None:
 def _write(path: Path, text: str) -> None:
     """Write a file atomically, readable by its owner only."""
     try:
-        write_atomically(path, text, durable=True)
+        write_atomically(path, text)
     except OSError as error:
         raise RunFolderError(f"cannot write {path}: {error.strerror}") from error

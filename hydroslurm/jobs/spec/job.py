@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from hydroslurm.elastic.autoscale import AutoscalePolicy
 from hydroslurm.errors import UsageError
 from hydroslurm.jobs.spec.elastic import Elastic
 from hydroslurm.jobs.spec.fields import Line, Part, Printable, as_tuple
@@ -348,6 +347,8 @@ def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
         yield Complaint(at, message, (own,))
     yield from _elastic_sums(elastic)
     if elastic.autoscale is not None and elastic.min <= elastic.max:
+        from hydroslurm.elastic.autoscale import AutoscalePolicy  # most jobs have none
+
         try:
             AutoscalePolicy.from_json(
                 elastic.autoscale.rules(), least=elastic.min, most=elastic.max

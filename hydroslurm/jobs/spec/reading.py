@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import ValidationError
@@ -18,10 +18,11 @@ from hydroslurm.errors import SpecError
 from hydroslurm.jobs.spec import t9k
 from hydroslurm.jobs.spec.fields import is_printable
 from hydroslurm.jobs.spec.job import TrainingJob, unused
-from hydroslurm.jobs.spec.priorities import read_priorities
-from hydroslurm.jobs.spec.problems import Problem, problems_of
 from hydroslurm.jobs.spec.source import KeyPath, Source, parse_source, path_text, read_source
 from hydroslurm.jobs.spec.translation import Misspelt, Translation
+
+if TYPE_CHECKING:  # a spec without problems needs none of it
+    from hydroslurm.jobs.spec.problems import Problem
 
 LISTED = 30
 """Problems in one message."""
@@ -76,6 +77,8 @@ def read(source: Source, *, folder: Path) -> JobSpec:
     """The same of what PyYAML has read."""
     is_manifest = t9k.is_manifest(source.value)
     if is_manifest:
+        from hydroslurm.jobs.spec.priorities import read_priorities
+
         translation = t9k.translate(source.value, priorities=read_priorities(os.environ))
     else:
         translation = Translation(source.value, {(): ()})
@@ -90,6 +93,8 @@ def _validated(translation: Translation, source: Source) -> TrainingJob:
     try:
         job = TrainingJob.model_validate(value)
     except ValidationError as error:
+        from hydroslurm.jobs.spec.problems import problems_of
+
         found = problems_of(error, value, source=source, place=translation.origin)
         hints = tuple(_misspelt(one, source) for one in translation.misspelt)
         raise SpecError(_text((*wrong, *found, *hints), source.name)) from None
@@ -103,6 +108,8 @@ def _misspelt(one: Misspelt, source: Source) -> Problem:
 
 
 def _problem(path: KeyPath, message: str, source: Source) -> Problem:
+    from hydroslurm.jobs.spec.problems import Problem
+
     return Problem(source.line_of(path), path_text(path), message)
 
 

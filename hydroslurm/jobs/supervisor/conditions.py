@@ -65,9 +65,18 @@ class Condition:
 
 
 def add_condition(
-    path: Path, kind: ConditionType, *, reason: str = "", message: str = "", restart_count: int = 0
+    path: Path,
+    kind: ConditionType,
+    *,
+    reason: str = "",
+    message: str = "",
+    restart_count: int = 0,
+    durable: bool = True,
 ) -> Condition:
-    """Append one, durably.
+    """Append one.
+
+    Args:
+        durable: False where the caller syncs the file with others.
 
     Raises:
         RunFolderError: the file cannot be written.
@@ -78,7 +87,8 @@ def add_condition(
         handle = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             os.write(handle, line.encode())
-            os.fsync(handle)
+            if durable:
+                os.fsync(handle)
         finally:
             os.close(handle)
     except OSError as error:

@@ -22,7 +22,6 @@ from hydroslurm.jobs.supervisor import CLEAN
 from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
 from hydroslurm.jobs.supervisor.conditions import add_condition, final_condition, read_conditions
 from hydroslurm.jobs.supervisor.supervise import Outcome, Supervisor
-from hydroslurm.jobs.supervisor.tensorboard import tensorboard
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import open_client
 from hydroslurm.slurm.values import Job
@@ -53,6 +52,10 @@ def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
         environ=environ,
         log=log,
     )
+    if plan.tensorboard is None:
+        return supervisor.supervise()
+    from hydroslurm.jobs.supervisor.tensorboard import tensorboard
+
     with tensorboard(plan.tensorboard, run, log=log):
         return supervisor.supervise()
 
