@@ -183,7 +183,12 @@ def test_files_are_synced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Each file and folder is synced; one that is not there is an error, after the others."""
     synced = set[int]()
     real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (real(fd), synced.add(os.fstat(fd).st_ino)))
+
+    def sync(fd: int) -> None:
+        real(fd)
+        synced.add(os.fstat(fd).st_ino)
+
+    monkeypatch.setattr(os, "fsync", sync)
     paths = [tmp_path, tmp_path / "one", tmp_path / "two"]
     for path in paths[1:]:
         path.write_text("content")
