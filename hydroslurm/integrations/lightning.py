@@ -82,7 +82,7 @@ class _Preemptible:
         from hydroslurm.integrations.lightning_loggers import Loggers
 
         folder = directory_of_fit(self._directory, os.environ).root
-        loggers = Loggers(trainer, folder)
+        loggers = Loggers(trainer, folder, anew=self._options.get("resume") is False)
         self._make = lambda: Fit(
             trainer,
             is_on=lambda: self in trainer.callbacks,

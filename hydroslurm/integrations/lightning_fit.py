@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.core.exitcodes import ExitForRequeue
+from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.framework_run import FrameworkRun
 from hydroslurm.integrations.lightning_known import (
     environ_of,
@@ -84,6 +85,8 @@ class Fit:
         self._undo.callback(shield.uninstall)
         if self.run.resume():
             self._replace(trainer._checkpoint_connector, "resume_start", self._resume_start)
+            for restore in ("restore_model", "restore_training_state"):
+                self._replace(trainer._checkpoint_connector, restore, self._restore)
         self._undo.callback(signals_stand_down(trainer))
         self._replace(loop, "setup_data", self._setup_data)
         self._replace(loop, "on_run_end", self._on_run_end)
@@ -125,6 +128,21 @@ class Fit:
                 " is where it began"
             )
         self._trainer._checkpoint_connector._loaded_checkpoint = dict(loaded["checkpoint"])
+
+    def _restore(self, own: Callable[..., Any]) -> None:
+        """Lightning loads what we have saved.
+
+        Raises:
+            StateMismatch: the script makes something else now.
+        """
+        try:
+            own()
+        except (RuntimeError, ValueError, KeyError, TypeError, IndexError) as error:
+            kind = type(self._trainer.lightning_module).__name__
+            raise StateMismatch(
+                f"step {self.run.step} of this run does not fit the model ({kind}), or its "
+                f"optimizers: {error}. Begin anew with another directory="
+            ) from error
 
     def _setup_data(self, own: Callable[..., Any]) -> None:
         """The loaders that are made here keep their positions."""

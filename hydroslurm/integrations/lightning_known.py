@@ -16,8 +16,11 @@ _PARTS = {
     "fit_loop.epoch_loop.val_loop": ("run",),
     "strategy": ("process_dataloader",),
     "_signal_connector": ("register_signal_handlers",),
-    "_checkpoint_connector": ("resume_start", "dump_checkpoint", "_loaded_checkpoint"),
-}
+    "_checkpoint_connector": (
+        "resume_start", "restore_model", "restore_training_state", "dump_checkpoint",
+        "_loaded_checkpoint",
+    ),
+}  # fmt: skip
 """What is used of Lightning's inside, from the trainer on."""
 
 

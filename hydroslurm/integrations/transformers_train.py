@@ -26,7 +26,12 @@ import torch
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
-from hydroslurm.integrations.one_run import continue_callbacks
+from hydroslurm.integrations.one_run import (
+    LoggedRows,
+    continue_callbacks,
+    hide_from_board,
+    runs_of_callbacks,
+)
 from hydroslurm.integrations.transformers_known import environ_of, require_known
 from hydroslurm.integrations.transformers_state import LoopState
 from hydroslurm.training.objects import bare
@@ -61,9 +66,10 @@ class Train:
         self.run = FrameworkRun(
             "transformers", self._capture, environ=environ, **{**options, "directory": place}
         )
-        continue_callbacks(trainer, place)
+        continue_callbacks(trainer, place, anew=options.get("resume") is False)
         self._loop = LoopState(trainer)
         self.run.own["loop"] = self._loop
+        self.run.own["logged"] = LoggedRows(lambda: runs_of_callbacks(trainer))
 
     def call(self, own: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run ``own``, the Trainer's train(), with these arguments."""
@@ -76,6 +82,8 @@ class Train:
                         f"this run goes on from its own step {self.run.step}; "
                         f"resume_from_checkpoint={given['resume_from_checkpoint']!r} is left out"
                     )
+                followed = self.run.own_loaded["loop"]["is_followed"]
+                hide_from_board(self._trainer, self.run.step + followed)
                 self._resume_from(Path(folder))
                 given = {**given, "resume_from_checkpoint": folder}
             self._take_places()

@@ -35,6 +35,7 @@ from hydroslurm.runtime.child_signals import SpawnShield, WorkerShield
 from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.jobstep import jobstep_of
 from hydroslurm.runtime.launch_ahead import launch_ahead_from
+from hydroslurm.runtime.out_of_reach import OutOfReach
 from hydroslurm.runtime.status_writer import StatusWriter, interval_s
 from hydroslurm.runtime.unsaved_warning import UnsavedWarning
 from hydroslurm.slurm import run_folders
@@ -192,6 +193,7 @@ def _set_up(
         for shield in (
             SpawnShield(plan.pausing(), killing=plan.killing()),
             WorkerShield(plan.stopping()),
+            OutOfReach(plan.stopping() | plan.killing()),
         ):
             shield.install()
             beside.callback(shield.uninstall)

@@ -222,7 +222,10 @@ def attempt(name: str, folder: Path, stop: str) -> None:
     fit(module, data, options, Notes(folder / "notes", stop), folder)
 
 
-def fit(module: Any, data: Any, options: dict[str, Any], notes: Notes, folder: Path) -> None:
+def fit(
+    module: Any, data: Any, options: dict[str, Any], notes: Notes, folder: Path,
+    *, ckpt_path: Path | None = None,
+) -> None:  # fmt: skip
     extra = options.get("callbacks", [])
     trainer = lightning.Trainer(**{
         "accelerator": "cpu", "max_epochs": EPOCHS, "logger": False, "default_root_dir": folder,
@@ -235,15 +238,21 @@ def fit(module: Any, data: Any, options: dict[str, Any], notes: Notes, folder: P
     validation = trainer.fit_loop.epoch_loop.val_loop
     own = validation.run
     validation.run = theirs = lambda: own()  # of somebody who replaces it as well
-    trainer.fit(module, data, DataLoader(Noisy().data, batch_size=8, num_workers=workers))
+    validated = DataLoader(Noisy().data, batch_size=8, num_workers=workers)
+    trainer.fit(module, data, validated, ckpt_path=ckpt_path)
     assert validation.run is theirs
     weights = b"".join(one.detach().numpy().tobytes() for one in module.state_dict().values())
     notes.note("weights", hashlib.sha256(weights).hexdigest())
 
 
-def main(name: str, folder: Path, *stops: str) -> None:
+def quiet() -> None:
+    """Leave out what Lightning says of itself."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel("ERROR")
+
+
+def main(name: str, folder: Path, *stops: str) -> None:
+    quiet()
     found: dict[str, Any] = {}
     for run, told in (("undisturbed", ("",)), ("stopped", (*stops, ""))):
         found[f"{run}_exits"], found[run] = attempts(attempt, name, folder / run, told)

@@ -4,15 +4,12 @@ the loop to the user, and have the few lines that the pages on Fabric and on own
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from integration.scripts.with_diff import changed
-from integrations.stockjobs import AGENT, ALONE, SCRIPTS, StockJob
+from integrations.stockjobs import StockJob, submitted
 
 from hydroslurm.devcluster import DevCluster
 
@@ -49,10 +46,7 @@ CASES = [
     )
     for case, arguments in cases.items()
 ]
-BY_SRUN = ("lightning_digits.py", "lightning_manual.py", "fabric_digits.py")
-"""Their ranks are srun's tasks; those of the others find each other by torchrun's variables."""
 BY = ("requeue", "signal", "urgent", "requeue", "signal", "requeue")
-STEP = re.compile(r"^(step \d+$|iter \d+: )", flags=re.M)
 
 
 @pytest.mark.parametrize(("script", "case", "arguments"), CASES)
@@ -61,52 +55,18 @@ def test_six_requeues(
 ) -> None:
     """The losses and the weights are those of a run that was left alone, on the other node."""
     ranks = int(case.split(",")[0].removeprefix("ranks "))
-    by_agent = ranks > 1 and script not in BY_SRUN
     alone, job = (
-        submitted(
-            requeue_cluster, tmp_path / node, node, script, arguments, ranks, by_agent=by_agent
-        )
+        submitted(requeue_cluster, tmp_path / node, script, arguments, ranks=ranks, node=node)
         for node in ("n1", "n2")
     )
     for number, by in enumerate(BY, start=1):
-        wait_for_step(job, attempt=number)
-        stop(job, by, rank=ranks - 1, by_agent=by_agent)
+        job.wait_for_step(attempt=number)
+        job.stop(by, rank=ranks - 1, node="n2")
     assert job.wait_for_end() == "COMPLETED", job.output()
     assert alone.wait_for_end() == "COMPLETED", alone.output()
     assert f"attempt {len(BY) + 1} resumes from step" in job.output()
     assert "attempt 2" not in alone.output()
     assert results(job) == results(alone)
-
-
-def submitted(
-    cluster: DevCluster, folder: Path, node: str, script: str, arguments: str, ranks: int,
-    *, by_agent: bool,
-) -> StockJob:  # fmt: skip
-    path = SCRIPTS / script
-    if script == "get_batch.py":
-        path = folder.with_suffix(".py")
-        path.write_text(changed((SCRIPTS / script).read_text(), "own-loop.md"))
-    job = StockJob(
-        cluster, folder, str(path), *arguments.split(), srun=AGENT if by_agent else ALONE
-    )
-    tasks = 1 if by_agent else ranks
-    return job.submit(f"--nodelist={node}", "--nodes=1", f"--ntasks-per-node={tasks}")
-
-
-def wait_for_step(job: StockJob, *, attempt: int) -> None:
-    """One step at least was trained in this attempt."""
-    begun = "a new run, step 0" if attempt == 1 else f"attempt {attempt} resumes from step"
-    job.wait_for(lambda: bool(STEP.search(job.output().partition(begun)[2])))
-
-
-def stop(job: StockJob, by: str, *, rank: int, by_agent: bool) -> None:
-    if by == "requeue":
-        job.slurm("scontrol", "requeue", job.job_id)
-    elif by == "signal":
-        os.kill(job.pid_of(rank, variable="RANK" if by_agent else "SLURM_PROCID"), signal.SIGTERM)
-    else:
-        urgent = ("--partition=urgent", "--exclusive", "--time=1", "--nodelist=n2", "--ntasks=1")
-        job.slurm("srun", *urgent, "true")
 
 
 def results(job: StockJob) -> Mapping[str, bytes | list[str]]:

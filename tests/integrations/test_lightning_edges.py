@@ -1,0 +1,54 @@
+"""Lightning's fit at the edges: other versions, other models, checkpoints of its own, two of them,
+and another framework in the same process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("lightning_edges.py")
+Found: TypeAlias = dict[str, list[list[Any]]]
+
+pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
+
+
+def play(folder: Path, *edges: str) -> Found:
+    """Name -> exit statuses and notes of all attempts."""
+    ran = subprocess.run(
+        [sys.executable, SCRIPT, folder, *edges], capture_output=True, text=True, timeout=500
+    )
+    assert ran.returncode == 0, ran.stderr
+    return {**json.loads(ran.stdout.splitlines()[-1]), "said": ran.stderr}
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    """A Lightning that is not known: one line that names what is missing, nothing half installed,
+    and it trains when it is there. A checkpoint of another model is refused with the step."""
+    found = play(tmp_path, "another lightning", "another model")
+    exits, notes = found["another lightning"]
+    said = "trainer.fit_loop.epoch_loop.advance; hydroslurm knows 2.4 to 2.6"
+    assert exits == [0], found["said"]
+    assert [notes[0].startswith("asked: "), said in notes[0]] == [True, True]
+    assert [notes[2].startswith("unasked: "), said in notes[2]] == [True, True]
+    assert [notes[1], notes[3]] == ["as it was: True"] * 2
+    assert notes[4] == "trained 11"
+    exits, notes = found["another model"]
+    assert exits == [75, 0], found["said"]
+    assert "refused: step 4 of this run does not fit the model (Module), or its" in notes[-1]
+    assert "size mismatch" in notes[-1]
+
+
+@pytest.mark.parametrize("name", ["own checkpoint", "two fits", "two frameworks"])
+def test_stopped_run_is_the_undisturbed_one(name: str, tmp_path: Path) -> None:
+    """That begins from a checkpoint of Lightning's own; and two trainings, one after the other, of
+    which the first is done when the process is stopped in the second: what follows its last step is
+    done again."""
+    found = play(tmp_path, name)
+    exits, notes = found[name]
+    assert exits == [75, 75, 75, 0], found["said"]
+    assert found[f"{name}, undisturbed"] == [[0], list(dict.fromkeys(notes))]

@@ -1,0 +1,54 @@
+"""One logical run in the loggers, over attempts that are stopped and killed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCENES = Path(__file__).with_name("logging_scenes.py")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("wandb") is None, reason="no wandb: make setup installs it"),
+]
+
+
+@pytest.mark.parametrize(
+    "framework", ["lightning", pytest.param("transformers", marks=pytest.mark.frameworks)]
+)
+def test_attempts_continue_one_run(framework: str, tmp_path: Path) -> None:
+    """TensorBoard, CSV and Weights & Biases (offline) have what they have of an undisturbed run:
+    under one version and one id, each row once, none in the place of another. The third attempt is
+    killed two steps behind a periodic save."""
+    found = play(framework, tmp_path, "stop:4", "stop:7", "kill:11")
+    whole, stopped = found["undisturbed"], found["stopped"]
+    assert (whole["exits"], stopped["exits"]) == ([0], [75, 75, -9, 0])
+    assert stopped["csv"] == whole["csv"]
+    assert stopped["tensorboard"] == whole["tensorboard"]
+    assert len(stopped["wandb ids"]) == len(whole["wandb ids"]) == 1
+    assert stopped["wandb ids"] != whole["wandb ids"]
+    assert len(whole["wandb"]) >= 16
+    # what wandb had not written when it was killed is not there; what is there is in its place
+    pairs = list(zip(stopped["wandb"], whole["wandb"], strict=True))
+    assert [one for one, other in pairs if one not in (other, None)] == []
+    first, second, killed, last = stopped["wandb steps"]
+    assert [first[0], second[0]] == [0, first[-1] + 1]
+    assert len(first) > 1
+    assert len(second) > 1
+    assert last[-1] == len(whole["wandb"]) - 1
+    assert killed == [] or killed[0] == second[-1] + 1
+
+
+def play(framework: str, folder: Path, *stops: str) -> dict[str, Any]:
+    ran = subprocess.run(
+        [sys.executable, SCENES, framework, folder / "runs", *stops],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
