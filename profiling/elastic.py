@@ -10,12 +10,17 @@ signal to the survivors' next step, less a step; ``join_stall_steps``: one joins
 its worker; from the signal to the first step of the survivors, which restart and read a checkpoint
 that is made at each step.
 
+``restart_shrink_s``: the same worker, signal and clock below our agents, ``engine: restart``;
+``restart_leave_s``: one agent gets SIGTERM, and its workers and the others', with a ``Run``, stop
+together, save, and those that stay are started anew: to their first step, less a step.
+
 ``steps_lost_*`` are those of the ledger; ``samples_wrong``: samples of an epoch that were trained
 on more than once, or never. All times are medians over the rounds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -32,6 +37,7 @@ import harness  # noqa: F401 - puts the tests on the path
 from elasticstory import SAMPLES, ElasticStory, times_seen
 from harness import PROFILING, finish, parser, scratch
 from processes import wait_until
+from restartstory import TRAIN, RestartStory
 
 STEP_S = 0.2
 
@@ -108,6 +114,45 @@ def join(folder: Path) -> dict[str, float]:
         story.close()
 
 
+SAME_WORKER = f"""
+import json, os, runpy, sys
+options = json.loads(sys.argv[1])
+os.environ["STEP_S"] = str(options["step_s"])
+sys.argv = ["elastic_torchrun.py", options["folder"]]
+runpy.run_path({str(PROFILING / "elastic_torchrun.py")!r}, run_name="__main__")
+"""
+
+
+def restart(folder: Path, signo: int) -> float:
+    """Three agents, of which one gets the signal; SIGKILL also its worker."""
+    killed = signo == signal.SIGKILL
+    (folder / "steps").touch()
+    story = RestartStory(folder, script=SAME_WORKER if killed else TRAIN, max=3, gather_s=60.0)
+
+    def steps(size: int) -> list[dict[str, Any]]:
+        if not killed:
+            return story.said("step", size=size)
+        lines = [json.loads(line) for line in (folder / "steps").read_text().splitlines()]
+        return [one for one in lines if one["size"] == size]
+
+    try:
+        for name in "abc":
+            story.start(name, step_s=STEP_S, samples=10_000)
+        wait_until(lambda: len(steps(3)) > 12, lambda: str(story))
+        asked_s = time.monotonic()
+        story.signal("c", signo)
+        for path in folder.glob("worker-*") if killed else ():
+            if path.read_text() == str(story.members["c"].pid):
+                os.kill(int(path.name.removeprefix("worker-")), signal.SIGKILL)
+        wait_until(lambda: steps(2), lambda: str(story))
+        return float(min(one["at_s"] for one in steps(2)) - asked_s - STEP_S)
+    finally:
+        story.close()
+        for path in folder.glob("worker-*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(path.name.removeprefix("worker-")), signal.SIGKILL)
+
+
 def torchrun(folder: Path) -> float:
     """torchrun's three agents, of which one is killed."""
     with socket.socket() as one:
@@ -167,15 +212,19 @@ def main() -> None:
     rounds = 1 if chosen.quick else 5
     found: dict[str, list[dict[str, float]]] = {"leave": [], "kill": [], "join": []}
     shrinks: list[float] = []
+    restarts: dict[int, list[float]] = {signal.SIGKILL: [], signal.SIGTERM: []}
     with scratch("elastic", chosen) as folder:
         for number in range(rounds):
-            places = [folder / f"{what}-{number}" for what in (*found, "torchrun")]
+            names = (*found, "torchrun", "restart", "restart-leave")
+            places = [folder / f"{what}-{number}" for what in names]
             for place in places:
                 place.mkdir()
             found["leave"].append(leave(places[0], signal.SIGTERM))
             found["kill"].append(leave(places[1], signal.SIGKILL))
             found["join"].append(join(places[2]))
             shrinks.append(torchrun(places[3]))
+            restarts[signal.SIGKILL].append(restart(places[4], signal.SIGKILL))
+            restarts[signal.SIGTERM].append(restart(places[5], signal.SIGTERM))
 
     def median(what: str, key: str) -> float:
         return round(statistics.median(one[key] for one in found[what]), 4)
@@ -194,6 +243,8 @@ def main() -> None:
             "steps_lost_unannounced": max(int(one["steps_lost"]) for one in found["kill"]),
             "samples_wrong": sum(int(one["wrong"]) for what in found for one in found[what]),
             "torchrun_shrink_s": round(statistics.median(shrinks), 3),
+            "restart_shrink_s": round(statistics.median(restarts[signal.SIGKILL]), 3),
+            "restart_leave_s": round(statistics.median(restarts[signal.SIGTERM]), 3),
         },
     )
 

@@ -26,7 +26,8 @@ from pathlib import Path
 
 # any script, without the seconds that torch takes: it leaves at SIGTERM as one that has saved does
 options = json.loads(sys.argv[1])
-folder, member = Path(options["folder"]), options["member"]
+folder = Path(options["folder"])
+member = options.get("member") or "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**os.environ)
 names = ("RANK", "WORLD_SIZE", "HYDROSLURM_GENERATION", "HYDROSLURM_INCARNATION",
          "HYDROSLURM_STEP_KEY", "MASTER_ADDR", "MASTER_PORT", "HYDROSLURM_RUN_DIR")
 seen = {name.lower().removeprefix("hydroslurm_"): os.environ[name] for name in names}
@@ -59,6 +60,7 @@ import hydroslurm
 from hydroslurm.data import ResumableSampler
 
 options = json.loads(sys.argv[1])
+member = options.get("member") or "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**os.environ)
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -75,7 +77,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 loader = DataLoader(data, batch_size=options["batch"], sampler=ResumableSampler(data))
 
 def say(kind, **more):
-    line = {"kind": kind, "member": options["member"], "pid": os.getpid(),
+    line = {"kind": kind, "member": member, "pid": os.getpid(),
             "size": dist.get_world_size(), "at_s": time.monotonic(), **more}
     with open(os.path.join(options["folder"], "said"), "a") as file:
         file.write(json.dumps(line) + "\\n")
@@ -123,16 +125,7 @@ class RestartStory(ElasticStory):
 
     def said(self, kind: str, **wanted: Any) -> list[dict[str, Any]]:
         """What the workers have said."""
-        try:
-            lines = (self.root / "said").read_text().splitlines()
-        except FileNotFoundError:
-            return []
-        found = [json.loads(line) for line in lines]
-        return [
-            one
-            for one in found
-            if one["kind"] == kind and all(one[name] == value for name, value in wanted.items())
-        ]
+        return said(self.root, kind, **wanted)
 
     def wait_for_workers(self, generation: int, *names: str) -> list[dict[str, Any]]:
         """Until those of all these members have begun in a generation."""
@@ -159,3 +152,17 @@ class RestartStory(ElasticStory):
                 os.kill(one["pid"], signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+
+def said(folder: Path, kind: str, **wanted: Any) -> list[dict[str, Any]]:
+    """What workers have said into a folder."""
+    try:
+        lines = (folder / "said").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    found = [json.loads(line) for line in lines]
+    return [
+        one
+        for one in found
+        if one["kind"] == kind and all(one[name] == value for name, value in wanted.items())
+    ]

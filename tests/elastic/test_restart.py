@@ -164,9 +164,11 @@ def test_a_training_over_many_sizes(tmp_path: Path, sharded: bool) -> None:
 
 
 def check(story: RestartStory, *, members: str, lost: int) -> None:
-    """Every sample once, the same weights, and what the ledger says of it."""
+    """Every sample once, the same weights, and what the ledger says of it. At the end of an epoch
+    the sampler fills up what the ranks cannot share evenly."""
     for epoch, seen in times_seen(*map(story.steps, members)).items():
-        assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
+        assert not set(range(SAMPLES)) - set(seen), f"epoch {epoch}\n{story}"
+        assert seen.total() - SAMPLES < len(members[:3]), f"epoch {epoch}\n{story}"
     assert len({one["weights"] for one in story.said("done")}) == 1, story
     costs = story.entries("resumed")
     assert [one["generation"] for one in costs] == list(range(1, len(costs) + 1))

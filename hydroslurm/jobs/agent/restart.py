@@ -41,11 +41,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.utils import distributed
 
 from hydroslurm.coordination.authentication import derive
 from hydroslurm.coordination.network import own_address
-from hydroslurm.coordination.world import INCARNATION_ENV, KEY_ENV
+from hydroslurm.coordination.world import COORDINATOR_PORT_TRIES, INCARNATION_ENV, KEY_ENV, World
 from hydroslurm.core.exitcodes import FAILED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.rundir import GENERATION_ENV, RUN_DIR_ENV
 from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV, ElasticFolder, member_name
@@ -89,8 +88,10 @@ class Generations(RendezvousHandler):
         while True:
             if form is None:
                 raise Departed(0)
+            name = f"elastic {self.get_run_id()} change {form.change} generation {form.generation}"
+            key = derive(self._folder.key(), name)
             try:
-                master = self._meet(form)
+                master = self._meet(form, name, key)
                 break
             except CoordinatorLost as error:
                 self._node.log.warning(f"generation {form.generation} is not formed: {error}")
@@ -98,9 +99,7 @@ class Generations(RendezvousHandler):
                 form = self.obey(self.member.again(stop=self.stop_seen))
         self.pending, self.form = None, form
         os.environ[GENERATION_ENV] = str(form.generation)
-        name = f"elastic {self._folder.run.name} change {form.change} generation {form.generation}"
-        os.environ[INCARNATION_ENV] = name
-        os.environ[KEY_ENV] = derive(self._folder.key(), name).hex()
+        os.environ[INCARNATION_ENV], os.environ[KEY_ENV] = name, key.hex()
         self._node.log.info(
             f"generation {form.generation}: member {form.rank} of {form.world_size} ({form.cause})"
         )
@@ -124,14 +123,14 @@ class Generations(RendezvousHandler):
     def stop_seen(self) -> bool:
         return self._node.stop_asked.is_set()
 
-    def _meet(self, form: Form) -> RendezvousStoreInfo:
+    def _meet(self, form: Form, name: str, key: bytes) -> RendezvousStoreInfo:
         """Where rank 0 of the workers will listen.
 
         Raises:
             CoordinatorLost: its agent has not said so.
         """
         if form.rank == 0:
-            free = distributed.get_free_port()  # type: ignore[no-untyped-call]
+            free = _free_port(name, key)
             self.member.set_value("master", f"{own_address(os.environ)}:{free}".encode())
         host, _, port = self.member.get_values(["master"])[0].decode().rpartition(":")
         return RendezvousStoreInfo(host, int(port))
@@ -282,6 +281,20 @@ def _what_happened(result: RunResult, *, status: int | None) -> str:
     if failure.exitcode < 0:
         how = f"was killed by {failure.signal_name()}"
     return f"rank {rank} {how}"
+
+
+def _free_port(name: str, key: bytes) -> int:
+    """A port that is free now, and stays so for the seconds until rank 0 listens there: none that
+    Linux gives to whoever asks for any.
+
+    Raises:
+        CoordinatorLost: there is none, so that the generation is not formed here.
+    """
+    for number in range(COORDINATOR_PORT_TRIES):
+        port = World(incarnation_id=f"{name} {number}").torch_port(key)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise CoordinatorLost("no port is free on this node for the store of the workers")
 
 
 def prepare(chosen: Any, *, untouched: Any, folder: ElasticFolder) -> None:

@@ -64,7 +64,8 @@ def of_one_member(spec: JobSpec) -> JobSpec:
     if spec.job.elastic is None:
         return spec
     engine, why = choose_engine(spec)
-    elastic = spec.job.elastic.model_copy(update={"size": spec.job.members, "engine": engine})
+    elastic = spec.job.elastic.of_agents() if engine == "restart" else spec.job.elastic
+    elastic = elastic.model_copy(update={"size": spec.job.members, "engine": engine})
     one = spec.job.replica_specs[0].model_copy(update={"replicas": 1})
     job = spec.job.model_copy(update={"replica_specs": (one,), "elastic": elastic})
     if engine == "restart" and (wrong := list(of_restart(job, elastic))):
@@ -226,7 +227,7 @@ def prepare(job: TrainingJob, plan: Plan, run: RunDir, *, engine_why: str = "") 
     try:
         folder.make_key()
         options = CoordinatorOptions(
-            batch=elastic.batch if elastic.engine != "restart" else "per_rank",
+            batch=elastic.batch,
             engine_why=engine_why,
             ranks_each=ranks_of_agent(job, job.replica_specs[0].template) if job.has_agent else 1,
             summation=elastic.summation,

@@ -120,3 +120,9 @@ class Elastic(Part):
         description="A node on which so many members have failed gets no more of them. Default: 2.",
         json_schema_extra=unit("failures"),
     )
+
+    def of_agents(self) -> Elastic:
+        """With the batches that ranks have which are started anew, unless the spec names others."""
+        if "batch" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"batch": "per_rank"})

@@ -107,6 +107,8 @@ class TrainingJob(Part):
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainingJob:
+        if self.elastic is not None and self.has_agent:  # a default that hangs on other fields
+            vars(self)["elastic"] = self.elastic.of_agents()
         found = complaints(self)
         if found:
             message = "; ".join(f"{path_text(one.path)}: {one.message}" for one in found)
@@ -302,7 +304,7 @@ def of_restart(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
         yield Complaint(engine, message, (_ENABLE,))
         return
     kept = {
-        "batch": "keep_global" if "batch" in elastic.model_fields_set else "",
+        "batch": "keep_global",
         "summation": "fixed_order",
         "recovery": "log_replay",
     }

@@ -19,7 +19,7 @@ replicaSpecs:
     command: [python, {script}]
     env: {{HYDROSLURM_SAFE_DIRECTORY: {folder}, GLOO_SOCKET_IFNAME: lo}}
 scheduler: {{partition: low, timeLimitMinutes: 10}}
-elastic: {{min: {min}, max: {max}, size: {size}, base: {{partition: urgent}}}}
+elastic: {{min: {min}, max: {max}, size: {size}, engine: {engine}, base: {{partition: urgent}}}}
 {more}
 """
 
@@ -34,13 +34,15 @@ class ElasticScene(Scene):
         max: int = 3,
         size: int = 2,
         script: str = "member.py",
+        engine: str = "auto",
         more: str = "",
     ) -> ElasticScene:
         """``script``: with its arguments, as items of a YAML list."""
         self.folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(HERE / "member.py", self.folder)
         text = SPEC.format(
-            folder=self.folder, min=min, max=max, size=size, script=script, more=more
+            **{"folder": self.folder, "min": min, "max": max, "size": size},
+            **{"script": script, "engine": engine, "more": more},
         )
         (self.folder / "job.yaml").write_text(text)
         self.submit_file(self.folder / "job.yaml")

@@ -16,7 +16,8 @@ from hydroslurm.errors import UsageError
 from hydroslurm.jobs.launch import elastic_job
 from hydroslurm.jobs.launch.elastic_job import check_site, member_script, of_one_member, prepare
 from hydroslurm.jobs.launch.training_job import plan_for
-from hydroslurm.jobs.spec.reading import JobSpec, load
+from hydroslurm.jobs.spec.job import TrainingJob
+from hydroslurm.jobs.spec.reading import JobSpec, dumps, load
 from hydroslurm.slurm.client import SlurmClient
 
 SHARDED = "from torch.distributed.fsdp import fully_shard\nmodel = fully_shard(net)\n"
@@ -31,6 +32,11 @@ def spec_of(folder: Path, script: str, elastic: str, more: str = "") -> JobSpec:
         f"    resources: {{cpus: 2{tasks}}}\nelastic: {{max: 4, {elastic}}}\n{more}"
     )
     return load(folder / "job.yaml")
+
+
+def load_text(text: str, folder: Path) -> TrainingJob:
+    (folder / "again.yaml").write_text(text)
+    return load(folder / "again.yaml").job
 
 
 @pytest.mark.parametrize(
@@ -64,6 +70,7 @@ def test_an_engine_that_cannot_is_refused_before_anything_is_submitted(tmp_path:
 def test_torchrun_means_agents(tmp_path: Path) -> None:
     """With torchrunConfig procPerNode says how many ranks they start."""
     spec = spec_of(tmp_path, PLAIN, "min: 1", "torchrunConfig: {enable: true, procPerNode: 2}")
+    assert load_text(dumps(spec.job), tmp_path) == spec.job
     one = of_one_member(spec)
     assert one.job.elastic is not None
     assert one.job.elastic.engine == "restart"
@@ -75,6 +82,7 @@ def test_torchrun_means_agents(tmp_path: Path) -> None:
 def test_a_member_is_one_agent(tmp_path: Path) -> None:
     """It starts as many ranks as srun would; the coordinator knows how many, and why."""
     spec = of_one_member(spec_of(tmp_path, PLAIN, "engine: restart"))
+    assert load_text(dumps(spec.job), tmp_path) == spec.job
     plan, _ = plan_for(spec, environ={})
     assert (len(plan.tasks), plan.cpus_per_node) == (1, 6)
     words = shlex.join(plan.tasks[0].argv)

@@ -1,0 +1,77 @@
+"""Elastic jobs on a real Slurm whose members are agents that start their ranks anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from integration.elastic.elastic_scene import ElasticScene
+from restartstory import LIGHT, TRAIN, said
+
+from hydroslurm.devcluster import DevCluster
+
+pytestmark = pytest.mark.slurm
+
+
+def submitted(cluster: DevCluster, folder: Path, script: str, **options: object) -> ElasticScene:
+    scene = ElasticScene(cluster, folder)
+    scene.folder.mkdir()
+    (scene.folder / "train.py").write_text(script)
+    told = json.dumps({"folder": str(scene.folder), **options})
+    return scene.submit_elastic(script=f"train.py, '{told}'", engine="restart", size=2)
+
+
+def test_any_script_may_be_elastic(requeue_cluster: DevCluster, tmp_path: Path) -> None:
+    """Members that are preempted, or whose rank is killed, are replaced; the others keep their
+    jobs, and a failure is charged to the member and the node where it was. Nothing is left."""
+    scene = submitted(requeue_cluster, tmp_path / "job", LIGHT)
+    scene.wait_for_size(2)
+    (base,) = scene.base
+    (taken,) = scene.extra
+    scene.wait(lambda: said(scene.folder, "began", member=taken), f"a rank of {taken}")
+    scene.slurm("scancel", taken)
+    ended = scene.wait_for("ended")
+    assert (ended["member"], ended["how"]) == (taken, "preemption")
+    scene.wait(lambda: len(scene.members) == 2 and taken not in scene.members, "replacement")
+    assert len(said(scene.folder, "stopped")) >= 2
+
+    (failed,) = scene.extra
+    scene.wait(lambda: said(scene.folder, "began", member=failed), f"a rank of {failed}")
+    os.kill(said(scene.folder, "began", member=failed)[-1]["pid"], signal.SIGKILL)
+    ended = scene.wait_for("ended", 2)
+    assert (ended["member"], ended["how"]) == (failed, "failure")
+    assert "was killed by SIGKILL" in ended["reason"]
+    scene.wait(lambda: len(scene.members) == 2 and failed not in scene.members, "replacement")
+    assert base in scene.members
+    described = scene.hydroslurm("describe", str(scene.job_id))
+    told = described.stdout
+    assert "Engine:       restart (the spec names it)" in told, described.stderr
+    assert "1 preempted, 1 failed" in told
+
+    (scene.folder / "finish").touch()
+    assert scene.final_condition().type == "Succeeded"
+    scene.assert_nothing_is_left()
+
+
+@pytest.mark.elastic
+def test_a_training_loses_nothing_to_a_preemption(
+    requeue_cluster: DevCluster, tmp_path: Path
+) -> None:
+    """Every sample once over 2, 1 and 2 members, and the same weights on all that are left."""
+    told = {"samples": 2400, "batch": 4, "epochs": 1, "step_s": 0.05}
+    scene = submitted(requeue_cluster, tmp_path / "job", TRAIN, **told)
+    scene.wait_for_size(2)
+    (taken,) = scene.extra
+    scene.wait(lambda: said(scene.folder, "step", member=taken), f"a step of {taken}")
+    scene.slurm("scancel", taken)
+    scene.wait(lambda: len(scene.members) == 2 and taken not in scene.members, "replacement")
+    assert scene.final_condition().type == "Succeeded"
+    trained = Counter(n for one in said(scene.folder, "step") for n in one["ids"])
+    assert trained == dict.fromkeys(range(2400), 1)
+    assert len({one["weights"] for one in said(scene.folder, "done")}) == 1
+    assert [one["steps_lost"] for one in scene.entries("resumed")] == [0, 0, 0]
+    scene.assert_nothing_is_left()
