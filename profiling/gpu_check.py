@@ -367,7 +367,7 @@ def main() -> None:
         finish(chosen, title, {"gpu": None})
         return
     random.seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # with warn_only attention's backward would not be
     # filling what is about to be overwritten costs time and changes nothing here
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     begin = time.monotonic()
