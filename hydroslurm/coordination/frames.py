@@ -25,6 +25,8 @@ LIMIT_DEPTH = 32
 MAC_BYTES = 16
 
 _HEAD = struct.Struct(">I")
+_OVERHEAD_BYTES = _HEAD.size + MAC_BYTES
+"""Before the body of each frame."""
 _COUNTED = struct.Struct(">QI")
 _ITEM = struct.Struct(">II")
 
@@ -90,22 +92,29 @@ class Unsealer:
         Raises:
             BadFrame: longer than allowed, or not what the other end of this connection has sent.
         """
-        self._buffer += data
-        found = []
-        while len(self._buffer) >= _HEAD.size:
-            (length,) = _HEAD.unpack_from(self._buffer)
+        source: bytes | bytearray = data
+        if self._buffer:  # seldom: nearly every frame comes in one piece, and needs no copy
+            self._buffer += data
+            source = self._buffer
+        found, begin, end = [], 0, len(source)
+        while end - begin >= _HEAD.size:
+            (length,) = _HEAD.unpack_from(source, begin)
             if length > self._limit_bytes:
                 raise BadFrame(f"a message of {length} bytes; {self._limit_bytes} are allowed")
-            begin = _HEAD.size + MAC_BYTES
-            if len(self._buffer) < begin + length:
+            at = begin + _OVERHEAD_BYTES
+            if end - at < length:
                 break
-            mac = bytes(self._buffer[_HEAD.size : begin])
-            body = bytes(self._buffer[begin : begin + length])
-            del self._buffer[: begin + length]
-            if not hmac.compare_digest(mac, _mac(self._keyed, self._count, length, digest(body))):
+            body = bytes(source[at : at + length])
+            mac = _mac(self._keyed, self._count, length, digest(body))
+            if not hmac.compare_digest(source[at - MAC_BYTES : at], mac):
                 raise BadFrame("the MAC of a message is wrong: it was changed, or is not of a peer")
             self._count += 1
             found.append(body)
+            begin = at + length
+        if source is data:
+            self._buffer += data[begin:]
+        else:
+            del self._buffer[:begin]
         return found
 
 

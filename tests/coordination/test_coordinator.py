@@ -703,6 +703,7 @@ def test_a_report_that_refers_to_none_is_asked_for_in_full(coordinator: tuple[Wo
         for rank, visitor in enumerate((first, second)):
             visitor.greet()
             visitor.send(hello(world, rank=rank))
+        until(first, "all_joined")  # or the second may join a pause that is in its second round
         first.send({"type": "pause"})
         hold = until(second, "hold")
         said = {"type": "counts", "pause": hold["pause"], "in_flight": 0, "allowance": 0}
