@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,6 +89,10 @@ def prove(
         limit_s=limit,
         sbatch=None if slurm is None else tuple(shlex.split(slurm)),
     )
+    if not as_json:
+        typer.echo(f"proving: {shlex.join(script.command)}")
+        for text in _misplaced(command):
+            typer.echo(text)
     shared = None if slurm is None else Path.cwd()  # the nodes see this one
     with tempfile.TemporaryDirectory(prefix="hydroslurm-prove-", dir=shared) as scratch:
         proof = run_proof(
@@ -101,6 +106,18 @@ def prove(
     typer.echo(json.dumps(_as_dict(proof)) if as_json else str(proof))
     if not proof.holds:
         raise typer.Exit(1)
+
+
+def _misplaced(command: Sequence[str]) -> list[str]:
+    """A word to who has written our options behind the script, whose own they are there."""
+    own = ("--steps", "--stops", "--seed", "--grace", "--link", "--slurm", "--preempt", "--keep")
+    found = [word for word in command[1:] if word.partition("=")[0] in own]
+    if not found or "--" in command:
+        return []
+    return [
+        f"({' '.join(found)}: behind the script, and so the script's; for `hydroslurm prove` write "
+        "it in front)"
+    ]
 
 
 def _as_dict(proof: Proof) -> dict[str, object]:

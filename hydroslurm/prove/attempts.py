@@ -124,7 +124,8 @@ class ScriptRun(ABC):
 
     @abstractmethod
     def stop(self) -> int | None:
-        """Stop the attempt as a preemption does; the exit status where one is known."""
+        """Stop the attempt as a preemption does, and let it make any number of updates until it
+        leaves; the exit status where one is known."""
 
     @abstractmethod
     def end(self) -> None:
@@ -223,6 +224,7 @@ class LocalRun(ScriptRun):
     def stop(self) -> int | None:
         assert self._process is not None
         self._signal(signal.SIGTERM)
+        self.allow(None)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self.script.grace_s)
         self.end()
@@ -310,8 +312,12 @@ class JobRun(ScriptRun):
         assert self._client is not None
         assert self._job_id is not None
         self._client.requeue(self._job_id)
-        self._wait_until(lambda job: job.restart_count >= self.number and _has_left(job))
+        self._wait_until(self._is_requeued)
         return None
+
+    def _is_requeued(self, job: Job) -> bool:
+        self.allow(self.count() + 1)  # nobody knows when the signal reaches it: step by step
+        return job.restart_count >= self.number and _has_left(job)
 
     def end(self) -> None:
         if self._client is None or self._job_id is None:

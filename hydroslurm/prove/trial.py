@@ -14,6 +14,8 @@ from hydroslurm.prove.compare import Comparison, compare, place_of, plural, seed
 from hydroslurm.prove.updates import Update
 
 Notice = Callable[[str], None]
+_AHEAD = 1
+"""So many steps may be made while the signal is on its way: a quick script would make dozens."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,15 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether the stopped run trained the same bits, each step once."""
-        return self.control.is_equal and self.result is not None and self.result.is_equal
+        """Whether the stopped run trained the same bits, each step once, behind a stop at least."""
+        is_equal = self.control.is_equal and self.result is not None and self.result.is_equal
+        return is_equal and bool(self.stops_within)
+
+    @property
+    def stops_within(self) -> list[Stop]:
+        """Those behind which a step was compared: a quick script is stopped later than was meant,
+        and behind the last step that is compared a stop shows nothing."""
+        return [stop for stop in self.stops if stop.step < self.steps]
 
     def __str__(self) -> str:
         """The verdict, for a person: what differs first and why, then one line that sums it up."""
@@ -68,9 +77,15 @@ class Proof:
             for stop in self.stops
             if stop.status == 0
         ]
-        verdict = "the same bits" if self.holds else "not the same"
-        summary = f"{verdict}: {plural(self.steps, 'step')}, {plural(len(self.stops), 'stop')}"
-        return "\n".join([*lines, summary])
+        late = [str(stop.step) for stop in self.stops if stop not in self.stops_within]
+        if late:
+            lines.append(
+                f"nothing is known of the stop behind step {', '.join(late)}: {self.steps} steps "
+                "are compared. Compare more (--steps), or have each take longer"
+            )
+        verdict = "the same bits" if self.result.is_equal else "not the same"
+        within = plural(len(self.stops_within), "stop")
+        return "\n".join([*lines, f"{verdict}: {plural(self.steps, 'step')}, {within}"])
 
 
 def prove(
@@ -113,7 +128,9 @@ def prove(
     if not control.is_equal:
         return Proof(control, steps)
     notice("undisturbed again: the same bits")
-    chosen = sorted(random.Random(seed).sample(range(1, steps), min(stops, steps - 1)))
+    drawn = random.Random(seed).sample(range(1, steps), min(stops, steps - 1))
+    latest = max(1, steps - _AHEAD - 2)  # so that a step behind it is compared
+    chosen = sorted({min(step, latest) for step in drawn})
     with new_run(script, folder / "stopped", attempts=len(chosen) + 1, limit=1) as run:
         stopped = _Stopped(run, rank0[:steps], chosen=chosen, step_s=step_s, notice=notice)
         attempts = stopped.attempts(random.Random(seed))
@@ -200,7 +217,7 @@ class _Stopped:
                     f"without having been stopped. {run.last_words()}"
                 )
             return False
-        run.allow(None)
+        run.allow(target - begins + _AHEAD)
         time.sleep(chance.uniform(0.0, min(1.0, self._step_s)))
         status = run.stop()
         self._reached = begins + run.count()

@@ -13,7 +13,8 @@ import pytest
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import ProofError, UsageError
 from hydroslurm.prove.attempts import Script, runnable
-from hydroslurm.prove.trial import Proof, prove
+from hydroslurm.prove.compare import Comparison
+from hydroslurm.prove.trial import Proof, Stop, prove
 
 LOOP = Path(__file__).with_name("loop.py")
 
@@ -36,6 +37,28 @@ def test_a_loop_that_saves_all_of_its_state(preemptible_training: Callable[..., 
     assert [stop.status for stop in proof.stops] == [75, 75]
     assert str(proof) == "the same bits: 30 steps, 2 stops"
     assert list(Path.cwd().iterdir()) == []  # it worked elsewhere
+
+
+def test_stops_that_show_nothing_are_told() -> None:
+    """Behind the last step that is compared; a proof of such stops alone is none."""
+    control = Comparison()
+    proof = Proof(control, 30, Comparison(), [Stop(12, 75), Stop(30, 75)])
+    assert proof.holds
+    assert str(proof).endswith("\nthe same bits: 30 steps, 1 stop")
+    assert "nothing is known of the stop behind step 30: 30 steps are compared" in str(proof)
+    assert not Proof(control, 30, Comparison(), [Stop(31, 75)]).holds
+
+
+def test_options_behind_the_script_are_told(tmp_path: Path) -> None:
+    """They are the script's. What is run is said first."""
+    script = tmp_path / "nothing.py"
+    script.write_text("")
+    done = subprocess.run(
+        command(str(script), "--steps=30"), capture_output=True, text=True, timeout=120
+    )
+    first, second = done.stdout.splitlines()[:2]
+    assert first == f"proving: {sys.executable} {script} --steps=30"
+    assert second.startswith("(--steps=30: behind the script, and so the script's; ")
 
 
 def test_an_order_that_is_drawn_anew_is_named() -> None:
