@@ -175,6 +175,13 @@ class ElasticStory:
         """Of all members that ever were."""
         return [steps_of(child) for child in (*self.members.values(), *self.former)]
 
+    def ended(self, name: str) -> int:
+        """The exit status of a member, waited for."""
+        try:
+            return self.members[name].wait()
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"{name} does not end\n{self}") from error
+
     def done(self, name: str) -> dict[str, Any]:
         """Wait for the member's end, which must be a good one; what it has said then."""
         child = self.members[name]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from hydroslurm.elastic.meetings import FailedMeetings
 from hydroslurm.elastic.members import Members
 from hydroslurm.elastic.roster import (
     Action,
@@ -45,6 +46,7 @@ class Changes(Members):
         self.generation = generation
         self.change: Change | None = None
         self.finished = False
+        self.gave_up = ""
         self.suspended = False
         self.step = 0
         self.ranks_each = 1
@@ -52,6 +54,8 @@ class Changes(Members):
         self._gather_until_s: float | None = None
         self._join_at_s: float | None = None
         self._begun: tuple[int, int, float] | None = None
+        self._failed_meetings = FailedMeetings()
+        self._meet_again_s: float | None = None
 
     @property
     def _number(self) -> int:
@@ -109,7 +113,7 @@ class Changes(Members):
 
     def _advance(self, now_s: float) -> bool:
         change = self.change
-        if self.finished:
+        if self.finished or self.gave_up:
             return False
         if change is None:
             return self._may_begin(now_s)
@@ -133,7 +137,7 @@ class Changes(Members):
         if change.phase in (Phase.HOLDING, Phase.BREAKING) and all(
             rank in change.arrivals for rank in ranks
         ):
-            return self._all_hold(change, ranks)
+            return self._meet_again(change, ranks, now_s)
         if change.phase is Phase.SAVING:
             if change.saved:
                 return self._form(change, now_s)
@@ -193,6 +197,44 @@ class Changes(Members):
         for rank in self._present_ranks():
             self._send(rank, "hold", change=change.number)
 
+    def _meet_again(self, change: Change, ranks: list[Rank], now_s: float) -> bool:
+        """All hold. If generations have failed to meet it is waited for a while, and whoever is
+        taken for the cause is left out."""
+        failed = self._failed_meetings
+        self._meet_again_s = failed.due_s if now_s < failed.due_s else None
+        if self._meet_again_s is not None:
+            return False
+        blamed: list[str] = []
+        if failed.leave_newcomers_out:
+            new = [
+                name
+                for name in self.current
+                if all(change.arrivals[rank].step < 0 for rank in self.members[name].ranks)
+            ]
+            blamed = failed.blamed(self.current, new)
+        for name in blamed:
+            self._expel(self.members[name], str(failed))
+        return bool(blamed) or self._all_hold(change, ranks)
+
+    def _expel(self, member: MemberState, why: str) -> None:
+        """The others go on without it, and it has failed."""
+        reason = f"the others are to meet without this member, for {why}"
+        self._record("failure", member=member.id, node=member.node, reason=reason)
+        for rank in member.ranks:
+            self._send(rank, "depart", reason=reason, failed=True)
+        self._drop(member)
+        self._forget(member)
+
+    def _give_up(self) -> None:
+        """The run cannot go on."""
+        self.gave_up = str(self._failed_meetings)
+        self._record("gave_up", reason=self.gave_up)
+        for member in list(self.members.values()):
+            for rank in member.ranks:
+                self._send(rank, "depart", reason=self.gave_up, failed=True)
+            self._drop(member)
+        self.change, self.current = None, ()
+
     def _all_hold(self, change: Change, ranks: list[Rank]) -> bool:
         """Everybody stands still: who goes on?"""
         arrivals = [change.arrivals[rank] for rank in ranks]
@@ -206,7 +248,8 @@ class Changes(Members):
         staying = [name for name in self.current if not self.members[name].leaving]
         newest = max(steps)
         goes_below = len(staying) < len(self.current) and len(staying) < self.size.min
-        if goes_below and newest >= 0 and not change.saved:
+        is_last = goes_below or self._failed_meetings.are_too_many
+        if is_last and newest >= 0 and not change.saved:
             change.phase = Phase.SAVING
             change.saver = next(r for r in ranks if change.arrivals[r].step == newest)
             self._send(change.saver, "save", change=change.number)
@@ -216,6 +259,9 @@ class Changes(Members):
     def _form(self, change: Change, now_s: float) -> bool:
         """Name the new generation, or wait for more."""
         del now_s
+        if self._failed_meetings.are_too_many:
+            self._give_up()
+            return False
         held = {rank: one.step for rank, one in change.arrivals.items() if one.step >= 0}
         newest = max(held.values(), default=None)
         staying = [name for name in self.current if not self.members[name].leaving]
@@ -231,7 +277,8 @@ class Changes(Members):
                 change.left.append(name)
                 self._depart(self.members[name])
             self.current = tuple(staying)
-        joining = self._newcomers()
+        are_alone = self._failed_meetings.leave_newcomers_out and len(staying) >= self.size.min
+        joining = [] if are_alone else self._newcomers()
         together = _in_order(change.order, staying, [member.id for member in joining])
         if len(together) < self.size.min:
             if change.phase is not Phase.SUSPENDED:

@@ -171,7 +171,12 @@ class Coordinator(Server):
             return membership.saved(rank, message["change"], now_s)
         if kind == "formed":
             return membership.formed(
-                rank, message["change"], message["ok"], message["pause_s"], now_s
+                rank,
+                message["change"],
+                message["ok"],
+                message["pause_s"],
+                now_s,
+                error=message["error"],
             )
         if kind == "leave":
             return membership.leave(rank, message["reason"], now_s)
@@ -267,7 +272,7 @@ class Coordinator(Server):
                 if action.kind == "forming":
                     self._store.clear()  # addresses of the generation before
                     self._waiting = []
-                elif action.kind == "finished":
+                elif action.kind in ("finished", "gave_up"):
                     self._end_s = time.monotonic() + FINISHED_LINGER_S
                 for observer in self.observers:
                     observer(action.kind, action.data)
@@ -413,6 +418,9 @@ def main(arguments: list[str]) -> int:
         if coordinator.membership.finished:
             return 0
         coordinator.run()
+        if failed := coordinator.membership.gave_up:
+            sys.stderr.write(f"hydroslurm: this elastic run has failed: {failed}\n")
+            return 1
     except StaleAttempt as error:
         sys.stderr.write(f"hydroslurm: {error}\n")
         return 0

@@ -19,7 +19,7 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.elastic.member import Form, Member
-from hydroslurm.errors import RanksError, UsageError
+from hydroslurm.errors import HydroslurmError, RanksError, UsageError
 
 TIMEOUT_S = 1800.0
 """Of collectives. A rank that is gone is noticed by its connections, one that hangs by the
@@ -86,6 +86,22 @@ class CoordinatorStore(Store):
 
     def clone(self) -> CoordinatorStore:
         return self
+
+
+@contextlib.contextmanager
+def meeting() -> Iterator[None]:
+    """Around collectives at a change: what they raise is about other ranks. Everything else that
+    is raised then is this rank's own, and ends it.
+
+    Raises:
+        RanksError: a collective has failed.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, (HydroslurmError, UsageError)):
+            raise
+        raise RanksError(str(error)) from error
 
 
 class GenerationGroup:

@@ -34,6 +34,8 @@ from hydroslurm.errors import CoordinatorLost, HydroslurmError
 BEAT_S = 1.0
 RETRY_S = 0.5
 TOLD_AFTER_S = 60.0
+MOST_ERROR = 500
+"""Characters of an error that the coordinator is told."""
 STORE_S = 120.0
 """As long as the ranks of a generation take at most to say where they listen."""
 
@@ -68,12 +70,23 @@ class Save:
 
 
 @dataclass(frozen=True)
+class Average:
+    """Make the weights equal with all ranks of the generation, which hold behind this step, too;
+    then come to the safe point again."""
+
+
+@dataclass(frozen=True)
 class Depart:
-    """This rank has nothing more to do with the run; ``again``: started anew it may join again, as
-    one whose generation went on without it."""
+    """This rank has nothing more to do with the run.
+
+    Attributes:
+        again: started anew it may join again, as one whose generation went on without it.
+        failed: that is no order, but the end of what cannot go on.
+    """
 
     reason: str
     again: bool = False
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,7 @@ class Finished:
     step: int
 
 
-Directive = Form | Save | Depart | Finished
+Directive = Form | Save | Average | Depart | Finished
 
 
 class Member:
@@ -95,7 +108,6 @@ class Member:
         broken: this generation cannot go on; the step that is under way does not count.
         has_state: this rank has the state of the run, and could give it to others.
         culprit: of the last generation that was broken, the member where something failed first.
-        holds_every: changes that are called while all is well wait for a step that this divides.
     """
 
     def __init__(
@@ -125,7 +137,6 @@ class Member:
         self.generation = 0
         self.broken = False
         self.has_state = False
-        self.holds_every = 1
         self.culprit = ""
         self._folder = folder
         self._engine = engine
@@ -191,6 +202,7 @@ class Member:
         *,
         failed: bool = False,
         final: bool = False,
+        equal: bool = True,
         stop: Callable[[], bool] = lambda: False,
     ) -> Directive | None:
         """This rank is behind a step. None to go on, which is one comparison.
@@ -198,6 +210,8 @@ class Member:
         Args:
             failed: the step after that one was begun, and dropped.
             final: there is nothing more to train.
+            equal: the weights are those of the others; else they are to become so before anybody
+                goes or comes.
             stop: as for :meth:`begin`.
         """
         self._step = step  # before the flag is read: a hold that is called now names the next step
@@ -213,6 +227,8 @@ class Member:
                         return None
                     break
                 self._cond.wait(0.5)
+            if not (equal or failed or final or self.broken or self._directives):
+                return Average()
             self._holding = (step, failed, final)
         self._arrive()
         return self._next(stop)
@@ -271,13 +287,14 @@ class Member:
         """The processes that were started for this generation train on behind this step."""
         self._tell({"type": "resumed", "generation": self.generation, "step": step})
 
-    def formed(self, form: Form, *, ok: bool) -> None:
+    def formed(self, form: Form, *, ok: bool, error: str = "") -> None:
         """The generation has met, or not: then the next directive is waited for."""
         pause_s = time.monotonic() - form.since_s
         if ok:
             with self._cond:
                 self._holding, self.has_state = None, True
-        self._tell({"type": "formed", "change": form.change, "ok": ok, "pause_s": pause_s})
+        said = {"ok": ok, "pause_s": pause_s, "error": error[:MOST_ERROR]}
+        self._tell({"type": "formed", "change": form.change, **said})
 
     def saved(self, save: Save) -> None:
         """The save that was asked for has been made, or is impossible."""
@@ -488,8 +505,6 @@ class Member:
                 self._hold_at = None
                 self._attention = True  # before the step is read; see safe_point()
                 proposal = self._step + (0 if self._holding is not None else 1)
-                if self._holding is None:
-                    proposal = -(-proposal // self.holds_every) * self.holds_every
             self._tell({"type": "propose", "change": message["change"], "step": proposal})
         elif kind == "hold_at":
             with self._cond:
@@ -504,7 +519,7 @@ class Member:
         elif kind == "save":
             self._put(Save(message["change"]))
         elif kind == "depart":
-            self._put(Depart(message["reason"]))
+            self._put(Depart(message["reason"], failed=message["failed"]))
         elif kind == "finished":
             self._put(Finished(message["step"]))
         elif kind == "wait":

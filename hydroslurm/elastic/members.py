@@ -86,12 +86,18 @@ class Members:
     def _depart(self, member: MemberState) -> None:
         """Send a member away; nothing more is expected of it."""
         for rank in member.ranks:
-            self._liveness.forget(rank)
             if rank[1] in member.present:
-                self._send(rank, "depart", reason=member.leaving)
+                self._send(rank, "depart", reason=member.leaving, failed=False)
         self._record("left", member=member.id, node=member.node, reason=member.leaving)
+        self._drop(member)
+
+    def _drop(self, member: MemberState) -> None:
+        """It is no member any more."""
+        for rank in member.ranks:
+            self._liveness.forget(rank)
         self.members.pop(member.id, None)
         self._ready.discard(member.id)
+        self._absent -= set(member.ranks)
 
     def _send(self, rank: Rank, kind: str, /, **fields: Any) -> None:
         member = self.members.get(rank[0])

@@ -44,6 +44,7 @@ class Membership(Changes):
         generation: the number of the newest one; 0 before the first.
         current: its members, in the order of their ranks; () while none trains.
         finished: the training is complete.
+        gave_up: why the run cannot go on, "" while it can.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class Membership(Changes):
         name, local = rank
         if self.finished:
             raise Refused("the run has finished")
+        if self.gave_up:
+            raise Refused(f"the run has failed: {self.gave_up}")
         if not 0 <= local < local_size:
             raise Refused(f"rank {local} of {local_size} on one node does not exist")
         member = self.members.get(name)
@@ -201,19 +204,22 @@ class Membership(Changes):
         return self._settled(now_s)
 
     def formed(
-        self, rank: Rank, change: int, ok: bool, pause_s: float, now_s: float
+        self, rank: Rank, change: int, ok: bool, pause_s: float, now_s: float, *, error: str = ""
     ) -> list[Action]:
-        """A rank has met the others of the new generation and has the state; or it has not."""
+        """A rank has met the others of the new generation and has the state; or it has not, and
+        ``error`` says why."""
         self._heard(rank, now_s)
         if not self._is_now(change, Phase.FORMING):
             return self._settled(now_s)
         assert self.change is not None
         if not ok:
+            self._failed_meetings.note(rank[0], error, now_s)
             self._break("the generation could not meet", now_s)
         elif rank in self.change.to_form:
             self.change.to_form.remove(rank)
             if not self.change.to_form:
                 self._record_generation(pause_s)
+                self._failed_meetings.forget()
                 self.change = None
         return self._settled(now_s)
 
@@ -278,7 +284,8 @@ class Membership(Changes):
     def due_s(self) -> float:
         """When :meth:`tick` is due at the latest."""
         due = [self.timing.silent_s + self._liveness.silent_from_s()]
-        due += [one for one in (self._gather_until_s, self._join_at_s) if one is not None]
+        waits_s = (self._gather_until_s, self._join_at_s, self._meet_again_s)
+        due += [one for one in waits_s if one is not None]
         if self._absent:
             due.append(self._absent_until_s)
         return min(due)
@@ -291,6 +298,8 @@ class Membership(Changes):
         """One word, as ``describe`` shows it."""
         if self.finished:
             return "Succeeded"
+        if self.gave_up:
+            return "Failed"
         if self.change is not None and self.change.phase is not Phase.SUSPENDED:
             return "Resizing"
         if self.current and self.change is None:
@@ -335,13 +344,11 @@ class Membership(Changes):
         self._liveness.forget(rank)
         if member is None or (rank[1] not in member.present and rank not in self._absent):
             return
-        del self.members[member.id]
-        self._ready.discard(member.id)
-        self._absent -= set(member.ranks)
+        self._drop(member)
+        gone = f"rank {rank[1]} of this node is gone: {why}"
         for other in member.ranks:
-            self._liveness.forget(other)
             if other != rank and other[1] in member.present:
-                self._send(other, "depart", reason=f"rank {rank[1]} of this node is gone: {why}")
+                self._send(other, "depart", reason=gone, failed=False)
         if member.id not in self.current or self.finished:
             return
         announced = bool(member.leaving)
@@ -351,6 +358,7 @@ class Membership(Changes):
             node=member.node,
             reason=member.leaving or member.failure or why,
         )
+        self._failed_meetings.forget()
         change = self.change
         if change is not None and change.phase is Phase.SUSPENDED:
             self._forget(member)

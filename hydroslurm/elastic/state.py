@@ -30,8 +30,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
+from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN, ExitForRequeue
 from hydroslurm.elastic.engine import InPlaceEngine
+from hydroslurm.elastic.group import meeting
 from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import RanksError, UsageError
@@ -171,6 +172,7 @@ class State:
                 )
                 member.saved(directive)
             else:
+                assert isinstance(directive, Depart)
                 self._depart(directive)
             directive = member.again(stop=self._stop.is_set)
 
@@ -179,14 +181,15 @@ class State:
         try:
             engine.group.form(form)
             mine = {**self._now(), "commits": self._commits} if form.rank == form.source else None
-            got = hand_over(mine, source=form.source, needs=form.needs, rank=form.rank)
+            with meeting():
+                got = hand_over(mine, source=form.source, needs=form.needs, rank=form.rank)
             if got is not None:
                 self._apply(got)
                 self._commits = int(got["commits"])
             engine.prepare(form)
-        except (RanksError, RuntimeError):
+        except RanksError as error:
             engine.group.destroy()
-            engine.member.formed(form, ok=False)
+            engine.member.formed(form, ok=False, error=str(error))
             return False
         engine.member.formed(form, ok=True)
         self.save()
@@ -196,6 +199,9 @@ class State:
 
     def _depart(self, depart: Depart) -> None:
         self._engine.close()
+        if depart.failed:
+            warnings.warn(f"this member ends: {depart.reason}", stacklevel=2)
+            raise ExitForRequeue(FAILED)
         raise ExitForRequeue(RUN_AGAIN if depart.again or self._stop.is_set() else 0)
 
     def _recover(self, error: RuntimeError) -> None:

@@ -22,12 +22,12 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.core.events import EventKind
 from hydroslurm.data.global_batches import share_batches
 from hydroslurm.errors import UsageError
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.training.generations import Generations
-from hydroslurm.training.reporting import notice
 
 
 class ElasticRun(Generations):
@@ -119,20 +119,13 @@ class ElasticRun(Generations):
             if self._replicas is not None:
                 self._replicas.exchange(self._kept_own)
         self._look_for_stop()
-        directive = self._member.safe_point(self._step, failed=failed, stop=self._stop_seen)
+        directive = self._member.safe_point(
+            self._step, failed=failed, equal=self._are_equal, stop=self._stop_seen
+        )
         if directive is not None:
             self._obey(directive)
         if not failed:
             super().safe_point()
-
-    def _average(self) -> None:
-        """Make the weights equal. If a rank is gone, all find out at the next step, which is
-        dropped, and average when they meet again: this step is complete on each of them."""
-        try:
-            self._engine.average()
-            self._are_equal = True
-        except (RuntimeError, ValueError) as error:
-            notice(f"step {self._step}: the weights are not averaged, for a rank is gone: {error}")
 
     def _left_of_epoch(self, accumulate: int) -> Iterator[Any]:
         while True:
@@ -162,8 +155,32 @@ class ElasticRun(Generations):
     # --- saving: the first rank does, for all have the same
     # --------------------------------------------------------------------------------------------
 
+    def save(self, *, kind: str = "manual") -> Saved:
+        """As of any run, on all ranks: the first one saves, the others return at once.
+
+        In the body of a step that is repeated nothing is saved, for it comes again. With
+        ``averaging`` the ranks' weights differ within the loop: the save follows behind the next
+        step at which they are averaged, and what is returned says so.
+        """
+        if not self._has_begun:
+            self._begin_unasked("save() was called", may_load=False)
+        step = self._completed_step()
+        later = ""
+        if self._engine.failed:
+            later = f"a rank is gone: step {step} is repeated, and saves then"
+        elif self._average_every and (not self._are_equal or self._cursor.step_has_begun):
+            self._save_is_asked = True
+            later = f"it is saved behind the next average, one of every {self._average_every} steps"
+        elif self._is_first:
+            return super().save(kind=kind)
+        reason = later or "the first rank saves for all"
+        return Saved(step=step, tier=None, checkpoint=None, steps_at_risk=0, reason=reason)
+
     def _is_due(self) -> bool:
-        return self._is_first and self._are_equal and super()._is_due()
+        if not (self._is_first and self._are_equal):
+            return False
+        asked, self._save_is_asked = self._save_is_asked, False
+        return asked or super()._is_due()
 
     def _save_behind_batches(self, *, since: int) -> None:
         if not self._are_equal:

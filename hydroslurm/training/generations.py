@@ -11,11 +11,12 @@ from typing import Any, NoReturn
 from hydroslurm.checkpoint.rng import for_new_rank
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.events import EventKind
-from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
+from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN, ExitForRequeue
 from hydroslurm.core.rundir import SUPERVISED_ENV, RunDir
 from hydroslurm.elastic.engine import InPlaceEngine, folder_of
+from hydroslurm.elastic.group import meeting
 from hydroslurm.elastic.learning_rate import ScaledLearningRate
-from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Save
+from hydroslurm.elastic.member import Average, Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.replica import PeerReplicas
 from hydroslurm.elastic.step_log import CheckedSteps
 from hydroslurm.elastic.transfer import hand_over
@@ -56,7 +57,7 @@ class Generations(Run):
         self._log = CheckedSteps(self._engine, tell=notice) if is_logged else None
         self._average_every = options.averaging_every
         self._engine.sum.averages = bool(options.averaging_every)
-        self._member.holds_every = max(1, options.averaging_every)
+        self._save_is_asked = False
         self._are_equal = True
         super().__init__(**arguments)
         self._undo = StepUndo(self._objects, self._engine.modules)
@@ -119,6 +120,14 @@ class Generations(Run):
             elif isinstance(directive, Save):
                 self._save_for_all()
                 self._member.saved(directive)
+            elif isinstance(directive, Average):
+                # now, and not at the next multiple: a suspend leaves two seconds
+                self._average()
+                after = self._member.safe_point(self._step, stop=self._stop_seen)
+                if after is None:
+                    return
+                directive = after
+                continue
             elif isinstance(directive, Finished):
                 self._is_done = True
                 return
@@ -126,17 +135,24 @@ class Generations(Run):
                 self._depart(directive)
             directive = self._member.again(stop=self._stop_seen)
 
+    def _average(self) -> None:
+        """Make the weights equal. If a rank is gone, all find out at the next step, which is
+        dropped, and average when they meet again: this step is complete on each of them."""
+        try:
+            self._engine.average()
+            self._are_equal = True
+        except (RuntimeError, ValueError) as error:
+            notice(f"step {self._step}: the weights are not averaged, for a rank is gone: {error}")
+
     def _meet(self, form: Form) -> bool:
         """Form a generation; whether it was formed."""
         began_step = self._step
         try:
             self._form(form)
-        except (RanksError, RuntimeError) as error:
-            if isinstance(error, HydroslurmError) and not isinstance(error, RanksError):
-                raise
+        except RanksError as error:
             self._engine.group.destroy()
             notice(f"generation {form.generation} is not formed: {error}")
-            self._member.formed(form, ok=False)
+            self._member.formed(form, ok=False, error=str(error))
             return False
         self._member.formed(form, ok=True)
         self._moved = True
@@ -147,7 +163,7 @@ class Generations(Run):
         """Meet the others, get the state or give it, and have everything set upon the new ranks.
 
         Raises:
-            RanksError, RuntimeError: a rank is gone.
+            RanksError: the others cannot be reached, or one has sent what cannot be used.
         """
         if self._replicas is not None:
             self._replicas.settle(form)
@@ -158,10 +174,12 @@ class Generations(Run):
             self._attempt_number = self._attempt.number or 0
             self._kept_own = self._own_state()
         if self._average_every and not form.fresh:
-            self._engine.average(without=form.needs, rank=form.rank)
+            with meeting():
+                self._engine.average(without=form.needs, rank=form.rank)
         self._share_state(form)
         if self._replicas is not None:
-            self._replicas.begin(form, self._kept_own)
+            with meeting():
+                self._replicas.begin(form, self._kept_own)
         if self._log is not None and form.rank == 0 and not was_first:
             self._log.begin(self._step)
         self._take_first(form)
@@ -176,8 +194,9 @@ class Generations(Run):
         """Whoever needs the state has it from the rank that has it; the others go on with theirs,
         as it was behind their last step."""
         state = self._to_hand_over() if form.rank == form.source else None
-        got = hand_over(state, source=form.source, needs=form.needs, rank=form.rank)
-        former = self._replicas.hand_over(form) if self._replicas is not None else None
+        with meeting():
+            got = hand_over(state, source=form.source, needs=form.needs, rank=form.rank)
+            former = self._replicas.hand_over(form) if self._replicas is not None else None
         if got is not None:
             self._take(got, form, former)
         else:
@@ -237,7 +256,7 @@ class Generations(Run):
             self._last_save_s = time.monotonic()
 
     def _save_for_all(self) -> None:
-        """Too few members are left to go on: save before they go."""
+        """Too few members can go on: save before they go."""
         try:
             if not self._is_first:
                 self._fence.hold(self._fence.claim())
@@ -250,15 +269,18 @@ class Generations(Run):
                 kind="stop",
                 meta=self._made_of(),
             )
-            notice(f"too few members are left; step {self._step} is saved")
+            notice(f"too few members can go on; step {self._step} is saved")
         except HydroslurmError as error:
-            notice(f"too few members are left, and step {self._step} could not be saved: {error}")
+            notice(f"too few members can go on, and step {self._step} could not be saved: {error}")
 
     def _depart(self, depart: Depart) -> NoReturn:
         """The others go on without this rank."""
         self._engine.group.destroy()
         reason = depart.reason or "asked to leave"
-        if self._controller.stop_request is not None:
+        if depart.failed:
+            notice(f"this member ends behind step {self._step}: {reason}")
+            leaving = ExitForRequeue(FAILED)
+        elif self._controller.stop_request is not None:
             leaving = self._stopping.leave_to_others(
                 f"this member leaves behind step {self._step}, which the others have",
                 is_replaced=self._is_replaced,

@@ -19,13 +19,28 @@ APART = (
     TRAIN.replace("import json,", "import hashlib, json,")
     .replace("every_s=0,", "every_steps=5,")
     .replace("step = run.step\n", f"step = run.step\n            began = {HASH_OF_WEIGHTS}\n")
-    .replace('"step": step,', '"step": step, "began": began,')
+    .replace(
+        '"step": step,',
+        '"step": step, "began": began, "before": before, "after": sum_of(net),',
+    )
+    .replace(
+        "began = ",
+        "before = sum_of(net)\n            began = ",
+    )
+    .replace(
+        "    with hydroslurm.Run(",
+        "    def sum_of(net):\n"
+        "        return sum(one.detach().double().sum().item() for one in net.parameters())\n"
+        "    with hydroslurm.Run(",
+    )
 )
+"""Saves behind steps 5, 10..., or as soon as the weights are equal; tells their sums."""
 
 
 def test_weights_are_equal_when_it_matters(tmp_path: Path) -> None:
     """Behind each eighth step, when members change (one joins, one leaves, one is killed), where
-    it is saved and at the end; and not between. Announced changes wait for the average."""
+    it is saved and at the end; and not between. One that leaves is in the average before it goes.
+    """
     story = ElasticStory(tmp_path, program=APART, max=3, averaging_every=EVERY)
     try:
         for name in "ab":
@@ -54,7 +69,22 @@ def test_weights_are_equal_when_it_matters(tmp_path: Path) -> None:
     *announced, killed = story.entries("generation")
     assert [one["lost"] for one in announced] == [[]] * 4, story
     assert killed["lost"] == ["b"]
-    assert all(first[one["generation"]] % EVERY == 0 for one in announced)
+    assert any(first[one["generation"]] % EVERY for one in announced)
+    told = [one for log in story.all_steps() for one in log]
+    for change in announced[1:]:
+        at = first[change["generation"]]
+        old = [
+            one
+            for one in told
+            if (one["generation"], one["step"]) == (change["generation"] - 1, at - 1)
+        ]
+        (new,) = {
+            one["before"]
+            for one in told
+            if (one["generation"], one["step"]) == (change["generation"], at)
+        }
+        assert len(old) in (2, 3)
+        assert new == pytest.approx(sum(one["after"] for one in old) / len(old), rel=1e-4)
     saved = {int(one.name[5:]) for one in (story.folder.run / "checkpoints").glob("step-*")}
     assert saved
     assert all(step % EVERY == 0 or step == ends[0]["step"] for step in saved), saved

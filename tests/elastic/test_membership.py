@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ class Process:
     departed: bool = False
 
 
+NOT_MET = {"ok": False, "pause_s": 0.0, "error": "no route to host"}
+
+
 class World:
     """A membership and its ranks; messages of one connection stay in order, all else is random."""
 
@@ -42,6 +46,8 @@ class World:
         self.ledger: list[Record] = []
         self.now_s = 0.0
         self.born = 0
+        self.misses = 0.0  # the probability that a rank does not meet the others
+        self.cannot_meet: set[str] = set()  # generations with one of these do not meet
 
     def start(self) -> None:
         """One more member."""
@@ -105,6 +111,12 @@ class World:
         elif kind == "form":
             process.change, process.generation = message["change"], message["generation"]
             process.waits_behind = process.hold_at = None
+            has_bad_luck = self.random.random() < self.misses
+            if has_bad_luck or self.cannot_meet & set(self.membership.current):
+                process.holding, process.trains = True, False
+                if has_bad_luck or rank[0] in self.cannot_meet:
+                    self.say(rank, "formed", change=message["change"], **NOT_MET)
+                return
             if message["rank"] in message["needs"] or message["fresh"]:
                 steps = [one.step for one in self.ranks.values() if one.has_state and not one.gone]
                 process.step = max([process.step, *steps])
@@ -117,8 +129,13 @@ class World:
 
     def arrive(self, rank: Rank, *, failed: bool) -> None:
         process = self.ranks[rank]
-        self.to_coordinator[rank].append(
-            ("arrived", {"change": process.change, "step": process.step, "failed": failed})
+        self.say(
+            rank,
+            "arrived",
+            change=process.change,
+            step=process.step,
+            failed=failed,
+            has_state=process.has_state,
         )
 
     def say(self, rank: Rank, kind: str, **fields: object) -> None:
@@ -329,11 +346,89 @@ def test_one_of_an_older_generation_is_refused() -> None:
         )
 
 
+def test_a_newcomer_that_cannot_be_met_is_left_out_and_has_failed() -> None:
+    """The third time; the others go on behind the same step, and what it was is in the ledger."""
+    world = World(1, Size(min=1, max=3, wanted=3))
+    world.start()
+    world.start()
+    world.calm()
+    world.cannot_meet = {"m3"}
+    world.start()
+    world.calm()
+    assert world.membership.current == ("m1", "m2")
+    assert len({world.ranks[name, 0].step for name in ("m1", "m2")}) == 1
+    (failure,) = [one.data for one in world.ledger if one.kind == "failure"]
+    assert failure["member"] == "m3"
+    assert "3 generations in a row could not meet, the last: m3: no route to host" in str(failure)
+    assert world.membership.generation == 5
+    world.start()
+    world.calm()
+    assert world.membership.current == ("m1", "m2", "m4")
+
+
+def test_one_that_tells_of_every_failure_is_left_out() -> None:
+    """Where all are new; the others wait for more."""
+    world = World(1, Size(min=2, max=2, wanted=2))
+    world.cannot_meet = {"m2"}
+    world.start()
+    world.start()
+    world.calm()
+    assert "m2" not in world.membership.members
+    world.start()
+    world.calm()
+    assert world.membership.current == ("m1", "m3")
+
+
+def test_a_run_whose_members_cannot_meet_ends() -> None:
+    """After six times, ever further apart; the state is saved before, and all are told why."""
+    world = World(1, Size(min=1, max=2, wanted=2))
+    world.start()
+    world.start()
+    world.calm()
+    world.cannot_meet = {"m1", "m2", "m3"}
+    world.start()
+    told: list[tuple[float, str]] = []
+    membership, act = world.membership, world.act
+
+    def noting(actions: list[Send | Close | Record]) -> None:
+        told.extend((world.now_s, one.message["type"]) for one in actions if isinstance(one, Send))
+        act(actions)
+
+    world.act = noting  # type: ignore[method-assign]
+    world.act(membership.leave(("m1", 0), "preempted", world.now_s))
+    world.start()
+    for _ in range(400):
+        world.now_s += 0.1
+        world.act(membership.tick(world.now_s))
+        for rank in list(world.to_rank):
+            while world.to_rank.get(rank):
+                world.deliver_down(rank)
+            while world.to_coordinator.get(rank):
+                world.deliver_up(rank)
+        world.train()
+    assert membership.state == "Failed"
+    assert "6 generations in a row could not meet" in membership.gave_up
+    assert [one.data for one in world.ledger if one.kind == "gave_up"] == [
+        {"reason": membership.gave_up}
+    ]
+    tried = sorted({at_s for at_s, kind in told if kind == "form"})
+    apart = [later - earlier for earlier, later in itertools.pairwise(tried)]
+    assert len(tried) == 6
+    assert apart == sorted(apart)
+    assert apart[-1] >= 4.0
+    kinds = [kind for _, kind in told]
+    assert kinds.index("depart", kinds.index("save")) > kinds.index("save")
+    with pytest.raises(Refused, match="could not meet"):
+        membership.join(("m9", 0), local_size=1, node="", generation=0, holding=False, now_s=0.0)
+
+
 @pytest.mark.parametrize("local_size", [1, 2])
 @pytest.mark.parametrize("seed", range(150))
 def test_any_order_of_joins_leaves_and_deaths_ends_well(seed: int, local_size: int) -> None:
-    """However messages are delayed, what is left trains together at one step, in one generation."""
+    """However messages are delayed, what is left trains together at one step, in one generation,
+    also where a generation does not meet now and then."""
     world = World(seed, Size(min=1, max=6, wanted=6), local_size=local_size)
+    world.misses = 0.02 if seed % 2 else 0.0
     for _ in range(3):
         world.start()
     for _ in range(120):

@@ -89,6 +89,8 @@ class ElasticJob:
         self._allocator.start()
         if not served.membership.finished:
             served.run()
+        if served.membership.gave_up and self._status == 0:
+            self._give_up(served, "CannotMeet", served.membership.gave_up)
         self._allocator.stop()
         if served.membership.finished and self._status == 0:
             self._allocator.wait_until_all_ended(stop=lambda: self._signal is not None)
@@ -116,7 +118,7 @@ class ElasticJob:
             self._leave(served)
         elif self._status == 0 and (verdict := self._allocator.elements.verdict()) is not None:
             self._give_up(served, *verdict)
-        elif self._status == 0 and not served.membership.finished:
+        elif self._status == 0 and not (served.membership.finished or served.membership.gave_up):
             self._allocator.want(size.wanted + size.spares, served.membership.current)
 
     def _leave(self, served: elastic_coordinator.Coordinator) -> None:

@@ -57,7 +57,7 @@ def obey(directive: object) -> None:
             assert isinstance(directive, Depart)
             member.close()
             print(f"left at {step}: {directive.reason}", flush=True)
-            sys.exit(75 if seen or directive.again else 0)
+            sys.exit(75 if seen or directive.again else int(directive.failed))
         directive = member.again(stop=stop)
 
 

@@ -1,0 +1,71 @@
+"""Generations that cannot meet, of real processes: each error is tried a limited number of times,
+is named, and whoever causes it goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from elasticstory import TRAIN, ElasticStory
+
+UNREACHABLE = TRAIN.replace(
+    "torch.manual_seed(options",
+    'if options.get("unreachable"): os.environ["GLOO_SOCKET_IFNAME"] = "none0"\n'
+    "    torch.manual_seed(options",
+)
+"""On some members gloo has no interface to listen at."""
+
+
+def test_a_newcomer_that_nobody_can_reach_is_left_out(tmp_path: Path) -> None:
+    """The others try thrice with it, and train on alone."""
+    story = ElasticStory(tmp_path, program=UNREACHABLE, max=3)
+    try:
+        for name in "ab":
+            story.start(name, epochs=4, step_s=0.03)
+        story.wait_for_step("a", size=2)
+        story.start("c", unreachable=True, epochs=4, step_s=0.03)
+        assert story.ended("c") == 1, story
+        assert "3 generations in a row could not meet, the last: c: " in str(story)
+        ends = [story.done(name) for name in "ab"]
+        assert ends[0] == ends[1], story
+        (failure,) = story.entries("failure")
+        assert (failure["member"], "none0" in failure["reason"]) == ("c", True), story
+        assert set(story.entries("generation")[-1]["members"]) == {"a", "b"}, story
+    finally:
+        story.close()
+
+
+def test_a_newcomer_with_another_model_ends_with_its_own_error(tmp_path: Path) -> None:
+    """What fails on one rank alone is not tried again: its process ends, and is charged with it."""
+    program = TRAIN.replace("nn.Linear(8, 16)", "nn.Linear(8, options.get('width', 16))").replace(
+        "*rest, nn.ReLU(), nn.Linear(16, 1)", "nn.ReLU(), nn.Linear(options.get('width', 16), 1)"
+    )
+    story = ElasticStory(tmp_path, program=program, max=2)
+    try:
+        story.start("a", epochs=4, step_s=0.03)
+        story.wait_for_step("a", size=1)
+        story.start("b", epochs=4, width=17)
+        assert story.ended("b") == 1, story
+        assert "Load it into the class that it was saved from" in str(story)
+        story.done("a")
+        assert [one["member"] for one in story.entries("failure")] == ["b"], story
+        assert len(story.entries("forming")) <= 3, story
+    finally:
+        story.close()
+
+
+@pytest.mark.elastic
+def test_a_run_that_cannot_begin_ends_with_the_reason(tmp_path: Path) -> None:
+    """After six tries the member ends, and so does the coordinator."""
+    story = ElasticStory(tmp_path, program=UNREACHABLE, max=1)
+    try:
+        story.start("a", unreachable=True)
+        assert story.ended("a") == 1, story
+        assert story.coordinator is not None
+        assert story.coordinator.wait(30) == 1
+        (gave_up,) = story.entries("gave_up")
+        assert "6 generations in a row could not meet, the last: a: " in gave_up["reason"]
+        assert gave_up["reason"] in str(story.members["a"].lines)
+        assert len(story.entries("forming")) == 6, story
+    finally:
+        story.close()
