@@ -288,6 +288,11 @@ class Elements:
         free.sort(key=lambda one: (one.is_base, one.state != "waiting"))
         return self._take_back(free[:-missing], "fewer members are wanted", now_s)
 
+    @property
+    def ended(self) -> frozenset[str]:
+        """Those of which Slurm still knows that they have ended; may be read by any thread."""
+        return frozenset(list(self._ended))
+
     def unstarted(self) -> tuple[str, ...]:
         """Those that never had a part in the run."""
         return tuple(one.name for one in self.elements.values() if not one.has_joined)

@@ -12,6 +12,7 @@ import os
 import pwd
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
@@ -119,7 +120,16 @@ class ElasticJob:
         elif self._status == 0 and (verdict := self._allocator.elements.verdict()) is not None:
             self._give_up(served, *verdict)
         elif self._status == 0 and not (served.membership.finished or served.membership.gave_up):
+            self._send_away(served)
             self._allocator.want(size.wanted + size.spares, served.membership.current)
+
+    def _send_away(self, served: elastic_coordinator.Coordinator) -> None:
+        """Members whose jobs have ended leave: of a node whose slurmd has died, or of a killed
+        slurmstepd, the ranks live on where Slurm has nothing of them any more."""
+        membership = served.membership
+        for name in self._allocator.elements.ended & membership.members.keys():
+            reason = "its job has ended, Slurm says"
+            served.act(membership.leave((name, 0), reason, time.monotonic()))
 
     def _leave(self, served: elastic_coordinator.Coordinator) -> None:
         """Slurm ends this process: for another one, or because nobody wants the run any more."""

@@ -19,7 +19,7 @@ replicaSpecs:
     command: [python, {script}]
     env: {{HYDROSLURM_SAFE_DIRECTORY: {folder}, GLOO_SOCKET_IFNAME: lo}}
 scheduler: {{partition: low, timeLimitMinutes: 10}}
-elastic: {{min: {min}, max: {max}, size: {size}, engine: {engine}, base: {{partition: urgent}}}}
+elastic: {{min: {min}, max: {max}, size: {size}, engine: {engine}, base: {{partition: urgent}}{rules}}}
 {more}
 """
 
@@ -35,14 +35,17 @@ class ElasticScene(Scene):
         size: int = 2,
         script: str = "member.py",
         engine: str = "auto",
+        rules: str = "",
         more: str = "",
     ) -> ElasticScene:
-        """``script``: with its arguments, as items of a YAML list."""
+        """``script``: with its arguments, as items of a YAML list; ``rules``: further ones of
+        `elastic`, ``more``: further parts of the spec."""
         self.folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(HERE / "member.py", self.folder)
         text = SPEC.format(
             **{"folder": self.folder, "min": min, "max": max, "size": size},
             **{"script": script, "engine": engine, "more": more},
+            rules=f", {rules}" if rules else "",
         )
         (self.folder / "job.yaml").write_text(text)
         self.submit_file(self.folder / "job.yaml")
@@ -91,6 +94,21 @@ class ElasticScene(Scene):
     def kill_coordinator(self, *, signo: signal.Signals = signal.SIGKILL) -> None:
         (pid,) = self.processes("-u -m hydroslurm.jobs.elastic.main")
         os.kill(pid, signo)
+
+    def member_process(self, name: str) -> int:
+        """The process of a member that runs member.py."""
+        array, task = name.split("_")
+        wanted = {f"SLURM_ARRAY_JOB_ID={array}", f"SLURM_ARRAY_TASK_ID={task}"}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                line = (path / "cmdline").read_bytes()
+                text = (path / "environ").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            mine = f"={self.run.root}" in text and wanted <= set(text.split("\0"))
+            if b"member.py" in line and mine:
+                return int(path.name)
+        raise AssertionError(f"no process of {name}")
 
     def nodes(self) -> dict[str, str]:
         """Member -> its node."""

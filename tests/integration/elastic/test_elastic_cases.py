@@ -96,7 +96,7 @@ def test_a_member_that_dies_or_hangs_is_replaced(
     scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=2)
     scene.wait_for_size(2)
     lost = scene.extra[0]
-    victim = _member_process(scene, lost)
+    victim = scene.member_process(lost)
     os.kill(victim, signo)
     ended = scene.wait_for("ended")
     assert (ended["member"], ended["how"]) == (lost, "failure")
@@ -187,22 +187,3 @@ def test_a_suspended_member_is_replaced(pause_cluster: DevCluster, tmp_path: Pat
     scene.finish()
     assert scene.final_condition().type == "Succeeded"
     scene.assert_nothing_is_left()
-
-
-def _member_process(scene: ElasticScene, name: str) -> int:
-    """The process of a member."""
-    array, task = name.split("_")
-    wanted = {f"SLURM_ARRAY_JOB_ID={array}", f"SLURM_ARRAY_TASK_ID={task}"}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (path / "cmdline").read_bytes()
-            variables = set((path / "environ").read_bytes().decode(errors="replace").split("\0"))
-        except OSError:
-            continue
-        if (
-            b"member.py" in line
-            and wanted <= variables
-            and f"={scene.run.root}" in " ".join(variables)
-        ):
-            return int(path.name)
-    raise AssertionError(f"no process of {name}")
