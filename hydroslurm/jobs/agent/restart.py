@@ -48,7 +48,7 @@ from hydroslurm.coordination.world import COORDINATOR_PORT_TRIES, INCARNATION_EN
 from hydroslurm.core.exitcodes import FAILED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.rundir import GENERATION_ENV, RUN_DIR_ENV
 from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV, ElasticFolder, member_name
-from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Member, Save
+from hydroslurm.elastic.member import Depart, Directive, Form, Member, Save
 from hydroslurm.errors import CoordinatorLost, UsageError
 from hydroslurm.jobs.agent.elastic import LINGER_S, NodeAgent
 from hydroslurm.jobs.agent.node import Node
@@ -95,7 +95,7 @@ class Generations(RendezvousHandler):
                 break
             except CoordinatorLost as error:
                 self._node.log.warning(f"generation {form.generation} is not formed: {error}")
-                self.member.formed(form, ok=False)
+                self.member.formed(form, ok=False, error=str(error))
                 form = self.obey(self.member.again(stop=self.stop_seen))
         self.pending, self.form = None, form
         os.environ[GENERATION_ENV] = str(form.generation)
@@ -117,8 +117,8 @@ class Generations(RendezvousHandler):
         if isinstance(directive, Depart):
             self._node.log.info(f"this member leaves: {directive.reason or 'asked to'}")
             again = directive.again or self._node.stop_asked.is_set()
-            raise Departed(RUN_AGAIN if again else 0)
-        return None if isinstance(directive, Finished) else directive
+            raise Departed(FAILED if directive.failed else RUN_AGAIN if again else 0)
+        return directive if isinstance(directive, Form) else None
 
     def stop_seen(self) -> bool:
         return self._node.stop_asked.is_set()
