@@ -333,12 +333,13 @@ class Member:
     def _ask(self, message: Message, timeout_s: float) -> Any:
         number = next(self._ids)
         deadline_s = time.monotonic() + timeout_s
-        change = self._change
         self._tell({**message, "id": number})
         with self._cond:
             while number not in self._answers:
                 left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or self._closed or self._change != change or self._channel is None:
+                # not whether the change is another: one that was aborted before this was asked
+                # would be waited for, and one that is only called for lets this one be
+                if left_s <= 0 or self._closed or self.broken or self._channel is None:
                     raise CoordinatorLost("the ranks of the new generation did not all come")
                 self._cond.wait(min(left_s, 1.0))
             return self._answers.pop(number)

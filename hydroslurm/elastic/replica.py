@@ -14,7 +14,7 @@ member keeps its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,6 +29,8 @@ TAG = 0x6873
 """Of the messages, so that they meet none of the script's own."""
 ARRIVES_S = 1.0
 """What the last message of a rank that is gone may take: it was sent before the step began."""
+LARGE_BYTES = 1 << 20
+"""Of a state that is sent behind each step; where nothing is registered it has some 16 KB."""
 _LENGTH_BYTES = 8
 
 
@@ -43,7 +45,10 @@ class PeerReplicas:
     """One per rank. All ranks of a generation call :meth:`begin`, and then :meth:`exchange` behind
     each step that was completed, alike."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tell: Callable[[str], None] = lambda _: None) -> None:
+        """``tell``: a person, of what costs much or is not kept, each once."""
+        self._tell = tell
+        self._told: set[str] = set()
         self._rank = self._world_size = self._distance = 0
         self._capacity = 0
         self._works: list[Any] = []
@@ -62,7 +67,16 @@ class PeerReplicas:
             return
         self._rank, self._world_size = form.rank, form.world_size
         self._distance = _distance(form)
-        longest = torch.tensor([pack(own).numel()], dtype=torch.int64)
+        mine_bytes = pack(own).numel()
+        if mine_bytes > LARGE_BYTES:
+            self._say_once(
+                "large",
+                f"{mine_bytes:,} bytes of this rank's own state are sent to another rank behind "
+                f"each step, so that a spare can go on with it; most is {_largest(own)}. Register "
+                "less with per_rank=True (what is the same on all ranks belongs into extra=), or "
+                "leave `spares` out of the spec",
+            )
+        longest = torch.tensor([mine_bytes], dtype=torch.int64)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         # a position has more digits later; what outgrows this by far is not sent any more
         self._capacity = int(longest) * 5 // 4 + 4096
@@ -78,6 +92,13 @@ class PeerReplicas:
         if data.numel() <= self._capacity:
             room[:_LENGTH_BYTES] = _as_bytes(data.numel())
             room[_LENGTH_BYTES : _LENGTH_BYTES + data.numel()] = data
+        else:
+            self._say_once(
+                "outgrown",
+                f"this rank's own state has grown to {data.numel():,} bytes, of which "
+                f"{self._capacity:,} can be sent until members change again; until then a spare "
+                f"would not have it. Most is {_largest(own)}",
+            )
         self._sent, self._arriving = room, torch.empty_like(room)
         to = (self._rank + self._distance) % self._world_size
         try:
@@ -122,6 +143,11 @@ class PeerReplicas:
                     dist.recv(arrived, src=keeper, tag=TAG)
                     found = unpack(arrived)
         return found
+
+    def _say_once(self, what: str, message: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            self._tell(message)
 
     @property
     def _keeps(self) -> int:
@@ -168,6 +194,15 @@ def _pairs(form: Form) -> Iterator[tuple[int, int]]:
         keeper = (rank + _distance(form)) % form.world_size
         if keeper not in form.needs:
             yield rank, keeper
+
+
+def _largest(own: Mapping[str, Any]) -> str:
+    """What of it is the largest, by the name under which it was registered."""
+    registered = {f"registered {name!r}": one for name, one in own.get("registered", {}).items()}
+    parts = {"the position in the data": own.get("data"), **registered}
+    sizes = {name: pack({"": one}).numel() for name, one in parts.items()}
+    name = max(sizes, key=sizes.__getitem__)
+    return f"{name} ({sizes[name]:,} bytes)"
 
 
 def _as_bytes(number: int) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Generations(Run):
         self._undo = StepUndo(self._objects, self._engine.modules)
         self._engine.is_paused = lambda: self._controller.state is not GateState.RUNNING
         needs_replicas = options.size.spares and not self._in_order
-        self._replicas = PeerReplicas() if needs_replicas else None
+        self._replicas = PeerReplicas(tell=notice) if needs_replicas else None
         self._scaled = ScaledLearningRate(
             options.lr,
             full=self._engine.local_size * options.size.max,

@@ -65,6 +65,36 @@ def test_the_bits_are_those_of_a_fixed_size(
     assert fixed[1]["step"] == LONG["epochs"] * -(-SAMPLES_IN_SHARDS // (3 * BATCH))
 
 
+@pytest.mark.elastic
+def test_loader_workers_change_no_bit(tmp_path: Path) -> None:
+    """With a data set that is seeded for each sample the bits do not hang on who fetches it: none,
+    or two workers of each of two members, of which one leaves."""
+    seeded = IN_SHARDS.replace(
+        "rest = []", "data = hydroslurm.data.SeededDataset(data, seed=3)\n    rest = []"
+    )
+    ends, told = [], []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        story = ElasticStory(
+            tmp_path / name, program=seeded, **OPTIONS | {"max": 2, "wanted": 1 + (name == "two")}
+        )
+        try:
+            if name == "one":
+                story.start("a", **LONG | {"step_s": 0.0})
+            else:
+                for member in "ab":
+                    story.start(member, **LONG, workers=2)
+                story.wait_for_step("a", size=2)
+                story.signal("b", signal.SIGTERM)
+                story.wait_for_step("a", size=1)
+            ends.append(story.done("a"))
+            told.append(losses(story))
+        finally:
+            story.close()
+    assert ends[0] == ends[1], story
+    assert told[0] == told[1], story
+
+
 @pytest.mark.parametrize(
     ("program", "said"),
     [

@@ -106,6 +106,41 @@ def test_a_spare_goes_on_with_the_same_numbers(
         story.close()
 
 
+BULKY = TRAIN.replace(
+    "for x, y, ids in",
+    """class Cache:
+        rows = torch.zeros(options.get("rows", 0), 1024)
+        def state_dict(self):
+            return {"rows": self.rows}
+        def load_state_dict(self, state):
+            self.rows = state["rows"]
+    cache = Cache()
+    run.register("cache", cache, per_rank=True)
+    for x, y, ids in""".replace("\n    ", "\n        "),
+).replace(
+    "step = run.step\n",
+    "step = run.step\n            if step == 5: cache.rows = torch.zeros(1024, 1024)\n",
+)
+"""Each rank keeps rows of 4 KiB; from the fifth step on 4 MiB of them."""
+
+
+def test_a_large_state_of_each_rank_is_told(tmp_path: Path) -> None:
+    """How many bytes go behind each step, which object they are and what to do, once; and that one
+    which has outgrown its message is not kept."""
+    story = ElasticStory(tmp_path, program=BULKY, max=2, spares=1)
+    try:
+        for name in "ab":
+            story.start(name, **SHORT, rows=512)
+        for name in "ab":
+            story.done(name)
+        said = "\n".join(story.members["a"].lines)
+        assert said.count("are sent to another rank behind each step") == 1, story
+        assert "most is registered 'cache' (2,097," in said, story
+        assert said.count("a spare would not have it") == 1, story
+    finally:
+        story.close()
+
+
 def test_a_packed_state_is_what_was_packed() -> None:
     """Of every type, empty ones too; a bit that has changed is seen."""
     state = {"a": torch.arange(5), "b": {"c": torch.empty(0), "d": [1, "x", None]}, "e": 2.5}
