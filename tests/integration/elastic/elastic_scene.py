@@ -19,7 +19,8 @@ replicaSpecs:
     command: [python, {script}]
     env: {{HYDROSLURM_SAFE_DIRECTORY: {folder}, GLOO_SOCKET_IFNAME: lo}}
 scheduler: {{partition: low, timeLimitMinutes: 10}}
-elastic: {{min: {min}, max: {max}, size: {size}, engine: {engine}, base: {{partition: urgent}}{rules}}}
+elastic: {{min: {min}, max: {max}, size: {size}, engine: {engine},
+           base: {{partition: urgent}}{rules}}}
 {more}
 """
 

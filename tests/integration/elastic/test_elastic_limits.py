@@ -30,16 +30,16 @@ def limited():
         yield running
 
 
-ONE_PLACE = SPEC.replace(", base: {{partition: urgent}}", "")
+ONE_PLACE = SPEC.replace("base: {{partition: urgent}}", "")
 
 
 def submitted(scene: ElasticScene, *, size: int, max: int) -> tuple[int, str]:
     """The status of `hydroslurm submit` and its words; nothing is left of what was refused."""
     scene.folder.mkdir()
     shutil.copy(HERE / "member.py", scene.folder)
-    text = ONE_PLACE.format(
-        folder=scene.folder, min=1, max=max, size=size, script="member.py", rules="", more=""
-    )
+    sizes = {"min": 1, "max": max, "size": size}
+    rest = {"script": "member.py", "engine": "auto", "rules": "", "more": ""}
+    text = ONE_PLACE.format(folder=scene.folder, **sizes, **rest)
     (scene.folder / "job.yaml").write_text(text)
     done = scene.hydroslurm("submit", "job.yaml")
     if done.returncode:
