@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import child, resident_bytes, wait_until
+from processes import resident_bytes, wait_until
+from zygote import forked
 
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
@@ -56,7 +57,7 @@ def test_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     stay, and the weights' hash at the end is that of an undisturbed run."""
     environ = {**ARENA, "HYDROSLURM_VACATE_DIR": str(tmp_path)}
     arguments = (str(tmp_path / "run"), str(CYCLES))
-    with child(TRAIN, tmp_path, *arguments, environ=environ) as process:
+    with forked(TRAIN, tmp_path, *arguments, environ=environ) as process:
         process.expect("ready")
         for _ in range(CYCLES):
             told = process.expect("step")
@@ -166,7 +167,7 @@ def test_every_call_fails_and_hangs(tmp_path: Path) -> None:
     a pause that did not vacate; a later one is undone, or passes. A hang that cannot be given up is
     told as lost. The bits are there after each one, and the training's next step is made."""
     found = {}
-    with child(FAULTS, tmp_path) as process:
+    with forked(FAULTS, tmp_path) as process:
         for _ in range(15):
             how, name, away, back, lost, same, reason = process.expect("case").split(" ", 6)
             assert same == "1", (how, name)
@@ -213,7 +214,7 @@ def test_what_it_cannot_do_is_told(tmp_path: Path) -> None:
     ]
     for number, (gate, environ, wanted) in enumerate(cases):
         run = str(tmp_path / f"run-{number}")
-        with child(code, tmp_path, run, gate, environ={**ARENA, **environ}) as process:
+        with forked(code, tmp_path, run, gate, environ={**ARENA, **environ}) as process:
             process.expect("ready")
             answer = client.pause(process.pid, vacate=True, timeout_s=60)
             assert not answer.done

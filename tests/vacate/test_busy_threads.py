@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
-from processes import child, wait_until
+from processes import wait_until
+from zygote import forked
 
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.core.events import EventKind, read_events
@@ -73,7 +74,7 @@ def test_threads_that_nobody_holds(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     reading = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(reading, True)
-    with child(BUSY, tmp_path, str(tmp_path / "run"), environ=ARENA) as process:
+    with forked(BUSY, tmp_path, str(tmp_path / "run"), environ=ARENA) as process:
         bits = process.expect("writes").split()
         answer = client.pause(process.pid, vacate=True, timeout_s=60)
         assert answer.done, answer.message
@@ -115,7 +116,7 @@ def test_a_save_that_is_under_way(every_steps: int, tmp_path: Path) -> None:
     """The memory goes away while a save is written: by a thread of its own, from a copy, or by the
     training thread, which counts as parked meanwhile. Each checkpoint is whole."""
     run = RunDir(tmp_path / "run")
-    with child(SAVES, tmp_path, str(run.root), str(every_steps), environ=ARENA) as process:
+    with forked(SAVES, tmp_path, str(run.root), str(every_steps), environ=ARENA) as process:
         process.expect("ready")
         for _ in range(40):
             began = saves(run, EventKind.SAVE_STARTED)

@@ -178,6 +178,7 @@ API void fake_cuda_capture(void *stream, int on) {
     else
         capturing.erase(static_cast<CUstream>(stream));
 }
+API int fake_cuda_pending() { return fault.nth; } /* 0 and less: that call has failed */
 API int fake_cuda_invalidated() { return invalidated; }
 API int fake_cuda_retained() { return retained; }
 API size_t fake_cuda_used() { return used; }
