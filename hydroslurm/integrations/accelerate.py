@@ -100,6 +100,8 @@ class Loop:
         self.run = FrameworkRun(
             "accelerate", self._capture, environ=environ, **{**options, "directory": place}
         )
+        self._models: list[Any] = []
+        self.run.follow(lambda: self._models)
         self._shield = self.run.worker_shield()
 
     def prepare(self, objects: tuple[Any, ...]) -> Any:
@@ -110,6 +112,7 @@ class Loop:
         if place is None:
             raise UsageError("prepare() needs the loader that the training iterates; give it, too")
         self._name(prepared)
+        self._models = [one for one in prepared if hasattr(one, "named_buffers")]
         if resumed:
             self._load()
         self._loader = HeldTrainLoader(self.run, prepared[place])

@@ -19,17 +19,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.handed import Handed
 from hydroslurm.integrations.held_loader import HeldLoader, held_state
+from hydroslurm.integrations.rank_state import BucketOrder, Models, RankBuffers
 from hydroslurm.runtime.child_signals import WorkerShield
 from hydroslurm.training.arguments import run_directory
-from hydroslurm.training.objects import Stateful
+from hydroslurm.training.objects import Stateful, require_registrable
 from hydroslurm.training.run import Run
 
 _fits: Counter[Path] = Counter()
@@ -61,6 +60,7 @@ class FrameworkRun(Run):
         self._framework = name
         self._handed = Handed(capture)
         self.own: dict[str, Stateful] = {}
+        self._buffers: RankBuffers | None = None
         self._loaders: dict[str, HeldLoader] = {}
         self._pending: Mapping[str, Any] | None = None
         self._trains = False
@@ -114,6 +114,24 @@ class FrameworkRun(Run):
         self._loaders[name] = held
         return held
 
+    def share(self, name: str, thing: Stateful) -> None:
+        """Save this object as well, before :meth:`resume`, which loads it. Tensors of it that are
+        sharded over the ranks stay so.
+
+        Raises:
+            UsageError: another object has the name.
+        """
+        require_registrable(name, thing, taken=self._objects.names())
+        self._objects.add(name, thing)
+
+    def follow(self, models: Models) -> None:
+        """Save what each rank has of these models beside the shared state, and sum gradients in one
+        order in all attempts; before :meth:`begin`."""
+        world_size = self._rank_group.world_size
+        self._buffers = RankBuffers(models, world_size=world_size)
+        self.own["buffers"] = self._buffers
+        self.own["bucket order"] = BucketOrder(models, world_size=world_size)
+
     def worker_shield(self) -> WorkerShield:
         """What lets workers of all loaders survive the stop signals, such as those of an
         evaluation; to be installed for the time of the training."""
@@ -129,6 +147,8 @@ class FrameworkRun(Run):
         pending, self._pending = self._pending, None
         self._handed.loaded = None
         self._trains = True
+        if self._buffers is not None:
+            self._buffers.begin()
         if pending is None:
             return
         for name, state in pending["own"].items():
@@ -161,14 +181,15 @@ class FrameworkRun(Run):
         self._saves.behind_batches = False
         self.safe_point()
 
-    def begin_evaluation(self, module: torch.nn.Module) -> None:
+    def begin_evaluation(self, fingerprint: Callable[[], object]) -> None:
         """What follows does not change what is saved, and is repeated after a stop within it; see
         :meth:`Run.evaluation`.
 
         Args:
-            module: that is evaluated, whose weights are part of the shared state.
+            fingerprint: of the weights that are evaluated, which are part of the state; it is made
+                twice, and equal on all ranks if they are to leave together.
         """
-        self._handed.freeze(module)
+        self._handed.freeze(fingerprint)
         self._saves.evaluation = self._own_state()
 
     def end_evaluation(self) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hydroslurm.checkpoint.tree import is_dtensor
+
 
 class Handed:
     """What is saved of a framework: what was loaded, until the training has begun; within an
@@ -20,8 +22,8 @@ class Handed:
         self._capture = capture
         self.loaded: Mapping[str, Any] | None = None
         self._frozen: Mapping[str, Any] | None = None
-        self._module: torch.nn.Module | None = None
-        self._weights: list[int] = []
+        self._fingerprint: Callable[[], object] | None = None
+        self._weights: object = None
         self._is_unchanged: bool | None = None
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -30,36 +32,39 @@ class Handed:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.loaded = state
 
-    def freeze(self, module: torch.nn.Module) -> None:
-        """The state of now is what is saved until :meth:`thaw`. Tensors are not copied."""
+    def freeze(self, fingerprint: Callable[[], object]) -> None:
+        """The state of now is what is saved until :meth:`thaw`. Tensors are not copied: what this
+        makes of them tells whether they still show it."""
         self._frozen = self._capture()
-        self._module, self._weights = module, fingerprint(module)
+        self._fingerprint, self._weights = fingerprint, fingerprint()
         self._is_unchanged = None
 
     def thaw(self) -> None:
         """The state is what is there again."""
-        self._frozen = self._module = self._is_unchanged = None
+        self._frozen = self._fingerprint = self._is_unchanged = None
 
     def is_unchanged(self) -> bool:
         """Whether the frozen state is still what the tensors show: looked at once, in the first
         call after :meth:`freeze`. False where nothing is frozen."""
         if self._is_unchanged is None:
-            if self._module is None:
+            if self._fingerprint is None:
                 return False
-            self._is_unchanged = self._weights == fingerprint(self._module)
+            self._is_unchanged = self._weights == self._fingerprint()
         return self._is_unchanged
 
 
-def fingerprint(module: torch.nn.Module) -> list[int]:
+def fingerprint(weights: Mapping[str, Any]) -> dict[str, int]:
     """A sum of the bits of each weight and buffer, which differs once something else is in their
-    place. Counters of versions would not see a write through ``.data``."""
-    sums = []
-    for value in module.state_dict().values():
-        plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
-        if plain and value.numel() and not value.is_quantized:
-            flat = value.detach().reshape(-1)
-            sums.append(flat.view(_integers(flat)).sum(dtype=torch.int64))
-    return torch.stack([one.cpu() for one in sums]).tolist() if sums else []
+    place. Counters of versions would not see a write through ``.data``, nor BatchNorm's own."""
+    sums: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        local = value.to_local() if is_dtensor(value) else value
+        plain = isinstance(local, torch.Tensor) and local.layout is torch.strided
+        if plain and local.numel() and not local.is_quantized:
+            flat = local.detach().reshape(-1)
+            sums[name] = flat.view(_integers(flat)).sum(dtype=torch.int64)
+    found = torch.stack([one.cpu() for one in sums.values()]).tolist() if sums else []
+    return dict(zip(sums, found, strict=True))
 
 
 def _integers(tensor: torch.Tensor) -> torch.dtype:

@@ -36,7 +36,7 @@ class _Preemptible:
             ``keep``, ``fast_directory``, ``on_save_error``, ``limits``, ``resume``.
 
     Raises:
-        UsageError: at ``fit()``: a strategy that starts its ranks by spawn, or shards the state;
+        UsageError: at ``fit()``: a strategy that starts its ranks by spawn, or that is not known;
             tasks of Slurm that train alone each; a Lightning that is not known; no folder to save
             into.
     """

@@ -15,13 +15,14 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.framework_run import FrameworkRun
+from hydroslurm.integrations.handed import fingerprint
 from hydroslurm.integrations.lightning_known import (
     environ_of,
     require_known,
@@ -29,6 +30,11 @@ from hydroslurm.integrations.lightning_known import (
 )
 from hydroslurm.integrations.lightning_loggers import Loggers
 from hydroslurm.integrations.lightning_metrics import RankMetrics
+from hydroslurm.integrations.lightning_sharded import (
+    fingerprint_of_all,
+    nothing_gathered,
+    shards_of,
+)
 from hydroslurm.training.reporting import notice
 
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
@@ -66,6 +72,7 @@ class Fit:
         self._max_steps: int | None = None
         self._ended = self._is_finished = False
         self._new_loaders: list[Any] = []
+        self._shards = shards_of(trainer)
         self.run = FrameworkRun(
             "lightning",
             self._capture,
@@ -74,6 +81,7 @@ class Fit:
             **options,
         )
         self.run.own.update(metrics=RankMetrics(trainer), loggers=loggers)
+        self.run.follow(lambda: [trainer.model])
         self._loggers = loggers
 
     def start(self) -> None:
@@ -83,7 +91,9 @@ class Fit:
         shield = self.run.worker_shield()  # of the validation's workers, too
         shield.install()
         self._undo.callback(shield.uninstall)
-        if self.run.resume():
+        if self._shards is not None:  # of a model that the strategy is still to make
+            self._replace(trainer._checkpoint_connector, "resume_start", self._resume_shards)
+        elif self.run.resume():
             self._replace(trainer._checkpoint_connector, "resume_start", self._resume_start)
             for restore in ("restore_model", "restore_training_state"):
                 self._replace(trainer._checkpoint_connector, restore, self._restore)
@@ -116,6 +126,16 @@ class Fit:
             self._undo.callback(setattr, thing, name, own)
         else:
             self._undo.callback(delattr, thing, name)
+
+    def _resume_shards(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """The strategy has sharded the model, and made the optimizers."""
+        assert self._shards is not None
+        self._shards.join(self.run)
+        if not self.run.resume():
+            own(*args, **kwargs)
+            return
+        self._resume_start(own, *args, **kwargs)
+        self._shards.load(self.run)
 
     def _resume_start(self, own: Callable[..., Any], path: Any = None, *_: Any, **__: Any) -> None:
         """The checkpoint that Lightning goes on from is ours."""
@@ -239,11 +259,16 @@ class Fit:
         """A stop may cut the validation off; the next attempt begins it anew."""
         if not self._is_on() or not self._is_exact_here():
             return own()
-        self.run.begin_evaluation(self._trainer.lightning_module)
+        self.run.begin_evaluation(self._fingerprint)
         try:
             return own()
         finally:
             self.run.end_evaluation()
+
+    def _fingerprint(self) -> object:
+        if self._shards is not None:
+            return fingerprint_of_all(self._shards, self._trainer.strategy)
+        return fingerprint(self._trainer.lightning_module.state_dict())
 
     def _is_exact_here(self) -> bool:
         """Not while gradients are being accumulated, which are not saved."""
@@ -263,7 +288,8 @@ class Fit:
 
     def _capture(self) -> Mapping[str, Any]:
         trainer = self._trainer
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
+        with nothing_gathered(trainer.strategy) if self._shards is not None else nullcontext():
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
         for name in [one for one in checkpoint if one.endswith(_HYPER_PARAMETERS)]:
             del checkpoint[name]
         return {

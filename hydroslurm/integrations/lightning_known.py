@@ -24,22 +24,22 @@ _PARTS = {
 """What is used of Lightning's inside, from the trainer on."""
 
 
-_SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAFSDPStrategy")
-"""By which no rank has all of the state, and each saves in a way of its own."""
+_UNKNOWN = ("DeepSpeedStrategy", "XLAFSDPStrategy")
+"""They shard the state in ways of their own."""
 
 
 def require_known(trainer: Any) -> None:
-    """Whether this is a Lightning whose loops are known, with all of the state on each rank.
+    """Whether this is a Lightning whose loops are known, and a strategy whose state is.
 
     Raises:
         UsageError: names what is not there, or the strategy.
     """
     kind = type(trainer.strategy)
-    if any(one.__name__ in _SHARDED for one in kind.__mro__):
+    if any(one.__name__ in _UNKNOWN for one in kind.__mro__):
         raise UsageError(
-            f"Lightning's {kind.__name__} shards the state, which hydroslurm cannot save from a "
-            'fit(). Train on one device or with strategy="ddp"; shard with FSDP2 in a loop of your '
-            "own with hydroslurm.Run; or unset HYDROSLURM_PREEMPT and save with Lightning"
+            f"Lightning's {kind.__name__} shards the state in a way that hydroslurm cannot save. "
+            'Train with strategy="ddp" or "fsdp", or with ModelParallelStrategy; or unset '
+            "HYDROSLURM_PREEMPT and save with Lightning"
         )
     for path, names in _PARTS.items():
         thing = trainer

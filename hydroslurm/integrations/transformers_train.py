@@ -26,6 +26,7 @@ import torch
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
+from hydroslurm.integrations.handed import fingerprint
 from hydroslurm.integrations.one_run import (
     LoggedRows,
     continue_callbacks,
@@ -70,6 +71,7 @@ class Train:
         self._loop = LoopState(trainer)
         self.run.own["loop"] = self._loop
         self.run.own["logged"] = LoggedRows(lambda: runs_of_callbacks(trainer))
+        self.run.follow(lambda: [trainer.model_wrapped])
 
     def call(self, own: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run ``own``, the Trainer's train(), with these arguments."""
@@ -247,7 +249,8 @@ class Train:
         if not self.run.trains:
             # eval_on_start: at the start of the training, not of each attempt
             return {} if self.run.loaded is not None else own(*args, **kwargs)
-        self.run.begin_evaluation(bare(self._trainer.model))
+        model = bare(self._trainer.model)
+        self.run.begin_evaluation(lambda: fingerprint(model.state_dict()))
         return own(*args, **kwargs)
 
     def _prediction_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -79,6 +79,73 @@ def is_settled(model: Any) -> bool | None:
     return bool(getattr(ddp, "_has_rebuilt_buckets", True))  # without it nothing can be said
 
 
+def bucket_order(model: Any) -> list[int] | None:
+    """The order in which DDP has put its parameters into its final buckets, after the first step;
+    :func:`settle_buckets` gives it to another process. A collective, if the buckets are not final.
+
+    Returns:
+        Numbers of the parameters that it reduces; None where buckets never change, or before the
+        first step, or with ``static_graph``, of whose first backward DDP remembers more than this.
+    """
+    ddp: Any = _ddp_in(model)
+    if ddp is None or ddp.static_graph or ddp.find_unused_parameters:
+        return None
+    if not is_settled(ddp) and not _rebuild(ddp):
+        return None
+    ddp.logger.set_runtime_stats_and_log()  # looks at them in some steps only
+    found = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+    return [int(number) for number in str(found).replace(",", " ").split()] or None
+
+
+def settle_buckets(model: Any, order: list[int]) -> bool:
+    """Make DDP's buckets final, in the order of an earlier process.
+
+    The gradients of a loss that is zero arrive in this order; no code of the model's runs.
+    Gradients, buffers and the global random numbers are as before it. A collective.
+
+    Returns:
+        Whether it could: not for other parameters, nor for sparse gradients.
+    """
+    ddp = _ddp_in(model)
+    if ddp is None or is_settled(ddp):
+        return True
+    named = ddp.module.named_parameters()
+    ignored = ddp.parameters_to_ignore
+    parameters = [one for name, one in named if one.requires_grad and name not in ignored]
+    is_sparse = any(getattr(module, "sparse", False) for module in ddp.modules())
+    if is_sparse or sorted(order) != list(range(len(parameters))):
+        return False
+    trained, synchronises = ddp.module, ddp.broadcast_buffers
+    with _left_as_it_was(ddp):
+        ddp.module = _Arriving([parameters[number] for number in order])
+        ddp.broadcast_buffers = False  # they are the other module's
+        try:
+            ddp(torch.zeros(1, device=parameters[0].device)).backward()
+        finally:
+            ddp.module, ddp.broadcast_buffers = trained, synchronises
+        return _rebuild(ddp)
+
+
+class _Arriving(nn.Module):
+    """Stands in for a model: a loss of zero whose gradients arrive in this order."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self._ordered = parameters  # a list: they are not this module's
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        # of all that is ready, autograd goes back through what was made last, to its end
+        parts = [one.reshape(-1)[:1].sum() for one in reversed(self._ordered)]
+        return torch.stack([part.float() for part in parts]).sum() * 0
+
+
+def _rebuild(ddp: Any) -> bool:
+    """What DDP itself does in the forward after its first backward."""
+    rebuilt = bool(ddp.reducer._rebuild_buckets())
+    ddp._has_rebuilt_buckets = rebuilt
+    return rebuilt
+
+
 def _ddp_in(model: Any) -> DistributedDataParallel | None:
     """DDP, inside of what may be around it."""
     while not isinstance(model, DistributedDataParallel):

@@ -73,12 +73,15 @@ def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The `srun` command")
-def test_a_strategy_that_shards_is_refused() -> None:
+def test_a_strategy_that_cannot_be_saved_is_refused() -> None:
     """By name, with what does work."""
     options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-    require_known(Trainer(**options))
-    with pytest.raises(UsageError, match=r'ModelParallelStrategy shards .* strategy="ddp"'):
-        require_known(Trainer(**options, strategy=ModelParallelStrategy()))
+    for strategy in ("auto", "ddp", ModelParallelStrategy()):
+        require_known(Trainer(**options, strategy=strategy))
+    trainer = Trainer(**options)
+    trainer.strategy.__class__ = type("DeepSpeedStrategy", (type(trainer.strategy),), {})
+    with pytest.raises(UsageError, match=r'DeepSpeedStrategy shards .* "ddp" or "fsdp"'):
+        require_known(trainer)
 
 
 def test_a_fit_by_name(tmp_path: Path) -> None:
