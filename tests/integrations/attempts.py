@@ -21,15 +21,16 @@ def attempts(
     stops: Sequence[str],
     *,
     world: int = 1,
+    notes: str = "notes*",
 ) -> tuple[list[int], list[str]]:
     """Make attempts at a scene in this folder, each stopped as told, until one ends by itself.
 
     Args:
         world: how many ranks make each attempt, with torchrun's variables if there are several.
+        notes: the files in the folder that they note lines in.
 
     Returns:
-        The exit statuses of all ranks, one attempt after the other, and the lines that they have
-        noted; those of several ranks in ``notes-RANK``, put behind each other.
+        The exit statuses of all ranks, one attempt after the other, and the lines of all notes.
     """
     place.mkdir(parents=True, exist_ok=True)
     exits: list[int] = []
@@ -44,8 +45,8 @@ def attempts(
         exits += statuses
         if not set(statuses) <= {STOPPED, -signal.SIGKILL}:
             break
-    notes = sorted(place.glob("notes*"))
-    return exits, [line for path in notes for line in path.read_text().splitlines()]
+    paths = sorted(place.glob(notes))
+    return exits, [line for path in paths for line in path.read_text().splitlines()]
 
 
 def torchrun(world: int, run_id: str) -> list[dict[str, str]]:
