@@ -95,8 +95,7 @@ class Fit:
             self._replace(trainer._checkpoint_connector, "resume_start", self._resume_shards)
         elif self.run.resume():
             self._replace(trainer._checkpoint_connector, "resume_start", self._resume_start)
-            for restore in ("restore_model", "restore_training_state"):
-                self._replace(trainer._checkpoint_connector, restore, self._restore)
+            self._watch_restoring()
         self._undo.callback(signals_stand_down(trainer))
         self._replace(loop, "setup_data", self._setup_data)
         self._replace(loop, "on_run_end", self._on_run_end)
@@ -134,8 +133,13 @@ class Fit:
         if not self.run.resume():
             own(*args, **kwargs)
             return
+        self._watch_restoring()
         self._resume_start(own, *args, **kwargs)
         self._shards.load(self.run)
+
+    def _watch_restoring(self) -> None:
+        for restore in ("restore_model", "restore_training_state"):
+            self._replace(self._trainer._checkpoint_connector, restore, self._restore)
 
     def _resume_start(self, own: Callable[..., Any], path: Any = None, *_: Any, **__: Any) -> None:
         """The checkpoint that Lightning goes on from is ours."""
