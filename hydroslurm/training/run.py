@@ -126,8 +126,9 @@ class Run(Looping, Ending):
         if elastic is None and environ.get(ELASTIC_ENV) and not cls._is_elastic:
             raise UsageError(
                 f"this is a member of an elastic job, and {cls.__name__} trains with a fixed "
-                "number of ranks: each member would train alone. Put hydroslurm.Run around a loop "
-                "of your own, or leave `elastic:` out of the job spec"
+                "number of ranks: each member would train alone. Set `engine: restart` in "
+                "`elastic:`, which starts its ranks anew at each change, put hydroslurm.Run around "
+                "a loop of your own, or leave `elastic:` out of the job spec"
             )
         return super().__new__(cls)
 

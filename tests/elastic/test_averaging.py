@@ -98,6 +98,32 @@ def test_weights_are_equal_when_it_matters(tmp_path: Path) -> None:
     assert len(wrong) in (0, BATCH), wrong
 
 
+@pytest.mark.parametrize("every", [0, EVERY])
+def test_a_save_in_the_loop_is_one_for_all(tmp_path: Path, every: int) -> None:
+    """All ranks call it, and the first one saves: at once, or with averaging behind the next
+    average, where the weights are equal."""
+    saving = TRAIN.replace(
+        "scheduler.step()\n",
+        "scheduler.step()\n            if step == 4: print('SAVED', run.save().reason)\n",
+    )
+    story = ElasticStory(tmp_path, program=saving, max=2, averaging_every=every)
+    try:
+        for name in "ab":
+            story.start(name, samples=160)
+        ends = [story.done(name) for name in "ab"]
+    finally:
+        story.close()
+    assert ends[0] == ends[1], story
+    lines = [line for child in story.members.values() for line in child.lines]
+    said = sorted(line for line in lines if line.startswith("SAVED"))
+    saved = sorted(int(one.name[5:]) for one in (story.folder.run / "checkpoints").glob("step-*"))
+    if every:
+        assert all("behind the next average, one of every 8 steps" in one for one in said), said
+    else:
+        assert [one for one in said if "the first rank saves for all" in one] == said[1:], said
+    assert (len(said), saved) == (2, [EVERY if every else 5, ends[0]["step"]]), story
+
+
 def test_it_contradicts_a_fixed_order() -> None:
     """There are no sums of gradients whose order could be fixed."""
     with pytest.raises(UsageError, match="choose one"):

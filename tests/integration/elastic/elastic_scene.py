@@ -10,7 +10,7 @@ from typing import Any
 
 from integration.trainingjob.scene import Scene
 
-from hydroslurm.elastic.folder import ElasticFolder
+from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder
 
 HERE = Path(__file__).parent
 SPEC = """
@@ -96,20 +96,25 @@ class ElasticScene(Scene):
         (pid,) = self.processes("-u -m hydroslurm.jobs.elastic.main")
         os.kill(pid, signo)
 
-    def member_process(self, name: str) -> int:
-        """The process of a member that runs member.py."""
-        array, task = name.split("_")
-        wanted = {f"SLURM_ARRAY_JOB_ID={array}", f"SLURM_ARRAY_TASK_ID={task}"}
+    def member_processes(self) -> list[tuple[str, int]]:
+        """The members that run member.py on this machine, whatever Slurm knows of them."""
+        found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 line = (path / "cmdline").read_bytes()
                 text = (path / "environ").read_bytes().decode(errors="replace")
             except OSError:
                 continue
-            mine = f"={self.run.root}" in text and wanted <= set(text.split("\0"))
-            if b"member.py" in line and mine:
-                return int(path.name)
-        raise AssertionError(f"no process of {name}")
+            variables = dict(one.split("=", 1) for one in text.split("\0") if "=" in one)
+            if b"member.py" in line and variables.get(ELASTIC_ENV) == str(self.run.root):
+                name = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**variables)
+                found.append((name, int(path.name)))
+        return found
+
+    def member_process(self, name: str) -> int:
+        """The process of one of them."""
+        (found,) = [pid for member, pid in self.member_processes() if member == name]
+        return found
 
     def nodes(self) -> dict[str, str]:
         """Member -> its node."""

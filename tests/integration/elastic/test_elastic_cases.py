@@ -1,5 +1,35 @@
-"""What may befall an elastic job on a real Slurm, case by case: the numbers are those of section 5a
-in the list of failure cases. `make elastic` runs them."""
+"""What may befall an elastic job on a real Slurm, case by case. `make elastic` runs them. The list
+of failure cases, and where each is tested (elastic: tests/elastic, of real processes):
+
+     1  a member is preempted                 here; test_elastic_job
+     2  the member of rank 0 is preempted     here; elastic/test_members
+     3  it returns, or is replaced            here
+     4  two at once                           elastic/test_members (one change)
+     5  below min                             test_elastic_nodes; elastic/test_members (saved)
+     6  kill -9: rank, agent                  here; elastic/test_restart
+        slurmstepd, slurmd                    test_elastic_nodes
+     7  a rank hangs                          here; elastic/test_members
+     8  kill -9 of the coordinator            test_elastic_job; elastic/test_members
+     9  its time limit                        here
+    10  SIGTERM in evaluation, first step     faults/test_mixed_world (of fixed size)
+    11  SIGTERM with loader workers           elastic/test_fixed_order
+    12  killed while a checkpoint is written  checkpoint/test_kills
+    13  grace shorter than the save           checkpoint/test_deadline
+    14  exit statuses                         jobs/supervisor/test_exit_policy
+    15  too many failures                     here
+    16  ten preemptions                       here
+    17  scontrol update NumNodes              not tested: a job of fixed size is requeued as a whole
+    18  scale; by drain                       test_elastic_job; test_elastic_nodes
+    19  every sample once                     here; elastic/test_day, test_restart
+    20  the training of a fixed size          elastic/test_members; test_fixed_order (its bits)
+    21  one of an older generation            elastic/test_membership
+    22  a save fails                          checkpoint/test_faults
+    23  cancelled as a whole                  here
+    24  it fails at its start, again          here (15); elastic/test_failed_meetings
+    25  a partition that suspends             here
+    26  Lightning                             refused in place: elastic/test_own_loops
+    27  restarts are not used by changes      elastic/test_restart
+"""
 
 from __future__ import annotations
 
