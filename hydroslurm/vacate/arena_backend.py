@@ -85,6 +85,7 @@ class ArenaBackend:
     def unlock(self, timeout_s: float) -> None:
         for one in self._in(DeviceState.LOCKED):
             _call("unlock", one.unlock, timeout_s)
+        self._drop_files()
 
     def state(self, timeout_s: float) -> DeviceState:
         """That of the arena which is furthest away."""
@@ -100,14 +101,21 @@ class ArenaBackend:
     def close(self) -> None:
         if self.state(0.0) is not DeviceState.RUNNING:
             return  # the files hold what is away
-        for one in self._arenas():
-            one.spill_to(-1)
-        while self._files:
-            self._files.pop().close()
+        self._drop_files()
 
     def _in(self, state: DeviceState) -> list[Arena]:
         """Those that a call is still for: one of several may have failed before."""
         return [one for one in self._arenas() if one.state in (state, None)]
+
+    def _drop_files(self) -> None:
+        """The next vacate has others: a child that was forked meanwhile reads these."""
+        try:
+            for one in self._arenas() if self._files else ():
+                one.spill_to(-1)
+        except VacateError:  # a copy that was given up hangs in one still
+            return
+        while self._files:
+            self._files.pop().close()
 
     def _spill(self) -> None:
         """A file for each arena. Without a name, so that nobody else can change it, and it is gone

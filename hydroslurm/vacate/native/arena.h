@@ -51,7 +51,8 @@ HS_API int hs_arena_free(struct hs_arena *arena, void *block); /* -ENOENT: not o
 HS_API int hs_arena_owns(const struct hs_arena *arena, const void *address);
 /* Give back what has no live block, as torch.cuda.empty_cache() does. */
 HS_API int hs_arena_trim(struct hs_arena *arena);
-/* Copy to this file from now on, not to memory; -1: to memory. Stays the caller's. In RUNNING and LOCKED. */
+/* Copy to this file from now on, not to memory; -1: to memory. Stays the caller's. In RUNNING and LOCKED. What was copied stays
+ * in it, for children that were forked meanwhile; so take another one for the next time. */
 HS_API int hs_arena_spill(struct hs_arena *arena, int fd);
 
 HS_API int hs_arena_lock(struct hs_arena *arena);

@@ -81,9 +81,7 @@ int staging_take(hs_arena *arena, size_t bytes, Staging *made) {
 
 /* Pinning is slow, so a device's is kept. A host's would keep what was to be freed. */
 void staging_done(hs_arena *arena) {
-    const bool spilled = arena->staging.spilled;
-    if (spilled || arena->driver->touched_by_threads) staging_free(arena, &arena->staging);
-    if (spilled && arena->spill_fd >= 0 && ftruncate(arena->spill_fd, 0)) arena->failed.store("ftruncate");
+    if (arena->staging.spilled || arena->driver->touched_by_threads) staging_free(arena, &arena->staging);
 }
 
 /* --- away */
