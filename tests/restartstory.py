@@ -139,6 +139,17 @@ class RestartStory(ElasticStory):
         self.wait_for("generation", generation)
         return found
 
+    def wait_for_members(self, *names: str) -> None:
+        """Until the coordinator knows all of these."""
+        folder = self.folder
+        wait_until(
+            lambda: (
+                {one["id"] for one in (folder.read(folder.status_json) or {}).get("members", ())}
+                >= set(names)
+            ),
+            lambda: f"members {names}\n{self}",
+        )
+
     def steps(self, name: str) -> list[dict[str, Any]]:
         return self.said("step", member=name)
 

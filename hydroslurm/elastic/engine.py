@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 
+from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
 from hydroslurm.elastic.group import (
     GenerationGroup,
@@ -207,6 +208,11 @@ def folder_of(environ: Mapping[str, str]) -> ElasticFolder:
         UsageError: it belongs to none.
     """
     place = environ.get(ELASTIC_ENV)
+    if not place and environ.get(GENERATION_ENV):
+        raise UsageError(
+            "`elastic: {engine: restart}` starts the ranks anew at each change, and this script "
+            "changes in place: say engine: in_place in the job spec, or use hydroslurm.Run"
+        )
     if not place:
         raise UsageError(
             f"this process belongs to no elastic run, for {ELASTIC_ENV} is not set. Give the job "

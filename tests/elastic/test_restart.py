@@ -114,6 +114,20 @@ def test_an_agent_that_dies_or_hangs_is_given_up(tmp_path: Path) -> None:
         story.close()
 
 
+def test_a_spare_takes_a_place_at_once(tmp_path: Path) -> None:
+    """It has joined, and comes with the change in which another leaves."""
+    story = RestartStory(tmp_path, max=2, spares=1, gather_s=20.0)
+    try:
+        for name in "abc":
+            story.start(name)
+            story.wait_for_members(name)
+        story.wait_for_workers(1, *"ab")
+        story.signal("b", signal.SIGTERM)
+        story.wait_for_workers(2, *"ac")
+    finally:
+        story.close()
+
+
 def test_arguments_about_the_rendezvous_are_refused(story: RestartStory) -> None:
     """The coordinator says who meets."""
     child = story.start("a", "--nnodes=2", "--rdzv-endpoint=somewhere:1")

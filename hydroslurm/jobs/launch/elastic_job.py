@@ -301,8 +301,9 @@ def member_script(job: TrainingJob, plan: Plan, run: RunDir, where: dict[str, An
         "output": f"{run.logs}/member-%A_%a.log",
         "open-mode": "append",
     }
-    # a member pauses for nobody: the others would wait for it
-    variables = {name: text for name, text in plan.rank_env if name != PREEMPT_ENV}
+    variables = dict(plan.rank_env)
+    if not job.has_agent:  # a rank that is a member pauses for nobody: the others would wait for it
+        variables.pop(PREEMPT_ENV, None)
     member = '"$SLURM_ARRAY_JOB_ID"_"$SLURM_ARRAY_TASK_ID"'
     root = shlex.quote(str(run.root))
     python = "python3" if plan.runtime == Runtime.PYXIS else sys.executable

@@ -92,7 +92,9 @@ def test_a_member_is_one_agent(tmp_path: Path) -> None:
     made = prepare(spec.job, plan, run, engine_why=spec.engine_why)
     options = ElasticFolder(run=run.root).options()
     assert (options.engine, options.ranks_each, options.batch) == ("restart", 3, "per_rank")
-    assert "--ntasks=1 --cpus-per-task=6" in member_script(spec.job, made, run, {})
+    script = member_script(spec.job, made, run, {})
+    assert "--ntasks=1 --cpus-per-task=6" in script
+    assert "export HYDROSLURM_PREEMPT=pause" in script  # or requeue, by which frameworks save
 
 
 def test_an_engine_that_is_not_installed_is_refused(
