@@ -142,11 +142,12 @@ class ChecksummedFile:
             raise SaveAbandoned(f"the save was given up on request at {self.path}")
 
 
-def write_whole(path: Path, data: bytes, *, storage: Storage) -> FileEntry:
+def write_whole(path: Path, *pieces: bytes, storage: Storage) -> FileEntry:
     """Write one small file durably."""
     part = ChecksummedFile(path, storage=storage)
     try:
-        part.write(data)
+        for piece in pieces:
+            part.write(piece)
         return part.finish()
     finally:
         part.abandon()

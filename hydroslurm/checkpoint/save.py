@@ -112,7 +112,7 @@ class Save:
             except Exception as error:
                 self._round.settle("open", problem=error)
                 raise
-            layout = "" if self._round.is_solo else plan.layout
+            layout = "" if self._round.is_solo else plan.layout.digest
             place = self._open(replace(header, world_size=world_size), layout)
             if isinstance(place, Checkpoint):
                 return place
@@ -251,7 +251,7 @@ class Save:
             if problem is None or isinstance(problem, Exception):
                 raise
             raise problem from error.__cause__  # such as an interrupt, which is for this rank only
-        return Parts(answers, plan.whole_tally)
+        return Parts(answers, plan.layout.whole_tally)
 
     def _commit(self, place: Place, describe: Callable[[], Manifest]) -> Checkpoint:
         """Have the checkpoint committed by the first of the ranks that are left."""

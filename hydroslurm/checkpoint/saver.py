@@ -24,7 +24,7 @@ from hydroslurm.checkpoint.save_round import PATIENCE_S, Peers, SaveRound
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiered_writer import SaveRequest, TieredWriter
-from hydroslurm.checkpoint.write_plan import WritePlan, divide, without_gc
+from hydroslurm.checkpoint.write_plan import Layout, WritePlan, divide, without_gc
 from hydroslurm.core.memory import Room, room
 from hydroslurm.errors import (
     CheckpointError,
@@ -96,6 +96,7 @@ class Saver:
         self._on_save_error = on_save_error
         self._owner_pid = os.getpid()
         self._state = 0
+        self._layout: Layout | None = None
         self._staging = Staging(exempt=exempt, room=room)
         self._saves = AsyncSaves(exempt=exempt, after=self._writer.prune)
 
@@ -353,7 +354,10 @@ class Saver:
 
     def _divide(self, state: State) -> WritePlan:
         """The one walk over the state that a save makes; raises UnsavableState."""
-        return divide(state, rank=self._peers.rank, world_size=self._peers.world_size)
+        rank, world_size = self._peers.rank, self._peers.world_size
+        plan = divide(state, rank=rank, world_size=world_size, known=self._layout)
+        self._layout = plan.layout
+        return plan
 
     def _stage(self, plan: WritePlan, request: SaveRequest) -> WritePlan:
         """A copy; ``plan`` itself where there is no memory for one."""

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from itertools import compress
 
 import torch
 
 from hydroslurm.checkpoint.pages import map_pages
-from hydroslurm.checkpoint.write_plan import Shard, WritePlan
+from hydroslurm.checkpoint.write_plan import Layout, WritePlan
 from hydroslurm.core.memory import Room, room
 
 CHUNK_BYTES = 256 * 2**20
@@ -29,8 +29,6 @@ _TOUCH_BYTES = 64 * 2**20
 
 _ALIGN_BYTES = 64
 _SLACK_BYTES = 2**16
-
-_Shape: TypeAlias = tuple[object, ...]
 
 
 class Staging:
@@ -84,7 +82,7 @@ class Staging:
 
         def reserve() -> None:
             with self._exempt():
-                self._copies = self._make_copies(plan, _shapes(plan))
+                self._copies = self._make_copies(plan)
                 self._pageable.touch(enough=self._enough)
 
         self._reserving = threading.Thread(target=reserve, name="hydroslurm-reserve", daemon=False)
@@ -107,25 +105,21 @@ class Staging:
         self.join()
         if self._refused:
             return None
-        shapes = _shapes(plan)
         copies = self._copies
-        if copies is None or copies.shapes != shapes:
+        if copies is None or not copies.are_of(plan.layout):
             self._copies = None
             if not self._may_hold(plan):
                 self._pageable, self._pinned = _Arena(pinned=False), _Arena(pinned=True)
                 return None
-            copies = self._copies = self._make_copies(plan, shapes)
-        _copy_into(copies.shards, plan.shards)
-        return replace(plan, shards=copies.shards)
+            copies = self._copies = self._make_copies(plan)
+        copies.fill(plan.tensors)
+        return replace(plan, tensors=copies.tensors)
 
-    def _make_copies(self, plan: WritePlan, shapes: list[_Shape]) -> _Copies:
+    def _make_copies(self, plan: WritePlan) -> _Copies:
         sizes = _sizes(plan)
         self._pageable.rewind(sizes[False])
         self._pinned.rewind(sizes[True])
-        shards = tuple(
-            one._replace(tensor=self._arena(one.tensor).like(one.tensor)) for one in plan.shards
-        )
-        return _Copies(shapes, shards)
+        return _Copies(plan.layout, tuple(self._arena(one).like(one) for one in plan.tensors))
 
     def _may_hold(self, plan: WritePlan) -> bool:
         """Whether there is memory for a copy. A refusal is final: what was too much after one step
@@ -151,36 +145,25 @@ class Staging:
 
 @dataclass(frozen=True)
 class _Copies:
-    """Shards in staging memory, for a state of these shapes."""
+    """Tensors in staging memory, for a state of this layout."""
 
-    shapes: list[_Shape]
-    shards: tuple[Shard, ...]
+    layout: Layout
+    tensors: tuple[torch.Tensor, ...]
 
+    def are_of(self, layout: Layout) -> bool:
+        """Whether a state of this layout can be copied into them."""
+        return layout is self.layout or layout.pieces == self.layout.pieces
 
-def _shapes(plan: WritePlan) -> list[_Shape]:
-    """Equal for two plans whose copies can lie in the same tensors."""
-    return [
-        (key, shape, offsets, one.shape, one.stride(), one.dtype, one.is_cuda)
-        for key, shape, offsets, one in plan.shards
-    ]
-
-
-def _copy_into(copies: tuple[Shard, ...], shards: tuple[Shard, ...]) -> None:
-    """One call for all tensors of a kind: for small ones, calling takes longer than copying."""
-    on_cuda: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = {
-        True: ([], []),
-        False: ([], []),
-    }
-    for copy, one in zip(copies, shards, strict=True):
-        to, of = on_cuda[one.tensor.is_cuda]
-        to.append(copy.tensor)
-        of.append(one.tensor)
-    with torch.no_grad():
-        for is_cuda, (to, of) in on_cuda.items():
-            if to:
+    def fill(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """One call for all tensors of a kind: for small ones, calling takes longer than copying."""
+        on_cuda = [one.on_cuda for one in self.layout.pieces]
+        with torch.no_grad():
+            for is_cuda in set(on_cuda):
+                of_kind = [one is is_cuda for one in on_cuda]
+                to, of = list(compress(self.tensors, of_kind)), list(compress(tensors, of_kind))
                 torch._foreach_copy_(to, of, non_blocking=is_cuda)
-    for device in {one.tensor.device for one in shards if one.tensor.is_cuda}:
-        torch.cuda.synchronize(device)
+        for device in {one.device for one in compress(tensors, on_cuda)}:
+            torch.cuda.synchronize(device)
 
 
 def size_bytes(tensor: torch.Tensor) -> int:
@@ -191,8 +174,8 @@ def size_bytes(tensor: torch.Tensor) -> int:
 def _sizes(plan: WritePlan) -> dict[bool, int]:
     """On an accelerator or not -> bytes."""
     sizes = {True: 0, False: 0}
-    for shard in plan.shards:
-        sizes[shard.tensor.is_cuda] += size_bytes(shard.tensor)
+    for piece in plan.layout.pieces:
+        sizes[piece.on_cuda] += piece.size_bytes
     return sizes
 
 

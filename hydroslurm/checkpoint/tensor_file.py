@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
@@ -22,7 +22,6 @@ from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES, checksum_of
 from hydroslurm.checkpoint.folders import inner_of
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.tree import JsonValue
-from hydroslurm.checkpoint.write_plan import Shard
 from hydroslurm.errors import CheckpointCorrupt
 
 ALIGN_BYTES = 64
@@ -60,10 +59,51 @@ _DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, tor
 """By the name that an index has."""
 
 
+SMALL_BYTES = 16 << 10
+"""Of a small piece at most. An optimizer may keep such a tensor, the number of its steps, when it
+has copied all the others to a device: what lies in one memory with it must not be much."""
+
+
+class Piece(NamedTuple):
+    """What a tensor that is written looks like: a part of a whole one, a box inside.
+
+    Attributes:
+        key: of the whole tensor. shape: of the whole tensor.
+        offsets: where the box begins. sizes: of the box.
+        strides: in memory. on_cuda: whether it is in a device's.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    on_cuda: bool
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its values."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+class Laid(NamedTuple):
+    """How pieces lie in a file.
+
+    Attributes:
+        header: the beginning of the file. order: the numbers of the pieces that follow it.
+        chunks: their lines of the index.
+    """
+
+    header: bytes
+    order: tuple[int, ...]
+    chunks: bytes
+
+
 class Chunk(NamedTuple):
     """A piece of a tensor, and where it is in its rank's file.
 
-    There are thousands: a named tuple is made in half the time, and is JSON already.
+    There are thousands: a named tuple is made in half the time.
 
     Attributes:
         key: of the whole tensor. shape: of the whole tensor. dtype: its name without ``torch.``.
@@ -102,16 +142,6 @@ class PartIndex:
     own: Mapping[str, JsonValue]
     chunks: tuple[Chunk, ...]
     blocks: tuple[int, ...]
-
-    def to_json(self) -> str:
-        """The text of the file."""
-        body = {
-            "rank": self.rank,
-            "own": dict(self.own),
-            "chunks": self.chunks,
-            "blocks": self.blocks,
-        }
-        return json.dumps(body, allow_nan=False, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: bytes, *, where: Path, rank: int, tensors: FileEntry) -> PartIndex:
@@ -170,33 +200,58 @@ def parse(text: bytes) -> dict[str, Any]:
     return found
 
 
-def lay_out(shards: Iterable[Shard], *, rank: int) -> tuple[bytes, list[tuple[Shard, Chunk]]]:
-    """The beginning of a file of tensors, and what follows it in this order."""
-    kinds: dict[torch.dtype, list[Shard]] = {}
-    for shard in shards:
-        kinds.setdefault(shard.tensor.dtype, []).append(shard)
+def lay_out(pieces: Sequence[Piece], *, rank: int) -> Laid:
+    """How pieces lie in a rank's file: by the size of their elements, the small ones first, so that
+    a reader can take each kind in one go."""
+    order = sorted(
+        range(len(pieces)),
+        key=lambda place: (-pieces[place].dtype.itemsize, pieces[place].size_bytes >= SMALL_BYTES),
+    )
     said = "a part of a checkpoint of hydroslurm: its .json says where each piece belongs"
     about = json.dumps({"format": "pt", "rank": str(rank), "about": said}, separators=(",", ":"))
-    header, end = [f'"__metadata__":{about}'], 0
-    laid: list[tuple[Shard, str, tuple[int, ...], int]] = []
-    for dtype in sorted(kinds, key=lambda one: -one.itemsize):
-        name, known, itemsize = str(dtype).removeprefix("torch."), _NAMES.get(dtype), dtype.itemsize
-        for shard in kinds[dtype]:
-            sizes = tuple(shard.tensor.shape)
-            begin, end = end, end + math.prod(sizes) * itemsize
-            shape = list(sizes) if known else [end - begin]
-            header.append(
-                f'{encode_basestring_ascii(shard.key)}:{{"dtype":"{known or "U8"}","shape":{shape},'
-                f'"data_offsets":[{begin},{end}]}}'
-            )
-            laid.append((shard, name, sizes, begin))
-    text = f"{{{','.join(header)}}}".encode()
-    text += b" " * (-(len(text) + 8) % ALIGN_BYTES)
-    first = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, [
-        (shard, Chunk(shard.key, shard.shape, name, shard.offsets, sizes, first + begin))
-        for shard, name, sizes, begin in laid
-    ]
+    lines, end = [f'{{"__metadata__":{about}'.encode()], 0
+    for piece in (pieces[place] for place in order):
+        begin, end = end, end + piece.size_bytes
+        known = _NAMES.get(piece.dtype)
+        told = _numbers(piece.sizes if known else (end - begin,))
+        lines.append(
+            f',{encode_basestring_ascii(piece.key)}:{{"dtype":"{known or "U8"}","shape":{told},'
+            f'"data_offsets":[{begin},{end}]}}'.encode()
+        )
+    lines.append(b"}")
+    text_bytes = sum(map(len, lines))
+    text_bytes += (padding := -(text_bytes + 8) % ALIGN_BYTES)
+    header = b"".join((text_bytes.to_bytes(8, "little"), *lines, b" " * padding))
+    lines.clear()  # as large as the header
+    end = len(header)
+    names = {piece.dtype: json.dumps(dtype_name(piece.dtype)) for piece in pieces}
+    for piece in (pieces[place] for place in order):
+        lines.append(
+            f"[{encode_basestring_ascii(piece.key)},{_numbers(piece.shape)},{names[piece.dtype]},"
+            f"{_numbers(piece.offsets)},{_numbers(piece.sizes)},{end}]".encode()
+        )
+        end += piece.size_bytes
+    return Laid(header, tuple(order), b",".join(lines))
+
+
+def index_text(
+    laid: Laid, *, rank: int, own: Mapping[str, JsonValue], blocks: Iterable[int]
+) -> tuple[bytes, ...]:
+    """The text of the index of a file, in pieces; :meth:`PartIndex.from_json` reads it."""
+    around = json.dumps(
+        {"rank": rank, "own": own, "blocks": tuple(blocks)}, allow_nan=False, separators=(",", ":")
+    )
+    return around[:-1].encode(), b',"chunks":[', laid.chunks, b"]}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As an index has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """As json.dumps makes them."""
+    return f"[{','.join(map(str, numbers))}]"
 
 
 def _chunk(key: Any, shape: Any, dtype: Any, offsets: Any, sizes: Any, at_bytes: Any) -> Chunk:

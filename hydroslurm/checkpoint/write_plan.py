@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import gc
 import heapq
+import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from hydroslurm.checkpoint.outline import NoOutlineError, Outline
+from hydroslurm.checkpoint.tensor_file import Laid, Piece, dtype_name, lay_out
 from hydroslurm.checkpoint.tree import JsonValue, encode, is_dtensor
 from hydroslurm.errors import UnsavableState, UsageError
 
@@ -42,21 +45,6 @@ class State:
     own: Mapping[str, Any]
 
 
-class Shard(NamedTuple):
-    """A part of a tensor: a box inside the whole.
-
-    Attributes:
-        key: of the whole tensor. shape: of the whole tensor.
-        offsets: where the box begins.
-        tensor: the values of the box; the caller's own memory, not a copy.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    tensor: torch.Tensor
-
-
 class SharedTensor(NamedTuple):
     """A tensor that all ranks share. A named tuple, because there are thousands.
 
@@ -74,59 +62,90 @@ Whole: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, "int | None"]
 
 
 @dataclass(frozen=True)
-class WritePlan:
-    """What one rank has to write of a state.
+class Layout:
+    """What one rank writes of every state that looks alike, without the values. A saver keeps it
+    from save to save, with the texts that are made of it.
 
     Attributes:
-        shared: the state that all ranks share, without tensors; only rank 0 writes it.
-        own: this rank's own state, without tensors.
-        shards: the tensors, or parts of them, that this rank writes.
-        state_bytes: of the state of all ranks, assuming that each has as much of its own.
+        pieces: the tensors, or parts of them, that this rank writes: of what is shared, then own.
+        taken: of the plain tensors that the ranks share, in the order of their keys, the numbers of
+            those that this rank writes.
         wholes: of every tensor that the ranks share: key, shape, dtype, and the rank that writes it
-        (None: in pieces). What is made of it is not made while the training waits.
+            (None: in pieces). What is made of it is not made while the training waits.
+        state_bytes: of the state of all ranks, assuming that each has as much of its own.
+        outline: of what is shared; None if that must be walked each time.
     """
 
     rank: int
     world_size: int
-    shared: dict[str, JsonValue]
-    own: dict[str, JsonValue]
-    shards: tuple[Shard, ...]
-    state_bytes: int
+    pieces: tuple[Piece, ...]
+    taken: tuple[int, ...]
     wholes: tuple[Whole, ...]
+    state_bytes: int
+    outline: Outline | None = field(compare=False)
 
     @cached_property
-    def shared_tensors(self) -> Mapping[str, SharedTensor]:
-        """By key; the same on all ranks."""
-        names = {dtype: str(dtype).removeprefix("torch.") for _, _, dtype, _ in self.wholes}
-        return {
+    def laid(self) -> Laid:
+        """How the pieces lie in this rank's file."""
+        return lay_out(self.pieces, rank=self.rank)
+
+    @cached_property
+    def shared_tensors(self) -> bytes:
+        """Of the tensors that the ranks share: key -> shape, dtype, writer, as JSON."""
+        names = {dtype: dtype_name(dtype) for _, _, dtype, _ in self.wholes}
+        found = {
             key: SharedTensor(shape, names[dtype], writer)
             for key, shape, dtype, writer in self.wholes
         }
+        return json.dumps(found, separators=(",", ":")).encode()
 
     @cached_property
-    def layout(self) -> str:
+    def digest(self) -> str:
         """Equal on all ranks if they have the same tensors."""
         lines = sorted(
             f"{key} {shape} {dtype} {writer is None}" for key, shape, dtype, writer in self.wholes
         )
         return f"{len(lines)} tensors, {zlib.crc32(chr(10).join(lines).encode()):08x}"
 
-    @property
+    @cached_property
     def tally(self) -> int:
         """Of the values of shared tensors that this rank writes. Those of all ranks together are
         :attr:`whole_tally` if they write every value once."""
-        return tally_of(
-            (one.key, one.tensor.numel()) for one in self.shards if one.key in self.shared_tensors
-        )
+        shared = {key for key, _, _, _ in self.wholes}
+        return tally_of((one.key, math.prod(one.sizes)) for one in self.pieces if one.key in shared)
 
-    @property
+    @cached_property
     def whole_tally(self) -> int:
         """Of all values of the shared tensors."""
-        return tally_of((key, math.prod(one.shape)) for key, one in self.shared_tensors.items())
+        return tally_of((key, math.prod(shape)) for key, shape, _, _ in self.wholes)
 
 
-def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
+@dataclass(frozen=True)
+class WritePlan:
+    """What one rank has to write of a state.
+
+    Attributes:
+        shared: the state that all ranks share, without tensors; only rank 0 writes it.
+        own: this rank's own state, without tensors.
+        tensors: one for each piece of the layout; the caller's own memory, not a copy.
+    """
+
+    layout: Layout
+    shared: dict[str, JsonValue]
+    own: dict[str, JsonValue]
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the state of all ranks."""
+        return self.layout.state_bytes
+
+
+def divide(state: State, *, rank: int, world_size: int, known: Layout | None = None) -> WritePlan:
     """What this rank writes of a state.
+
+    Args:
+        known: the layout of an earlier one, which is the new plan's as well if it still fits.
 
     Raises:
         UnsavableState: the state holds what cannot be saved.
@@ -135,35 +154,84 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
     for name in (*state.shared, *state.own):
         if not isinstance(name, str) or not name or name.startswith("$"):
             raise UsageError(f"a state's name must be a word that does not begin with $: {name!r}")
-    shared_tree, shared = encode(dict(state.shared), prefix="shared")
     own_tree, own = encode(dict(state.own), prefix=f"rank-{rank:05d}")
-    assert isinstance(shared_tree, dict)
     assert isinstance(own_tree, dict)
+    whole = dict(state.shared)
+    if known is not None and (known.rank, known.world_size) == (rank, world_size):
+        again = _again(whole, own, known)
+        if again is not None:
+            return WritePlan(known, again[0], own_tree, again[1])
+    shared_tree, shared = encode(whole, prefix="shared")
+    assert isinstance(shared_tree, dict)
+    outline = None
+    with suppress(NoOutlineError):
+        outline = Outline(whole, shared_tree, prefix="shared")
+    layout, tensors = _laid_out(shared, own, outline, rank=rank, world_size=world_size)
+    if outline is None and known == layout:
+        layout = known
+    return WritePlan(layout, shared_tree, own_tree, tensors)
+
+
+def _again(
+    whole: Mapping[str, Any], own: Mapping[str, torch.Tensor], known: Layout
+) -> tuple[dict[str, JsonValue], tuple[torch.Tensor, ...]] | None:
+    """The tree and the tensors of a state that is laid out as another one was; None if it is
+    not."""
+    if known.outline is None:
+        return None
+    pieces = tuple(_piece_of_own(key, one) for key, one in own.items())
+    if pieces != known.pieces[len(known.taken) :]:
+        return None
+    found = known.outline.again(whole)
+    if found is None:
+        return None
+    tree, tensors = found
+    assert isinstance(tree, dict)
+    if len(known.taken) != len(tensors):
+        tensors = [tensors[number] for number in known.taken]
+    return tree, (*tensors, *own.values())
+
+
+def _laid_out(
+    shared: Mapping[str, torch.Tensor],
+    own: Mapping[str, torch.Tensor],
+    outline: Outline | None,
+    *,
+    rank: int,
+    world_size: int,
+) -> tuple[Layout, tuple[torch.Tensor, ...]]:
     writers: Mapping[str, int] = dict.fromkeys(shared, 0)
     if world_size > 1:
         sizes_bytes = {key: one.nbytes for key, one in shared.items() if not is_dtensor(one)}
         writers = owners(sizes_bytes, world_size)
-    shards: list[Shard | None] = []
-    wholes: list[Whole] = []
-    for key, one in shared.items():
+    same: dict[tuple[int, ...], tuple[int, ...]] = {}  # of thousands of shapes few differ
+    pieces, tensors, wholes, taken = [], [], list[Whole](), []
+    for number, (key, one) in enumerate(shared.items()):
         shape = tuple(one.shape)
+        shape = same.setdefault(shape, shape)
         if is_dtensor(one):
-            shards.append(_shard_of_dtensor(key, one))
             wholes.append((key, shape, one.dtype, None))
+            part = _part_of_dtensor(key, one)
+            if part is not None:
+                offsets, local = part
+                pieces.append(_piece(key, shape, offsets, local, same))
+                tensors.append(local)
             continue
         if writers[key] == rank:
-            shards.append(Shard(key, shape, (0,) * len(shape), one))
+            pieces.append(_piece(key, shape, (0,) * len(shape), one, same))
+            tensors.append(one)
+            taken.append(number)
         wholes.append((key, shape, one.dtype, writers[key]))
-    shards += [_own_shard(key, one) for key, one in own.items()]
-    return WritePlan(
+    layout = Layout(
         rank=rank,
         world_size=world_size,
-        shared=shared_tree,
-        own=own_tree,
-        shards=tuple(one for one in shards if one is not None),
-        state_bytes=_bytes(shared) + world_size * _bytes(own),
+        pieces=(*pieces, *(_piece_of_own(key, one) for key, one in own.items())),
+        taken=tuple(taken),
         wholes=tuple(wholes),
+        state_bytes=_bytes(shared) + world_size * _bytes(own),
+        outline=outline,
     )
+    return layout, (*tensors, *own.values())
 
 
 def tally_of(values: Iterable[tuple[str, int]]) -> int:
@@ -209,17 +277,30 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _own_shard(key: str, tensor: torch.Tensor) -> Shard:
+def _piece(
+    key: str,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    tensor: torch.Tensor,
+    same: dict[tuple[int, ...], tuple[int, ...]],
+) -> Piece:
+    sizes, strides = tuple(tensor.shape), tensor.stride()
+    sizes, strides = same.setdefault(sizes, sizes), same.setdefault(strides, strides)
+    offsets = same.setdefault(offsets, offsets)
+    return Piece(key, shape, offsets, sizes, strides, tensor.dtype, tensor.is_cuda)
+
+
+def _piece_of_own(key: str, tensor: torch.Tensor) -> Piece:
     if is_dtensor(tensor):
         raise UnsavableState(
             f"{key} is a DTensor in what is one rank's own; tensors that the ranks share belong to "
             "the state that they have in common: register the object that holds it"
         )
-    return Shard(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+    return _piece(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor, {})
 
 
-def _shard_of_dtensor(key: str, tensor: Any) -> Shard | None:
-    """The part that this rank writes, if any."""
+def _part_of_dtensor(key: str, tensor: Any) -> tuple[tuple[int, ...], torch.Tensor] | None:
+    """The part that this rank writes, if any, and where it begins."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsavableState(
             f"{key} is a DTensor with the placements {tensor.placements}: its values are sums that "
@@ -237,10 +318,10 @@ def _shard_of_dtensor(key: str, tensor: Any) -> Shard | None:
     if any(replicas) or (local.numel() == 0 and tensor.numel() != 0):
         return None
     if tensor.numel() == 0:  # its shards are all alike: one stands for the whole
-        return Shard(key, tuple(tensor.shape), (0,) * tensor.dim(), local.new_empty(tensor.shape))
+        return (0,) * tensor.dim(), local.new_empty(tensor.shape)
     offsets, sizes = box_of(tensor)
     assert sizes == tuple(local.shape), f"{key}: {sizes}, {local.shape}"
-    return Shard(key, tuple(tensor.shape), offsets, local)
+    return offsets, local
 
 
 def box_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

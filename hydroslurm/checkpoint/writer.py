@@ -24,13 +24,7 @@ from hydroslurm.checkpoint.manifest import FileEntry, file_entries
 from hydroslurm.checkpoint.save_round import checked
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_bytes import GATHER_BYTES, packed
-from hydroslurm.checkpoint.tensor_file import (
-    PartIndex,
-    index_name,
-    lay_out,
-    part_name,
-    tensors_name,
-)
+from hydroslurm.checkpoint.tensor_file import index_name, index_text, part_name, tensors_name
 from hydroslurm.checkpoint.write_plan import WritePlan, without_gc
 from hydroslurm.errors import SaveFailed
 
@@ -100,35 +94,37 @@ def write_part(
         OSError: a call failed. SaveAbandoned: ``cancel`` was set.
     """
     files: dict[str, FileEntry] = {}
+    layout = plan.layout
     with without_gc():
-        header, pieces = lay_out(plan.shards, rank=plan.rank)
-    part = part_name(plan.rank, plan.world_size)
+        laid = layout.laid
+    part = part_name(layout.rank, layout.world_size)
     name = tensors_name(part)
     file = ChecksummedFile(folder / name, storage=storage, cancel=cancel, chunk_bytes=chunk_bytes)
     try:
-        file.write(header)
-        tensors = (shard.tensor for shard, _ in pieces)
+        file.write(laid.header)
+        tensors = (plan.tensors[number] for number in laid.order)
         for data in packed(tensors, gather_bytes=min(GATHER_BYTES, chunk_bytes)):
             file.write(data)
         # while the disk takes the tensors
         with without_gc():
-            chunks = tuple(chunk for _, chunk in pieces)
             texts = {
-                index_name(part): PartIndex(plan.rank, plan.own, chunks, file.blocks).to_json()
+                index_name(part): index_text(
+                    laid, rank=layout.rank, own=plan.own, blocks=file.blocks
+                )
             }
-            if plan.rank == 0:
+            if layout.rank == 0:
                 texts[SHARED_JSON] = shared_text(plan)
-            tally = plan.tally
+            tally = layout.tally
         files[name] = file.finish()
     finally:
         file.abandon()
     for text_name, text in texts.items():
-        files[text_name] = write_whole(folder / text_name, text.encode(), storage=storage)
-    return Part(files, tally, files[name].size_bytes - len(header))
+        files[text_name] = write_whole(folder / text_name, *text, storage=storage)
+    return Part(files, tally, files[name].size_bytes - len(laid.header))
 
 
-def shared_text(plan: WritePlan) -> str:
-    """What all ranks share: the state, and its tensors, by key: shape, dtype, and the rank that has
-    written it, or null for one that is in pieces."""
-    body = {"state": plan.shared, "tensors": dict(plan.shared_tensors)}
-    return json.dumps(body, allow_nan=False, separators=(",", ":"))
+def shared_text(plan: WritePlan) -> tuple[bytes, ...]:
+    """What all ranks share, in pieces: the state, and its tensors, by key: shape, dtype, and the
+    rank that has written it, or null for one that is in pieces."""
+    state = json.dumps(plan.shared, allow_nan=False, separators=(",", ":"))
+    return b'{"state":', state.encode(), b',"tensors":', plan.layout.shared_tensors, b"}"

@@ -111,5 +111,7 @@ def copy_of(state: State, staging: Staging | None = None) -> State:
     """A staged copy, put together again."""
     plan = (staging or Staging()).copy(plan_of_one(state))
     assert plan is not None, "there is no memory for a copy"
-    tensors = {shard.key: shard.tensor for shard in plan.shards}
+    tensors = {
+        piece.key: tensor for piece, tensor in zip(plan.layout.pieces, plan.tensors, strict=True)
+    }
     return State(shared=decode(plan.shared, tensors), own=decode(plan.own, tensors))
