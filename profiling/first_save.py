@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import statistics
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,6 +20,7 @@ from checkpoint.disks import HeldDisk
 
 from hydroslurm.checkpoint.deadline import Action
 from hydroslurm.checkpoint.estimate import DURABLE_ASSUMED
+from hydroslurm.checkpoint.pages import map_pages
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.write_plan import divide
@@ -82,7 +84,10 @@ def first_stall(size_bytes: int, folder: Path, *, early: bool) -> float:
         time.sleep(0.01)
     stall_s = saver.start(state, step=1)
     saver.close()
-    tensors = tensors_of(state.shared)
+    return stall_s / _copying_s(tensors_of(state.shared))
+
+
+def _copying_s(tensors: Sequence[torch.Tensor]) -> float:
     copies = [torch.empty_like(tensor) for tensor in tensors]
     copying_s = []
     for _ in range(6):
@@ -90,7 +95,18 @@ def first_stall(size_bytes: int, folder: Path, *, early: bool) -> float:
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor)
         copying_s.append(time.perf_counter() - begin_s)
-    return stall_s / statistics.median(copying_s[1:])
+    return statistics.median(copying_s[1:])
+
+
+def first_touch(size_bytes: int, _: Path) -> float:
+    """How long touching so much fresh memory takes / copying the tensors into ones that are there:
+    what a first save cannot do without before its memory is there."""
+    state = state_of(size_bytes)
+    pages = map_pages(divide(state, rank=0, world_size=1).state_bytes, inherited=False)
+    fresh = torch.frombuffer(pages, dtype=torch.uint8)
+    begin_s = time.perf_counter()
+    fresh[:: mmap.PAGESIZE].zero_()
+    return (time.perf_counter() - begin_s) / _copying_s(tensors_of(state.shared))
 
 
 def stop_peak(size_bytes: int, folder: Path) -> float:

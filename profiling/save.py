@@ -13,37 +13,44 @@ Once in each of some fresh processes, medians:
 
     first_stall_ratio_to_memcpy   the first asynchronous save, when the memory for its copy has been
                                   touched in the background; ... _early: while that is still done
+    first_touch_ratio_to_memcpy   touching as much fresh memory: what bounds _early
     stop_peak_ratio_to_state      host memory that saving takes beside the state, at its most, while
                                   a stop writes beside a periodic save that a hung disk holds / the
                                   state. One copy for periodic saves is 1
 
 Beside torch.save, DCP and safetensors (``save_peers.py``), as throughput of ours / theirs:
 
-    save_small_ratio_to_best_peer  of a state of about 0.1 GB
+    save_ratio_to_best_peer        each with an fsync
     load_ratio_to_best_peer        of the whole state, with a cold page cache, in a fresh process
     load_ratio_to_plain_read       the same / reading the bytes only
-    load_cpu_s_per_gb              of all threads
+    load_cpu_s_per_gb              of all threads, and ... .plain_fresh: of reading the same bytes
+                                   into memory that nobody has touched
     commit_cpu_s_512               of rank 0, when 512 ranks have written 1,600 tensors
     commit_gil_held_ms_512         the longest that another thread of rank 0 waits for the
                                    interpreter meanwhile; python_ and idle_gil_held_ms: beside a
                                    loop of pure Python, and beside nothing
+
+All of it for several sizes of state, whose names end a key: load_ratio_to_best_peer.1gb.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import save_peers
 import torch
-from first_save import first_stall, in_fresh_process, state_of, stop_peak, tensors_of
+from first_save import first_stall, first_touch, in_fresh_process, state_of, stop_peak, tensors_of
 from harness import finish, interleaved, median_ratio, parser, percentile, scratch
 
 from hydroslurm.checkpoint.saver import Saver
@@ -51,7 +58,7 @@ from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.write_plan import divide
 
 PIECE_BYTES = 8 << 20
-SMALL_BYTES = 100_000_000
+SIZES_BYTES = (1e8, 1e9, 4e9)
 GRACE_S = 600.0
 FRESH = 5
 """Fresh processes for each figure that needs them."""
@@ -168,6 +175,7 @@ def measure_fresh(size_bytes: int, folder: Path, *, repeats: int) -> dict[str, f
     arms = {
         "first_stall_ratio_to_memcpy": functools.partial(first_stall, early=False),
         "first_stall_early_ratio_to_memcpy": functools.partial(first_stall, early=True),
+        "first_touch_ratio_to_memcpy": first_touch,
         "stop_peak_ratio_to_state": stop_peak,
     }
     seen = interleaved(
@@ -206,38 +214,55 @@ def measure(bench: Bench, *, repeats: int) -> dict[str, float]:
 
 def beside_peers(folder: Path, size_bytes: int, *, repeats: int) -> dict[str, Any]:
     """What ours costs beside others, by key."""
-    found = {}
-    for name, wanted_bytes in (("small", min(size_bytes, SMALL_BYTES)), ("whole", size_bytes)):
-        tensors = _named(state_of(wanted_bytes).shared)
-        found[name] = save_peers.measure(tensors, folder / name, repeats=repeats)
-    whole = found["whole"]
+    tensors = _named(state_of(size_bytes).shared)
+    found = save_peers.measure(tensors, folder / "peers", repeats=repeats)
     return {
-        "save_small_ratio_to_best_peer": found["small"]["save_ratio_to_best_peer"],
-        "save_ratio_to_best_peer": whole["save_ratio_to_best_peer"],
-        "load_ratio_to_best_peer": whole["load_ratio_to_best_peer"],
-        "load_ratio_to_plain_read": whole["load_ratio_to_plain_read"],
-        "load_cpu_s_per_gb": whole["load_cpu_s_per_gb"],
-        **save_peers.commit_of_many(folder / "commit", repeats=repeats),
-        **{f"save_s_of_small.{name}": took for name, took in found["small"]["save_s"].items()},
-        **{f"save_s.{name}": took for name, took in whole["save_s"].items()},
-        **{f"load_s.{name}": took for name, took in whole["load_s"].items()},
+        "save_ratio_to_best_peer": found["save_ratio_to_best_peer"],
+        "load_ratio_to_best_peer": found["load_ratio_to_best_peer"],
+        "load_ratio_to_plain_read": found["load_ratio_to_plain_read"],
+        "load_cpu_s_per_gb": found["load_cpu_s_per_gb"]["ours"],
+        "load_cpu_excess_s_per_gb": found["load_cpu_s_per_gb"]["ours"]
+        - found["load_cpu_s_per_gb"]["plain_fresh"],
+        **{f"save_s_{name}": took for name, took in found["save_s"].items()},
+        **{f"load_s_{name}": took for name, took in found["load_s"].items()},
+        **{f"load_cpu_s_per_gb_{name}": cpu for name, cpu in found["load_cpu_s_per_gb"].items()},
     }
+
+
+def of_size(size_bytes: int, folder: Path, *, repeats: int, fresh: int) -> dict[str, Any]:
+    """All figures of one size of state."""
+    folder.mkdir()
+    # first: a process that has computed cannot be forked for this, its threads are gone there
+    result = measure_fresh(size_bytes, folder, repeats=fresh)
+    result |= measure(Bench(state_of(size_bytes), folder), repeats=repeats)
+    return result | beside_peers(folder, size_bytes, repeats=repeats)
 
 
 def main() -> None:
     wanted = parser("What saving costs.", directory=True)
-    wanted.add_argument("--bytes", type=float, default=512e6, help="about so large a state")
-    wanted.add_argument("--repeats", type=int, default=15, help="rounds")
+    wanted.add_argument(
+        "--bytes", type=float, nargs="+", default=SIZES_BYTES, help="about so large states"
+    )
+    wanted.add_argument("--repeats", type=int, default=5, help="rounds")
+    wanted.add_argument(
+        "--more", type=Path, help="results of this script: of the sizes that are not measured now"
+    )
     chosen = wanted.parse_args()
     warnings.simplefilter("error")
-    size_bytes = 16e6 if chosen.quick else chosen.bytes
+    sizes = [16e6] if chosen.quick else chosen.bytes
     repeats = 2 if chosen.quick else chosen.repeats
+    result: dict[str, Any] = json.loads(chosen.more.read_text()) if chosen.more else {}
+    for key in ("script", "quick", "environment"):
+        result.pop(key, None)
+    run = functools.partial(of_size, repeats=repeats, fresh=1 if chosen.quick else FRESH)
     with scratch("save", chosen) as folder:
-        # first: a process that has computed cannot be forked for this, its threads are gone there
-        fresh = measure_fresh(int(size_bytes), folder, repeats=1 if chosen.quick else FRESH)
-        result = measure(Bench(state_of(int(size_bytes)), folder), repeats=repeats)
-        result |= beside_peers(folder, int(size_bytes), repeats=repeats)
-    finish(chosen, "save: what a checkpoint costs", {**result, **fresh})
+        for size_bytes in sizes:
+            label = f"{size_bytes / 1e9:g}gb"
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                found = pool.submit(run, int(size_bytes), folder / label).result()
+            result |= {f"{key}.{label}": value for key, value in found.items()}
+        result |= save_peers.commit_of_many(folder / "commit", repeats=repeats)
+    finish(chosen, "save: what a checkpoint costs", result)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import mmap
 import os
 import resource
 import shutil
@@ -34,6 +35,9 @@ from harness import interleaved, median_ratio
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.writer import names_of
 
+PLAIN = ("plain", "plain_fresh")
+"""Loads that give no tensors."""
+
 RANKS = 512
 KEYS = 1600
 PIECE_BYTES = 8 << 20
@@ -51,7 +55,7 @@ class Peers:
         self._folder = folder
         self._steps = itertools.count(1)
         self.size_bytes = sum(one.nbytes for one in self._tensors.values())
-        self.load_cpu_s: list[float] = []
+        self.load_cpu_s: dict[str, list[float]] = {name: [] for name in LOADS}
         logging.getLogger("torch.distributed").setLevel(logging.ERROR)
 
     def saves(self) -> dict[str, Arm]:
@@ -79,12 +83,11 @@ class Peers:
         return time.perf_counter() - begin
 
     def _timed_load(self, name: str) -> float:
-        folder = self._folder / ("ours" if name == "plain" else name)
+        folder = self._folder / ("ours" if name in PLAIN else name)
         specs = {key: (one.shape, one.dtype) for key, one in self._tensors.items()}
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             took_s, cpu_s = pool.submit(load_once, name, folder, specs).result()
-        if name == "ours":
-            self.load_cpu_s.append(cpu_s)
+        self.load_cpu_s[name].append(cpu_s)
         return took_s
 
     def _save_ours(self, folder: Path) -> None:
@@ -128,6 +131,18 @@ def _read_plain(folder: Path, _: Specs) -> None:
                 pass
 
 
+def _read_fresh(folder: Path, _: Specs) -> object:
+    """Into memory that nobody has touched: what every load of tensors does at least."""
+    found = []
+    for path in sorted(folder.rglob("part-*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            whole = memoryview(mmap.mmap(-1, path.stat().st_size))
+            for begin in range(0, len(whole), PIECE_BYTES):
+                file.readinto(whole[begin : begin + PIECE_BYTES])
+            found.append(whole)
+    return found
+
+
 def _load_ours(folder: Path, _: Specs) -> object:
     store = CheckpointStore(folder)
     (checkpoint,) = store.committed()
@@ -152,6 +167,7 @@ def _load_dcp(folder: Path, specs: Specs) -> object:
 
 LOADS: Mapping[str, Callable[[Path, Specs], object]] = {
     "plain": _read_plain,
+    "plain_fresh": _read_fresh,
     "ours": _load_ours,
     "torch_save": _load_torch,
     "dcp": _load_dcp,
@@ -173,9 +189,12 @@ def measure(tensors: Mapping[str, torch.Tensor], folder: Path, *, repeats: int) 
         "save_s": {name: statistics.median(took) for name, took in saved.items()},
         "load_s": {name: statistics.median(took) for name, took in loaded.items()},
         "save_ratio_to_best_peer": _to_best(saved, but=("ours",)),
-        "load_ratio_to_best_peer": _to_best(loaded, but=("ours", "plain")),
+        "load_ratio_to_best_peer": _to_best(loaded, but=("ours", *PLAIN)),
         "load_ratio_to_plain_read": median_ratio(loaded, "plain", "ours"),
-        "load_cpu_s_per_gb": statistics.median(peers.load_cpu_s) / (peers.size_bytes / 1e9),
+        "load_cpu_s_per_gb": {
+            name: statistics.median(cpu_s) / (peers.size_bytes / 1e9)
+            for name, cpu_s in peers.load_cpu_s.items()
+        },
     }
 
 

@@ -4,7 +4,7 @@ lie in one piece in memory, else over a copy."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +14,11 @@ from hydroslurm.checkpoint.blocks import BlockReader, Range, Source, require_siz
 from hydroslurm.checkpoint.boxes import Box
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.pages import TensorMemory, advise_huge_pages
+from hydroslurm.checkpoint.runs import runs_of
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_bytes import bytes_of
 from hydroslurm.checkpoint.tensor_file import Chunk, PartIndex
-from hydroslurm.checkpoint.write_plan import box_of
+from hydroslurm.checkpoint.write_plan import SharedTensor, box_of
 from hydroslurm.errors import CheckpointCorrupt
 
 
@@ -45,25 +46,18 @@ class Wanted(NamedTuple):
         return 0 if self.template is not None else math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
-    def like(
-        cls,
-        key: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        *,
-        template: Any,
-        writer: int | None,
-    ) -> Wanted:
+    def of(cls, key: str, one: SharedTensor, *, template: Any) -> Wanted:
         """What a template asks for: of the same shape the part that this rank holds of it,
         otherwise, and without one, the whole."""
+        shape, dtype = one.shape, getattr(torch, one.dtype)
         if template is None or tuple(template.shape) != shape:
-            return cls(key, shape, dtype, Box((0,) * len(shape), shape), writer=writer)
+            return cls(key, shape, dtype, Box((0,) * len(shape), shape), writer=one.writer)
         template = template.detach()
         if template.device_mesh.get_coordinate() is None or template.to_local().numel() == 0:
             box = Box((0,), (0,))
         else:
             box = Box(*box_of(template))
-        return cls(key, shape, dtype, box, template, writer, _replicas(template))
+        return cls(key, shape, dtype, box, template, one.writer, _replicas(template))
 
 
 class Landing:
@@ -97,6 +91,7 @@ class Landing:
 
 
 def land(
+    wholes: Mapping[int, Sequence[Chunk]],
     landings: Iterable[Landing],
     *,
     index: Callable[[int], PartIndex],
@@ -106,6 +101,7 @@ def land(
     """Read all pieces; the tensors by key.
 
     Args:
+        wholes: rank -> what is wanted of its file as it is, in the order of that file.
         index, tensors: of a rank.
 
     Raises:
@@ -113,25 +109,30 @@ def land(
         CheckpointError: someone else may have written it.
     """
     landings = tuple(landings)
-    for rank in sorted({rank for one in landings for rank, _, _ in one.pieces}):
+    ranks = {rank for one in landings for rank, _, _ in one.pieces}.union(wholes)
+    for rank in sorted(ranks):
         require_size(*tensors(rank), storage=storage)
     found: dict[str, torch.Tensor] = {}
-    places: dict[int, list[_Place]] = {}
+    ranges: dict[int, list[Range]] = {rank: [] for rank in sorted(ranks)}
+    for rank, chunks in wholes.items():
+        for run in runs_of(chunks):
+            ranges[rank].append(run.range)
+            found |= run.tensors
+    copies: dict[int, _Later] = {rank: _Later() for rank in ranks}
     finals = _Later()
     fresh = TensorMemory(sum(one.wanted.plain_bytes for one in landings))
     for one in landings:
         found[one.wanted.key], memory = _memory_for(one.wanted, fresh, finals)
         flat = memory.reshape(-1)
         for rank, chunk, common in one.pieces:
-            places.setdefault(rank, []).append(_Place(chunk, common, one.wanted.box, flat))
+            place = _Place(chunk, common, one.wanted.box, flat)
+            ranges[rank].append(place.range(copies[rank]))
     with BlockReader(storage) as reader:
-        for rank in sorted(places):
-            of_file = sorted(places[rank], key=lambda place: place.chunk.at_bytes)
-            copies = _Later()
+        for rank, of_file in ranges.items():
             reader.read(
                 Source(*tensors(rank), index(rank).blocks),
-                [place.range(copies) for place in of_file],
-                then=copies.run,
+                sorted(of_file, key=lambda one: one.begin),
+                then=copies[rank].run,
             )
     finals.run()
     return found

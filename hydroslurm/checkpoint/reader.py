@@ -8,9 +8,11 @@ bytes of it are known to be stored.
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,14 @@ from hydroslurm.checkpoint.checksummed_file import read_checked
 from hydroslurm.checkpoint.landing import Landing, Wanted, land
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.tensor_file import PartIndex, index_name, parse, tensors_name
+from hydroslurm.checkpoint.tensor_file import (
+    Chunk,
+    PartIndex,
+    are_sizes,
+    index_name,
+    parse,
+    tensors_name,
+)
 from hydroslurm.checkpoint.tree import JsonValue, decode, tensor_keys
 from hydroslurm.checkpoint.write_plan import SharedTensor, State
 from hydroslurm.checkpoint.writer import SHARED_JSON
@@ -61,7 +70,7 @@ class CheckpointFiles:
             state, tensors = body["state"], body["tensors"]
             if not isinstance(state, dict) or not isinstance(tensors, dict):
                 raise TypeError("it holds no state")
-            found = {key: _shared_tensor(*one) for key, one in tensors.items()}
+            found = _shared_tensors(tensors)
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointCorrupt(f"{path} cannot be read: {error!s:.200}") from error
         return Shared(state, found)
@@ -139,8 +148,8 @@ def read_state(
     layouts: dict[str, torch.Tensor | None] = {}
     for name, value in state.items():
         layouts |= tensor_keys(value, (like or {}).get(name))
-    wanted = [*_wanted_of_shared(layouts, shared, files), *_wanted_of_own(own, rank, files)]
-    tensors = _read_tensors(files, wanted, first=rank)
+    plain, wanted = _wanted_of_shared(layouts, shared, files)
+    tensors = _read_tensors(files, plain | _wanted_of_own(own, rank, files), wanted, first=rank)
     return State(
         shared={name: decode(value, tensors) for name, value in state.items()},
         own={name: decode(value, tensors) for name, value in own.items()},
@@ -159,7 +168,7 @@ def read_own(files: CheckpointFiles, *, rank: int) -> dict[str, Any]:
             f"{files.folder} has nothing of rank {rank}: {len(files.ranks)} ranks saved it"
         )
     own = files.index(rank).own
-    tensors = _read_tensors(files, _wanted_of_own(own, rank, files), first=rank)
+    tensors = _read_tensors(files, _wanted_of_own(own, rank, files), (), first=rank)
     return {name: decode(value, tensors) for name, value in own.items()}
 
 
@@ -180,75 +189,107 @@ def tensors_of(files: CheckpointFiles) -> dict[str, tuple[tuple[int, ...], torch
 
 def _wanted_of_shared(
     layouts: Mapping[str, torch.Tensor | None], shared: Shared, files: CheckpointFiles
-) -> Iterator[Wanted]:
+) -> tuple[dict[str, SharedTensor], list[Wanted]]:
+    """The tensors that are wanted as they are, and those that are laid out over the ranks."""
+    plain, wanted = {}, []
     for key, template in layouts.items():
         one = shared.tensors.get(key)
         if one is None:
             raise CheckpointCorrupt(f"{files.folder / SHARED_JSON} has no tensor {key!r:.80}")
-        dtype = getattr(torch, one.dtype)
-        yield Wanted.like(key, one.shape, dtype, template=template, writer=one.writer)
+        if template is None:
+            plain[key] = one
+        else:
+            wanted.append(Wanted.of(key, one, template=template))
+    return plain, wanted
 
 
 def _wanted_of_own(
     own: Mapping[str, JsonValue], rank: int, files: CheckpointFiles
-) -> Iterator[Wanted]:
+) -> dict[str, SharedTensor]:
     keys = tensor_keys(list(own.values()))
     there = {one.key: one for one in files.index(rank).chunks if one.key in keys} if keys else {}
     for key in keys:
         if key not in there:
             raise CheckpointCorrupt(f"{files.index_path(rank)} has no {key!r:.80}")
-        one = there[key]
-        yield Wanted.like(key, one.shape, one.torch_dtype, template=None, writer=rank)
+    return {key: SharedTensor(one.shape, one.dtype, rank) for key, one in there.items()}
 
 
 def _read_tensors(
-    files: CheckpointFiles, wanted: Iterable[Wanted], *, first: int
+    files: CheckpointFiles,
+    plain: Mapping[str, SharedTensor],
+    wanted: Iterable[Wanted],
+    *,
+    first: int,
 ) -> dict[str, torch.Tensor]:
     """Find all pieces, then take memory, then read.
 
     Args:
+        plain: wanted as they are. wanted: laid out over the ranks.
         first: the rank whose part holds, if nothing has changed since the save, what this process
             holds of sharded tensors.
     """
-    landings = [Landing(one) for one in wanted]
-    open_ones = {one.wanted.key: one for one in landings if one.lacking}
+    landings = {one.key: Landing(one) for one in wanted}
+    open_plain = {}
+    for key, one in plain.items():
+        if 0 in one.shape:  # nobody need have written anything of it
+            landings[key] = Landing(Wanted.of(key, one, template=None))
+        else:
+            open_plain[key] = one
+    open_ones = {key: one for key, one in landings.items() if one.lacking}
+    wholes: dict[int, list[Chunk]] = {}
     there, asked = files.ranks, set[int]()
-    while open_ones:
-        ranks = _likely(open_ones.values(), first) & set(there) - asked or set(there) - asked
+    while open_plain or open_ones:
+        likely = _likely(open_plain.values(), open_ones.values(), first)
+        ranks = likely & set(there) - asked or set(there) - asked
         if not ranks:
             break
         rank = min(ranks)
         asked.add(rank)
         where = files.index_path(rank)
         for chunk in files.index(rank).chunks:
-            landing = open_ones.get(chunk.key)
+            key = chunk.key
+            simple = open_plain.pop(key, None)
+            if simple is not None:
+                if chunk.sizes == simple.shape == chunk.shape and chunk.dtype == simple.dtype:
+                    wholes.setdefault(rank, []).append(chunk)
+                    continue
+                # in pieces, or wrong
+                landings[key] = open_ones[key] = Landing(Wanted.of(key, simple, template=None))
+            landing = open_ones.get(key)
             if landing is not None:
                 landing.take(rank, chunk, where=where)
         open_ones = {key: one for key, one in open_ones.items() if one.lacking}
-    for key, one in open_ones.items():
+    lacking = {key: math.prod(one.shape) for key, one in open_plain.items()}
+    for key, count in (lacking | {key: one.lacking for key, one in open_ones.items()}).items():
         raise CheckpointCorrupt(
-            f"the files of {files.folder} lack {one.lacking} of the values of {key!r:.80}"
+            f"the files of {files.folder} lack {count} of the values of {key!r:.80}"
         )
-    return land(landings, index=files.index, tensors=files.tensors, storage=files.storage)
+    return land(
+        wholes, landings.values(), index=files.index, tensors=files.tensors, storage=files.storage
+    )
 
 
-def _likely(landings: Iterable[Landing], first: int) -> set[int]:
+def _likely(plain: Iterable[SharedTensor], landings: Iterable[Landing], first: int) -> set[int]:
     """The ranks that have written what is lacking, if nothing has changed since the save: so that
     with thousands of ranks not everybody reads the indexes of all."""
-    found: set[int] = set()
+    found = {first if one.writer is None else one.writer for one in plain}
     for one in landings:
         writer = one.wanted.writer
         found |= {first, *one.wanted.replicas} if writer is None else {writer}
     return found
 
 
-def _shared_tensor(shape: Any, dtype: Any, writer: Any) -> SharedTensor:
-    """Raises TypeError or ValueError: it is none."""
-    one = SharedTensor(tuple(shape), dtype, writer)
-    if any(type(number) is not int or not 0 <= number < 1 << 63 for number in one.shape):
-        raise ValueError(f"a tensor of shape {one.shape}")
-    if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise TypeError(f"a tensor of {dtype!r:.80}")
-    if writer is not None and type(writer) is not int:
-        raise TypeError(f"a tensor that {writer!r:.80} has written")
-    return one
+def _shared_tensors(rows: Mapping[str, Any]) -> dict[str, SharedTensor]:
+    """Raises TypeError or ValueError: one is none. All are looked at together: a call for each of
+    thousands takes longer than reading it."""
+    if not rows:
+        return {}
+    shapes, dtypes, writers = zip(*rows.values(), strict=True)
+    if set(map(type, shapes)) != {list} or not are_sizes(chain(*shapes)):
+        raise ValueError("there is a tensor whose shape is none")
+    for dtype in set(dtypes):
+        if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise TypeError(f"a tensor of {dtype!r:.80}")
+    if not set(map(type, writers)) <= {int, type(None)}:
+        raise TypeError("there is a tensor whose writer is no rank")
+    return dict(zip(rows, map(SharedTensor, map(tuple, shapes), dtypes, writers), strict=True))

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,7 +160,7 @@ class PartIndex:
             index = cls(
                 rank=body["rank"],
                 own=body["own"],
-                chunks=tuple(_chunk(*one) for one in body["chunks"]),
+                chunks=_chunks(body["chunks"]),
                 blocks=tuple(body["blocks"]),
             )
             if type(index.rank) is not int or index.rank != rank:
@@ -254,6 +255,35 @@ def _numbers(numbers: Sequence[int]) -> str:
     return f"[{','.join(map(str, numbers))}]"
 
 
+def are_sizes(numbers: Iterable[Any]) -> bool:
+    """Whether all of them can be sizes, or places in a file."""
+    found = list(numbers)
+    return set(map(type, found)) <= {int} and (
+        not found or (min(found) >= 0 and max(found) < 1 << 63)
+    )
+
+
+def _chunks(rows: Any) -> tuple[Chunk, ...]:
+    """Of an index; all of them are looked at together, each on its own only to say what is wrong.
+    Raises TypeError or ValueError: one is none."""
+    if rows == []:
+        return ()
+    keys, shapes, dtypes, offsets, sizes, places = zip(*rows, strict=True)
+    boxes = [*shapes, *offsets, *sizes]
+    lengths = [list(map(len, one)) for one in (shapes, offsets, sizes)]
+    if (
+        set(map(type, boxes)) != {list}
+        or not lengths[0] == lengths[1] == lengths[2]
+        or not are_sizes(chain(chain.from_iterable(boxes), places))
+        or set(map(type, keys)) != {str}
+        or not set(dtypes) <= _DTYPES.keys()
+        or not all(map(_fits, *map(chain.from_iterable, (offsets, sizes, shapes))))
+    ):
+        return tuple(_chunk(*one) for one in rows)
+    in_shape, at, of_size = (map(tuple, one) for one in (shapes, offsets, sizes))
+    return tuple(map(Chunk, keys, in_shape, dtypes, at, of_size, places))
+
+
 def _chunk(key: Any, shape: Any, dtype: Any, offsets: Any, sizes: Any, at_bytes: Any) -> Chunk:
     """Raises TypeError or ValueError: it is none."""
     chunk = Chunk(key, tuple(shape), dtype, tuple(offsets), tuple(sizes), at_bytes)
@@ -280,10 +310,11 @@ def _require_inside(index: PartIndex, tensors: FileEntry) -> None:
         ValueError, TypeError, OverflowError: they do, or the file is another one.
     """
     end = 0
-    for chunk in index.chunks:
-        if chunk.at_bytes < end or chunk.at_bytes % chunk.torch_dtype.itemsize:
-            raise ValueError(f"{chunk.key!r:.80} lies at {chunk.at_bytes}, after {end} bytes")
-        end = chunk.at_bytes + chunk.size_bytes
+    item_bytes = {name: one.itemsize for name, one in _DTYPES.items()}
+    for key, _, dtype, _, sizes, at_bytes in index.chunks:
+        if at_bytes < end or at_bytes % item_bytes[dtype]:
+            raise ValueError(f"{key!r:.80} lies at {at_bytes}, after {end} bytes")
+        end = at_bytes + math.prod(sizes) * item_bytes[dtype]
     if end > tensors.size_bytes:
         raise ValueError(f"{end} bytes of tensors are in a file of {tensors.size_bytes}")
     if len(index.blocks) != -(-tensors.size_bytes // BLOCK_BYTES):

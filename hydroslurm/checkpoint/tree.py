@@ -317,10 +317,8 @@ def _unsavable(value: Any, path: str) -> UnsavableState:
 
 def _decode(value: JsonValue, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Raises whatever a malformed value leads to."""
-    if isinstance(value, list):
-        return [_decode(one, tensors) for one in value]
     if not isinstance(value, dict):
-        return value
+        return [_decode(one, tensors) for one in value] if isinstance(value, list) else value
     tag = next(iter(value), "")
     if not tag.startswith("$"):
         return {key: _decode(one, tensors) for key, one in value.items()}
