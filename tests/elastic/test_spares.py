@@ -124,6 +124,7 @@ BULKY = TRAIN.replace(
 """Each rank keeps rows of 4 KiB; from the fifth step on 4 MiB of them."""
 
 
+@pytest.mark.elastic
 def test_a_large_state_of_each_rank_is_told(tmp_path: Path) -> None:
     """How many bytes go behind each step, which object they are and what to do, once; and that one
     which has outgrown its message is not kept."""
