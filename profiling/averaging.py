@@ -44,7 +44,7 @@ PROGRAM = """
 
     def received():
         total = 0
-        for descriptor in run._engine.group._sockets:
+        for descriptor, _ in run._engine.group._sockets:
             with socket.socket(fileno=os.dup(descriptor)) as one:
                 info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
                 total += struct.unpack_from("Q", info, 128)[0]

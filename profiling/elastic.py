@@ -1,4 +1,4 @@
-"""What a change of size costs those who go on training, beside torchrun's elastic restart.
+"""What a change of size costs those who go on training, beside torchrun's restart and torchft.
 
 Three members, each a process of this machine that trains a small network with gloo, steps of
 0.2 s. A *stall* is the longest time between two steps of a survivor around the change, less the
@@ -9,6 +9,10 @@ signal to the survivors' next step, less a step; ``join_stall_steps``: one joins
 (``last_call_timeout=1, keep_alive_interval=1, keep_alive_max_attempt=3``), SIGKILL of one agent and
 its worker; from the signal to the first step of the survivors, which restart and read a checkpoint
 that is made at each step.
+``torchft_shrink_s``: three replicas of bare torchft 0.2 (its Manager and lighthouse, which gives a
+replica up after 1 s of silence instead of 5), SIGKILL of one; from the signal to the survivors'
+next step that counts, less a step. ``spare_stall_steps``: two train and one is a spare, which takes
+the place of one that gets SIGKILL (``spare_leave_stall_steps``: SIGTERM); the survivor's stall.
 
 ``restart_shrink_s``: the same worker, signal and clock below our agents, ``engine: restart``;
 ``restart_leave_s``: one agent gets SIGTERM, and its workers and the others', with a ``Run``, stop
@@ -21,6 +25,7 @@ on more than once, or never. All times are medians over the rounds.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -30,6 +35,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +159,71 @@ def restart(folder: Path, signo: int) -> float:
                 os.kill(int(path.name.removeprefix("worker-")), signal.SIGKILL)
 
 
+def spare(folder: Path, signo: int) -> dict[str, float]:
+    """One of two goes, and a spare takes its place."""
+    story = ElasticStory(folder, max=2, spares=1)
+    try:
+        for name in "abc":
+            story.start(name, step_s=STEP_S, epochs=1)
+        trained = list(story.wait_for("generation")["members"])
+        (waiting,) = set("abc") - set(trained)
+
+        def is_ready() -> bool:
+            return '"Ready"' in json.dumps(story.folder.read(story.folder.status_json))
+
+        wait_until(is_ready, lambda: f"the spare\n{story}")
+        story.wait_for_step(trained[0], size=2, times=4)
+        story.signal(trained[1], signo)
+        for name in (trained[0], waiting):
+            story.done(name)
+        logs = [story.steps(name) for name in "abc"]
+        survivor = story.steps(trained[0])
+        assert {one["size"] for one in survivor} == {2}, story
+        return {
+            "stall_steps": stall_s(survivor) / statistics.median(gaps(survivor)),
+            "wrong": wrong(*logs),
+        }
+    finally:
+        story.close()
+
+
+def torchft(folder: Path) -> float:
+    """Three replicas of bare torchft, of which one is killed."""
+    log = folder / "steps"
+    log.touch()
+    environ = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "STEP_S": str(STEP_S),
+    }
+    script = str(PROFILING / "elastic_torchft.py")
+    command = ["unshare", "--net", "--map-root-user", sys.executable, script, str(folder)]
+    with (folder / "said").open("w") as said:
+        peer = subprocess.Popen(command, env=environ, stdout=said, stderr=said)
+
+    def steps(size: int, *, after_s: float = 0.0) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        return [
+            one
+            for one in lines
+            if one["size"] == size and one["completed"] and one["at_s"] > after_s
+        ]
+
+    def words() -> str:
+        return (folder / "said").read_text()[-2000:]
+
+    try:
+        wait_until(lambda: len(steps(3)) > 12, words)
+        asked_s = time.monotonic()
+        os.kill(json.loads((folder / "pids").read_text())[1], signal.SIGKILL)
+        wait_until(lambda: steps(2, after_s=asked_s), words)
+        return float(steps(2, after_s=asked_s)[0]["at_s"] - asked_s - STEP_S)
+    finally:
+        peer.send_signal(signal.SIGTERM)
+        peer.wait(60)
+
+
 def torchrun(folder: Path) -> float:
     """torchrun's three agents, of which one is killed."""
     with socket.socket() as one:
@@ -207,46 +278,68 @@ def torchrun(folder: Path) -> float:
             agent.wait(60)
 
 
-def main() -> None:
-    chosen = parser(__doc__).parse_args()
-    rounds = 1 if chosen.quick else 5
-    found: dict[str, list[dict[str, float]]] = {"leave": [], "kill": [], "join": []}
-    shrinks: list[float] = []
-    restarts: dict[int, list[float]] = {signal.SIGKILL: [], signal.SIGTERM: []}
-    with scratch("elastic", chosen) as folder:
-        for number in range(rounds):
-            names = (*found, "torchrun", "restart", "restart-leave")
-            places = [folder / f"{what}-{number}" for what in names]
-            for place in places:
-                place.mkdir()
-            found["leave"].append(leave(places[0], signal.SIGTERM))
-            found["kill"].append(leave(places[1], signal.SIGKILL))
-            found["join"].append(join(places[2]))
-            shrinks.append(torchrun(places[3]))
-            restarts[signal.SIGKILL].append(restart(places[4], signal.SIGKILL))
-            restarts[signal.SIGTERM].append(restart(places[5], signal.SIGTERM))
+ROUNDS = 5
+OURS: dict[str, Callable[[Path], dict[str, float]]] = {
+    "leave": lambda folder: leave(folder, signal.SIGTERM),
+    "kill": lambda folder: leave(folder, signal.SIGKILL),
+    "join": join,
+    "spare": lambda folder: spare(folder, signal.SIGKILL),
+    "spare_leave": lambda folder: spare(folder, signal.SIGTERM),
+}
+TIMES: dict[str, Callable[[Path], float]] = {
+    "torchrun_shrink_s": torchrun,
+    "restart_shrink_s": lambda folder: restart(folder, signal.SIGKILL),
+    "restart_leave_s": lambda folder: restart(folder, signal.SIGTERM),
+    "torchft_shrink_s": torchft,
+}
 
+
+def main() -> None:
+    made = parser(__doc__)
+    words = "a file to which what is measured is appended; what it holds is not measured again, so"
+    made.add_argument("--kept-in", type=Path, help=f"{words} that a run that was ended goes on")
+    chosen = made.parse_args()
+    cases: dict[str, Callable[[Path], Any]] = {**OURS, **TIMES}
+    if importlib.util.find_spec("torchft") is None:
+        del cases["torchft_shrink_s"]
+    found: dict[str, list[Any]] = {case: [] for case in cases}
+    if chosen.kept_in is not None and chosen.kept_in.exists():
+        for line in chosen.kept_in.read_text().splitlines():
+            for case, value in json.loads(line).items():
+                found[case].append(value)
+    rounds = 1 if chosen.quick else ROUNDS
+    with scratch("elastic", chosen) as folder:
+        while any(len(values) < rounds for values in found.values()):
+            case = min(
+                found, key=lambda one: len(found[one])
+            )  # the first of a round's that are left
+            place = folder / f"{case}-{len(found[case])}"
+            place.mkdir()
+            found[case].append(cases[case](place))
+            if chosen.kept_in is not None:
+                with chosen.kept_in.open("a") as file:
+                    file.write(json.dumps({case: found[case][-1]}) + "\n")
+    finish(chosen, "a change of size", figures(found))
+
+
+def figures(found: dict[str, list[Any]]) -> dict[str, Any]:
     def median(what: str, key: str) -> float:
         return round(statistics.median(one[key] for one in found[what]), 4)
 
-    finish(
-        chosen,
-        "a change of size",
-        {
-            "rounds": rounds,
-            "step_s": STEP_S,
-            "announced_leave_stall_s": median("leave", "stall_s"),
-            "sigkill_stall_s": median("kill", "stall_s"),
-            "join_stall_steps": median("join", "stall_steps"),
-            "join_s": median("join", "join_s"),
-            "steps_lost_announced": sum(int(one["steps_lost"]) for one in found["leave"]),
-            "steps_lost_unannounced": max(int(one["steps_lost"]) for one in found["kill"]),
-            "samples_wrong": sum(int(one["wrong"]) for what in found for one in found[what]),
-            "torchrun_shrink_s": round(statistics.median(shrinks), 3),
-            "restart_shrink_s": round(statistics.median(restarts[signal.SIGKILL]), 3),
-            "restart_leave_s": round(statistics.median(restarts[signal.SIGTERM]), 3),
-        },
-    )
+    return {
+        "rounds": min(map(len, found.values())),
+        "step_s": STEP_S,
+        "announced_leave_stall_s": median("leave", "stall_s"),
+        "sigkill_stall_s": median("kill", "stall_s"),
+        "join_stall_steps": median("join", "stall_steps"),
+        "join_s": median("join", "join_s"),
+        "spare_stall_steps": median("spare", "stall_steps"),
+        "spare_leave_stall_steps": median("spare_leave", "stall_steps"),
+        "steps_lost_announced": sum(int(one["steps_lost"]) for one in found["leave"]),
+        "steps_lost_unannounced": max(int(one["steps_lost"]) for one in found["kill"]),
+        "samples_wrong": sum(int(one["wrong"]) for what in OURS for one in found[what]),
+        **{name: round(statistics.median(found[name]), 3) for name in TIMES if name in found},
+    }
 
 
 if __name__ == "__main__":

@@ -185,20 +185,21 @@ def choose(asked: str, backend: str) -> Chosen:
     """
     if asked == "auto":
         return Chosen(GenerationGroup, "auto: any torch has what it needs")
-    if asked not in _KINDS:
+    if asked not in IN_PROCESS:
         raise UsageError(
             f"elastic.engine: {asked} starts ranks anew below `hydroslurm agent`, and this one was "
-            f"started otherwise; here it may be one of auto, {', '.join(_KINDS)}"
+            f"started otherwise; here it may be one of auto, {', '.join(IN_PROCESS)}"
         )
     if reason := missing(asked, backend):
         raise UsageError(
             f"elastic.engine: {asked} is not to be had here: {reason}. Change that, or leave "
             "`engine` out of the spec"
         )
-    return Chosen(_KINDS[asked], "the spec names it")
+    return Chosen(IN_PROCESS[asked], "the spec names it")
 
 
-_KINDS = {kind.engine: kind for kind in (GenerationGroup, ReconfiguredGroup, TorchftGroup)}
+IN_PROCESS = {kind.engine: kind for kind in (GenerationGroup, ReconfiguredGroup, TorchftGroup)}
+"""The engines that keep the processes, by what a spec calls them."""
 
 
 def folder_of(environ: Mapping[str, str]) -> ElasticFolder:
