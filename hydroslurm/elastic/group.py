@@ -19,6 +19,7 @@ import contextlib
 import os
 import socket
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -119,6 +120,7 @@ class GenerationGroup:
         self._backend = backend
         self._store = CoordinatorStore(member)  # kept: without its Python half it answers nothing
         self._sockets: frozenset[_Socket] = frozenset()
+        self._hooks: tuple[Any, Any] | None = None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -167,9 +169,14 @@ class GenerationGroup:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group()
+        # torch puts "[rank0]: " before each line of a traceback, once more for each group, for ever
+        if self._hooks is not None and sys.excepthook is self._hooks[1]:
+            sys.excepthook = self._hooks[0]
+        self._hooks = None
 
     def _meet(self, form: Form) -> None:
         self.destroy()
+        before = sys.excepthook
         dist.init_process_group(
             self._backend,
             store=self._store,
@@ -177,6 +184,7 @@ class GenerationGroup:
             world_size=form.world_size,
             timeout=timedelta(seconds=TIMEOUT_S),
         )
+        self._hooks = (before, sys.excepthook)
 
     def _compare_engines(self, form: Form) -> None:
         """`auto` goes by what a node has installed, and ranks that meet in different ways would
