@@ -246,3 +246,30 @@ def test_what_was_shown_before_comes_back(tmp_path: Path) -> None:
     with child(AFTER, tmp_path) as program:
         assert program.wait() == -signal.SIGTERM, str(program)
         assert program.lines == ["mine SIGUSR2", "mine SIGUSR2", "alive"]
+
+
+CHAINED = """
+import faulthandler, os, signal
+import hydroslurm
+
+hydroslurm.install(run_dir="first", gate="native")
+with open("stacks", "w") as stacks:
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=True)
+    hydroslurm.uninstall()  # as a framework's fit does; faulthandler has our address
+    controller = hydroslurm.install(run_dir="run", gate="native")
+    before = controller.status().closes
+    for count in (1, 2, 3):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert open("stacks").read().count("most recent call first") == count
+assert controller.status().closes == before + 3, controller.status()
+print("alive", flush=True)
+"""
+
+
+def test_a_handler_that_raises_what_it_was_given_is_called_once(tmp_path: Path) -> None:
+    """faulthandler chains by putting back the handler that it found and raising the signal again.
+    If that handler is ours, and ours calls faulthandler's, they do not call each other for ever."""
+    with child(CHAINED, tmp_path) as program:
+        assert program.wait() == 0, str(program)
+        assert program.lines == ["alive"]

@@ -116,6 +116,7 @@ struct Line {
     bool installed;
     struct sigaction previous;
     std::atomic<pid_t> chaining; /* thread that is inside `previous`, to cut a chain that leads back to us */
+    std::atomic<pid_t> raised_in; /* thread to which `previous` has raised the signal again */
     std::atomic<uint32_t> passed_on; /* signals that `previous` was called for, and that did not come back to hs_gate_deliver() */
     Latch latch;
 };

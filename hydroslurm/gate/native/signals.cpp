@@ -109,6 +109,21 @@ void chain(Line &line, int signo, siginfo_t *info, void *context) noexcept {
     else
         previous.sa_handler(signo);
     line.chaining.store(0);
+    /* faulthandler.register(chain=True) passes a signal on by putting back what it found, which is this handler, raising
+     * the signal, and installing itself again. Raised while we run, it comes when we return, to that handler, which would
+     * pass it on to us once more, and so on, each in a frame on top of the last until the stack ends (seen). */
+    struct sigaction now;
+    if (sigaction(signo, nullptr, &now) != 0 || action_is_ours(now) || now.sa_handler != previous.sa_handler) return;
+    line.raised_in.store(self);
+    const struct sigaction action = action_for(line);
+    sigaction(signo, &action, nullptr);
+}
+
+/* Whether the handler that was chained has raised the signal that it was just given. */
+bool came_round(Line &line, const siginfo_t *info) noexcept {
+    if (line.raised_in.load() == 0 || info->si_code != SI_TKILL || info->si_pid != getpid()) return false;
+    pid_t self = thread_id();
+    return line.raised_in.compare_exchange_strong(self, 0);
 }
 
 uint32_t causes_of(const Line &line, const siginfo_t *info) noexcept {
@@ -133,7 +148,9 @@ void on_signal(int signo, siginfo_t *info, void *context) noexcept {
     if (index == 0) return; /* our address was saved by somebody before a restart with another table */
     Line &line = signals.lines[index - 1];
     const pid_t owner = signals.owner.load();
-    if (owner == getpid()) {
+    if (came_round(line, info)) {
+        /* has been answered */
+    } else if (owner == getpid()) {
         latch(line.latch, line.action, causes_of(line, info), info->si_code <= 0 ? info->si_pid : 0, !interrupts_system_call(context));
         if (!(line.flags.load() & HS_SIGNAL_NO_CHAIN)) chain(line, signo, info, context);
     } else if (owner == 0) {
@@ -163,6 +180,7 @@ int prepare_line(Line &line, const hs_signal &wanted) noexcept {
     line.wanted_flags = wanted.flags;
     line.installed = false;
     line.chaining.store(0);
+    line.raised_in.store(0);
     line.passed_on.store(0);
     if (sigaction(wanted.signo, nullptr, &line.previous) != 0) return -errno;
     return leave_alone(wanted.flags, line.previous) ? 1 : 0;
