@@ -2,7 +2,8 @@
 
 A paused rank launches nothing more, but what it has launched still runs, and CUDA takes about a
 thousand kernels in advance. With a bound the device is idle soon after the rank is parked: after
-about the bound, a slice of it and one kernel. See :doc:`vacating`; the native part is ``launch_ahead.cpp``.
+about the bound, a slice of it and one kernel. See :doc:`vacating`; the native part is
+``launch_ahead.cpp``.
 """
 
 from __future__ import annotations
