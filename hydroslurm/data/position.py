@@ -60,6 +60,10 @@ class LoaderPosition(Protocol):
             ranks had begun can be resumed by that number only.
         """
 
+    def batches_of_epoch(self, state: Mapping[str, Any]) -> int | None:
+        """How many batches the epoch has that this state lies in: those that were used and those
+        that are left for this number of ranks. None: as many as any other epoch."""
+
     def state_dict(self) -> dict[str, Any]:
         """The position between two batches: each batch that was handed out counts as used.
         Plain values and tensors only; ``epoch``, ``batches`` and ``world_size`` are in it."""

@@ -83,6 +83,10 @@ class StatefulPosition:
         set_generator_states(self._loader, state["generators"])
         return CountedBatches(batches, self._progress)
 
+    def batches_of_epoch(self, state: Mapping[str, Any]) -> int | None:
+        del state  # another number of ranks is refused
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         state = self._progress.state_dict(self.name)
         state["num_workers"] = getattr(self._loader, "num_workers", 0)
@@ -196,6 +200,18 @@ class SamplerPosition:
         set_generator_states(self._loader, state["generators"])
         return CountedBatches(iter(()) if progress.finished else batches, progress)
 
+    def batches_of_epoch(self, state: Mapping[str, Any]) -> int | None:
+        progress = Progress.of(state, strategy=self.name)
+        share, plan = self._plan.sampler.share, self._plan
+        world_size = (self._share or share).world_size
+        if not progress.begun or progress.finished or progress.world_size == world_size:
+            return None
+        consumed = int(state["sampler"]["consumed"])
+        left = plan.sampler.left(consumed) if not plan.is_global else plan.sampler.length - consumed
+        batches, rest = divmod(left, plan.batch_size)
+        drops = getattr(self._loader.batch_sampler, "drop_last", False)
+        return progress.batches + batches + (rest > 0 and not drops)
+
     def state_dict(self) -> dict[str, Any]:
         state = self._progress.state_dict(self.name)
         state["sampler"] = self._plan.sampler.state_at(self._progress.epoch, self._consumed())
@@ -277,6 +293,10 @@ class ReplayPosition:
             _skip(batches, progress.batches, unknown=_unknown_sampler(self._loader))
         set_generator_states(self._loader, state["generators"])
         return CountedBatches(batches, progress)
+
+    def batches_of_epoch(self, state: Mapping[str, Any]) -> int | None:
+        del state  # another number of ranks is refused
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         state = self._progress.state_dict(self.name)

@@ -56,6 +56,7 @@ class HeldLoader:
         self._hydroslurm_saves_batches: bool | None = None
         self._hydroslurm_before: dict[str, Any] | None = None
         self._hydroslurm_opened: Iterator[Any] | None = None
+        self._hydroslurm_length: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
         opened, self._hydroslurm_opened = self._hydroslurm_opened, None
@@ -81,6 +82,8 @@ class HeldLoader:
         return self._remembering(batches, resumed.get("rng"))
 
     def __len__(self) -> int:
+        if self._hydroslurm_length is not None:
+            return self._hydroslurm_length
         return len(self._hydroslurm_loader)
 
     def __getattr__(self, name: str) -> Any:
@@ -145,6 +148,21 @@ def skip(loader: HeldLoader, count: int) -> None:
     for _ in itertools.islice(batches, count):
         pass
     loader._hydroslurm_opened = batches
+
+
+def count_rest(loader: HeldLoader) -> bool:
+    """Where another number of ranks had begun the epoch that is to be resumed, let the loader's
+    length be the batches that were used and those that are left for this number of ranks; whether
+    it is another one now."""
+    position = (loader._hydroslurm_resumed or {}).get("position")
+    if position is not None:
+        loader._hydroslurm_length = loader._hydroslurm_position.batches_of_epoch(position)
+    return loader._hydroslurm_length is not None
+
+
+def count_whole(loader: HeldLoader) -> None:
+    """Let the length be that of a whole epoch again."""
+    loader._hydroslurm_length = None
 
 
 def held_state(loader: HeldLoader) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.framework_run import FrameworkRun
 from hydroslurm.integrations.handed import fingerprint
+from hydroslurm.integrations.lightning_epoch import ResumedEpoch
 from hydroslurm.integrations.lightning_known import (
     environ_of,
     require_known,
@@ -72,6 +73,7 @@ class Fit:
         self._max_steps: int | None = None
         self._ended = self._is_finished = False
         self._new_loaders: list[Any] = []
+        self._resumed_epoch = ResumedEpoch(trainer)
         self._shards = shards_of(trainer)
         self.run = FrameworkRun(
             "lightning",
@@ -177,6 +179,7 @@ class Fit:
         if loaded is not None and loop._combined_loader is None:
             self._enter(loaded)
         before = loop._combined_loader
+        self._resumed_epoch.leave_behind()
         self._new_loaders = []
         with self._holding():
             own()
@@ -204,6 +207,7 @@ class Fit:
                 epoch=lambda: self._trainer.fit_loop.epoch_progress.current.processed,
                 fetched_ahead=None if _has_length(loader) else self._fetched_ahead,
             )
+            self._resumed_epoch.hold(held)
             self._new_loaders.append(held)
             return held
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 HERE = Path(__file__).parent
 LIGHTNING, STOCK = "lightning_ranks.py", "stock_ranks.py"
 STOPPED = 75
+SAMPLES = 67
 LONG = pytest.mark.frameworks
 
 
@@ -48,3 +50,26 @@ def test_stopped_run_is_the_undisturbed_one(
     assert found["stopped_exits"] == [*[STOPPED] * world * len(stops.split()), *[0] * world]
     assert found["stopped"] == found["undisturbed"]
     assert len(found["stopped"]) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "attempts", [["2:2", "1:7", "3:"], pytest.param(["1:2", "3:4", "2:"], marks=LONG)]
+)
+def test_an_epoch_goes_on_with_another_number_of_ranks(attempts: list[str], tmp_path: Path) -> None:
+    """The rest of an epoch is more batches for fewer ranks: Lightning trains all of them, validates
+    behind them, and the next epoch is whole."""
+    ran = subprocess.run(
+        [sys.executable, HERE / "lightning_resized.py", tmp_path, *attempts],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    ranks = [int(one.partition(":")[0]) for one in attempts]
+    assert found["exits"] == [[STOPPED] * n for n in ranks[:-1]] + [[0] * ranks[-1]], ran.stderr
+    for epoch in (0, 1):
+        notes = [(kind, what) for of, kind, what in found["notes"] if of == epoch]
+        trained = Counter(place for kind, what in notes if kind == "trained" for place in what)
+        once = dict.fromkeys(range(SAMPLES), 1)
+        assert {place: n for place, n in trained.items() if place < SAMPLES} == once
+        assert sum(kind == "validated" for kind, _ in notes) == ranks[-1]
