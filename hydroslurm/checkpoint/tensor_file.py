@@ -202,12 +202,9 @@ def parse(text: bytes) -> dict[str, Any]:
 
 
 def lay_out(pieces: Sequence[Piece], *, rank: int) -> Laid:
-    """How pieces lie in a rank's file: by the size of their elements, the small ones first, so that
-    a reader can take each kind in one go."""
-    order = sorted(
-        range(len(pieces)),
-        key=lambda place: (-pieces[place].dtype.itemsize, pieces[place].size_bytes >= SMALL_BYTES),
-    )
+    """How pieces lie in a rank's file: by the size of their elements, and so that a reader can take
+    those of a kind in one go, with all of them aligned."""
+    order = sorted(range(len(pieces)), key=lambda place: _kind_of(pieces[place]))
     said = "a part of a checkpoint of hydroslurm: its .json says where each piece belongs"
     about = json.dumps({"format": "pt", "rank": str(rank), "about": said}, separators=(",", ":"))
     lines, end = [f'{{"__metadata__":{about}'.encode()], 0
@@ -233,6 +230,16 @@ def lay_out(pieces: Sequence[Piece], *, rank: int) -> Laid:
         )
         end += piece.size_bytes
     return Laid(header, tuple(order), b",".join(lines))
+
+
+def _kind_of(piece: Piece) -> tuple[int, int]:
+    """Small ones, large ones, those behind which nothing is aligned, single values."""
+    size_bytes, item_bytes = piece.size_bytes, piece.dtype.itemsize
+    if size_bytes == item_bytes:
+        return -item_bytes, 3
+    if size_bytes % ALIGN_BYTES:
+        return -item_bytes, 2
+    return -item_bytes, int(size_bytes >= SMALL_BYTES)
 
 
 def index_text(

@@ -85,6 +85,24 @@ def test_views_and_odd_tensors_come_back(tmp_path: Path) -> None:
     assert done.manifest.size_bytes < 100_000
 
 
+def test_what_is_loaded_lies_as_torch_would_have_put_it(tmp_path: Path) -> None:
+    """A matrix product adds in another order where its operands lie otherwise. Many tensors still
+    share a memory."""
+    sizes = [(18, 20), (16,), (7,), (), (64, 5), (3, 3), (1,), (128,), (5, 5), (32, 48), (0, 4)]
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64)
+    made = {
+        f"{dtype} {size} {n}": torch.arange(math.prod(size)).to(dtype).reshape(size)
+        for dtype in dtypes
+        for n, size in enumerate(sizes * 4)
+    }
+    store = CheckpointStore(tmp_path)
+    found = store.load(store.write(State(shared=made, own={}), step=1, kind="stop")).shared
+    assert all(torch.equal(found[name], one) for name, one in made.items())
+    assert {one.data_ptr() % 64 for one in found.values() if one.numel() > 1} == {0}
+    ends = {one.data_ptr() + one.nbytes for one in found.values()}
+    assert len(ends & {one.data_ptr() for one in found.values()}) > len(made) // 4
+
+
 def test_a_step_is_written_once(tmp_path: Path) -> None:
     """A step that is committed and whole is returned as it is; a damaged one is replaced."""
     store = saved(tmp_path, 3)
