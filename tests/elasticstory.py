@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from processes import wait_until
+from processes import LIMIT_S, wait_until
 from zygote import ForkedChild
 
 from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV, ElasticFolder
@@ -175,10 +175,10 @@ class ElasticStory:
         """Of all members that ever were."""
         return [steps_of(child) for child in (*self.members.values(), *self.former)]
 
-    def ended(self, name: str) -> int:
+    def ended(self, name: str, *, limit_s: float = LIMIT_S) -> int:
         """The exit status of a member, waited for."""
         try:
-            return self.members[name].wait()
+            return self.members[name].wait(limit_s=limit_s)
         except subprocess.TimeoutExpired as error:
             raise AssertionError(f"{name} does not end\n{self}") from error
 

@@ -234,7 +234,7 @@ class Fit:
                 return
         own(fetcher)
         step = trainer.global_step
-        if step > self.run.step and not trainer.fit_loop._should_accumulate():
+        if step > self.run.step:
             self.run.complete_step(step, epoch=trainer.current_epoch)
 
     def _go_on(self, loaded: Mapping[str, Any]) -> None:
