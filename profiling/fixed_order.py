@@ -52,6 +52,7 @@ def together(ranks: int, rounds: int) -> dict[str, float]:
         ]
         for one in all_ranks:
             one.start()
+        theirs.close()  # so that ranks that fail leave nobody to wait for
         found: dict[str, float] = ours.recv()
         for one in all_ranks:
             one.join()
@@ -79,7 +80,8 @@ def _rank(rank: int, ranks: int, rounds: int, meeting: str, to: Connection) -> N
     for _ in range(rounds + 1):
         for way in took_s:
             dist.barrier()
-            sockets, began_s = _sockets() - before, time.perf_counter()
+            sockets = [descriptor for descriptor, _ in _sockets() - before]
+            began_s = time.perf_counter()
             bytes_before = sum(map(_received, sockets))
             way()
             took_s[way].append(time.perf_counter() - began_s)
