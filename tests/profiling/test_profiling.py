@@ -80,10 +80,11 @@ def test_vacate() -> None:
 
 
 def test_launch_ahead() -> None:
-    """Each bound holds, but for a kernel; none holds without one."""
+    """Each bound holds, but for a slice of it and a kernel, the largest of 1.5 ms; none holds
+    without one."""
     result, _ = run_script("launch_ahead.py", "--json")
     for bound_ms in (5, 20, 50):
-        assert 0 < result[f"most_queued_ms_{bound_ms}"] <= bound_ms
+        assert 0 < result[f"most_queued_ms_{bound_ms}"] <= bound_ms * 9 / 8 + 1.5
         assert result[f"throughput_ratio_{bound_ms}"] > 0
     assert result["most_queued_ms_0"] > 50
 
