@@ -61,8 +61,10 @@ def test_a_day_of_random_changes(tmp_path: Path) -> None:
     every epoch comes once, those who finish have the same weights, and whoever was started ends by
     itself, the coordinator last. Prints the goodput."""
     chance = random.Random(int(os.environ.get("HYDROSLURM_TEST_SEED", "1")))
-    # the last member may be killed before another has joined: a checkpoint is all that is left then
-    program = TRAIN.replace("every_s=0,", "every_s=2,")
+    # the last member may be killed before another has joined: a checkpoint is all that is left
+    # then, and each time counts as a failure of the run
+    limits = f"limits=hydroslurm.Limits(failures={EVENTS}, attempts_without_progress={EVENTS})"
+    program = TRAIN.replace("every_s=0,", f"every_s=2, {limits},")
     story = ElasticStory(tmp_path, program=program, min=1, max=4, gather_s=0.5)
     epochs = 2 + EVENTS * 3 // 2  # it lasts longer than the events, on a quiet machine too
     number = 0
