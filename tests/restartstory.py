@@ -51,6 +51,7 @@ sys.exit(75)
 
 TRAIN = """
 import json, os, sys, time
+from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -62,7 +63,7 @@ from hydroslurm.data import ResumableSampler
 options = json.loads(sys.argv[1])
 member = options.get("member") or "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**os.environ)
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=timedelta(seconds=options.get("timeout_s", 1800)))
 torch.manual_seed(0)
 samples = torch.Generator().manual_seed(7)
 xs = torch.randn(options["samples"], 8, generator=samples)
@@ -78,7 +79,7 @@ loader = DataLoader(data, batch_size=options["batch"], sampler=ResumableSampler(
 
 def say(kind, **more):
     line = {"kind": kind, "member": member, "pid": os.getpid(),
-            "size": dist.get_world_size(), "at_s": time.monotonic(), **more}
+            "size": dist.get_world_size(), "at_s": time.monotonic(), "epoch_s": time.time(), **more}
     with open(os.path.join(options["folder"], "said"), "a") as file:
         file.write(json.dumps(line) + "\\n")
 
@@ -88,6 +89,10 @@ with hydroslurm.Run(
 ) as run:
     for x, y, ids in run.batches(epochs=options["epochs"]):
         step = run.step
+        if options.get("hang") and step >= 5 and run.generation == 1:
+            say("hangs")
+            while True:
+                time.sleep(60 if options["hang"] == "sleep" else 0)
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
@@ -107,13 +112,16 @@ class RestartStory(ElasticStory):
         self._script = folder / "train.py"
         self._script.write_text(script)
 
-    def start(self, name: str, *agent: str, **options: Any) -> Any:  # type: ignore[override]
+    def start(  # type: ignore[override]
+        self, name: str, *agent: str, heartbeat_s: float = 10.0, **options: Any
+    ) -> Any:
         """Start an agent; ``agent``: torchrun's options."""
         return super().start(
             name,
             environ={
                 "HYDROSLURM_ALONE": "1",
                 "MASTER_ADDR": "127.0.0.1",
+                "HYDROSLURM_HEARTBEAT_S": str(heartbeat_s),
                 "HYDROSLURM_RUN_DIR": str(self.folder.root / "members" / name),
             },
             folder=str(self.root),
@@ -141,14 +149,14 @@ class RestartStory(ElasticStory):
 
     def wait_for_members(self, *names: str) -> None:
         """Until the coordinator knows all of these."""
-        folder = self.folder
         wait_until(
-            lambda: (
-                {one["id"] for one in (folder.read(folder.status_json) or {}).get("members", ())}
-                >= set(names)
-            ),
+            lambda: {one["id"] for one in self.status().get("members", ())} >= set(names),
             lambda: f"members {names}\n{self}",
         )
+
+    def status(self) -> dict[str, Any]:
+        """What the coordinator has written last."""
+        return self.folder.read(self.folder.status_json) or {}
 
     def steps(self, name: str) -> list[dict[str, Any]]:
         return self.said("step", member=name)
@@ -168,10 +176,10 @@ class RestartStory(ElasticStory):
 def said(folder: Path, kind: str, **wanted: Any) -> list[dict[str, Any]]:
     """What workers have said into a folder."""
     try:
-        lines = (folder / "said").read_text().splitlines()
+        text = (folder / "said").read_text()
     except FileNotFoundError:
         return []
-    found = [json.loads(line) for line in lines]
+    found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [
         one
         for one in found

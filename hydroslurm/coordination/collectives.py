@@ -103,6 +103,30 @@ def groups() -> dict[str, GroupCount]:
     return found
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Of a rank on the largest of its groups, which mostly is that of all ranks.
+
+    Attributes:
+        key: of the group, as in :func:`groups`.
+        issued: as in :class:`GroupCount`.
+        timeout_s: after so long a collective there fails; None where the backend does not say.
+    """
+
+    key: str
+    issued: int
+    timeout_s: float | None
+
+
+def progress() -> Progress | None:
+    """How far this rank has come; None outside of a group of several ranks. Some microseconds."""
+    group, ranks = max(_registered(), key=lambda one: len(one[1]), default=(None, ()))
+    name, issued = _name(group), _sequence_number(group)
+    if len(ranks) < 2 or name is None or issued is None:
+        return None
+    return Progress(_key(name, ranks), issued, _timeout_s(group))
+
+
 def issued_exact() -> dict[str, int] | None:
     """How many collectives this rank has issued on each group of :func:`groups`, without sends and
     receives, which need not be as many on all members.
@@ -210,6 +234,15 @@ def _sequence_number(group: Any) -> int | None:
         return None if ask is None else int(ask())
     except RuntimeError:
         return None  # this backend keeps none, or the group was destroyed
+
+
+def _timeout_s(group: Any) -> float | None:
+    """Of its backend; of several, as with ``cpu:gloo,cuda:nccl``, the shortest."""
+    found = []
+    for device in getattr(group, "_device_types", ()):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            found.append(group._get_backend(device).options._timeout.total_seconds())
+    return min(found, default=None)
 
 
 def _recorded() -> list[dict[str, Any]] | None:

@@ -79,7 +79,12 @@ class RankStatus:
         step: training step, None when the rank never told.
         step_since: when the step was first seen to be this one; late by one heartbeat at the most.
         steps_per_s: over the latest interval in which the step changed; None before.
+        samples_per_step: of all ranks together; None where the loader does not say.
         heartbeat_s: the status is written at least so often; None where there is no heartbeat.
+        collectives: how many it has issued on its largest process group; told where the ranks are
+            started anew in each generation of an elastic run.
+        collective_timeout_s: of that group; None where it is not known.
+        stands_at: where the main thread is in the script, once nothing has moved for a heartbeat.
         saver: who saves at a stop: ``attempt_began`` (a Run) or ``stops_taken`` (the script, with
             the two calls); empty while nobody does.
         saver_restart_count: in which attempt it said so.
@@ -124,7 +129,11 @@ class RankStatus:
     step: int | None = None
     step_since: Moment | None = None
     steps_per_s: float | None = None
+    samples_per_step: int | None = None
     heartbeat_s: float | None = None
+    collectives: int | None = None
+    collective_timeout_s: float | None = None
+    stands_at: str = ""
     saver: str = ""
     saver_restart_count: int = 0
     attempt_step: int | None = None
@@ -384,6 +393,9 @@ def _with_training(status: RankStatus, event: Event) -> RankStatus:
             attempt_began=now,
             attempt_restart_count=event.restart_count,
         )
+    if kind is EventKind.FIRST_STEP:
+        samples = data.get("samples_per_step")
+        return replace(status, samples_per_step=samples if type(samples) is int else None)
     if kind is EventKind.SAVE_COMMITTED and data.get("tier") == "durable":
         if (step := data.get("checkpoint_step")) is not None:
             status = replace(status, committed_step=step, committed=now)
@@ -545,7 +557,11 @@ _READERS: Mapping[str, _Reader] = {
     "step": _integer_or_none,
     "step_since": _moment_or_none,
     "steps_per_s": _or_none(_number),
+    "samples_per_step": _or_none(_nanoseconds),
     "heartbeat_s": _or_none(_number),
+    "collectives": _or_none(_nanoseconds),
+    "collective_timeout_s": _or_none(_number),
+    "stands_at": lambda value: "" if value is None else _text(value),
     "saver": _one_of("", *(kind.value for kind in _SAVERS)),
     "saver_restart_count": _small,
     "attempt_step": _integer_or_none,

@@ -299,6 +299,7 @@ class Changes(Members):
         change.phase, self.suspended = Phase.FORMING, False
         self.generation += 1
         self.current = tuple(together)
+        self._liveness.begin_generation()
         self._ready -= self._training
         self._join_at_s = None
         ranks = self._present_ranks()

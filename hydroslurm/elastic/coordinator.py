@@ -141,7 +141,15 @@ class Coordinator(Server):
         elif kind == "beat":
             self._paces[rank] = (message["step_s"], message["samples_per_s"])
             self.uses[rank] = message["use"]
-            self.act(self.membership.beat(rank, message["step"], now_s, waits=message["waits"]))
+            self.act(
+                self.membership.beat(
+                    rank,
+                    message["step"],
+                    now_s,
+                    waits=message["waits"],
+                    collectives=message["collectives"],
+                )
+            )
         elif kind in ("set", "get", "add"):
             self._serve_store(peer, message)
         else:

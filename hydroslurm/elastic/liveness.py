@@ -15,6 +15,7 @@ class Liveness:
     def __init__(self) -> None:
         self._heard_s: OrderedDict[Rank, float] = OrderedDict()  # the most silent first
         self._doing: dict[Rank, tuple[int, bool, float]] = {}
+        self._issued: dict[Rank, int] = {}
 
     def heard(self, rank: Rank, now_s: float) -> None:
         """The rank has said something."""
@@ -27,10 +28,28 @@ class Liveness:
         if before is None or before[:2] != (step, waits):
             self._doing[rank] = (step, waits, now_s)
 
+    def issued(self, rank: Rank, collectives: int | None) -> None:
+        """How many collectives the processes of an agent have issued; None: they do not tell."""
+        if collectives is None:
+            self._issued.pop(rank, None)
+        else:
+            self._issued[rank] = collectives
+
+    def begin_generation(self) -> None:
+        """Processes that are new count anew."""
+        self._issued.clear()
+
+    def behind(self) -> tuple[list[Rank], int]:
+        """Those whose processes have issued fewer collectives than others have, and how many the
+        furthest has."""
+        furthest = max(self._issued.values(), default=0)
+        return [rank for rank, issued in self._issued.items() if issued < furthest], furthest
+
     def forget(self, rank: Rank) -> None:
         """Nothing more is expected of the rank."""
         self._heard_s.pop(rank, None)
         self._doing.pop(rank, None)
+        self._issued.pop(rank, None)
 
     def most_silent(self) -> tuple[Rank, float] | None:
         """The rank that was heard least recently, and when."""

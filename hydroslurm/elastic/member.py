@@ -157,6 +157,8 @@ class Member:
         self._failure: Message | None = None
         self._aborted_for = 0
         self._pace = (0.0, 0.0)
+        self._collectives: int | None = None
+        self._awaited = (0, 0)
         self._ids = itertools.count(1)
         self._answers: dict[int, Any] = {}
         self._channel: CoordinatorChannel | None = None
@@ -261,9 +263,18 @@ class Member:
         """This member has no place in the run any more."""
         return any(isinstance(one, Depart) for one in tuple(self._directives))
 
-    def note_step(self, step: int) -> None:
+    @property
+    def awaited(self) -> int:
+        """How many collectives the furthest process of this generation has issued, if those here
+        have issued fewer."""
+        generation, collectives = self._awaited
+        return collectives if generation == self.generation else 0
+
+    def note_progress(self, step: int | None, collectives: int | None) -> None:
         """What is said with the next beat."""
-        self._step = step
+        self._collectives = collectives
+        if step is not None:
+            self._step = step
 
     def blame(self, reason: str) -> str:
         """Say that a process of this member has ended so; returns the member whose process was the
@@ -495,6 +506,7 @@ class Member:
                 "step_s": step_s,
                 "samples_per_s": samples_per_s,
                 "use": self._usage.read(),
+                "collectives": self._collectives,
             }
         )
 
@@ -517,6 +529,8 @@ class Member:
         elif kind == "form":
             fields = {name: message[name] for name in message if name != "type"}
             self._put(Form(**{**fields, "needs": tuple(fields["needs"])}))
+        elif kind == "awaited":
+            self._awaited = (message["generation"], message["collectives"])
         elif kind == "save":
             self._put(Save(message["change"]))
         elif kind == "depart":

@@ -236,11 +236,22 @@ class Membership(Changes):
         self._lost(rank, now_s)
         return self._settled(now_s)
 
-    def beat(self, rank: Rank, step: int, now_s: float, *, waits: bool = False) -> list[Action]:
-        """A rank lives. ``waits``: it has done its part of the step, or is paused."""
+    def beat(
+        self,
+        rank: Rank,
+        step: int,
+        now_s: float,
+        *,
+        waits: bool = False,
+        collectives: int | None = None,
+    ) -> list[Action]:
+        """A rank lives. ``waits``: it has done its part of the step, or is paused;
+        ``collectives``: that the processes of an agent have issued."""
         self._heard(rank, now_s)
         self.step = max(self.step, step)
         self._liveness.beat(rank, step, now_s, waits=waits)
+        if rank[0] in self._training:
+            self._liveness.issued(rank, collectives)
         return []
 
     def scale(self, size: int, leave: Sequence[str], now_s: float, *, by: str = "") -> list[Action]:
@@ -273,6 +284,7 @@ class Membership(Changes):
                 break
             self._actions.append(Close(rank))
             self._lost(rank, now_s, why=f"silent for {now_s - heard_s:.1f} s")
+        self._tell_who_is_awaited()
         for rank in self._stuck(now_s):
             self._lost(rank, now_s, why=f"hangs in a step: the others wait for {rank[0]}")
             self._actions.append(Close(rank))
@@ -337,6 +349,13 @@ class Membership(Changes):
         if self.change is not None:
             return []
         return self._liveness.stuck(self._present_ranks(), now_s, after_s=self.timing.stuck_s)
+
+    def _tell_who_is_awaited(self) -> None:
+        """Agents know what their processes do, and not that others wait for them."""
+        behind, furthest = self._liveness.behind()
+        if self.change is None:
+            for rank in behind:
+                self._send(rank, "awaited", generation=self.generation, collectives=furthest)
 
     def _lost(self, rank: Rank, now_s: float, *, why: str = "its connection ended") -> None:
         """One rank is gone, and with it its member: the others of its node leave too."""

@@ -31,6 +31,10 @@ def _is_use(value: Any) -> bool:
     )
 
 
+def _is_count_or_none(value: Any) -> bool:
+    return value is None or is_count(value)
+
+
 FROM_RANK: Mapping[str, Mapping[str, Check]] = {
     "join": {
         "member": is_text,
@@ -48,6 +52,7 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
         "step_s": is_number,
         "samples_per_s": is_number,
         "use": _is_use,
+        "collectives": _is_count_or_none,
     },
     "propose": {"change": is_count, "step": is_count},
     "arrived": {
@@ -77,6 +82,7 @@ FROM_COORDINATOR: Mapping[str, Mapping[str, Check]] = {
     "hold": {"change": is_count},
     "hold_at": {"change": is_count, "step": is_count},
     "abort": {"change": is_count, "generation": is_count, "culprit": is_text},
+    "awaited": {"generation": is_count, "collectives": is_count},
     "save": {"change": is_count},
     "wait": {"change": is_count},
     "form": {

@@ -36,6 +36,7 @@ from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.jobstep import jobstep_of
 from hydroslurm.runtime.launch_ahead import launch_ahead_from
 from hydroslurm.runtime.out_of_reach import OutOfReach
+from hydroslurm.runtime.standing import Watch
 from hydroslurm.runtime.status_writer import StatusWriter, interval_s
 from hydroslurm.runtime.unsaved_warning import UnsavedWarning
 from hydroslurm.slurm import run_folders
@@ -174,7 +175,9 @@ def _set_up(
     folder = _run_folder(run_dir, environ, base)
     log = EventLog(folder.rank_events(identity.rank) if folder else None)
     status = StatusWriter(
-        folder.rank_status(identity.rank) if folder else None, every_s=interval_s(environ)
+        folder.rank_status(identity.rank) if folder else None,
+        every_s=interval_s(environ),
+        look=Watch(environ).look,
     )
     with contextlib.ExitStack() as undo, contextlib.ExitStack() as beside:
         opened = open_gate(gate, model=model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from hydroslurm.core.status import (
     fold,
     load_status,
 )
+from hydroslurm.runtime.standing import Standing
 
 HEARTBEAT_ENV = "HYDROSLURM_HEARTBEAT_S"
 """Seconds between two heartbeats; 0 for none."""
@@ -54,9 +55,21 @@ class StatusWriter:
     be written.
     """
 
-    def __init__(self, path: Path | None, *, every_s: float) -> None:
-        """``path=None`` writes nothing, ``every_s=0`` only what changes."""
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        every_s: float,
+        look: Callable[[int | None], Standing | None] = lambda _: None,
+    ) -> None:
+        """
+        Args:
+            path: None writes nothing.
+            every_s: 0 writes only what changes.
+            look: asked at each heartbeat, with the step, for what else it says.
+        """
         self._path = path
+        self._look = look
         self._every_s = every_s
         self._events: deque[Event] = deque()
         self._changed_mono_s: float | None = None
@@ -88,7 +101,8 @@ class StatusWriter:
         """Replace the file, if something has changed or the heartbeat is due.
 
         Args:
-            step: the training step now; without one there is no heartbeat.
+            step: the training step now; without one there is no heartbeat, unless there is more to
+                say.
             at_once: do not wait for what comes together with a change.
         """
         now_mono_s = time.monotonic()
@@ -101,8 +115,12 @@ class StatusWriter:
         # cleared before they are taken: an event that comes meanwhile sets it again
         while self._events:
             self._status = fold((self._events.popleft(),), self._status)
-        if self._status is None or not (has_changed or (is_beat and step is not None)):
+        standing = self._look(step) if is_beat else None
+        is_beat = is_beat and not (step is None and standing is None)
+        if self._status is None or not (has_changed or is_beat):
             return
+        if standing is not None:
+            self._status = replace(self._status, **vars(standing))
         self._status = self._with_step(self._status, step, now_mono_s, is_beat=is_beat)
         try:
             _put(self._path, self._status.to_json().encode())

@@ -74,6 +74,8 @@ JOB = """
             work()
             assert total(issued()) == before + 1
         assert collectives.issued_exact() == issued()
+        ((key, number),) = issued().items()
+        assert collectives.progress() == collectives.Progress(key, number, 1800.0)
         until(lambda: collectives.in_flight() == 0)
 
     def sends_and_receives_are_taken_out(rank):
@@ -232,6 +234,7 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
     code = (
         "import sys; from hydroslurm.coordination import collectives as c; "
         "assert (c.groups(), c.issued_exact(), c.in_flight()) == ({}, {}, 0); "
+        "assert c.progress() is None; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=True)
@@ -260,5 +263,6 @@ def test_names_that_are_missing_make_no_error(monkeypatch: pytest.MonkeyPatch) -
     assert collectives.in_flight() == 0
     bare._world = World()  # type: ignore[attr-defined]
     assert [group.issued for group in collectives.groups().values()] == [3]
+    assert collectives.progress() == collectives.Progress(*collectives.groups(), 3, None)
     assert collectives.in_flight() is None
     assert collectives.issued_exact() is None

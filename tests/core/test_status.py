@@ -28,6 +28,7 @@ from hydroslurm.core.status import (
     read_status,
     status_of,
 )
+from hydroslurm.runtime.standing import Standing
 from hydroslurm.runtime.status_writer import HEARTBEAT_ENV, StatusWriter, interval_s
 
 
@@ -383,6 +384,24 @@ def test_heartbeat(tmp_path: Path) -> None:
     assert later.as_of > told.as_of
     writer.close(step=9)
     assert load_status(path) == later
+
+
+def test_a_heartbeat_says_more(tmp_path: Path) -> None:
+    """It is asked for with each heartbeat, and makes one for a rank without a step."""
+    path = tmp_path / "rank-00003.json"
+    said = [Standing(None, None, ""), Standing(12, 600.0, "train.py:7 in f"), None]
+    writer = StatusWriter(path, every_s=0.1, look=lambda _: said[-1])
+    writer.note(PAUSED[0])
+    writer.write(None, at_once=True)
+    before = load_status(path)
+    for expected in (before, replace(before, **vars(said[1])), replace(before, **vars(said[0]))):
+        time.sleep(writer.wait_s() or 0.0)
+        writer.write(None)
+        told = load_status(path)
+        assert replace(told, as_of=before.as_of, heartbeat_s=None) == replace(
+            expected, heartbeat_s=None
+        )
+        said.pop()
 
 
 def test_changes_come_together(tmp_path: Path) -> None:

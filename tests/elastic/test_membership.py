@@ -287,6 +287,27 @@ def test_a_rank_that_lives_and_hangs_is_given_up() -> None:
     assert any(isinstance(one, Record) and one.kind == "failure" for one in told)
 
 
+def test_agents_are_told_that_others_wait_for_their_processes() -> None:
+    """They are not given up for it; and processes that are started anew count anew."""
+    world = World(1, Size(min=1, max=2, wanted=2))
+    world.start()
+    world.start()
+    world.calm()
+    membership, now_s = world.membership, world.now_s
+    for rank, issued in ((("m1", 0), 41), (("m2", 0), 40)):
+        membership.beat(rank, 7, now_s, collectives=issued)
+    told = {"type": "awaited", "generation": 1, "collectives": 41}
+    assert membership.tick(now_s + 1) == [Send(("m2", 0), told)]
+    membership.beat(("m2", 0), 7, now_s, collectives=None)
+    assert membership.tick(now_s + 1) == []
+    membership.beat(("m2", 0), 7, now_s, collectives=40)
+    world.start()
+    world.act(membership.scale(1, (), now_s))
+    world.calm()
+    assert membership.generation == 2
+    assert not [one for one in membership.tick(world.now_s) if isinstance(one, Send)]
+
+
 def test_below_min_the_state_is_saved_before_anyone_goes() -> None:
     """The last ones that could go on save; then the run waits for more."""
     world = World(1, Size(min=2, max=2, wanted=2))

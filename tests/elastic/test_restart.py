@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from elasticstory import SAMPLES, times_seen
+from elasticstory import BATCH, SAMPLES, times_seen
 from processes import wait_until
 from restartstory import TRAIN, RestartStory
 
 from hydroslurm.core.exitcodes import RUN_AGAIN
+
+ELASTIC = pytest.mark.elastic
 
 
 @pytest.fixture
@@ -146,6 +150,47 @@ def test_a_training_loses_no_step_and_no_sample(tmp_path: Path) -> None:
         story.signal("b", signal.SIGTERM)
         assert story.members["a"].wait() == 0, story
         check(story, members="ab", lost=0)
+    finally:
+        story.close()
+
+
+@pytest.mark.parametrize(
+    ("hang", "timeout_s", "why"),
+    [
+        ("stop", 1800, r"has been stopped for \d s \(SIGSTOP\)"),
+        pytest.param("sleep", 20, r"train.py:\d+ in <module>, and does nothing", marks=ELASTIC),
+        pytest.param("spin", 20, r"train.py:\d+ in <module>, though it is busy", marks=ELASTIC),
+    ],
+)
+def test_a_worker_that_hangs_is_found(
+    tmp_path: Path, hang: str, timeout_s: float, why: str
+) -> None:
+    """It is named, with where it stands and what it does, before the collective fails in which the
+    others wait for it; it is killed and charged to its member, and all train on."""
+    told = {"epochs": 1, "step_s": 0.05, "every": 2, "timeout_s": timeout_s}
+    story = RestartStory(tmp_path, script=TRAIN, min=1, max=2, gather_s=30.0, silent_s=2.0)
+    try:
+        for name in "ab":
+            options = {"hang": hang} if name == "b" and hang != "stop" else {}
+            story.start(name, "--max-restarts=1", **told, **options, heartbeat_s=0.5)
+        if hang == "stop":
+            story.wait_for_step("b", size=2)
+            wait_until(lambda: story.status()["samples_per_s"] > 0, lambda: f"a pace\n{story}")
+            pace = story.status()
+            assert pace["samples_per_s"] * pace["step_s"] == pytest.approx(2 * BATCH, rel=0.5)
+            os.kill(story.steps("b")[-1]["pid"], signal.SIGSTOP)
+        story.wait_for("generation", 2)
+        if hang != "stop":
+            (hung,) = story.said("hangs")
+            found_s = story.entries("generation")[1]["epoch_ns"] / 1e9 - hung["epoch_s"]
+            assert 0.5 * timeout_s <= found_s < timeout_s, story
+        assert [story.members[name].wait(limit_s=120) for name in "ab"] == [0, 0], story
+        causes = [one["cause"] for one in story.entries("generation")]
+        assert len(causes) == 2, story
+        assert re.match(r"b: local rank 0 \(pid \d+\) ", causes[1]), causes
+        assert re.search(why, causes[1]), causes
+        assert not story.entries("failure"), story
+        check(story, members="ab", lost=60)
     finally:
         story.close()
 

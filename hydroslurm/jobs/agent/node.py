@@ -27,7 +27,7 @@ from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.jobs.agent import nodestate
 from hydroslurm.jobs.agent.rendezvous import agents, find_rendezvous
 from hydroslurm.jobs.agent.signal_pipe import SignalPipe
-from hydroslurm.jobs.agent.workers import MEANINGS, Meaning, Workers
+from hydroslurm.jobs.agent.workers import MEANINGS, Meaning, Worker, Workers
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
 
@@ -128,11 +128,11 @@ class Node:
         with self._lock:
             self._workers.stop()
 
-    def step(self) -> int | None:
-        """The training step that the workers say they are at; None: none does."""
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """Those that there are now."""
         with self._lock:
-            workers = self._workers.all
-        return nodestate.step_of(workers)
+            return self._workers.all
 
     def _listen(self) -> None:
         while True:

@@ -57,7 +57,7 @@ class NodeState:
 
 def read(workers: Sequence[Worker]) -> NodeState:
     """The state of a node now."""
-    return fold([_state_of(worker) for worker in workers])
+    return fold(statuses(workers))
 
 
 def fold(states: Sequence[RankStatus | None]) -> NodeState:
@@ -71,12 +71,9 @@ def fold(states: Sequence[RankStatus | None]) -> NodeState:
     )
 
 
-def step_of(workers: Sequence[Worker]) -> int | None:
-    """The training step that is furthest among them; None while none has told."""
-    states = [_state_of(worker) for worker in workers]
-    return max(
-        (one.step for one in states if one is not None and one.step is not None), default=None
-    )
+def statuses(workers: Sequence[Worker]) -> list[RankStatus | None]:
+    """What each of them has told; None for one that has told nothing."""
+    return [_state_of(worker) for worker in workers]
 
 
 def _state_of(worker: Worker) -> RankStatus | None:

@@ -20,6 +20,7 @@ number, so that one of an older generation meets nobody.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import time
@@ -43,16 +44,21 @@ from hydroslurm.core.exitcodes import FAILED, MUST_NOT_RUN_AGAIN
 from hydroslurm.core.rundir import RUN_DIR_ENV
 from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV, ElasticFolder, member_name
 from hydroslurm.elastic.member import Directive, Member
+from hydroslurm.elastic.roster import Timing
 from hydroslurm.errors import UsageError
+from hydroslurm.jobs.agent import nodestate
 from hydroslurm.jobs.agent.elastic import LINGER_S, NodeAgent
 from hydroslurm.jobs.agent.elastic_rendezvous import BACKEND, Generations
 from hydroslurm.jobs.agent.node import Node
+from hydroslurm.jobs.agent.progress import Watch
 from hydroslurm.jobs.agent.signal_pipe import Departed
 from hydroslurm.runtime.install import ALONE_ENV
 
 MONITOR_S = 0.02
 """Between two looks at the workers: a worker that fails has to be seen before those of other nodes
 have failed by its end, which takes Python some 50 ms."""
+LOOK_S = 1.0
+"""Between two looks at what they tell, which they do more seldom."""
 _OWN = ("nnodes", "node_rank", "standalone", "master_addr", "master_port")
 _RENDEZVOUS = ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf")
 
@@ -61,7 +67,13 @@ class MemberAgent(NodeAgent):
     """The agent of one member."""
 
     def __init__(
-        self, node: Node, generations: Generations, spec: WorkerSpec, *args: Any, **kwargs: Any
+        self,
+        node: Node,
+        generations: Generations,
+        timing: Timing,
+        spec: WorkerSpec,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         super().__init__(node, spec, *args, **kwargs)
         self._generations = generations
@@ -69,7 +81,10 @@ class MemberAgent(NodeAgent):
         self._restarts_left = spec.max_restarts
         self._asked_s: float | None = None
         self._said_step = True
-        self._step_s = (0, time.monotonic())
+        self._timing = timing
+        self._watch = Watch(timing)
+        self._look_at_s = 0.0
+        self._hang = ""
 
     def _watch_rendezvous(self, handler: Any) -> None:
         """It has no heartbeats."""
@@ -85,6 +100,8 @@ class MemberAgent(NodeAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
         self._asked_s, self._said_step = None, worker_group.group_rank != 0
+        self._watch, self._look_at_s, self._hang = Watch(self._timing), 0.0, ""
+        self._member.note_progress(None, None)
         form = self._generations.form
         assert form is not None
         self._member.formed(form, ok=True)
@@ -93,11 +110,12 @@ class MemberAgent(NodeAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._look_at_members()
-        self._note_steps()
+        self._look_at_workers()
         result = super()._monitor_workers(worker_group)
         self._remaining_restarts = self._restarts_left
         if result.state is WorkerState.HEALTHY:
             return result
+        self._look_at_workers(at_once=True)  # the last that they have told
         self._generations.pending = self._generations.obey(self._after_end(result))
         if self._generations.pending is None:
             ended = {worker.global_rank: None for worker in worker_group.workers}
@@ -124,21 +142,28 @@ class MemberAgent(NodeAgent):
     def _stops(self) -> bool:
         return self._node.is_stopping(range(self._worker_group.spec.local_world_size))
 
-    def _note_steps(self) -> None:
-        """Say where the workers are, as far as they tell."""
-        step = self._node.step()
-        if step is None:
-            return
-        self._member.note_step(step)
-        if not self._said_step:
-            self._said_step = True
-            self._member.resumed(step)
-        before, since_s = self._step_s
+    def _look_at_workers(self, *, at_once: bool = False) -> None:
+        """Say how far they are, as far as they tell, and end them if one hangs."""
         now_s = time.monotonic()
-        if step != before and now_s - since_s > 1.0:
-            if step > before:
-                self._member.note_pace((now_s - since_s) / (step - before), 0.0)
-            self._step_s = (step, now_s)
+        if now_s < self._look_at_s and not at_once:
+            return
+        workers, member = self._node.workers, self._member
+        found = self._watch.look(
+            workers, nodestate.statuses(workers), furthest=member.awaited, now_s=now_s
+        )
+        self._look_at_s = now_s + (LOOK_S if self._said_step else MONITOR_S)
+        member.note_progress(found.step, found.collectives)
+        if found.step_s:
+            form = self._generations.form
+            share = 1 / form.world_size if form is not None else 1.0
+            member.note_pace(found.step_s, found.samples_per_s * share)
+        if found.step is not None and not self._said_step:
+            self._said_step = True
+            member.resumed(found.step)
+        if found.hangs and self._asked_s is None and not member.broken:
+            self._hang = found.hangs
+            member.fail(found.hangs)  # before others fail by the end of these
+            self._node.kill_workers()
 
     def _after_end(self, result: RunResult) -> Directive:
         """All workers of this node have ended: hold, and wait for what the coordinator says."""
@@ -146,12 +171,12 @@ class MemberAgent(NodeAgent):
         if result.state is WorkerState.SUCCEEDED:
             # who was asked to stop may have left with status 0 for that; else it does so again
             return member.hold(final=not self._stop_asked(), stop=stop)
-        if member.broken or member.is_dismissed:
+        if (member.broken and not self._hang) or member.is_dismissed:
             return member.hold(failed=True, stop=stop)
         left = self.status is not None and self.status != MUST_NOT_RUN_AGAIN
         if left or self._stop_asked():
             return member.hold(failed=not left, stop=stop)
-        reason = _what_happened(result, status=self.status)
+        reason = self._hang or _what_happened(result, status=self.status)
         if member.blame(reason) == member.name:
             if self.status == MUST_NOT_RUN_AGAIN or not self._restarts_left:
                 self._node.log.warning(f"{reason}; this member leaves")
@@ -213,12 +238,12 @@ def prepare(chosen: Any, *, untouched: Any, folder: ElasticFolder) -> None:
 def joined(folder: ElasticFolder, node: Node) -> Iterator[Callable[..., MemberAgent]]:
     """Join the run; yields what makes the agent. The environment becomes that of its
     workers, who are no members themselves."""
-    environ = os.environ
+    environ, options = os.environ, folder.options()
     member = Member(
         folder,
         name=member_name(environ, host=socket.gethostname(), pid=os.getpid()),
         node=environ.get("SLURMD_NODENAME", ""),
-        engine=f"restart ({folder.options().engine_why or 'below hydroslurm agent'})",
+        engine=f"restart ({options.engine_why or 'below hydroslurm agent'})",
         warn=node.log.warning,
     )
     generations = Generations(folder, node, member)
@@ -234,6 +259,6 @@ def joined(folder: ElasticFolder, node: Node) -> Iterator[Callable[..., MemberAg
     environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     member.start()
     try:
-        yield lambda spec, *args, **kwargs: MemberAgent(node, generations, spec, *args, **kwargs)
+        yield functools.partial(MemberAgent, node, generations, options.timing)
     finally:
         member.close()

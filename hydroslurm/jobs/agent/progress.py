@@ -1,0 +1,189 @@
+"""How far the workers of one node are, as they tell: their step and pace, and which one hangs.
+
+A worker hangs if the others wait for it in a collective that it does not come to. Each worker says
+with its heartbeat how many collectives it has issued; the coordinator says how many the furthest
+rank of the generation has. One that is behind and stands still is waited for, and what it does
+meanwhile says for how long:
+
+    it is stopped (SIGSTOP)            ``silent_s``, as a whole member that says nothing
+    it uses no CPU, reads and writes   half of the time-out of its process group: a deadlock, a
+    nothing                            sleep, a file system that does not answer
+    anything else                      nine tenths of that time-out: it may compile, evaluate or
+                                       save, and whatever takes longer fails by the time-out itself
+
+So no rank is given up that could have come in time. Ranks that have all issued the same collective,
+or that are all busy without one, are left alone; so is a rank that is paused on purpose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydroslurm.core.status import RankStatus
+from hydroslurm.elastic.roster import Timing
+from hydroslurm.jobs.agent.workers import Worker, family
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Of a process group that does not say: NCCL's, the shorter one of torch's."""
+IDLE_CPU = 0.05
+"""Of one CPU. Our own threads, which look and tell, use less."""
+IDLE_BYTES_PER_S = 16 << 10
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_NEXT_LOOK_S = 2.5
+"""A later one follows on nothing: the agent itself was stopped meanwhile."""
+
+Use = tuple[float, int]
+"""CPU seconds, and bytes that were read and written, of a process and all below it so far."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Of the workers of a node.
+
+    Attributes:
+        step: that of the furthest one; None while none has told.
+        step_s, samples_per_s: of all ranks of the run; 0 while they are not known.
+        collectives: issued by the one that has issued the fewest; None while not all tell.
+        hangs: which worker hangs, and why it is thought so; "" while none does.
+    """
+
+    step: int | None = None
+    step_s: float = 0.0
+    samples_per_s: float = 0.0
+    collectives: int | None = None
+    hangs: str = ""
+
+
+@dataclass
+class _Waited:
+    """One worker: since when it stands where it is, does nothing, and is stopped."""
+
+    since_s: float
+    idle_since_s: float
+    looked_s: float
+    at: tuple[int, int] | None = None
+    used: Use = (0.0, 0)
+    stopped_since_s: float | None = None
+
+
+def use_of(pid: int) -> Use:
+    """What a process and all below it have used."""
+    ticks = moved = 0
+    for each in family(pid):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])  # utime, stime
+            lines = Path(f"/proc/{each}/io").read_text().splitlines()
+            moved += sum(int(line.split()[1]) for line in lines[:2])  # rchar, wchar
+    return ticks / _TICKS_PER_S, moved
+
+
+def state_of(pid: int) -> str:
+    """The letter of /proc/PID/stat: ``T`` is stopped by a signal (``t``: by a debugger), ``D``
+    waits in the kernel; "" for no process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+@dataclass
+class Watch:
+    """Looks at the workers of one generation, about once a second."""
+
+    timing: Timing
+    use_of: Callable[[int], Use] = use_of
+    state_of: Callable[[int], str] = state_of
+    _seen: dict[int, _Waited] = field(default_factory=dict)
+    _looked_s: float = 0.0
+
+    def look(
+        self,
+        workers: Sequence[Worker],
+        statuses: Sequence[RankStatus | None],
+        *,
+        furthest: int,
+        now_s: float,
+    ) -> Progress:
+        """
+        Args:
+            statuses: of the workers, in their order.
+            furthest: how many collectives a rank of another node has issued, as far as is known.
+            now_s: monotonic.
+        """
+        if now_s - self._looked_s > _NEXT_LOOK_S:
+            self._seen.clear()
+        self._looked_s = now_s
+        told = [one for one in statuses if one is not None]
+        issued = [one.collectives for one in told if one.collectives is not None]
+        furthest = max([furthest, *issued])
+        hang = [
+            reason
+            for worker, status in zip(workers, statuses, strict=True)
+            if (reason := self._why_hung(worker, status, furthest, now_s))
+        ]
+        steps_per_s = max((one.steps_per_s or 0.0 for one in told), default=0.0)
+        samples = max((one.samples_per_step or 0 for one in told), default=0)
+        return Progress(
+            step=max((one.step for one in told if one.step is not None), default=None),
+            step_s=1 / steps_per_s if steps_per_s else 0.0,
+            samples_per_s=steps_per_s * samples,
+            collectives=min(issued) if issued and len(issued) == len(workers) else None,
+            hangs="; ".join(hang),
+        )
+
+    def _why_hung(
+        self, worker: Worker, status: RankStatus | None, furthest: int, now_s: float
+    ) -> str:
+        pid = worker.pid if worker.entry is None else worker.entry.pid
+        waited = self._seen.setdefault(worker.pid, _Waited(now_s, now_s, now_s))
+        who = f"local rank {worker.local_rank} (pid {pid})"
+        state = self.state_of(pid)
+        if state != "T":
+            waited.stopped_since_s = None
+        elif waited.stopped_since_s is None:
+            waited.stopped_since_s = now_s
+        elif (stopped_s := now_s - waited.stopped_since_s) >= self.timing.silent_s:
+            return f"{who} has been stopped for {stopped_s:.0f} s (SIGSTOP)"
+        issued = None if status is None else status.collectives
+        at = None if issued is None else (issued, furthest)
+        is_paused = status is not None and status.state in ("parking", "parked")
+        used = self.use_of(worker.pid) if issued is not None and issued < furthest else (0.0, 0)
+        took_s, busy_s = now_s - waited.looked_s, used[0] - waited.used[0]
+        moved, waited.used, waited.looked_s = used[1] - waited.used[1], used, now_s
+        if at is None or at != waited.at or is_paused or at[0] >= at[1]:
+            waited.at, waited.since_s, waited.idle_since_s = at, now_s, now_s
+            return ""
+        # a child that has ended takes its numbers with it: whoever ends is at work
+        if not (0 <= busy_s <= IDLE_CPU * took_s and 0 <= moved <= IDLE_BYTES_PER_S * took_s):
+            waited.idle_since_s = now_s
+        assert status is not None
+        return self._why_overdue(status, waited, who, state, now_s)
+
+    def _why_overdue(
+        self, status: RankStatus, waited: _Waited, who: str, state: str, now_s: float
+    ) -> str:
+        timeout_s = status.collective_timeout_s or DEFAULT_TIMEOUT_S
+        behind_s, idle_s = now_s - waited.since_s, now_s - waited.idle_since_s
+        # what a rank says is as old as its heartbeat, and so is what the others say
+        most_s = max(timeout_s / 2, 0.9 * timeout_s - 2 * (status.heartbeat_s or 0.0))
+        if idle_s < min(self.timing.stuck_s, timeout_s / 2) and behind_s < most_s:
+            return ""
+        assert waited.at is not None
+        place = f"stands at {status.stands_at}" if status.stands_at else "does not come"
+        silent_s = now_s - status.as_of.mono_ns / 1e9
+        if state == "D":
+            place = "waits in the kernel, mostly for a disk or a file system (state D)"
+        elif status.heartbeat_s and silent_s > 3 * status.heartbeat_s + 5:
+            place = (
+                f"has said nothing for {silent_s:.0f} s, so that none of its threads runs Python"
+            )
+        doing = "and does nothing" if idle_s >= behind_s else "though it is busy"
+        return (
+            f"{who} hangs: it {place}, {doing}, and other ranks have waited for {behind_s:.0f} s "
+            f"for it in collective {waited.at[0] + 1}, which fails after {timeout_s:g} s"
+        )
