@@ -1,18 +1,24 @@
 """What a rank's Trainer knows of its loop, beside TrainerState: where it is in the epoch, what is
-still to be done behind the step, running averages, callbacks."""
+still to be done behind the step, running averages, callbacks, and other modules than its model."""
 
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from hydroslurm.errors import StateMismatch
+from hydroslurm.integrations.handed import fingerprint
+from hydroslurm.training.objects import bare
+
 _AT_STEP = ("should_save", "should_evaluate", "should_log")
 _FLAGS = ("should_training_stop", "should_epoch_stop", *_AT_STEP)
 _NUMBERS = (int, float, torch.Tensor)
+_MADE_BY_TRAIN = ("model_wrapped", "optimizer", "lr_scheduler")
+"""Attributes that train() fills, and that are saved in another way or made anew."""
 
 
 class LoopState:
@@ -20,13 +26,16 @@ class LoopState:
 
     The Trainer and its subclasses count and average in attributes: the losses and tokens since the
     last log, floating-point operations, TRL's metrics. All attributes that hold numbers or tensors,
-    or lists and dictionaries of them, and have changed since the training began, are saved.
+    or lists and dictionaries of them, and have changed since the training began, are saved. TRL's
+    trainer by rewards keeps the completions that it has generated for several steps like that.
 
     Attributes:
         epoch, steps_in_epoch: that is being trained; optimizer steps so far in it.
         grad_norm, learning_rate: of the last step; a log at the end of the epoch has them.
         loss: sum of the losses since the last log, of this rank, where it is no attribute of the
             Trainer's.
+        is_training: whether the model was in the mode in which it is trained. TRL's trainers ask
+            for that to know what they log.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -36,16 +45,32 @@ class LoopState:
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.loss: Any = None
+        self.is_training = True
         self._is_followed = False
         self._flags: Mapping[str, bool] = {}
         self._before: dict[str, Any] = {}
+        self._empty: set[str] = set()
         self._restored: frozenset[str] = frozenset()
 
     def remember(self) -> None:
         """Attributes that will not have changed from now on are not saved."""
+        attributes = vars(self._trainer)
         self._before = {
-            name: _plain(value) for name, value in vars(self._trainer).items() if _is_counter(value)
+            name: _plain(value) for name, value in attributes.items() if _is_counter(value)
         }
+        empty = {name for name, value in attributes.items() if value is None}
+        self._empty = (self._before.keys() | empty) - set(_MADE_BY_TRAIN)
+
+    def unsaved(self) -> list[str]:
+        """What the attributes that could have been saved when the training began hold now, if they
+        cannot be any more, each in words."""
+        now = vars(self._trainer)
+        return [
+            f"{type(self._trainer).__name__}.{name} ({type(now[name]).__name__})"
+            for name in sorted(self._empty & now.keys())
+            if now[name] is not None and not isinstance(now[name], (bool, str))
+            if not _is_counter(now[name])
+        ]
 
     def count_step(
         self, *, epoch: int, loss: Any, grad_norm: Any, learning_rate: float | None
@@ -83,21 +108,28 @@ class LoopState:
             "grad_norm": _plain(self.grad_norm),
             "learning_rate": _plain(self.learning_rate),
             "loss": _plain(self.loss),
+            "is_training": bool(trainer.model.training),
             "flags": self._flags_now(),
             "attributes": {name: _plain(value) for name, value in changed.items()},
+            "on_device": sorted(
+                name
+                for name, value in changed.items()
+                if any(one.device.type != "cpu" for one in _tensors(value))
+            ),
             "callbacks": {str(n): one.state()["attributes"] for n, one in self._exportable()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.steps_in_epoch = state["epoch"], state["steps_in_epoch"]
         self.grad_norm, self.learning_rate = state["grad_norm"], state["learning_rate"]
-        self.loss = state["loss"]
+        self.loss, self.is_training = state["loss"], state["is_training"]
         self._flags = state["flags"]
         self._is_followed = state["is_followed"]
         self._restored = frozenset(state["attributes"])
         for name, value in state["attributes"].items():
             here = getattr(self._trainer, name, None)
-            setattr(self._trainer, name, _put(here, value))
+            device = self._trainer.args.device if name in state["on_device"] else None
+            setattr(self._trainer, name, _put(here, value, device=device))
         for n, callback in self._exportable():
             for name, value in state["callbacks"].get(str(n), {}).items():
                 setattr(callback, name, value)
@@ -157,19 +189,85 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _put(here: Any, value: Any) -> Any:
-    """The saved value in the form of what is here: the same containers, the same tensor."""
-    if isinstance(here, torch.Tensor) and isinstance(value, torch.Tensor):
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All of them in a counter."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple, deque)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(one)
+
+
+def _put(here: Any, value: Any, *, device: torch.device | None) -> Any:
+    """The saved value in the form of what is here: the same containers, the same tensor.
+
+    Args:
+        device: for tensors that are not here yet.
+    """
+    if isinstance(value, torch.Tensor):
+        if not isinstance(here, torch.Tensor):
+            return value if device is None else value.to(device)
         if here.shape == value.shape and here.dtype == value.dtype and not here.requires_grad:
             return here.copy_(value)
         return value.to(here.device)
     if isinstance(here, dict) and isinstance(value, Mapping):
-        made = {key: _put(here.get(key), one) for key, one in value.items()}
+        # a key that is not here yet has what a defaultdict makes for it, such as a bounded deque
+        make = getattr(here, "default_factory", None) if isinstance(here, defaultdict) else None
+        made = {
+            key: _put(here[key] if key in here else make and make(), one, device=device)
+            for key, one in value.items()
+        }
         here.clear()
         here.update(made)
         return here
-    if isinstance(here, deque) and isinstance(value, list):
-        return deque(value, maxlen=here.maxlen)
-    if isinstance(here, tuple) and isinstance(value, list):
-        return tuple(value)
+    if isinstance(value, list):
+        of_tensors = [_put(None, one, device=device) for one in value]
+        if isinstance(here, deque):
+            return deque(of_tensors, maxlen=here.maxlen)
+        return tuple(of_tensors) if isinstance(here, tuple) else of_tensors
+    if isinstance(value, Mapping):
+        return {key: _put(None, one, device=device) for key, one in value.items()}
     return value
+
+
+class OtherModules:
+    """The modules of a Trainer beside the model that it trains, of which those that have changed
+    since the training began are saved, such as a reference model that follows the model."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._before: dict[str, Any] = {}
+        self._restored: frozenset[str] = frozenset()
+
+    def remember(self) -> None:
+        """Modules that do not change from now on are as the script makes them."""
+        self._before = {name: fingerprint(one.state_dict()) for name, one in self._modules()}
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {name: one.state_dict() for name, one in self._modules()}
+        return {
+            name: state
+            for name, state in states.items()
+            if name in self._restored or fingerprint(state) != self._before.get(name)
+        }
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Raises:
+        StateMismatch: one is not there, or does not fit.
+        """
+        modules = dict(self._modules())
+        self._restored = frozenset(states)
+        for name, state in states.items():
+            try:
+                modules[name].load_state_dict(state)
+            except (KeyError, RuntimeError) as error:
+                raise StateMismatch(
+                    f"the checkpoint has the weights of a {name}, which this Trainer does not "
+                    f"have, or in another form: {error}; begin anew with another directory="
+                ) from error
+
+    def _modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        model = bare(self._trainer.model)
+        for name, value in vars(self._trainer).items():
+            if isinstance(value, torch.nn.Module) and bare(value) is not model:
+                yield name, bare(value)

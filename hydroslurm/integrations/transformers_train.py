@@ -34,7 +34,7 @@ from hydroslurm.integrations.one_run import (
     runs_of_callbacks,
 )
 from hydroslurm.integrations.transformers_known import environ_of, require_known
-from hydroslurm.integrations.transformers_state import LoopState
+from hydroslurm.integrations.transformers_state import LoopState, OtherModules
 from hydroslurm.training.objects import bare
 from hydroslurm.training.reporting import notice
 
@@ -61,6 +61,7 @@ class Train:
         self._loader: HeldTrainLoader | None = None
         self._steps_per_epoch = 1
         self._ended = False
+        self._is_told = False
         self._exhausted: Any = None
         environ = environ_of(trainer.args)
         place = directory_of_fit(options.get("directory"), environ).root
@@ -68,7 +69,7 @@ class Train:
             "transformers", self._capture, environ=environ, **{**options, "directory": place}
         )
         continue_callbacks(trainer, place, anew=options.get("resume") is False)
-        self._loop = LoopState(trainer)
+        self._loop, self._modules = LoopState(trainer), OtherModules(trainer)
         self.run.own["loop"] = self._loop
         self.run.own["logged"] = LoggedRows(lambda: runs_of_callbacks(trainer))
         self.run.follow(lambda: [trainer.model_wrapped])
@@ -76,6 +77,7 @@ class Train:
     def call(self, own: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run ``own``, the Trainer's train(), with these arguments."""
         self._loop.remember()
+        self._modules.remember()
         self._ignore_keys = given.get("ignore_keys_for_eval")
         with self.run, self._undo, tempfile.TemporaryDirectory(prefix="hydroslurm-") as folder:
             if self.run.resume():
@@ -189,6 +191,7 @@ class Train:
             loop.loss = tensor.copy_(loop.loss)
         loop.give_back_control()
         model, now_s = self._trainer.model_wrapped, time.time()
+        model.train(loop.is_training)
         self._log_evaluate_save(
             tensor,
             loop.grad_norm,
@@ -222,6 +225,7 @@ class Train:
             loop.count_step(
                 epoch=epoch, loss=loss, grad_norm=grad_norm, learning_rate=learning_rate
             )
+            self._say_what_is_lost()
             self.run.complete_step(step, epoch=int(epoch))
             own(loss, grad_norm, model, trial, epoch, ignore_keys, start_time, learning_rate)
             self._step_is_followed()
@@ -231,6 +235,15 @@ class Train:
         own(loss, grad_norm, model, trial, epoch, ignore_keys, start_time, learning_rate)
         self._end_if_over()  # if by an evaluation, that is repeated
         self.run.end_evaluation()
+
+    def _say_what_is_lost(self) -> None:
+        """Once in an attempt, behind its first step."""
+        if not self._is_told and (lost := self._loop.unsaved()):
+            self._say(
+                f"{', '.join(lost)}: not numbers, tensors or containers of them any more, so that "
+                "this is not saved; the next attempt begins without it"
+            )
+        self._is_told = True
 
     def _step_is_followed(self) -> None:
         """What was to be done behind the step is done."""
@@ -278,6 +291,8 @@ class Train:
     def _load_model(self, own: Any, path: Any, model: Any = None) -> None:
         del own, path, model
         self._load("model", bare(self._trainer.model))
+        assert self.run.loaded is not None
+        self._modules.load_state_dict(self.run.loaded["modules"])
 
     def _load_optimizer(self, own: Any, path: Any) -> None:
         del own, path
@@ -330,6 +345,7 @@ class Train:
         scaler = trainer.accelerator.scaler
         return {
             "model": bare(trainer.model).state_dict(),
+            "modules": self._modules.state_dict(),
             "optimizer": trainer.optimizer.state_dict(),
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),

@@ -8,6 +8,7 @@ import itertools
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +109,43 @@ def test_what_is_not_equal_is_left_alone(always: None, inner: nn.Module, reason:
     assert not row.applied
     assert reason in row.reason or "another result" in row.reason
     assert "_hydroslurm_fused" not in vars(inner)
+
+
+class Weighing(nn.Module):
+    """Calls PyTorch's attention, and drops the weights that it returns."""
+
+    def __init__(self, **named: bool) -> None:
+        super().__init__()
+        self.inner, self.named = nn.MultiheadAttention(WIDTH, 4, batch_first=True), named
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(x, x, x, **self.named)[0]
+        return made
+
+
+def eager_attention_forward() -> None:
+    """As in transformers, where a name in the forward says that there is a fused one as well."""
+
+
+class OfTransformers(models.KeptAttention):
+    config = SimpleNamespace(_attn_implementation="eager")
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) if eager_attention_forward else None
+
+
+@pytest.mark.parametrize(
+    ("inner", "reason"),
+    [
+        (Weighing(), "need_weights=True, and returns them; with False it is fused"),
+        (Weighing(need_weights=False), "fused already"),
+        (OfTransformers(WIDTH, 4, LENGTH), "model.set_attn_implementation('sdpa') is fused"),
+    ],
+)
+def test_what_its_caller_can_have_fused(inner: nn.Module, reason: str) -> None:
+    """Where the weights of an attention are returned, the row says how to do without them."""
+    rows = hydroslurm.optimize_modules(Holder(inner), {"x": batch()}, dry_run=True)
+    assert [row.reason.endswith(reason) for row in rows] == [True]
 
 
 def test_a_hook_inside_an_attention_keeps_being_called(always: None) -> None:

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 
 SCENES = Path(__file__).with_name("transformers_scenes.py")
+BY_REWARDS = Path(__file__).with_name("trl_scenes.py")
 SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
 STOPPED = 75
 
 
-def play(scene: str, folder: Path, *stops: str) -> dict[str, Any]:
+def play(scene: str, folder: Path, *stops: str, program: Path = SCENES) -> dict[str, Any]:
     ran = subprocess.run(
-        [sys.executable, SCENES, scene, folder / "runs", *stops],
+        [sys.executable, program, scene, folder / "runs", *stops],
         capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
@@ -68,6 +69,27 @@ def test_stopped_run_is_the_undisturbed_one(scene: str, stops: str, tmp_path: Pa
     if stops != "every":
         assert len(found["stopped_exits"]) == 1 + len(stops.split())
     assert found["stopped"] == found["undisturbed"]
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        # completions are used in four steps; a reference model that follows the model
+        "--items 4 --moving-reference",
+        "--items 6 --accumulate 2 --generations 4 --workers 2",
+        "--items 16 --method dpo --moving-reference",
+    ],
+)
+def test_training_by_rewards_and_by_preferences(arguments: str, tmp_path: Path) -> None:
+    """TRL's trainers, stopped behind each step: what they generate, log and learn is the same."""
+    found = play(arguments, tmp_path, program=BY_REWARDS)
+    assert found["undisturbed_exits"] == [0]
+    steps = sum(note.partition(" ")[0].isdigit() for note in found["undisturbed"])
+    assert found["stopped_exits"] == [*[STOPPED] * steps, 0], found["said"]
+    assert found["stopped"] == found["undisturbed"]
+    assert "is not saved" not in found["said"]
 
 
 class Script:

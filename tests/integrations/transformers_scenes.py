@@ -141,7 +141,7 @@ class Notes(transformers.TrainerCallback):
         self._reach("step", state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
-        timed = ("runtime", "per_second")
+        timed = ("runtime", "per_second", "step_time")
         kept = {name: one for name, one in logs.items() if not name.endswith(timed)}
         self.note("log", sorted(kept.items()))
 

@@ -40,8 +40,17 @@ _DIV = (operator.truediv, operator.itruediv, torch.div, "div", "div_")
 @add
 def attention(module: nn.Module) -> Iterator[Proposal]:
     """Of a module whose own forward names a softmax, or that has one as a submodule."""
-    code = getattr(type(module).forward, "__code__", None)
+    own = type(module).forward
+    if own is nn.MultiheadAttention.forward:
+        yield Proposal("need_weights=False", _not_of_the_caller)
+        return
+    code = getattr(inspect.unwrap(own), "__code__", None)
     names = code.co_names if code is not None else ()
+    config = getattr(module, "config", None)
+    if "eager_attention_forward" in names and _is_eager(config):
+        raise NotRewritten(
+            "it returns what its softmax makes; model.set_attn_implementation('sdpa') is fused"
+        )
     children = list(module.children())
     if type(module).__module__.startswith("torch.") or not (
         "softmax" in names or any(isinstance(one, nn.Softmax) for one in children)
@@ -49,7 +58,23 @@ def attention(module: nn.Module) -> Iterator[Proposal]:
         return
     if any(_has_hooks(one) for one in children if isinstance(one, (nn.Softmax, nn.Dropout))):
         raise NotRewritten("its softmax or dropout has hooks")
-    yield Proposal(NAME, _Attention(type(module).forward))
+    yield Proposal(NAME, _Attention(own))
+
+
+def _is_eager(config: Any) -> bool:
+    """Of transformers' models, which have a fused attention that is chosen by their config."""
+    return getattr(config, "_attn_implementation", None) == "eager"
+
+
+def _not_of_the_caller(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """PyTorch's own attention is fused, but for those who want the weights that it returns too."""
+    bound = inspect.signature(nn.MultiheadAttention.forward).bind(module, *args, **kwargs)
+    bound.apply_defaults()
+    if bound.arguments["need_weights"]:
+        raise NotRewritten(
+            "it is called with need_weights=True, and returns them; with False it is fused"
+        )
+    raise NotRewritten("it is fused already")
 
 
 class _Attention:

@@ -124,6 +124,7 @@ def _candidates(model: nn.Module) -> tuple[list[_Candidate], Choices]:
             continue
         if proposals:
             found.append(_Candidate(name, module, proposals))
+    left.rows = _merged(left.rows)
     return found, left
 
 

@@ -1,0 +1,116 @@
+"""What is saved of a Trainer's attributes, and in which form it comes back."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict, deque
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hydroslurm.errors import StateMismatch
+from hydroslurm.integrations.transformers_state import LoopState, OtherModules
+
+
+@pytest.fixture(autouse=True)
+def _callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without transformers; none of these trainers has a callback."""
+    module = ModuleType("transformers.trainer_callback")
+    module.ExportableState = int  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def trainer(**attributes: Any) -> Any:
+    flags = ("training_stop", "epoch_stop", "save", "evaluate", "log")
+    control = SimpleNamespace(**{f"should_{name}": False for name in flags})
+    return SimpleNamespace(
+        model=torch.nn.Linear(2, 2),
+        args=SimpleNamespace(device=torch.device("cpu")),
+        callback_handler=SimpleNamespace(callbacks=[]),
+        control=control,
+        **attributes,
+    )
+
+
+def resumed(before: Any, after: Any) -> LoopState:
+    """The state of one trainer, in another."""
+    saved, loaded = LoopState(before), LoopState(after)
+    state = saved.state_dict()
+    loaded.load_state_dict(state)
+    return loaded
+
+
+def test_logs_stay_bounded() -> None:
+    """A deque that a defaultdict makes for a key has its bound in the next attempt, too: TRL makes
+    a table of such columns, which are of one length."""
+
+    def logs() -> dict[str, Any]:
+        return {"prompt": deque(maxlen=2), "rewards": defaultdict(lambda: deque(maxlen=2))}
+
+    before, after = trainer(_logs=logs()), trainer(_logs=logs())
+    before._logs["prompt"].extend(["a", "b"])
+    before._logs["rewards"]["short"].extend([0.5, 1.0])
+    resumed(before, after)
+    after._logs["prompt"].extend(["c"])
+    after._logs["rewards"]["short"].extend([2.0])
+    after._logs["rewards"]["new"].extend([1.0, 2.0, 3.0])
+    assert after._logs["prompt"] == deque(["b", "c"])
+    assert dict(after._logs["rewards"]) == {"short": deque([1.0, 2.0]), "new": deque([2.0, 3.0])}
+
+
+def test_tensors_go_to_the_device_they_were_on() -> None:
+    """What was computed on an accelerator is there again; checkpoints are read on the CPU."""
+    saved = LoopState(trainer(kept=[{"ids": torch.ones(2, device="meta")}], own=[torch.ones(2)]))
+    state = saved.state_dict()
+    state["attributes"]["kept"] = [{"ids": torch.ones(2)}]
+    here = trainer(kept=None, own=None)
+    here.args.device = torch.device("meta")
+    LoopState(here).load_state_dict(state)
+    assert [here.kept[0]["ids"].device.type, here.own[0].device.type] == ["meta", "cpu"]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_the_mode_of_the_model(is_training: bool) -> None:
+    """Models that are loaded are in evaluation mode; one that trains is not."""
+    before = trainer()
+    before.model.train(is_training)
+    assert resumed(before, trainer()).is_training is is_training
+
+
+def test_what_is_lost_is_named() -> None:
+    """A buffer that is filled with something else than numbers and tensors, and nothing else."""
+    one = trainer(buffer=None, count=0, name=None, flag=None, optimizer=None, known=object())
+    state = LoopState(one)
+    state.remember()
+    one.buffer, one.count, one.name, one.flag = [object()], 3, "a", True
+    one.optimizer, one.later = object(), object()
+    assert state.unsaved() == ["SimpleNamespace.buffer (list)"]
+
+
+def test_modules_beside_the_model() -> None:
+    """One that changes is saved from then on, in later attempts too; a frozen one is not."""
+    before, after = (
+        trainer(moving=torch.nn.Linear(2, 2), frozen=torch.nn.Linear(2, 2)) for _ in range(2)
+    )
+    saved, loaded = OtherModules(before), OtherModules(after)
+    saved.remember()
+    assert saved.state_dict() == {}
+    before.moving.weight.data.zero_()
+    loaded.remember()
+    loaded.load_state_dict(saved.state_dict())
+    assert not after.moving.weight.any()
+    assert after.moving.bias.equal(before.moving.bias)
+    assert after.frozen.weight.any()
+    assert loaded.state_dict().keys() == {"moving"}
+
+
+def test_a_module_that_is_not_there() -> None:
+    """The error names it."""
+    before = trainer(moving=torch.nn.Linear(2, 2))
+    saved = OtherModules(before)
+    saved.remember()
+    before.moving.weight.data.zero_()
+    with pytest.raises(StateMismatch, match="weights of a moving, which this Trainer does not"):
+        OtherModules(trainer()).load_state_dict(saved.state_dict())
