@@ -227,6 +227,22 @@ def times_seen(*logs: list[dict[str, Any]]) -> dict[int, Counter[int]]:
     return seen
 
 
+def unsaid_samples(*logs: list[dict[str, Any]], batch: int) -> Counter[int]:
+    """Epoch -> samples of ranks that were killed between their step, which the others have
+    completed, and the line that tells of it. ``batch``: samples of a step, of all ranks."""
+    told: dict[int, list[dict[str, Any]]] = {}
+    for log in logs:
+        for one in log:
+            told.setdefault(one["step"], []).append(one)
+    found: Counter[int] = Counter()
+    for ones in told.values():
+        newest = max(one["generation"] for one in ones)
+        last = [one for one in ones if one["generation"] == newest]
+        if len(last) < last[0]["size"]:
+            found[last[0]["epoch"]] += batch - sum(len(one["ids"]) for one in last)
+    return found
+
+
 HASH_OF_WEIGHTS = (
     "hashlib.sha256(\n"
     "        b''.join(one.detach().numpy().tobytes() for one in net.parameters())\n"

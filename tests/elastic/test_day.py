@@ -7,18 +7,18 @@ import os
 import random
 import signal
 import time
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-from elasticstory import BATCH, SAMPLES, TRAIN, ElasticStory, times_seen
+from elasticstory import BATCH, SAMPLES, TRAIN, ElasticStory, times_seen, unsaid_samples
 from processes import wait_until
+
+from hydroslurm.elastic.engine import missing
 
 EVENTS = int(os.environ.get("HYDROSLURM_TEST_EVENTS", "200"))
 
 
-def goodput(story: ElasticStory) -> dict[str, float]:
+def goodput(story: ElasticStory, *, events: int) -> dict[str, float | str]:
     """What of the training was of use: steps that counted of those that were begun, and of the time
     from the first step to the last the part in which no change had the members stand still."""
     told = [one for log in story.all_steps() for one in log]
@@ -27,7 +27,8 @@ def goodput(story: ElasticStory) -> dict[str, float]:
     changes = story.entries("generation")
     paused_s = sum(one["pause_s"] for one in changes[1:])
     return {
-        "events": EVENTS,
+        "engine": story.engine,
+        "events": events,
         "generations": len(changes),
         "members": len(story.members) + len(story.former),
         "steps": len({step for step, _ in begun}),
@@ -38,35 +39,28 @@ def goodput(story: ElasticStory) -> dict[str, float]:
     }
 
 
-def unsaid_samples(story: ElasticStory) -> Counter[int]:
-    """Epoch -> samples of ranks that were killed between their step, which the others have
-    completed, and the line that tells of it."""
-    told: dict[int, list[dict[str, Any]]] = {}
-    for log in story.all_steps():
-        for one in log:
-            told.setdefault(one["step"], []).append(one)
-    found: Counter[int] = Counter()
-    for ones in told.values():
-        newest = max(one["generation"] for one in ones)
-        last = [one for one in ones if one["generation"] == newest]
-        if len(last) < last[0]["size"]:
-            found[last[0]["epoch"]] += 4 * BATCH - sum(len(one["ids"]) for one in last)
-    return found
-
-
 @pytest.mark.elastic
 @pytest.mark.timeout(1800)
-def test_a_day_of_random_changes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "events"),
+    [("in_place", EVENTS), ("reconfigure", EVENTS // 4), ("torchft", EVENTS // 4)],
+)
+def test_a_day_of_random_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, events: int
+) -> None:
     """Members join, leave, die and hang, and the coordinator dies, in any order: every sample of
     every epoch comes once, those who finish have the same weights, and whoever was started ends by
     itself, the coordinator last. Prints the goodput."""
+    if reason := missing(engine, "gloo"):
+        pytest.skip(reason)
+    monkeypatch.setattr(ElasticStory, "engine", engine)
     chance = random.Random(int(os.environ.get("HYDROSLURM_TEST_SEED", "1")))
     # the last member may be killed before another has joined: a checkpoint is all that is left
     # then, and each time counts as a failure of the run
-    limits = f"limits=hydroslurm.Limits(failures={EVENTS}, attempts_without_progress={EVENTS})"
+    limits = f"limits=hydroslurm.Limits(failures={events}, attempts_without_progress={events})"
     program = TRAIN.replace("every_s=0,", f"every_s=2, {limits},")
     story = ElasticStory(tmp_path, program=program, min=1, max=4, gather_s=0.5)
-    epochs = 2 + EVENTS * 3 // 2  # it lasts longer than the events, on a quiet machine too
+    epochs = 2 + events * 3 // 2  # it lasts longer than the events, on a quiet machine too
     number = 0
 
     def start() -> None:
@@ -85,7 +79,7 @@ def test_a_day_of_random_changes(tmp_path: Path) -> None:
         for _ in range(3):
             start()
         wait_until(trains, lambda: str(story))
-        for _ in range(EVENTS):
+        for _ in range(events):
             if story.entries("finished"):
                 break
             time.sleep(chance.uniform(0.1, 1.0))
@@ -117,7 +111,7 @@ def test_a_day_of_random_changes(tmp_path: Path) -> None:
         assert ends, story
         assert len({one["weights"] for one in ends}) == 1, story
         seen = times_seen(*story.all_steps())
-        unsaid = unsaid_samples(story)
+        unsaid = unsaid_samples(*story.all_steps(), batch=4 * BATCH)
         last = max(seen)
         assert last == epochs - 1
         for epoch, samples in seen.items():
@@ -126,6 +120,6 @@ def test_a_day_of_random_changes(tmp_path: Path) -> None:
         assert alive() == [], story
         assert story.coordinator is not None
         assert story.coordinator.wait(60) == 0, story
-        print(json.dumps(goodput(story)))
+        print(json.dumps(goodput(story, events=events)))
     finally:
         story.close()

@@ -96,8 +96,8 @@ class ElasticScene(Scene):
         (pid,) = self.processes("-u -m hydroslurm.jobs.elastic.main")
         os.kill(pid, signo)
 
-    def member_processes(self) -> list[tuple[str, int]]:
-        """The members that run member.py on this machine, whatever Slurm knows of them."""
+    def member_processes(self, *, script: str = "member.py") -> list[tuple[str, int]]:
+        """The members that run this script on this machine, whatever Slurm knows of them."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -106,14 +106,15 @@ class ElasticScene(Scene):
             except OSError:
                 continue
             variables = dict(one.split("=", 1) for one in text.split("\0") if "=" in one)
-            if b"member.py" in line and variables.get(ELASTIC_ENV) == str(self.run.root):
+            if script.encode() in line and variables.get(ELASTIC_ENV) == str(self.run.root):
                 name = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**variables)
                 found.append((name, int(path.name)))
         return found
 
-    def member_process(self, name: str) -> int:
+    def member_process(self, name: str, *, script: str = "member.py") -> int:
         """The process of one of them."""
-        (found,) = [pid for member, pid in self.member_processes() if member == name]
+        processes = self.member_processes(script=script)
+        (found,) = [pid for member, pid in processes if member == name]
         return found
 
     def nodes(self) -> dict[str, str]:

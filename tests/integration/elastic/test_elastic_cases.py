@@ -37,15 +37,15 @@ import json
 import os
 import signal
 import textwrap
-from collections import Counter
 from pathlib import Path
 
 import pytest
-from elasticstory import TRAIN
+from elasticstory import TRAIN, times_seen, unsaid_samples
 from integration.elastic.elastic_scene import ElasticScene
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.pytest_plugin import require_slurm
+from hydroslurm.elastic.engine import missing
 
 pytestmark = [pytest.mark.slurm, pytest.mark.elastic]
 
@@ -78,30 +78,53 @@ def test_a_preempted_member_is_replaced(cluster: DevCluster, tmp_path: Path) -> 
     assert scene.final_condition().reason == "Cancelled"
 
 
-def test_a_training_has_every_sample_once(cluster: DevCluster, tmp_path: Path) -> None:
-    """A real one, whose member is preempted and replaced: all that are left at the end have the
-    same weights, and each sample of each epoch was trained on once."""
+@pytest.mark.parametrize("engine", ["in_place", "reconfigure", "torchft"])
+def test_a_training_has_every_sample_once(cluster: DevCluster, tmp_path: Path, engine: str) -> None:
+    """A real one by each engine: a member is preempted, one is killed, each is replaced. All that
+    are left have the same weights, and each sample of each epoch was trained on once."""
+    if reason := missing(engine, "gloo"):
+        pytest.skip(reason)
     scene = ElasticScene(cluster, tmp_path / "job")
     scene.folder.mkdir()
-    (scene.folder / "train.py").write_text(textwrap.dedent(TRAIN))
-    options = json.dumps({"samples": 3600, "batch": 4, "epochs": 2, "step_s": 0.05})
-    scene.submit_elastic(size=3, script=f"train.py, '{options}'")
-    scene.wait_for_size(3)
-    scene.slurm("scancel", scene.extra[-1])
+    hurry = scene.folder / "hurry"
+    script = textwrap.dedent(TRAIN).replace(
+        'options.get("step_s", 0.02)', f"0.0 if os.path.exists({str(hurry)!r}) else 0.1"
+    )
+    (scene.folder / "train.py").write_text(script)
+    options = json.dumps({"samples": 9600, "batch": 4, "epochs": 2})
+    scene.submit_elastic(size=3, script=f"train.py, '{options}'", engine=engine)
+    before = scene.wait_for_size(3)
+
+    taken = scene.extra[-1]
+    scene.slurm("scancel", taken)  # as a preemption: SIGTERM, then SIGKILL
+    scene.wait(lambda: len(scene.members) == 3 and taken not in scene.members, "replacement")
+    killed = scene.extra[0]
+    os.kill(scene.member_process(killed, script="train.py"), signal.SIGKILL)
+    scene.wait(lambda: len(scene.members) == 3 and killed not in scene.members, "replacement")
+    told = scene.hydroslurm("describe", str(scene.job_id)).stdout
+    assert f"Engine:       {engine} (the spec names it)" in told
+    hurry.touch()
     assert scene.final_condition().type == "Succeeded"
+
     lines = [
         line.split(" ", 1)
         for path in scene.run.logs.glob("member-*-0.log")
         for line in path.read_text().splitlines()
+        if line.startswith(("STEP ", "DONE "))
     ]
     steps = [json.loads(text) for kind, text in lines if kind == "STEP"]
-    trained = Counter((one["epoch"], n) for one in steps for n in one["ids"])
-    assert len(trained) == 7200
-    assert set(trained.values()) == {1}
+    unsaid = unsaid_samples(steps, batch=12)
+    for epoch, seen in times_seen(steps).items():
+        assert set(seen.values()) == {1}, epoch
+        assert 9600 - len(seen) == unsaid[epoch], epoch
     done = [json.loads(text) for kind, text in lines if kind == "DONE"]
     assert len(done) == 3
     assert len({one["weights"] for one in done}) == 1
-    assert [one["how"] for one in scene.entries("ended")][:1] == ["preemption"]
+    assert sorted(one["how"] for one in scene.entries("ended")[:2]) == ["failure", "preemption"]
+    lost = [(one["lost"], one["steps_lost"]) for one in scene.entries("generation")]
+    assert max(count for _, count in lost) <= 1
+    assert all(count == 0 for members, count in lost if killed not in members), lost
+    assert set(before) - {taken, killed} < set(scene.members)
     scene.assert_nothing_is_left()
 
 
