@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.elastic.member import Form, Member
@@ -79,11 +80,12 @@ class CoordinatorStore(Store):
         return self.get(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        # gloo gives that of its collectives, which is longer than any rank takes to listen
+        timeout_s = min(timeout.total_seconds() if timeout else MEETING_S, self._timeout_s)
         self._member.get_values([self._prefix + key for key in keys], timeout_s=timeout_s)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = timeout.total_seconds()
+        self._timeout_s = min(timeout.total_seconds(), MEETING_S)
 
     def clone(self) -> CoordinatorStore:
         return self
@@ -169,6 +171,10 @@ class GenerationGroup:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group()
+        else:
+            # torch counts a group that could not be made, too, and the count is its name and begins
+            # each key in the store: whoever has just come would wait at other keys
+            distributed_c10d._world.group_count = 0
         # torch puts "[rank0]: " before each line of a traceback, once more for each group, for ever
         if self._hooks is not None and sys.excepthook is self._hooks[1]:
             sys.excepthook = self._hooks[0]

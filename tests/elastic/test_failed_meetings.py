@@ -3,10 +3,17 @@ is named, and whoever causes it goes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from elasticstory import TRAIN, ElasticStory
+
+from hydroslurm.elastic.engine import IN_PROCESS, missing
+from hydroslurm.elastic.group import MEETING_S
+from hydroslurm.elastic.member import Form
+from hydroslurm.errors import CoordinatorLost, RanksError
 
 UNREACHABLE = TRAIN.replace(
     "torch.manual_seed(options",
@@ -69,3 +76,43 @@ def test_a_run_that_cannot_begin_ends_with_the_reason(tmp_path: Path) -> None:
         assert len(story.entries("forming")) == 6, story
     finally:
         story.close()
+
+
+class Nobody:
+    """A member whose others never come."""
+
+    local_rank = 0
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.waited_s: list[float] = []
+
+    def set_value(self, key: str, value: bytes) -> None:
+        self.asked.append(key)
+
+    def get_values(self, keys: Sequence[str], *, timeout_s: float = 0.0) -> list[bytes]:
+        self.asked += keys
+        self.waited_s.append(timeout_s)
+        raise CoordinatorLost("nobody")
+
+
+@pytest.mark.parametrize("name", ["in_place", "reconfigure", "torchft"])
+def test_a_rank_that_has_failed_to_meet_looks_where_a_new_one_does(name: str) -> None:
+    """torch names a group by how many it has tried to make, and begins the keys of its store with
+    that: both would wait for each other, and for half an hour."""
+    if reason := missing(name, "gloo"):
+        pytest.skip(reason)
+    member = Nobody()
+    group = IN_PROCESS[name](cast(Any, member), backend="gloo")
+    keys = []
+    for generation in (1, 2):
+        member.asked.clear()
+        form = Form(
+            *(generation, generation, 0, 2, 2, 0),
+            **{"needs": (1,), "fresh": False, "cause": ""},
+        )
+        with pytest.raises(RanksError, match="nobody"):
+            group.form(form)
+        keys.append([key.split("/", 1)[1] for key in member.asked])
+    assert keys[0] == keys[1]
+    assert max(member.waited_s) <= MEETING_S
