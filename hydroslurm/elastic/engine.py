@@ -29,6 +29,7 @@ from hydroslurm.elastic.group import (
 from hydroslurm.elastic.kept_group import ReconfiguredGroup, why_not_reconfigure
 from hydroslurm.elastic.member import Form, Member
 from hydroslurm.elastic.reduction import GradientSum, sum_bucket
+from hydroslurm.elastic.sharded import Shards, sharded_modules
 from hydroslurm.elastic.torchft_group import TorchftGroup, why_not_torchft
 from hydroslurm.errors import UsageError
 
@@ -41,6 +42,7 @@ class InPlaceEngine:
         is_paused: whether this rank is held on purpose; others are not to give it up.
         shares_buffers: a forward begins with the buffers of rank 0; all ranks have equally many.
         failed: a collective of the step that is under way has failed; its gradients are nothing.
+        shards: of a model that each member shards over its ranks; None for any other.
     """
 
     def __init__(
@@ -48,12 +50,15 @@ class InPlaceEngine:
     ) -> None:
         """
         Args:
-            things: objects with DistributedDataParallel in or around them.
+            things: objects with DistributedDataParallel in or around them, or models of
+                ``fully_shard``.
 
         Raises:
-            UsageError: this process belongs to no elastic run, its model is sharded, or the engine
-                that the spec names is not to be had here.
+            UsageError: this process belongs to no elastic run, its model is sharded otherwise than
+                over the ranks of its member, or the engine that the spec names is not to be had
+                here.
         """
+        things = list(things)
         self.folder = folder_of(environ)
         backend = backend_of_script()
         self.chosen = choose(self.folder.options().engine, backend)
@@ -63,6 +68,8 @@ class InPlaceEngine:
         self.failed = False
         self.is_paused: Callable[[], bool] = lambda: False
         self.modules = parallel_modules(things)
+        sharded = sharded_modules(things)
+        self.shards = Shards(sharded, local_size=self.local_size) if sharded else None
         self.member = Member(
             self.folder,
             name=self.name,
@@ -74,12 +81,14 @@ class InPlaceEngine:
             waits=lambda: self.sum.is_sending or self.is_paused(),
             warn=warn,
         )
-        self.group = self.chosen.kind(self.member, backend=backend)
+        self.group = self.chosen.kind(self.member, backend=backend, shards=self.shards)
         self.sum = GradientSum(
             lambda: self.group.group,
             may_send=lambda: not (self.failed or self.member.broken),
             on_error=self._on_error,
         )
+        if self.shards is not None:
+            self.shards.sum_by(lambda one: self.sum.average_shard(one, self.group.replicas))
         self.shares_buffers = True
         self._watched: list[DistributedDataParallel] = []
 
@@ -89,7 +98,7 @@ class InPlaceEngine:
         Raises:
             UsageError: several ranks train, and nothing sums their gradients.
         """
-        if form.world_size > 1 and not self.modules:
+        if form.world_size > 1 and not self.modules and self.shards is None:
             raise UsageError(
                 "several ranks train together, and no DistributedDataParallel was given to sum "
                 "their gradients: model = DistributedDataParallel(model), and give that"
@@ -102,6 +111,21 @@ class InPlaceEngine:
         self.sum.begin_generation([one for each in self.modules for one in each.parameters()])
         self.sum.weight = 1.0 / form.world_size  # unless somebody knows the ranks' samples
         self.failed = False
+
+    def agree(self, *, limit_s: float | None = None) -> bool:
+        """Between two steps: whether the generation is broken. Of a member that shards its model
+        all ranks call this, are told the same, and drop the step if one of them does.
+
+        Raises:
+            RuntimeError: a rank of this member is gone, or does not come within ``limit_s``.
+        """
+        if self.shards is None:
+            return self.member.broken
+        failed, broken = self.shards.agree(self.failed, self.member.broken, limit_s=limit_s)
+        self.failed = failed
+        if failed or broken:
+            self.member.fail()  # if this rank has not heard of it yet
+        return failed or broken
 
     def average(self, *, without: Collection[int] = (), rank: int = 0) -> None:
         """Make the weights of all ranks the mean of those who have trained; all ranks of the
@@ -136,7 +160,7 @@ class InPlaceEngine:
     def close(self) -> None:
         """End the connection and the group."""
         self.member.close()
-        self.group.destroy()
+        self.group.close()
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
         if self.shares_buffers and module.training and torch.is_grad_enabled():

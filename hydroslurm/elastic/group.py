@@ -33,6 +33,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.elastic.member import Form, Member
+from hydroslurm.elastic.sharded import Shards
 from hydroslurm.errors import HydroslurmError, RanksError, UsageError
 
 TIMEOUT_S = 1800.0
@@ -113,16 +114,20 @@ class GenerationGroup:
     engine: ClassVar[str] = "in_place"
     """What a spec calls this way."""
 
-    def __init__(self, member: Member, *, backend: str) -> None:
+    def __init__(self, member: Member, *, backend: str, shards: Shards | None = None) -> None:
         """
         Args:
             backend: as ``init_process_group`` takes it.
+            shards: of a model that each member shards.
         """
         self._member = member
         self._backend = backend
+        self._shards = shards
         self._store = CoordinatorStore(member)  # kept: without its Python half it answers nothing
         self._sockets: frozenset[_Socket] = frozenset()
         self._hooks: tuple[Any, Any] | None = None
+        self.replicas: dist.ProcessGroup | None = None
+        """Of the ranks that have the same shard; None without shards, or where no other has."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -142,6 +147,9 @@ class GenerationGroup:
         try:
             self._compare_engines(form)
             self._meet(form)
+            if self._shards is not None:
+                self._shards.node_groups.renumber(form.rank - self._member.local_rank)
+                self.replicas = self._shards.replicas(form)
             self._sockets = _sockets() - before
         except UsageError:
             self.destroy()
@@ -158,8 +166,9 @@ class GenerationGroup:
         are shut down, which it takes for the death of the peer.
         """
         with contextlib.suppress(Exception):
-            if "nccl" in self._backend and (group := self.group) is not None:
-                group.abort()
+            if "nccl" in self._backend:
+                for group in filter(None, (self.replicas, self.group)):
+                    group.abort()
         for descriptor, inode in self._sockets:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
                 if os.fstat(one.fileno()).st_ino == inode:  # and not one that came later
@@ -168,7 +177,10 @@ class GenerationGroup:
     def destroy(self) -> None:
         """End the group, if there is one."""
         self._sockets = frozenset()
-        if dist.is_initialized():
+        self.replicas = None
+        if self._shards is not None:
+            self._shards.node_groups.end_others()
+        elif dist.is_initialized():
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group()
         else:
@@ -179,6 +191,12 @@ class GenerationGroup:
         if self._hooks is not None and sys.excepthook is self._hooks[1]:
             sys.excepthook = self._hooks[0]
         self._hooks = None
+
+    def close(self) -> None:
+        """End the group; the script has its own again, if its model lies on that."""
+        self.destroy()
+        if self._shards is not None:
+            self._shards.node_groups.give_back()
 
     def _meet(self, form: Form) -> None:
         self.destroy()
@@ -220,16 +238,14 @@ def parallel_modules(things: Iterable[Any]) -> list[DistributedDataParallel]:
     """Every DistributedDataParallel in or around these objects.
 
     Raises:
-        UsageError: one is sharded, which this engine cannot divide anew.
+        UsageError: one is sharded by FSDP1.
     """
     found: list[DistributedDataParallel] = []
     for thing in things:
         for module in thing.modules() if isinstance(thing, nn.Module) else ():
             if isinstance(module, DistributedDataParallel) and module not in found:
                 found.append(module)
-            if "FSDP" in type(module).__name__ or "FullyShardedDataParallel" in {
-                kind.__name__ for kind in type(module).__mro__
-            }:
+            if "FullyShardedDataParallel" in {kind.__name__ for kind in type(module).__mro__}:
                 raise UsageError(
                     f"{type(module).__name__} divides its weights over the ranks, and an elastic "
                     "run that changes its size in place has to find them whole on each. Say "

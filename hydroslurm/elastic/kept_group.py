@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 
 from hydroslurm.elastic.group import MEETING_S, TIMEOUT_S, GenerationGroup
 from hydroslurm.elastic.member import Form, Member
+from hydroslurm.elastic.sharded import Shards
 
 _torch: Any = dist
 """For names that only some releases of torch have."""
@@ -27,8 +28,8 @@ _torch: Any = dist
 class KeptGroup(GenerationGroup, abc.ABC):
     """One default group for all generations."""
 
-    def __init__(self, member: Member, *, backend: str) -> None:
-        super().__init__(member, backend=backend)
+    def __init__(self, member: Member, *, backend: str, shards: Shards | None = None) -> None:
+        super().__init__(member, backend=backend, shards=shards)
         self._kept: dist.ProcessGroup | None = None
 
     def destroy(self) -> None:
@@ -41,10 +42,23 @@ class KeptGroup(GenerationGroup, abc.ABC):
             self._begin(form)
             self._kept = dist.group.WORLD
         else:
-            _end_groups_beside(self._kept)
+            self._end_groups_beside(self._kept)
             self._connect(form)
         assert self._kept is not None
-        _note_ranks(self._kept, form.world_size)
+        self._note_ranks(self._kept, form.world_size)
+
+    def _end_groups_beside(self, kept: dist.ProcessGroup) -> None:
+        """Groups of the script's own hold ranks that may be gone, by numbers that mean others
+        now."""
+        for group in list(distributed_c10d._world.pg_map):
+            of_node = self._shards is not None and group in self._shards.node_groups
+            if group is not kept and not of_node:
+                dist.destroy_process_group(group)
+
+    def _note_ranks(self, kept: dist.ProcessGroup, world_size: int) -> None:
+        world = distributed_c10d._world
+        world.pg_group_ranks[kept] = {rank: rank for rank in range(world_size)}
+        world.group_count = 1 if self._shards is None else self._shards.node_groups.count + 1
 
     @abc.abstractmethod
     def _begin(self, form: Form) -> None:
@@ -103,16 +117,3 @@ def why_not_reconfigure(backend: str) -> str:
             'init_process_group("nccl2")'
         )
     return ""
-
-
-def _end_groups_beside(kept: dist.ProcessGroup) -> None:
-    """Groups of the script's own hold ranks that may be gone, by numbers that mean others now."""
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not kept:
-            dist.destroy_process_group(group)
-
-
-def _note_ranks(kept: dist.ProcessGroup, world_size: int) -> None:
-    world = distributed_c10d._world
-    world.pg_group_ranks[kept] = {rank: rank for rank in range(world_size)}
-    world.group_count = 1

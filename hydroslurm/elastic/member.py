@@ -205,6 +205,7 @@ class Member:
         failed: bool = False,
         final: bool = False,
         equal: bool = True,
+        holds_if_broken: bool = True,
         stop: Callable[[], bool] = lambda: False,
     ) -> Directive | None:
         """This rank is behind a step. None to go on, which is one comparison.
@@ -214,6 +215,8 @@ class Member:
             final: there is nothing more to train.
             equal: the weights are those of the others; else they are to become so before anybody
                 goes or comes.
+            holds_if_broken: False: others of this member wait for it within their step, and may not
+                know yet that the generation is broken; it goes on until they all do.
             stop: as for :meth:`begin`.
         """
         self._step = step  # before the flag is read: a hold that is called now names the next step
@@ -229,6 +232,8 @@ class Member:
                         return None
                     break
                 self._cond.wait(0.5)
+            if self.broken and not (holds_if_broken or failed or final):
+                return None
             if not (equal or failed or final or self.broken or self._directives):
                 return Average()
             self._holding = (step, failed, final)

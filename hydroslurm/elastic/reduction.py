@@ -94,6 +94,25 @@ class GradientSum:
 
         return cast("torch.futures.Future[torch.Tensor]", future.then(summed))
 
+    def average_shard(self, gradient: torch.Tensor, replicas: dist.ProcessGroup | None) -> None:
+        """Make the gradient of one shard, the mean over this member's ranks, that over all members;
+        in place.
+
+        Args:
+            replicas: the ranks that have this shard; None if no other has.
+        """
+        if not self._may_send():
+            self._fail(RanksError("the generation is broken"))
+            return
+        self.is_sending = True
+        if replicas is None:
+            return
+        try:
+            dist.all_reduce(gradient, group=replicas)
+            gradient.div_(replicas.size())
+        except (RuntimeError, ValueError) as error:
+            self._fail(error)
+
     def sum_shards(self, gradients: ShardGradients, count: int) -> None:
         """Sum the gradients of a step's shards in their order, ``count`` of them on all ranks."""
         if not self._may_send():

@@ -14,7 +14,8 @@
 called again after each change, and goes on from what the state says. After a death the work since
 the last commit is lost and done again: commit as often as a copy costs little. What is in memory
 only is gone when the last member goes: :class:`hydroslurm.Run` with ``elastic=True`` saves, loses
-no step, and keeps the position in the data.
+no step, and keeps the position in the data. The model may be one that each member shards over its
+ranks (:mod:`hydroslurm.elastic.sharded`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 NEWS_S = 3.0
 """How long after an error of a collective the word is waited for that a rank is gone."""
+TOGETHER_S = 15.0
+"""How long a rank whose collective has failed waits for the others of a member that shards its
+model: if they are in a step, which it has left, they wait for it, and only its end helps them."""
 
 
 class Resized(Exception):
@@ -57,7 +61,8 @@ class State:
 
     Raises:
         UsageError: this process belongs to no elastic run, or to one with ``summation:
-            fixed_order`` or ``averaging``; a name that is taken.
+            fixed_order`` or ``averaging``; the model is sharded otherwise than over the ranks of
+            this member; a name that is taken.
     """
 
     def __init__(self, **objects: Any) -> None:
@@ -93,10 +98,11 @@ class State:
         Raises:
             Resized: they did; :func:`run` handles it.
         """
+        broken = self._engine.agree()
         if not self._engine.failed:
             self.save()
             self._commits += 1
-        self.check_host_updates()
+        self._let_change(broken)
 
     def check_host_updates(self) -> None:
         """Let members come and go here, without a copy; all ranks call it equally often.
@@ -104,18 +110,7 @@ class State:
         Raises:
             Resized: they did.
         """
-        if self._stop.is_set():
-            self._engine.member.leave("SIGTERM received")
-        failed = self._engine.failed
-        self._engine.sum.is_sending = False
-        directive = self._engine.member.safe_point(
-            self._commits, failed=failed, stop=self._stop.is_set
-        )
-        if directive is not None:
-            if failed:
-                self.restore()
-            self._obey(directive)
-            raise Resized
+        self._let_change(self._engine.agree())
 
     def save(self) -> None:
         """Keep a copy of the state in this process."""
@@ -136,6 +131,23 @@ class State:
 
     # --- inside
     # --------------------------------------------------------------------------------------------
+
+    def _let_change(self, broken: bool) -> None:
+        if self._stop.is_set():
+            self._engine.member.leave("SIGTERM received")
+        failed = self._engine.failed
+        self._engine.sum.is_sending = False
+        directive = self._engine.member.safe_point(
+            self._commits,
+            failed=failed,
+            holds_if_broken=broken or self._engine.shards is None,
+            stop=self._stop.is_set,
+        )
+        if directive is not None:
+            if failed:
+                self.restore()
+            self._obey(directive)
+            raise Resized
 
     def _now(self) -> dict[str, Any]:
         return {
@@ -180,9 +192,8 @@ class State:
         engine = self._engine
         try:
             engine.group.form(form)
-            mine = {**self._now(), "commits": self._commits} if form.rank == form.source else None
             with meeting():
-                got = hand_over(mine, source=form.source, needs=form.needs, rank=form.rank)
+                got = self._hand_over(form)
             if got is not None:
                 self._apply(got)
                 self._commits = int(got["commits"])
@@ -197,10 +208,20 @@ class State:
             callback()
         return True
 
+    def _hand_over(self, form: Form) -> Any:
+        def mine() -> dict[str, Any]:
+            return {**self._now(), "commits": self._commits}
+
+        if self._engine.shards is not None:
+            return self._engine.shards.hand_over(mine, form)
+        state = mine() if form.rank == form.source else None
+        return hand_over(state, source=form.source, needs=form.needs, rank=form.rank)
+
     def _depart(self, depart: Depart) -> None:
         self._engine.close()
-        if depart.failed:
+        if depart.failed or depart.again:
             warnings.warn(f"this member ends: {depart.reason}", stacklevel=2)
+        if depart.failed:
             raise ExitForRequeue(FAILED)
         raise ExitForRequeue(RUN_AGAIN if depart.again or self._stop.is_set() else 0)
 
@@ -209,7 +230,7 @@ class State:
         engine = self._engine
         waited = threading.Event()
         for _ in range(int(NEWS_S / 0.1)):
-            if engine.failed or engine.member.broken:
+            if engine.failed or engine.member.broken or engine.member.is_dismissed:
                 break
             if isinstance(error, dist.DistError):
                 engine.member.fail()
@@ -217,6 +238,13 @@ class State:
             waited.wait(0.1)
         else:
             raise error
+        engine.failed = True
+        try:
+            engine.agree(limit_s=TOGETHER_S)
+        except RuntimeError as gone:
+            self._depart(
+                Depart(f"this member's ranks are not together any more: {gone}", again=True)
+            )
         self.restore()
         directive = engine.member.safe_point(self._commits, failed=True, stop=self._stop.is_set)
         assert directive is not None

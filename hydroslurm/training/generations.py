@@ -18,9 +18,10 @@ from hydroslurm.elastic.group import meeting
 from hydroslurm.elastic.learning_rate import ScaledLearningRate
 from hydroslurm.elastic.member import Average, Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.replica import PeerReplicas
+from hydroslurm.elastic.sharded import sharded_modules
 from hydroslurm.elastic.step_log import CheckedSteps
 from hydroslurm.elastic.transfer import hand_over
-from hydroslurm.errors import HydroslurmError, RanksError
+from hydroslurm.errors import HydroslurmError, RanksError, UsageError
 from hydroslurm.gate.protocol import GateState
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import install as installation
@@ -39,6 +40,13 @@ class Generations(Run):
     def __init__(self, **arguments: Any) -> None:
         environ = arguments.get("environ") or os.environ
         self._elastic_folder = folder_of(environ)
+        if sharded_modules([arguments.get("model")]):
+            raise UsageError(
+                "this model is sharded (fully_shard), and a Run that changes its size in place has "
+                "one rank save for all: say `elastic: {engine: restart}` in the job spec, which "
+                "saves and starts the ranks anew, or use hydroslurm.elastic.State, which shards "
+                "within a member, replicates over members, and saves nothing by itself"
+            )
         self._engine = InPlaceEngine(environ, things=[arguments.get("model")], warn=notice)
         self._member = self._engine.member
         self._is_replaced = bool(environ.get(SUPERVISED_ENV))

@@ -88,7 +88,8 @@ def choose_engine(spec: JobSpec) -> tuple[str, str]:
         raise UsageError(
             f"elastic.engine: {asked}, and {name} shards its model ({sharding}), so that no rank "
             "could give its weights to another: say engine: restart, which saves and starts the "
-            "ranks anew, or train with DistributedDataParallel"
+            "ranks anew, train with DistributedDataParallel, or shard within each member with "
+            "hydroslurm.elastic.State"
         )
     if asked != "auto":
         return asked, "the spec names it"
@@ -100,12 +101,14 @@ def choose_engine(spec: JobSpec) -> tuple[str, str]:
 
 
 _SHARDING = re.compile(r"\b(?:fully_shard|FullyShardedDataParallel)\b")
+_SHARDS_IN_MEMBERS = re.compile(r"\belastic\.State\b")
 _SCRIPT_BYTES = 1 << 20
 
 
 def _sharding_of(spec: JobSpec) -> tuple[str, str]:
     """The name of the Python script of a member, and by what it shards its model; "" if it does
-    not, or cannot be read: a script that imports its model is not seen through."""
+    not, if each member has it whole, or if it cannot be read: a script that imports its model is
+    not seen through."""
     template = spec.job.replica_specs[0].template
     words = (*template.command, *template.args)
     name = next((word for word in words if word.endswith(".py")), "")
@@ -117,7 +120,7 @@ def _sharding_of(spec: JobSpec) -> tuple[str, str]:
     except (OSError, ValueError):
         return name, ""
     code = "\n".join(line.partition("#")[0] for line in text.splitlines())
-    found = _SHARDING.search(code)
+    found = None if _SHARDS_IN_MEMBERS.search(code) else _SHARDING.search(code)
     return name, found[0] if found else ""
 
 

@@ -21,6 +21,7 @@ from hydroslurm.jobs.spec.reading import JobSpec, dumps, load
 from hydroslurm.slurm.client import SlurmClient
 
 SHARDED = "from torch.distributed.fsdp import fully_shard\nmodel = fully_shard(net)\n"
+IN_MEMBERS = SHARDED + "state = hydroslurm.elastic.State(model=model)\n"
 PLAIN = "# not fully_shard(net), which is slower here\nmodel = DistributedDataParallel(net)\n"
 
 
@@ -46,13 +47,15 @@ def load_text(text: str, folder: Path) -> TrainingJob:
         (PLAIN, "engine: restart", "restart", "the spec names it"),
         (PLAIN, "engine: in_place", "in_place", "the spec names it"),
         (SHARDED, "min: 2", "restart", "train.py shards its model (fully_shard)"),
+        (IN_MEMBERS, "min: 2", "auto", ""),
+        (IN_MEMBERS, "engine: torchft", "torchft", "the spec names it"),
     ],
 )
 def test_the_engine_fits_the_script(
     tmp_path: Path, script: str, elastic: str, engine: str, why: str
 ) -> None:
-    """A model whose weights are nowhere whole is saved and started anew; comments count for
-    nothing."""
+    """A model whose weights are nowhere whole is saved and started anew, unless each member has it
+    whole; comments count for nothing."""
     chosen = of_one_member(spec_of(tmp_path, script, elastic))
     assert chosen.job.elastic is not None
     assert chosen.job.elastic.engine == engine
