@@ -39,6 +39,7 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         risks.ranks_out_of_reach,
         manyranks.launcher_is_a_task,
         manyranks.ranks_outlive_a_failure,
+        manyranks.dead_node_is_no_requeue,
         manyranks.failure_looks_like_a_stop,
         manyranks.port_of_an_earlier_attempt,
         manyranks.how_ranks_prove_themselves,

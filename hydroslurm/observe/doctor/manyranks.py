@@ -38,6 +38,23 @@ def ranks_outlive_a_failure(facts: Facts) -> Finding | None:
     return Finding("bad_exit", Severity.RISK, "ranks wait for one that died", text, fix)
 
 
+def dead_node_is_no_requeue(facts: Facts) -> Finding | None:
+    """Seen on 22.05.8; tests/integration/elastic/test_fixed_size.py has all three ways."""
+    script = facts.script
+    if script is None or not script.outlives_nodes or script.tasks < 2:
+        return None
+    text = (
+        "sbatch --no-kill: when a node dies, Slurm does not requeue the job. It kills the ranks on "
+        "the other nodes, and the job fails; if srun has --no-kill, too, they wait for the dead one "
+        "in a collective (10 to 30 minutes by torch's defaults) and keep the nodes."
+    )
+    fix = (
+        "no --no-kill: Slurm then requeues the job, and it goes on from its newest checkpoint; or "
+        "an elastic job (docs/elastic.md), whose other nodes train on"
+    )
+    return Finding("no_kill", Severity.RISK, "a dead node ends the job", text, fix)
+
+
 def failure_looks_like_a_stop(facts: Facts) -> Finding | None:
     """From 26.05 on, mpi/pmix sends SIG_TERM_KILL; earlier releases send SIGKILL."""
     if facts.tasks < 2 or facts.config.version < (26, 5):

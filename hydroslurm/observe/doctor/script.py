@@ -41,6 +41,7 @@ class ScriptOptions:
         has_agent: ``hydroslurm agent`` starts the ranks.
         tasks: number of tasks, as far as the script says.
         outlives_ranks: some srun does not end its other tasks when one fails.
+        outlives_nodes: ``--no-kill`` is given: the death of a node is no end of the job.
         mpi: of ``srun --mpi``: ``pmix`` or ``other``; empty if not given.
         is_expedited: ``--requeue=expedite`` is given.
         fixed_port: port of the ranks' rendezvous if it is a constant; else empty.
@@ -55,6 +56,7 @@ class ScriptOptions:
     has_agent: bool = False
     tasks: int = 1
     outlives_ranks: bool = False
+    outlives_nodes: bool = False
     mpi: str = ""
     is_expedited: bool = False
     fixed_port: str = ""
@@ -78,6 +80,7 @@ def read_script(text: str) -> ScriptOptions:
         has_agent=bool(_AGENT.search(commands)),
         tasks=_tasks(options),
         outlives_ranks=_outlives_ranks(commands, settings),
+        outlives_nodes=options.get("no-kill", "off") != "off",
         mpi=_mpi(commands),
         is_expedited=options.get("requeue", "").lower().startswith("expedite"),
         fixed_port=_fixed_port(commands),
@@ -97,6 +100,8 @@ def _options(text: str) -> dict[str, str]:
             if word.startswith("--"):
                 name, _, value = word.removeprefix("--").partition("=")
                 found[name] = value or following
+            elif word == "-k":
+                found["no-kill"] = ""
             elif word.startswith(("-n", "-N")):
                 found[{"-n": "ntasks", "-N": "nodes"}[word[:2]]] = word[2:] or following
     return found
