@@ -45,6 +45,7 @@ SCRIPTS = (
     "vacate",
     "launch_ahead",
     "elastic",
+    "elastic_sim",
     "compare",
     "gpu_check",
 )
