@@ -59,11 +59,10 @@ def stall_s(steps: list[dict[str, Any]]) -> float:
     return max(all_gaps) - statistics.median(all_gaps)
 
 
-def wrong(*logs: list[dict[str, Any]]) -> int:
+def wrong(story: ElasticStory) -> int:
     """Samples of an epoch that did not come once."""
-    return sum(
-        sum(1 for one in range(SAMPLES) if seen[one] != 1) for seen in times_seen(*logs).values()
-    )
+    epochs = times_seen(*story.all_steps("BEGUN")).values()
+    return sum(sum(1 for one in range(SAMPLES) if seen[one] != 1) for seen in epochs)
 
 
 def members(folder: Path) -> ElasticStory:
@@ -82,18 +81,16 @@ def leave(folder: Path, signo: int) -> dict[str, float]:
         story.signal("b", signo)
         for name in "ac":
             story.done(name)
-        logs = [story.steps(name) for name in "abc"]
+        logs = [story.steps(name) for name in "ac"]
         change = story.entries("generation")[1]
         found = {"steps_lost": change["steps_lost"], "pause_s": change["pause_s"]}
         if signo == signal.SIGKILL:
             median_s = statistics.median(gaps(logs[0]))
-            first_s = min(
-                one["at_s"] for log in (logs[0], logs[2]) for one in log if one["size"] == 2
-            )
+            first_s = min(one["at_s"] for log in logs for one in log if one["size"] == 2)
             found["stall_s"] = first_s - asked_s - median_s
         else:
-            found["stall_s"] = max(stall_s(logs[0]), stall_s(logs[2]))
-        return {**found, "wrong": wrong(*logs)}
+            found["stall_s"] = max(map(stall_s, logs))
+        return {**found, "wrong": wrong(story)}
     finally:
         story.close()
 
@@ -114,7 +111,7 @@ def join(folder: Path) -> dict[str, float]:
         return {
             "stall_steps": max(stall_s(logs[0]), stall_s(logs[1])) / median_s,
             "join_s": logs[2][0]["at_s"] - began_s,
-            "wrong": wrong(*logs),
+            "wrong": wrong(story),
         }
     finally:
         story.close()
@@ -176,12 +173,11 @@ def spare(folder: Path, signo: int) -> dict[str, float]:
         story.signal(trained[1], signo)
         for name in (trained[0], waiting):
             story.done(name)
-        logs = [story.steps(name) for name in "abc"]
         survivor = story.steps(trained[0])
         assert {one["size"] for one in survivor} == {2}, story
         return {
             "stall_steps": stall_s(survivor) / statistics.median(gaps(survivor)),
-            "wrong": wrong(*logs),
+            "wrong": wrong(story),
         }
     finally:
         story.close()

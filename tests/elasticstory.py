@@ -55,6 +55,10 @@ TRAIN = """
     ) as run:
         for x, y, ids in run.batches(epochs=options["epochs"]):
             step = run.step
+            print("BEGUN", json.dumps({
+                "step": step, "epoch": run.epoch, "generation": run.generation,
+                "ids": ids.tolist(), "at_s": time.monotonic(),
+            }))
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
             loss.backward()
@@ -73,6 +77,9 @@ TRAIN = """
         "trained": int(getattr(net[1], "num_batches_tracked", 0)),
     }))
 """
+"""Says what it begins, too. Where ranks are killed at any moment that is what counts their samples:
+one that is killed behind the sum of the gradients has trained its own, the others count the step,
+and it has said nothing behind it; one that has said nothing before it cannot have taken part."""
 
 
 class ElasticStory:
@@ -171,9 +178,9 @@ class ElasticStory:
     def steps(self, name: str) -> list[dict[str, Any]]:
         return steps_of(self.members[name])
 
-    def all_steps(self) -> list[list[dict[str, Any]]]:
-        """Of all members that ever were."""
-        return [steps_of(child) for child in (*self.members.values(), *self.former)]
+    def all_steps(self, word: str = "STEP") -> list[list[dict[str, Any]]]:
+        """Of all members that ever were; ``word``: BEGUN, of steps that may have been dropped."""
+        return [steps_of(child, word) for child in (*self.members.values(), *self.former)]
 
     def ended(self, name: str, *, limit_s: float = LIMIT_S) -> int:
         """The exit status of a member, waited for."""
@@ -200,16 +207,20 @@ class ElasticStory:
 
     def __str__(self) -> str:
         said = "\n".join(
-            f"--- {name}\n" + "\n".join(line for line in child.lines if line[:4] != "STEP")[-3000:]
+            f"--- {name}\n"
+            + "\n".join(
+                line for line in child.lines if line[:5] not in ("STEP ", "BEGUN", "SHARD")
+            )[-3000:]
             for name, child in self.members.items()
         )
         ledger = "\n".join(json.dumps(one) for one in self.folder.ledger())
         return f"{said}\n--- ledger\n{ledger}"
 
 
-def steps_of(child: ForkedChild) -> list[dict[str, Any]]:
+def steps_of(child: ForkedChild, word: str = "STEP") -> list[dict[str, Any]]:
     """The steps that it has said it trains."""
-    return [json.loads(line[5:]) for line in child.lines if line.startswith("STEP ")]
+    told = [line.partition(" ") for line in child.lines]
+    return [json.loads(rest) for kind, _, rest in told if kind == word]
 
 
 def times_seen(*logs: list[dict[str, Any]]) -> dict[int, Counter[int]]:
@@ -227,20 +238,16 @@ def times_seen(*logs: list[dict[str, Any]]) -> dict[int, Counter[int]]:
     return seen
 
 
-def unsaid_samples(*logs: list[dict[str, Any]], batch: int) -> Counter[int]:
-    """Epoch -> samples of ranks that were killed between their step, which the others have
-    completed, and the line that tells of it. ``batch``: samples of a step, of all ranks."""
-    told: dict[int, list[dict[str, Any]]] = {}
-    for log in logs:
-        for one in log:
-            told.setdefault(one["step"], []).append(one)
-    found: Counter[int] = Counter()
-    for ones in told.values():
-        newest = max(one["generation"] for one in ones)
-        last = [one for one in ones if one["generation"] == newest]
-        if len(last) < last[0]["size"]:
-            found[last[0]["epoch"]] += batch - sum(len(one["ids"]) for one in last)
-    return found
+def mean_losses(story: ElasticStory) -> dict[int, float]:
+    """Step -> the mean loss of its samples, of the ranks that have completed it."""
+    newest: dict[int, int] = {}
+    sums: dict[tuple[int, int], list[float]] = {}
+    for one in (one for log in story.all_steps() for one in log):
+        newest[one["step"]] = max(newest.get(one["step"], 0), one["generation"])
+        of = sums.setdefault((one["step"], one["generation"]), [0.0, 0.0])
+        of[0] += one["loss"] * len(one["ids"])
+        of[1] += len(one["ids"])
+    return {step: sums[step, last][0] / sums[step, last][1] for step, last in newest.items()}
 
 
 HASH_OF_WEIGHTS = (
@@ -269,6 +276,10 @@ IN_SHARDS = (
     .replace(
         """for x, y, ids in run.batches(epochs=options["epochs"]):
             step = run.step
+            print("BEGUN", json.dumps({
+                "step": step, "epoch": run.epoch, "generation": run.generation,
+                "ids": ids.tolist(), "at_s": time.monotonic(),
+            }))
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
             loss.backward()
@@ -280,6 +291,10 @@ IN_SHARDS = (
             for x, y, ids in run.shards(batch):
                 loss = nn.functional.mse_loss(model(x), y) * (scale + random.random())
                 loss.backward()
+                print("SHARD", json.dumps({
+                    "step": step, "generation": run.generation,
+                    "losses": {int(ids[0]): loss.item()},
+                }))
                 losses[int(ids[0])] = loss.item()
                 seen += ids.tolist()
             nn.utils.clip_grad_norm_(net.parameters(), 0.5)
@@ -298,9 +313,9 @@ IN_SHARDS = (
 
 
 def losses(story: ElasticStory) -> dict[tuple[int, str], float]:
-    """Of each step and shard, as they were at last."""
+    """Of each step and shard, as they were at last; told before the sum, as BEGUN is."""
     newest: dict[tuple[int, str], tuple[int, float]] = {}
-    for log in story.all_steps():
+    for log in story.all_steps("SHARD"):
         for one in log:
             for shard, loss in one["losses"].items():
                 key = one["step"], shard

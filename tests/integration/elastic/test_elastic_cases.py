@@ -40,7 +40,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from elasticstory import TRAIN, times_seen, unsaid_samples
+from elasticstory import TRAIN, times_seen
 from integration.elastic.elastic_scene import ElasticScene
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
@@ -110,13 +110,11 @@ def test_a_training_has_every_sample_once(cluster: DevCluster, tmp_path: Path, e
         line.split(" ", 1)
         for path in scene.run.logs.glob("member-*-0.log")
         for line in path.read_text().splitlines()
-        if line.startswith(("STEP ", "DONE "))
+        if line.startswith(("BEGUN ", "DONE "))
     ]
-    steps = [json.loads(text) for kind, text in lines if kind == "STEP"]
-    unsaid = unsaid_samples(steps, batch=12)
-    for epoch, seen in times_seen(steps).items():
-        assert set(seen.values()) == {1}, epoch
-        assert 9600 - len(seen) == unsaid[epoch], epoch
+    begun = [json.loads(text) for kind, text in lines if kind == "BEGUN"]
+    for epoch, seen in times_seen(begun).items():
+        assert seen == dict.fromkeys(range(9600), 1), epoch
     done = [json.loads(text) for kind, text in lines if kind == "DONE"]
     assert len(done) == 3
     assert len({one["weights"] for one in done}) == 1
