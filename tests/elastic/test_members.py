@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from elasticstory import BATCH, SAMPLES, ElasticStory, times_seen
+from elasticstory import BATCH, SAMPLES, TRAIN, ElasticStory, mean_losses, times_seen
 from processes import wait_until
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
@@ -80,7 +80,7 @@ def test_members_of_two_ranks_come_and_go_as_one(story: ElasticStory) -> None:
     assert (second["left"], second["steps_lost"]) == (["b"], 0)
     assert third["lost"] == ["c"]
     assert third["steps_lost"] <= 1
-    for epoch, seen in times_seen(*story.all_steps()).items():
+    for epoch, seen in times_seen(*story.all_steps("BEGUN")).items():
         assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
 
 
@@ -152,7 +152,7 @@ def test_the_coordinator_may_be_killed(story: ElasticStory) -> None:
 
 def test_the_training_is_that_of_a_fixed_size(story: ElasticStory, tmp_path: Path) -> None:
     """With keep_global a step has the same samples with one member and with three that come and go:
-    the weights at the end differ by the order of sums only."""
+    the mean loss of each step, and the weights at the end, differ by the order of sums only."""
     (tmp_path / "alone").mkdir()
     alone = ElasticStory(tmp_path / "alone", max=4, wanted=1)
     try:
@@ -171,6 +171,7 @@ def test_the_training_is_that_of_a_fixed_size(story: ElasticStory, tmp_path: Pat
     assert ends[0] == ends[1] == ends[2], story
     assert ends[0]["step"] == fixed["step"] == 2 * SAMPLES // (4 * BATCH)
     assert ends[0]["weights"] == pytest.approx(fixed["weights"], rel=1e-5)
+    assert mean_losses(story) == pytest.approx(mean_losses(alone), rel=1e-4)
 
 
 def test_a_coordinator_that_ends_in_order_takes_nobody_for_lost(tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ def test_a_coordinator_that_ends_in_order_takes_nobody_for_lost(tmp_path: Path) 
 
 
 def test_two_that_leave_at_once_are_one_change(story: ElasticStory) -> None:
-    """Half of the members get SIGTERM: the others go on, and no step is lost."""
+    """Half of the members get SIGTERM: the others form one new generation, and no step is lost."""
     for name in "abcd":
         story.start(name)
     story.wait_for_step("a", size=4)
@@ -202,8 +203,56 @@ def test_two_that_leave_at_once_are_one_change(story: ElasticStory) -> None:
         story.signal(name, signal.SIGTERM)
     ends = [story.done(name)["weights"] for name in "cd"]
     assert ends[0] == ends[1], story
-    assert story.entries("generation")[-1]["members"] in (["c", "d"], ["d", "c"])
-    assert not any(one["steps_lost"] for one in story.entries("generation"))
+    (_, second) = story.entries("generation")
+    assert (set(second["members"]), second["steps_lost"]) == ({"c", "d"}, 0), story
+    for epoch, seen in times_seen(*story.all_steps()).items():
+        assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
+
+
+EVALUATING = (
+    TRAIN.replace("import json,", "import signal, json,")
+    .replace(
+        "step = run.step\n",
+        """step = run.step
+            told = run.generation == 1 and dist.get_rank() == 1
+            if told and options["at"] == "first step":
+                os.kill(os.getpid(), signal.SIGTERM)
+""",
+    )
+    .replace(
+        "scheduler.step()\n",
+        """scheduler.step()
+            for check in range(4 if step % 5 == 0 else 0):
+                dist.all_reduce(torch.ones(1))
+                if told and (step, check, options["at"]) == (10, 2, "evaluation"):
+                    os.kill(os.getpid(), signal.SIGTERM)
+""",
+    )
+)
+"""With collectives of its own behind each fifth step; one rank gets SIGTERM at a chosen moment."""
+
+
+@pytest.mark.elastic
+@pytest.mark.parametrize("at", ["first step", "evaluation"])
+def test_a_leave_at_an_awkward_moment(tmp_path: Path, at: str) -> None:
+    """SIGTERM within the first step, while the loader's workers warm up, or in the middle of an
+    evaluation: that member leaves behind the step, and no step or sample is lost."""
+    story = ElasticStory(tmp_path, program=EVALUATING, max=3)
+    try:
+        for name in "abc":
+            story.start(name, at=at, workers=2)
+        first = story.wait_for("generation")["members"]
+        leaver = first[1]
+        assert story.members[leaver].wait() in (RUN_AGAIN, CANCELLED), story
+        ends = [story.done(name) for name in set(first) - {leaver}]
+        assert ends[0]["weights"] == ends[1]["weights"], story
+        (_, second) = story.entries("generation")
+        assert (second["left"], second["lost"], second["steps_lost"]) == ([leaver], [], 0), story
+        assert max(one["step"] for one in story.steps(leaver)) <= 13
+        for epoch, seen in times_seen(*story.all_steps()).items():
+            assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
+    finally:
+        story.close()
 
 
 def test_a_run_whose_members_all_go_is_saved_and_goes_on(tmp_path: Path) -> None:
@@ -226,6 +275,38 @@ def test_a_run_whose_members_all_go_is_saved_and_goes_on(tmp_path: Path) -> None
         assert ends[0] == ends[1], story
         assert story.steps("a")[0]["step"] == trained
         for epoch, seen in times_seen(*logs, story.steps("a"), story.steps("b")).items():
+            assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
+    finally:
+        story.close()
+
+
+@pytest.mark.elastic
+def test_members_leave_in_order_if_their_save_fails(tmp_path: Path) -> None:
+    """Below ``min`` with a disk that takes nothing: the reason is told, both leave, and new members
+    go on from the newest checkpoint; no sample is left out."""
+    program = TRAIN.replace("every_s=0,", "every_s=0, every_steps=5,")
+    story = ElasticStory(tmp_path, program=program, min=2, max=2)
+    checkpoints = story.folder.run / "checkpoints"
+    try:
+        for name in "ab":
+            story.start(name, epochs=1)
+        saved = checkpoints / "step-000000005" / "manifest.json"
+        wait_until(saved.exists, lambda: f"a checkpoint\n{story}")
+        checkpoints.rename(tmp_path / "kept")
+        checkpoints.write_text("no folder any more")
+        for name in "ab":
+            story.signal(name, signal.SIGTERM)
+        for name in "ab":
+            assert story.members[name].wait() in (RUN_AGAIN, CANCELLED), story
+        assert "could not be saved" in str(story)
+        checkpoints.unlink()
+        (tmp_path / "kept").rename(checkpoints)
+        for name in "ab":
+            story.start(name, epochs=1)
+        ends = [story.done(name) for name in "ab"]
+        assert ends[0] == ends[1], story
+        assert story.steps("a")[0]["step"] % 5 == 0
+        for epoch, seen in times_seen(*story.all_steps("BEGUN")).items():
             assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
     finally:
         story.close()

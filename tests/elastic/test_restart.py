@@ -89,6 +89,31 @@ def test_a_member_restarts_its_worker_as_often_as_it_may(story: RestartStory) ->
     assert story.entries("generation")[-1]["cause"] == "leave (b: SIGTSTP)"
 
 
+@pytest.mark.elastic
+def test_fifty_changes_of_size_use_no_restart(tmp_path: Path) -> None:
+    """With --max-restarts=1, after fifty changes, the first death of its worker is followed by
+    another start, and only the second one ends the member."""
+    story = RestartStory(tmp_path, max=2, gather_s=0.0)
+    try:
+        story.start("a", "--max-restarts=1")
+        story.wait_for_workers(1, "a")
+        for change in range(2, 52, 2):
+            name = f"b{change}"
+            story.start(name)
+            story.wait_for_workers(change, "a", name)
+            story.signal(name, signal.SIGTERM)
+            assert story.members[name].wait() == RUN_AGAIN, story
+            story.wait_for_workers(change + 1, "a")
+        assert not story.entries("failure"), story
+        story.kill_worker("a")
+        story.wait_for_workers(52, "a")
+        assert not story.entries("failure"), story
+        story.kill_worker("a")
+        assert story.members["a"].wait() == 128 + signal.SIGKILL, story
+    finally:
+        story.close()
+
+
 def test_an_agent_that_dies_or_hangs_is_given_up(tmp_path: Path) -> None:
     """Its worker is none of the run any more; one that wakes up is refused, ends its worker and
     leaves. Too few wait, without workers, for a newcomer, over the death of the coordinator."""

@@ -11,24 +11,24 @@ of failure cases, and where each is tested (elastic: tests/elastic, of real proc
      7  a rank hangs                          here; elastic/test_members
      8  kill -9 of the coordinator            test_elastic_job; elastic/test_members
      9  its time limit                        here
-    10  SIGTERM in evaluation, first step     faults/test_mixed_world (of fixed size)
-    11  SIGTERM with loader workers           elastic/test_fixed_order
+    10  SIGTERM in evaluation, first step     elastic/test_members; faults/test_mixed_world
+    11  SIGTERM with loader workers           elastic/test_members; test_fixed_order
     12  killed while a checkpoint is written  checkpoint/test_kills
     13  grace shorter than the save           checkpoint/test_deadline
     14  exit statuses                         jobs/supervisor/test_exit_policy
     15  too many failures                     here
     16  ten preemptions                       here
-    17  scontrol update NumNodes              not tested: a job of fixed size is requeued as a whole
+    17  scontrol update NumNodes; --no-kill   test_fixed_size (of fixed size)
     18  scale; by drain                       test_elastic_job; test_elastic_nodes
     19  every sample once                     here; elastic/test_day, test_restart
     20  the training of a fixed size          elastic/test_members; test_fixed_order (its bits)
-    21  one of an older generation            elastic/test_membership
+    21  one of an older generation            elastic/test_members (it hung); test_membership
     22  a save fails                          checkpoint/test_faults
     23  cancelled as a whole                  here
     24  it fails at its start, again          here (15); elastic/test_failed_meetings
     25  a partition that suspends             here
     26  Lightning                             refused in place: elastic/test_own_loops
-    27  restarts are not used by changes      elastic/test_restart
+    27  restarts are not used by 50 changes   elastic/test_restart
 """
 
 from __future__ import annotations
@@ -152,6 +152,9 @@ def test_a_member_that_dies_or_hangs_is_replaced(
     ended = scene.wait_for("ended")
     assert (ended["member"], ended["how"]) == (lost, "failure")
     scene.wait(lambda: len(scene.members) == 2 and lost not in scene.members, "replacement")
+    assert set(scene.base) < set(scene.members)
+    assert [one["member"] for one in scene.entries("failure")] == [lost]
+    assert max(one["steps_lost"] for one in scene.entries("generation")) <= 1
     scene.finish()
     assert scene.final_condition().type == "Succeeded"
     scene.assert_nothing_is_left()
