@@ -23,6 +23,7 @@ from isal.isal_zlib import crc32
 
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES
 from hydroslurm.checkpoint.manifest import FileEntry
+from hydroslurm.checkpoint.pages import populate
 from hydroslurm.checkpoint.storage import MOST_BUFFERS, Storage
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UntrustedFile
 
@@ -166,6 +167,8 @@ class BlockReader:
         """Raises CheckpointCorrupt."""
         for number, parts in blocks:
             views = self._with_scratch(parts)
+            for view in views:  # not all at once: the pages are in the processor's cache now
+                populate(view)
             try:
                 read_fully(self._storage, fd, views, offset=number * BLOCK_BYTES)
             except OSError as error:

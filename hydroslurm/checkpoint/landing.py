@@ -3,7 +3,6 @@ lie in one piece in memory, else over a copy."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import torch
 from hydroslurm.checkpoint.blocks import BlockReader, Range, Source, require_size
 from hydroslurm.checkpoint.boxes import Box
 from hydroslurm.checkpoint.manifest import FileEntry
-from hydroslurm.checkpoint.pages import TensorMemory, advise_huge_pages
+from hydroslurm.checkpoint.pages import advise_huge_pages
 from hydroslurm.checkpoint.runs import runs_of
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_bytes import bytes_of
@@ -39,11 +38,6 @@ class Wanted(NamedTuple):
     template: Any = None
     writer: int | None = None
     replicas: tuple[int, ...] = ()
-
-    @property
-    def plain_bytes(self) -> int:
-        """Of a plain tensor; 0 for a DTensor."""
-        return 0 if self.template is not None else math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def of(cls, key: str, one: SharedTensor, *, template: Any) -> Wanted:
@@ -120,9 +114,8 @@ def land(
             found |= run.tensors
     copies: dict[int, _Later] = {rank: _Later() for rank in ranks}
     finals = _Later()
-    fresh = TensorMemory(sum(one.wanted.plain_bytes for one in landings))
     for one in landings:
-        found[one.wanted.key], memory = _memory_for(one.wanted, fresh, finals)
+        found[one.wanted.key], memory = _memory_for(one.wanted, finals)
         flat = memory.reshape(-1)
         for rank, chunk, common in one.pieces:
             place = _Place(chunk, common, one.wanted.box, flat)
@@ -173,13 +166,12 @@ class _Place(NamedTuple):
         return Range(self.chunk.at_bytes + begin * item, bytes_of(target))
 
 
-def _memory_for(
-    wanted: Wanted, fresh: TensorMemory, finals: _Later
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _memory_for(wanted: Wanted, finals: _Later) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensor, and its local values as a contiguous tensor on the CPU. Where these are not the
     same memory, ``finals`` gets the copying."""
     if wanted.template is None:
-        found = fresh.empty(wanted.shape, wanted.dtype)
+        found = torch.empty(wanted.shape, dtype=wanted.dtype)
+        advise_huge_pages(found)
         return found, found
     found = torch.empty_like(wanted.template, dtype=wanted.dtype)
     local: torch.Tensor = found.to_local()  # type: ignore[attr-defined]  # a DTensor

@@ -1,4 +1,4 @@
-"""Fresh host memory in huge pages.
+"""Fresh host memory: in huge pages, and its pages before they are written.
 
 The kernel clears a page the first time that it is touched, and one of 2 MiB takes it a fifth of the
 time of 512 of 4 KiB. It has to be told before anything in those 2 MiB was touched: an allocator's
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import mmap
 from contextlib import suppress
 from pathlib import Path
@@ -21,13 +20,12 @@ import torch
 _HUGE_BYTES = 4 << 20
 """For less than this it makes no difference."""
 
-_GROUP_BYTES = 32 << 20
-_LEAST_BYTES = 16 << 10
-"""Tensors of at least this size share the pages of a group, which are given back when the last of
-them is. What an optimizer keeps of a loaded state while it copies the rest to a device, such as the
-number of its steps, is smaller: it must not keep a group."""
+_LEAST_POPULATED_BYTES = 64 << 10
+"""For less than this a call takes as long as the faults."""
 
-_ALIGN_BYTES = 64
+_MADV_POPULATE_WRITE = 23
+"""linux/include/uapi/asm-generic/mman-common.h. Python's mmap does not have it."""
+
 _BALLOONS = Path("/sys/bus/virtio/drivers/virtio_balloon")
 _REPORTING_BIT = 5
 """VIRTIO_BALLOON_F_REPORTING; linux/include/uapi/linux/virtio_balloon.h."""
@@ -49,29 +47,20 @@ def map_pages(wanted_bytes: int, *, inherited: bool) -> mmap.mmap:
     return pages
 
 
-class TensorMemory:
-    """Makes tensors on the CPU that are filled soon, as many as are expected."""
+def populate(memory: memoryview) -> bool:
+    """Have real pages put behind memory that is filled next, in one call and without changing what
+    is in it: a fault for each page costs as much again as the page. Releases the GIL.
 
-    def __init__(self, expected_bytes: int) -> None:
-        self._expected_bytes = expected_bytes if expected_bytes >= _HUGE_BYTES else 0
-        self._pages = memoryview(b"")
-        self._used = 0
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """As torch.empty does it."""
-        size_bytes = math.prod(shape) * dtype.itemsize
-        if not self._expected_bytes or not _LEAST_BYTES <= size_bytes <= _GROUP_BYTES // 2:
-            found = torch.empty(shape, dtype=dtype)
-            advise_huge_pages(found)
-            return found
-        if self._used + size_bytes > len(self._pages):
-            group_bytes = max(size_bytes, min(_GROUP_BYTES, self._expected_bytes))
-            self._pages, self._used = memoryview(map_pages(group_bytes, inherited=True)), 0
-        begin = self._used
-        self._used = -(-(begin + size_bytes) // _ALIGN_BYTES) * _ALIGN_BYTES
-        self._expected_bytes -= size_bytes
-        flat = torch.frombuffer(self._pages[begin : begin + size_bytes], dtype=dtype)
-        return flat.view(shape)
+    Returns:
+        Whether that was done. Not of a little memory; not by a kernel before 5.14; not where memory
+        is away for now. Who fills it meets the faults then.
+    """
+    if len(memory) < _LEAST_POPULATED_BYTES:
+        return False
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    length = address + len(memory) - begin
+    return bool(_libc().madvise(begin, length, _MADV_POPULATE_WRITE) == 0)
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:
@@ -82,7 +71,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (tensor.data_ptr() + size_bytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     with suppress(AttributeError, OSError, ValueError):
-        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+        _libc().madvise(begin, length, mmap.MADV_HUGEPAGE)
 
 
 @functools.cache
@@ -102,4 +91,6 @@ def is_reported(balloons: Path = _BALLOONS) -> bool:
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc

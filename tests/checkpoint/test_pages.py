@@ -1,62 +1,48 @@
-"""Memory for tensors that are read: as torch.empty gives it, given back when it is not used."""
+"""Memory for tensors that are read: its pages, and how large they are."""
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
 import torch
 
 from hydroslurm.checkpoint import pages
-from hydroslurm.checkpoint.pages import TensorMemory, is_reported
+from hydroslurm.checkpoint.pages import advise_huge_pages, is_reported, map_pages, populate
 
 MIB = 1 << 20
-SIZES = [(), (0,), (3, 0), (1,), (5, 7), (16 << 10,), (40_001,), (3, MIB), (17, MIB), (2, 100_003)]
 
 
-@pytest.mark.parametrize("expected_bytes", [0, 100 * MIB])
-def test_tensors_have_memory_of_their_own(expected_bytes: int) -> None:
-    """Of whatever size and type, none shares a byte with another one, and each can be written."""
-    memory = TensorMemory(expected_bytes)
-    dtypes = (torch.int64, torch.bfloat16, torch.bool)
-    tensors = [memory.empty(shape, dtype) for dtype in dtypes for shape in SIZES]
-    for number, tensor in enumerate(tensors):
-        tensor.fill_(number)
-    for number, tensor in enumerate(tensors):
-        assert tensor.dtype == dtypes[number // len(SIZES)]
-        assert tensor.shape == SIZES[number % len(SIZES)]
-        assert tensor.is_contiguous()
-        assert tensor.numel() == 0 or tensor.data_ptr() % 64 == 0
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes
-        assert bool((tensor == torch.tensor(number).to(tensor.dtype)).all())
+def test_populated_memory_has_pages_and_keeps_what_is_in_it() -> None:
+    """All of them are there before anything is written, those at the ends too, which others share
+    with it; nothing of what was written before is lost."""
+    whole = memoryview(map_pages(4 * MIB, inherited=True))
+    whole[MIB] = 7
+    part = whole[MIB - 100 : 3 * MIB + 100]
+    assert _resident_bytes(whole) == mmap.PAGESIZE
+    assert populate(part)
+    assert _resident_bytes(whole) == 2 * MIB + 2 * mmap.PAGESIZE
+    assert whole[MIB] == 7
+    assert sum(whole) == 7
 
 
-def test_more_than_expected() -> None:
-    """An estimate that was too low costs nothing but speed."""
-    memory = TensorMemory(4 * MIB)
-    tensors = [memory.empty((MIB,), torch.uint8) for _ in range(20)]
-    assert len({one.data_ptr() for one in tensors}) == 20
-    assert all(bool((one.fill_(1) == 1).all()) for one in tensors)
+def test_what_cannot_be_populated_is_left_to_who_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said that there are no pages: of little memory, by a kernel that does not know how."""
+    memory = memoryview(map_pages(MIB, inherited=True))
+    assert not populate(memory[:100])
+    monkeypatch.setattr(pages, "_MADV_POPULATE_WRITE", 12345)
+    assert not populate(memory)
+    assert _resident_bytes(memory) == 0
 
 
-def test_memory_is_given_back() -> None:
-    """A group is unmapped when its last tensor is gone; tiny tensors keep none."""
-    memory = TensorMemory(8 * MIB)
-    tiny = memory.empty((8,), torch.int64)
-    large = [memory.empty((MIB,), torch.uint8) for _ in range(4)]
-    addresses = [one.data_ptr() for one in large]
-    del memory
-    del large[:3]
-    assert all(map(_mapped, addresses))
-    large.clear()
-    assert not any(map(_mapped, addresses))
-    assert int(tiny.fill_(3).sum()) == 24
-
-
-def _mapped(address: int) -> bool:
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    ranges = (line.split()[0].split("-") for line in lines)
-    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+def _resident_bytes(memory: memoryview) -> int:
+    """How much of it has pages: the top bit of each of its numbers in the process's page map."""
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
+        file.seek(address // mmap.PAGESIZE * 8)
+        numbers = memoryview(file.read(len(memory) // mmap.PAGESIZE * 8)).cast("Q")
+    return sum(number >> 63 for number in numbers) * mmap.PAGESIZE
 
 
 @pytest.mark.parametrize(
@@ -75,13 +61,14 @@ def test_a_guest_that_reports_its_free_memory(
 def test_only_memory_that_is_not_reported_is_asked_for_in_huge_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a group, and of a tensor that is large enough to be one of its own."""
+    """Of a mapping, and of a tensor that is large enough."""
     for reported in (True, False):
         monkeypatch.setattr(pages, "is_reported", lambda reported=reported: reported)
-        memory = TensorMemory(100 * MIB)
-        for size_bytes in (MIB, 64 * MIB):
-            made = memory.empty((size_bytes,), torch.uint8)
-            assert _is_advised(made.data_ptr() + size_bytes // 2) is not reported
+        mapped = torch.frombuffer(map_pages(8 * MIB, inherited=True), dtype=torch.uint8)
+        large = torch.empty(64 * MIB, dtype=torch.uint8)
+        advise_huge_pages(large)
+        for made in (mapped, large):
+            assert _is_advised(made.data_ptr() + made.nbytes // 2) is not reported
 
 
 def _is_advised(address: int) -> bool:
