@@ -11,12 +11,13 @@ import mmap
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import compress
 
 import torch
 
-from hydroslurm.checkpoint.pages import map_pages
+from hydroslurm.checkpoint.pages import map_pages, populate
+from hydroslurm.checkpoint.tensor_bytes import SMALL_BYTES, copy_raw, is_plain
 from hydroslurm.checkpoint.write_plan import Layout, WritePlan
 from hydroslurm.core.memory import Room, room
 
@@ -24,8 +25,8 @@ CHUNK_BYTES = 256 * 2**20
 """Size of one piece of staging memory. A power of two: torch rounds pinned memory up to the next
 one, so that one large piece could take twice what it holds. A larger tensor gets its own piece."""
 
-_TOUCH_BYTES = 64 * 2**20
-"""What is touched before a first copy that has come early can go on."""
+_TOUCH_BYTES = 4 * 2**20
+"""What is touched in one call, for 0.5 ms, while nobody else of the process may map memory."""
 
 _ALIGN_BYTES = 64
 _SLACK_BYTES = 2**16
@@ -51,7 +52,6 @@ class Staging:
         self._pageable, self._pinned = _Arena(pinned=False), _Arena(pinned=True)
         self._copies: _Copies | None = None
         self._reserving: threading.Thread | None = None
-        self._enough = threading.Event()
         self._refused = ""
         self._others_bytes = 0
 
@@ -83,7 +83,7 @@ class Staging:
         def reserve() -> None:
             with self._exempt():
                 self._copies = self._make_copies(plan)
-                self._pageable.touch(enough=self._enough)
+                self._pageable.touch()
 
         self._reserving = threading.Thread(target=reserve, name="hydroslurm-reserve", daemon=False)
         self._reserving.start()
@@ -100,9 +100,7 @@ class Staging:
         Nobody may be reading the last copy any more. Tensors of an accelerator are copied into
         pinned memory.
         """
-        # touching a page ahead of the copy takes as long as touching it in the copy
-        self._enough.set()
-        self.join()
+        self.join()  # touching the rest ahead of the copy takes half as long as touching it in it
         if self._refused:
             return None
         copies = self._copies
@@ -143,26 +141,43 @@ class Staging:
         return self._pinned if tensor.is_cuda else self._pageable
 
 
-@dataclass(frozen=True)
 class _Copies:
-    """Tensors in staging memory, for a state of this layout."""
+    """Tensors in staging memory, for a state of one layout."""
 
-    layout: Layout
-    tensors: tuple[torch.Tensor, ...]
+    def __init__(self, layout: Layout, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.tensors = tensors
+        self._layout = layout
+        pairs = tuple(zip(layout.pieces, tensors, strict=True))
+        on_cuda = [piece.on_cuda for piece, _ in pairs]
+        small = [  # and whose values lie there as they lie here, one after the other
+            piece.size_bytes < SMALL_BYTES
+            and not piece.on_cuda
+            and piece.strides == copy.stride()
+            and is_plain(copy)
+            for piece, copy in pairs
+        ]
+        large = [not one and not two for one, two in zip(on_cuda, small, strict=True)]
+        self._small, self._large, self._on_cuda = small, large, on_cuda
+        self._addresses = [one.data_ptr() for one in compress(tensors, small)]
+        self._sizes = [one.nbytes for one in compress(tensors, small)]
 
     def are_of(self, layout: Layout) -> bool:
         """Whether a state of this layout can be copied into them."""
-        return layout is self.layout or layout.pieces == self.layout.pieces
+        return layout is self._layout or layout.pieces == self._layout.pieces
 
     def fill(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """One call for all tensors of a kind: for small ones, calling takes longer than copying."""
-        on_cuda = [one.on_cuda for one in self.layout.pieces]
+        """Small ones by their addresses: calling torch takes longer than copying them, even if it
+        is called once for all. The others in one call for those of a kind."""
+        sources = map(torch.Tensor.data_ptr, compress(tensors, self._small))
+        for to, of, wanted_bytes in zip(self._addresses, sources, self._sizes, strict=True):
+            copy_raw(to, of, wanted_bytes)
         with torch.no_grad():
-            for is_cuda in set(on_cuda):
-                of_kind = [one is is_cuda for one in on_cuda]
-                to, of = list(compress(self.tensors, of_kind)), list(compress(tensors, of_kind))
-                torch._foreach_copy_(to, of, non_blocking=is_cuda)
-        for device in {one.device for one in compress(tensors, on_cuda)}:
+            for of_kind, is_cuda in ((self._large, False), (self._on_cuda, True)):
+                to_these = list(compress(self.tensors, of_kind))
+                of_these = list(compress(tensors, of_kind))
+                if to_these:
+                    torch._foreach_copy_(to_these, of_these, non_blocking=is_cuda)
+        for device in {one.device for one in compress(tensors, self._on_cuda)}:
             torch.cuda.synchronize(device)
 
 
@@ -219,19 +234,13 @@ class _Arena:
             self._storages[piece], start // tensor.itemsize, tensor.shape, strides
         )
 
-    def touch(self, *, enough: threading.Event) -> None:
-        """Make the kernel back the memory with real pages until it is ``enough``; overwrites the
-        contents.
-
-        One byte a page: the kernel has to clear it anyway. In pieces, each of them too short for
-        torch to use the threads that the training computes with.
-        """
+    def touch(self) -> None:
+        """Make the kernel back the memory with real pages; overwrites the contents."""
         for piece in self._pieces:
             for start in range(0, len(piece), _TOUCH_BYTES):
-                if enough.is_set():
-                    return
-                part = torch.frombuffer(piece[start : start + _TOUCH_BYTES], dtype=torch.uint8)
-                part[:: mmap.PAGESIZE].zero_()
+                part = piece[start : start + _TOUCH_BYTES]
+                if not populate(part):
+                    torch.frombuffer(part, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
 
     def _take(self, wanted_bytes: int) -> tuple[int, int]:
         """The number of a piece, and where in it so much room begins."""
