@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 import statistics
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -20,7 +18,7 @@ from checkpoint.disks import HeldDisk
 
 from hydroslurm.checkpoint.deadline import Action
 from hydroslurm.checkpoint.estimate import DURABLE_ASSUMED
-from hydroslurm.checkpoint.pages import map_pages
+from hydroslurm.checkpoint.pages import map_pages, populate
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.write_plan import divide
@@ -62,12 +60,11 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 
 def in_fresh_process(measure: Callable[[int, Path], float], size_bytes: int, folder: Path) -> float:
-    """What ``measure`` finds in a process that has computed and saved nothing yet. It is forked, so
-    this one must not have computed with several threads."""
-    with warnings.catch_warnings(), TemporaryDirectory(dir=folder) as own:
-        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
-        with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
-            return pool.submit(measure, size_bytes, Path(own)).result()
+    """What ``measure`` finds in a process that has computed and saved nothing yet. Not in a forked
+    one: it would copy each page of the interpreter's objects that it touches."""
+    context = get_context("spawn")
+    with TemporaryDirectory(dir=folder) as own, ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(measure, size_bytes, Path(own)).result()
 
 
 def first_stall(size_bytes: int, folder: Path, *, early: bool) -> float:
@@ -99,13 +96,12 @@ def _copying_s(tensors: Sequence[torch.Tensor]) -> float:
 
 
 def first_touch(size_bytes: int, _: Path) -> float:
-    """How long touching so much fresh memory takes / copying the tensors into ones that are there:
-    what a first save cannot do without before its memory is there."""
+    """How long making the pages of so much fresh memory takes / copying the tensors into ones that
+    are there: what a first save cannot do without before its memory is there."""
     state = state_of(size_bytes)
-    pages = map_pages(divide(state, rank=0, world_size=1).state_bytes, inherited=False)
-    fresh = torch.frombuffer(pages, dtype=torch.uint8)
+    fresh = memoryview(map_pages(divide(state, rank=0, world_size=1).state_bytes, inherited=False))
     begin_s = time.perf_counter()
-    fresh[:: mmap.PAGESIZE].zero_()
+    populate(fresh)
     return (time.perf_counter() - begin_s) / _copying_s(tensors_of(state.shared))
 
 
@@ -119,15 +115,15 @@ def stop_peak(size_bytes: int, folder: Path) -> float:
     copied = Saver(CheckpointStore(folder / "copied"))
     copied.start(State(shared={"x": torch.ones(1000)}, own={}), step=1)
     copied.close()
-    before_kb = _memory_kb("VmRSS:")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before_kb = memory_kb("VmRSS:")
+    forget_peak()
     saver.start(state, step=1)
     disk.reached.wait()
     needs_s = DURABLE_ASSUMED.fixed_s + state_bytes / DURABLE_ASSUMED.bytes_per_s
     deadline_s = time.monotonic() + 2.4 * needs_s  # not enough for both
     saved = saver.save_by(state, step=2, deadline_mono_s=deadline_s)
     assert (saved.tier, saved.choice) == ("durable", Action.ABANDON_THEN_FULL), saved.reason
-    peak_kb = _memory_kb("VmHWM:")
+    peak_kb = memory_kb("VmHWM:")
     disk.let_go.set()
     saver.close()
     return (peak_kb - before_kb) * 1024 / state_bytes
@@ -141,6 +137,12 @@ def _warm(folder: Path, disk: HeldDisk | None = None) -> Saver:
     return Saver(CheckpointStore(folder / "saver", **({} if disk is None else {"storage": disk})))
 
 
-def _memory_kb(name: str) -> int:
+def forget_peak() -> None:
+    """VmHWM begins again at what there is now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory_kb(name: str) -> int:
+    """Of this process; ``VmRSS:`` is now, ``VmHWM:`` at its most."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(name)))

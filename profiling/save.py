@@ -13,7 +13,7 @@ Once in each of some fresh processes, medians:
 
     first_stall_ratio_to_memcpy   the first asynchronous save, when the memory for its copy has been
                                   touched in the background; ... _early: while that is still done
-    first_touch_ratio_to_memcpy   touching as much fresh memory: what bounds _early
+    first_touch_ratio_to_memcpy   making the pages of as much fresh memory: what bounds _early
     stop_peak_ratio_to_state      host memory that saving takes beside the state, at its most, while
                                   a stop writes beside a periodic save that a hung disk holds / the
                                   state. One copy for periodic saves is 1
@@ -26,6 +26,7 @@ Beside torch.save, DCP and safetensors (``save_peers.py``), as throughput of our
     load_cpu_s_per_gb              of all threads, and ... .plain_fresh: of reading the same bytes
                                    into memory that nobody has touched
     commit_cpu_s_512               of rank 0, when 512 ranks have written 1,600 tensors
+    commit_memory_mb_512           what its memory grows by meanwhile, at its most
     commit_gil_held_ms_512         the longest that another thread of rank 0 waits for the
                                    interpreter meanwhile; python_ and idle_gil_held_ms: beside a
                                    loop of pure Python, and beside nothing
@@ -42,7 +43,7 @@ import shutil
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -61,7 +62,9 @@ PIECE_BYTES = 8 << 20
 SIZES_BYTES = (1e8, 1e9, 4e9)
 GRACE_S = 600.0
 FRESH = 5
-"""Fresh processes for each figure that needs them."""
+"""Fresh processes for each figure that needs them, at most."""
+
+PARTS = ("first", "save", "peers", "commit")
 
 
 class Bench:
@@ -229,13 +232,19 @@ def beside_peers(folder: Path, size_bytes: int, *, repeats: int) -> dict[str, An
     }
 
 
-def of_size(size_bytes: int, folder: Path, *, repeats: int, fresh: int) -> dict[str, Any]:
-    """All figures of one size of state."""
+def of_size(
+    size_bytes: int, folder: Path, *, parts: Sequence[str], repeats: int, fresh: int
+) -> dict[str, Any]:
+    """The figures of one size of state."""
     folder.mkdir()
-    # first: a process that has computed cannot be forked for this, its threads are gone there
-    result = measure_fresh(size_bytes, folder, repeats=fresh)
-    result |= measure(Bench(state_of(size_bytes), folder), repeats=repeats)
-    return result | beside_peers(folder, size_bytes, repeats=repeats)
+    result: dict[str, Any] = {}
+    if "first" in parts:
+        result |= measure_fresh(size_bytes, folder, repeats=fresh)
+    if "save" in parts:
+        result |= measure(Bench(state_of(size_bytes), folder), repeats=repeats)
+    if "peers" in parts:
+        result |= beside_peers(folder, size_bytes, repeats=repeats)
+    return result
 
 
 def main() -> None:
@@ -244,8 +253,9 @@ def main() -> None:
         "--bytes", type=float, nargs="+", default=SIZES_BYTES, help="about so large states"
     )
     wanted.add_argument("--repeats", type=int, default=5, help="rounds")
+    wanted.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     wanted.add_argument(
-        "--more", type=Path, help="results of this script: of the sizes that are not measured now"
+        "--more", type=Path, help="results of this script: of what is not measured now"
     )
     chosen = wanted.parse_args()
     warnings.simplefilter("error")
@@ -254,14 +264,16 @@ def main() -> None:
     result: dict[str, Any] = json.loads(chosen.more.read_text()) if chosen.more else {}
     for key in ("script", "quick", "environment"):
         result.pop(key, None)
-    run = functools.partial(of_size, repeats=repeats, fresh=1 if chosen.quick else FRESH)
+    fresh = 1 if chosen.quick else min(FRESH, repeats)
+    run = functools.partial(of_size, parts=chosen.parts, repeats=repeats, fresh=fresh)
     with scratch("save", chosen) as folder:
         for size_bytes in sizes:
             label = f"{size_bytes / 1e9:g}gb"
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 found = pool.submit(run, int(size_bytes), folder / label).result()
             result |= {f"{key}.{label}": value for key, value in found.items()}
-        result |= save_peers.commit_of_many(folder / "commit", repeats=repeats)
+        if "commit" in chosen.parts:
+            result |= save_peers.commit_of_many(folder / "commit", repeats=repeats)
     finish(chosen, "save: what a checkpoint costs", result)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import logging
 import mmap
 import os
@@ -30,6 +31,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from first_save import forget_peak, memory_kb
 from harness import interleaved, median_ratio
 
 from hydroslurm.checkpoint.store import CheckpointStore, State
@@ -91,7 +93,8 @@ class Peers:
         return took_s
 
     def _save_ours(self, folder: Path) -> None:
-        CheckpointStore(folder).write(State(self._tensors, {}), step=next(self._steps), kind="x")
+        state = State({"model": self._tensors}, {})
+        CheckpointStore(folder).write(state, step=next(self._steps), kind="x")
 
     def _save_torch(self, folder: Path) -> None:
         with (folder / "model.pt").open("xb") as file:
@@ -237,7 +240,8 @@ class SimulatedRanks:
             entry = next(iter(value["files"].values()))
             for rank in range(1, RANKS):
                 files = dict.fromkeys(sorted(names_of(rank, RANKS)), entry)
-                answers[rank] = {**value, "files": files, "tally": 0}
+                text = json.dumps({**value, "files": files, "tally": 0})
+                answers[rank] = json.loads(text)  # objects of their own, as from a connection
             self.all_written_cpu_s, self.all_written_s = _cpu_s(), time.perf_counter()
         return answers
 
@@ -282,12 +286,16 @@ def commit_of_many(folder: Path, *, repeats: int) -> dict[str, float]:
     """
     state = State({f"layer{n}": torch.zeros(4) for n in range(KEYS)}, {})
     cpu_s: list[float] = []
+    more_mb: list[float] = []
     late_s: dict[str, list[float]] = {"commit": [], "python": [], "idle": []}
     with Ticks() as ticks:
         for number in range(repeats):
             peers = SimulatedRanks()
             store = CheckpointStore(folder / str(number), peers=peers)
+            before_kb = memory_kb("VmRSS:")
+            forget_peak()
             store.write(state, step=1, kind="x")
+            more_mb.append((memory_kb("VmHWM:") - before_kb) * 1.024e-3)
             cpu_s.append(_cpu_s() - peers.all_written_cpu_s)
             took_s = time.perf_counter() - peers.all_written_s
             late_s["commit"].append(ticks.worst_s(peers.all_written_s))
@@ -301,6 +309,7 @@ def commit_of_many(folder: Path, *, repeats: int) -> dict[str, float]:
     held_ms = {name: 1e3 * statistics.median(seen) for name, seen in late_s.items()}
     return {
         f"commit_cpu_s_{RANKS}": statistics.median(cpu_s),
+        f"commit_memory_mb_{RANKS}": max(more_mb),
         f"commit_gil_held_ms_{RANKS}": held_ms["commit"],
         f"commit_gil_held_ms_{RANKS}_max": 1e3 * max(late_s["commit"]),
         "python_gil_held_ms": held_ms["python"],
