@@ -42,8 +42,9 @@ from hydroslurm.checkpoint.save_round import (
     why,
 )
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.write_plan import State, WritePlan, plan_of, without_gc
+from hydroslurm.checkpoint.write_plan import State, WritePlan, plan_of
 from hydroslurm.checkpoint.writer import write_part
+from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import AgreementFailed, CheckpointError, RanksError, SaveFailed, StaleAttempt
 
 COMMITTERS = 4

@@ -18,8 +18,9 @@ from hydroslurm.checkpoint.retention import Pins
 from hydroslurm.checkpoint.save import Save
 from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers, SaveRound
 from hydroslurm.checkpoint.storage import LocalStorage, Storage, TimedSyncs
-from hydroslurm.checkpoint.write_plan import State, WritePlan, without_gc
+from hydroslurm.checkpoint.write_plan import State, WritePlan
 from hydroslurm.core.fence import Fence
+from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
 
 __all__ = ["Checkpoint", "CheckpointStore", "State"]

@@ -10,13 +10,12 @@ compare their ``layout`` to be sure.
 
 from __future__ import annotations
 
-import gc
 import heapq
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
@@ -261,20 +260,6 @@ def owners(sizes_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
         found[key] = rank
         heapq.heapreplace(loads, (load_bytes + sizes_bytes[key], rank))
     return found
-
-
-@contextmanager
-def without_gc() -> Iterator[None]:
-    """Without the collector of cycles: a save or a load makes ten objects for every tensor, none of
-    them in a cycle, and walking over all objects of a process again and again meanwhile takes
-    longer than to copy 5,000 small tensors. Not for longer than Python works on these objects."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _piece(

@@ -25,7 +25,8 @@ from hydroslurm.checkpoint.save_round import checked
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_bytes import GATHER_BYTES, packed
 from hydroslurm.checkpoint.tensor_file import index_name, index_text, part_name, tensors_name
-from hydroslurm.checkpoint.write_plan import WritePlan, without_gc
+from hydroslurm.checkpoint.write_plan import WritePlan
+from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import SaveFailed
 
 SHARED_JSON = "shared.json"

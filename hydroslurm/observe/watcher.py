@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.overlap import overlapped
 from hydroslurm.errors import SlurmError, SlurmMissing
 from hydroslurm.jobs.control.requests import run_dir_of
@@ -93,6 +94,10 @@ class Watcher:
         Raises:
             SlurmMissing: there is no Slurm here.
         """
+        with without_gc():
+            return self._look()
+
+    def _look(self) -> View:
         error = None
         try:
             if self._wants_policies:

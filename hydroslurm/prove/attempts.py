@@ -26,6 +26,7 @@ from hydroslurm.core.files import clean, read_end, write_atomically
 from hydroslurm.errors import ProofError, UsageError
 from hydroslurm.prove import updates
 from hydroslurm.prove.updates import LIMIT_FILE, PROVE_ENV, RESTART, Update
+from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 if TYPE_CHECKING:
     from hydroslurm.slurm.client import Job, SlurmClient
@@ -182,6 +183,7 @@ class ScriptRun(ABC):
         path = [str(Path.cwd()), *filter(None, [self.script.environ.get("PYTHONPATH")])]
         return {
             PROVE_ENV: records,
+            PREEMPT_ENV: self.script.environ.get(PREEMPT_ENV, ""),  # at which Python looks
             rundir.RUN_DIR_ENV: str(self.root / "run"),
             "PYTHONPATH": os.pathsep.join(path),
         }
@@ -267,9 +269,6 @@ class JobRun(ScriptRun):
         options = ["--job-name=hydroslurm-prove", *(self.script.sbatch or ())]
         ours = ["--requeue", "--open-mode=append", "-o", str(self._output())]
         variables = self._environ(f"{self.root}/attempt{RESTART}")
-        preempt = self.script.environ.get("HYDROSLURM_PREEMPT")
-        if preempt is not None:
-            variables["HYDROSLURM_PREEMPT"] = preempt
         exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
         script.write_text(
             "\n".join(

@@ -61,7 +61,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from hydroslurm.core import registry
-from hydroslurm.runtime.autoload import BELOW_ENV, RankAbove
+from hydroslurm.runtime.autoload import BELOW_ENV, PREEMPT_ENV, RankAbove
 
 _CHECK_S = 5.0  # how often a worker checks that its rank is alive, as torch's watchdog does
 _CHECK_AFTER_SIGNAL_S = 0.5  # once a signal came: a rank without a handler died of it
@@ -122,12 +122,16 @@ class SpawnShield:
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
         self._killing = frozenset(killing)
         self._above_before: str | None = None
+        self._has_added_preempt = False
 
     def install(self) -> None:
         pid = os.getpid()
         self._above_before = os.environ.get(BELOW_ENV)
         us = RankAbove(pid, registry.start_ticks(pid) or 0, self._killing)
         os.environ[BELOW_ENV] = us.as_text()
+        self._has_added_preempt = PREEMPT_ENV not in os.environ
+        # a Python that starts looks for this variable alone; empty, it asks for nothing
+        os.environ.setdefault(PREEMPT_ENV, "")
         for owner, name, signals in self._places:
             original = getattr(owner, name)
             wrapper = _blocking(original, signals)
@@ -137,6 +141,8 @@ class SpawnShield:
     def uninstall(self) -> None:
         """Put the originals back, unless somebody has wrapped them again since."""
         os.environ.pop(BELOW_ENV, None)
+        if self._has_added_preempt and not os.environ.get(PREEMPT_ENV):
+            os.environ.pop(PREEMPT_ENV, None)
         if self._above_before is not None:
             os.environ[BELOW_ENV] = self._above_before
         for owner, name, original, wrapper in self._wrapped:

@@ -6,6 +6,7 @@ read in that source's module.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,16 +51,26 @@ def job_of_fields(source: Source, get: Callable[[str, bool], Any], **special: An
             wrap this in ``text.read_record``.
     """
     values: dict[str, Any] = {}
-    for attribute, field in JOB_FIELDS.items():
-        name = getattr(field, source)
-        if not name:
-            continue
-        given = get(name, field.required)
-        read = field.sacct_read if source == "sacct" and field.sacct_read else field.read
+    for attribute, name, read, required in _fields_of(source):
+        given = get(name, required)
         value = None if given is None else read(given)
         if value is not None:  # otherwise Job's own default, "not given"
             values[attribute] = value
     return Job(**values | special)
+
+
+@functools.cache  # top reads a thousand records at a time
+def _fields_of(source: Source) -> tuple[tuple[str, str, Read, bool], ...]:
+    """Attribute, name there, reader, and whether a record must have it."""
+    return tuple(
+        (attribute, name, _reader_of(field, source), field.required)
+        for attribute, field in JOB_FIELDS.items()
+        if (name := getattr(field, source))
+    )
+
+
+def _reader_of(field: JobField, source: Source) -> Read:
+    return field.sacct_read if source == "sacct" and field.sacct_read else field.read
 
 
 def number(value: Any) -> int | None:

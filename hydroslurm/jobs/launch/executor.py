@@ -290,7 +290,7 @@ class WithoutSlurm:
         with submitit_utils.environment_variables(
             **{
                 "SUBMITIT_PREEMPT_SIGNAL": SUBMITIT_SIGNAL,
-                PREEMPT_ENV: os.environ.get(PREEMPT_ENV, "pause"),
+                PREEMPT_ENV: os.environ.get(PREEMPT_ENV) or "pause",
                 rundir.RUN_DIR_ENV: run.root,
             }
         ):
