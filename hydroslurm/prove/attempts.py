@@ -26,7 +26,6 @@ from hydroslurm.core.files import clean, read_end, write_atomically
 from hydroslurm.errors import ProofError, UsageError
 from hydroslurm.prove import updates
 from hydroslurm.prove.updates import LIMIT_FILE, PROVE_ENV, RESTART, Update
-from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 if TYPE_CHECKING:
     from hydroslurm.slurm.client import Job, SlurmClient
@@ -183,7 +182,7 @@ class ScriptRun(ABC):
         path = [str(Path.cwd()), *filter(None, [self.script.environ.get("PYTHONPATH")])]
         return {
             PROVE_ENV: records,
-            PREEMPT_ENV: self.script.environ.get(PREEMPT_ENV, ""),  # at which Python looks
+            "HYDROSLURM_PREEMPT": self.script.environ.get("HYDROSLURM_PREEMPT", ""),
             rundir.RUN_DIR_ENV: str(self.root / "run"),
             "PYTHONPATH": os.pathsep.join(path),
         }
