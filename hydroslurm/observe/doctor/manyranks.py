@@ -45,8 +45,8 @@ def dead_node_is_no_requeue(facts: Facts) -> Finding | None:
         return None
     text = (
         "sbatch --no-kill: when a node dies, Slurm does not requeue the job. It kills the ranks on "
-        "the other nodes, and the job fails; if srun has --no-kill, too, they wait for the dead one "
-        "in a collective (10 to 30 minutes by torch's defaults) and keep the nodes."
+        "the other nodes, and the job fails; if srun has --no-kill, too, they wait for the dead "
+        "one in a collective (10 to 30 minutes by torch's defaults) and keep the nodes."
     )
     fix = (
         "no --no-kill: Slurm then requeues the job, and it goes on from its newest checkpoint; or "
