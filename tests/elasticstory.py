@@ -55,7 +55,7 @@ TRAIN = """
     ) as run:
         for x, y, ids in run.batches(epochs=options["epochs"]):
             step = run.step
-            print("BEGUN", json.dumps({
+            print("BEGUN " + json.dumps({
                 "step": step, "epoch": run.epoch, "generation": run.generation,
                 "ids": ids.tolist(), "at_s": time.monotonic(),
             }))
@@ -64,7 +64,7 @@ TRAIN = """
             loss.backward()
             optimizer.step()
             scheduler.step()
-            print("STEP", json.dumps({
+            print("STEP " + json.dumps({
                 "step": step, "epoch": run.epoch,
                 "generation": run.generation, "size": dist.get_world_size(),
                 "rank": dist.get_rank(),
@@ -79,7 +79,8 @@ TRAIN = """
 """
 """Says what it begins, too. Where ranks are killed at any moment that is what counts their samples:
 one that is killed behind the sum of the gradients has trained its own, the others count the step,
-and it has said nothing behind it; one that has said nothing before it cannot have taken part."""
+and it has said nothing behind it; one that has said nothing before it cannot have taken part. A
+line is one text and so one write, which a kill does not cut in two."""
 
 
 class ElasticStory:
@@ -276,7 +277,7 @@ IN_SHARDS = (
     .replace(
         """for x, y, ids in run.batches(epochs=options["epochs"]):
             step = run.step
-            print("BEGUN", json.dumps({
+            print("BEGUN " + json.dumps({
                 "step": step, "epoch": run.epoch, "generation": run.generation,
                 "ids": ids.tolist(), "at_s": time.monotonic(),
             }))
@@ -291,7 +292,7 @@ IN_SHARDS = (
             for x, y, ids in run.shards(batch):
                 loss = nn.functional.mse_loss(model(x), y) * (scale + random.random())
                 loss.backward()
-                print("SHARD", json.dumps({
+                print("SHARD " + json.dumps({
                     "step": step, "generation": run.generation,
                     "losses": {int(ids[0]): loss.item()},
                 }))
