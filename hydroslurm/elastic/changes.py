@@ -354,6 +354,11 @@ class Changes(Members):
         change = self.change
         assert change is not None
         step = max((one.step for one in change.arrivals.values()), default=-1)
+        if step < 0 and change.resumes_behind is not None:
+            # nobody was left who had the state: what was trained behind the checkpoint is lost, as
+            # far as the last beats had told of it
+            change.steps_lost = max(0, self.step - change.resumes_behind)
+            self.step = change.resumes_behind
         self._begun = (self.generation, self.step, change.since_s)
         self._record(
             "generation",

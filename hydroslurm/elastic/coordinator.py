@@ -185,6 +185,7 @@ class Coordinator(Server):
                 message["pause_s"],
                 now_s,
                 error=message["error"],
+                step=message["step"],
             )
         if kind == "leave":
             return membership.leave(rank, message["reason"], now_s)

@@ -303,13 +303,14 @@ class Member:
         """The processes that were started for this generation train on behind this step."""
         self._tell({"type": "resumed", "generation": self.generation, "step": step})
 
-    def formed(self, form: Form, *, ok: bool, error: str = "") -> None:
-        """The generation has met, or not: then the next directive is waited for."""
+    def formed(self, form: Form, *, ok: bool, error: str = "", step: int | None = None) -> None:
+        """The generation has met, and trains on behind this step, if that is known; or it has not,
+        and the next directive is waited for."""
         pause_s = time.monotonic() - form.since_s
         if ok:
             with self._cond:
                 self._holding, self.has_state = None, True
-        said = {"ok": ok, "pause_s": pause_s, "error": error[:MOST_ERROR]}
+        said = {"ok": ok, "pause_s": pause_s, "error": error[:MOST_ERROR], "step": step}
         self._tell({"type": "formed", "change": form.change, **said})
 
     def saved(self, save: Save) -> None:

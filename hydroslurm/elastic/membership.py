@@ -204,10 +204,18 @@ class Membership(Changes):
         return self._settled(now_s)
 
     def formed(
-        self, rank: Rank, change: int, ok: bool, pause_s: float, now_s: float, *, error: str = ""
+        self,
+        rank: Rank,
+        change: int,
+        ok: bool,
+        pause_s: float,
+        now_s: float,
+        *,
+        error: str = "",
+        step: int | None = None,
     ) -> list[Action]:
-        """A rank has met the others of the new generation and has the state; or it has not, and
-        ``error`` says why."""
+        """A rank has met the others of the new generation and has the state, with which it trains
+        on behind this step (None: it does not know yet); or it has not, and ``error`` says why."""
         self._heard(rank, now_s)
         if not self._is_now(change, Phase.FORMING):
             return self._settled(now_s)
@@ -217,6 +225,7 @@ class Membership(Changes):
             self._break("the generation could not meet", now_s)
         elif rank in self.change.to_form:
             self.change.to_form.remove(rank)
+            self.change.resumes_behind = step
             if not self.change.to_form:
                 self._record_generation(pause_s)
                 self._failed_meetings.forget()

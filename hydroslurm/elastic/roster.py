@@ -148,6 +148,7 @@ class Change:
         arrivals: the ranks that hold.
         to_form: the ranks of the generation that is forming that do not have it yet.
         culprit: the member where something failed first, if one has said so.
+        resumes_behind: the step behind which the ranks that have formed train on.
     """
 
     number: int
@@ -161,6 +162,7 @@ class Change:
     culprit: str = ""
     lost: list[str] = field(default_factory=list)
     steps_lost: int = 0
+    resumes_behind: int | None = None
     joined: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     saver: Rank | None = None

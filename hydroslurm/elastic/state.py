@@ -202,7 +202,7 @@ class State:
             engine.group.destroy()
             engine.member.formed(form, ok=False, error=str(error))
             return False
-        engine.member.formed(form, ok=True)
+        engine.member.formed(form, ok=True, step=self._commits)
         self.save()
         for callback in self._on_reset:
             callback()

@@ -162,7 +162,7 @@ class Generations(Run):
             notice(f"generation {form.generation} is not formed: {error}")
             self._member.formed(form, ok=False, error=str(error))
             return False
-        self._member.formed(form, ok=True)
+        self._member.formed(form, ok=True, step=self._step)
         self._moved = True
         self._tell_generation(form, began_step)
         return True

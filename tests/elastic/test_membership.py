@@ -353,6 +353,28 @@ def test_the_first_failure_is_the_one_that_counts() -> None:
     assert (over.kind, over.data["step"]) == ("finished", 44)
 
 
+def test_what_the_loss_of_all_members_costs_is_counted() -> None:
+    """A newcomer loads a checkpoint: the steps behind it are lost, as far as beats have told of
+    them; if that newcomer dies at once, the next one has lost none."""
+    world = World(1, Size(min=1, max=1, wanted=1))
+    world.start()
+    world.calm()
+    membership = world.membership
+    membership.beat(("m1", 0), 57, 5.0)
+    membership.lost(("m1", 0), 5.1)
+    for name in ("m2", "m3"):
+        rank = (name, 0)
+        membership.join(rank, local_size=1, node="", generation=0, holding=False, now_s=6.0)
+        formed = [*membership.ready(rank, 6.1), *membership.tick(9.0)]
+        change = next(one for one in formed if isinstance(one, Send)).message
+        assert (change["type"], change["fresh"]) == ("form", True)
+        made = membership.formed(rank, change["change"], True, 0.1, 9.1, step=40)
+        (record,) = [one for one in made if isinstance(one, Record)]
+        assert record.data["step"] == 40
+        assert record.data["steps_lost"] == (17 if name == "m2" else 0)
+        membership.lost(rank, 9.2)
+
+
 def test_one_of_an_older_generation_is_refused() -> None:
     """What it has trained since is not part of the run."""
     world = World(1, Size(min=1, max=2, wanted=2))
