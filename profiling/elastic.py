@@ -20,6 +20,10 @@ together, save, and those that stay are started anew: to their first step, less 
 
 ``steps_lost_*`` are those of the ledger; ``samples_wrong``: samples of an epoch that were trained
 on more than once, or never. All times are medians over the rounds.
+
+The 0.2 s are spent asleep behind a step's own work of some milliseconds, so that a signal rarely
+falls within a step: what repeating one costs is not in these figures. On a machine that has other
+work they come out right under ``chrt -r 5`` (all arms inherit it).
 """
 
 from __future__ import annotations
