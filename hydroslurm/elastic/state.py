@@ -10,12 +10,13 @@
 
     train(state)
 
-``commit`` keeps a copy of the state in memory and is where the members may change; the function is
-called again after each change, and goes on from what the state says. After a death the work since
-the last commit is lost and done again: commit as often as a copy costs little. What is in memory
-only is gone when the last member goes: :class:`hydroslurm.Run` with ``elastic=True`` saves, loses
-no step, and keeps the position in the data. The model may be one that each member shards over its
-ranks (:mod:`hydroslurm.elastic.sharded`).
+``commit`` keeps a copy of the state in memory and is where the members may change, and so is
+``check_host_updates``, without a copy. The function is called again after each change, and goes on
+from what the state says: from what it is now, if the change was announced. After a death the work
+since the last commit is lost and done again: commit as often as a copy costs little. What is in
+memory only is gone when the last member goes: :class:`hydroslurm.Run` with ``elastic=True`` saves,
+loses no step, and keeps the position in the data. The model may be one that each member shards over
+its ranks (:mod:`hydroslurm.elastic.sharded`).
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hydroslurm.checkpoint.tree import encode
 from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN, ExitForRequeue
 from hydroslurm.elastic.engine import InPlaceEngine
 from hydroslurm.elastic.group import meeting
 from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.transfer import hand_over
-from hydroslurm.errors import RanksError, UsageError
+from hydroslurm.errors import RanksError, UnsavableState, UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,18 +56,24 @@ class Resized(Exception):
     """The members have changed; :func:`run` catches it and calls the function again."""
 
 
+class Dropped(RuntimeError):
+    """A rank is gone, and the gradients of this step are nothing; :func:`run` catches it."""
+
+
 class State:
     """What a training is, apart from its code: objects, and plain values as attributes.
 
     Args:
         objects: by name: those with ``state_dict`` and ``load_state_dict`` are saved and loaded
             with these; all others have to be plain values (numbers, text, lists, dicts, tensors).
-            Each is an attribute of the state.
+            Each is an attribute of the state. A :class:`hydroslurm.data.ResumableSampler` is such
+            an object: behind a change each rank goes on with its new share of what is left of the
+            epoch (in a DataLoader without workers, which take samples ahead).
 
     Raises:
         UsageError: this process belongs to no elastic run, or to one with ``summation:
             fixed_order`` or ``averaging``; the model is sharded otherwise than over the ranks of
-            this member; a name that is taken.
+            this member; a name that is taken; a value that is none of these.
     """
 
     def __init__(self, **objects: Any) -> None:
@@ -73,6 +84,8 @@ class State:
         }
         self._names = [name for name in objects if name not in self._objects]
         for name, value in objects.items():
+            if name in self._names:
+                _require_plain(name, value)
             setattr(self, name, value)
         self._engine = InPlaceEngine(
             os.environ,
@@ -86,7 +99,10 @@ class State:
                 f"an elastic State does not know the steps of its script, so that it has no "
                 f"`{asked}`: use hydroslurm.Run(elastic=True), or leave that out of the spec"
             )
-        self._commits = 0
+        self._point = 0
+        """How often all ranks have come to a commit or a check, which is what they count steps by;
+        and as of the last copy."""
+        self._kept_point = 0
         self._is_done = False
         self._kept: Mapping[str, Any] = {}
         self._on_reset: list[Callable[[], None]] = []
@@ -100,8 +116,8 @@ class State:
         """
         broken = self._engine.agree()
         if not self._engine.failed:
-            self.save()
-            self._commits += 1
+            self._point += 1
+            self._keep()
         self._let_change(broken)
 
     def check_host_updates(self) -> None:
@@ -110,23 +126,30 @@ class State:
         Raises:
             Resized: they did.
         """
-        self._let_change(self._engine.agree())
+        broken = self._engine.agree()
+        if not self._engine.failed:
+            self._point += 1
+        self._let_change(broken)
 
     def save(self) -> None:
-        """Keep a copy of the state in this process."""
-        self._kept = copy.deepcopy(self._now())
+        """Keep a copy of the state in this process, as :meth:`commit` does; all ranks call it."""
+        self._engine.agree()
+        if not self._engine.failed:  # else it is half of a step
+            self._keep()
 
     def restore(self) -> None:
         """Go back to the last copy."""
         if self._kept:
             self._apply(copy.deepcopy(self._kept))
+            self._point = self._kept_point
 
     def sync(self) -> None:
         """For Horovod's scripts; members that come get the state when they do."""
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Have these called after each change of the members, in all processes: to set a learning
-        rate by ``dist.get_world_size()``, or to make a sampler anew."""
+        """Have these called after each change of the members, in all processes, once each has the
+        state: to set a learning rate by ``dist.get_world_size()``, or to make a sampler anew. Also
+        when a process joins, for before it was alone with its node."""
         self._on_reset += callbacks
 
     # --- inside
@@ -137,17 +160,27 @@ class State:
             self._engine.member.leave("SIGTERM received")
         failed = self._engine.failed
         self._engine.sum.is_sending = False
+        if failed:
+            self.restore()
         directive = self._engine.member.safe_point(
-            self._commits,
+            self._point,
             failed=failed,
             holds_if_broken=broken or self._engine.shards is None,
             stop=self._stop.is_set,
         )
         if directive is not None:
-            if failed:
-                self.restore()
             self._obey(directive)
             raise Resized
+
+    def _keep(self) -> None:
+        self._kept, self._kept_point = copy.deepcopy(self._now()), self._point
+
+    def _before_optimizer(self, *_: Any) -> None:
+        """A step that does not count ends here, however far the next commit is. Of a member that
+        shards its model another rank may not know of it, and wait for this one in the next step:
+        they find out together, at a commit or a check."""
+        if self._engine.failed and self._engine.shards is None:
+            raise Dropped("a rank is gone; the step is dropped")
 
     def _now(self) -> dict[str, Any]:
         return {
@@ -196,26 +229,34 @@ class State:
                 got = self._hand_over(form)
             if got is not None:
                 self._apply(got)
-                self._commits = int(got["commits"])
+                self._point = int(got["point"])
             engine.prepare(form)
         except RanksError as error:
             engine.group.destroy()
             engine.member.formed(form, ok=False, error=str(error))
             return False
-        engine.member.formed(form, ok=True, step=self._commits)
-        self.save()
+        engine.member.formed(form, ok=True, step=self._point)
+        self._keep()
+        self._share_samples()
         for callback in self._on_reset:
             callback()
         return True
 
     def _hand_over(self, form: Form) -> Any:
         def mine() -> dict[str, Any]:
-            return {**self._now(), "commits": self._commits}
+            return {**self._now(), "point": self._point}
 
         if self._engine.shards is not None:
             return self._engine.shards.hand_over(mine, form)
         state = mine() if form.rank == form.source else None
         return hand_over(state, source=form.source, needs=form.needs, rank=form.rank)
+
+    def _share_samples(self) -> None:
+        """A sampler begins where its state says only if that is loaded; models and optimizers have
+        theirs already."""
+        for name, one in self._objects.items():
+            if not isinstance(one, (nn.Module, Optimizer)):
+                one.load_state_dict(copy.deepcopy(self._kept["objects"][name]))
 
     def _depart(self, depart: Depart) -> None:
         self._engine.close()
@@ -246,14 +287,14 @@ class State:
                 Depart(f"this member's ranks are not together any more: {gone}", again=True)
             )
         self.restore()
-        directive = engine.member.safe_point(self._commits, failed=True, stop=self._stop.is_set)
+        directive = engine.member.safe_point(self._point, failed=True, stop=self._stop.is_set)
         assert directive is not None
         self._obey(directive)
 
     def _finish(self) -> bool:
         """The function has returned; whether all have come to their end."""
         directive = self._engine.member.safe_point(
-            self._commits, final=True, failed=False, stop=self._stop.is_set
+            self._point, final=True, failed=False, stop=self._stop.is_set
         )
         assert directive is not None
         self._obey(directive)
@@ -270,6 +311,7 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
     def elastic(state: State, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
         result: R | None = None
         state._begin()
+        hook = register_optimizer_step_pre_hook(state._before_optimizer)
         try:
             while not state._is_done:
                 try:
@@ -280,7 +322,20 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
                 except RuntimeError as error:
                     state._recover(error)
         finally:
+            hook.remove()
             state._engine.close()
         return result
 
     return elastic
+
+
+def _require_plain(name: str, value: Any) -> None:
+    try:
+        encode({name: value}, prefix="state")
+    except UnsavableState as error:
+        raise UsageError(
+            f"State({name}=...): a {type(value).__name__} has no state_dict and load_state_dict, "
+            f"and is no plain value that another member could get ({error}). Of a DataLoader give "
+            "its ResumableSampler (sampler=...), or use hydroslurm.Run(elastic=True), which keeps "
+            "the place in the data by itself"
+        ) from error

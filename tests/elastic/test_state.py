@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from elasticstory import ElasticStory
+from elasticstory import SAMPLES, ElasticStory, times_seen
 from processes import wait_until
 
 from hydroslurm.core.exitcodes import RUN_AGAIN
@@ -47,7 +47,7 @@ TRAIN = """
             print("STEP", json.dumps({
                 "step": state.batch, "size": dist.get_world_size(), "at_s": time.monotonic(),
             }))
-            time.sleep(0.0 if os.path.exists("../hurry") else 0.2)
+            time.sleep(0.0 if os.path.exists(options["hurry"]) else 0.05)
             state.batch += 1
             state.commit()
         return state.batch
@@ -63,20 +63,134 @@ def test_a_state_goes_on_with_who_is_left(tmp_path: Path, signo: int) -> None:
     """A member goes, another comes: the rest have the same weights, and all batches were trained;
     a collective of the script's own may raise meanwhile."""
     story = ElasticStory(tmp_path, program=TRAIN, max=3)
+    told = {"batches": 400, "hurry": str(tmp_path / "hurry")}
     try:
         for name in "abc":
-            story.start(name, batches=150)
+            story.start(name, **told)
         story.wait_for_step("a", size=3)
         story.signal("b", signo)
         story.wait_for_step("a", size=2)
         assert story.members["b"].wait() == (RUN_AGAIN if signo == signal.SIGTERM else -signo)
-        story.start("d", batches=150, seed=5)
+        story.start("d", seed=5, **told)
         story.wait_for_step("d", size=3)
         (tmp_path / "hurry").touch()
         ends = [story.done(name) for name in "acd"]
         assert ends[0] == ends[1] == ends[2], story
-        assert {one["step"] for one in story.steps("a")} == set(range(150))
-        wait_until(lambda: "RETURNED 150" in story.members["a"].lines, str(story))
+        assert {one["step"] for one in story.steps("a")} == set(range(400))
+        wait_until(lambda: "RETURNED 400" in story.members["a"].lines, str(story))
         assert story.members["a"].lines.count("RESET 3") == 2
+    finally:
+        story.close()
+
+
+AS_HOROVOD_HAS_IT = """
+    import json, os, sys, time
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, TensorDataset
+    import hydroslurm
+    from hydroslurm.data import ResumableSampler
+
+    options = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(options.get("seed", 0))
+    xs = torch.randn(480, 8, generator=torch.Generator().manual_seed(7))
+    data = TensorDataset(xs, xs.sum(1, keepdim=True), torch.arange(len(xs)))
+    sampler = ResumableSampler(data)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    net = nn.Linear(8, 1)
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+
+    @hydroslurm.elastic.run
+    def train(state):
+        for state.epoch in range(state.epoch, 4):
+            sampler.set_epoch(state.epoch)
+            for x, y, ids in loader:
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward()
+                optimizer.step()
+                print("STEP", json.dumps({
+                    "step": state.batch, "epoch": state.epoch, "size": dist.get_world_size(),
+                    "ids": ids.tolist(), "generation": 0, "lr": optimizer.param_groups[0]["lr"],
+                }))
+                time.sleep(0.0 if os.path.exists(options["hurry"]) else 0.1)
+                state.batch += 1
+                if state.batch % 50 == 0:
+                    state.commit()
+                elif options["checks"]:
+                    state.check_host_updates()
+
+    def on_state_reset():
+        for group in optimizer.param_groups:
+            group["lr"] = 0.001 * dist.get_world_size()
+
+    try:
+        hydroslurm.elastic.State(model=model, loader=loader)
+    except hydroslurm.errors.UsageError as error:
+        print("REFUSED", error)
+    state = hydroslurm.elastic.State(
+        model=model, optimizer=optimizer, sampler=sampler, batch=0, epoch=0
+    )
+    state.register_reset_callbacks([on_state_reset])
+    train(state)
+    weights = sum(value.detach().double().sum() for value in net.parameters())
+    lr = optimizer.param_groups[0]["lr"]
+    print("DONE", json.dumps({"weights": weights.item(), "lr": lr, "batch": state.batch}))
+"""
+
+
+def test_a_script_of_horovods_shape(tmp_path: Path) -> None:
+    """Commits now and then, a check behind each batch: who leaves and who comes costs no batch, and
+    happens at the next check; a death costs those since the last copy, at the next step of the
+    optimizer. The learning rate follows, and each epoch has all samples."""
+    story = ElasticStory(tmp_path, program=AS_HOROVOD_HAS_IT, max=3)
+    told = {"hurry": str(tmp_path / "hurry"), "checks": True}
+    try:
+        for name in "abc":
+            story.start(name, **told)
+        story.wait_for_step("a", size=3)
+        story.signal("b", signal.SIGTERM)
+        assert story.ended("b") == RUN_AGAIN
+        story.start("d", seed=5, **told)
+        story.wait_for_step("d", size=3)
+        batches = [one["step"] for one in story.steps("a")]
+        assert batches == list(range(len(batches))), story
+        story.signal("c", signal.SIGKILL)
+        story.wait_for_step("a", size=2, times=4)
+        (tmp_path / "hurry").touch()
+        ends = [story.done(name) for name in "ad"]
+        assert ends[0] == ends[1], story
+        for one in story.steps("a"):
+            assert one["lr"] == pytest.approx(0.001 * one["size"])
+        for epoch, seen in times_seen(*story.all_steps()).items():
+            assert set(seen) == set(range(SAMPLES)), epoch
+        assert max(story.steps("a")[-1]["step"], 0) + 1 == ends[0]["batch"]
+        (refused, *_) = [line for line in story.members["d"].lines if line[:7] == "REFUSED"]
+        assert "State(loader=...): a DataLoader has no state_dict" in refused
+        assert "give its ResumableSampler" in refused
+    finally:
+        story.close()
+
+
+@pytest.mark.elastic
+def test_a_death_is_no_matter_of_the_next_commit(tmp_path: Path) -> None:
+    """Without checks in between: the optimizer does not step by what is no gradient, and the rest
+    meet at once."""
+    story = ElasticStory(tmp_path, program=AS_HOROVOD_HAS_IT, max=2)
+    told = {"hurry": str(tmp_path / "hurry"), "checks": False}
+    try:
+        for name in "ab":
+            story.start(name, **told)
+        story.wait_for_step("a", size=2)
+        story.signal("b", signal.SIGKILL)
+        story.wait_for_step("a", size=1)
+        (tmp_path / "hurry").touch()
+        story.done("a")
+        assert max(one["step"] for one in story.steps("a") if one["size"] == 2) < 40, story
     finally:
         story.close()
