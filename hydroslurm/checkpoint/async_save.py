@@ -130,7 +130,7 @@ class AsyncSaves:
         """Both are for every :class:`AsyncSave`."""
         self._exempt = exempt
         self._after = after
-        self._all: list[AsyncSave] = []
+        self.unreported: list[AsyncSave] = []
 
     def launch(
         self,
@@ -142,7 +142,9 @@ class AsyncSaves:
         writes: bool = True,
     ) -> AsyncSave:
         """Begin a save (see :class:`AsyncSave`)."""
-        self._all = [one for one in self._all if not one.join(0) or one.failure is not None]
+        self.unreported = [
+            one for one in self.unreported if not one.join(0) or one.failure is not None
+        ]
         save = AsyncSave(
             work,
             step=step,
@@ -152,38 +154,37 @@ class AsyncSaves:
             exempt=self._exempt,
             after=self._after,
         )
-        self._all.append(save)
+        self.unreported.append(save)
         return save
 
     def current(self) -> AsyncSave | None:
         """The youngest one that is under way."""
-        found = (save for save in reversed(self._all) if save.running and save.writes)
+        found = (save for save in reversed(self.unreported) if save.running and save.writes)
         return next(found, None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether all have ended and tidied up, after waiting so long at the most."""
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         ended = [
-            save.join(None if end_s is None else end_s - time.monotonic()) for save in self._all
+            save.join(None if end_s is None else end_s - time.monotonic())
+            for save in self.unreported
         ]
         return all(ended)
 
     def give_up(self) -> None:
         """Ask all of them to end early, those of which nobody has heard yet how they ended too."""
-        for save in self._all:
+        for save in self.unreported:
             save.give_up()
 
     def forget(self, save: AsyncSave) -> None:
         """Its failure is reported by other means."""
-        self._all.remove(save)
+        self.unreported.remove(save)
 
     def failures(self) -> list[BaseException]:
         """Of those that ended; each is given once. One that was given up may have failed because
         another rank was quicker to give it up: that is none."""
-        if not self._all:  # at nearly every step
-            return []
-        ended = [save for save in self._all if save.join(0)]
-        self._all = [save for save in self._all if save not in ended]
+        ended = [save for save in self.unreported if save.join(0)]
+        self.unreported = [save for save in self.unreported if save not in ended]
         return [
             save.failure
             for save in ended

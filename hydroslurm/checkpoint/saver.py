@@ -294,7 +294,8 @@ class Saver:
             StaleAttempt: a newer attempt has begun.
             UnsavableState: the state of a rank holds what cannot be saved.
         """
-        if not self._ours:
+        # nearly always there is nothing, and this comes at every step: no call, no getpid()
+        if not (self._saves.unreported or self._writer.problems) or not self._ours:
             return
         failures, problems = self._saves.failures(), self._writer.take_problems()
         if failures or problems:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +74,7 @@ class TieredWriter:
             raise UsageError(
                 f"keep={keep}, keep_stop={keep_stop}: wanted keep >= 1, keep_stop >= 0"
             )
-        self._problems: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.problems: deque[str] = deque()
         self._stores = {Tier.DURABLE: durable} | ({} if fast is None else {Tier.FAST: fast})
         self._keep = {
             Tier.DURABLE: (keep, keep_stop, keep_epochs),
@@ -144,8 +144,8 @@ class TieredWriter:
         """Messages about what went wrong since the last call without costing a save: a full fast
         tier, an old checkpoint that cannot be removed."""
         taken = []
-        while not self._problems.empty():
-            taken.append(self._problems.get())
+        while self.problems:
+            taken.append(self.problems.popleft())
         return taken
 
     def to_all(
@@ -175,7 +175,7 @@ class TieredWriter:
         except SaveAbandoned:
             raise
         except (CheckpointError, OSError) as error:
-            self._problems.put(f"the fast tier did not take step {request.step}: {error}")
+            self.problems.append(f"the fast tier did not take step {request.step}: {error}")
             return None
 
     def _check_memory(self, request: SaveRequest) -> None:
@@ -212,7 +212,7 @@ class TieredWriter:
         except SaveAbandoned:
             raise
         except (CheckpointError, OSError) as error:
-            self._problems.put(f"step {request.step} was not copied from the fast tier: {error}")
+            self.problems.append(f"step {request.step} was not copied from the fast tier: {error}")
             return False
         return True
 
@@ -225,7 +225,7 @@ class TieredWriter:
                 try:
                     self._store(tier).prune(keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs)
                 except (CheckpointError, OSError, RuntimeWarning) as error:
-                    self._problems.put(f"old checkpoints on the {tier.value} tier stay: {error}")
+                    self.problems.append(f"old checkpoints on the {tier.value} tier stay: {error}")
 
     def tell(
         self,
@@ -252,7 +252,7 @@ class TieredWriter:
         try:
             self._tell(event)
         except Exception as error:
-            self._problems.put(f"{kind.value} was not recorded: {type(error).__name__}: {error}")
+            self.problems.append(f"{kind.value} was not recorded: {type(error).__name__}: {error}")
 
     def _write(
         self,

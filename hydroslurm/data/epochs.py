@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,17 +98,10 @@ class CountedBatches(Iterator[Any]):
         return batch
 
 
-class LaterBatches(Iterator[Any]):
-    """Makes its iterator when the first batch is asked for."""
-
-    def __init__(self, begin: Any) -> None:
-        self._begin = begin
-        self._batches: Iterator[Any] | None = None
-
-    def __next__(self) -> Any:
-        if self._batches is None:
-            self._batches = self._begin()
-        return next(self._batches)
+def later_batches(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """The batches of an iterator that is made when the first one is asked for. No Python is run for
+    the others."""
+    return itertools.chain.from_iterable(begin() for _ in range(1))
 
 
 def announce(loader: Any, epoch: int) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.data import epochs
-from hydroslurm.data.epochs import CountedBatches, LaterBatches, Progress
+from hydroslurm.data.epochs import CountedBatches, Progress, later_batches
 from hydroslurm.data.generators import (
     generator_states,
     set_generator_states,
@@ -64,7 +64,7 @@ class StatefulPosition:
         if not progress.begun:
             self._progress = progress
             set_generator_states(self._loader, state["generators"])
-            return LaterBatches(lambda: self.begin_epoch(progress.epoch))
+            return later_batches(lambda: self.begin_epoch(progress.epoch))
         self._warn()
         epochs.announce(self._loader, progress.epoch)
         own = dict(state["loader"])
@@ -184,7 +184,7 @@ class SamplerPosition:
         self._progress = progress
         if not progress.begun:
             set_generator_states(self._loader, state["generators"])
-            return LaterBatches(lambda: self.begin_epoch(progress.epoch))
+            return later_batches(lambda: self.begin_epoch(progress.epoch))
         epochs.announce(self._loader, progress.epoch)
         self._resumed_batches = progress.batches
         self._resumed_consumed = int(state["sampler"]["consumed"])
@@ -281,7 +281,7 @@ class ReplayPosition:
         self._progress = progress
         if not progress.begun:
             set_generator_states(self._loader, state["generators"])
-            return LaterBatches(lambda: self.begin_epoch(progress.epoch))
+            return later_batches(lambda: self.begin_epoch(progress.epoch))
         self._start_rng = state["start_rng"]
         self._start_generators = state["start_generators"]
         if progress.finished:

@@ -45,6 +45,7 @@ class FrameworkRun(Run):
 
     Attributes:
         own: what each rank saves for itself, by name. It is loaded by :meth:`begin`.
+        trains: whether :meth:`begin` was called.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class FrameworkRun(Run):
         self._buffers: RankBuffers | None = None
         self._loaders: dict[str, HeldLoader] = {}
         self._pending: Mapping[str, Any] | None = None
-        self._trains = False
+        self.trains = False
         self._resumed_at = -1
         super().__init__(
             extra={name: self._handed},
@@ -146,7 +147,7 @@ class FrameworkRun(Run):
         """
         pending, self._pending = self._pending, None
         self._handed.loaded = None
-        self._trains = True
+        self.trains = True
         if self._buffers is not None:
             self._buffers.begin()
         if pending is None:
@@ -162,11 +163,6 @@ class FrameworkRun(Run):
 
     # --- on the way
     # --------------------------------------------------------------------------------------------
-
-    @property
-    def trains(self) -> bool:
-        """Whether :meth:`begin` was called."""
-        return self._trains
 
     def complete_step(self, step: int, *, epoch: int) -> None:
         """An optimizer step is complete, and the state is consistent: a safe point.
@@ -193,9 +189,10 @@ class FrameworkRun(Run):
         self._saves.evaluation = self._own_state()
 
     def end_evaluation(self) -> None:
-        """The evaluation is over."""
-        self._saves.evaluation = None
-        self._handed.thaw()
+        """The evaluation is over, if there was one."""
+        if self._saves.evaluation is not None:
+            self._saves.evaluation = None
+            self._handed.thaw()
 
     def check_evaluation(self) -> None:
         """Within an evaluation: leave if a stop was requested, with the state of its beginning.
@@ -207,7 +204,7 @@ class FrameworkRun(Run):
         Raises:
             SystemExit: as :meth:`Run.safe_point`.
         """
-        may_leave = not self._trains or self._saves.behind_batches or self._handed.is_unchanged()
+        may_leave = not self.trains or self._saves.behind_batches or self._handed.is_unchanged()
         if may_leave:
             self.check_stop()
 
@@ -256,7 +253,7 @@ class FrameworkRun(Run):
         }
 
     def _save_by(self, deadline_mono_s: float) -> str:
-        if self._trains:
+        if self.trains:
             return super()._save_by(deadline_mono_s)
         where = f"step {self._step} is committed" if self._pending else "nothing was saved"
         return f"the training had not begun in this attempt; {where}"

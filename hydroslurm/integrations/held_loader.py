@@ -8,11 +8,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.data.epochs import LaterBatches
+from hydroslurm.data.epochs import later_batches
 from hydroslurm.data.position import position_of
 from hydroslurm.integrations.batch_ahead import is_saved, packed, unpacked
 
 _NONE = object()
+
+
+class _Fetched:
+    """The newest batch; or what belongs to the place before it, where batches are not saved. An
+    object of its own, for the loader's attributes lead through its __setattr__."""
+
+    def __init__(self) -> None:
+        self.newest: Any = _NONE
+        self.before: dict[str, Any] | None = None
 
 
 class HeldLoader:
@@ -52,9 +61,8 @@ class HeldLoader:
             loader, shield=shield, rank=rank, world_size=world_size
         )
         self._hydroslurm_resumed = resumed
-        self._hydroslurm_newest: Any = _NONE
+        self._hydroslurm_fetched = _Fetched()
         self._hydroslurm_saves_batches: bool | None = None
-        self._hydroslurm_before: dict[str, Any] | None = None
         self._hydroslurm_opened: Iterator[Any] | None = None
         self._hydroslurm_length: int | None = None
 
@@ -66,7 +74,7 @@ class HeldLoader:
         if resumed is None:
             # both that an iterator draws, a seed for workers and one for the order, come together:
             # with several loaders one would else draw between what another draws
-            batches: Iterator[Any] = LaterBatches(
+            batches: Iterator[Any] = later_batches(
                 lambda: self._hydroslurm_position.begin_epoch(self._hydroslurm_epoch())
             )
             return self._remembering(batches, None) if self._hydroslurm_ahead else batches
@@ -77,8 +85,8 @@ class HeldLoader:
         if not self._hydroslurm_ahead:
             return batches
         if "ahead" in resumed:
-            self._hydroslurm_newest = unpacked(resumed["ahead"])
-            return itertools.chain([self._hydroslurm_newest], self._remembering(batches, None))
+            self._hydroslurm_fetched.newest = batch = unpacked(resumed["ahead"])
+            return itertools.chain([batch], self._remembering(batches, None))
         return self._remembering(batches, resumed.get("rng"))
 
     def __len__(self) -> int:
@@ -107,6 +115,7 @@ class HeldLoader:
         """
         if before is not None:
             rng.restore(before)
+        fetched = self._hydroslurm_fetched
         while True:
             place: dict[str, Any] | None = None
             if not self._hydroslurm_saves_batches:
@@ -114,14 +123,14 @@ class HeldLoader:
             try:
                 batch = next(batches)
             except StopIteration:
-                self._hydroslurm_newest, self._hydroslurm_before = _NONE, None
+                fetched.newest, fetched.before = _NONE, None
                 return
             if self._hydroslurm_saves_batches is None:
                 self._hydroslurm_saves_batches = is_saved(self._hydroslurm_loader, batch)
             if self._hydroslurm_saves_batches:
-                self._hydroslurm_newest, self._hydroslurm_before = batch, None
+                fetched.newest, fetched.before = batch, None
             else:
-                self._hydroslurm_newest, self._hydroslurm_before = _NONE, place
+                fetched.newest, fetched.before = _NONE, place
             yield batch
 
 
@@ -172,8 +181,9 @@ def held_state(loader: HeldLoader) -> dict[str, Any]:
     position, ahead = loader._hydroslurm_position, loader._hydroslurm_ahead
     if ahead is None or not ahead():
         return {"position": position.state_dict()}
-    if (before := loader._hydroslurm_before) is not None:
-        return before
-    if (newest := loader._hydroslurm_newest) is not _NONE:
-        return {"position": position.state_dict(), "ahead": packed(newest)}
+    fetched = loader._hydroslurm_fetched
+    if fetched.before is not None:
+        return fetched.before
+    if fetched.newest is not _NONE:
+        return {"position": position.state_dict(), "ahead": packed(fetched.newest)}
     return {"position": position.state_dict()}

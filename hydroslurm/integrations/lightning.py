@@ -85,7 +85,7 @@ class _Preemptible:
         loggers = Loggers(trainer, folder, anew=self._options.get("resume") is False)
         self._make = lambda: Fit(
             trainer,
-            is_on=lambda: self in trainer.callbacks,
+            callback=self,
             directory=folder,
             loggers=loggers,
             options=self._options,

@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Fit:
 
     Args:
         trainer: in its ``setup`` hook: the process group is there, nothing is restored yet.
-        is_on: whether this fit is the one that is wanted; Lightning's tuner runs the same loops.
+        callback: of this fit. Lightning's tuner runs the same loops without it.
         directory: of the run.
         loggers: what was made of them before they were opened.
         options: of the Run.
@@ -61,18 +62,24 @@ class Fit:
         self,
         trainer: Any,
         *,
-        is_on: Callable[[], bool],
+        callback: Any,
         directory: Path,
         loggers: Loggers,
         options: Mapping[str, Any],
     ) -> None:
         require_known(trainer)
         self._trainer = trainer
-        self._is_on = is_on
+        self._callback = callback
         self._undo = ExitStack()
         self._max_steps: int | None = None
         self._ended = self._is_finished = False
         self._new_loaders: list[Any] = []
+        # what trainer.global_step and current_epoch come down to, by way of ten properties
+        loop, self._step = trainer.fit_loop, 0
+        self._epochs = loop.epoch_progress.current
+        automatic = loop.epoch_loop.automatic_optimization
+        self._automatic_steps = automatic.optim_progress.optimizer.step.total
+        self._manual_steps = loop.epoch_loop.manual_optimization.optim_step_progress.total
         self._resumed_epoch = ResumedEpoch(trainer)
         self._shards = shards_of(trainer)
         self.run = FrameworkRun(
@@ -122,7 +129,7 @@ class Fit:
     def _replace(self, thing: Any, name: str, ours: Callable[..., Any]) -> None:
         """Have this object call ours, with its own as the first argument."""
         own, had = getattr(thing, name), name in vars(thing)
-        setattr(thing, name, lambda *args, **kwargs: ours(own, *args, **kwargs))
+        setattr(thing, name, partial(ours, own))
         if had:  # somebody else has put theirs there
             self._undo.callback(setattr, thing, name, own)
         else:
@@ -173,7 +180,7 @@ class Fit:
     def _setup_data(self, own: Callable[..., Any]) -> None:
         """The loaders that are made here keep their positions."""
         loop, loaded = self._trainer.fit_loop, self.run.loaded
-        if not self._is_on():
+        if self._callback not in self._trainer.callbacks:
             own()
             return
         if loaded is not None and loop._combined_loader is None:
@@ -223,19 +230,21 @@ class Fit:
 
     def _advance(self, own: Callable[..., Any], fetcher: Any) -> None:
         """One batch; in a resumed fit the first turn is the rest of the batch it was saved at."""
-        if not self._is_on():
+        if self._callback not in self._trainer.callbacks:
             own(fetcher)
             return
-        trainer, loaded = self._trainer, self.run.loaded
         if not self.run.trains:
+            loaded = self.run.loaded
             self.run.begin()
+            self._step = self.run.step
             if loaded is not None:
                 self._go_on(loaded)
                 return
         own(fetcher)
-        step = trainer.global_step
-        if step > self.run.step:
-            self.run.complete_step(step, epoch=trainer.current_epoch)
+        step = self._automatic_steps.completed or self._manual_steps.completed
+        if step > self._step:
+            self._step = step
+            self.run.complete_step(step, epoch=self._epochs.processed)
 
     def _go_on(self, loaded: Mapping[str, Any]) -> None:
         """From here on this is no restart to Lightning."""
@@ -265,7 +274,7 @@ class Fit:
 
     def _validate(self, own: Callable[..., Any]) -> Any:
         """A stop may cut the validation off; the next attempt begins it anew."""
-        if not self._is_on() or not self._is_exact_here():
+        if self._callback not in self._trainer.callbacks or not self._is_exact_here():
             return own()
         self.run.begin_evaluation(self._fingerprint)
         try:
@@ -285,7 +294,7 @@ class Fit:
     def _on_run_end(self, own: Callable[..., Any]) -> None:
         """All that belongs to the training is done."""
         own()
-        if self._is_on():
+        if self._callback in self._trainer.callbacks:
             self._ended = True
             self.run.check_stop()
             self.run.finish()

@@ -36,6 +36,8 @@ class LoopState:
             Trainer's.
         is_training: whether the model was in the mode in which it is trained. TRL's trainers ask
             for that to know what they log.
+        is_followed: what was to be done behind the last step is done. What is to be done at the end
+            of the epoch is found out again when that is repeated.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -46,10 +48,11 @@ class LoopState:
         self.learning_rate: float | None = None
         self.loss: Any = None
         self.is_training = True
-        self._is_followed = False
+        self.is_followed = False
         self._flags: Mapping[str, bool] = {}
         self._before: dict[str, Any] = {}
         self._empty: set[str] = set()
+        self._args_before: dict[str, Mapping[str, Any]] = {}
         self._restored: frozenset[str] = frozenset()
 
     def remember(self) -> None:
@@ -58,6 +61,7 @@ class LoopState:
         self._before = {
             name: _plain(value) for name, value in attributes.items() if _is_counter(value)
         }
+        self._args_before = {n: dict(_args_of(one)) for n, one in self._exportable()}
         empty = {name for name, value in attributes.items() if value is None}
         self._empty = (self._before.keys() | empty) - set(_MADE_BY_TRAIN)
 
@@ -79,13 +83,8 @@ class LoopState:
         if epoch != self.epoch:
             self.epoch, self.steps_in_epoch = int(epoch), 0
         self.steps_in_epoch += 1
-        self._is_followed = False
+        self.is_followed = False
         self.loss, self.grad_norm, self.learning_rate = loss, grad_norm, learning_rate
-
-    def step_is_followed(self) -> None:
-        """What was to be done behind the last step is done. What is to be done at the end of the
-        epoch is found out again when that is repeated."""
-        self._is_followed = True
 
     def give_back_control(self) -> None:
         """What was still to be done behind the step, and whether the training is over. Later than
@@ -104,7 +103,7 @@ class LoopState:
         return {
             "epoch": self.epoch,
             "steps_in_epoch": self.steps_in_epoch,
-            "is_followed": self._is_followed,
+            "is_followed": self.is_followed,
             "grad_norm": _plain(self.grad_norm),
             "learning_rate": _plain(self.learning_rate),
             "loss": _plain(self.loss),
@@ -116,7 +115,7 @@ class LoopState:
                 for name, value in changed.items()
                 if any(one.device.type != "cpu" for one in _tensors(value))
             ),
-            "callbacks": {str(n): one.state()["attributes"] for n, one in self._exportable()},
+            "callbacks": {n: self._exported(n, one) for n, one in self._exportable()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -124,26 +123,47 @@ class LoopState:
         self.grad_norm, self.learning_rate = state["grad_norm"], state["learning_rate"]
         self.loss, self.is_training = state["loss"], state["is_training"]
         self._flags = state["flags"]
-        self._is_followed = state["is_followed"]
+        self.is_followed = state["is_followed"]
         self._restored = frozenset(state["attributes"])
         for name, value in state["attributes"].items():
             here = getattr(self._trainer, name, None)
             device = self._trainer.args.device if name in state["on_device"] else None
             setattr(self._trainer, name, _put(here, value, device=device))
         for n, callback in self._exportable():
-            for name, value in state["callbacks"].get(str(n), {}).items():
+            saved = state["callbacks"].get(n, {})
+            if saved.get("args"):
+                made = type(callback)(**{**_args_of(callback), **saved["args"]})
+                vars(callback).update(vars(made))
+            for name, value in saved.get("attributes", {}).items():
                 setattr(callback, name, value)
 
     def _flags_now(self) -> dict[str, bool]:
         flags = {name: bool(getattr(self._trainer.control, name)) for name in _FLAGS}
-        return flags | dict.fromkeys(_AT_STEP if self._is_followed else (), False)
+        return flags | dict.fromkeys(_AT_STEP if self.is_followed else (), False)
 
-    def _exportable(self) -> list[tuple[int, Any]]:
+    def _exported(self, number: str, callback: Any) -> dict[str, Any]:
+        """Of its arguments those that have changed since the script has given them."""
+        before = self._args_before.get(number, {})
+        args = {
+            name: value
+            for name, value in _args_of(callback).items()
+            if name not in before or not _equal(value, before[name])
+        }
+        return {"args": args, "attributes": callback.state().get("attributes", {})}
+
+    def _exportable(self) -> list[tuple[str, Any]]:
         """The callbacks that have a state to save, numbered; a script makes the same ones in each
         attempt."""
         kind = sys.modules["transformers.trainer_callback"].ExportableState
         callbacks = self._trainer.callback_handler.callbacks
-        return list(enumerate(one for one in callbacks if isinstance(one, kind)))
+        return [(str(n), one) for n, one in enumerate(c for c in callbacks if isinstance(c, kind))]
+
+
+def _args_of(callback: Any) -> Mapping[str, Any]:
+    """What it exports of its arguments. Both parts of a state may be left out: transformers takes
+    them as empty."""
+    args: Mapping[str, Any] = callback.state().get("args", {})
+    return args
 
 
 def _is_counter(value: Any, *, depth: int = 0) -> bool:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Train:
         self._undo = ExitStack()
         self._loader: HeldTrainLoader | None = None
         self._steps_per_epoch = 1
-        self._ended = False
+        self._ended = self._is_opened = False
         self._is_told = False
         self._exhausted: Any = None
         environ = environ_of(trainer.args)
@@ -115,7 +116,7 @@ class Train:
         """Have the trainer call ours, with its own as the first argument. Returns its own."""
         trainer, own = self._trainer, getattr(self._trainer, name)
         had = vars(trainer).get(name)
-        setattr(trainer, name, lambda *args, **kwargs: ours(own, *args, **kwargs))
+        setattr(trainer, name, partial(ours, own))
         if had is None:
             self._undo.callback(delattr, trainer, name)
         else:
@@ -146,7 +147,8 @@ class Train:
             assert self._loader is not None
             resumed = self.run.loaded is not None
             if resumed:
-                self._exhausted = None if self._loader.open() else batches
+                self._is_opened = self._loader.open()
+                self._exhausted = None if self._is_opened else batches
             else:
                 self._begin_anew()
             self.run.begin()
@@ -158,8 +160,10 @@ class Train:
         if is_over or batches is self._exhausted:
             return [], None
         found = own(batches, *args)
-        assert self._loader is not None
-        self._loader.is_iterated()
+        if self._is_opened:
+            assert self._loader is not None
+            self._is_opened = False
+            self._loader.is_iterated()
         return found
 
     def _keep_control(self) -> None:
@@ -225,7 +229,8 @@ class Train:
             loop.count_step(
                 epoch=epoch, loss=loss, grad_norm=grad_norm, learning_rate=learning_rate
             )
-            self._say_what_is_lost()
+            if not self._is_told:
+                self._say_what_is_lost()
             self.run.complete_step(step, epoch=int(epoch))
             own(loss, grad_norm, model, trial, epoch, ignore_keys, start_time, learning_rate)
             self._step_is_followed()
@@ -233,12 +238,13 @@ class Train:
         if grad_norm is None and learning_rate is None and loop.epoch == epoch:
             grad_norm, learning_rate = loop.grad_norm, loop.learning_rate  # of before the stop
         own(loss, grad_norm, model, trial, epoch, ignore_keys, start_time, learning_rate)
-        self._end_if_over()  # if by an evaluation, that is repeated
+        if self._trainer.control.should_training_stop:
+            self._end()  # if by an evaluation, that is repeated
         self.run.end_evaluation()
 
     def _say_what_is_lost(self) -> None:
         """Once in an attempt, behind its first step."""
-        if not self._is_told and (lost := self._loop.unsaved()):
+        if lost := self._loop.unsaved():
             self._say(
                 f"{', '.join(lost)}: not numbers, tensors or containers of them any more, so that "
                 "this is not saved; the next attempt begins without it"
@@ -248,12 +254,13 @@ class Train:
     def _step_is_followed(self) -> None:
         """What was to be done behind the step is done."""
         self.run.end_evaluation()
-        self._loop.step_is_followed()
-        self._end_if_over()
+        self._loop.is_followed = True
+        if self._trainer.control.should_training_stop:
+            self._end()
 
-    def _end_if_over(self) -> None:
+    def _end(self) -> None:
         """What follows the last step is repeated, if the attempt ends within it."""
-        if self._trainer.control.should_training_stop and self.run.trains and not self._ended:
+        if self.run.trains and not self._ended:
             self._ended = True
             self.run.end_steps()
 

@@ -365,6 +365,9 @@ def _adapt(loader: importlib.abc.Loader, adapter: str) -> None:
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
+        # transformers looks for packages that are not there at every step, through all finders
+        if _ADAPTED.keys() <= sys.modules.keys():
+            sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _AdaptedFinder)]
         try:
             import importlib
 

@@ -70,16 +70,13 @@ class CurrentAttempt:
         self.record(EventKind.ATTEMPT_BEGAN, step=step)
         self._mark_step(step)
 
-    def note_step(self, step: int, *, samples_per_step: int | None = None) -> bool:
+    def note_step(self, step: int) -> bool:
         """Pass the step on to events and NVTX; True for the first step of this attempt."""
         self._controller.step = step
         if self._marks_steps:
             self._mark_step(step)
-        if self._has_stepped:
-            return False
-        self._has_stepped = True
-        self.record(EventKind.FIRST_STEP, samples_per_step=samples_per_step)
-        return True
+        is_first, self._has_stepped = not self._has_stepped, True
+        return is_first
 
     def end(self, ending: Ending, *, step: int) -> None:
         """Record for all ranks why it ends; does nothing if it never began.

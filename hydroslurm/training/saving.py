@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.store import State
 from hydroslurm.coordination.world import World
+from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import RanksError, StaleAttempt, UnsavableState, UsageError
 from hydroslurm.runtime.controller import StopRequest
@@ -58,20 +59,16 @@ class Saving(Beginning):
         if self._watch.on:
             self._watch.at_safe_point(self._step)
         stop = self._arrive()
-        if self._attempt.note_step(self._step, samples_per_step=self._cursor.samples_per_step):
+        if self._attempt.note_step(self._step):
             self._check_first_step()
         if stop is not None:
             self._stop(stop)
-        self._poll()
+        try:
+            self._saver.poll()
+        except StaleAttempt as error:
+            self._leave_stale(error)
         if self._is_due():
-            self._last_save_s = time.monotonic()
-            step = self._completed_step()
-            if self._saves.takes_periodic(step):
-                took_s = self._saver.start(
-                    self._state(), step=step, epoch=self._epoch, meta=self._made_of()
-                )
-                if took_s > 0:
-                    self._saves.began(periodic_step=step)
+            self._save_periodically()
 
     def check_stop(self) -> None:
         """Exit if a stop was requested: for long work between two safe points, which a stop would
@@ -170,11 +167,13 @@ class Saving(Beginning):
     # --------------------------------------------------------------------------------------------
 
     def _check_first_step(self) -> None:
-        """What can be known once the optimizer has its own state.
+        """Record it, with what can be known once the optimizer has its own state.
 
         Raises:
             UnsavableState: the state holds something that could be saved by pickling only.
         """
+        samples_per_step = self._cursor.samples_per_step
+        self._attempt.record(EventKind.FIRST_STEP, samples_per_step=samples_per_step)
         if self._rank_group.world_size > 2 and is_settled(self._model) is False:
             self._log_once(UNSETTLED)
         if message := oversights.recompiles(self._model, self._cursor.loader):
@@ -220,18 +219,24 @@ class Saving(Beginning):
         """The message of a stop before the run has begun: the newest checkpoint may be ahead."""
         return "the run had not begun, and nothing was saved"
 
-    def _poll(self) -> None:
-        """What became of saves in the background. Ranks hear at different steps that a newer
-        attempt has begun, and one that simply left would leave the others in a collective: they
-        stop together, as for a signal."""
-        try:
-            self._saver.poll()
-        except StaleAttempt as error:
-            if self._rank_group.world_size == 1:
-                with self._leaving_when_stale():
-                    raise
-            self._log_once(str(error))
-            self._controller.request_stop()
+    def _leave_stale(self, error: StaleAttempt) -> None:
+        """A newer attempt has begun. Ranks hear of it at different steps, and one that simply left
+        would leave the others in a collective: they stop together, as for a signal."""
+        if self._rank_group.world_size == 1:
+            with self._leaving_when_stale():
+                raise error
+        self._log_once(str(error))
+        self._controller.request_stop()
+
+    def _save_periodically(self) -> None:
+        self._last_save_s = time.monotonic()
+        step = self._completed_step()
+        if self._saves.takes_periodic(step):
+            took_s = self._saver.start(
+                self._state(), step=step, epoch=self._epoch, meta=self._made_of()
+            )
+            if took_s > 0:
+                self._saves.began(periodic_step=step)
 
     def _save_by(self, deadline_mono_s: float) -> str:
         """Save for a stop; return what came of it, as a message."""

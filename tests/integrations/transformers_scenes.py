@@ -31,6 +31,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.utils.data import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from hydroslurm.integrations.transformers import make_preemptible
 
@@ -155,6 +156,22 @@ class Notes(transformers.TrainerCallback):
         self._reach("epoch", round(state.epoch))
 
 
+class Steps(transformers.TrainerCallback, ExportableState):
+    """Counts in what it exports as an argument, and exports nothing else."""
+
+    def __init__(self, steps: int = 0) -> None:
+        self.steps = steps
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"steps": self.steps}}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps += 1
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+        logs["steps"] = self.steps
+
+
 def scene(name: str) -> tuple[type, Any, dict[str, Any], list[Any]]:
     """The trainer, its data, arguments and callbacks."""
     evaluated = {"eval_strategy": "steps", "eval_steps": 3}
@@ -186,7 +203,7 @@ def scene(name: str) -> tuple[type, Any, dict[str, Any], list[Any]]:
             "load_best_model_at_end": True, "learning_rate": 0.05, "eval_on_start": True,
         }  # fmt: skip
         return Trainer, Noisy(), early, [transformers.EarlyStoppingCallback(2)]
-    return Trainer, Noisy(), {"eval_strategy": "epoch"}, []
+    return Trainer, Noisy(), {"eval_strategy": "epoch"}, [Steps()]
 
 
 def attempt(name: str, folder: Path, stop: str) -> None:
