@@ -37,7 +37,7 @@ API = {
         "data.RecordFile",
         "data.RecordWriter",
     ],
-    "Several ranks": ["set_torch_environment", "warm_up_ddp_buckets", "numa.bind"],
+    "Several ranks": ["set_torch_environment", "numa.bind"],
     "Gradients reduced on the host": [
         "parallel.DistributedDataParallel",
         "parallel.host_reduce_hook",

@@ -82,8 +82,6 @@ def train(args: argparse.Namespace, make: Callable[[argparse.Namespace], nn.Modu
     ) as run:
         run.resume()
         diary = Diary(run.dir.root / "diary")
-        # or DDP would sum the first step of each attempt in another order than the rest
-        hydroslurm.warm_up_ddp_buckets(model, torch.zeros(2, 1, 8, 8, device=device()))
         for images, labels, indexes in run.batches(epochs=args.epochs):
             model.train()
             optimizer.zero_grad()

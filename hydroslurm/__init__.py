@@ -43,7 +43,6 @@ if TYPE_CHECKING:
         uninstall,
     )
     from hydroslurm.training.attempts import Limits
-    from hydroslurm.training.ddp_buckets import warm_up_ddp_buckets
     from hydroslurm.training.run import Run
 
 __version__ = "0.1.0"
@@ -81,7 +80,6 @@ __all__ = [
     "set_step",
     "set_torch_environment",
     "uninstall",
-    "warm_up_ddp_buckets",
 ]
 
 _HOME = {
@@ -104,7 +102,6 @@ _HOME = {
     "uninstall": "hydroslurm.runtime.install",
     "SignalPlan": "hydroslurm.gate.signals",
     "set_torch_environment": "hydroslurm.coordination.rendezvous",
-    "warm_up_ddp_buckets": "hydroslurm.training.ddp_buckets",
     "Limits": "hydroslurm.training.attempts",
     "Job": "hydroslurm.compat.job",
     "JobRunner": "hydroslurm.compat.jobrunner",

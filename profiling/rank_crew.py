@@ -50,7 +50,6 @@ def train(folder: Path, *, state_bytes: int) -> None:
     )
     torch.manual_seed(FIRST_DATA_SEED + dist.get_rank())
     data = torch.randint(1000, (BATCH, LENGTH))
-    hydroslurm.warm_up_ddp_buckets(model, data)
     run = hydroslurm.Run(
         model=model,
         optimizer=optimizer,

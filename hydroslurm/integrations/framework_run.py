@@ -25,9 +25,10 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.handed import Handed
 from hydroslurm.integrations.held_loader import HeldLoader, held_state
-from hydroslurm.integrations.rank_state import BucketOrder, Models, RankBuffers
+from hydroslurm.integrations.rank_state import RankBuffers
 from hydroslurm.runtime.child_signals import WorkerShield
 from hydroslurm.training.arguments import run_directory
+from hydroslurm.training.ddp_buckets import BucketOrders, Models
 from hydroslurm.training.objects import Stateful, require_registrable
 from hydroslurm.training.run import Run
 
@@ -131,7 +132,7 @@ class FrameworkRun(Run):
         world_size = self._rank_group.world_size
         self._buffers = RankBuffers(models, world_size=world_size)
         self.own["buffers"] = self._buffers
-        self.own["bucket order"] = BucketOrder(models, world_size=world_size)
+        self._bucket_orders = BucketOrders(models, world_size=world_size)
 
     def worker_shield(self) -> WorkerShield:
         """What lets workers of all loaders survive the stop signals, such as those of an
@@ -159,6 +160,7 @@ class FrameworkRun(Run):
                     "not have any more; begin anew with another directory="
                 )
             self.own[name].load_state_dict(state)
+        self._bucket_orders.load(pending.get("bucket_orders", ()))
         rng.restore(pending["rng"])
 
     # --- on the way

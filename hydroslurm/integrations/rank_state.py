@@ -1,21 +1,16 @@
-"""What a rank has of a model beside its weights: buffers that differ, the order of DDP's sums."""
+"""What a rank has of a model beside the weights that all share: buffers that differ."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
 from hydroslurm.checkpoint.tree import is_dtensor
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.handed import fingerprint
-from hydroslurm.training.ddp_buckets import bucket_order, settle_buckets
+from hydroslurm.training.ddp_buckets import Models
 from hydroslurm.training.objects import bare
-from hydroslurm.training.reporting import notice
-
-Models = Callable[[], Iterable[Any]]
-"""The models that are trained, as DDP has wrapped them; asked for when they are there."""
 
 
 class RankBuffers:
@@ -71,27 +66,3 @@ class RankBuffers:
             for name, buffer in bare(model).named_buffers()
             if not is_dtensor(buffer)
         }
-
-
-class BucketOrder:
-    """The order in which DDP's buckets were made after the first step: see
-    :mod:`hydroslurm.training.ddp_buckets`. A resumed attempt makes them before its first."""
-
-    def __init__(self, models: Models, *, world_size: int) -> None:
-        self._models = models
-        self._matters = world_size > 2
-        self._orders: list[Any] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._matters and not any(self._orders):
-            self._orders = [bucket_order(model) for model in self._models()]
-        return {"orders": self._orders}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._orders = state["orders"] if self._matters else []
-        for model, order in zip(self._models(), self._orders, strict=False):
-            if order and not settle_buckets(model, order):
-                notice(
-                    "DistributedDataParallel reduces other parameters than before, or sparse ones: "
-                    "the first step of this attempt may differ in the last bits"
-                )

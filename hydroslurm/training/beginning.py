@@ -30,6 +30,7 @@ from hydroslurm.errors import (
 from hydroslurm.runtime.controller import Controller
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
+from hydroslurm.training.ddp_buckets import BucketOrders
 from hydroslurm.training.objects import Objects, require_registrable
 from hydroslurm.training.oversights import LoopWatch
 from hydroslurm.training.rank_group import RankGroup
@@ -59,6 +60,7 @@ class Beginning(ABC):
     _has_begun: bool
     _is_closed: bool
     _attempt: CurrentAttempt
+    _bucket_orders: BucketOrders
     _objects: Objects
     _resumed_unasked: bool | None
     _saver: Saver
@@ -300,4 +302,5 @@ class Beginning(ABC):
             self._log_once(message)
         counters = state.own["counters"]
         self._step, self._epoch = counters["step"], counters["epoch"]
+        self._bucket_orders.load(state.own.get("bucket_orders", ()))
         self._cursor.load(state.own)

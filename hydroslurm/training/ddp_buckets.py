@@ -1,16 +1,17 @@
-"""DDP's buckets: made final before the first step of an attempt instead of after it.
+"""DDP's buckets: made final before the first step of a resumed attempt instead of after it.
 
 DistributedDataParallel sums gradients in buckets. It guesses the first ones, and once per process
 rebuilds them in the order in which the gradients of the first backward arrived. So the first step
 of a process sums in other buckets than its other steps. With three ranks or more the order of an
 addition depends on the place in the bucket, and a run that was stopped and resumed in a new process
-differs in the last bits from one that was not (seen with gloo: after one step).
+would differ in the last bits from one that was not (seen with gloo: after one step). So a
+checkpoint has the order, and the next attempt begins with it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,52 +19,49 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.errors import UsageError
 from hydroslurm.runtime.engine import Engine
+from hydroslurm.training.reporting import notice
 
-# A backward notes the order of the gradients, the forward after it makes the new buckets; with
-# static_graph the first backward notes nothing.
-_MOST_PASSES = 3
+Models = Callable[[], Iterable[Any]]
+"""The models that are trained, as DDP has wrapped them; asked for when they are there."""
 
-UNSETTLED = (
-    "DistributedDataParallel makes other buckets after the first step of a process, so that a run "
-    "of 3 ranks or more that was stopped differs in the last bits from one that was not. "
-    "hydroslurm.warm_up_ddp_buckets(model, batch) before the first step of each attempt makes them "
-    "equal"
+STATIC_GRAPH = (
+    "DistributedDataParallel(static_graph=True) makes other buckets after the second step of a "
+    "process, and remembers more of its first backward than their order: a run of 3 ranks or more "
+    "that was stopped differs in the last bits from one that was not. Leave static_graph out"
 )
-"""What a run says of a model that would cost the bits."""
+"""What a run says of a model that costs the bits."""
 
 
-def warm_up_ddp_buckets(model: nn.Module, batch: Any) -> None:
-    """Make DDP's buckets final, so that restarts do not change a bit with three ranks or more.
+class BucketOrders:
+    """What a run saves and resumes of its models' buckets. With two ranks no order matters."""
 
-        model = DistributedDataParallel(model)
-        hydroslurm.warm_up_ddp_buckets(model, images)      # in every attempt, before its first step
+    def __init__(self, models: Models, *, world_size: int) -> None:
+        self._models = models
+        self._matters = world_size > 2
+        self._orders: Sequence[list[int] | None] = ()
 
-    Runs a forward and backward of a throw-away batch, two or three times. Gradients, buffers
-    (BatchNorm's statistics) and the global random numbers are as before it; no optimizer steps.
-    Does nothing for a model without DDP in it (FSDP needs none of this), for one whose buckets are
-    final, and with ``find_unused_parameters``, where they never change.
+    def state(self) -> list[list[int] | None]:
+        """To be saved: an order for each model, or nothing. A collective, in the first call behind
+        the first step."""
+        if self._matters and not any(self._orders):
+            self._orders = [bucket_order(model) for model in self._models()]
+        return list(self._orders) if any(self._orders) else []
 
-    A collective: all ranks call it, each with a batch of its own, and of any size. A run that is to
-    be compared calls it too.
+    def load(self, orders: Sequence[list[int] | None]) -> None:
+        """Begin with buckets in the order that was saved. A collective."""
+        self._orders = orders if self._matters else ()
+        for model, order in zip(self._models(), self._orders, strict=False):
+            if order and not settle_buckets(model, order):
+                notice(
+                    "DistributedDataParallel reduces other parameters than before, or sparse ones: "
+                    "the first step of this attempt may differ in the last bits"
+                )
 
-    Args:
-        model: as it is trained, wrapped or compiled.
-        batch: what the model takes, on its device: one argument, a tuple or list of them, or a
-            mapping of keyword arguments. The outputs are summed. Or a function without arguments
-            that runs ``model`` itself and returns the loss; it must change nothing else that lasts.
-
-    Raises:
-        UsageError: neither the outputs nor what the function returns have a gradient.
-    """
-    if is_settled(model) in (None, True):
-        return
-    with _left_as_it_was(model):
-        for _ in range(_MOST_PASSES):
-            _loss(model, batch).backward()  # type: ignore[no-untyped-call]
-            if is_settled(model):
-                break
+    def has_static_graph(self) -> bool:
+        """Whether one of the models has buckets that cannot be made equal."""
+        found = map(_ddp_in, self._models()) if self._matters else ()
+        return any(ddp is not None and ddp.static_graph for ddp in found)
 
 
 def is_settled(model: Any) -> bool | None:
@@ -156,36 +154,6 @@ def _ddp_in(model: Any) -> DistributedDataParallel | None:
         else:
             return None
     return model
-
-
-def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    outputs = _outputs(model, batch)
-    parts = [tensor.float().sum() for tensor in _tensors(outputs) if tensor.requires_grad]
-    if not parts:
-        raise UsageError(
-            "warm_up_ddp_buckets has nothing to go backward from: the "
-            f"{type(outputs).__name__} that came out holds no tensor with a gradient. "
-            "Give a batch that the model takes, or a function that returns the loss"
-        )
-    return torch.stack(parts).sum()
-
-
-def _outputs(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return batch() if callable(batch) else model(batch)
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        yield from _tensors(tuple(tree.values()))
-    elif isinstance(tree, (tuple, list)):
-        for inner in tree:
-            yield from _tensors(inner)
 
 
 @contextlib.contextmanager

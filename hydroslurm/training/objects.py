@@ -36,14 +36,20 @@ class Objects:
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
+        self._given: list[Any] = []
 
     def add(self, name: str, thing: Stateful) -> None:
         """Register one object that :func:`require_registrable` has let pass."""
         self._objects[name] = bare(thing)
+        self._given.append(thing)
 
     def by_name(self) -> dict[str, Stateful]:
         """The objects, without wrappers around them."""
         return dict(self._objects)
+
+    def as_given(self) -> list[Any]:
+        """The objects, with the wrappers around them."""
+        return self._given
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._objects)

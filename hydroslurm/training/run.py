@@ -41,6 +41,7 @@ from hydroslurm.training.arguments import (
 from hydroslurm.training.attempts import Limits, least_number, limits_of
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
+from hydroslurm.training.ddp_buckets import BucketOrders
 from hydroslurm.training.ending import Ending
 from hydroslurm.training.first_step import FirstStep
 from hydroslurm.training.looping import Looping
@@ -185,6 +186,9 @@ class Run(Looping, Ending):
         self._controller, self._installed_here = self._install(environ)
         self._world = World.from_environ(environ)
         self._rank_group = RankGroup(self._controller)
+        self._bucket_orders = BucketOrders(
+            self._objects.as_given, world_size=self._rank_group.world_size
+        )
         self._durable = CheckpointStore(
             self.dir.checkpoints, peers=self._rank_group.peers, fence=self._fence
         )

@@ -21,7 +21,7 @@ from hydroslurm.training import oversights
 from hydroslurm.training.arguments import Cadence
 from hydroslurm.training.beginning import Beginning
 from hydroslurm.training.composition import Composition
-from hydroslurm.training.ddp_buckets import UNSETTLED, is_settled
+from hydroslurm.training.ddp_buckets import STATIC_GRAPH
 from hydroslurm.training.first_step import FirstStep
 from hydroslurm.training.objects import require_savable
 from hydroslurm.training.oversights import FolderWatch
@@ -174,8 +174,8 @@ class Saving(Beginning):
         """
         samples_per_step = self._cursor.samples_per_step
         self._attempt.record(EventKind.FIRST_STEP, samples_per_step=samples_per_step)
-        if self._rank_group.world_size > 2 and is_settled(self._model) is False:
-            self._log_once(UNSETTLED)
+        if self._bucket_orders.has_static_graph():
+            self._log_once(STATIC_GRAPH)
         if message := oversights.recompiles(self._model, self._cursor.loader):
             self._log_once(message)
         state = self._state()
@@ -267,7 +267,9 @@ class Saving(Beginning):
         return State(shared=self._objects.states(), own=own)
 
     def _own_state(self) -> Mapping[str, Any]:
-        return self._cursor.state(step=self._completed_step(), epoch=self._epoch)
+        own = self._cursor.state(step=self._completed_step(), epoch=self._epoch)
+        orders = self._bucket_orders.state()
+        return {**own, "bucket_orders": orders} if orders else own
 
     def _made_of(self) -> dict[str, Any]:
         return Composition(self._objects.classes(), self._cursor.loading).to_meta()

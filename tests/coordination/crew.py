@@ -67,8 +67,6 @@ class Parts:
         torch.manual_seed(100 + rank)
         self.model = distributed(model, options.get("model", "ddp"), world)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
-        if options.get("settle", True):
-            hydroslurm.warm_up_ddp_buckets(self.model, torch.zeros(2, 6))
         self.diary = Diary(Path(options["directory"]) / f"diary-{rank}")
 
     def step(self, number: int, inputs: torch.Tensor, samples: torch.Tensor) -> None:

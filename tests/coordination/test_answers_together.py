@@ -25,7 +25,7 @@ def states(story: Story) -> list[RankStatus]:
 
 
 def begin(story: Story) -> Attempt:
-    attempt = story.begin(WORLD, epochs=400, settle=False)
+    attempt = story.begin(WORLD, epochs=400)
     wait_until(lambda: all(story.steps(rank) for rank in range(WORLD)), "the first steps")
     story.wait_for(EventKind.RANKS_JOINED, world=WORLD)
     return attempt

@@ -15,7 +15,7 @@ from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import RUN_AGAIN
 
 WORLD = 3
-LONG = {"epochs": 400, "settle": False}
+LONG = {"epochs": 400}
 """Longer than any test."""
 
 

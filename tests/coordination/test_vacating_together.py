@@ -21,7 +21,6 @@ def _began(story: Story, folder: Path) -> Attempt:
     attempt = story.begin(
         WORLD,
         epochs=400,
-        settle=False,
         vacate=[str(MODEL), str(folder)],
         environ={"HYDROSLURM_VACATE": "always"},
     )

@@ -5,7 +5,7 @@ A line of JSON on stdin starts an attempt of all its ranks; ``ended CODES`` foll
 folder: of the run: its state, and the process group's file.
 attempt: a number; each attempt has its own.
 world, first, last: ranks; the steps that this attempt makes.
-settle: batch, function, or nothing.
+settle: begin with the buckets of the attempt before.
 ddp: options of DistributedDataParallel.
 """
 
@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.training.ddp_buckets import is_settled, warm_up_ddp_buckets
+from hydroslurm.training.ddp_buckets import BucketOrders, is_settled
 
 
 def build() -> nn.Sequential:
@@ -52,6 +52,7 @@ def train(rank: int, options: dict[str, Any]) -> None:
         world_size=options["world"],
     )
     model = DistributedDataParallel(build(), **options.get("ddp", {}))
+    orders = BucketOrders(lambda: [model], world_size=options["world"])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     torch.manual_seed(rank)
     random.seed(rank)  # Python seeds it anew in every fork
@@ -61,16 +62,19 @@ def train(rank: int, options: dict[str, Any]) -> None:
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         rng.restore(state["rng"])
-    settle(model, options.get("settle"))
+        if options["settle"]:
+            settle(model, orders, state["orders"])
     for step in range(options["first"], options["last"]):
         numbers = torch.Generator().manual_seed(1000 * step + rank)
         optimizer.zero_grad()
         model(torch.randn(9, 20, generator=numbers)).square().mean().backward()
         optimizer.step()
+        orders.state()
     state = {
         "model": model.module.state_dict(),
         "optimizer": optimizer.state_dict(),
         "rng": rng.capture(),
+        "orders": orders.state(),
     }
     torch.save(state, saved)
     (folder / f"hash-{rank}").write_text(hashlib.sha256(repr(state).encode()).hexdigest())
@@ -78,17 +82,13 @@ def train(rank: int, options: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def settle(model: DistributedDataParallel, how: str | None) -> None:
-    assert is_settled(model.module) is None
-    if how is None:
-        return
+def settle(model: DistributedDataParallel, orders: BucketOrders, saved: list[Any]) -> None:
+    """Buckets are final at once, and nothing else has changed."""
     before = str((model.module.state_dict(), rng.capture()))
-    batch = torch.ones(3, 20)
-    warm_up_ddp_buckets(model, batch if how == "batch" else lambda: model(batch).pow(2).sum())
+    orders.load(saved)
     assert is_settled(model) is True
     assert str((model.module.state_dict(), rng.capture())) == before
     assert all(parameter.grad is None for parameter in model.parameters())
-    warm_up_ddp_buckets(model, "is not used any more")
 
 
 def attempt(options: dict[str, Any]) -> list[int]:

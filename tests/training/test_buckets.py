@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import Child, child
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from hydroslurm.errors import UsageError
-from hydroslurm.training import ddp_buckets as buckets
-from hydroslurm.training.ddp_buckets import is_settled, warm_up_ddp_buckets
+from hydroslurm.training.ddp_buckets import BucketOrders, is_settled
 
 PROGRAM = Path(__file__).with_name("ranks_with_buckets.py")
 STEPS = 6
@@ -42,70 +42,55 @@ def trained(forker: Child, folder: Path, *stops: int, world: int, **options: Any
 
 
 @pytest.mark.parametrize(
-    ("world", "settle", "ddp"),
+    ("world", "ddp"),
     [
-        (3, "batch", {}),
-        (4, "function", {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}),
-        (3, "batch", {"static_graph": True}),
-        (3, "batch", {"find_unused_parameters": True}),
+        (3, {}),
+        (4, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}),
+        (3, {"find_unused_parameters": True}),
     ],
 )
 def test_a_restart_changes_no_bit(
-    forker: Child, tmp_path: Path, world: int, settle: str, ddp: dict[str, Any]
+    forker: Child, tmp_path: Path, world: int, ddp: dict[str, Any]
 ) -> None:
-    """Weights, optimizer, BatchNorm's statistics and random numbers, on every rank; buckets are
-    final at once, and nothing else has changed."""
-    options: dict[str, Any] = {"world": world, "settle": settle, "ddp": ddp}
+    """Weights, optimizer, BatchNorm's statistics and random numbers, on every rank."""
+    options: dict[str, Any] = {"world": world, "settle": True, "ddp": ddp}
     alone = trained(forker, tmp_path / "alone", **options)
     assert trained(forker, tmp_path / "restarted", 1, 4, **options) == alone
 
 
 def test_without_it_a_restart_changes_bits(forker: Child, tmp_path: Path) -> None:
     """What it is for, and that these tests would see it."""
-    alone = trained(forker, tmp_path / "alone", world=3)
-    assert trained(forker, tmp_path / "restarted", 3, world=3) != alone
+    options: dict[str, Any] = {"world": 3, "settle": False}
+    alone = trained(forker, tmp_path / "alone", **options)
+    assert trained(forker, tmp_path / "restarted", 3, **options) != alone
 
 
 def test_two_ranks_need_it_not(forker: Child, tmp_path: Path) -> None:
     """A sum of two is the same in any order."""
-    alone = trained(forker, tmp_path / "alone", world=2)
-    assert trained(forker, tmp_path / "restarted", 3, world=2) == alone
+    options: dict[str, Any] = {"world": 2, "settle": False}
+    alone = trained(forker, tmp_path / "alone", **options)
+    assert trained(forker, tmp_path / "restarted", 3, **options) == alone
 
 
 def test_other_models_are_left_alone() -> None:
-    """Without DDP there are no buckets, and the batch is not used."""
+    """Without DDP there are no buckets, nor anything to save or to say."""
     model = nn.Linear(2, 2)
+    orders = BucketOrders(lambda: [model, None], world_size=3)
     assert is_settled(model) is None
-    warm_up_ddp_buckets(model, None)
-    assert is_settled(None) is None
+    assert orders.state() == []
+    orders.load([])
+    assert not orders.has_static_graph()
 
 
-@pytest.mark.parametrize(
-    ("batch", "words"),
-    [
-        (torch.ones(2, 3), None),
-        ((torch.ones(2, 3),), None),
-        ({"input": torch.ones(2, 3)}, None),
-        (lambda: None, "NoneType that came out holds no tensor"),
-        (lambda: {"a": [1, torch.ones(2)]}, "dict that came out"),
-    ],
-)
-def test_what_a_batch_may_be(
-    batch: Any, words: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One argument, several, keywords, or a function; what has no gradient is refused, and
-    gradients that were there stay."""
-    model = nn.Linear(3, 1)
-    monkeypatch.setattr(buckets, "is_settled", lambda _: False)
-    model(torch.ones(1, 3)).sum().backward()
-    before = [
-        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
-    ]
-    if words is None:
-        warm_up_ddp_buckets(model, batch)
-    else:
-        with pytest.raises(UsageError, match=words):
-            warm_up_ddp_buckets(model, batch)
-    after = [parameter.grad for parameter in model.parameters()]
-    assert all(map(torch.equal, before, after))
-    assert len(before) == 2
+def test_a_static_graph_is_told(tmp_path: Path) -> None:
+    """DDP remembers more of its first backward than the order, which no checkpoint can bring
+    back."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
+        model(torch.ones(1, 2)).sum().backward()
+        assert BucketOrders(lambda: [model], world_size=3).has_static_graph()
+        assert BucketOrders(lambda: [model], world_size=3).state() == []
+        assert not BucketOrders(lambda: [model], world_size=2).has_static_graph()
+    finally:
+        dist.destroy_process_group()
