@@ -23,6 +23,7 @@ DIFFERENT = {
         ("test_workers_are_shutdown[True-False]", "test_workers_are_shutdown[True-True]"),
         "persistent workers begin anew with each epoch, with random numbers that can be had again",
     ),
+    "test_integration_with_trainer": "transformers' own checkpoint at SIGTERM stands down",
 }
 """Test -> why it does not pass, and is not to."""
 

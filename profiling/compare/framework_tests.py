@@ -42,10 +42,17 @@ class Suite:
     Attributes:
         folder: below its sources, from which they are run.
         tests: files below that.
+        older: those of older versions, whose files have other names.
     """
 
     folder: str
     tests: tuple[str, ...]
+    older: tuple[str, ...] = ()
+
+    def there(self, folder: Path) -> tuple[str, ...]:
+        """The files of the version that this folder is of; none if there is no such version."""
+        versions = (self.tests, self.older)
+        return next((one for one in versions if all((folder / test).is_file() for test in one)), ())
 
 
 SUITES = {
@@ -73,6 +80,11 @@ SUITES = {
             "tests/trainer/test_trainer_data.py",
             "tests/trainer/distributed/test_trainer_distributed_ddp.py",
         ),
+        older=(
+            "tests/trainer/test_trainer_jit_checkpoint.py",
+            "tests/trainer/test_trainer_callback.py",
+            "tests/trainer/test_trainer.py",
+        ),
     ),
     "accelerate": Suite(
         ".",
@@ -96,11 +108,13 @@ def main() -> None:
         if chosen.only and name not in chosen.only:
             continue
         folder = (chosen.sources / name / suite.folder).resolve()
-        tests = suite.tests[:1] if chosen.quick else suite.tests
-        if missing := [test for test in tests if not (folder / test).is_file()]:
+        tests = suite.there(folder)
+        if not tests:
+            missing = [test for test in suite.tests if not (folder / test).is_file()]
             print(f"{name} is left out: {folder} has no {', '.join(missing)}", file=sys.stderr)
             figures["left_out"].append(name)
             continue
+        tests = tests[:1] if chosen.quick else tests
         figures |= compare(name, folder, tests, some=chosen.some)
     finish(chosen, "The frameworks' own tests", figures)
 
