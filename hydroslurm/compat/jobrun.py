@@ -93,7 +93,13 @@ class JobRun(Run):
             )
         yield from self._left_of_epoch(accumulate)
 
-    def batches(self, *, epochs: int, accumulate: int = 1) -> Iterator[Any]:  # noqa: ARG002 - Run's
+    def batches(
+        self,
+        *,
+        epochs: int,  # noqa: ARG002 - Run's, as the next ones
+        accumulate: int = 1,  # noqa: ARG002
+        check: bool = True,  # noqa: ARG002
+    ) -> Iterator[Any]:
         """Not available in a job, which counts its epochs itself.
 
         Raises:

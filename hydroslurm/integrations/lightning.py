@@ -59,6 +59,7 @@ class _Preemptible:
         self._log: Any = None
         self._fit: Any = None
         self._make: Callable[[], Any] | None = None
+        self._give_back: Callable[[], None] | None = None
 
     def __reduce__(self) -> Any:
         return _again, (self._package, {"directory": self._directory, **self._options})
@@ -93,7 +94,12 @@ class _Preemptible:
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         del pl_module
-        if stage != "fit" or not self._is_wanted(trainer):
+        if not self._is_wanted(trainer):
+            return
+        if stage != "fit":  # of test(), predict() or validate()
+            from hydroslurm.integrations.lightning_known import OUTSIDE, signals_stand_down
+
+            self._give_back = signals_stand_down(trainer, why=OUTSIDE)
             return
         if self._make is None:  # nobody has set the log
             self._prepare(trainer)
@@ -112,8 +118,14 @@ class _Preemptible:
         if fit is not None:
             fit.end()
 
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        del trainer, pl_module, stage
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        del trainer, pl_module
+        self.teardown(trainer, pl_module, "")
         fit, self._fit = self._fit, None
         if fit is not None:
             fit.fail(exception)

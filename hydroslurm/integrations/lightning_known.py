@@ -56,18 +56,22 @@ def require_known(trainer: Any) -> None:
             )
 
 
-def signals_stand_down(trainer: Any) -> Callable[[], None]:
-    """Keep Lightning from putting a handler over SIGTERM, and from requeueing by itself, in the fit
-    that begins. Returns what gives that back."""
+IN_FIT = "in this fit: hydroslurm stops, saves, requeues and resumes it"
+OUTSIDE = (
+    "here: it would let a stop pass until the end. SIGTERM ends this process, and the next attempt "
+    "repeats what follows the last fit"
+)
+
+
+def signals_stand_down(trainer: Any, *, why: str = IN_FIT) -> Callable[[], None]:
+    """Keep Lightning from putting a handler over SIGTERM, and from requeueing by itself, in what
+    begins. Returns what gives that back."""
     cluster = trainer._accelerator_connector.cluster_environment
     both = " and its auto-requeue stand" if getattr(cluster, "auto_requeue", False) else " stands"
 
     def stand_down() -> None:
         if trainer.is_global_zero:
-            notice(
-                f"Lightning's own SIGTERM handler{both} down in this fit: hydroslurm stops, saves, "
-                "requeues and resumes it"
-            )
+            notice(f"Lightning's own SIGTERM handler{both} down {why}")
 
     connector = trainer._signal_connector
     connector.register_signal_handlers = stand_down

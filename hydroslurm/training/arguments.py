@@ -139,8 +139,7 @@ def controller_for(run: RunDir, environ: Mapping[str, str]) -> tuple[Controller,
     """The controller of this process, and whether it was installed for this run."""
     if installation.is_installed() and not installation.gives_way():
         return installation.controller(), False
+    # a pause that comes behind the run, from Slurm or a person, must not end what has ended well
+    autoload.keep_alive(autoload.killing(environ))
     of_job = rundir.from_environment(environ) is not None
-    if Allocation.from_environ(environ) is not None:
-        # a pause of the job that comes behind the run must not end what has ended well
-        autoload.keep_alive(autoload.killing(environ))
     return installation.install(run_dir=None if of_job else run.root, environ=environ), True

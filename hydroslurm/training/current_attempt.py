@@ -20,6 +20,7 @@ class CurrentAttempt:
 
     Attributes:
         number: from 1; None before it has begun.
+        step: the last one that is complete.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class CurrentAttempt:
     ) -> None:
         """``at_least``: the smallest number that it may get."""
         self.number: int | None = None
+        self.step = 0
         self._log = AttemptLog(run.attempts_jsonl)
         self._controller = controller
         self._limits = limits
@@ -66,13 +68,13 @@ class CurrentAttempt:
     def begin(self, number: int, step: int) -> None:
         """Begin, on this rank, the attempt that was entered."""
         self.number = number
-        self._controller.step = step
+        self.step = self._controller.step = step
         self.record(EventKind.ATTEMPT_BEGAN, step=step)
         self._mark_step(step)
 
     def note_step(self, step: int) -> bool:
         """Pass the step on to events and NVTX; True for the first step of this attempt."""
-        self._controller.step = step
+        self.step = self._controller.step = step
         if self._marks_steps:
             self._mark_step(step)
         is_first, self._has_stepped = not self._has_stepped, True

@@ -58,6 +58,7 @@ class Ending(Saving):
         """Wait for a save in flight and restore the signal handlers; no other cleanup is needed."""
         self._is_closed = True
         oversights.closed(self)
+        self._stopping.stand_down()
         self._watch.close()
         self._first_step.close()
         try:

@@ -20,8 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader as torch_dataloader
 
 from hydroslurm.checkpoint.tree import is_dtensor
+from hydroslurm.training.left_out import LeftOut
 
-_OTHERWISE = "If what you register saves it in another form: run.steps(total, check=False)"
+_OTHERWISE = "If what you register saves it in another form: {loop}"
 
 
 class FirstStep:
@@ -31,16 +32,18 @@ class FirstStep:
     def __init__(self) -> None:
         self._optimizers: dict[int, Optimizer] = {}
         self._iterators: dict[int, weakref.ref[Any]] = {}
+        self._left_out = LeftOut()
         self._undo = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Begin to watch."""
+        """Begin to watch; again in a step of several batches."""
 
         def stepped(optimizer: Optimizer, *_: Any) -> None:
             self._optimizers[id(optimizer)] = optimizer
 
         self._undo.callback(register_optimizer_step_post_hook(stepped).remove)
         self._undo.callback(self._watch_iterators())
+        self._undo.callback(self._left_out.open())
 
     def close(self) -> None:
         """No hook stays behind."""
@@ -50,15 +53,26 @@ class FirstStep:
         """Let go of the objects that were seen."""
         self._optimizers.clear()
         self._iterators.clear()
+        self._left_out.forget()
 
-    def oversight(self, objects: dict[str, Any], states: Any) -> str | None:
+    def oversight(self, objects: dict[str, Any], states: Any, *, unchecked: str) -> str | None:
         """The first thing that a resumed run would lack, with what to do; None if there is none.
 
         Args:
             objects: what is registered, by name.
             states: what would be saved of them.
+            unchecked: how to write the loop so that nobody looks.
         """
         saved = _Tensors(states)
+        message = self._not_optimized(objects, states, saved)
+        if message is None:
+            message = self._left_out.oversight(objects.values(), states, have=saved.have)
+        if message is not None:
+            return f"{message} {_OTHERWISE.format(loop=unchecked)}"
+        return self._iterated(objects, unchecked)
+
+    def _not_optimized(self, objects: dict[str, Any], states: Any, saved: _Tensors) -> str | None:
+        """An optimizer that steps, its weights, its scheduler."""
         optimizers = list(self._optimizers.values())
         is_sharded = any(_is_fsdp1(thing) for thing in objects.values())  # saves gathered copies
         for optimizer in optimizers:
@@ -70,7 +84,7 @@ class FirstStep:
             return (
                 f"{_named(optimizer)} has stepped and is not part of this run: resumed, it would "
                 "begin anew. Give it: Run(optimizer=...) for one, "
-                f'run.register("optimizer_2", optimizer) for each further one. {_OTHERWISE}'
+                'run.register("optimizer_2", optimizer) for each further one.'
             )
         for optimizer in optimizers:
             if not is_sharded and (message := _weights_missing(optimizer, saved)):
@@ -80,12 +94,11 @@ class FirstStep:
                 return (
                     f"a scheduler sets the learning rate of {_named(optimizer)}, and none is part "
                     "of this run: resumed, it would begin anew. Give it: Run(scheduler=...) for "
-                    f'one, run.register("scheduler_2", scheduler) for each further one. '
-                    f"{_OTHERWISE}"
+                    'one, run.register("scheduler_2", scheduler) for each further one.'
                 )
-        return self._iterated(objects)
+        return None
 
-    def _iterated(self, objects: dict[str, Any]) -> str | None:
+    def _iterated(self, objects: dict[str, Any], unchecked: str) -> str | None:
         if any(one() is not None for one in self._iterators.values()):
             gc.collect()  # one with workers may be kept by a cycle
         known = [getattr(thing, "_iterator", None) for thing in objects.values()]
@@ -97,7 +110,7 @@ class FirstStep:
             "saved: resumed, it would begin with its first batches again. Let the run hand them "
             "out: Run(loader=loader) and `for batch in run.batches(epochs=...)`; or have a "
             "get_batch(step) choose the samples by the number of the step. If the script skips "
-            "what was read already: run.steps(total, check=False)"
+            f"what was read already: {unchecked}"
         )
 
     def _watch_iterators(self) -> Any:
@@ -156,8 +169,7 @@ def _weights_missing(optimizer: Optimizer, saved: _Tensors) -> str | None:
         f"{_named(optimizer)} trains {len(missing)} parameters that are not part of this run, the "
         f"first of shape {list(missing[0].shape)}: resumed, they would begin anew. Give the module "
         'that has them: Run(model=...) for one, run.register("model_2", module) for each further '
-        "one, torch.nn.ParameterList([tensor]) for a tensor that belongs to none. "
-        f"{_OTHERWISE}"
+        "one, torch.nn.ParameterList([tensor]) for a tensor that belongs to none."
     )
 
 

@@ -5,6 +5,7 @@ The third part of :class:`~hydroslurm.training.run.Run`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +16,13 @@ from hydroslurm.training.saving import Saving
 class Looping(Saving):
     """Base of Run, whose constructor makes what it needs."""
 
+    _unchecked = ""
+    """How to write the loop so that nobody looks at what it uses; while somebody does."""
+
     _moved = False
     """A safe point has put the run elsewhere: the batches that follow are opened anew."""
 
-    def batches(self, *, epochs: int, accumulate: int = 1) -> Iterator[Any]:
+    def batches(self, *, epochs: int, accumulate: int = 1, check: bool = True) -> Iterator[Any]:
         """Yield the remaining batches of ``epochs`` epochs; each is one step.
 
         Each is followed by a safe point. Leaving the loop early leaves the run where it is.
@@ -31,6 +35,10 @@ class Looping(Saving):
         Args:
             accumulate: batches per step. Safe points follow only complete steps, because gradients
                 that are being accumulated are not saved.
+            check: as of :meth:`steps`.
+
+        Raises:
+            UsageError: there is no loader; or as :meth:`steps`.
         """
         if self._cursor.position is None:
             raise UsageError("batches() needs a loader; give one to Run(loader=...)")
@@ -41,6 +49,7 @@ class Looping(Saving):
             )
         self._begin_loop("batches")
         first = self._step
+        self._unchecked = "run.batches(epochs=..., check=False)" if check else ""
         while self._epoch < epochs:
             self._leave_if_asked()
             yield from self._left_of_epoch(accumulate)
@@ -87,7 +96,8 @@ class Looping(Saving):
         Args:
             total: how many steps the run has, those of earlier attempts included.
             check: whether to look, at the first step of each attempt, for optimizers, schedulers,
-                weights and iterators over a DataLoader that are used and not saved.
+                weights, averages of them, scalers, random generators and iterators over a
+                DataLoader that are used and not saved.
 
         Raises:
             UsageError: one was found; or the loop is within another one.
@@ -96,11 +106,12 @@ class Looping(Saving):
             raise UsageError(f"steps({total!r}): wanted the number of steps, an int of 0 or more")
         self._begin_loop("steps")
         first = self._step
+        self._unchecked = "run.steps(total, check=False)" if check else ""
         self._cursor.begin_steps(step=first, epoch=self._epoch, left=total - first)
         if first < total:
             self._leave_if_asked()
         while self._step < total:
-            yield from self._one_step(is_watched=check and self._step == first)
+            yield from self._one_step()
         self._save_behind_batches(since=first)
 
     # --- inside
@@ -123,24 +134,28 @@ class Looping(Saving):
         self._watch.close()  # it is we who count
         self._count_step_left_early()
 
-    def _one_step(self, *, is_watched: bool) -> Iterator[int]:
+    def _one_step(self) -> Iterator[int]:
         """One step of an own loop, with its safe point."""
         self._cursor.hand_out_step()
+        with self._body():
+            yield self._step
+        self._end_step()
+
+    @contextlib.contextmanager
+    def _body(self) -> Iterator[None]:
+        """What the script does with a step, or with one of its batches."""
         self._saves.in_body = True
-        if is_watched:
+        if self._unchecked:
             self._first_step.open()
         try:
-            yield self._step
+            yield
         finally:
             self._first_step.close()
             self._saves.in_body = False
             self._saves.unchanged = False
-        if is_watched:
-            self._require_all_given()
-        self._complete_step()
 
     def _require_all_given(self) -> None:
-        """Find out at the first step what a resumed run would lack.
+        """Find out at the first step of a loop what a resumed run would lack.
 
         Raises:
             UsageError: the first such thing, with what to do.
@@ -148,7 +163,8 @@ class Looping(Saving):
         own = self._cursor.registered
         objects = {**self._objects.by_name(), **own.by_name()}
         states = {**self._objects.states(), **own.states()}
-        message = self._first_step.oversight(objects, states)
+        message = self._first_step.oversight(objects, states, unchecked=self._unchecked)
+        self._unchecked = ""
         self._first_step.forget()
         if message is not None:
             raise UsageError(message)
@@ -156,18 +172,19 @@ class Looping(Saving):
     def _left_of_epoch(self, accumulate: int) -> Iterator[Any]:
         """The batches that are left of this epoch, a safe point behind each step."""
         for batch in self._cursor.batches(self._epoch, accumulate=accumulate):
-            self._saves.in_body = True
-            try:
+            with self._body():
                 yield batch
-            finally:
-                self._saves.in_body = False
-                self._saves.unchanged = False
             if self._cursor.step_is_full:
-                self._complete_step()
+                self._end_step()
                 if self._moved:
                     return
         if self._cursor.step_has_begun:  # the last step of an epoch may have fewer batches
-            self._complete_step()
+            self._end_step()
+
+    def _end_step(self) -> None:
+        if self._unchecked:
+            self._require_all_given()
+        self._complete_step()
 
     def _complete_step(self) -> None:
         self._cursor.count_step()

@@ -145,6 +145,18 @@ class StopHandler:
         sure_s = LEAST_GRACE_S if self._policies is None else self._policies.kill_after_s
         return request.mono_ns / 1e9 + sure_s
 
+    def end_mono_s(self) -> float:
+        """When this process is killed, as far as Slurm has said so (``time.monotonic()``); infinite
+        where it lets the job go on, or does not answer. Waits for its answer."""
+        if self._allocation is None or self._is_member:
+            return math.inf
+        self._ask()
+        self._answered.wait()
+        stop, request = self._stop, self._request
+        if stop is None or request is None or self._policy is None:
+            return math.inf
+        return math.inf if stop.reason is StopReason.UNKNOWN else self._deadline(request, stop)
+
     def plan(self, *, ranks_gone: bool = False) -> StopPlan:
         """Decide what this stop means; waits at most ``ANSWER_S`` for Slurm.
 

@@ -242,10 +242,11 @@ class Run(Looping, Ending):
             fence=self._fence,
             reads_ahead=self._rank_group.rank == 0,
         )
-        self._controller.claim_stops(stop_handler.note_request)
-        return Stopping(
+        stopping = Stopping(
             self._rank_group, attempt=self._attempt, saver=self._saver, stop_handler=stop_handler
         )
+        self._controller.claim_stops(stopping.note_request)
+        return stopping
 
     def _use(self, loader: Any) -> None:
         rank_group = self._rank_group

@@ -22,6 +22,7 @@ from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, ExitForRequ
 from hydroslurm.errors import CoordinatorLost, RanksError, SaveFailed, StaleAttempt
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.training.current_attempt import CurrentAttempt
+from hydroslurm.training.overdue import Overdue
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice
 from hydroslurm.training.requeue import StopHandler, StopPlan
@@ -55,6 +56,16 @@ class Stopping:
         self._attempt = attempt
         self._saver = saver
         self._stop_handler = stop_handler
+        self._overdue = Overdue(rank_group, attempt=attempt, saver=saver, stop_handler=stop_handler)
+
+    def note_request(self, request: StopRequest) -> None:
+        """A stop was requested. Returns at once; called once, in the controller's thread."""
+        self._stop_handler.note_request(request)
+        self._overdue.note_request(request)
+
+    def stand_down(self) -> None:
+        """The training leaves by itself, or is over."""
+        self._overdue.stand_down()
 
     def agree_on_window(self, request: StopRequest, *, step: int) -> SaveWindow:
         """Agree on how long the save may take. A save that will be in time whatever Slurm answers
@@ -63,6 +74,7 @@ class Stopping:
         Raises:
             RanksError: a rank died just now, or the ranks are at different steps.
         """
+        self.stand_down()
         waited_us = (time.monotonic_ns() - request.mono_ns) / 1e3
         self._attempt.record(EventKind.SAFE_POINT, waited_us=waited_us)
         # the controller's thread passes it on too, but may not have come to it yet
@@ -110,6 +122,7 @@ class Stopping:
         Args:
             is_replaced: the coordinator submits another member; this one's job is not requeued.
         """
+        self.stand_down()
         plan = agree_on_plan(self._rank_group, self._stop_handler)
         if is_replaced:
             plan = replace(plan, requeue=False)
@@ -125,6 +138,7 @@ class Stopping:
         Leaving within the grace lets the job resume from its newest checkpoint, or fail where the
         death of a rank is the reason for the stop.
         """
+        self.stand_down()
         self._attempt.record(EventKind.AGREEMENT_FAILED, what="stop", message=str(error))
         request = request or _now()
         self._stop_handler.note_request(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,6 +145,83 @@ def test_an_iterator_without_a_position(where: str, tmp_path: Path) -> None:
         "choose the samples by the number of the step. If the script skips what was read already: "
         "run.steps(total, check=False)"
     )
+
+
+@pytest.mark.parametrize("loop", ["steps", "batches"])
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("scaler", "a GradScaler (scale 1024) has scaled this step and is not part of this run"),
+        ("ema", "ema has changed in this step, and is not part of this run (1 tensors, the first"),
+        ("by_hand", "by_hand has changed in this step, and is not part of this run (2 tensors"),
+        ("shadow", "shadow has changed in this step, and is not part of this run (2 tensors"),
+        ("noise", "random numbers were drawn from noise (Generator), which is not part of this"),
+        ("agent.wind", "random numbers were drawn from agent.wind (Random), which is not part of"),
+        ("rolls[0]", "random numbers were drawn from rolls[0] (Generator), which is not part of"),
+    ],
+)
+def test_what_changes_and_is_not_saved(what: str, said: str, loop: str, tmp_path: Path) -> None:
+    """A scaler, an average of the weights, a generator: found where the loop has it, and not once
+    it is registered."""
+    for registered in (False, True):
+        parts = Parts()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        ema = torch.optim.swa_utils.AveragedModel(parts.model)
+        by_hand = copy.deepcopy(parts.model).requires_grad_(False)
+        shadow, agent = Shadow(parts.model), Agent()
+        noise, rolls = torch.Generator(), [numpy.random.default_rng(1)]
+
+        def body(x: torch.Tensor, parts: Parts = parts, things: Any = (scaler, ema)) -> None:
+            scaler, ema = things
+            if what == "scaler":
+                scaler.scale(parts.model(x).sum()).backward()
+                scaler.step(parts.optimizer)
+                scaler.update()
+                return
+            parts.learn(x)
+            if what == "ema":
+                ema.update_parameters(parts.model)
+
+        run = parts.run(tmp_path / str(registered), "model", "optimizer", "loader")
+        if registered:
+            run.register(what.partition("[")[0].replace(".", "_"), eval(what))
+        x, found = torch.ones(4, 2), ""
+        try:
+            for _ in run.steps(1) if loop == "steps" else run.batches(epochs=1):
+                body(x)
+                if what == "by_hand":
+                    by_hand.weight.data.lerp_(parts.model.weight, 0.1)
+                    by_hand.bias.data.lerp_(parts.model.bias, 0.1)
+                shadow.update(parts.model, weight=0.1 if what == "shadow" else 0.0)
+                torch.rand(1, generator=noise if what == "noise" else None)
+                agent.wind.random() if what == "agent.wind" else None
+                rolls[0].random() if what == "rolls[0]" else None
+        except UsageError as error:
+            found = str(error)
+        run.close()
+        assert found.startswith("" if registered else said)
+        assert (f"run.{loop}(" in found) is not registered
+
+
+class Shadow:
+    """An average as torch_ema and diffusers keep it: a list of tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow_params = [one.detach().clone() for one in model.parameters()]
+
+    def update(self, model: nn.Module, *, weight: float) -> None:
+        for mine, theirs in zip(self.shadow_params, model.parameters(), strict=True):
+            mine.lerp_(theirs.detach(), weight)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow_params}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.wind = random.Random(1)
 
 
 def test_what_is_no_mistake(tmp_path: Path) -> None:

@@ -1,0 +1,193 @@
+"""A training that hangs in its first attempt, at a place of one's choice, and trains in the next.
+
+python stalling.py FRAMEWORK PLACE OUTPUT [--workers N] [--devices N --nodes N]
+
+PLACE: prepare_data, setup (in front of the first step), loader (the twelfth sample that is asked
+for), validation, save (of the framework's own checkpoint), last (behind the last step, within
+fit()), test (behind fit()). Rank 0 hangs, and the others wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("framework", choices=("lightning", "transformers", "accelerate", "own"))
+parser.add_argument("place")
+parser.add_argument("output", type=Path)
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--devices", type=int, default=1)
+parser.add_argument("--nodes", type=int, default=1)
+options = parser.parse_args()
+options.output.mkdir(parents=True, exist_ok=True)
+RANK = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+
+
+def reach(place: str) -> None:
+    if place == options.place and RANK == 0:
+        try:
+            (options.output / "hangs").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        time.sleep(3600)
+
+
+class Points(Dataset):
+    def __init__(self, place: str = "") -> None:
+        self.points = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
+        self.place, self.asked = place, 0
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.asked += 1
+        if self.asked > 12:
+            reach(self.place)
+        point = self.points[index]
+        return {"points": point + 0.1 * torch.randn(6), "labels": (point.sum() > 0).long()}
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(6, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 2)
+        )
+
+    def forward(self, points: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layers(points)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def with_lightning(net: Net) -> None:
+    import lightning as L
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def prepare_data(self) -> None:
+            reach("prepare_data")
+
+        def setup(self, stage: str) -> None:
+            reach("setup")
+
+        def training_step(self, batch, batch_idx):
+            return self.net(**batch)["loss"]
+
+        def validation_step(self, batch, batch_idx):
+            if not self.trainer.sanity_checking:
+                reach("validation")
+
+        def test_step(self, batch, batch_idx):
+            reach("test")
+
+        def on_train_end(self):
+            reach("last")
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), 0.01)
+
+    class Saving(ModelCheckpoint):
+        def _save_checkpoint(self, trainer, filepath):
+            super()._save_checkpoint(trainer, filepath)
+            reach("save")
+
+    trainer = L.Trainer(
+        accelerator="cpu", devices=options.devices, num_nodes=options.nodes, max_epochs=2,
+        strategy="ddp" if options.devices * options.nodes > 1 else "auto", logger=False,
+        default_root_dir=options.output, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[Saving()],
+    )  # fmt: skip
+    module = Module()
+    trainer.fit(module, loader(), DataLoader(Points(), batch_size=8))
+    trainer.test(module, DataLoader(Points(), batch_size=8), verbose=False)
+
+
+def with_transformers(net: Net) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Hanging(TrainerCallback):
+        def on_prediction_step(self, args, state, control, **_):
+            reach("test" if state.global_step == 12 and not self.trains else "validation")
+
+        def on_train_begin(self, args, state, control, **_):
+            self.trains = True
+            reach("setup")
+
+        def on_train_end(self, args, state, control, **_):
+            reach("last")
+            self.trains = False
+
+    class Saving(Trainer):
+        def save_model(self, *args, **kwargs):
+            super().save_model(*args, **kwargs)
+            reach("save")
+
+    arguments = TrainingArguments(
+        output_dir=str(options.output / "hf"), num_train_epochs=2, use_cpu=True,
+        per_device_train_batch_size=8, eval_strategy="epoch", save_strategy="epoch",
+        report_to="none", dataloader_num_workers=options.workers, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Saving(
+        net, arguments, train_dataset=Points("loader"), eval_dataset=Points(),
+        callbacks=[Hanging()],
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+
+
+def with_accelerate(net: Net) -> None:
+    from accelerate import Accelerator
+
+    from hydroslurm.integrations.accelerate import epochs, prepare
+
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    model, optimizer, batches = prepare(accelerator, net, optimizer, loader())
+    reach("setup")
+    for _ in epochs(accelerator, 2):
+        for batch in batches:
+            optimizer.zero_grad()
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+        reach("validation")
+    reach("test")
+
+
+def with_own(net: Net) -> None:
+    import hydroslurm
+
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    with hydroslurm.Run(model=net, optimizer=optimizer, loader=loader()) as run:
+        run.resume()
+        reach("setup")
+        for batch in run.batches(epochs=2):
+            optimizer.zero_grad()
+            net(**batch)["loss"].backward()
+            optimizer.step()
+        reach("last")
+    reach("test")
+
+
+def loader() -> DataLoader:
+    return DataLoader(Points("loader"), batch_size=8, shuffle=True, num_workers=options.workers)
+
+
+torch.set_num_threads(1)
+torch.manual_seed(3)
+net = Net()
+globals()[f"with_{options.framework}"](net)
+if RANK == 0:
+    weights = b"".join(one.detach().numpy().tobytes() for one in net.state_dict().values())
+    (options.output / "result").write_text(hashlib.sha256(weights).hexdigest())

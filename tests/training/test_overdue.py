@@ -1,0 +1,108 @@
+"""A stop that the training does not come to: it is said where the training is, and shortly before
+SIGKILL the process leaves by itself, with the reason recorded and the job requeued."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from integrations.stockjobs import StockJob
+from processes import child
+
+from hydroslurm.devcluster import DevCluster
+
+SLOW_STEP = """
+import time
+from pathlib import Path
+import torch
+import hydroslurm
+from hydroslurm.training import overdue
+
+overdue.SAY_S = 0.2
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+def download():
+    print("waits", flush=True)
+    while not Path("here").exists():
+        time.sleep(0.01)
+
+with hydroslurm.Run(model=model, optimizer=optimizer, directory="run", every_steps=0) as run:
+    for step in run.steps(3):
+        if step == 1:
+            download()
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_a_step_that_takes_long_is_named(tmp_path: Path) -> None:
+    """Outside of a job nobody kills the process: it is said where it is, and it stops at the end of
+    that step."""
+    with child(SLOW_STEP, tmp_path) as program:
+        program.expect("waits")
+        program.signal(signal.SIGTERM)
+        line = program.expect("hydroslurm: SIGTERM received 0.2 s ago, and the training has not")
+        assert f"it is in download ({tmp_path}/program.py:15). It stops at the next one" in line
+        (tmp_path / "here").touch()
+        assert program.wait() == 75
+    assert [one.name for one in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-000000002"]
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "tasks"),
+    [
+        pytest.param("own loader --workers 2", 1, id="a loader that stalls"),
+        *(
+            pytest.param(case, tasks, marks=pytest.mark.frameworks)
+            for case, tasks in (
+                ("own setup", 1),
+                ("own last", 1),
+                ("lightning loader", 1),
+                ("lightning loader --workers 2 --nodes 2", 2),
+                ("lightning setup --nodes 2", 2),
+                ("lightning validation", 1),
+                ("lightning save", 1),
+                ("lightning last", 1),
+                ("transformers loader --workers 2", 1),
+                ("transformers setup", 1),
+                ("transformers validation", 1),
+                ("transformers save", 1),
+                ("transformers last", 1),
+                ("accelerate loader --workers 2", 1),
+                ("accelerate setup", 1),
+                ("accelerate validation", 1),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_training_that_hangs(
+    case: str, tasks: int, requeue_cluster: DevCluster, tmp_path: Path
+) -> None:
+    """All ranks leave with 75 before Slurm kills them, with the reason and the place in their
+    events; the attempt counts as requeued, and the next one is complete."""
+    framework, place, *options = case.split()
+    job = StockJob(
+        requeue_cluster, tmp_path / "job", "stalling.py", framework, place, "out", *options
+    )
+    job.submit(f"--nodes={tasks}", "--ntasks-per-node=1")
+    job.wait_for((job.folder / "out/hangs").exists)
+    job.slurm("scontrol", "requeue", job.job_id)
+    assert job.wait_for_end() == "COMPLETED", job.output()
+    assert (job.folder / "out/result").exists()
+    said = job.output()
+    assert "requeued, by hand or by a preemption; the training has not come to a safe" in said
+    assert said.count("Exited with exit code 75") == 1
+    assert "Killed" not in said
+    run = job.folder / "hydroslurm-runs" / job.job_id
+    ends = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
+    assert [one["ended"] for one in ends if "ended" in one] == ["requeued", "finished"]
+    for rank in range(tasks):
+        lines = (run / f"events/rank-{rank:05d}.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        where = [one["data"]["message"] for one in events if one["kind"] == "agreement_failed"]
+        assert [one.startswith("no safe point in ") for one in where] == [True]
