@@ -8,6 +8,7 @@ module, and in the attributes of the objects there.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -110,7 +111,7 @@ def _in_reach() -> Iterator[tuple[str, Any]]:
     if frame is None:
         return
     seen: set[int] = set()
-    for name, thing in [*frame.f_locals.items(), *frame.f_globals.items()]:
+    for name, thing in [*_variables(frame), *frame.f_globals.items()]:
         if id(thing) in seen or name.startswith("__"):
             continue
         seen.add(id(thing))
@@ -119,6 +120,16 @@ def _in_reach() -> Iterator[tuple[str, Any]]:
             if id(part) not in seen:
                 seen.add(id(part))
                 yield f"{name}{inner}", part
+
+
+def _variables(frame: types.FrameType) -> list[tuple[str, Any]]:
+    """Of a function. Before 3.13 its frame keeps a copy of them until it returns, and with it the
+    batch of now: the copy is emptied."""
+    local = frame.f_locals
+    found = list(local.items())
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        local.clear()
+    return found
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:

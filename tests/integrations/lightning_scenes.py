@@ -100,13 +100,17 @@ class Manual(Module):
             for optimizer in (first, second):
                 optimizer.step()
                 optimizer.zero_grad()
+            for scheduler in self.lr_schedulers():
+                scheduler.step()
         return {"loss": loss}
 
     def configure_optimizers(self) -> Any:
-        return [
-            torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9),
-            torch.optim.Adam(self.other.parameters(), 0.05),
-        ]
+        first = torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9)
+        second = torch.optim.Adam(self.other.parameters(), 0.05)
+        schedulers = torch.optim.lr_scheduler
+        return [first, second], [
+            schedulers.StepLR(first, 3), schedulers.ExponentialLR(second, 0.9)
+        ]  # fmt: skip
 
 
 class Several(Module):
@@ -208,7 +212,23 @@ def scene(name: str) -> tuple[Any, Any, dict[str, Any]]:
             stock.ModelCheckpoint(monitor="v", save_top_k=2, save_last=True),
         ]
         return Module(), loader(), {"callbacks": made, "max_epochs": 8}
+    if name in OPTIONS:
+        return Module(), loader(num_workers=2 if name == "half" else 0), OPTIONS[name]
     return Module(), loader(), {}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fractions": {"val_check_interval": 0.25, "limit_val_batches": 2, "gradient_clip_val": 0.1},
+    "half": {"limit_train_batches": 0.5, "num_sanity_val_steps": -1},
+    "overfit": {"overfit_batches": 3},
+    "max_time": {"max_time": "00:00:10:00"},
+    "reload": {"reload_dataloaders_every_n_epochs": 1},
+    "patience": {
+        "callbacks": [stock.EarlyStopping("v", patience=0, mode="min", min_delta=0.02)],
+        "max_epochs": 8, "val_check_interval": 4,
+    },
+}  # fmt: skip
+"""Of a Trainer."""
 
 
 def attempt(name: str, folder: Path, stop: str) -> None:

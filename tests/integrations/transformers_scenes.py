@@ -93,6 +93,29 @@ class Collating(Trainer):
         self.data_collator = lambda rows: collate(rows)
 
 
+class OwnMethods(Counting):
+    """With a training step, a loader that nobody has prepared, and an optimizer of its own."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        model.train()
+        words = model.transformer.wte.weight[torch.randint(0, VOCABULARY, (3,))]
+        loss = self.compute_loss(model, self._prepare_inputs(inputs)) + words.pow(2).mean()
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(
+            self.train_dataset, batch_size=4, shuffle=True, collate_fn=self.data_collator,
+            generator=torch.Generator().manual_seed(9),
+        )  # fmt: skip
+
+    def create_optimizer(self, *_: Any) -> Any:
+        first, *others = self.model.parameters()
+        groups = [{"params": [first], "lr": 0.1}, {"params": others}]
+        self.optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        return self.optimizer
+
+
 class Masking(Trainer):
     """With transformers' collator, which draws what is masked and makes batches of its own kind."""
 
@@ -182,6 +205,20 @@ def scene(name: str) -> tuple[type, Any, dict[str, Any], list[Any]]:
         return Trainer, Noisy(), both, []
     if name in ("collator", "masks"):
         return {"collator": Collating, "masks": Masking}[name], Noisy(), evaluated, []
+    if name == "own methods":
+        return OwnMethods, Noisy(), evaluated, []
+    if name == "jit":
+        return Trainer, Noisy(), {"enable_jit_checkpoint": True}, []
+    if name == "fractions":
+        saved = {"save_strategy": "steps", "save_steps": 0.5, "logging_steps": 0.1}
+        return Trainer, Noisy(), {"eval_strategy": "steps", "eval_steps": 0.25, **saved}, []
+    if name == "plateau":
+        plateau = {
+            "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0},
+            "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.5,
+            "metric_for_best_model": "loss", "gradient_checkpointing": True, "bf16": True,
+        }  # fmt: skip
+        return Trainer, Noisy(), plateau, []
     if name == "accumulate":
         return Counting, Noisy(), {"gradient_accumulation_steps": 4, "logging_steps": 2}, []
     if name == "one":
