@@ -11,7 +11,7 @@ import typer
 from hydroslurm.cli.status import echo
 
 if TYPE_CHECKING:
-    from hydroslurm.elastic.autoscale import AutoscalePolicy
+    from hydroslurm.elastic.autoscale_rules import AutoscalePolicy
 
 
 def autoscale(
@@ -51,7 +51,7 @@ def autoscale(
 
 
 def _rules_of(path: Path) -> AutoscalePolicy | None:
-    from hydroslurm.elastic.autoscale import AutoscalePolicy
+    from hydroslurm.elastic.autoscale_rules import AutoscalePolicy
     from hydroslurm.jobs.spec.reading import load
 
     elastic = load(path).job.elastic

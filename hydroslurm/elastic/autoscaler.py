@@ -15,7 +15,8 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 from hydroslurm.core.files import parse_json, read_regular
-from hydroslurm.elastic.autoscale import AutoscalePolicy, Observation, decide
+from hydroslurm.elastic.autoscale import Observation, decide
+from hydroslurm.elastic.autoscale_rules import AutoscalePolicy
 from hydroslurm.errors import HydroslurmError
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from typing import Any, Literal
 from hydroslurm.coordination.authentication import KEY_BYTES
 from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.core.trust import check_trusted
-from hydroslurm.elastic.autoscale import AutoscalePolicy
+from hydroslurm.elastic.autoscale_rules import AutoscalePolicy
 from hydroslurm.elastic.roster import Size, Timing
 from hydroslurm.errors import RunFolderError, UsageError
 

@@ -15,7 +15,7 @@ from hydroslurm.coordination.messages import (
     is_text,
     list_of,
 )
-from hydroslurm.elastic.autoscale import UTILIZATIONS
+from hydroslurm.elastic.autoscale_rules import UTILIZATIONS
 
 MAX_STORE_BYTES = 1 << 20
 """Of one value in the store that process groups meet by; addresses and ids have a few hundred."""

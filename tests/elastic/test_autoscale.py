@@ -9,14 +9,8 @@ from typing import Any
 
 import pytest
 
-from hydroslurm.elastic.autoscale import (
-    AutoscalePolicy,
-    Behavior,
-    Decision,
-    Observation,
-    Schedule,
-    decide,
-)
+from hydroslurm.elastic.autoscale import Decision, Observation, decide
+from hydroslurm.elastic.autoscale_rules import AutoscalePolicy, Behavior, Schedule
 from hydroslurm.errors import UsageError
 
 EVERY_S = 30.0

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hydroslurm.cli import app
-from hydroslurm.elastic.autoscale import AutoscalePolicy, Behavior
+from hydroslurm.elastic.autoscale_rules import AutoscalePolicy, Behavior
 from hydroslurm.elastic.autoscaler import Autoscaler, read_observations
 from hydroslurm.elastic.coordinator import Coordinator, restored, start
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder

@@ -18,7 +18,7 @@ from typing import Any
 from hydroslurm.core import rundir
 from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
-from hydroslurm.elastic.autoscale import AutoscalePolicy
+from hydroslurm.elastic.autoscale_rules import AutoscalePolicy
 from hydroslurm.elastic.folder import (
     ELASTIC_ENV,
     ENGINE_NEEDS,

@@ -349,7 +349,7 @@ def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
         yield Complaint(at, message, (own,))
     yield from _elastic_sums(elastic)
     if elastic.autoscale is not None and elastic.min <= elastic.max:
-        from hydroslurm.elastic.autoscale import AutoscalePolicy  # most jobs have none
+        from hydroslurm.elastic.autoscale_rules import AutoscalePolicy  # most jobs have none
 
         try:
             AutoscalePolicy.from_json(
