@@ -19,6 +19,7 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.core.rundir import GENERATION_ENV
+from hydroslurm.elastic.directives import Form
 from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
 from hydroslurm.elastic.group import (
     GenerationGroup,
@@ -27,7 +28,7 @@ from hydroslurm.elastic.group import (
     rebuild,
 )
 from hydroslurm.elastic.kept_group import ReconfiguredGroup, why_not_reconfigure
-from hydroslurm.elastic.member import Form, Member
+from hydroslurm.elastic.member import Member
 from hydroslurm.elastic.reduction import GradientSum, sum_bucket
 from hydroslurm.elastic.sharded import Shards, sharded_modules
 from hydroslurm.elastic.torchft_group import TorchftGroup, why_not_torchft

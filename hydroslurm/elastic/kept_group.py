@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from hydroslurm.elastic.directives import Form
 from hydroslurm.elastic.group import MEETING_S, TIMEOUT_S, GenerationGroup
-from hydroslurm.elastic.member import Form, Member
+from hydroslurm.elastic.member import Member
 from hydroslurm.elastic.sharded import Shards
 
 _torch: Any = dist

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hydroslurm.coordination.channel import Connection, CoordinatorChannel, ask_first, connect
@@ -26,6 +25,7 @@ from hydroslurm.coordination.network import configure_socket
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.elastic.coordinator import attempt_of
+from hydroslurm.elastic.directives import Average, Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.messages import check_from_coordinator
 from hydroslurm.elastic.usage import Usage
@@ -38,65 +38,6 @@ MOST_ERROR = 500
 """Characters of an error that the coordinator is told."""
 STORE_S = 120.0
 """As long as the ranks of a generation take at most to say where they listen."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """Meet the others of a new generation; see ``form`` in :mod:`hydroslurm.elastic.messages`.
-
-    Attributes:
-        source: the rank that has the state; with ``fresh`` nobody has, and it loads the newest
-            checkpoint.
-        needs: the ranks that get it from there.
-    """
-
-    change: int
-    generation: int
-    rank: int
-    world_size: int
-    members: int
-    source: int
-    needs: tuple[int, ...]
-    fresh: bool
-    cause: str
-    since_s: float = field(default_factory=time.monotonic)
-
-
-@dataclass(frozen=True)
-class Save:
-    """Save, for too few are left to go on; then say so."""
-
-    change: int
-
-
-@dataclass(frozen=True)
-class Average:
-    """Make the weights equal with all ranks of the generation, which hold behind this step, too;
-    then come to the safe point again."""
-
-
-@dataclass(frozen=True)
-class Depart:
-    """This rank has nothing more to do with the run.
-
-    Attributes:
-        again: started anew it may join again, as one whose generation went on without it.
-        failed: that is no order, but the end of what cannot go on.
-    """
-
-    reason: str
-    again: bool = False
-    failed: bool = False
-
-
-@dataclass(frozen=True)
-class Finished:
-    """All ranks have trained to the end."""
-
-    step: int
-
-
-Directive = Form | Save | Average | Depart | Finished
 
 
 class Member:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from hydroslurm.checkpoint.tree import is_dtensor
-from hydroslurm.elastic.member import Form
+from hydroslurm.elastic.directives import Form
 from hydroslurm.elastic.node_groups import NodeGroups
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import RanksError, UsageError

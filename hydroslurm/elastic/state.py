@@ -37,9 +37,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hydroslurm.checkpoint.tree import encode
 from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN, ExitForRequeue
+from hydroslurm.elastic.directives import Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.engine import InPlaceEngine
 from hydroslurm.elastic.group import meeting
-from hydroslurm.elastic.member import Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import RanksError, UnsavableState, UsageError
 

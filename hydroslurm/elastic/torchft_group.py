@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from hydroslurm.elastic.directives import Form
 from hydroslurm.elastic.group import TIMEOUT_S
 from hydroslurm.elastic.kept_group import KeptGroup
-from hydroslurm.elastic.member import Form
 
 NCCL_TIMEOUT_S = 60.0
 """torchft's default. It keeps an entry per operation for so long, and aborts the group behind it

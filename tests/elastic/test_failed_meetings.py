@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 from elasticstory import TRAIN, ElasticStory
 
+from hydroslurm.elastic.directives import Form
 from hydroslurm.elastic.engine import IN_PROCESS, missing
 from hydroslurm.elastic.group import MEETING_S
-from hydroslurm.elastic.member import Form
 from hydroslurm.errors import CoordinatorLost, RanksError
 
 UNREACHABLE = TRAIN.replace(

@@ -22,8 +22,9 @@ from hydroslurm.coordination.network import own_address
 from hydroslurm.coordination.world import COORDINATOR_PORT_TRIES, INCARNATION_ENV, KEY_ENV, World
 from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN
 from hydroslurm.core.rundir import GENERATION_ENV
+from hydroslurm.elastic.directives import Depart, Directive, Form, Save
 from hydroslurm.elastic.folder import ElasticFolder
-from hydroslurm.elastic.member import Depart, Directive, Form, Member, Save
+from hydroslurm.elastic.member import Member
 from hydroslurm.errors import CoordinatorLost
 from hydroslurm.jobs.agent.node import Node
 from hydroslurm.jobs.agent.signal_pipe import Departed

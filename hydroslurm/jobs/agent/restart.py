@@ -42,8 +42,9 @@ from torch.distributed.elastic.rendezvous import (
 
 from hydroslurm.core.exitcodes import FAILED, MUST_NOT_RUN_AGAIN
 from hydroslurm.core.rundir import RUN_DIR_ENV
+from hydroslurm.elastic.directives import Directive
 from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV, ElasticFolder, member_name
-from hydroslurm.elastic.member import Directive, Member
+from hydroslurm.elastic.member import Member
 from hydroslurm.elastic.roster import Timing
 from hydroslurm.errors import UsageError
 from hydroslurm.jobs.agent import nodestate
