@@ -176,6 +176,16 @@ def test_fixed_order() -> None:
         assert result[f"time_ratio_{ranks}_ranks"] > 0
 
 
+def test_elastic_sim() -> None:
+    """Up to 1,000 members in a storm: nobody is lost, and the messages of a change grow at most as
+    n log n, which is 10 ** 1.176 from 100 to 1,000."""
+    result, _ = run_script("elastic_sim.py", "--json", "--quick")
+    assert (result["members_lost"], result["split_brains"]) == (0, 0)
+    assert result["messages_growth_exponent"] <= 1.176
+    assert result["growth_exponent"] < 2
+    assert result["storm_generations"] > result["storms"] == 3
+
+
 def test_the_table_has_a_line_per_figure_and_says_where_it_was_measured() -> None:
     """Figures, goals and the incumbent's come from the results; what was not measured is absent."""
     where = {"date": "2025-01-31", "cpu_count": 2, "cpu_model": "X", "python": "3.11", "torch": "2"}
