@@ -14,8 +14,8 @@ of failure cases, and where each is tested (elastic: tests/elastic, of real proc
     10  SIGTERM in evaluation, first step     elastic/test_members; faults/test_mixed_world
     11  SIGTERM with loader workers           elastic/test_members; test_fixed_order
     12  killed while a checkpoint is written  checkpoint/test_kills
-    13  grace shorter than the save           checkpoint/test_deadline
-    14  exit statuses                         jobs/supervisor/test_exit_policy
+    13  grace shorter than the save           checkpoint/test_deadline, test_stop (of fixed size)
+    14  exit statuses                         trainingjob/test_policies (of fixed size)
     15  too many failures                     here
     16  ten preemptions                       here
     17  scontrol update NumNodes; --no-kill   test_fixed_size (of fixed size)
@@ -23,7 +23,7 @@ of failure cases, and where each is tested (elastic: tests/elastic, of real proc
     19  every sample once                     here; elastic/test_day, test_restart
     20  the training of a fixed size          elastic/test_members; test_fixed_order (its bits)
     21  one of an older generation            elastic/test_members (it hung); test_membership
-    22  a save fails                          checkpoint/test_faults
+    22  a save fails                          elastic/test_members; checkpoint/test_faults
     23  cancelled as a whole                  here
     24  it fails at its start, again          here (15); elastic/test_failed_meetings
     25  a partition that suspends             here
