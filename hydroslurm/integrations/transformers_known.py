@@ -9,6 +9,7 @@ from typing import Any
 
 from hydroslurm.coordination.world import World
 from hydroslurm.errors import UsageError
+from hydroslurm.integrations.transformers_sharded import is_sharded, why_not
 
 _USED = (
     "set_initial_training_values",
@@ -44,16 +45,18 @@ def require_known(trainer: Any) -> None:
         )
     found = {
         "DeepSpeed": getattr(trainer, "is_deepspeed_enabled", False),
-        "FSDP": getattr(trainer, "is_fsdp_enabled", False)
-        or getattr(trainer, "is_fsdp_xla_enabled", False),
+        "XLA's FSDP": getattr(trainer, "is_fsdp_xla_enabled", False),
         "tensor parallelism": getattr(trainer, "is_tp_enabled", False),
         "auto_find_batch_size": trainer.args.auto_find_batch_size,
     }
-    if odd := [name for name, is_on in found.items() if is_on]:
+    odd = [name for name, is_on in found.items() if is_on]
+    if is_sharded(trainer) and (reason := why_not(trainer)):
+        odd.append(reason)
+    if odd:
         raise UsageError(
             f"a Trainer with {' and '.join(odd)} cannot be made preemptible yet; wanted one on a "
-            "single device or with DistributedDataParallel, and a fixed batch size. The trainer is "
-            "as it was. Change that, or unset HYDROSLURM_PREEMPT"
+            "single device, with DistributedDataParallel or FSDP2, and a fixed batch size. The "
+            "trainer is as it was. Change that, or unset HYDROSLURM_PREEMPT"
         )
 
 

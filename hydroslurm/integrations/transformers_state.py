@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hydroslurm.checkpoint.tree import is_dtensor
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.handed import fingerprint
 from hydroslurm.training.objects import bare
@@ -84,6 +85,8 @@ class LoopState:
             self.epoch, self.steps_in_epoch = int(epoch), 0
         self.steps_in_epoch += 1
         self.is_followed = False
+        if is_dtensor(grad_norm):  # now, when all ranks are here: what waits is no rank's own state
+            grad_norm = grad_norm.full_tensor()
         self.loss, self.grad_norm, self.learning_rate = loss, grad_norm, learning_rate
 
     def give_back_control(self) -> None:

@@ -35,6 +35,7 @@ from hydroslurm.integrations.one_run import (
     runs_of_callbacks,
 )
 from hydroslurm.integrations.transformers_known import environ_of, require_known
+from hydroslurm.integrations.transformers_sharded import Sharded, is_sharded
 from hydroslurm.integrations.transformers_state import LoopState, OtherModules
 from hydroslurm.training.objects import bare
 from hydroslurm.training.reporting import notice
@@ -74,6 +75,7 @@ class Train:
         self.run.own["loop"] = self._loop
         self.run.own["logged"] = LoggedRows(lambda: runs_of_callbacks(trainer))
         self.run.follow(lambda: [trainer.model_wrapped])
+        self._sharded = Sharded(trainer, self.run) if is_sharded(trainer) else None
 
     def call(self, own: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run ``own``, the Trainer's train(), with these arguments."""
@@ -102,6 +104,8 @@ class Train:
         shield.install()
         self._undo.callback(shield.uninstall)
         self._replace("set_initial_training_values", self._set_initial_training_values)
+        if self._sharded is not None:
+            self._replace("_prepare_for_training", self._sharded.prepare_for_training)
         self._replace("get_train_dataloader", self._get_train_dataloader)
         self._replace("get_batch_samples", self._get_batch_samples)
         self._log_evaluate_save = self._replace("_maybe_log_save_evaluate", self._follow_step)
@@ -270,7 +274,11 @@ class Train:
             # eval_on_start: at the start of the training, not of each attempt
             return {} if self.run.loaded is not None else own(*args, **kwargs)
         model = bare(self._trainer.model)
-        self.run.begin_evaluation(lambda: fingerprint(model.state_dict()))
+        self.run.begin_evaluation(
+            self._sharded.fingerprint
+            if self._sharded is not None
+            else lambda: fingerprint(model.state_dict())
+        )
         return own(*args, **kwargs)
 
     def _prediction_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -297,14 +305,18 @@ class Train:
 
     def _load_model(self, own: Any, path: Any, model: Any = None) -> None:
         del own, path, model
-        self._load("model", bare(self._trainer.model))
+        if self._sharded is None:  # else resuming has done it
+            self._load("model", bare(self._trainer.model))
         assert self.run.loaded is not None
         self._modules.load_state_dict(self.run.loaded["modules"])
 
     def _load_optimizer(self, own: Any, path: Any) -> None:
         del own, path
-        self._load("optimizer", self._trainer.optimizer)
+        if self._sharded is None:
+            self._load("optimizer", self._trainer.optimizer)
         self._load("scheduler", self._trainer.lr_scheduler)
+        if self._sharded is not None:
+            self._sharded.put_settings_back()
 
     def _load_scaler(self, own: Any, path: Any) -> None:
         del own, path
@@ -350,14 +362,16 @@ class Train:
     def _capture(self) -> Mapping[str, Any]:
         trainer = self._trainer
         scaler = trainer.accelerator.scaler
-        return {
-            "model": bare(trainer.model).state_dict(),
+        state = {
             "modules": self._modules.state_dict(),
-            "optimizer": trainer.optimizer.state_dict(),
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "state": json.dumps(asdict(trainer.state)),
         }
+        if self._sharded is None:
+            state["model"] = bare(trainer.model).state_dict()
+            state["optimizer"] = trainer.optimizer.state_dict()
+        return state
 
     def _say(self, text: str) -> None:
         if self._trainer.is_world_process_zero():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-LIGHTNING, STOCK = "lightning_ranks.py", "stock_ranks.py"
+LIGHTNING, STOCK, SHARDED = "lightning_ranks.py", "stock_ranks.py", "transformers_ranks.py"
 STOPPED = 75
 SAMPLES = 67
 LONG = pytest.mark.frameworks
@@ -32,6 +32,10 @@ LONG = pytest.mark.frameworks
         pytest.param(LIGHTNING, "fsdp flat", 2, "train:1@1 val:1@1 train:13@0", marks=LONG),
         pytest.param(LIGHTNING, "fsdp2", 2, "train:1@1 val:1@0", marks=LONG),
         pytest.param(LIGHTNING, "fsdp2", 3, "train:1@1 train:7@2 val:1@1 train:13@0", marks=LONG),
+        # which trains with FSDP2 what a Trainer that nobody stops would
+        (SHARDED, "plain", 2, "step:3@1"),
+        pytest.param(SHARDED, "plain", 2, "step:1@1 eval:1@0 step:6@1 eval:1@1", marks=LONG),
+        pytest.param(SHARDED, "accumulated", 3, "step:1@2 step:5@0 eval:1@1", marks=LONG),
         pytest.param(STOCK, "accelerate_loop.py", 3, "2@1 3@2", marks=LONG),
         pytest.param(STOCK, "hf_causal_lm.py", 3, "2@1 3@2", marks=LONG),
     ],

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hydroslurm.errors import StateMismatch
+from hydroslurm.integrations.transformers_sharded import is_sharded, why_not
 from hydroslurm.integrations.transformers_state import LoopState, OtherModules
 
 
@@ -114,3 +115,18 @@ def test_a_module_that_is_not_there() -> None:
     before.moving.weight.data.zero_()
     with pytest.raises(StateMismatch, match="weights of a moving, which this Trainer does not"):
         OtherModules(trainer()).load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("version", "model_init", "reason"),
+    [(1, None, '"version": 2'), (2, object(), "FSDP and model_init"), (2, None, None)],
+)
+def test_which_fsdp_is_not_supported(version: int, model_init: Any, reason: str | None) -> None:
+    """And what to do about it."""
+    plugin = SimpleNamespace(fsdp_version=version)
+    one = trainer(model_init=model_init, _prepare_for_training=None, is_fsdp_enabled=True)
+    one.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    assert is_sharded(one)
+    found = why_not(one)
+    assert (found is None) is (reason is None)
+    assert (reason or "") in (found or "")
