@@ -263,6 +263,6 @@ def share_of_process() -> Share | None:
     return Share(dist.get_rank(), dist.get_world_size())
 
 
-def world_size_now(given: Share | None) -> int:
-    """The ranks of a loop that was told its share, or else follows torch.distributed."""
-    return (given or share_of_process() or Share()).world_size
+def share_now(given: Share | None) -> Share:
+    """The share of a loop that was told it, or else follows torch.distributed."""
+    return given or share_of_process() or Share()

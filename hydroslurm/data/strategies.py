@@ -20,7 +20,7 @@ from hydroslurm.data.generators import (
     warn_of_unseeded_workers,
 )
 from hydroslurm.data.global_batches import GlobalBatchSampler
-from hydroslurm.data.sampler import ResumableSampler, Share, world_size_now
+from hydroslurm.data.sampler import ResumableSampler, Share, share_now
 from hydroslurm.errors import StateMismatch
 from hydroslurm.runtime.child_signals import iterate
 
@@ -48,12 +48,12 @@ class StatefulPosition:
     def begin_epoch(self, epoch: int) -> Iterator[Any]:
         self._warn()
         epochs.announce(self._loader, epoch)
-        self._progress = Progress(epoch, begun=True, world_size=world_size_now(self._share))
+        self._progress = Progress(epoch, begun=True, world_size=share_now(self._share).world_size)
         return CountedBatches(iterate(self._loader, shield=self._shield), self._progress)
 
     def resume_epoch(self, state: Mapping[str, Any]) -> Iterator[Any]:
         progress = Progress.of(state, strategy=self.name)
-        world_size = world_size_now(self._share)
+        world_size = share_now(self._share).world_size
         progress.require_world(world_size)
         now = getattr(self._loader, "num_workers", 0)
         if progress.finished and (progress.world_size, state["num_workers"]) != (world_size, now):
@@ -272,12 +272,12 @@ class ReplayPosition:
     def begin_epoch(self, epoch: int) -> Iterator[Any]:
         self._start_rng = rng.capture()
         self._start_generators = generator_states(self._loader)
-        self._progress = Progress(epoch, begun=True, world_size=world_size_now(self._share))
+        self._progress = Progress(epoch, begun=True, world_size=share_now(self._share).world_size)
         return CountedBatches(self._iterate(epoch), self._progress)
 
     def resume_epoch(self, state: Mapping[str, Any]) -> Iterator[Any]:
         progress = Progress.of(state, strategy=self.name)
-        progress.require_world(world_size_now(self._share))
+        progress.require_world(share_now(self._share).world_size)
         self._progress = progress
         if not progress.begun:
             set_generator_states(self._loader, state["generators"])
@@ -290,7 +290,9 @@ class ReplayPosition:
             rng.restore(self._start_rng)
             set_generator_states(self._loader, self._start_generators)
             batches = self._iterate(progress.epoch)
-            _skip(batches, progress.batches, unknown=_unknown_sampler(self._loader))
+            if share_now(self._share).rank == 0 and progress.batches:
+                _warn_of_replay(progress.batches, unknown=_unknown_sampler(self._loader))
+            _skip(batches, progress.batches)
         set_generator_states(self._loader, state["generators"])
         return CountedBatches(batches, progress)
 
@@ -322,20 +324,22 @@ def _is_known(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in ("torch", "hydroslurm", "accelerate")
 
 
-def _skip(batches: Iterator[Any], count: int, *, unknown: str | None) -> None:
-    if count:
-        order = (
-            f". {unknown} has to give the same order again, from the global random numbers or "
-            "generators that are its attributes: those are put back. If it draws from anything "
-            "else, some samples come twice in this epoch and others never"
-        )
-        warnings.warn(
-            f"resuming inside an epoch: {count} batches are fetched again and thrown away, "
-            "because this loader cannot be told where to begin. A DataLoader with "
-            "sampler=hydroslurm.data.ResumableSampler(dataset), or torchdata's "
-            f"StatefulDataLoader, resumes at once{order if unknown else ''}",
-            stacklevel=3,
-        )
+def _warn_of_replay(count: int, *, unknown: str | None) -> None:
+    order = (
+        f". {unknown} has to give the same order again, from the global random numbers or "
+        "generators that are its attributes: those are put back. If it draws from anything "
+        "else, some samples come twice in this epoch and others never"
+    )
+    warnings.warn(
+        f"resuming inside an epoch: {count} batches are fetched again and thrown away, "
+        "because this loader cannot be told where to begin. A DataLoader with "
+        "sampler=hydroslurm.data.ResumableSampler(dataset), or torchdata's "
+        f"StatefulDataLoader, resumes at once{order if unknown else ''}",
+        stacklevel=3,
+    )
+
+
+def _skip(batches: Iterator[Any], count: int) -> None:
     for done in range(count):
         try:
             next(batches)

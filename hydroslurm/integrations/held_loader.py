@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -55,7 +54,6 @@ class HeldLoader:
     ) -> None:
         self._hydroslurm_loader = loader
         self._hydroslurm_epoch = epoch
-        self._hydroslurm_rank = rank
         self._hydroslurm_ahead = fetched_ahead
         self._hydroslurm_position = position_of(
             loader, shield=shield, rank=rank, world_size=world_size
@@ -78,10 +76,7 @@ class HeldLoader:
                 lambda: self._hydroslurm_position.begin_epoch(self._hydroslurm_epoch())
             )
             return self._remembering(batches, None) if self._hydroslurm_ahead else batches
-        with warnings.catch_warnings():
-            if self._hydroslurm_rank:  # one of them says what a replay costs
-                warnings.simplefilter("ignore")
-            batches = self._hydroslurm_position.resume_epoch(resumed["position"])
+        batches = self._hydroslurm_position.resume_epoch(resumed["position"])
         if not self._hydroslurm_ahead:
             return batches
         if "ahead" in resumed:

@@ -291,6 +291,21 @@ def test_a_replay_says_what_it_costs() -> None:
         run(make, "step 2")
 
 
+def test_one_of_several_ranks_says_it() -> None:
+    """And not all of them."""
+
+    def resumed(rank: int) -> list[str]:
+        loader = DataLoader(Augmented(), BATCH, shuffle=True)
+        position = position_of(loader, rank=rank, world_size=2)
+        next(position.begin_epoch(0))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            position.resume_epoch(position.state_dict())
+        return [str(one.message) for one in seen if "fetched again" in str(one.message)]
+
+    assert [len(resumed(rank)) for rank in (0, 1)] == [1, 0]
+
+
 def test_a_sampler_that_would_give_other_samples_is_named() -> None:
     """Where its generator cannot be put back in time, before it matters; else where it may lie."""
     with pytest.warns(UserWarning, match=r"Shuffled draws from Shuffled\.python .* others never"):
