@@ -129,7 +129,11 @@ class Recorder:
             self._iterator_of[row] = iterator
 
     def _see_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if not module.training or not torch.is_grad_enabled() or self._pid != os.getpid():
+        if not torch.is_grad_enabled() or self._pid != os.getpid():
+            return
+        # a wrapper may be left in evaluation: Lightning's validation puts back the modes of what is
+        # inside of DistributedDataParallel, and not its own
+        if not any(one.training for one in module.modules()):
             return
         rows = next((_rows(tensor) for tensor in _tensors((args, kwargs))), ())
         if id(module) not in self._modules:

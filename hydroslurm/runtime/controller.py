@@ -248,13 +248,14 @@ class Controller:
         self.ranks = ranks
         ranks.start()
 
-    def stop(self, *, hands_over: bool = False) -> int:
+    def stop(self, *, hands_over: bool = False, replaced: int | None = None) -> int:
         """Resume, restore the handlers and end the thread. Returns how many handlers others had
         replaced.
 
         Args:
             hands_over: another one takes its place at once. So no event says that this rank is no
                 longer preemptible: who waits for its answer gets that of the next one.
+            replaced: how many they were before the caller replaced ours itself; None: as now.
         """
         if os.getpid() != self._owner_pid:
             raise InstallError(
@@ -266,7 +267,9 @@ class Controller:
         if self.ranks is not None:
             self.ranks.leave()
         self.causes_at_stop = self.gate.status().causes
-        replaced = self.gate.stop()
+        replaced_now = self.gate.stop()
+        if replaced is None:
+            replaced = replaced_now
         self.marks.stop()
         self._leaving = True
         self.gate.wake()

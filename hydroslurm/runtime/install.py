@@ -256,14 +256,14 @@ def _handover() -> Iterator[int]:
         signal.raise_signal(signo)
 
 
-def _take_out(*, hands_over: bool = False) -> int:
+def _take_out(*, hands_over: bool = False, replaced: int | None = None) -> int:
     global _installed
     with _lock:
         ours = _require_installed()
         _installed = None
         atexit.unregister(_uninstall_at_exit)
         try:
-            return ours.controller.stop(hands_over=hands_over)
+            return ours.controller.stop(hands_over=hands_over, replaced=replaced)
         finally:
             ours.beside.close()
             if ours.registry_base is not None:
@@ -333,9 +333,11 @@ def _uninstall_at_exit() -> None:
     mine = controller()
     late = mine.plan.pausing() | mine.plan.stopping()
     mine.guarding = False
+    replaced = None
     if mine.stop_request is not None:  # else the second SIGTERM could come while we uninstall
+        replaced = mine.gate.check_handlers()  # by others: behind this, we do so ourselves
         _ignore(late)
-    _take_out()
+    _take_out(replaced=replaced)
     _ignore({signo for signo in late if signal.getsignal(signo) is signal.SIG_DFL})
 
 

@@ -165,6 +165,10 @@ def free_port() -> str:
     ("name", "ranks", "arguments"),
     [
         pytest.param("accelerate_loop.py", 1, "--workers 1 --accumulate 2", id="accelerate"),
+        pytest.param(
+            "trl_rewarded.py", 2, "--items 16 --accumulate 2 --generations 4",
+            marks=pytest.mark.frameworks, id="trl_rewarded.py-2",
+        ),
         *(
             pytest.param(name, ranks, f"--workers {workers} --accumulate {accumulate}",
                          marks=pytest.mark.frameworks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ def made_trainer(options: argparse.Namespace) -> Any:
         "ref_model_sync_steps": 2,
         "ref_model_mixup_alpha": 0.5,
     }
-    start = options.output / "start"  # what TRL makes its reference model from
+    # what TRL makes its reference model from; each rank has one
+    start = options.output / f"start-{os.environ.get('RANK', '0')}"
     GPT2LMHeadModel(config).save_pretrained(start)
     common = {
         "model": str(start),
