@@ -18,6 +18,7 @@ from processes import is_stopped, wait_until
 from stories import Stories, stories
 from training.trainings import Training, steps_lost, trained_alone
 
+from hydroslurm.core.events import EventKind
 from hydroslurm.devcluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -125,6 +126,9 @@ def test_stopped_again_and_again_it_ends_with_the_same_bits(
     assert sum(endings[ending] for ending in WAYS[way]) >= STOPS, training.log()
     assert endings["finished"] == 1
     assert steps_lost(attempts) == 0, attempts
+    # no signal was lost, and none is said to be
+    ends = [one for one in training.events() if one.kind is EventKind.UNINSTALLED]
+    assert {one.data["handlers_replaced_by_others"] for one in ends} == {0}
     result = training.wait_for_end()
     assert result == alone
     assert result["every_sample_once"]
