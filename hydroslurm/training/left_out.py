@@ -20,6 +20,8 @@ from torch.amp.grad_scaler import GradScaler
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.tree import is_dtensor
 
+# types are asked for, not isinstance(): a proxy of a library's may raise at that
+_NO_OWNERS = (type, types.ModuleType, torch.nn.Module)
 _MOST = 256
 """Entries of a container, and elements of a tensor, that are looked at."""
 
@@ -38,7 +40,7 @@ class LeftOut:
         if not self._is_noted:
             self._is_noted = True
             for name, thing in _in_reach():
-                if isinstance(thing, rng.KINDS):
+                if issubclass(type(thing), rng.KINDS):
                     self._generators[name] = thing, _state(thing)
                 elif tensors := _tensors_of(thing):
                     self._tensors[name] = [(one, _shown(one)) for one in tensors]
@@ -139,7 +141,7 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{n}]", part) for n, part in enumerate(thing[:_MOST]))
     elif kind is dict:
         yield from ((f"[{key!r}]", part) for key, part in list(thing.items())[:_MOST])
-    elif not isinstance(thing, (type, types.ModuleType, torch.nn.Module)) and not _is_library(kind):
+    elif not issubclass(kind, _NO_OWNERS) and not _is_library(kind):
         with contextlib.suppress(Exception):  # a proxy of somebody's
             yield from ((f".{name}", part) for name, part in list(vars(thing).items())[:_MOST])
 
@@ -156,7 +158,7 @@ def _is_library(kind: type) -> bool:
 def _tensors_of(thing: Any) -> list[torch.Tensor]:
     """Of a module, or of an object that keeps copies of weights in a list, as averages do. A tensor
     by itself is none: it may be a sum of losses."""
-    if isinstance(thing, torch.nn.Module):
+    if issubclass(type(thing), torch.nn.Module):
         return [*thing.parameters(), *thing.buffers()]
     if _is_library(type(thing)):
         return []
@@ -174,8 +176,12 @@ def _shown(tensor: torch.Tensor) -> bytes:
     local = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     if local.is_meta or local.layout is not torch.strided or local.is_quantized:
         return b""
-    first = local.detach().reshape(-1)[:_MOST].cpu().contiguous()
-    return first.view(torch.uint8).numpy().tobytes()
+    with contextlib.suppress(
+        RuntimeError, ValueError
+    ):  # not initialised yet, or its memory is away
+        first = local.detach().reshape(-1)[:_MOST].cpu().contiguous()
+        return first.view(torch.uint8).numpy().tobytes()
+    return b""
 
 
 def _state(generator: Any) -> object:
