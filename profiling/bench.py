@@ -26,6 +26,8 @@ SCRIPTS = (
     "pause_latency",
     "suspend_latency",
     "save",
+    "fresh_memory",
+    "load_replicas",
     "stop",
     "killwait",
     "stock_submitit",

@@ -260,7 +260,7 @@ def main() -> None:
     chosen = wanted.parse_args()
     warnings.simplefilter("error")
     sizes = [16e6] if chosen.quick else chosen.bytes
-    repeats = 2 if chosen.quick else chosen.repeats
+    repeats = 1 if chosen.quick else chosen.repeats
     result: dict[str, Any] = json.loads(chosen.more.read_text()) if chosen.more else {}
     for key in ("script", "quick", "environment"):
         result.pop(key, None)

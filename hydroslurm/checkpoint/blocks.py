@@ -167,8 +167,9 @@ class BlockReader:
         """Raises CheckpointCorrupt."""
         for number, parts in blocks:
             views = self._with_scratch(parts)
-            for view in views:  # not all at once: the pages are in the processor's cache now
-                populate(view)
+            for part in parts:  # one block at a time: the pages are in the processor's cache now
+                if not isinstance(part, int):
+                    populate(part)
             try:
                 read_fully(self._storage, fd, views, offset=number * BLOCK_BYTES)
             except OSError as error:

@@ -49,7 +49,7 @@ def map_pages(wanted_bytes: int, *, inherited: bool) -> mmap.mmap:
 
 def populate(memory: memoryview) -> bool:
     """Have real pages put behind memory that is filled next, in one call and without changing what
-    is in it: a fault for each page costs as much again as the page. Releases the GIL.
+    is in it: with a fault for each page it takes half as long again. Releases the GIL.
 
     Returns:
         Whether that was done. Not of a little memory; not by a kernel before 5.14; not where memory
