@@ -91,9 +91,7 @@ class HeldTrainLoader:
             self._loader.rng_types, self._rng_types = self._rng_types, None
 
     def skip(self, count: int) -> None:
-        """Begin this epoch behind its first ``count`` batches."""
-        if self.to_iterate is self._loader:
-            self._loader.set_epoch(self.iteration)
+        """Let the next epoch begin behind its first ``count`` batches."""
         skip(self._held, count)
 
     def state_dict(self) -> dict[str, Any]:

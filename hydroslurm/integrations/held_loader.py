@@ -147,11 +147,10 @@ def open_resumed(loader: HeldLoader) -> bool:
 
 
 def skip(loader: HeldLoader, count: int) -> None:
-    """Begin an epoch, and leave its first ``count`` batches out."""
+    """Let the next iteration begin behind its first ``count`` batches. They are not fetched before
+    it begins: only then does the framework say which epoch it is."""
     batches = iter(loader)
-    for _ in itertools.islice(batches, count):
-        pass
-    loader._hydroslurm_opened = batches
+    loader._hydroslurm_opened = later_batches(lambda: itertools.islice(batches, count, None))
 
 
 def count_rest(loader: HeldLoader) -> bool:

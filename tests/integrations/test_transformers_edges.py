@@ -51,6 +51,11 @@ def test_a_finished_run(found: Found) -> None:
     assert found["finished again"][1] == found["finished"][1]
 
 
+def test_it_goes_on_from_a_checkpoint_as_transformers_does(found: Found) -> None:
+    """Within the second epoch, whose order is another one: the same steps as without us."""
+    assert found["own checkpoint, bare"] == found["own checkpoint, undisturbed"]
+
+
 @pytest.mark.parametrize("name", ["own checkpoint", "two trainers"])
 def test_stopped_run_is_the_undisturbed_one(found: Found, name: str) -> None:
     """That begins from a checkpoint of transformers' own; and two trainings, one after the

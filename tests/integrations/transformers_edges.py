@@ -78,11 +78,13 @@ def main(folder: Path) -> None:
         "finished again": attempts(whole_process, "plain", folder / "finished", [""]),
     }
     for name, stops in (
-        ("own checkpoint", ["step:6", "epoch:1", "step:9"]),
+        ("own checkpoint", ["step:9", "epoch:2"]),
         ("two trainers", ["1/step:4", "2/step:3"]),
     ):
         found[name] = attempts(attempt, name, folder / name / "stopped", [*stops, ""])
         found[f"{name}, undisturbed"] = attempts(attempt, name, folder / name / "whole", [""])
+    name = "own checkpoint, bare"
+    found[name] = attempts(attempt, name, folder / name, [""])
     print(json.dumps(found))
 
 

@@ -54,6 +54,13 @@ class Noisy(Dataset):
         return {"input_ids": ids, "labels": self.data[index]}
 
 
+class Still(Noisy):
+    """Draws nothing."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.data[index], "labels": self.data[index]}
+
+
 class Stream(IterableDataset):
     """Without a length."""
 
@@ -240,7 +247,8 @@ def scene(name: str) -> tuple[type, Any, dict[str, Any], list[Any]]:
             "load_best_model_at_end": True, "learning_rate": 0.05, "eval_on_start": True,
         }  # fmt: skip
         return Trainer, Noisy(), early, [transformers.EarlyStoppingCallback(2)]
-    return Trainer, Noisy(), {"eval_strategy": "epoch"}, [Steps()]
+    data = Still() if name.startswith("own checkpoint") else Noisy()
+    return Trainer, data, {"eval_strategy": "epoch"}, [Steps()]
 
 
 def attempt(name: str, folder: Path, stop: str) -> None:
@@ -252,10 +260,11 @@ def attempt(name: str, folder: Path, stop: str) -> None:
         train(name, folder, at if which == "1" else "")
         train(name, folder, at if which == "2" else "")
         return
-    checkpoint = folder / "bare/checkpoint-4" if name == "own checkpoint" else None
+    is_own = name.startswith("own checkpoint")
+    checkpoint = folder / "bare/checkpoint-8" if is_own else None
     if checkpoint is not None and not checkpoint.exists():
-        saved = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4}
-        made_trainer(Trainer, Noisy(), folder / "bare", saved, []).train()
+        saved = {"save_strategy": "steps", "save_steps": 8, "max_steps": 8}
+        made_trainer(Trainer, Still(), folder / "bare", saved, []).train()
     train(name, folder, stop, checkpoint)
 
 
@@ -287,10 +296,9 @@ def train(
 ) -> None:
     kind, data, options, callbacks = scene(name)
     notes = Notes(folder / "notes", stop)
-    trainer = make_preemptible(
-        made_trainer(kind, data, folder / "output", options, [*callbacks, notes], width=width),
-        directory=folder / "run", every_s=0, every_steps=0,
-    )  # fmt: skip
+    trainer = made_trainer(kind, data, folder / "output", options, [*callbacks, notes], width=width)
+    if not name.endswith("bare"):
+        make_preemptible(trainer, directory=folder / "run", every_s=0, every_steps=0)
     made = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     weights = b"".join(
         one.detach().numpy().tobytes() for one in trainer.model.state_dict().values()
