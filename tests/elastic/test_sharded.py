@@ -9,66 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from elasticstory import ElasticStory
+from elasticstory import SHARDED, ElasticStory
 from torch import nn
 
 from hydroslurm.core.exitcodes import RUN_AGAIN
 
 BATCHES = 400
 
-TRAIN = """
-    import json, os, sys, time
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    import hydroslurm
-
-    options = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    store = dist.FileStore(options["store"], 2)
-    dist.init_process_group(
-        "gloo", store=store, rank=int(os.environ["LOCAL_RANK"]), world_size=2
-    )
-    torch.manual_seed(options.get("seed", 0))
-    net = nn.Sequential(nn.Linear(8, 17), nn.ReLU(), nn.Linear(17, 1))
-    mesh = init_device_mesh("cpu", (2,))
-    fully_shard(net[0], mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    state = hydroslurm.elastic.State(model=net, optimizer=optimizer, batch=0)
-
-    @hydroslurm.elastic.run
-    def train(state):
-        while state.batch < options["batches"]:
-            x = torch.randn(24, 8, generator=torch.Generator().manual_seed(state.batch))
-            x = x.chunk(dist.get_world_size())[dist.get_rank()]
-            loss = nn.functional.mse_loss(net(x), x.sum(1, keepdim=True))
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            if options.get("sums"):
-                dist.all_reduce(loss.detach())  # of the script's own, which raises
-            optimizer.step()
-            print("STEP", json.dumps({"step": state.batch, "size": dist.get_world_size()}))
-            time.sleep(0.0 if os.path.exists(options["hurry"]) else 0.05)
-            if state.batch == 200 and dist.get_rank() // 2 == 0:
-                group = mesh.get_group()
-                dcp.save(net.state_dict(), checkpoint_id=options["saved"], process_group=group)
-            state.batch += 1
-            state.commit()
-
-    train(state)
-    weights = [one.full_tensor().double().square().sum().item() for one in net.parameters()]
-    print("DONE", json.dumps({"weights": weights, "node": dist.get_world_size()}))
-"""
-
 
 @pytest.fixture
 def story(tmp_path: Path, engine: str) -> Iterator[ElasticStory]:
-    one = ElasticStory(tmp_path, program=TRAIN, max=3)
+    one = ElasticStory(tmp_path, program=SHARDED, max=3)
     try:
         yield one
     finally:

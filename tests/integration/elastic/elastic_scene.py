@@ -17,6 +17,7 @@ SPEC = """
 replicaSpecs:
 - template:
     command: [python, {script}]
+    resources: {{tasks: {tasks}}}
     env: {{HYDROSLURM_SAFE_DIRECTORY: {folder}, GLOO_SOCKET_IFNAME: lo}}
 scheduler: {{partition: low, timeLimitMinutes: 10}}
 elastic: {{min: {min}, max: {max}, size: {size}, engine: {engine},
@@ -38,14 +39,15 @@ class ElasticScene(Scene):
         engine: str = "auto",
         rules: str = "",
         more: str = "",
+        tasks: int = 1,
     ) -> ElasticScene:
         """``script``: with its arguments, as items of a YAML list; ``rules``: further ones of
-        `elastic`, ``more``: further parts of the spec."""
+        `elastic`, ``more``: further parts of the spec; ``tasks``: ranks of a member."""
         self.folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(HERE / "member.py", self.folder)
         text = SPEC.format(
             **{"folder": self.folder, "min": min, "max": max, "size": size},
-            **{"script": script, "engine": engine, "more": more},
+            **{"script": script, "engine": engine, "more": more, "tasks": tasks},
             rules=f", {rules}" if rules else "",
         )
         (self.folder / "job.yaml").write_text(text)

@@ -38,7 +38,7 @@ def submitted(scene: ElasticScene, *, size: int, max: int) -> tuple[int, str]:
     scene.folder.mkdir()
     shutil.copy(HERE / "member.py", scene.folder)
     sizes = {"min": 1, "max": max, "size": size}
-    rest = {"script": "member.py", "engine": "auto", "rules": "", "more": ""}
+    rest = {"script": "member.py", "engine": "auto", "rules": "", "more": "", "tasks": 1}
     text = ONE_PLACE.format(folder=scene.folder, **sizes, **rest)
     (scene.folder / "job.yaml").write_text(text)
     done = scene.hydroslurm("submit", "job.yaml")
