@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from elasticstory import ElasticStory
 from processes import wait_until
 
@@ -185,3 +187,41 @@ def said(folder: Path, kind: str, **wanted: Any) -> list[dict[str, Any]]:
         for one in found
         if one["kind"] == kind and all(one[name] == value for name, value in wanted.items())
     ]
+
+
+SCRIPTS = Path(__file__).parent / "integration" / "scripts"
+STOCK = {"lightning": "elastic_lightning.py", "transformers": "elastic_transformers.py"}
+"""Scripts of a linear regression by SGD, for ``lr``, ``samples``, ``batch``, ``epochs``."""
+
+
+def check_stock_training(folder: Path, *, lr: float, epochs: int) -> None:
+    """Each sample of each epoch came once, and the weights are those of SGD over the steps that
+    were said: of each the mean gradient of all ranks, whatever their number was."""
+    first, steps = said(folder, "began")[0], said(folder, "step")
+    xs = torch.tensor(first["xs"], dtype=torch.float64)
+    for epoch in range(epochs):
+        seen = Counter(n for one in steps if one["epoch"] == epoch for n in one["ids"])
+        assert seen == dict.fromkeys(range(len(xs)), 1), epoch
+    net = torch.nn.Linear(8, 1, dtype=torch.float64)
+    for one, values in zip(net.parameters(), first["weights"], strict=True):
+        one.data.copy_(torch.tensor(values).view_as(one))
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    last = max(one["step"] for one in steps)
+    for number in range(last + 1):
+        of_ranks = [one["ids"] for one in steps if one["step"] == number]
+        losses = [
+            torch.nn.functional.mse_loss(net(x), x.sum(1, keepdim=True))
+            for x in map(xs.__getitem__, of_ranks)
+        ]
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    expected = [one.flatten().tolist() for one in net.parameters()]
+    ended = said(folder, "done")
+    assert ended
+    for one in ended:
+        assert one["step"] == last + 1
+        for mine, wanted in zip(one["weights"], expected, strict=True):
+            torch.testing.assert_close(
+                torch.tensor(mine), torch.tensor(wanted), rtol=1e-4, atol=1e-5
+            )

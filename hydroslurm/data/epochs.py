@@ -73,8 +73,8 @@ class Progress:
                 f"the saved data position is inside epoch {self.epoch}, which {self.world_size} "
                 f"ranks had begun; now there are {world_size}, and this kind of loader cannot tell "
                 f"what is left for them. Go on with {self.world_size} ranks, or give a plain "
-                "DataLoader sampler=hydroslurm.data.ResumableSampler(dataset), which any number of "
-                "ranks can take up"
+                "DataLoader sampler=hydroslurm.data.ResumableSampler(dataset), or torch's "
+                "DistributedSampler, which any number of ranks can take up"
             )
 
 

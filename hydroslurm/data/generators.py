@@ -67,14 +67,24 @@ def own_generators(holder: Any) -> Iterator[tuple[str, rng.Generator]]:
 def _generators(loader: Any) -> dict[str, torch.Generator]:
     """What torch's own classes draw from."""
     holders = {"loader": loader}
-    holders |= {f"sampler {n}": sampler for n, sampler in enumerate(epochs.samplers(loader))}
+    holders |= {f"sampler {n}": sampler for n, sampler in enumerate(_samplers(loader))}
     found = {place: getattr(holder, "generator", None) for place, holder in holders.items()}
     return {place: g for place, g in found.items() if isinstance(g, torch.Generator)}
 
 
+def _samplers(loader: Any) -> list[Any]:
+    """Those that hold a generator: what is around them is not the same for any number of ranks."""
+    return [
+        one
+        for one in epochs.samplers(loader)
+        if isinstance(getattr(one, "generator", None), torch.Generator)
+        or next(own_generators(one), None) is not None
+    ]
+
+
 def _attributes(loader: Any) -> Iterator[tuple[str, rng.Generator]]:
     """What other samplers and data sets keep, such as a ``random.Random``."""
-    holders = [(f"sampler {n}", one) for n, one in enumerate(epochs.samplers(loader))]
+    holders = [(f"sampler {n}", one) for n, one in enumerate(_samplers(loader))]
     data = getattr(loader, "dataset", None)
     for depth in range(_DEEPEST):
         if data is None:

@@ -21,8 +21,10 @@ whose choice *which* samples come draws from the global generators between batch
 Several ranks: each has a position of its own. A "sampler" position is the same on all of them,
 because it counts the samples that all have consumed: any number of ranks can go on from any one of
 them, each to its new share of what is left, with batches of another size if that keeps the global
-batch. The other two can be resumed inside an epoch by the same rank of the same number only. A rank
-that had no part in the save takes rank 0's position, generators included.
+batch. So can a "replay" position of torch's DistributedSampler and of what accelerate has prepared
+(:mod:`hydroslurm.data.shared_order`). The others can be resumed inside an epoch by the same rank of
+the same number only. A rank that had no part in the save takes rank 0's position, generators
+included.
 
 Making an iterator draws: DataLoader takes a base seed for its workers from ``loader.generator``, or
 else from torch's global generator (persistent workers: once, not in each epoch), RandomSampler a
@@ -63,6 +65,10 @@ class LoaderPosition(Protocol):
     def batches_of_epoch(self, state: Mapping[str, Any]) -> int | None:
         """How many batches the epoch has that this state lies in: those that were used and those
         that are left for this number of ranks. None: as many as any other epoch."""
+
+    def without_newest(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The state of before the last batch was handed out, for another number of ranks: none of
+        them has used it."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position between two batches: each batch that was handed out counts as used.

@@ -21,6 +21,7 @@ from hydroslurm.data.generators import (
 )
 from hydroslurm.data.global_batches import GlobalBatchSampler
 from hydroslurm.data.sampler import ResumableSampler, Share, share_now
+from hydroslurm.data.shared_order import loader_of, shared_order
 from hydroslurm.errors import StateMismatch
 from hydroslurm.runtime.child_signals import iterate
 
@@ -86,6 +87,9 @@ class StatefulPosition:
     def batches_of_epoch(self, state: Mapping[str, Any]) -> int | None:
         del state  # another number of ranks is refused
         return None
+
+    def without_newest(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         state = self._progress.state_dict(self.name)
@@ -212,6 +216,12 @@ class SamplerPosition:
         drops = getattr(self._loader.batch_sampler, "drop_last", False)
         return progress.batches + batches + (rest > 0 and not drops)
 
+    def without_newest(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        ranks = 1 if self._plan.is_global else int(state["world_size"])
+        consumed = int(state["sampler"]["consumed"]) - self._plan.batch_size * ranks
+        sampler = {**state["sampler"], "consumed": consumed}
+        return {**state, "batches": state["batches"] - 1, "sampler": sampler}
+
     def state_dict(self) -> dict[str, Any]:
         state = self._progress.state_dict(self.name)
         state["sampler"] = self._plan.sampler.state_at(self._progress.epoch, self._consumed())
@@ -255,6 +265,9 @@ class ReplayPosition:
     Exact for all that follows from those generators, augmentation in workers too: they are
     started anew in every epoch, also persistent ones, because their random numbers would else
     depend on all epochs before. The data itself must come in the same order again.
+
+    Another number of ranks takes up what is left, if it is known how ranks share the order
+    (:mod:`hydroslurm.data.shared_order`): nothing is replayed then, and nothing comes twice.
     """
 
     name = "replay"
@@ -265,20 +278,28 @@ class ReplayPosition:
         self._loader = loader
         self._share = share
         self._shield = frozenset(shield)
+        self._order = shared_order(loader)
         self._progress = Progress()
         self._start_rng: Mapping[str, Any] = {}
         self._start_generators: Mapping[str, Any] = {}
+        self._resized: tuple[int, int] | None = None
+        """Batches and samples of all ranks that were used when this number of ranks took up the
+        epoch; None for one that it has begun."""
 
     def begin_epoch(self, epoch: int) -> Iterator[Any]:
         self._start_rng = rng.capture()
         self._start_generators = generator_states(self._loader)
         self._progress = Progress(epoch, begun=True, world_size=share_now(self._share).world_size)
+        self._resized = None
         return CountedBatches(self._iterate(epoch), self._progress)
 
     def resume_epoch(self, state: Mapping[str, Any]) -> Iterator[Any]:
         progress = Progress.of(state, strategy=self.name)
-        progress.require_world(share_now(self._share).world_size)
-        self._progress = progress
+        world_size = share_now(self._share).world_size
+        is_resized = self._takes_up(state, progress, world_size)
+        if not is_resized:
+            progress.require_world(world_size)
+        self._progress, self._resized = progress, None
         if not progress.begun:
             set_generator_states(self._loader, state["generators"])
             return later_batches(lambda: self.begin_epoch(progress.epoch))
@@ -289,29 +310,67 @@ class ReplayPosition:
         else:
             rng.restore(self._start_rng)
             set_generator_states(self._loader, self._start_generators)
-            batches = self._iterate(progress.epoch)
-            if share_now(self._share).rank == 0 and progress.batches:
-                _warn_of_replay(progress.batches, unknown=_unknown_sampler(self._loader))
-            _skip(batches, progress.batches)
+            if is_resized:
+                self._resized = progress.batches, int(state["consumed"])
+                progress.world_size = world_size
+                batches = self._iterate_rest(progress.epoch, int(state["consumed"]))
+            else:
+                batches = self._iterate(progress.epoch)
+                if share_now(self._share).rank == 0 and progress.batches:
+                    _warn_of_replay(progress.batches, unknown=_unknown_sampler(self._loader))
+                _skip(batches, progress.batches)
         set_generator_states(self._loader, state["generators"])
         return CountedBatches(batches, progress)
 
     def batches_of_epoch(self, state: Mapping[str, Any]) -> int | None:
-        del state  # another number of ranks is refused
-        return None
+        progress = Progress.of(state, strategy=self.name)
+        world_size = share_now(self._share).world_size
+        if not self._takes_up(state, progress, world_size):
+            return None
+        assert self._order is not None
+        left = len(self._loader.dataset) - int(state["consumed"])
+        return progress.batches + self._order.batches_left(max(0, left), world_size=world_size)
+
+    def without_newest(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._order is None or "consumed" not in state:
+            return state  # it is refused
+        used = self._order.batch_size * int(state["world_size"])
+        return {**state, "batches": state["batches"] - 1, "consumed": state["consumed"] - used}
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._progress.state_dict(self.name)
+        progress = self._progress
+        state = progress.state_dict(self.name)
         state["generators"] = generator_states(self._loader)
-        if self._progress.begun:
+        if progress.begun:
             state["start_rng"] = self._start_rng
             state["start_generators"] = self._start_generators
+            if self._order is not None and progress.world_size <= self._order.most_ranks:
+                batches, samples = self._resized or (0, 0)
+                since = progress.batches - batches
+                state["consumed"] = samples + since * self._order.batch_size * progress.world_size
+                state["resized"] = self._resized is not None
+                state["order"] = self._order.name
         return state
+
+    def _takes_up(self, state: Mapping[str, Any], progress: Progress, world_size: int) -> bool:
+        """Whether the rest of this epoch is shared out anew."""
+        order = self._order
+        if order is None or state.get("order") != order.name or world_size > order.most_ranks:
+            return False
+        if not progress.begun or progress.finished:
+            return False
+        return bool(state["resized"]) or progress.world_size != world_size
 
     def _iterate(self, epoch: int) -> Iterator[Any]:
         epochs.forget_iterator(self._loader)
         epochs.announce(self._loader, epoch)
         return iterate(self._loader, shield=self._shield)
+
+    def _iterate_rest(self, epoch: int, consumed: int) -> Iterator[Any]:
+        epochs.announce(self._loader, epoch)
+        assert self._order is not None
+        rest = self._order.rest(consumed, share_now(self._share))
+        return iterate(loader_of(self._loader, rest), shield=self._shield)
 
 
 def _unknown_sampler(loader: Any) -> str | None:

@@ -14,7 +14,7 @@ import torch
 
 from hydroslurm.data.epochs import samplers
 from hydroslurm.integrations.framework_run import FrameworkRun
-from hydroslurm.integrations.held_loader import open_resumed, skip
+from hydroslurm.integrations.held_loader import count_rest, count_whole, open_resumed, skip
 
 
 class HeldTrainLoader:
@@ -89,6 +89,15 @@ class HeldTrainLoader:
         """The iteration that was opened has begun."""
         if self._rng_types is not None:
             self._loader.rng_types, self._rng_types = self._rng_types, None
+
+    def batches_of_epoch(self) -> int | None:
+        """Of the one that is resumed, where another number of ranks had begun it: those that were
+        used and those that are left now, which is its length until :meth:`leave_epoch`."""
+        return len(self._held) if count_rest(self._held) else None
+
+    def leave_epoch(self) -> None:
+        """The next epoch has the usual length."""
+        count_whole(self._held)
 
     def skip(self, count: int) -> None:
         """Let the next epoch begin behind its first ``count`` batches."""

@@ -24,7 +24,7 @@ from hydroslurm.checkpoint.store import State
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.handed import Handed
-from hydroslurm.integrations.held_loader import HeldLoader, held_state
+from hydroslurm.integrations.held_loader import HeldLoader, held_state, samples_taken
 from hydroslurm.integrations.rank_state import RankBuffers
 from hydroslurm.runtime.child_signals import WorkerShield
 from hydroslurm.training.arguments import run_directory
@@ -237,6 +237,11 @@ class FrameworkRun(Run):
 
     # --- Run's seams
     # --------------------------------------------------------------------------------------------
+
+    def _samples_of_step(self) -> int | None:
+        found = [samples_taken(held) for held in self._loaders.values()]
+        known = [one for one in found if one is not None]
+        return sum(known) * self._rank_group.world_size or None
 
     def _apply(self, state: State, *, source: str) -> None:
         self._objects.load(state.shared, source=source)

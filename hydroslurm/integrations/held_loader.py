@@ -58,17 +58,19 @@ class HeldLoader:
         self._hydroslurm_position = position_of(
             loader, shield=shield, rank=rank, world_size=world_size
         )
-        self._hydroslurm_resumed = resumed
+        self._hydroslurm_resumed = self._for_this_world(resumed, world_size)
         self._hydroslurm_fetched = _Fetched()
         self._hydroslurm_saves_batches: bool | None = None
         self._hydroslurm_opened: Iterator[Any] | None = None
         self._hydroslurm_length: int | None = None
+        self._hydroslurm_began_at = 0
 
     def __iter__(self) -> Iterator[Any]:
         opened, self._hydroslurm_opened = self._hydroslurm_opened, None
         if opened is not None:
             return opened
         resumed, self._hydroslurm_resumed = self._hydroslurm_resumed, None
+        self._hydroslurm_began_at = 0
         if resumed is None:
             # both that an iterator draws, a seed for workers and one for the order, come together:
             # with several loaders one would else draw between what another draws
@@ -76,6 +78,7 @@ class HeldLoader:
                 lambda: self._hydroslurm_position.begin_epoch(self._hydroslurm_epoch())
             )
             return self._remembering(batches, None) if self._hydroslurm_ahead else batches
+        self._hydroslurm_began_at = resumed["position"]["batches"] - ("ahead" in resumed)
         batches = self._hydroslurm_position.resume_epoch(resumed["position"])
         if not self._hydroslurm_ahead:
             return batches
@@ -101,6 +104,19 @@ class HeldLoader:
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # what isinstance() is told: scripts ask for a DataLoader
         return type(self._hydroslurm_loader)
+
+    def _for_this_world(
+        self, resumed: Mapping[str, Any] | None, world_size: int
+    ) -> Mapping[str, Any] | None:
+        """What another number of ranks has saved is the first rank's for all: a batch that each had
+        fetched ahead is fetched again, by whoever gets it now."""
+        position = (resumed or {}).get("position", {})
+        is_inside = position.get("begun") and not position.get("finished")
+        if resumed is None or not is_inside or position.get("world_size") == world_size:
+            return resumed
+        if "ahead" in resumed:
+            position = self._hydroslurm_position.without_newest(position)
+        return {"position": position}
 
     def _remembering(self, batches: Iterator[Any], before: Any) -> Iterator[Any]:
         """Hand on batches; keep the newest one, or what belongs to the place before it.
@@ -166,6 +182,20 @@ def count_rest(loader: HeldLoader) -> bool:
 def count_whole(loader: HeldLoader) -> None:
     """Let the length be that of a whole epoch again."""
     loader._hydroslurm_length = None
+
+
+def samples_taken(loader: HeldLoader) -> int | None:
+    """Of this rank, since the epoch was begun or resumed: full batches, without those that were
+    fetched ahead. None where the loader does not say how large a batch is."""
+    own, ahead = loader._hydroslurm_loader, loader._hydroslurm_ahead
+    indexes: Any = getattr(own, "batch_sampler", None)
+    size = getattr(own if indexes is None else indexes, "batch_size", None)
+    if not isinstance(size, int):
+        return None
+    if getattr(indexes, "split_batches", False):  # it is that of all ranks there
+        size //= indexes.num_processes
+    taken = loader._hydroslurm_position.state_dict()["batches"] - loader._hydroslurm_began_at
+    return int(taken - (ahead() if ahead else 0)) * size
 
 
 def held_state(loader: HeldLoader) -> dict[str, Any]:

@@ -12,6 +12,7 @@ Knows transformers' loop by the methods that it calls (4.57 to 5), and imports n
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
@@ -129,7 +130,33 @@ class Train:
 
     def _set_initial_training_values(self, own: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         values = own(*args, **kw)
+        if self._loader is not None and self.run.loaded is not None:
+            values = self._resized(list(values), self._loader.batches_of_epoch())
         self._steps_per_epoch = values[1]
+        return values
+
+    def _resized(self, values: list[Any], batches: int | None) -> list[Any]:
+        """The Trainer's numbers for the rest of an epoch that another number of ranks had begun:
+        its steps and batches, and where the training ends, if it goes by epochs."""
+        if batches is None:
+            return values
+        args, loop = self._trainer.args, self.run.own_loaded["loop"]
+        whole, usual = values[1], values[5]
+        steps = -(-batches // args.gradient_accumulation_steps)
+        values[1], values[5] = steps, batches
+        if args.max_steps <= 0:
+            left = steps - loop["steps_in_epoch"]
+            epochs_left = args.num_train_epochs - loop["epoch"] - 1
+            values[6] = self.run.step + left + math.ceil(epochs_left * whole)
+
+        def run_epoch(own: Callable[..., Any], **given: Any) -> Any:
+            if given["epoch"] != loop["epoch"]:
+                given |= {"steps_in_epoch": usual, "num_update_steps_per_epoch": whole}
+            return own(**given)
+
+        # transformers 4 asks the loader for its length in each epoch
+        if hasattr(self._trainer, "_run_epoch"):
+            self._replace("_run_epoch", run_epoch)
         return values
 
     def _get_train_dataloader(self, own: Callable[..., Any]) -> Any:
@@ -239,6 +266,8 @@ class Train:
             own(loss, grad_norm, model, trial, epoch, ignore_keys, start_time, learning_rate)
             self._step_is_followed()
             return
+        if self._loader is not None:
+            self._loader.leave_epoch()
         if grad_norm is None and learning_rate is None and loop.epoch == epoch:
             grad_norm, learning_rate = loop.grad_norm, loop.learning_rate  # of before the stop
         own(loss, grad_norm, model, trial, epoch, ignore_keys, start_time, learning_rate)

@@ -172,7 +172,7 @@ class Saving(Beginning):
         Raises:
             UnsavableState: the state holds something that could be saved by pickling only.
         """
-        samples_per_step = self._cursor.samples_per_step
+        samples_per_step = self._samples_of_step()
         self._attempt.record(EventKind.FIRST_STEP, samples_per_step=samples_per_step)
         if self._bucket_orders.has_static_graph():
             self._log_once(STATIC_GRAPH)
@@ -218,6 +218,9 @@ class Saving(Beginning):
     def _not_begun(self) -> str:
         """The message of a stop before the run has begun: the newest checkpoint may be ahead."""
         return "the run had not begun, and nothing was saved"
+
+    def _samples_of_step(self) -> int | None:
+        return self._cursor.samples_per_step
 
     def _leave_stale(self, error: StaleAttempt) -> None:
         """A newer attempt has begun. Ranks hear of it at different steps, and one that simply left

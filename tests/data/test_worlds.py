@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hydroslurm.data import ResumableSampler, SeededDataset, position_of
@@ -83,7 +85,9 @@ class World:
         return states[0]
 
 
-def rows(batch: Any) -> list[tuple[int, int]]:
+def rows(batch: Any) -> list[Any]:
+    if isinstance(batch, torch.Tensor):
+        return [batch.tolist()]
     indexes, places = batch
     return list(zip(indexes.tolist(), places.tolist(), strict=True))
 
@@ -316,3 +320,110 @@ def test_a_new_rank_takes_the_generators_of_rank_0() -> None:
     assert new.generator is not None
     assert new.generator.initial_seed() == 77
     assert torch.equal(next(batches), torch.tensor(list(ResumableSampler(24))[4:][3::4][:2]))
+
+
+# --- samplers that are not ours: torch's DistributedSampler, and what accelerate prepares
+
+
+class Indexes:
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return int(index)
+
+
+def stock_loader(kind: str, length: int, size: int, *, rank: int, world: int, drop: bool) -> Any:
+    """As Lightning and Hugging Face make it of ``DataLoader(data, size, shuffle=True)``."""
+    data: Any = Indexes(length)
+    if kind == "torch":
+        sampler: Any = DistributedSampler(data, world, rank, seed=3, drop_last=drop)
+        return DataLoader(data, size, sampler=sampler, drop_last=drop)
+    sampler = SeedableRandomSampler(data, generator=torch.Generator(), data_seed=3)
+    batches: Any = BatchSampler(sampler, size, drop)
+    if world > 1:
+        batches = BatchSamplerShard(batches, world, rank)
+    return DataLoader(data, batch_sampler=batches)
+
+
+class StockWorld(World):
+    """All ranks of one attempt with such loaders."""
+
+    def __init__(self, kind: str, length: int, world: int, size: int, *, drop: bool) -> None:
+        self.positions = [
+            position_of(
+                stock_loader(kind, length, size, rank=rank, world=world, drop=drop),
+                rank=rank,
+                world_size=world,
+            )
+            for rank in range(world)
+        ]
+
+    def state(self) -> Any:
+        return self.positions[0].state_dict()
+
+
+@pytest.mark.parametrize("kind", ["torch", "accelerate"])
+@settings(max_examples=50, deadline=None)
+@given(
+    length=st.integers(1, 60),
+    size=st.integers(1, 3),
+    parts=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 7)), max_size=4),
+    last=st.integers(1, 4),
+    drop=st.booleans(),
+)
+def test_other_samplers_are_shared_out_anew(
+    kind: str, length: int, size: int, parts: list[tuple[int, int]], last: int, drop: bool
+) -> None:
+    """torch's DistributedSampler and accelerate's shards: over any sequence of worlds each sample
+    of an epoch comes, once but for what fills the last batches up, and the rest of an epoch is as
+    long as was said."""
+    seen: list[tuple[int, Any]] = []
+    state: Any = None
+    for world, steps in [*parts, (last, MANY)]:
+        ranks = StockWorld(kind, length, world, size, drop=drop)
+        said = ranks.positions[0].batches_of_epoch(state) if state else None
+        used = state["batches"] if state else 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what a replay costs
+            more, state_now = ranks.train(state, steps)
+        if said is not None and steps == MANY:
+            first = [one for one in more if one[0] == state["epoch"]]
+            assert len(first) == said - used
+        state = state_now
+        seen += more
+    worlds = [*(world for world, _ in parts), last]
+    for epoch in range(EPOCHS):
+        found = [int(n) for when, step in seen if when == epoch for b in step for n in b[0]]
+        if drop:
+            assert len(found) == len(set(found))
+        else:
+            assert set(found) == set(range(length))
+            assert len(found) - length < (
+                max(worlds) * size if kind == "accelerate" else max(worlds)
+            )
+
+
+def test_an_order_that_is_not_shared_is_refused() -> None:
+    """Each rank that shuffles for itself goes through all of the data; two kinds of samplers have
+    two orders; a sampler of somebody's own is not known."""
+    two = StockWorld("torch", 30, 2, 2, drop=False)
+    _, state = two.train(None, 3)
+    assert state["order"] == "DistributedSampler(shuffle=True, seed=3)"
+    data: Any = Indexes(30)
+    other = type("Own", (DistributedSampler,), {})(data, 1, 0, seed=3)
+    for loader in (
+        DataLoader(data, 2, shuffle=True),
+        DataLoader(data, 2, sampler=other),
+        stock_loader("accelerate", 30, 2, rank=0, world=1, drop=False),
+    ):
+        with pytest.raises(StateMismatch, match="2 ranks had begun"):
+            position_of(loader, rank=0, world_size=1).resume_epoch(state)
+    each = position_of(DataLoader(data, 2, shuffle=True), rank=0, world_size=1)
+    next(each.begin_epoch(0))
+    alone = each.state_dict()
+    with pytest.raises(StateMismatch, match="1 ranks had begun"):
+        position_of(DataLoader(data, 2, shuffle=True), rank=0, world_size=2).resume_epoch(alone)

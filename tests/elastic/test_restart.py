@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from elasticstory import BATCH, SAMPLES, times_seen
 from processes import wait_until
-from restartstory import TRAIN, RestartStory
+from restartstory import SCRIPTS, STOCK, TRAIN, RestartStory, check_stock_training
 
 from hydroslurm.core.exitcodes import RUN_AGAIN
 
@@ -243,6 +243,33 @@ def test_a_training_over_many_sizes(tmp_path: Path, sharded: bool) -> None:
         story.signal("d", signal.SIGKILL)
         assert [story.members[name].wait(limit_s=180) for name in "ae"] == [0, 0], story
         check(story, members="abcde", lost=6)
+    finally:
+        story.close()
+
+
+@pytest.mark.elastic
+@pytest.mark.parametrize("script", STOCK.values(), ids=STOCK)
+def test_a_script_that_knows_nothing_of_it(
+    tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning's and Hugging Face's Trainer with the samplers that they make themselves: a member
+    leaves inside an epoch, and another comes."""
+    monkeypatch.setenv("HYDROSLURM_PREEMPT", "requeue")
+    told = {"epochs": 2, "samples": 480, "batch": 4, "step_s": 0.05, "lr": 0.02}
+    story = RestartStory(tmp_path, script=(SCRIPTS / script).read_text(), min=1, max=2, gather_s=30)
+    try:
+        for name in "ab":
+            story.start(name, **told)
+        story.wait_for_step("a", size=2, times=8)
+        story.signal("b", signal.SIGTERM)
+        assert story.members["b"].wait() == RUN_AGAIN, story
+        story.wait_for_step("a", size=1, times=8)
+        story.start("c", **told)
+        story.wait_for_step("c", size=2, times=2)
+        assert [story.members[name].wait(limit_s=180) for name in "ac"] == [0, 0], story
+        assert {one["size"] for one in story.said("step") if one["epoch"] == 0} == {1, 2}
+        check_stock_training(tmp_path, lr=0.02, epochs=2)
+        assert [one["steps_lost"] for one in story.entries("resumed")] == [0, 0, 0], story
     finally:
         story.close()
 

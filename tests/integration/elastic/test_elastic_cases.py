@@ -8,7 +8,7 @@ of failure cases, and where each is tested (elastic: tests/elastic, of real proc
      5  below min                             test_elastic_nodes; elastic/test_members (saved)
      6  kill -9: rank, agent                  here; elastic/test_restart
         slurmstepd, slurmd                    test_elastic_nodes
-     7  a rank hangs                          here; elastic/test_members
+     7  a rank hangs                          here; elastic/test_members, test_restart
      8  kill -9 of the coordinator            test_elastic_job; elastic/test_members
      9  its time limit                        here
     10  SIGTERM in evaluation, first step     elastic/test_members; faults/test_mixed_world
@@ -27,7 +27,7 @@ of failure cases, and where each is tested (elastic: tests/elastic, of real proc
     23  cancelled as a whole                  here
     24  it fails at its start, again          here (15); elastic/test_failed_meetings
     25  a partition that suspends             here
-    26  Lightning                             refused in place: elastic/test_own_loops
+    26  Lightning                             here; in place it is refused: elastic/test_own_loops
     27  restarts are not used by 50 changes   elastic/test_restart
 """
 
