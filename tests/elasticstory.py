@@ -21,7 +21,7 @@ from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV, ElasticFolder
 SAMPLES = 480
 BATCH = 4
 
-TRAIN = """
+BEGIN = """
     import json, os, sys, time
     import torch
     import torch.distributed as dist
@@ -33,11 +33,17 @@ TRAIN = """
 
     options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    torch.manual_seed(options.get("seed", 0))
     samples = torch.Generator().manual_seed(7)
     xs = torch.randn(options["samples"], 8, generator=samples)
     data = TensorDataset(xs, xs.sum(1, keepdim=True), torch.arange(len(xs)))
+"""
+"""Of each training here: a linear function to learn, whose samples know their number."""
+
+TRAIN = (
+    BEGIN
+    + """
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(options.get("seed", 0))
     rest = [] if options.get("plain") else [nn.BatchNorm1d(16), nn.Dropout(0.1)]
     net = nn.Sequential(nn.Linear(8, 16), *rest, nn.ReLU(), nn.Linear(16, 1))
     model = DistributedDataParallel(net)
@@ -77,6 +83,7 @@ TRAIN = """
         "trained": int(getattr(net[1], "num_batches_tracked", 0)),
     }))
 """
+)
 """Says what it begins, too. Where ranks are killed at any moment that is what counts their samples:
 one that is killed behind the sum of the gradients has trained its own, the others count the step,
 and it has said nothing behind it; one that has said nothing before it cannot have taken part. A

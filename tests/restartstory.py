@@ -5,14 +5,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-from elasticstory import ElasticStory
+from elasticstory import BEGIN, ElasticStory
 from processes import wait_until
+
+SCRIPTS = Path(__file__).parent / "integration" / "scripts"
+NOTES = SCRIPTS / "elastic_notes.py"
+"""By which all these scripts say what they do; lies beside each."""
+STOCK = {"lightning": "elastic_lightning.py", "transformers": "elastic_transformers.py"}
+"""Scripts of a linear regression by SGD, for ``lr``, ``samples``, ``batch``, ``epochs``."""
 
 AGENT = """
     import json, sys
@@ -23,53 +31,35 @@ AGENT = """
 """
 
 LIGHT = """
-import json, os, signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
+from elastic_notes import options, say
 
 # any script, without the seconds that torch takes: it leaves at SIGTERM as one that has saved does
-options = json.loads(sys.argv[1])
-folder = Path(options["folder"])
-member = options.get("member") or "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**os.environ)
 names = ("RANK", "WORLD_SIZE", "HYDROSLURM_GENERATION", "HYDROSLURM_INCARNATION",
          "HYDROSLURM_STEP_KEY", "MASTER_ADDR", "MASTER_PORT", "HYDROSLURM_RUN_DIR")
 seen = {name.lower().removeprefix("hydroslurm_"): os.environ[name] for name in names}
 
-def say(kind, **more):
-    line = json.dumps({"kind": kind, "member": member, "pid": os.getpid(), **seen, **more})
-    with (folder / "said").open("a") as file:
-        file.write(line + "\\n")
-
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
-say("began", elastic=os.environ.get("HYDROSLURM_ELASTIC"))
+say("began", elastic=os.environ.get("HYDROSLURM_ELASTIC"), **seen)
 while not stopped:
-    if (folder / "finish").exists():
-        say("finished")
+    if Path(options["folder"], "finish").exists():
+        say("finished", **seen)
         sys.exit(0)
     time.sleep(0.01)
-say("stopped")
+say("stopped", **seen)
 sys.exit(75)
 """
 
-TRAIN = """
-import json, os, sys, time
+TRAIN = (
+    textwrap.dedent(BEGIN)
+    + """
 from datetime import timedelta
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
-import hydroslurm
-from hydroslurm.data import ResumableSampler
+from elastic_notes import say, say_step
 
-options = json.loads(sys.argv[1])
-member = options.get("member") or "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**os.environ)
-torch.set_num_threads(1)
 dist.init_process_group("gloo", timeout=timedelta(seconds=options.get("timeout_s", 1800)))
 torch.manual_seed(0)
-samples = torch.Generator().manual_seed(7)
-xs = torch.randn(options["samples"], 8, generator=samples)
-data = TensorDataset(xs, xs.sum(1, keepdim=True), torch.arange(len(xs)))
 net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 1))
 if options.get("sharded"):
     from torch.distributed.fsdp import fully_shard
@@ -79,12 +69,6 @@ else:
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 loader = DataLoader(data, batch_size=options["batch"], sampler=ResumableSampler(data))
 
-def say(kind, **more):
-    line = {"kind": kind, "member": member, "pid": os.getpid(),
-            "size": dist.get_world_size(), "at_s": time.monotonic(), "epoch_s": time.time(), **more}
-    with open(os.path.join(options["folder"], "said"), "a") as file:
-        file.write(json.dumps(line) + "\\n")
-
 with hydroslurm.Run(
     model=model, optimizer=optimizer, loader=loader, elastic=True,
     every_steps=options.get("every", 0), every_s=0,
@@ -92,18 +76,19 @@ with hydroslurm.Run(
     for x, y, ids in run.batches(epochs=options["epochs"]):
         step = run.step
         if options.get("hang") and step >= 5 and run.generation == 1:
-            say("hangs")
+            say("hangs", epoch_s=time.time())
             while True:
                 time.sleep(60 if options["hang"] == "sleep" else 0)
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        say("step", step=step, epoch=run.epoch, generation=run.generation, ids=ids.tolist())
+        say_step(step=step, epoch=run.epoch, ids=ids.tolist())
         time.sleep(options.get("step_s", 0.02))
 whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.parameters()]
 say("done", step=run.step, weights=sum(one.detach().double().sum().item() for one in whole))
 """
+)
 
 
 class RestartStory(ElasticStory):
@@ -113,6 +98,7 @@ class RestartStory(ElasticStory):
         super().__init__(folder, program=AGENT, **{"engine": "restart", **size})  # type: ignore[arg-type]
         self._script = folder / "train.py"
         self._script.write_text(script)
+        shutil.copy(NOTES, folder)
 
     def start(  # type: ignore[override]
         self, name: str, *agent: str, heartbeat_s: float = 10.0, **options: Any
@@ -187,11 +173,6 @@ def said(folder: Path, kind: str, **wanted: Any) -> list[dict[str, Any]]:
         for one in found
         if one["kind"] == kind and all(one[name] == value for name, value in wanted.items())
     ]
-
-
-SCRIPTS = Path(__file__).parent / "integration" / "scripts"
-STOCK = {"lightning": "elastic_lightning.py", "transformers": "elastic_transformers.py"}
-"""Scripts of a linear regression by SGD, for ``lr``, ``samples``, ``batch``, ``epochs``."""
 
 
 def check_stock_training(folder: Path, *, lr: float, epochs: int) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,20 @@ def progress() -> Progress | None:
     if len(ranks) < 2 or name is None or issued is None:
         return None
     return Progress(_key(name, ranks), issued, _timeout_s(group))
+
+
+def is_of_meeting(error: BaseException) -> bool:
+    """Whether a script ended by this because its ranks could not reach each other at the begin: it
+    came out of ``init_process_group``, or from torch's networking before the second collective."""
+    kind = getattr(_loaded("torch.distributed"), "DistError", None)
+    if kind is not None and isinstance(error, kind):
+        reached = progress()
+        return reached is None or reached.issued <= 1
+    return any(
+        frame.f_code.co_name == "init_process_group"
+        and frame.f_globals.get("__name__") == _DISTRIBUTED
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def issued_exact() -> dict[str, int] | None:

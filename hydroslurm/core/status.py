@@ -84,6 +84,8 @@ class RankStatus:
         collectives: how many it has issued on its largest process group; told where the ranks are
             started anew in each generation of an elastic run.
         collective_timeout_s: of that group; None where it is not known.
+        error: that nobody has caught, and by which its script ended; empty while it has not.
+        met: it had met the other ranks before.
         stands_at: where the main thread is in the script, once nothing has moved for a heartbeat.
         saver: who saves at a stop: ``attempt_began`` (a Run) or ``stops_taken`` (the script, with
             the two calls); empty while nobody does.
@@ -134,6 +136,8 @@ class RankStatus:
     collectives: int | None = None
     collective_timeout_s: float | None = None
     stands_at: str = ""
+    error: str = ""
+    met: bool = True
     saver: str = ""
     saver_restart_count: int = 0
     attempt_step: int | None = None
@@ -396,6 +400,9 @@ def _with_training(status: RankStatus, event: Event) -> RankStatus:
     if kind is EventKind.FIRST_STEP:
         samples = data.get("samples_per_step")
         return replace(status, samples_per_step=samples if type(samples) is int else None)
+    if kind is EventKind.UNINSTALLED:
+        error, met = data.get("error"), data.get("met")
+        return replace(status, error=str(error or "")[:_MOST_TEXT], met=met is not False)
     if kind is EventKind.SAVE_COMMITTED and data.get("tier") == "durable":
         if (step := data.get("checkpoint_step")) is not None:
             status = replace(status, committed_step=step, committed=now)
@@ -562,6 +569,8 @@ _READERS: Mapping[str, _Reader] = {
     "collectives": _or_none(_nanoseconds),
     "collective_timeout_s": _or_none(_number),
     "stands_at": lambda value: "" if value is None else _text(value),
+    "error": lambda value: "" if value is None else _text(value),
+    "met": lambda value: True if value is None else _flag(value),
     "saver": _one_of("", *(kind.value for kind in _SAVERS)),
     "saver_restart_count": _small,
     "attempt_step": _integer_or_none,

@@ -29,6 +29,7 @@ class Changes(Members):
 
     Attributes:
         ranks_each: of torch, where those that speak here are agents and start so many each.
+        are_agents: whether they are: a generation that is formed has then yet to meet.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class Changes(Members):
         self.suspended = False
         self.step = 0
         self.ranks_each = 1
+        self.are_agents = False
+        self._met: frozenset[str] = frozenset()
         self._changes = change
         self._gather_until_s: float | None = None
         self._join_at_s: float | None = None
@@ -209,12 +212,18 @@ class Changes(Members):
             new = [
                 name
                 for name in self.current
-                if all(change.arrivals[rank].step < 0 for rank in self.members[name].ranks)
+                if name not in self._met
+                and all(change.arrivals[rank].step < 0 for rank in self.members[name].ranks)
             ]
             blamed = failed.blamed(self.current, new)
         for name in blamed:
             self._expel(self.members[name], str(failed))
         return bool(blamed) or self._all_hold(change, ranks)
+
+    def _has_met(self) -> None:
+        """The generation of now can: what failed before is over."""
+        self._failed_meetings.forget()
+        self._met = self._training
 
     def _expel(self, member: MemberState, why: str) -> None:
         """The others go on without it, and it has failed."""

@@ -172,7 +172,13 @@ class Coordinator(Server):
                 final=message["final"],
             )
         if kind == "failed":
-            return membership.failed(rank, message["generation"], now_s, reason=message["reason"])
+            return membership.failed(
+                rank,
+                message["generation"],
+                now_s,
+                reason=message["reason"],
+                met=message["met"],
+            )
         if kind == "resumed":
             return membership.resumed(rank, message["generation"], message["step"], now_s)
         if kind == "saved":
@@ -386,6 +392,7 @@ def restored(
     )
     membership.finished = finished
     membership.ranks_each = options.ranks_each
+    membership.are_agents = options.engine == "restart"
     return membership, epoch
 
 

@@ -186,14 +186,15 @@ class Member:
         could not meet."""
         return self._next(stop)
 
-    def fail(self, reason: str = "") -> None:
-        """A collective has failed in this rank, or, for this reason, one of its processes; from any
-        thread."""
+    def fail(self, reason: str = "", *, met: bool = True) -> None:
+        """A collective has failed in this rank, or, for this reason, one of its processes, before
+        or after they have ``met`` those of the others; from any thread."""
         with self._cond:
             if self.broken:
                 return
             self.broken = self._attention = True
-            self._failure = {"type": "failed", "generation": self.generation, "reason": reason}
+            said = {"reason": reason[:MOST_ERROR], "met": met}
+            self._failure = {"type": "failed", "generation": self.generation, **said}
             failure = self._failure
         self._tell(failure)
 
@@ -222,10 +223,10 @@ class Member:
         if step is not None:
             self._step = step
 
-    def blame(self, reason: str) -> str:
+    def blame(self, reason: str, *, met: bool = True) -> str:
         """Say that a process of this member has ended so; returns the member whose process was the
-        first to end, "" if that is one which is gone."""
-        self.fail(reason)
+        first to end, "" if that is one which is gone, or if they had not ``met``."""
+        self.fail(reason, met=met)
         with self._cond:
             while self._aborted_for != self.generation and not (self._closed or self.is_dismissed):
                 self._cond.wait(0.5)

@@ -169,15 +169,19 @@ class Membership(Changes):
         return self._settled(now_s)
 
     def failed(
-        self, rank: Rank, generation: int, now_s: float, *, reason: str = ""
+        self, rank: Rank, generation: int, now_s: float, *, reason: str = "", met: bool = True
     ) -> list[Action]:
         """A collective of this generation has failed in a rank. ``reason``: one of its processes
-        has ended so; where several say that, the first did, for the others fail by its end."""
+        has ended so; where several say that, the first did, for the others fail by its end. Unless
+        they had ``met``, nobody is to blame for it yet."""
         member = self._heard(rank, now_s)
         if generation == self.generation and member is not None and rank[0] in self._training:
             member.failure = reason
             cause = f"{rank[0]}: {reason}" if reason else "a collective failed"
-            self._break(cause, now_s, culprit=rank[0] if reason else "")
+            if not met and self.change is None:
+                self._failed_meetings.note(rank[0], reason, now_s)
+                cause = f"the generation could not meet ({cause})"
+            self._break(cause, now_s, culprit=rank[0] if reason and met else "")
         return self._settled(now_s)
 
     def resumed(self, rank: Rank, generation: int, step: int, now_s: float) -> list[Action]:
@@ -186,6 +190,7 @@ class Membership(Changes):
         if self._begun is not None and self._begun[0] == generation:
             _, before, since_s = self._begun
             self._begun, self.step = None, step
+            self._has_met()
             self._record(
                 "resumed",
                 generation=generation,
@@ -228,7 +233,8 @@ class Membership(Changes):
             self.change.resumes_behind = step
             if not self.change.to_form:
                 self._record_generation(pause_s)
-                self._failed_meetings.forget()
+                if not self.are_agents:
+                    self._has_met()
                 self.change = None
         return self._settled(now_s)
 
@@ -261,6 +267,8 @@ class Membership(Changes):
         self._liveness.beat(rank, step, now_s, waits=waits)
         if rank[0] in self._training:
             self._liveness.issued(rank, collectives)
+            if collectives and collectives > 1 and self.change is None:
+                self._has_met()
         return []
 
     def scale(self, size: int, leave: Sequence[str], now_s: float, *, by: str = "") -> list[Action]:

@@ -64,9 +64,11 @@ def goodput_table(figures: Figures) -> Table | None:
         if part_s > 0 or name == parts[0][0]
     ]
     queued_s = goodput.queued_s
+    # the events alone do not say whether anybody waited: below an elastic agent ranks start anew
+    between = "between attempts" if goodput.allocated_from == "events" else "waiting in the queue"
     rows += [
         ("allocated", f"{allocated_s:,.1f}", "100.0 %", _share(allocated_s, wall_s)),
-        ("waiting in the queue", f"{queued_s:,.1f}", "", _share(queued_s, wall_s)),
+        (between, f"{queued_s:,.1f}", "", _share(queued_s, wall_s)),
         ("wall clock", f"{wall_s:,.1f}", "", "100.0 %"),
     ]
     source = {"slurm": "Slurm", "events": "the events alone", "both": "Slurm and the events"}

@@ -16,10 +16,12 @@ import os
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from hydroslurm.coordination import collectives
 from hydroslurm.coordination.client import CoordinatorClient
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
@@ -49,6 +51,8 @@ from hydroslurm.runtime.status_writer import StatusWriter
 from hydroslurm.runtime.vacating import Vacating, say
 from hydroslurm.vacate.policy import VacatePolicy
 
+MOST_ERROR = 300
+"""Characters of the error by which a script has ended."""
 DRAIN_LIMIT_S = 10.0
 """How long a pause waits for busy devices before it says that they do not drain."""
 
@@ -248,7 +252,13 @@ class Controller:
         self.ranks = ranks
         ranks.start()
 
-    def stop(self, *, hands_over: bool = False, replaced: int | None = None) -> int:
+    def stop(
+        self,
+        *,
+        hands_over: bool = False,
+        replaced: int | None = None,
+        error: BaseException | None = None,
+    ) -> int:
         """Resume, restore the handlers and end the thread. Returns how many handlers others had
         replaced.
 
@@ -256,6 +266,7 @@ class Controller:
             hands_over: another one takes its place at once. So no event says that this rank is no
                 longer preemptible: who waits for its answer gets that of the next one.
             replaced: how many they were before the caller replaced ours itself; None: as now.
+            error: that nobody has caught, and by which the script ends.
         """
         if os.getpid() != self._owner_pid:
             raise InstallError(
@@ -278,7 +289,7 @@ class Controller:
         self._children.stop()
         self._handle(self.gate.wait_events(0))
         if not hands_over:
-            data = {"handlers_replaced_by_others": replaced, **launched}
+            data = {"handlers_replaced_by_others": replaced, **launched, **_told_of(error)}
             self._write(EventKind.UNINSTALLED, data)
         self._log.close()
         self._status.close(self.step)
@@ -578,3 +589,11 @@ class Controller:
             self._may_vacate = True
         if threading.current_thread() is not self._thread:
             self.gate.wake()
+
+
+def _told_of(error: BaseException | None) -> dict[str, object]:
+    """An error as the last event has it: its first line, and whether the ranks had met."""
+    if error is None:
+        return {}
+    first = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
+    return {"error": first[:MOST_ERROR], "met": not collectives.is_of_meeting(error)}

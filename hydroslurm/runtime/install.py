@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -256,14 +257,16 @@ def _handover() -> Iterator[int]:
         signal.raise_signal(signo)
 
 
-def _take_out(*, hands_over: bool = False, replaced: int | None = None) -> int:
+def _take_out(
+    *, hands_over: bool = False, replaced: int | None = None, error: BaseException | None = None
+) -> int:
     global _installed
     with _lock:
         ours = _require_installed()
         _installed = None
         atexit.unregister(_uninstall_at_exit)
         try:
-            return ours.controller.stop(hands_over=hands_over, replaced=replaced)
+            return ours.controller.stop(hands_over=hands_over, replaced=replaced, error=error)
         finally:
             ours.beside.close()
             if ours.registry_base is not None:
@@ -337,7 +340,9 @@ def _uninstall_at_exit() -> None:
     if mine.stop_request is not None:  # else the second SIGTERM could come while we uninstall
         replaced = mine.gate.check_handlers()  # by others: behind this, we do so ourselves
         _ignore(late)
-    _take_out(replaced=replaced)
+    # of a script that has ended by it: atexit comes behind the traceback
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    _take_out(replaced=replaced, error=error)
     _ignore({signo for signo in late if signal.getsignal(signo) is signal.SIG_DFL})
 
 

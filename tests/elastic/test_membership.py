@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -420,6 +421,80 @@ def test_one_that_tells_of_every_failure_is_left_out() -> None:
     world.start()
     world.calm()
     assert world.membership.current == ("m1", "m3")
+
+
+def agents_fail(world: World, names: Iterable[str], *, of: str, met: bool = False) -> list[Record]:
+    """Processes of agents end at the begin of a generation, those of one first; what is recorded
+    until all hold and the next one is formed, or not."""
+    membership, found = world.membership, []
+    reason = "rank 1 exited with status 1 (no route to host)"
+    told = membership.failed((of, 0), membership.generation, world.now_s, reason=reason, met=met)
+    number = membership.change.number
+    for name in names:
+        told += membership.arrived((name, 0), number, 0, world.now_s, has_state=False, failed=True)
+    world.now_s += 10.0
+    told += membership.tick(world.now_s)
+    for one in [one for one in told if isinstance(one, Send) and one.message["type"] == "form"]:
+        found += membership.formed(one.to, one.message["change"], True, 0.1, world.now_s)
+    return [one for one in (*told, *found) if isinstance(one, Record)]
+
+
+def test_agents_whose_processes_cannot_meet() -> None:
+    """An agent has formed a generation before its processes have met. Nobody is charged until the
+    third time; then it is the one that is new, and the others meet without it."""
+    world = World(1, Size(min=1, max=3, wanted=3))
+    world.membership.are_agents = True
+    world.start()
+    world.start()
+    world.calm()
+    membership = world.membership
+    membership.beat(("m1", 0), 0, world.now_s, collectives=2)
+    world.start()
+    world.calm()
+    names = ("m1", "m2", "m3")
+    assert membership.current == names
+    for teller in ("m1", "m2"):
+        told = agents_fail(world, names, of=teller)
+        assert [one.kind for one in told] == ["forming", "generation"]
+        assert f"could not meet ({teller}: rank 1 exited" in told[1].data["cause"]
+    told = agents_fail(world, names, of="m1")
+    (failure,) = [one.data for one in told if one.kind == "failure"]
+    assert failure["member"] == "m3"
+    assert membership.current == ("m1", "m2")
+
+
+@pytest.mark.parametrize("met", ["resumed", "beat"])
+def test_agents_that_have_met_begin_the_count_anew(met: str) -> None:
+    """Their processes train, or are behind their first collective."""
+    world = World(1, Size(min=1, max=2, wanted=2))
+    world.membership.are_agents = True
+    world.start()
+    world.start()
+    world.calm()
+    membership, names = world.membership, ("m1", "m2")
+    for number in range(8):
+        told = agents_fail(world, names, of="m1")
+        assert [one.kind for one in told] == ["forming", "generation"], number
+        if number % 2 and met == "beat":
+            membership.beat(("m1", 0), 0, world.now_s, collectives=2)
+        elif number % 2:
+            membership.resumed(("m1", 0), membership.generation, 3, world.now_s)
+
+
+def test_agents_that_never_meet_give_up() -> None:
+    """After six times, with the last error; one that fails for itself is charged at once."""
+    world = World(1, Size(min=2, max=2, wanted=2))
+    world.membership.are_agents = True
+    world.start()
+    world.start()
+    world.calm()
+    names, culprits = ("m1", "m2"), []
+    for number in range(6):
+        assert not world.membership.gave_up
+        told = agents_fail(world, names, of=names[number % 2])
+        culprits += [one.kind for one in told]
+    assert culprits[-1] == "gave_up"
+    assert "6 generations in a row could not meet, the last: m2: " in world.membership.gave_up
 
 
 def test_a_run_whose_members_cannot_meet_ends() -> None:

@@ -49,6 +49,8 @@ class Progress:
         step_s, samples_per_s: of all ranks of the run; 0 while they are not known.
         collectives: issued by the one that has issued the fewest; None while not all tell.
         hangs: which worker hangs, and why it is thought so; "" while none does.
+        error: by which the script of one of them has ended; "" while none has.
+        met: it had met the others before that.
     """
 
     step: int | None = None
@@ -56,6 +58,8 @@ class Progress:
     samples_per_s: float = 0.0
     collectives: int | None = None
     hangs: str = ""
+    error: str = ""
+    met: bool = True
 
 
 @dataclass
@@ -128,7 +132,10 @@ class Watch:
         ]
         steps_per_s = max((one.steps_per_s or 0.0 for one in told), default=0.0)
         samples = max((one.samples_per_step or 0 for one in told), default=0)
+        failed = [one for one in told if one.error]
         return Progress(
+            error=failed[0].error if failed else "",
+            met=all(one.met for one in failed),
             step=max((one.step for one in told if one.step is not None), default=None),
             step_s=1 / steps_per_s if steps_per_s else 0.0,
             samples_per_s=steps_per_s * samples,

@@ -51,7 +51,7 @@ from hydroslurm.jobs.agent import nodestate
 from hydroslurm.jobs.agent.elastic import LINGER_S, NodeAgent
 from hydroslurm.jobs.agent.elastic_rendezvous import BACKEND, Generations
 from hydroslurm.jobs.agent.node import Node
-from hydroslurm.jobs.agent.progress import Watch
+from hydroslurm.jobs.agent.progress import Progress, Watch
 from hydroslurm.jobs.agent.signal_pipe import Departed
 from hydroslurm.runtime.install import ALONE_ENV
 
@@ -116,8 +116,8 @@ class MemberAgent(NodeAgent):
         self._remaining_restarts = self._restarts_left
         if result.state is WorkerState.HEALTHY:
             return result
-        self._look_at_workers(at_once=True)  # the last that they have told
-        self._generations.pending = self._generations.obey(self._after_end(result))
+        last = self._look_at_workers(at_once=True)
+        self._generations.pending = self._generations.obey(self._after_end(result, last))
         if self._generations.pending is None:
             ended = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=ended)
@@ -143,11 +143,11 @@ class MemberAgent(NodeAgent):
     def _stops(self) -> bool:
         return self._node.is_stopping(range(self._worker_group.spec.local_world_size))
 
-    def _look_at_workers(self, *, at_once: bool = False) -> None:
+    def _look_at_workers(self, *, at_once: bool = False) -> Progress:
         """Say how far they are, as far as they tell, and end them if one hangs."""
         now_s = time.monotonic()
         if now_s < self._look_at_s and not at_once:
-            return
+            return Progress()
         workers, member = self._node.workers, self._member
         found = self._watch.look(
             workers, nodestate.statuses(workers), furthest=member.awaited, now_s=now_s
@@ -165,8 +165,9 @@ class MemberAgent(NodeAgent):
             self._hang = found.hangs
             member.fail(found.hangs)  # before others fail by the end of these
             self._node.kill_workers()
+        return found
 
-    def _after_end(self, result: RunResult) -> Directive:
+    def _after_end(self, result: RunResult, last: Progress) -> Directive:
         """All workers of this node have ended: hold, and wait for what the coordinator says."""
         member, stop = self._member, self._generations.stop_seen
         if result.state is WorkerState.SUCCEEDED:
@@ -178,7 +179,11 @@ class MemberAgent(NodeAgent):
         if left or self._stop_asked():
             return member.hold(failed=not left, stop=stop)
         reason = self._hang or _what_happened(result, status=self.status)
-        if member.blame(reason) == member.name:
+        if last.error and not self._hang:
+            reason = f"{reason} ({last.error})"
+        form = self._generations.form
+        met = last.met or form is None or form.world_size == 1
+        if member.blame(reason, met=met) == member.name:
             if self.status == MUST_NOT_RUN_AGAIN or not self._restarts_left:
                 self._node.log.warning(f"{reason}; this member leaves")
                 raise Departed(self.status or self.failed or FAILED)

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import textwrap
 from pathlib import Path
@@ -42,6 +43,7 @@ from pathlib import Path
 import pytest
 from elasticstory import TRAIN, times_seen
 from integration.elastic.elastic_scene import ElasticScene
+from restartstory import NOTES, SCRIPTS, STOCK, check_stock_training, said
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.pytest_plugin import require_slurm
@@ -123,6 +125,36 @@ def test_a_training_has_every_sample_once(cluster: DevCluster, tmp_path: Path, e
     assert max(count for _, count in lost) <= 1
     assert all(count == 0 for members, count in lost if killed not in members), lost
     assert set(before) - {taken, killed} < set(scene.members)
+    scene.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("script", STOCK.values(), ids=STOCK)
+def test_a_script_that_knows_nothing_of_it(
+    cluster: DevCluster, tmp_path: Path, script: str
+) -> None:
+    """Case 26: an urgent job takes a member of Lightning's or Hugging Face's Trainer inside an
+    epoch; the other trains on alone, and a fresh one comes. Every sample comes once, and the
+    weights are those of these steps."""
+    scene = ElasticScene(cluster, tmp_path / "job")
+    scene.folder.mkdir()
+    shutil.copy(SCRIPTS / script, scene.folder / "train.py")
+    shutil.copy(NOTES, scene.folder)
+    told = {"samples": 2400, "batch": 4, "epochs": 1, "step_s": 0.1, "lr": 0.02}
+    options = json.dumps({"folder": str(scene.folder), **told})
+    more = "preemption: {mode: requeue}"
+    scene.submit_elastic(script=f"train.py, '{options}'", engine="restart", size=2, more=more)
+    scene.wait_for_size(2)
+    (taken,) = scene.extra
+    scene.wait(lambda: len(said(scene.folder, "step", member=taken)) > 5, f"steps of {taken}")
+    node = scene.nodes()[taken]
+    scene.slurm("srun", "--partition=urgent", f"--nodelist={node}", "--exclusive", "sleep", "1")
+    ended = scene.wait_for("ended")
+    assert (ended["member"], ended["how"], ended["node"]) == (taken, "preemption", node)
+    scene.wait(lambda: len(scene.members) == 2 and taken not in scene.members, "replacement")
+    assert scene.final_condition().type == "Succeeded"
+    assert {one["size"] for one in said(scene.folder, "step")} == {1, 2}
+    check_stock_training(scene.folder, lr=0.02, epochs=1)
+    assert {one["steps_lost"] for one in scene.entries("resumed")} == {0}
     scene.assert_nothing_is_left()
 
 

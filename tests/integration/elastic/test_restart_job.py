@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from integration.elastic.elastic_scene import ElasticScene
-from restartstory import LIGHT, SCRIPTS, STOCK, TRAIN, check_stock_training, said
+from restartstory import LIGHT, NOTES, TRAIN, said
 
 from hydroslurm.devcluster import DevCluster
 
 pytestmark = pytest.mark.slurm
 
 
-def submitted(
-    cluster: DevCluster, folder: Path, script: str, *, more: str = "", **options: object
-) -> ElasticScene:
+def submitted(cluster: DevCluster, folder: Path, script: str, **options: object) -> ElasticScene:
     scene = ElasticScene(cluster, folder)
     scene.folder.mkdir()
     (scene.folder / "train.py").write_text(script)
+    shutil.copy(NOTES, scene.folder)
     told = json.dumps({"folder": str(scene.folder), **options})
-    return scene.submit_elastic(script=f"train.py, '{told}'", engine="restart", size=2, more=more)
+    return scene.submit_elastic(script=f"train.py, '{told}'", engine="restart", size=2)
 
 
 def test_any_script_may_be_elastic(requeue_cluster: DevCluster, tmp_path: Path) -> None:
@@ -75,31 +75,5 @@ def test_a_training_loses_nothing_to_a_preemption(
     trained = Counter(n for one in said(scene.folder, "step") for n in one["ids"])
     assert trained == dict.fromkeys(range(2400), 1)
     assert len({one["weights"] for one in said(scene.folder, "done")}) == 1
-    assert [one["steps_lost"] for one in scene.entries("resumed")] == [0, 0, 0]
-    scene.assert_nothing_is_left()
-
-
-@pytest.mark.elastic
-@pytest.mark.parametrize("script", STOCK.values(), ids=STOCK)
-def test_a_script_that_knows_nothing_of_it(
-    requeue_cluster: DevCluster, tmp_path: Path, script: str
-) -> None:
-    """Lightning's and Hugging Face's Trainer, of which an urgent job takes a member inside an
-    epoch; the other trains on alone, and a fresh one comes."""
-    text = (SCRIPTS / script).read_text()
-    told = {"samples": 2400, "batch": 4, "epochs": 1, "step_s": 0.1, "lr": 0.02}
-    more = "preemption: {mode: requeue}"
-    scene = submitted(requeue_cluster, tmp_path / "job", text, more=more, **told)
-    scene.wait_for_size(2)
-    (taken,) = scene.extra
-    scene.wait(lambda: len(said(scene.folder, "step", member=taken)) > 5, f"steps of {taken}")
-    node = scene.nodes()[taken]
-    scene.slurm("srun", "--exclusive", "--partition=urgent", f"--nodelist={node}", "sleep", "5")
-    ended = scene.wait_for("ended")
-    assert (ended["member"], ended["how"]) == (taken, "preemption")
-    scene.wait(lambda: len(scene.members) == 2 and taken not in scene.members, "replacement")
-    assert scene.final_condition().type == "Succeeded"
-    assert [one["size"] for one in said(scene.folder, "step", member=scene.base[0])].count(1) > 0
-    check_stock_training(scene.folder, lr=0.02, epochs=1)
     assert [one["steps_lost"] for one in scene.entries("resumed")] == [0, 0, 0]
     scene.assert_nothing_is_left()

@@ -1,37 +1,18 @@
 """Lightning's Trainer, as people write it; knows nothing of preemption. Besides, it says which
 samples each step has."""
 
-import json
 import os
-import sys
 import time
 
 import lightning as L
 import torch
+from elastic_notes import options, say, say_step
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-options = json.loads(sys.argv[1])
-member = options.get("member") or "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**os.environ)
-
-
-def say(kind, **more):
-    line = json.dumps({"kind": kind, "member": member, "pid": os.getpid(), **more})
-    with open(os.path.join(options["folder"], "said"), "a") as file:
-        file.write(line + "\n")
-
-
-def say_step(step, epoch, ids):
-    generation = int(os.environ["HYDROSLURM_GENERATION"])
-    ids = ids.flatten().tolist()
-    say("step", step=step, epoch=epoch, generation=generation, ids=ids, size=world_size)
 
 
 def weights():
     return [one.flatten().tolist() for one in net.parameters()]
-
-
-world_size = int(os.environ["WORLD_SIZE"])
 
 
 class Regression(L.LightningModule):
@@ -42,7 +23,7 @@ class Regression(L.LightningModule):
     def training_step(self, batch, index):
         x, y, ids = batch
         time.sleep(options["step_s"])
-        say_step(self.global_step, self.current_epoch, ids)
+        say_step(step=self.global_step, epoch=self.current_epoch, ids=ids.tolist())
         return nn.functional.mse_loss(self.net(x), y)
 
     def validation_step(self, batch, index):

@@ -1,36 +1,17 @@
 """Hugging Face's Trainer, as people write it; knows nothing of preemption. Besides, it says which
 samples each step has."""
 
-import json
 import os
-import sys
 import time
 
 import torch
+from elastic_notes import options, say, say_step
 from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
-
-options = json.loads(sys.argv[1])
-member = options.get("member") or "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**os.environ)
-
-
-def say(kind, **more):
-    line = json.dumps({"kind": kind, "member": member, "pid": os.getpid(), **more})
-    with open(os.path.join(options["folder"], "said"), "a") as file:
-        file.write(line + "\n")
-
-
-def say_step(step, epoch, ids):
-    generation = int(os.environ["HYDROSLURM_GENERATION"])
-    ids = ids.flatten().tolist()
-    say("step", step=step, epoch=epoch, generation=generation, ids=ids, size=world_size)
 
 
 def weights():
     return [one.flatten().tolist() for one in net.parameters()]
-
-
-world_size = int(os.environ["WORLD_SIZE"])
 
 
 class Regression(nn.Module):
@@ -40,7 +21,8 @@ class Regression(nn.Module):
 
     def forward(self, inputs, labels, ids):
         time.sleep(options["step_s"])
-        say_step(trainer.state.global_step, int(trainer.state.epoch or 0), ids)
+        step, epoch = trainer.state.global_step, int(trainer.state.epoch or 0)
+        say_step(step=step, epoch=epoch, ids=ids.flatten().tolist())
         return {"loss": nn.functional.mse_loss(self.net(inputs), labels)}
 
 
