@@ -133,8 +133,8 @@ def test_a_script_that_knows_nothing_of_it(
     cluster: DevCluster, tmp_path: Path, script: str
 ) -> None:
     """Case 26: an urgent job takes a member of Lightning's or Hugging Face's Trainer inside an
-    epoch; the other trains on alone, and a fresh one comes. Every sample comes once, and the
-    weights are those of these steps."""
+    epoch, and a fresh one comes; at last one of the two trains on alone. Every sample comes once,
+    and the weights are those of these steps."""
     scene = ElasticScene(cluster, tmp_path / "job")
     scene.folder.mkdir()
     shutil.copy(SCRIPTS / script, scene.folder / "train.py")
@@ -151,6 +151,9 @@ def test_a_script_that_knows_nothing_of_it(
     ended = scene.wait_for("ended")
     assert (ended["member"], ended["how"], ended["node"]) == (taken, "preemption", node)
     scene.wait(lambda: len(scene.members) == 2 and taken not in scene.members, "replacement")
+    (fresh,) = scene.extra
+    scene.wait(lambda: len(said(scene.folder, "step", member=fresh)) > 5, f"steps of {fresh}")
+    scene.hydroslurm("scale", str(scene.job_id), "1")
     assert scene.final_condition().type == "Succeeded"
     assert {one["size"] for one in said(scene.folder, "step")} == {1, 2}
     check_stock_training(scene.folder, lr=0.02, epochs=1)
