@@ -1,12 +1,13 @@
 """Horovod's shape of an elastic training, for those who know it.
 
-    state = hydroslurm.elastic.State(model=model, optimizer=optimizer, epoch=0, batch=0)
+    state = hydroslurm.elastic.State(model=model, optimizer=optimizer, loader=loader)
 
     @hydroslurm.elastic.run
     def train(state):
         for state.epoch in range(state.epoch, 10):
-            ...
-            state.commit()
+            for inputs, targets in state.loader:
+                ...
+                state.commit()
 
     train(state)
 
@@ -34,12 +35,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 
 from hydroslurm.checkpoint.tree import encode
 from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN, ExitForRequeue
 from hydroslurm.elastic.directives import Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.engine import InPlaceEngine
 from hydroslurm.elastic.group import meeting
+from hydroslurm.elastic.state_loader import StateLoader
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import RanksError, UnsavableState, UsageError
 
@@ -66,19 +69,25 @@ class State:
     Args:
         objects: by name: those with ``state_dict`` and ``load_state_dict`` are saved and loaded
             with these; all others have to be plain values (numbers, text, lists, dicts, tensors).
-            Each is an attribute of the state. A :class:`hydroslurm.data.ResumableSampler` is such
-            an object: behind a change each rank goes on with its new share of what is left of the
-            epoch (in a DataLoader without workers, which take samples ahead).
+            Each is an attribute of the state. A DataLoader becomes one to iterate, with what is
+            left of the epoch that the attribute ``epoch`` names, which is 0 if it is not given;
+            behind a change each rank goes on with its new share. Its sampler is a
+            :class:`hydroslurm.data.ResumableSampler`. That may be given in its place (without
+            workers, which take samples ahead).
 
     Raises:
         UsageError: this process belongs to no elastic run, or to one with ``summation:
             fixed_order`` or ``averaging``; the model is sharded otherwise than over the ranks of
-            this member; a name that is taken; a value that is none of these.
+            this member; a name that is taken; a value that is none of these; a DataLoader with
+            another sampler.
     """
 
     def __init__(self, **objects: Any) -> None:
         if taken := sorted(name for name in objects if hasattr(type(self), name)):
             raise UsageError(f"State({taken[0]}=...): the name is taken by a method of the state")
+        for name, one in objects.items():
+            if isinstance(one, DataLoader):
+                objects = {"epoch": 0, **objects, name: StateLoader(one, epoch=self._epoch_now)}
         self._objects = {
             name: one for name, one in objects.items() if hasattr(one, "load_state_dict")
         }
@@ -171,6 +180,9 @@ class State:
         if directive is not None:
             self._obey(directive)
             raise Resized
+
+    def _epoch_now(self) -> int:
+        return int(vars(self)["epoch"])
 
     def _keep(self) -> None:
         self._kept, self._kept_point = copy.deepcopy(self._now()), self._point
@@ -335,7 +347,5 @@ def _require_plain(name: str, value: Any) -> None:
     except UnsavableState as error:
         raise UsageError(
             f"State({name}=...): a {type(value).__name__} has no state_dict and load_state_dict, "
-            f"and is no plain value that another member could get ({error}). Of a DataLoader give "
-            "its ResumableSampler (sampler=...), or use hydroslurm.Run(elastic=True), which keeps "
-            "the place in the data by itself"
+            f"and is no plain value that another member could get ({error})"
         ) from error

@@ -100,7 +100,8 @@ AS_HOROVOD_HAS_IT = """
     xs = torch.randn(480, 8, generator=torch.Generator().manual_seed(7))
     data = TensorDataset(xs, xs.sum(1, keepdim=True), torch.arange(len(xs)))
     sampler = ResumableSampler(data)
-    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    workers = 1 if options["gives_loader"] else 0
+    loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=workers)
     net = nn.Linear(8, 1)
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
@@ -108,8 +109,9 @@ AS_HOROVOD_HAS_IT = """
     @hydroslurm.elastic.run
     def train(state):
         for state.epoch in range(state.epoch, 4):
-            sampler.set_epoch(state.epoch)
-            for x, y, ids in loader:
+            if not options["gives_loader"]:
+                sampler.set_epoch(state.epoch)
+            for x, y, ids in state.loader if options["gives_loader"] else loader:
                 optimizer.zero_grad()
                 loss = nn.functional.mse_loss(model(x), y)
                 loss.backward()
@@ -130,14 +132,17 @@ AS_HOROVOD_HAS_IT = """
             group["lr"] = 0.001 * dist.get_world_size()
 
     try:
-        hydroslurm.elastic.State(model=model, loader=loader)
+        hydroslurm.elastic.State(model=model, loader=DataLoader(data))
     except hydroslurm.errors.UsageError as error:
         print("REFUSED", error)
-    state = hydroslurm.elastic.State(
-        model=model, optimizer=optimizer, sampler=sampler, batch=0, epoch=0
-    )
+    given = {"loader": loader} if options["gives_loader"] else {"sampler": sampler, "epoch": 0}
+    state = hydroslurm.elastic.State(model=model, optimizer=optimizer, batch=0, **given)
     state.register_reset_callbacks([on_state_reset])
     train(state)
+    try:
+        next(iter(getattr(state, "loader", ())), None)
+    except hydroslurm.errors.UsageError as error:
+        print("REFUSED", error)
     weights = sum(value.detach().double().sum() for value in net.parameters())
     lr = optimizer.param_groups[0]["lr"]
     print("DONE", json.dumps({"weights": weights.item(), "lr": lr, "batch": state.batch}))
@@ -149,7 +154,7 @@ def test_a_script_of_horovods_shape(tmp_path: Path) -> None:
     happens at the next check; a death costs those since the last copy, at the next step of the
     optimizer. The learning rate follows, and each epoch has all samples."""
     story = ElasticStory(tmp_path, program=AS_HOROVOD_HAS_IT, max=3)
-    told = {"hurry": str(tmp_path / "hurry"), "checks": True}
+    told = {"hurry": str(tmp_path / "hurry"), "checks": True, "gives_loader": True}
     try:
         for name in "abc":
             story.start(name, **told)
@@ -170,9 +175,10 @@ def test_a_script_of_horovods_shape(tmp_path: Path) -> None:
         for epoch, seen in times_seen(*story.all_steps()).items():
             assert set(seen) == set(range(SAMPLES)), epoch
         assert max(story.steps("a")[-1]["step"], 0) + 1 == ends[0]["batch"]
-        (refused, *_) = [line for line in story.members["d"].lines if line[:7] == "REFUSED"]
-        assert "State(loader=...): a DataLoader has no state_dict" in refused
-        assert "give its ResumableSampler" in refused
+        plain, over = [line for line in story.members["d"].lines if line[:7] == "REFUSED"]
+        assert "a DataLoader whose sampler is a SequentialSampler" in plain
+        assert "Give it sampler=hydroslurm.data.ResumableSampler(dataset)" in plain
+        assert "epoch 3 is over, and state.epoch says 3 still" in over
     finally:
         story.close()
 
@@ -182,7 +188,7 @@ def test_a_death_is_no_matter_of_the_next_commit(tmp_path: Path) -> None:
     """Without checks in between: the optimizer does not step by what is no gradient, and the rest
     meet at once."""
     story = ElasticStory(tmp_path, program=AS_HOROVOD_HAS_IT, max=2)
-    told = {"hurry": str(tmp_path / "hurry"), "checks": False}
+    told = {"hurry": str(tmp_path / "hurry"), "checks": False, "gives_loader": False}
     try:
         for name in "ab":
             story.start(name, **told)
