@@ -275,8 +275,14 @@ def test_a_pause_that_comes_behind_a_run_kills_nobody(tmp_path: Path) -> None:
 
 
 CHAINED = """
-import faulthandler, os, signal
+import faulthandler, os, signal, time
 import hydroslurm
+
+def until(is_so):
+    limit_mono_s = time.monotonic() + 60
+    while not is_so(controller.status()):
+        assert time.monotonic() < limit_mono_s, controller.status()
+        time.sleep(0.005)
 
 hydroslurm.install(run_dir="first", gate="native")
 with open("stacks", "w") as stacks:
@@ -286,7 +292,9 @@ with open("stacks", "w") as stacks:
     before = controller.status().closes
     for count in (1, 2, 3):
         os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGUSR2)
+        until(lambda now: now.closes >= before + count)
+        os.kill(os.getpid(), signal.SIGUSR2)  # microseconds behind it a pause may count twice
+        until(lambda now: not now.causes)
         assert open("stacks").read().count("most recent call first") == count
 assert controller.status().closes == before + 3, controller.status()
 print("alive", flush=True)
