@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hydroslurm.core.garbage import without_gc
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -42,6 +44,7 @@ _PROFILES = (".nsys-rep", ".sqlite")
 _PATIENCE_S = 5.0
 
 
+@without_gc()  # millions of values that all stay: looking for garbage takes a third of the time
 def report(
     paths: Paths = None,
     as_json: AsJson = False,
@@ -57,11 +60,8 @@ def report(
     profile/ folder and Slurm's accounting. Works while the run is going on. For an nsys report
     alone, shows the marks in it.
     """
-    import gc
-
     from hydroslurm.errors import UsageError
 
-    gc.disable()  # millions of values that all stay: looking for garbage takes a third of the time
     if schema or markdown:
         from hydroslurm.report.schema import reference, schema_text
 

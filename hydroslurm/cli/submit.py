@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from hydroslurm.core.garbage import without_gc
 
 if TYPE_CHECKING:
     from hydroslurm.jobs.launch.executor import PausableJob
@@ -60,13 +62,9 @@ def submit(
 
     A spec is complete: the only options besides it are --folder and --wait.
     """
-    gc.disable()  # it would only walk over what pydantic and submitit have just made, for 20 ms
     if not module and Path(script).suffix in (".yaml", ".yml"):
         _submit_spec(context, Path(script), folder, wait=wait)
         return
-    from hydroslurm.jobs.launch.executor import Executor
-
-    executor = Executor(folder)
     parameters = {
         "name": name,
         "partition": partition,
@@ -80,22 +78,28 @@ def submit(
         "mem_gb": mem_gb,
         "additional_parameters": _pairs(sbatch or []),
     }
-    executor.update_parameters(
-        **{key: value for key, value in parameters.items() if value is not None}
-    )
-    job = executor.submit_script(script, *context.args, module=module)
+    given = {key: value for key, value in parameters.items() if value is not None}
+    job = _submit_script(folder, given, script, context.args, module=module)
     typer.echo(f"job {job.job_id}  run folder {job.run_dir.root}")
     typer.echo(f"  hydroslurm status {job.job_id}          hydroslurm pause --job {job.job_id}")
     _warn_if_never_starts(int(job.job_id), nodes)
     if wait:
-        gc.enable()
         _wait(job)
+
+
+@without_gc()  # it would only walk over what submitit has just made, for 20 ms
+def _submit_script(
+    folder: Path, parameters: dict[str, Any], script: str, args: Sequence[str], *, module: bool
+) -> PausableJob:
+    from hydroslurm.jobs.launch.executor import Executor
+
+    executor = Executor(folder)
+    executor.update_parameters(**parameters)
+    return executor.submit_script(script, *args, module=module)
 
 
 def _submit_spec(context: typer.Context, file: Path, folder: Path, *, wait: bool) -> None:
     from hydroslurm.errors import UsageError
-    from hydroslurm.jobs.launch.training_job import submit_job, wait_for_end
-    from hydroslurm.jobs.spec.reading import load
 
     beside = [
         f"--{name.replace('_', '-')}"
@@ -108,14 +112,17 @@ def _submit_spec(context: typer.Context, file: Path, folder: Path, *, wait: bool
             f"{' '.join([*beside, *context.args])} cannot be combined with {file}: put it into the "
             "spec (hydroslurm schema lists its fields)"
         )
-    job = submit_job(load(file), folder=folder, environ=os.environ)
+    with without_gc():  # as above, and what pydantic makes
+        from hydroslurm.jobs.launch.training_job import submit_job, wait_for_end
+        from hydroslurm.jobs.spec.reading import load
+
+        job = submit_job(load(file), folder=folder, environ=os.environ)
     for note in job.notes:
         typer.echo(f"hydroslurm: {note}", err=True)
     typer.echo(f"job {job.job_id}  run folder {job.run.root}")
     typer.echo(f"  hydroslurm describe {job.job_id}        hydroslurm logs -f {job.job_id}")
     _warn_if_never_starts(job.job_id, job.plan.nodes)
     if wait:
-        gc.enable()
         verdict = wait_for_end(job)
         typer.echo(f"job {job.job_id} {verdict.type}: {verdict.message}", err=verdict.is_failure)
         if verdict.is_failure:

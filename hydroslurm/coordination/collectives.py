@@ -30,6 +30,7 @@ _DISTRIBUTED = "torch.distributed.distributed_c10d"
 _NATIVE = "torch._C._distributed_c10d"
 _DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")
 """NCCL has a recorder of its own; the others share one."""
+_NETWORK_ERRORS = ("DistNetworkError", "DistStoreError")
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,13 @@ def is_of_meeting(error: BaseException) -> bool:
         and frame.f_globals.get("__name__") == _DISTRIBUTED
         for frame, _ in traceback.walk_tb(error.__traceback__)
     )
+
+
+def is_of_lost_peer(error: BaseException) -> bool:
+    """Whether this is torch's word for a connection to another rank that has ended, or was never
+    made: mostly that rank knows the cause."""
+    kinds = [getattr(_loaded("torch.distributed"), name, None) for name in _NETWORK_ERRORS]
+    return any(kind is not None and isinstance(error, kind) for kind in kinds)
 
 
 def issued_exact() -> dict[str, int] | None:

@@ -86,6 +86,7 @@ class RankStatus:
         collective_timeout_s: of that group; None where it is not known.
         error: that nobody has caught, and by which its script ended; empty while it has not.
         met: it had met the other ranks before.
+        lost_peer: the error is that a connection to another rank has ended.
         stands_at: where the main thread is in the script, once nothing has moved for a heartbeat.
         saver: who saves at a stop: ``attempt_began`` (a Run) or ``stops_taken`` (the script, with
             the two calls); empty while nobody does.
@@ -138,6 +139,7 @@ class RankStatus:
     stands_at: str = ""
     error: str = ""
     met: bool = True
+    lost_peer: bool = False
     saver: str = ""
     saver_restart_count: int = 0
     attempt_step: int | None = None
@@ -401,8 +403,12 @@ def _with_training(status: RankStatus, event: Event) -> RankStatus:
         samples = data.get("samples_per_step")
         return replace(status, samples_per_step=samples if type(samples) is int else None)
     if kind is EventKind.UNINSTALLED:
-        error, met = data.get("error"), data.get("met")
-        return replace(status, error=str(error or "")[:_MOST_TEXT], met=met is not False)
+        return replace(
+            status,
+            error=str(data.get("error") or "")[:_MOST_TEXT],
+            met=data.get("met") is not False,
+            lost_peer=data.get("lost_peer") is True,
+        )
     if kind is EventKind.SAVE_COMMITTED and data.get("tier") == "durable":
         if (step := data.get("checkpoint_step")) is not None:
             status = replace(status, committed_step=step, committed=now)
@@ -571,6 +577,7 @@ _READERS: Mapping[str, _Reader] = {
     "stands_at": lambda value: "" if value is None else _text(value),
     "error": lambda value: "" if value is None else _text(value),
     "met": lambda value: True if value is None else _flag(value),
+    "lost_peer": lambda value: False if value is None else _flag(value),
     "saver": _one_of("", *(kind.value for kind in _SAVERS)),
     "saver_restart_count": _small,
     "attempt_step": _integer_or_none,

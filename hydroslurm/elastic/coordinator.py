@@ -178,6 +178,7 @@ class Coordinator(Server):
                 now_s,
                 reason=message["reason"],
                 met=message["met"],
+                lost_peer=message["lost_peer"],
             )
         if kind == "resumed":
             return membership.resumed(rank, message["generation"], message["step"], now_s)

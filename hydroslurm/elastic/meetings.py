@@ -4,6 +4,7 @@ A rank whose own part of a change fails (weights that do not fit, no memory) end
 and is charged with it. What is counted here is told by ranks that live: the others could not be
 reached, or sent what cannot be used. Mostly somebody has died, and the next word is of that; then
 it counts for nothing. An error that comes back has a cause that stays, and would come back always.
+Who has only lost the connection to another is not the cause while a third one says something else.
 """
 
 from __future__ import annotations
@@ -20,17 +21,28 @@ class FailedMeetings:
     """Failures of the generations that were tried since the last one that has met.
 
     Attributes:
-        failures: the member that was first to tell of each, and its error.
+        failures: the member that was first to tell of each, and its error; rather one that has more
+            to tell than that it lost another.
     """
 
     def __init__(self) -> None:
         self.failures: list[tuple[str, str]] = []
         self._due_s = 0.0
+        self._lost_peer = False
 
-    def note(self, member: str, error: str, now_s: float) -> None:
+    def note(self, member: str, error: str, now_s: float, *, lost_peer: bool = False) -> None:
         """One more. ``member``: the first that told."""
         self.failures.append((member, error or "no reason was given"))
+        self._lost_peer = lost_peer
         self._due_s = now_s + WAITS_S[min(len(self.failures), len(WAITS_S)) - 1]
+
+    def explain(self, member: str, error: str, *, lost_peer: bool) -> bool:
+        """Another member tells of the newest failure; returns whether that says more than was known
+        of it."""
+        says_more = bool(self.failures) and self._lost_peer and not lost_peer
+        if says_more:
+            self.failures[-1], self._lost_peer = (member, error or "no reason was given"), False
+        return says_more
 
     def forget(self) -> None:
         """A generation has met, or somebody is gone who may have been the cause."""

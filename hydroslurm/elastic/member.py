@@ -186,14 +186,16 @@ class Member:
         could not meet."""
         return self._next(stop)
 
-    def fail(self, reason: str = "", *, met: bool = True) -> None:
+    def fail(self, reason: str = "", *, met: bool = True, lost_peer: bool = False) -> None:
         """A collective has failed in this rank, or, for this reason, one of its processes, before
-        or after they have ``met`` those of the others; from any thread."""
+        or after they have ``met`` those of the others, mostly by what happened elsewhere if it has
+        ``lost_peer``; from any thread. What another was faster to tell is told by a process of its
+        own that could not meet."""
         with self._cond:
-            if self.broken:
+            if self.broken and met:
                 return
             self.broken = self._attention = True
-            said = {"reason": reason[:MOST_ERROR], "met": met}
+            said = {"reason": reason[:MOST_ERROR], "met": met, "lost_peer": lost_peer}
             self._failure = {"type": "failed", "generation": self.generation, **said}
             failure = self._failure
         self._tell(failure)
@@ -223,10 +225,10 @@ class Member:
         if step is not None:
             self._step = step
 
-    def blame(self, reason: str, *, met: bool = True) -> str:
+    def blame(self, reason: str, *, met: bool = True, lost_peer: bool = False) -> str:
         """Say that a process of this member has ended so; returns the member whose process was the
         first to end, "" if that is one which is gone, or if they had not ``met``."""
-        self.fail(reason, met=met)
+        self.fail(reason, met=met, lost_peer=lost_peer)
         with self._cond:
             while self._aborted_for != self.generation and not (self._closed or self.is_dismissed):
                 self._cond.wait(0.5)

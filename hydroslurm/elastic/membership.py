@@ -169,18 +169,30 @@ class Membership(Changes):
         return self._settled(now_s)
 
     def failed(
-        self, rank: Rank, generation: int, now_s: float, *, reason: str = "", met: bool = True
+        self,
+        rank: Rank,
+        generation: int,
+        now_s: float,
+        *,
+        reason: str = "",
+        met: bool = True,
+        lost_peer: bool = False,
     ) -> list[Action]:
         """A collective of this generation has failed in a rank. ``reason``: one of its processes
         has ended so; where several say that, the first did, for the others fail by its end. Unless
-        they had ``met``, nobody is to blame for it yet."""
+        they had ``met``, nobody is to blame for it yet, and the cause is what one tells that has
+        not just ``lost_peer``."""
         member = self._heard(rank, now_s)
         if generation == self.generation and member is not None and rank[0] in self._training:
             member.failure = reason
             cause = f"{rank[0]}: {reason}" if reason else "a collective failed"
-            if not met and self.change is None:
-                self._failed_meetings.note(rank[0], reason, now_s)
+            change = self.change
+            if not met:
                 cause = f"the generation could not meet ({cause})"
+                if change is None:
+                    self._failed_meetings.note(rank[0], reason, now_s, lost_peer=lost_peer)
+                elif self._failed_meetings.explain(rank[0], reason, lost_peer=lost_peer):
+                    change.cause = cause
             self._break(cause, now_s, culprit=rank[0] if reason and met else "")
         return self._settled(now_s)
 

@@ -62,7 +62,7 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
         "failed": is_bool,
         "final": is_bool,
     },
-    "failed": {"generation": is_count, "reason": is_text, "met": is_bool},
+    "failed": {"generation": is_count, "reason": is_text, "met": is_bool, "lost_peer": is_bool},
     "resumed": {"generation": is_count, "step": is_count},
     "saved": {"change": is_count},
     "formed": {

@@ -592,8 +592,13 @@ class Controller:
 
 
 def _told_of(error: BaseException | None) -> dict[str, object]:
-    """An error as the last event has it: its first line, and whether the ranks had met."""
+    """An error as the last event has it: its first line, whether the ranks had met, and whether it
+    may be no more than the end of another."""
     if error is None:
         return {}
     first = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
-    return {"error": first[:MOST_ERROR], "met": not collectives.is_of_meeting(error)}
+    return {
+        "error": first[:MOST_ERROR],
+        "met": not collectives.is_of_meeting(error),
+        "lost_peer": collectives.is_of_lost_peer(error),
+    }

@@ -423,12 +423,26 @@ def test_one_that_tells_of_every_failure_is_left_out() -> None:
     assert world.membership.current == ("m1", "m3")
 
 
-def agents_fail(world: World, names: Iterable[str], *, of: str, met: bool = False) -> list[Record]:
-    """Processes of agents end at the begin of a generation, those of one first; what is recorded
-    until all hold and the next one is formed, or not."""
+def agents_fail(
+    world: World, names: Iterable[str], *, of: str, met: bool = False, later: str = ""
+) -> list[Record]:
+    """Processes of agents end at the begin of a generation, those of one first, and, where others
+    come ``later`` with the cause, by that; what is recorded until all hold and the next one is
+    formed, or not."""
     membership, found = world.membership, []
     reason = "rank 1 exited with status 1 (no route to host)"
-    told = membership.failed((of, 0), membership.generation, world.now_s, reason=reason, met=met)
+    told = membership.failed(
+        (of, 0), membership.generation, world.now_s, reason=reason, met=met, lost_peer=bool(later)
+    )
+    for name in filter(None, (later, of)):
+        told += membership.failed(
+            (name, 0),
+            membership.generation,
+            world.now_s,
+            reason="no such interface" if name == later else reason,
+            met=met,
+            lost_peer=name != later,
+        )
     number = membership.change.number
     for name in names:
         told += membership.arrived((name, 0), number, 0, world.now_s, has_state=False, failed=True)
@@ -461,6 +475,24 @@ def test_agents_whose_processes_cannot_meet() -> None:
     (failure,) = [one.data for one in told if one.kind == "failure"]
     assert failure["member"] == "m3"
     assert membership.current == ("m1", "m2")
+
+
+def test_who_has_lost_another_is_not_the_cause() -> None:
+    """Where all agents are new, the one is left out that knows more than that another has gone,
+    though it tells of it later."""
+    world = World(1, Size(min=1, max=2, wanted=2))
+    world.membership.are_agents = True
+    world.start()
+    world.start()
+    world.calm()
+    for _ in range(2):
+        told = agents_fail(world, ("m1", "m2"), of="m1", later="m2")
+        assert told[1].data["cause"] == "the generation could not meet (m2: no such interface)"
+    told = agents_fail(world, ("m1", "m2"), of="m1", later="m2")
+    (failure,) = [one.data for one in told if one.kind == "failure"]
+    assert failure["member"] == "m2"
+    assert "the last: m2: no such interface" in failure["reason"]
+    assert world.membership.current == ("m1",)
 
 
 @pytest.mark.parametrize("met", ["resumed", "beat"])

@@ -51,6 +51,7 @@ class Progress:
         hangs: which worker hangs, and why it is thought so; "" while none does.
         error: by which the script of one of them has ended; "" while none has.
         met: it had met the others before that.
+        lost_peer: it ended because a connection to another rank had.
     """
 
     step: int | None = None
@@ -60,6 +61,7 @@ class Progress:
     hangs: str = ""
     error: str = ""
     met: bool = True
+    lost_peer: bool = False
 
 
 @dataclass
@@ -132,10 +134,11 @@ class Watch:
         ]
         steps_per_s = max((one.steps_per_s or 0.0 for one in told), default=0.0)
         samples = max((one.samples_per_step or 0 for one in told), default=0)
-        failed = [one for one in told if one.error]
+        failed = sorted((one for one in told if one.error), key=lambda one: one.lost_peer)
         return Progress(
             error=failed[0].error if failed else "",
             met=all(one.met for one in failed),
+            lost_peer=bool(failed) and failed[0].lost_peer,
             step=max((one.step for one in told if one.step is not None), default=None),
             step_s=1 / steps_per_s if steps_per_s else 0.0,
             samples_per_s=steps_per_s * samples,

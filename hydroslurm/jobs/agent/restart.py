@@ -173,7 +173,11 @@ class MemberAgent(NodeAgent):
         if result.state is WorkerState.SUCCEEDED:
             # who was asked to stop may have left with status 0 for that; else it does so again
             return member.hold(final=not self._stop_asked(), stop=stop)
-        if (member.broken and not self._hang) or member.is_dismissed:
+        form = self._generations.form
+        met = last.met or form is None or form.world_size == 1
+        if member.is_dismissed or (member.broken and not self._hang):
+            if last.error and not met:  # another was faster to tell, and may not know why
+                member.fail(last.error, met=False, lost_peer=last.lost_peer)
             return member.hold(failed=True, stop=stop)
         left = self.status is not None and self.status != MUST_NOT_RUN_AGAIN
         if left or self._stop_asked():
@@ -181,9 +185,7 @@ class MemberAgent(NodeAgent):
         reason = self._hang or _what_happened(result, status=self.status)
         if last.error and not self._hang:
             reason = f"{reason} ({last.error})"
-        form = self._generations.form
-        met = last.met or form is None or form.world_size == 1
-        if member.blame(reason, met=met) == member.name:
+        if member.blame(reason, met=met, lost_peer=last.lost_peer) == member.name:
             if self.status == MUST_NOT_RUN_AGAIN or not self._restarts_left:
                 self._node.log.warning(f"{reason}; this member leaves")
                 raise Departed(self.status or self.failed or FAILED)
