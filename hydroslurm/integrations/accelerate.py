@@ -20,16 +20,44 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hydroslurm.checkpoint import rng
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
 from hydroslurm.integrations.transformers_known import environ_of
 from hydroslurm.training.objects import Stateful, bare
+from hydroslurm.training.remedies import Remedies
 
 _LOOP = "_hydroslurm_loop"
 
+_GIVE = "Give it to prepare(accelerator, ..., {})."
+_REGISTER = "accelerator.register_for_checkpointing({}) before prepare()"
+_REMEDIES = Remedies(
+    optimizer=_GIVE.format("optimizer"),
+    scheduler=_GIVE.format("scheduler"),
+    scaler=(
+        'Accelerator(mixed_precision="fp16") has one that is saved; for one of your own: '
+        f"{_REGISTER.format('scaler')}."
+    ),
+    weights=(
+        "Give the module that has them to prepare(accelerator, ..., module); "
+        "torch.nn.ParameterList([tensor]) for a tensor that belongs to none."
+    ),
+    average=(
+        f"{_REGISTER.format('{name}')}, or an object around it with state_dict() and "
+        "load_state_dict()."
+    ),
+    generator=_GIVE.format("{name}"),
+    batches=(
+        "The first loader that prepare() is given has one: let it hand out all that a step needs "
+        "(torch.utils.data.StackDataset joins data sets), or choose the other samples by the "
+        "number of the step."
+    ),
+    unchecked="prepare(accelerator, ..., check=False)",
+)
 
-def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
+
+def prepare(accelerator: Any, *objects: Any, check: bool = True, **options: Any) -> Any:
     """``accelerator.prepare()`` for a training that can be stopped, requeued and resumed, bit for
     bit. Returns the prepared objects in the same order; a single one by itself.
 
@@ -37,9 +65,14 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
     ``accelerator.register_for_checkpointing()`` before, the gradient scaler, the random numbers of
     each rank, and the position in the training data.
 
+    The first step of each attempt is watched, as that of :meth:`hydroslurm.Run.batches`: the run
+    ends there, with what to do, if it uses what is not saved.
+
     Args:
-        objects: models, optimizers, schedulers and loaders. The first loader is the one that the
-            training iterates; others, such as for validation, are prepared and left alone.
+        objects: models, optimizers, schedulers and loaders; random generators of the script's own,
+            which are handed back as they are. The first loader is the one that the training
+            iterates; others, such as for validation, are prepared and left alone.
+        check: whether the first step is watched.
         options: those of :class:`hydroslurm.Run`: ``directory``, ``every_steps``, ``every_s``,
             ``keep``, ``fast_directory``, ``on_save_error``, ``limits``, ``resume``.
 
@@ -58,7 +91,7 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
             f"an Accelerator with {kind} cannot be made preemptible yet; wanted a single device or "
             "DistributedDataParallel"
         )
-    loop = Loop(accelerator, options=options)
+    loop = Loop(accelerator, check=check, options=options)
     setattr(accelerator, _LOOP, loop)
     return loop.prepare(objects)
 
@@ -87,8 +120,9 @@ class Loop:
         run: the Run.
     """
 
-    def __init__(self, accelerator: Any, *, options: Mapping[str, Any]) -> None:
+    def __init__(self, accelerator: Any, *, check: bool, options: Mapping[str, Any]) -> None:
         self._accelerator = accelerator
+        self._checks = check
         self._named: dict[str, Stateful] = {}
         self._loader: HeldTrainLoader | None = None
         self._in_epochs = False
@@ -105,6 +139,8 @@ class Loop:
         self._shield = self.run.worker_shield()
 
     def prepare(self, objects: tuple[Any, ...]) -> Any:
+        for number, one in enumerate(one for one in objects if isinstance(one, rng.KINDS)):
+            self.run.register(f"generator {number}", one)
         resumed = self.run.resume()
         made = self._accelerator.prepare(*objects)
         prepared = list(made) if len(objects) > 1 else [made]
@@ -117,6 +153,9 @@ class Loop:
             self._load()
         self._loader = HeldTrainLoader(self.run, prepared[place])
         self._shield.install()
+        if self._checks:
+            parts = {name: _unwrapped(thing) for name, thing in self._named.items()}
+            self.run.check_first_step(parts, _REMEDIES)
         self._finish_at_end_training()
         prepared[place] = _Stepped(self._loader.to_iterate, self)
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
@@ -140,7 +179,7 @@ class Loop:
         """The batches of one epoch that are left, a safe point behind each step.
 
         Raises:
-            UsageError: outside of :meth:`epochs`.
+            UsageError: outside of :meth:`epochs`; or the first step uses what is not saved.
         """
         if not self._in_epochs:
             raise UsageError(
@@ -156,7 +195,8 @@ class Loop:
             self.run.begin()
         for batch in loader if is_left else ():
             self._loader.is_iterated()
-            yield batch
+            with self.run.body():
+                yield batch
             if self._accelerator.sync_gradients:
                 self.run.complete_step(self.run.step + 1, epoch=self._epoch)
         self._loader.iteration = iteration + 1  # of an epoch that had no batch left, too
@@ -223,6 +263,12 @@ class _Stepped:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._hydroslurm_loader, name)
+
+
+def _unwrapped(thing: Any) -> Any:
+    """A scheduler of torch's shows whose it is, accelerate's around it does not."""
+    is_around = type(thing).__name__ == "AcceleratedScheduler"
+    return thing.scheduler if is_around else thing
 
 
 def _is_loader(thing: Any) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from hydroslurm.runtime.child_signals import WorkerShield
 from hydroslurm.training.arguments import run_directory
 from hydroslurm.training.ddp_buckets import BucketOrders, Models
 from hydroslurm.training.objects import Stateful, require_registrable
+from hydroslurm.training.remedies import Remedies
 from hydroslurm.training.run import Run
 
 _fits: Counter[Path] = Counter()
@@ -61,6 +63,7 @@ class FrameworkRun(Run):
         environ = os.environ if environ is None else environ
         self._framework = name
         self._handed = Handed(capture)
+        self._parts: Mapping[str, Any] = {}
         self.own: dict[str, Stateful] = {}
         self._buffers: RankBuffers | None = None
         self._loaders: dict[str, HeldLoader] = {}
@@ -134,6 +137,15 @@ class FrameworkRun(Run):
         self.own["buffers"] = self._buffers
         self._bucket_orders = BucketOrders(models, world_size=world_size)
 
+    def check_first_step(self, parts: Mapping[str, Any], remedies: Remedies) -> None:
+        """Find out at the first step of this attempt what the script uses and a resumed run would
+        lack: for a framework that leaves the loop to it, and hands batches out within :meth:`body`.
+
+        Args:
+            parts: the objects of which :attr:`loaded` has the states, by their names there.
+        """
+        self._parts, self._remedies = parts, remedies
+
     def worker_shield(self) -> WorkerShield:
         """What lets workers of all loaders survive the stop signals, such as those of an
         evaluation; to be installed for the time of the training."""
@@ -153,18 +165,26 @@ class FrameworkRun(Run):
             self._buffers.begin()
         if pending is None:
             return
-        for name, state in pending["own"].items():
-            if name not in self.own:
+        registered, states = self._cursor.registered, pending.get("registered", {})
+        for name in (*pending["own"], *states):
+            if name not in self.own and name not in registered.names():
                 raise StateMismatch(
                     f"the checkpoint has a state of {name!r} for this rank, which this script does "
                     "not have any more; begin anew with another directory="
                 )
+        for name, state in pending["own"].items():
             self.own[name].load_state_dict(state)
+        registered.load(states)
+        registered.rewind(states, new_rank=pending.get("new_rank"))
         self._bucket_orders.load(pending.get("bucket_orders", ()))
         rng.restore(pending["rng"])
 
     # --- on the way
     # --------------------------------------------------------------------------------------------
+
+    def body(self) -> AbstractContextManager[None]:
+        """Around what the script does with a batch."""
+        return self._body()
 
     def complete_step(self, step: int, *, epoch: int) -> None:
         """An optimizer step is complete, and the state is consistent: a safe point.
@@ -174,7 +194,9 @@ class FrameworkRun(Run):
 
         Raises:
             SystemExit, SaveFailed, UnsavableState: as :meth:`Run.safe_point`.
+            UsageError: as :meth:`check_first_step` wants it.
         """
+        self._require_all_given()
         self._step, self._epoch = step, epoch
         self._saves.behind_batches = False
         self.safe_point()
@@ -237,6 +259,12 @@ class FrameworkRun(Run):
 
     # --- Run's seams
     # --------------------------------------------------------------------------------------------
+
+    def _given(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        registered = self._cursor.registered
+        objects = {**self._parts, **self.own, **registered.by_name()}
+        own = {name: thing.state_dict() for name, thing in self.own.items()}
+        return objects, {**self._handed.state_dict(), **own, **registered.states()}
 
     def _samples_of_step(self) -> int | None:
         found = [samples_taken(held) for held in self._loaders.values()]

@@ -21,6 +21,7 @@ from torch.utils.data import dataloader as torch_dataloader
 
 from hydroslurm.checkpoint.tree import is_dtensor
 from hydroslurm.training.left_out import LeftOut
+from hydroslurm.training.remedies import Remedies
 
 _OTHERWISE = "If what you register saves it in another form: {loop}"
 
@@ -55,23 +56,26 @@ class FirstStep:
         self._iterators.clear()
         self._left_out.forget()
 
-    def oversight(self, objects: dict[str, Any], states: Any, *, unchecked: str) -> str | None:
+    def oversight(self, objects: dict[str, Any], states: Any, remedies: Remedies) -> str | None:
         """The first thing that a resumed run would lack, with what to do; None if there is none.
 
         Args:
             objects: what is registered, by name.
             states: what would be saved of them.
-            unchecked: how to write the loop so that nobody looks.
         """
         saved = _Tensors(states)
-        message = self._not_optimized(objects, states, saved)
+        message = self._not_optimized(objects, states, saved, remedies)
         if message is None:
-            message = self._left_out.oversight(objects.values(), states, have=saved.have)
+            message = self._left_out.oversight(
+                objects.values(), states, have=saved.have, remedies=remedies
+            )
         if message is not None:
-            return f"{message} {_OTHERWISE.format(loop=unchecked)}"
-        return self._iterated(objects, unchecked)
+            return f"{message} {_OTHERWISE.format(loop=remedies.unchecked)}"
+        return self._iterated(objects, remedies)
 
-    def _not_optimized(self, objects: dict[str, Any], states: Any, saved: _Tensors) -> str | None:
+    def _not_optimized(
+        self, objects: dict[str, Any], states: Any, saved: _Tensors, remedies: Remedies
+    ) -> str | None:
         """An optimizer that steps, its weights, its scheduler."""
         optimizers = list(self._optimizers.values())
         is_sharded = any(_is_fsdp1(thing) for thing in objects.values())  # saves gathered copies
@@ -83,22 +87,22 @@ class FirstStep:
                 continue  # an object of the script saves it among other things
             return (
                 f"{_named(optimizer)} has stepped and is not part of this run: resumed, it would "
-                "begin anew. Give it: Run(optimizer=...) for one, "
-                'run.register("optimizer_2", optimizer) for each further one.'
+                f"begin anew. {remedies.optimizer}"
             )
         for optimizer in optimizers:
             if not is_sharded and (message := _weights_missing(optimizer, saved)):
-                return message
+                return f"{message} {remedies.weights}"
         for optimizer in optimizers:
-            if _is_scheduled(optimizer) and not _saves_scheduler(objects, states, optimizer):
+            # a scheduler that was made for a wrapper sets the rates of what is inside
+            known = [optimizer, *(one for one in objects.values() if _is_around(one, optimizer))]
+            if any(map(_is_scheduled, known)) and not _saves_scheduler(objects, states, known):
                 return (
                     f"a scheduler sets the learning rate of {_named(optimizer)}, and none is part "
-                    "of this run: resumed, it would begin anew. Give it: Run(scheduler=...) for "
-                    'one, run.register("scheduler_2", scheduler) for each further one.'
+                    f"of this run: resumed, it would begin anew. {remedies.scheduler}"
                 )
         return None
 
-    def _iterated(self, objects: dict[str, Any], unchecked: str) -> str | None:
+    def _iterated(self, objects: dict[str, Any], remedies: Remedies) -> str | None:
         if any(one() is not None for one in self._iterators.values()):
             gc.collect()  # one with workers may be kept by a cycle
         known = [getattr(thing, "_iterator", None) for thing in objects.values()]
@@ -107,10 +111,8 @@ class FirstStep:
             return None
         return (
             "a batch was taken from an iterator over a DataLoader, which has no position that is "
-            "saved: resumed, it would begin with its first batches again. Let the run hand them "
-            "out: Run(loader=loader) and `for batch in run.batches(epochs=...)`; or have a "
-            "get_batch(step) choose the samples by the number of the step. If the script skips "
-            f"what was read already: {unchecked}"
+            "saved: resumed, it would begin with its first batches again. "
+            f"{remedies.batches} If the script skips what was read already: {remedies.unchecked}"
         )
 
     def _watch_iterators(self) -> Any:
@@ -167,9 +169,7 @@ def _weights_missing(optimizer: Optimizer, saved: _Tensors) -> str | None:
         return None
     return (
         f"{_named(optimizer)} trains {len(missing)} parameters that are not part of this run, the "
-        f"first of shape {list(missing[0].shape)}: resumed, they would begin anew. Give the module "
-        'that has them: Run(model=...) for one, run.register("model_2", module) for each further '
-        "one, torch.nn.ParameterList([tensor]) for a tensor that belongs to none."
+        f"first of shape {list(missing[0].shape)}: resumed, they would begin anew."
     )
 
 
@@ -185,10 +185,11 @@ def _is_scheduled(optimizer: Optimizer) -> bool:
     return hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_with_counter")
 
 
-def _saves_scheduler(objects: dict[str, Any], states: Any, optimizer: Optimizer) -> bool:
-    """Whether a scheduler of this optimizer is registered, or something that may hold one."""
+def _saves_scheduler(objects: dict[str, Any], states: Any, known: list[Any]) -> bool:
+    """Whether a scheduler is registered of one that is known, or something that may hold one."""
     return any(
-        getattr(thing, "optimizer", optimizer) is optimizer or not isinstance(thing, LRScheduler)
+        not isinstance(thing, LRScheduler)
+        or any(getattr(thing, "optimizer", one) is one for one in known)
         for name, thing in objects.items()
         if _has_key(states.get(name), "last_epoch")
     )

@@ -19,9 +19,11 @@ from torch.amp.grad_scaler import GradScaler
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.tree import is_dtensor
+from hydroslurm.training.remedies import Remedies
 
 # types are asked for, not isinstance(): a proxy of a library's may raise at that
 _NO_OWNERS = (type, types.ModuleType, torch.nn.Module)
+_LIBRARIES = ("torch", "numpy", "accelerate", "hydroslurm", "builtins")
 _MOST = 256
 """Entries of a container, and elements of a tensor, that are looked at."""
 
@@ -52,7 +54,12 @@ class LeftOut:
             seen.clear()
 
     def oversight(
-        self, objects: Iterable[Any], states: Any, *, have: Callable[[torch.Tensor], bool]
+        self,
+        objects: Iterable[Any],
+        states: Any,
+        *,
+        have: Callable[[torch.Tensor], bool],
+        remedies: Remedies,
     ) -> str | None:
         """The first thing that a resumed run would lack, with what to do; None if there is none.
 
@@ -66,9 +73,8 @@ class LeftOut:
             if id(scaler) not in known and not _has_scale(states):
                 return (
                     f"a GradScaler (scale {scaler.get_scale():g}) has scaled this step and is not "
-                    "part of this run: resumed, it would begin with its first scale again. Give "
-                    'it: Run(scaler=...) for one, run.register("scaler_2", scaler) for each '
-                    "further one."
+                    "part of this run: resumed, it would begin with its first scale again. "
+                    f"{remedies.scaler}"
                 )
         for name, tensors in self._tensors.items():
             changed = [one for one, shown in tensors if _shown(one) != shown]
@@ -76,15 +82,15 @@ class LeftOut:
                 return (
                     f"{name} has changed in this step, and is not part of this run ({len(missing)} "
                     f"tensors, the first of shape {list(missing[0].shape)}): resumed, it would "
-                    f'begin anew. Is it an average of the weights? run.register("{_last(name)}", '
-                    f"{name}), or an object around it with state_dict() and load_state_dict()."
+                    "begin anew. Is it an average of the weights? "
+                    f"{remedies.of('average', name)}"
                 )
         for name, (generator, was) in self._generators.items():
             if id(generator) not in known and _state(generator) != was:
                 return (
                     f"random numbers were drawn from {name} ({type(generator).__name__}), which is "
                     "not part of this run: resumed, it would begin with its first numbers again. "
-                    f'Register it before the loop: run.register("{_last(name)}", {name}).'
+                    f"{remedies.of('generator', name)}"
                 )
         return None
 
@@ -108,7 +114,7 @@ class LeftOut:
 def _in_reach() -> Iterator[tuple[str, Any]]:
     """What the loop can name, with its name there."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
+    while frame is not None and _is_between(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     if frame is None:
         return
@@ -146,13 +152,14 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f".{name}", part) for name, part in list(vars(thing).items())[:_MOST])
 
 
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] in ("hydroslurm", "contextlib")
+def _is_between(module: str) -> bool:
+    """Whether a frame of it stands between the run and the script: ours, and bars of progress."""
+    return module.partition(".")[0] in ("hydroslurm", "contextlib", "tqdm", "rich")
 
 
 def _is_library(kind: type) -> bool:
     """Loaders and optimizers have generators and tensors that others look after."""
-    return kind.__module__.partition(".")[0] in ("torch", "numpy", "hydroslurm", "builtins")
+    return kind.__module__.partition(".")[0] in _LIBRARIES
 
 
 def _tensors_of(thing: Any) -> list[torch.Tensor]:
@@ -201,10 +208,3 @@ def _has_scale(tree: Any) -> bool:
     if isinstance(tree, dict):
         return {"scale", "_growth_tracker"} <= tree.keys() or any(map(_has_scale, tree.values()))
     return isinstance(tree, (list, tuple)) and any(map(_has_scale, tree))
-
-
-def _last(name: str) -> str:
-    """A name to register it under."""
-    return "".join(one if one.isidentifier() or one.isdecimal() else " " for one in name).split()[
-        -1
-    ]

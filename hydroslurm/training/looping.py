@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from hydroslurm.errors import UsageError
+from hydroslurm.training.remedies import Remedies, own_loop
 from hydroslurm.training.saving import Saving
 
 
 class Looping(Saving):
     """Base of Run, whose constructor makes what it needs."""
 
-    _unchecked = ""
-    """How to write the loop so that nobody looks at what it uses; while somebody does."""
+    _remedies: Remedies | None = None
+    """For what the first step uses and the run lacks, as long as somebody looks."""
 
     _moved = False
     """A safe point has put the run elsewhere: the batches that follow are opened anew."""
@@ -49,7 +50,7 @@ class Looping(Saving):
             )
         self._begin_loop("batches")
         first = self._step
-        self._unchecked = "run.batches(epochs=..., check=False)" if check else ""
+        self._remedies = own_loop("run.batches(epochs=..., check=False)") if check else None
         while self._epoch < epochs:
             self._leave_if_asked()
             yield from self._left_of_epoch(accumulate)
@@ -106,7 +107,7 @@ class Looping(Saving):
             raise UsageError(f"steps({total!r}): wanted the number of steps, an int of 0 or more")
         self._begin_loop("steps")
         first = self._step
-        self._unchecked = "run.steps(total, check=False)" if check else ""
+        self._remedies = own_loop("run.steps(total, check=False)") if check else None
         self._cursor.begin_steps(step=first, epoch=self._epoch, left=total - first)
         if first < total:
             self._leave_if_asked()
@@ -145,7 +146,7 @@ class Looping(Saving):
     def _body(self) -> Iterator[None]:
         """What the script does with a step, or with one of its batches."""
         self._saves.in_body = True
-        if self._unchecked:
+        if self._remedies is not None:
             self._first_step.open()
         try:
             yield
@@ -160,14 +161,19 @@ class Looping(Saving):
         Raises:
             UsageError: the first such thing, with what to do.
         """
-        own = self._cursor.registered
-        objects = {**self._objects.by_name(), **own.by_name()}
-        states = {**self._objects.states(), **own.states()}
-        message = self._first_step.oversight(objects, states, unchecked=self._unchecked)
-        self._unchecked = ""
+        remedies, self._remedies = self._remedies, None
+        if remedies is None:
+            return
+        message = self._first_step.oversight(*self._given(), remedies)
         self._first_step.forget()
         if message is not None:
             raise UsageError(message)
+
+    def _given(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is part of the run, by name, and what would be saved of it."""
+        own = self._cursor.registered
+        objects = {**self._objects.by_name(), **own.by_name()}
+        return objects, {**self._objects.states(), **own.states()}
 
     def _left_of_epoch(self, accumulate: int) -> Iterator[Any]:
         """The batches that are left of this epoch, a safe point behind each step."""
@@ -182,8 +188,7 @@ class Looping(Saving):
             self._end_step()
 
     def _end_step(self) -> None:
-        if self._unchecked:
-            self._require_all_given()
+        self._require_all_given()
         self._complete_step()
 
     def _complete_step(self) -> None:

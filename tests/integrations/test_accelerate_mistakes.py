@@ -1,0 +1,104 @@
+"""What a loop with accelerate uses and its run does not save: found at the first step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+SCENES = Path(__file__).with_name("accelerate_mistakes.py")
+OTHERWISE = " If what you register saves it in another form: prepare(accelerator, ..., check=False)"
+Found: TypeAlias = dict[str, list[list[Any]]]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Name -> exit statuses and notes of all attempts."""
+    ran = subprocess.run(
+        [sys.executable, SCENES, tmp_path_factory.mktemp("mistakes")],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "seen", "remedy"),
+    [
+        (
+            "critic",
+            "SGD (of parameters of shape [1, 2], [1]) trains 2 parameters that are not part of",
+            "Give the module that has them to prepare(accelerator, ..., module); "
+            "torch.nn.ParameterList([tensor]) for a tensor that belongs to none.",
+        ),
+        (
+            "critic_optimizer",
+            "SGD (of parameters of shape [1, 2], [1]) has stepped and is not part of this run",
+            "Give it to prepare(accelerator, ..., optimizer).",
+        ),
+        (
+            "scheduler",
+            "a scheduler sets the learning rate of AdamW (of parameters of shape [1, 2], [1])",
+            "Give it to prepare(accelerator, ..., scheduler).",
+        ),
+        (
+            "later_scheduler",
+            "a scheduler sets the learning rate of AdamW (of parameters of shape [1, 2], [1])",
+            "Give it to prepare(accelerator, ..., scheduler).",
+        ),
+        (
+            "scaler",
+            "a GradScaler (scale 1024) has scaled this step and is not part of this run",
+            'Accelerator(mixed_precision="fp16") has one that is saved; for one of your own: '
+            "accelerator.register_for_checkpointing(scaler) before prepare().",
+        ),
+        (
+            "ema",
+            "ema has changed in this step, and is not part of this run (1 tensors, the first of",
+            "accelerator.register_for_checkpointing(ema) before prepare(), or an object around it "
+            "with state_dict() and load_state_dict().",
+        ),
+        (
+            "noise",
+            "random numbers were drawn from noise (Generator), which is not part of this run",
+            "Give it to prepare(accelerator, ..., noise).",
+        ),
+    ],
+)
+def test_what_was_forgotten(forgotten: str, seen: str, remedy: str, found: Found) -> None:
+    """It is said at the first step, with what to write; nothing was saved."""
+    exits, (_, said, *saved) = found[forgotten]
+    assert (exits, saved) == ([0], [""])
+    assert said.startswith(seen)
+    assert said.endswith(remedy + OTHERWISE)
+
+
+def test_a_second_loader(found: Found) -> None:
+    """Only the first one has a position."""
+    assert found["more"][1][1:] == [
+        "a batch was taken from an iterator over a DataLoader, which has no position that is "
+        "saved: resumed, it would begin with its first batches again. The first loader that "
+        "prepare() is given has one: let it hand out all that a step needs "
+        "(torch.utils.data.StackDataset joins data sets), or choose the other samples by the "
+        "number of the step. If the script skips what was read already: prepare(accelerator, ..., "
+        "check=False)",
+        "",
+    ]
+
+
+def test_nothing_was_forgotten(found: Found) -> None:
+    """It trains to its end, and resumed with the same bits: those of the generator, too."""
+    exits, notes = found["nothing"]
+    assert (exits, len(notes)) == ([0], 4)
+    assert found["nothing and stopped"] == [[75, 75, 0], notes]
+
+
+def test_nobody_looks(found: Found) -> None:
+    """With check=False the loop is as the script has it."""
+    assert found["ema, unchecked"] == found["nothing"]
