@@ -28,7 +28,7 @@ elastic: setup
 	@$(PY) -m pytest -m 'elastic or not elastic' tests/elastic tests/integration/elastic $(ARGS)
 
 frameworks: setup
-	@$(PY) -m pytest -n 2 -m 'frameworks or not frameworks' tests/integrations $(ARGS)
+	@$(PY) -m pytest -n 2 -m 'frameworks or not frameworks' tests/integrations tests/training/test_overdue.py $(ARGS)
 
 faults: setup
 	@$(PY) tests/faults/run.py $(ARGS)

@@ -4,6 +4,7 @@ SIGKILL the process leaves by itself, with the reason recorded and the job reque
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -61,15 +62,20 @@ def test_a_step_that_takes_long_is_named(tmp_path: Path) -> None:
             pytest.param(case, tasks, marks=pytest.mark.frameworks)
             for case, tasks in (
                 ("own setup", 1),
+                ("own compile", 1),
                 ("own last", 1),
                 ("lightning loader", 1),
                 ("lightning loader --workers 2 --nodes 2", 2),
                 ("lightning setup --nodes 2", 2),
+                ("lightning sanity", 1),
+                ("lightning sanity --nodes 2", 2),
+                ("lightning compile", 1),
                 ("lightning validation", 1),
                 ("lightning save", 1),
                 ("lightning last", 1),
                 ("transformers loader --workers 2", 1),
                 ("transformers setup", 1),
+                ("transformers compile", 1),
                 ("transformers validation", 1),
                 ("transformers save", 1),
                 ("transformers last", 1),
@@ -85,18 +91,13 @@ def test_a_training_that_hangs(
 ) -> None:
     """All ranks leave with 75 before Slurm kills them, with the reason and the place in their
     events; the attempt counts as requeued, and the next one is complete."""
-    framework, place, *options = case.split()
-    job = StockJob(
-        requeue_cluster, tmp_path / "job", "stalling.py", framework, place, "out", *options
-    )
-    job.submit(f"--nodes={tasks}", "--ntasks-per-node=1")
-    job.wait_for((job.folder / "out/hangs").exists)
-    job.slurm("scontrol", "requeue", job.job_id)
-    assert job.wait_for_end() == "COMPLETED", job.output()
-    assert (job.folder / "out/result").exists()
+    job = requeued_where_it_hangs(case, tasks, requeue_cluster, tmp_path / "job")
     said = job.output()
     assert "requeued, by hand or by a preemption; the training has not come to a safe" in said
-    assert said.count("Exited with exit code 75") == 1
+    # srun has a line for each task, or for several that end at one moment
+    left = re.findall(r"Exited with exit code (\d+)", said)
+    assert set(left) == {"75"}
+    assert len(left) <= tasks
     assert "Killed" not in said
     run = job.folder / "hydroslurm-runs" / job.job_id
     ends = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
@@ -106,3 +107,45 @@ def test_a_training_that_hangs(
         events = [json.loads(line) for line in lines]
         where = [one["data"]["message"] for one in events if one["kind"] == "agreement_failed"]
         assert [one.startswith("no safe point in ") for one in where] == [True]
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+@pytest.mark.frameworks
+@pytest.mark.parametrize(
+    ("case", "tasks"),
+    [
+        ("own test", 1),
+        ("lightning between", 1),
+        ("lightning test", 1),
+        ("lightning predict", 1),
+        ("lightning predict --nodes 2", 2),
+        ("transformers between", 1),
+        ("transformers test", 1),
+        ("accelerate test", 1),
+    ],
+)
+def test_a_hang_behind_the_training(
+    case: str, tasks: int, requeue_cluster: DevCluster, tmp_path: Path
+) -> None:
+    """SIGTERM ends the ranks at once. The next attempt trains none of the steps again, and repeats
+    what followed them."""
+    job = requeued_where_it_hangs(case, tasks, requeue_cluster, tmp_path / "job")
+    said = job.output()
+    assert f"attempt 2 resumes from step {12 // tasks}" in said
+    assert "Killed" not in said
+    run = job.folder / "hydroslurm-runs" / job.job_id
+    for fit in [run, run / "fit-2"] if "between" in case else [run]:
+        assert json.loads((fit / "finished.json").read_text())["step"] == 12 // tasks
+
+
+def requeued_where_it_hangs(case: str, tasks: int, cluster: DevCluster, folder: Path) -> StockJob:
+    """Once, by an operator; and at its end."""
+    framework, place, *options = case.split()
+    job = StockJob(cluster, folder, "stalling.py", framework, place, "out", *options)
+    job.submit(f"--nodes={tasks}", "--ntasks-per-node=1")
+    job.wait_for((job.folder / "out/hangs").exists)
+    job.slurm("scontrol", "requeue", job.job_id)
+    assert job.wait_for_end() == "COMPLETED", job.output()
+    assert (job.folder / "out/result").exists()
+    return job

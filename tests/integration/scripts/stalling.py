@@ -2,9 +2,11 @@
 
 python stalling.py FRAMEWORK PLACE OUTPUT [--workers N] [--devices N --nodes N]
 
-PLACE: prepare_data, setup (in front of the first step), loader (the twelfth sample that is asked
-for), validation, save (of the framework's own checkpoint), last (behind the last step, within
-fit()), test (behind fit()). Rank 0 hangs, and the others wait for it.
+PLACE: prepare_data, setup (in front of the first step), sanity (Lightning's check), compile (of the
+model, in the first step), loader (the twelfth sample that is asked for), validation, save (of the
+framework's own checkpoint), last (behind the last step, within fit()); behind fit(): between (that
+one and a second one, which there is with no other place), test, predict. Rank 0 hangs, and the
+others wait for it.
 """
 
 from __future__ import annotations
@@ -98,11 +100,13 @@ def with_lightning(net: Net) -> None:
             return self.net(**batch)["loss"]
 
         def validation_step(self, batch, batch_idx):
-            if not self.trainer.sanity_checking:
-                reach("validation")
+            reach("sanity" if self.trainer.sanity_checking else "validation")
 
         def test_step(self, batch, batch_idx):
             reach("test")
+
+        def predict_step(self, batch, batch_idx):
+            reach("predict")
 
         def on_train_end(self):
             reach("last")
@@ -115,15 +119,18 @@ def with_lightning(net: Net) -> None:
             super()._save_checkpoint(trainer, filepath)
             reach("save")
 
-    trainer = L.Trainer(
-        accelerator="cpu", devices=options.devices, num_nodes=options.nodes, max_epochs=2,
-        strategy="ddp" if options.devices * options.nodes > 1 else "auto", logger=False,
-        default_root_dir=options.output, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Saving()],
-    )  # fmt: skip
-    module = Module()
-    trainer.fit(module, loader(), DataLoader(Points(), batch_size=8))
-    trainer.test(module, DataLoader(Points(), batch_size=8), verbose=False)
+    module, others = Module(), DataLoader(Points(), batch_size=8)
+    for _ in range(FITS):
+        trainer = L.Trainer(
+            accelerator="cpu", devices=options.devices, num_nodes=options.nodes, max_epochs=2,
+            strategy="ddp" if options.devices * options.nodes > 1 else "auto", logger=False,
+            default_root_dir=options.output, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[Saving()],
+        )  # fmt: skip
+        trainer.fit(module, loader(), others)
+        reach("between")
+    trainer.test(module, others, verbose=False)
+    trainer.predict(module, others, return_predictions=False)
 
 
 def with_transformers(net: Net) -> None:
@@ -151,11 +158,13 @@ def with_transformers(net: Net) -> None:
         per_device_train_batch_size=8, eval_strategy="epoch", save_strategy="epoch",
         report_to="none", dataloader_num_workers=options.workers, disable_tqdm=True,
     )  # fmt: skip
-    trainer = Saving(
-        net, arguments, train_dataset=Points("loader"), eval_dataset=Points(),
-        callbacks=[Hanging()],
-    )  # fmt: skip
-    trainer.train()
+    for _ in range(FITS):
+        trainer = Saving(
+            net, arguments, train_dataset=Points("loader"), eval_dataset=Points(),
+            callbacks=[Hanging()],
+        )  # fmt: skip
+        trainer.train()
+        reach("between")
     trainer.evaluate()
 
 
@@ -192,13 +201,22 @@ def with_own(net: Net) -> None:
     reach("test")
 
 
+def slow_compiler(graph: torch.fx.GraphModule, _: object) -> object:
+    """As one that has much to do."""
+    reach("compile")
+    return graph.forward
+
+
 def loader() -> DataLoader:
     return DataLoader(Points("loader"), batch_size=8, shuffle=True, num_workers=options.workers)
 
 
+FITS = 2 if options.place == "between" else 1
 torch.set_num_threads(1)
 torch.manual_seed(3)
 net = Net()
+if options.place == "compile":
+    net.compile(backend=slow_compiler)
 globals()[f"with_{options.framework}"](net)
 if RANK == 0:
     weights = b"".join(one.detach().numpy().tobytes() for one in net.state_dict().values())
