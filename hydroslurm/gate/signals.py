@@ -37,6 +37,9 @@ from hydroslurm.gate.protocol import Action, Cause, SignalRule
 
 SIGNALS_ENV = "HYDROSLURM_SIGNALS"
 """Environment variable that changes the plan: ``user_pause=RTMIN+1,user_resume=none``."""
+SUBMITIT_ENV = "SUBMITIT_EXECUTOR"
+"""Environment variable that submitit sets in its jobs."""
+_SUBMITIT_SIGNAL_ENV = "SUBMITIT_PREEMPT_SIGNAL"
 
 _CANNOT_BE_CAUGHT = frozenset({int(signal.SIGKILL), int(signal.SIGSTOP)})
 
@@ -133,13 +136,15 @@ class SignalPlan:
 
     def with_environment(self, environ: Mapping[str, str]) -> SignalPlan:
         """The plan changed by ``HYDROSLURM_SIGNALS``; for a worker of an elastic run, with
-        ``suspend_stops``.
+        ``suspend_stops``; in a job of submitit's, with its signal.
 
         Raises:
             UsageError: an unknown name or signal; the message lists the valid ones.
         """
         if environ.get(GENERATION_ENV):
             self = replace(self, suspend_stops=True)
+        if environ.get(SUBMITIT_ENV):
+            self = self._with_signal_of_submitit(environ.get(_SUBMITIT_SIGNAL_ENV) or "USR2")
         text = environ.get(SIGNALS_ENV, "").strip()
         if not text:
             return self
@@ -155,6 +160,16 @@ class SignalPlan:
                 )
             changes[name] = None if value.lower() == "none" else signal_number(value)
         return replace(self, **changes)  # type: ignore[arg-type]
+
+    def _with_signal_of_submitit(self, name: str) -> SignalPlan:
+        """What submitit has Slurm send ahead of the time limit is the warning. If that is one of a
+        pause's two signals (USR2, unless submitit was told otherwise), the other one goes, too."""
+        signo = signal_number(name)
+        if signo in self.stopping():
+            return self
+        if signo in (self.user_pause, self.user_resume):
+            self = replace(self, user_pause=None, user_resume=None)
+        return replace(self, warning=signo)
 
     def _numbers(self) -> dict[str, int]:
         values = {one.name: getattr(self, one.name) for one in fields(self)}

@@ -75,8 +75,9 @@ _LAUNCHERS = frozenset({
 """Programs that import torch and start ranks, or look at them, without being one."""
 _ADAPTED = {"transformers.trainer": "hydroslurm.integrations.transformers"}
 """Modules of frameworks that no entry point leads to, and the adapter that each is given to."""
-_PROVE_ENV = "HYDROSLURM_PROVE"  # of prove.updates, likewise
-_SIGNALS_ENV = "HYDROSLURM_SIGNALS"  # of runtime.signals, whose import every Python would pay for
+# of prove.updates and gate.signals, whose import every Python would pay for
+_PROVE_ENV = "HYDROSLURM_PROVE"
+_SIGNALS_ENV, _SUBMITIT_ENV = "HYDROSLURM_SIGNALS", "SUBMITIT_EXECUTOR"
 
 
 def start(environ: Mapping[str, str] | None = None) -> None:
@@ -98,12 +99,21 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     signals = killing(environ)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # they wait for install(), which takes them
     keep_alive(signals)
-    if mode == "requeue" and not any(isinstance(one, _AdaptedFinder) for one in sys.meta_path):
-        sys.meta_path.insert(0, _AdaptedFinder())
+    if mode == "requeue":
+        adapt()
     if "torch" in sys.modules:  # nobody's start-up is that early but a test's
         _install()
     else:
         after_torch(_install)
+
+
+def adapt() -> None:
+    """Give each framework to its adapter: those that are imported now, others when they are."""
+    for name in _ADAPTED.keys() & sys.modules.keys():
+        _give(sys.modules[name], _ADAPTED[name])
+    is_waiting = any(isinstance(one, _AdaptedFinder) for one in sys.meta_path)
+    if not is_waiting and not _ADAPTED.keys() <= sys.modules.keys():
+        sys.meta_path.insert(0, _AdaptedFinder())
 
 
 def after_torch(call: Callable[[], None]) -> None:
@@ -173,7 +183,7 @@ def is_asked(environ: Mapping[str, str]) -> bool:
 
 def killing(environ: Mapping[str, str]) -> frozenset[int]:
     """The pause signals whose default action would kill."""
-    if environ.get(_SIGNALS_ENV):  # few have it, and it costs an import
+    if environ.get(_SIGNALS_ENV) or environ.get(_SUBMITIT_ENV):  # few have one; it is an import
         from hydroslurm.errors import UsageError
         from hydroslurm.gate.signals import SignalPlan
 
@@ -368,17 +378,21 @@ def _adapt(loader: importlib.abc.Loader, adapter: str) -> None:
         # transformers looks for packages that are not there at every step, through all finders
         if _ADAPTED.keys() <= sys.modules.keys():
             sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _AdaptedFinder)]
-        try:
-            import importlib
-
-            importlib.import_module(adapter).install(module)
-        except Exception as error:
-            say(f"{module.__name__} was not made preemptible: {error}")
+        _give(module, adapter)
 
     try:
         loader.exec_module = exec_module  # type: ignore[method-assign]
     except AttributeError as error:
         say(f"{loader} was not made preemptible: it is an odd loader ({error})")
+
+
+def _give(module: ModuleType, adapter: str) -> None:
+    try:
+        import importlib
+
+        importlib.import_module(adapter).install(module)
+    except Exception as error:
+        say(f"{module.__name__} was not made preemptible: {error}")
 
 
 def _record() -> None:

@@ -100,8 +100,7 @@ class StockJob:
 
     def wait_for_step(self, *, attempt: int, steps: int = 1) -> None:
         """As many steps at least were trained in this attempt."""
-        begun = "a new run, step 0" if attempt == 1 else f"attempt {attempt} resumes from step"
-        self.wait_for(lambda: len(_STEP.findall(self.output().partition(begun)[2])) >= steps)
+        self.wait_for(lambda: steps_of_attempt(self.output(), attempt) >= steps)
 
     def stop(self, by: str, *, rank: int, node: str) -> None:
         """Have it stopped: ``requeue`` by an operator, ``signal`` to one rank alone, or ``urgent``,
@@ -130,6 +129,12 @@ class StockJob:
             asked = ("--noheader", "--parsable2", "--allocations", "--format=State")
             return self.slurm("sacct", *asked, f"--jobs={self.job_id}").partition(" ")[0]
         return next(word[9:] for word in shown.split() if word.startswith("JobState="))
+
+
+def steps_of_attempt(said: str, attempt: int) -> int:
+    """How many were trained since it began."""
+    begun = "a new run, step 0" if attempt == 1 else f"attempt {attempt} resumes from step"
+    return len(_STEP.findall(said.partition(begun)[2]))
 
 
 def submitted(

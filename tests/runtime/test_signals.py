@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -37,6 +38,18 @@ def test_environment_changes_the_plan() -> None:
     assert plan.user_pause == signal.SIGRTMIN + 3
     assert plan.user_resume is None
     assert plan.slurm_pause == signal.SIGTSTP
+
+
+def test_the_signal_of_submitit_is_the_warning() -> None:
+    """Slurm sends it ahead of the time limit; where it is one of a pause's, there is no such pause.
+    One that means to stop already changes nothing."""
+    of = SignalPlan().with_environment
+    stock = of({"SUBMITIT_EXECUTOR": "slurm"})
+    assert (stock.user_pause, stock.user_resume, stock.warning) == (None, None, signal.SIGUSR2)
+    chosen = of({"SUBMITIT_EXECUTOR": "slurm", "SUBMITIT_PREEMPT_SIGNAL": "XCPU"})
+    assert chosen == replace(SignalPlan(), warning=signal.SIGXCPU)
+    ours = of({"SUBMITIT_EXECUTOR": "local", "SUBMITIT_PREEMPT_SIGNAL": "URG"})
+    assert ours == of({"SUBMITIT_PREEMPT_SIGNAL": "USR2"}) == SignalPlan()
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,8 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from hydroslurm.coordination.world import INCARNATION_ENV, LOOPBACK
 from hydroslurm.core import rundir
 from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
-from hydroslurm.core.signals import signal_number
 from hydroslurm.errors import LaunchError, UsageError
-from hydroslurm.gate.signals import SignalPlan
+from hydroslurm.runtime.autoload import PREEMPT_ENV, adapt
 
 SUBMITIT_SIGNAL = "URG"
 """submitit's preemption signal, instead of USR2: Slurm accepts it, and a process without a handler
@@ -133,7 +132,7 @@ class Script:
 
 
 @contextlib.contextmanager
-def in_rank(run: Path, *, signals: SignalPlan | None = None) -> Iterator[None]:
+def in_rank(run: Path) -> Iterator[None]:
     """Inside the block this process can be paused, and its events and checkpoints go into this run
     folder. A process that is pausable already, as with submitit's debug executor, stays as it
     is."""
@@ -143,7 +142,7 @@ def in_rank(run: Path, *, signals: SignalPlan | None = None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment_variables(**{rundir.RUN_DIR_ENV: run, **_torch_ranks()}))
         if is_mine:
-            stack.enter_context(installed(run_dir=run, signals=signals))
+            stack.enter_context(installed(run_dir=run))
         stack.enter_context(leaving_as_submitit_does())
         yield
 
@@ -197,7 +196,13 @@ class Preemptible:
                 return self.function(*args, **kwargs)
         environment = submitit.JobEnvironment()
         run = environment.paths.folder / f"{environment.job_id}_run"
-        with in_rank(Path(os.environ.get(rundir.RUN_DIR_ENV, run)), signals=_plan()):
+        mode = os.environ.get(PREEMPT_ENV) or "requeue"
+        with (
+            environment_variables(**{PREEMPT_ENV: mode}),
+            in_rank(Path(os.environ.get(rundir.RUN_DIR_ENV, run))),
+        ):
+            if mode == "requeue":
+                adapt()
             return self.function(*args, **kwargs)
 
     def checkpoint(self, *args: Any, **kwargs: Any) -> DelayedSubmission:
@@ -207,7 +212,8 @@ class Preemptible:
 
 
 def preemptible(function: Callable[..., Any]) -> Preemptible:
-    """Wrap a function that uses :class:`hydroslurm.Run`, for ``executor.submit``.
+    """Wrap a function that trains in a :class:`hydroslurm.Run`, or with the Trainer of Lightning or
+    of Hugging Face, for ``executor.submit``.
 
     Its run folder is ``<submitit's folder>/<job id>_run`` unless HYDROSLURM_RUN_DIR names another.
     Pausing by SIGUSR1 and SIGUSR2 is off, because submitit uses USR2; ``scontrol suspend`` works.
@@ -236,9 +242,3 @@ def _run_folder_for_now() -> Iterator[None]:
         environment_variables(**{rundir.RUN_DIR_ENV: folder}),
     ):
         yield
-
-
-def _plan() -> SignalPlan:
-    signo = signal_number(os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2"))
-    plan = SignalPlan(user_pause=None, user_resume=None, warning=signo)
-    return plan.with_environment(os.environ)

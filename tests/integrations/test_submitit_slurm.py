@@ -1,0 +1,106 @@
+"""A function that trains with Lightning, as a job of submitit's own executor, whose handlers for
+signals are there before ours or come after them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import submitit
+import torch
+from integrations.stockjobs import SCRIPTS, steps_of_attempt
+from processes import wait_until
+from submitit.slurm.slurm import SlurmJob
+
+import hydroslurm
+from hydroslurm.devcluster import DevCluster
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import submitted_fit  # its ranks import it by this name too
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.frameworks]
+
+SCRIPT = SCRIPTS / "lightning_digits.py"
+ARGUMENTS = ["--epochs=2", "--workers=2"]
+NODE = "n1"
+OPTION = {"slurm_srun_args": ["--preempt=requeue"]}
+EXPORTED = {"slurm_setup": ["export HYDROSLURM_PREEMPT=requeue"]}
+TORCH = torch.Size([1])
+"""The process imports torch, and Lightning's callback comes, before submitit's handlers do."""
+
+
+@pytest.mark.parametrize(
+    ("function", "unpickled", "asked"),
+    [
+        pytest.param(submitted_fit.fit, None, OPTION, id="submitit's handlers first"),
+        pytest.param(submitted_fit.fit, TORCH, EXPORTED, id="ours first"),
+        pytest.param(hydroslurm.preemptible(submitted_fit.fit), TORCH, {}, id="wrapped"),
+    ],
+)
+def test_it_is_requeued_and_goes_on(
+    function: Callable[..., list[str]], unpickled: object, asked: dict[str, Any],
+    requeue_cluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By an operator, by an urgent job, and by submitit's signal, at which submitit alone would end
+    the job; weights and metrics are those of a process that was left alone."""
+    alone, folder = tmp_path / "alone", tmp_path / "job"
+    for one in (alone, folder):
+        one.mkdir()
+    subprocess.run([sys.executable, SCRIPT, *ARGUMENTS], cwd=alone, check=True, timeout=300)
+    executor = executor_in(folder, requeue_cluster, monkeypatch)
+    executor.update_parameters(**asked)
+    slow = [*ARGUMENTS, "--pause-s=0.05"]
+    job = executor.submit(function, SCRIPT, folder, slow, unpickled)
+    try:
+        for attempt, stop in enumerate(("requeue", "urgent", "warning"), start=1):
+            wait_for_step(job, attempt)
+            send(job, stop)
+        made = job.result()
+    finally:
+        job.cancel(check=False)
+    assert made == sorted(str(one.relative_to(alone)) for one in (alone / "logs").rglob("*"))
+    for name in ("final.pt", "logs/lightning_logs/version_0/metrics.csv"):
+        assert (folder / name).read_bytes() == (alone / name).read_bytes()
+    said = job.stdout() or ""
+    assert "attempt 4 resumes from step" in said
+    assert "Caught signal" not in said  # submitit's handler of the warning
+
+
+def executor_in(
+    folder: Path, cluster: DevCluster, monkeypatch: pytest.MonkeyPatch
+) -> submitit.AutoExecutor:
+    """That of a process which is led to the cluster. submitit's watcher belongs to its class: it
+    would ask this cluster's sacct for the jobs of another."""
+    for name, value in cluster.environ().items():
+        monkeypatch.setenv(name, value)
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.chdir(folder)
+    SlurmJob.watcher.clear()
+    executor = submitit.AutoExecutor(folder / "submitit", cluster="slurm")
+    executor.update_parameters(
+        slurm_partition="low", slurm_nodelist=NODE, slurm_stderr_to_stdout=True, timeout_min=5
+    )
+    return executor
+
+
+def wait_for_step(job: submitit.Job[list[str]], attempt: int) -> None:
+    def said() -> str:
+        return job.stdout() or ""
+
+    wait_until(lambda: steps_of_attempt(said(), attempt) >= 2, said, limit_s=180)
+
+
+def send(job: submitit.Job[list[str]], stop: str) -> None:
+    urgent = ["srun", "-p", "urgent", "-w", NODE, "--exclusive", "-t1", "true"]
+    command = {
+        "requeue": ["scontrol", "requeue", job.job_id],
+        "warning": ["scancel", "--signal=USR2", job.job_id],
+    }.get(stop, urgent)
+    subprocess.run(command, check=True, timeout=180)
