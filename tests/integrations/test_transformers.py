@@ -56,6 +56,7 @@ def play(scene: str, folder: Path, *stops: str, program: Path = SCENES) -> dict[
                 ("jit", "step:3 step:9"),
                 ("fractions", "every"),
                 ("plateau", "every"),
+                ("scaled", "every"),
                 ("stream", "every"),
                 ("stream", "eval:1 epoch:1 eval:2"),
                 ("stream accumulated", "every"),

@@ -123,6 +123,20 @@ class OwnMethods(Counting):
         return self.optimizer
 
 
+class Scaled(Trainer):
+    """In float16: the first steps overflow, and the scale follows. accelerate has no scaler on a
+    CPU, and trains in float32 there: it is let have one."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        assert self.accelerator.scaler is None
+        self.accelerator.native_amp = True
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=4)
+
+    def log(self, logs: Any, *args: Any, **kwargs: Any) -> None:
+        super().log({**logs, "scale": self.accelerator.scaler.get_scale()}, *args, **kwargs)
+
+
 class Masking(Trainer):
     """With transformers' collator, which draws what is masked and makes batches of its own kind."""
 
@@ -226,6 +240,8 @@ def scene(name: str) -> tuple[type, Any, dict[str, Any], list[Any]]:
             "metric_for_best_model": "loss", "gradient_checkpointing": True, "bf16": True,
         }  # fmt: skip
         return Trainer, Noisy(), plateau, []
+    if name == "scaled":
+        return Scaled, Noisy(), {"fp16": True, "logging_steps": 1, **evaluated}, []
     if name == "accumulate":
         return Counting, Noisy(), {"gradient_accumulation_steps": 4, "logging_steps": 2}, []
     if name == "one":
