@@ -138,10 +138,10 @@ def _message(found: Replaced, rule: SignalRule, owner: Owner, name: str) -> str:
         )
     taken = f"{signal} was given to {found.by}. Taken back: it {does}"
     if found.still_called:
-        return (
-            f"{taken}, then that is called as well. To keep them apart, choose another signal: "
-            f"{SIGNALS_ENV}={name}=RTMIN+1"
-        )
+        both = f"{taken}, then that is called as well"
+        if name.startswith("slurm_"):  # nobody can have Slurm send another one
+            return both
+        return f"{both}. To keep them apart, choose another signal: {SIGNALS_ENV}={name}=RTMIN+1"
     if owner.kind is OwnerKind.NATIVE:
         return (
             f"{taken}, and that is not called any more. Registered before hydroslurm is installed "
