@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 from processes import child
+
+from hydroslurm.runtime import autoload
 
 ASKED = {"HYDROSLURM_PREEMPT": "pause"}
 # says whether this process waits for torch, without importing anything of weight
@@ -146,6 +149,24 @@ import torch
     none = "import importlib.util as u, sys; sys.path[:] = []; print(u.find_spec('torch'))"
     done = python("-c", none, **ASKED)
     assert (done.stdout, done.stderr) == ("None\n", "")
+
+
+def test_frameworks_are_given_to_their_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are imported already, as a function that was unpickled has done, and those that
+    come later; each once, and then nobody looks any more."""
+    (tmp_path / "adapter_x.py").write_text("def install(module): module.count += 1")
+    for name in ("early_x", "late_x"):
+        (tmp_path / f"{name}.py").write_text("count = 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(autoload, "_ADAPTED", dict.fromkeys(("early_x", "late_x"), "adapter_x"))
+    before = list(sys.meta_path)
+    early = importlib.import_module("early_x")
+    autoload.adapt()
+    late = importlib.import_module("late_x")
+    assert (early.count, late.count) == (1, 1)
+    assert sys.meta_path == before
 
 
 @pytest.mark.parametrize("enabled", [True, False])
