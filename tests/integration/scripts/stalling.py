@@ -30,13 +30,15 @@ parser.add_argument("--devices", type=int, default=1)
 parser.add_argument("--nodes", type=int, default=1)
 options = parser.parse_args()
 options.output.mkdir(parents=True, exist_ok=True)
+FORWARDS = options.output / "forwards"
 RANK = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
 
 
 def wait_for_parent() -> None:
-    """A worker works ahead: until the training waits for it, the stop would still be in time."""
-    waits = 0
-    while waits < 25:
+    """A worker works ahead: until the training waits for it, the stop would still be in time. It
+    does so behind the first batch of each worker; accelerate asks for one more in advance."""
+    waits, steps = 0, options.workers - (options.framework in ("accelerate", "transformers"))
+    while waits < 25 or not FORWARDS.exists() or FORWARDS.stat().st_size < steps:
         stat = Path(f"/proc/{os.getppid()}/stat").read_text()
         waits = waits + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
         time.sleep(0.02)
@@ -44,12 +46,13 @@ def wait_for_parent() -> None:
 
 def reach(place: str) -> None:
     if place == options.place and RANK == 0:
-        if multiprocessing.parent_process() is not None:
-            wait_for_parent()
         try:
-            (options.output / "hangs").touch(exist_ok=False)
+            (options.output / "reached").touch(exist_ok=False)  # by one worker of several
         except FileExistsError:
             return
+        if multiprocessing.parent_process() is not None:
+            wait_for_parent()
+        (options.output / "hangs").touch()
         time.sleep(3600)
 
 
@@ -77,6 +80,9 @@ class Net(torch.nn.Module):
         )
 
     def forward(self, points: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if RANK == 0:
+            with FORWARDS.open("ab") as file:
+                file.write(b".")
         logits = self.layers(points)
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
