@@ -90,13 +90,18 @@ def test_a_member_that_forms_generations_otherwise_is_told(story: ElasticStory) 
 def test_what_is_not_to_be_had_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that the spec names is taken or refused; auto takes what any torch has."""
     assert str(engines.choose("auto", "gloo")).startswith("in_place (auto: ")
-    with pytest.raises(UsageError, match=r"cpu:gloo,cuda:nccl"):
-        engines.choose("torchft", "cpu:gloo,cuda:nccl")
     with pytest.raises(UsageError, match="below `hydroslurm agent`"):
         engines.choose("restart", "gloo")
     monkeypatch.setattr(kept_group.dist, "init_process_group", lambda: None)
     with pytest.raises(UsageError, match=r"no reconfigurable process groups; 2.14 has"):
         engines.choose("reconfigure", "gloo")
+
+
+def test_torchft_is_for_one_kind_of_device() -> None:
+    """Its process groups have one backend each."""
+    needs("torchft")
+    with pytest.raises(UsageError, match=r"cpu:gloo,cuda:nccl"):
+        engines.choose("torchft", "cpu:gloo,cuda:nccl")
 
 
 def test_another_torchft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
