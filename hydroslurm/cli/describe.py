@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hydroslurm.cli.elastic import elastic_lines
+from hydroslurm.cli.elastic import elastic_lines, member_lines
 from hydroslurm.cli.job import Which
 from hydroslurm.cli.status import echo, rank_line
 from hydroslurm.core.files import clean
@@ -164,10 +164,16 @@ def _attempt_line(one: Attempt) -> str:
 
 def plain_job_lines(found: PlainJob) -> list[str]:
     """What describe prints about a job without a spec."""
+    from hydroslurm.jobs.control.requests import member_of
+
+    slurm = found.slurm
     lines = of_slurm(found, found.name)
+    if found.run.elastic.is_dir():  # its members have been started by hand
+        return [*lines, *elastic_lines(found.run)]
+    if slurm is not None and (member := member_of(slurm)) is not None:
+        return [*lines, *member_lines(*member), *_rank_lines(found)]
     if found.submission is not None:
         lines.append(f"Command:      {clean(found.submission.command)}")
-    slurm = found.slurm
     files = dict.fromkeys(filter(None, (slurm.std_out, slurm.std_err))) if slurm else ()
     lines += [f"Output:       {file}" for file in files]
     lines.append(f"At a stop:    {_saver(found)}")
@@ -177,14 +183,19 @@ def plain_job_lines(found: PlainJob) -> list[str]:
     if slurm is not None:
         lines.append(f"Restarts:     {slurm.restart_count}")
     lines.append(f"Preemptions:  {found.preemptions}")
-    lines.append(f"Ranks:        {len(found.ranks) or 'none has announced itself'}")
-    now_ns = time.time_ns()
-    lines += [f"  {rank_line(one, now_epoch_ns=now_ns)}" for one in found.ranks[:_MANY_PLAIN]]
-    if len(found.ranks) > _MANY_PLAIN:
-        lines.append(f"  ... {len(found.ranks) - _MANY_PLAIN} more")
+    lines += _rank_lines(found) or ["Ranks:        none has announced itself"]
     lines += _attempt_lines([_plain_attempt_line(one) for one in found.attempts], _MANY_PLAIN)
     lines += condition_lines(found)
     return [line.rstrip() for line in lines]
+
+
+def _rank_lines(found: PlainJob) -> list[str]:
+    now_ns = time.time_ns()
+    lines = [f"Ranks:        {len(found.ranks)}"] if found.ranks else []
+    lines += [f"  {rank_line(one, now_epoch_ns=now_ns)}" for one in found.ranks[:_MANY_PLAIN]]
+    if len(found.ranks) > _MANY_PLAIN:
+        lines.append(f"  ... {len(found.ranks) - _MANY_PLAIN} more")
+    return lines
 
 
 def of_slurm(found: Found, name: str) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,12 +11,17 @@ import typer
 from hydroslurm.cli.job import Which
 from hydroslurm.cli.status import echo
 from hydroslurm.core.files import clean
+from hydroslurm.errors import RunFolderError
 
 if TYPE_CHECKING:
     from hydroslurm.core.rundir import RunDir
+    from hydroslurm.elastic.folder import ElasticFolder
 
+_CHANGED = ("generation", "suspended", "wanted", "finished", "gave_up")
 _CHANGES = 12
 """So many changes are listed; the rest is counted."""
+_SILENT_S = 15.0
+"""A coordinator writes its status every second; clocks of two nodes may be this far apart."""
 
 
 def scale(
@@ -57,7 +64,7 @@ def _check(status: dict[str, Any], size: int, leave: list[str]) -> None:
     """What the coordinator would do, in its words."""
     from hydroslurm.errors import UsageError
 
-    names = [one["id"] for one in status["members"] if one["state"] != "leaving"]
+    names = [one["id"] for one in status["members"] if one["state"] != "Leaving"]
     if unknown := [name for name in leave if name not in names]:
         raise UsageError(f"no member {', '.join(unknown)}; there are {', '.join(names) or 'none'}")
     if not status["min"] <= size <= status["max"]:
@@ -96,9 +103,10 @@ def elastic_lines(run: RunDir) -> list[str]:
             f"Generation:   {status['generation']}, {status['state']}, step {status['step']}{pace}",
             *([f"Engine:       {clean(engine)}"] if (engine := status.get("engine")) else []),
             *(f"  {clean(_member_line(one))}" for one in status["members"]),
+            *_silence_lines(status, folder),
         ]
     lines += _taken_lines(entries)
-    changes = [one for one in entries if one["kind"] in ("generation", "suspended", "wanted")]
+    changes = [one for one in entries if one["kind"] in _CHANGED]
     restarts = status is not None and str(status.get("engine")).startswith("restart")
     resumed = {one["generation"]: one for one in entries if one["kind"] == "resumed"}
     more = f"; {len(changes) - _CHANGES} before these" if len(changes) > _CHANGES else ""
@@ -109,17 +117,77 @@ def elastic_lines(run: RunDir) -> list[str]:
     return lines
 
 
+def member_lines(run: RunDir, name: str) -> list[str]:
+    """What describe and status print about the job of one member of an elastic run."""
+    from hydroslurm.cli.status import size_line
+    from hydroslurm.elastic.folder import ElasticFolder
+    from hydroslurm.jobs import submission
+
+    folder = ElasticFolder(run=run.root)
+    more = ""
+    with contextlib.suppress(RunFolderError):  # of a run that was not submitted
+        more = f"; hydroslurm describe {submission.read(run.root).job_id}"
+    try:
+        now = _member_now(folder, name)
+    except OSError as error:
+        return [f"Member:       {name} of {run.root}, which cannot be read: {error.strerror}"]
+    return [
+        f"Member:       {clean(now)}",
+        f"Of:           {run.root}{more}",
+        f"              {clean(size_line(run) or 'its coordinator has not begun yet')}",
+    ]
+
+
+def _member_now(folder: ElasticFolder, name: str) -> str:
+    from hydroslurm.cli.describe import moment
+
+    status = folder.read(folder.status_json) or {}
+    for one in status.get("members", ()):
+        if one["id"] == name:
+            return f"{_member_line(one)}, since {moment(int(one['since_epoch_s'] * 1e9))}"
+    gone = [one for one in folder.ledger() if one.get("member") == name and one.get("reason")]
+    if gone:
+        return (
+            f"{name}  is none any more since {moment(gone[-1]['epoch_ns'])}: {gone[-1]['reason']}"
+        )
+    if status.get("state") in ("Succeeded", "Failed"):
+        return f"{name}  has ended with the run"
+    return f"{name}  has not joined yet: it waits in Slurm, or its script has not come so far"
+
+
 def _member_line(member: dict[str, Any]) -> str:
     ranks = f"{member['ranks']} rank{'' if member['ranks'] == 1 else 's'}"
     reason = f" ({member['reason']})" if member.get("reason") else ""
     return f"{member['id']}  {member['state']} on {member['node'] or '?'}, {ranks}{reason}"
 
 
+def _silence_lines(status: dict[str, Any], folder: ElasticFolder) -> list[str]:
+    """What was written last is taken for what is, unless its writer is gone."""
+    silent_s = time.time() - status["written_epoch_s"]
+    if silent_s < _SILENT_S or status["state"] in ("Succeeded", "Failed"):
+        return []
+    own = status["coordinator"]
+    who, again = f"job {own['job_id']}", "its job starts it anew unless that was cancelled"
+    if not own["job_id"]:
+        who = f"pid {own['pid']}"
+        again = f"start one with python -m hydroslurm.elastic.coordinator {folder.run}"
+    return [
+        f"Coordinator:  has written nothing for {silent_s:,.0f} s ({clean(who)} on "
+        f"{clean(own['node'])}): the above is how it was then, and nothing changes until there is "
+        f"one again: {again}"
+    ]
+
+
 def _taken_lines(entries: list[dict[str, Any]]) -> list[str]:
     ended = [one for one in entries if one["kind"] == "ended"]
-    counts = {how: sum(one["how"] == how for one in ended) for how in ("failure", "preemption")}
-    lines = [f"Ended:        {counts['preemption']} preempted, {counts['failure']} failed"]
-    for one in [one for one in ended if one["how"] == "failure"][-3:]:
+    if any(one["kind"] == "submitted" for one in entries):
+        taken = sum(one["how"] == "preemption" for one in ended)
+        failed, how = [one for one in ended if one["how"] == "failure"], "preempted"
+    else:  # Slurm has no part in it: members are started and taken away by somebody else
+        taken = sum(one["kind"] == "left" for one in entries)
+        failed, how = [one for one in entries if one["kind"] == "failure"], "left"
+    lines = [f"Ended:        {taken} {how}, {len(failed)} failed"]
+    for one in failed[-3:]:
         text = f"{one['member']} on {one['node'] or '?'}: {one['reason']}"
         lines.append(f"  {clean(text)}")
     for one in entries:
@@ -141,6 +209,10 @@ def _change_line(one: dict[str, Any], cost: dict[str, Any] | None) -> str:
         return f"{at}  {one['size']} members are wanted{by}"
     if one["kind"] == "suspended":
         return f"{at}  suspended: {len(one['members'])} members are left of at least {one['min']}"
+    if one["kind"] == "finished":
+        return f"{at}  finished at step {one['step']}"
+    if one["kind"] == "gave_up":
+        return f"{at}  failed: {one['reason']}"
     parts = [f"generation {one['generation']} of {len(one['members'])} at step {one['step']}"]
     parts += [
         f"{word} {', '.join(one[name])}"

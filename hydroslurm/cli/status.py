@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 
 def status(
-    job_id: Annotated[int | None, typer.Argument(help="One job; default: all of mine.")] = None,
+    job_id: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="JOB",
+            help="A job, or a task of an array: 12, 12_3. Default: all of mine.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per job, one per line.")
     ] = False,
@@ -27,14 +33,14 @@ def status(
     import getpass
 
     from hydroslurm.core.overlap import overlapped
-    from hydroslurm.jobs.control.requests import find_job
+    from hydroslurm.jobs.control.overview import job_of_id
     from hydroslurm.slurm.client import open_client
 
     client = open_client()
     if job_id is None:
         jobs = list(client.jobs(user=getpass.getuser()))
     else:
-        jobs = [find_job(client, job_id)]
+        jobs = [job_of_id(client, job_id)]
     for found, now in overlapped(_look, jobs):
         if as_json:
             typer.echo(json.dumps(_as_json(found, now)))
@@ -88,6 +94,8 @@ def size_line(run: RunDir) -> str | None:
 
 
 def _print_status(found: JobStatus, now: _Now) -> None:
+    from hydroslurm.cli.elastic import member_lines
+    from hydroslurm.jobs.control.requests import member_of
     from hydroslurm.slurm.text import compress_nodes, format_duration
 
     job = found.job
@@ -102,7 +110,10 @@ def _print_status(found: JobStatus, now: _Now) -> None:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(condition.epoch_ns / 1e9))
         message = f": {condition.message}" if condition.message else ""
         echo(f"  {condition.type} {condition.reason} since {since}{message}")
-    if problem is not None:
+    if (member := member_of(job)) is not None:
+        for line in member_lines(*member):
+            echo(f"  {line}")
+    elif problem is not None:
         echo(f"  its run folder cannot be read: {problem}")
     elif (size := size_line(found.run_dir)) is not None:
         echo(f"  {size}")
@@ -160,8 +171,11 @@ def _since(epoch_ns: int, now_epoch_ns: int) -> str:
 
 
 def _as_json(found: JobStatus, now: _Now) -> dict[str, object]:
+    from hydroslurm.jobs.control.requests import member_of
+
     job = found.job
     condition, problem = now
+    member = member_of(job)
     return {
         "job_id": job.job_id,
         "name": job.name,
@@ -170,6 +184,7 @@ def _as_json(found: JobStatus, now: _Now) -> dict[str, object]:
         "nodes": list(job.nodes),
         "restart_count": job.restart_count,
         "run_dir": str(found.run_dir.root),
+        "member": None if member is None else member[1],
         "problem": problem,
         "condition": None if condition is None else vars(condition),
         "agents": [vars(node) for node in found.nodes],

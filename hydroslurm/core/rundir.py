@@ -57,6 +57,7 @@ GENERATION_ENV = "HYDROSLURM_GENERATION"
 requeues their job, and the coordinator counts what goes wrong."""
 
 _NAMED = re.compile(r"(?:^|\s)hydroslurm:(/\S.*)$")
+_MEMBER_OF = re.compile(r"(?:^|\s)hydroslurm-member:(/\S.*)$")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,7})(\.jsonl?)")
 
 
@@ -122,6 +123,11 @@ class RunDir:
     @property
     def events(self) -> Path:
         return self.root / "events"
+
+    @property
+    def elastic(self) -> Path:
+        """Of an elastic run: what its coordinator keeps, see :mod:`hydroslurm.elastic.folder`."""
+        return self.root / "elastic"
 
     @property
     def checkpoints(self) -> Path:
@@ -319,6 +325,19 @@ def is_named(comment: str) -> bool:
 def comment_for(run_dir: RunDir) -> str:
     """The job comment from which :func:`of_job` finds the run folder again."""
     return f"hydroslurm:{run_dir.root}"
+
+
+def comment_for_members(run_dir: RunDir) -> str:
+    """The comment of the array elements that are members of an elastic run. For whoever does not
+    know it they are jobs without a run folder, to which no verb does anything: the others of the
+    run would wait for one that is paused."""
+    return f"hydroslurm-member:{run_dir.root}"
+
+
+def elastic_run_of(comment: str) -> RunDir | None:
+    """The run that :func:`comment_for_members` names; None of any other job."""
+    named = _MEMBER_OF.search(comment)
+    return RunDir(Path(named[1])) if named else None
 
 
 def from_environment(environ: Mapping[str, str]) -> RunDir | None:

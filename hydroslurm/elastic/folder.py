@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from hydroslurm.coordination.authentication import KEY_BYTES
 from hydroslurm.core.files import parse_json, read_regular, write_atomically
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.elastic.autoscale_rules import AutoscalePolicy
 from hydroslurm.elastic.roster import Size, Timing
@@ -61,7 +62,7 @@ class ElasticFolder:
 
     @property
     def root(self) -> Path:
-        return self.run / "elastic"
+        return RunDir(self.run).elastic
 
     @property
     def key_file(self) -> Path:

@@ -24,7 +24,7 @@ from hydroslurm.errors import (
     SpecError,
 )
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.control.requests import find_job, run_dir_of
+from hydroslurm.jobs.control.requests import find_job, ranks_dir_of, run_dir_of
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.spec.reading import loads
@@ -122,11 +122,25 @@ def locate(client: SlurmClient, which: str) -> tuple[RunDir, Job | None]:
         is_its = slurm is not None and run_dir_of(slurm).root.resolve() == run.root.resolve()
         return run, slurm if is_its else None
     try:
-        slurm = _array_task(client, which) if numbers[2] else find_job(client, int(which))
+        slurm = job_of_id(client, which)
     except (NoSuchJob, SlurmMissing, ControllerUnreachable) as error:
         message = f"{error}. Where the run folder of the job is known, give that in place of its id"
         raise type(error)(message) from None
-    return run_dir_of(slurm), slurm
+    return ranks_dir_of(slurm), slurm
+
+
+def job_of_id(client: SlurmClient, which: str) -> Job:
+    """The job of an id as squeue shows it: ``12``, or ``12_3`` for a task of an array.
+
+    Raises:
+        NoSuchJob, SlurmMissing, ControllerUnreachable: as :func:`locate`.
+    """
+    numbers = _ID.fullmatch(which)
+    if numbers is None:
+        raise NoSuchJob(
+            f"{which!r} is no id of a job; wanted one such as 12, or 12_3 for a task of an array"
+        )
+    return _array_task(client, which) if numbers[2] else find_job(client, int(which))
 
 
 def read_overview(run: RunDir, slurm: Job | None) -> Overview:

@@ -21,7 +21,7 @@ from hydroslurm.jobs.control.overview import (
     locate,
     read_overview,
 )
-from hydroslurm.jobs.control.requests import job_status, run_dir_of
+from hydroslurm.jobs.control.requests import job_status, member_of, ranks_dir_of
 from hydroslurm.jobs.submission import Submission
 from hydroslurm.jobs.supervisor.attempts import Attempt
 from hydroslurm.jobs.supervisor.conditions import Condition, ConditionType
@@ -106,11 +106,12 @@ def job_of(client: SlurmClient, which: str) -> Overview | PlainJob:
 
 
 def _is_ours(run: RunDir) -> bool:
-    return run.submission_json.exists() or run.events.is_dir()
+    """Whether it has been submitted, or has ranks or, of an elastic run, a coordinator."""
+    return run.submission_json.exists() or run.events.is_dir() or run.elastic.is_dir()
 
 
 def _require_ours(run: RunDir, slurm: Job | None, which: str) -> None:
-    if _is_ours(run):
+    if _is_ours(run) or (slurm is not None and member_of(slurm) is not None):
         return
     if slurm is None:
         raise RunFolderError(
@@ -162,7 +163,7 @@ def _submission(run: RunDir) -> Submission | None:
 
 def _ranks(run: RunDir, slurm: Job | None) -> tuple[RankStatus, ...]:
     if slurm is not None:
-        return job_status(slurm).ranks if run_dir_of(slurm) == run else ()
+        return job_status(slurm).ranks if ranks_dir_of(slurm) == run else ()
     found = (read_status(path) for path in run.rank_status_files().values())
     return tuple(one for one in found if one is not None)
 

@@ -77,6 +77,23 @@ def run_dir_of(job: Job) -> RunDir:
     return folder
 
 
+def member_of(job: Job) -> tuple[RunDir, str] | None:
+    """The elastic run that this array element is a member of, and the member's name; None of any
+    other job."""
+    run = rundir.elastic_run_of(job.comment)
+    if run is None or job.array_job_id is None or job.array_task_id is None:
+        return None
+    return run, f"{job.array_job_id}_{job.array_task_id}"
+
+
+def ranks_dir_of(job: Job) -> RunDir:
+    """Where the ranks of a job write: its run folder, or its member's part of that of a run."""
+    if (member := member_of(job)) is not None:
+        run, name = member
+        return RunDir(run.elastic / "members" / name)
+    return run_dir_of(job)
+
+
 def find_job(client: SlurmClient, job_id: int) -> Job:
     """A job of now, or the latest record of one that slurmctld has forgotten.
 
@@ -108,7 +125,7 @@ def _commented(client: SlurmClient, job: Job) -> Job:
 
 def job_status(job: Job) -> JobStatus:
     """Slurm's state beside the ranks' own; a rank that wrote no end of an ended job was killed."""
-    run = run_dir_of(job)
+    run = ranks_dir_of(job)
     try:
         files = run.rank_event_files()
     except OSError as error:

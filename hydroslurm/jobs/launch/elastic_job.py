@@ -300,6 +300,7 @@ def member_script(job: TrainingJob, plan: Plan, run: RunDir, where: dict[str, An
         **what_it_needs(job, plan),
         **where,
         "job-name": run.root.name,
+        "comment": rundir.comment_for_members(run),
         "no-requeue": True,
         "output": f"{run.logs}/member-%A_%a.log",
         "open-mode": "append",

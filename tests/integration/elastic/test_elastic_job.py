@@ -42,6 +42,11 @@ def test_a_job_lives_through_preemption_scaling_and_its_coordinators_death(
     assert "3 train, 3 are wanted, 1 to 3 are allowed" in said
     assert f"left: {newest}" in said
     assert "1 preempted, 0 failed" in said
+    said = scene.hydroslurm("status", base).stdout
+    assert f"Member:       {base}  Running on " in said
+    assert f"hydroslurm describe {scene.job_id}\n" in said
+    assert "3 train, 3 are wanted" in said
+    assert f"Member:       {base}  Running on " in scene.hydroslurm("describe", base).stdout
 
     scene.finish()
     assert scene.final_condition().type == "Succeeded"

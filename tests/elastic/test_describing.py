@@ -1,0 +1,130 @@
+"""What describe and status tell of an elastic run and of a member's job."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hydroslurm.cli import app
+from hydroslurm.cli.describe import plain_job_lines
+from hydroslurm.cli.status import _look, _print_status
+from hydroslurm.core.rundir import RunDir, comment_for_members
+from hydroslurm.elastic.coordinator import Coordinator, start
+from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
+from hydroslurm.elastic.roster import Size
+from hydroslurm.jobs.control.plain_job import PlainJob
+from hydroslurm.jobs.control.requests import job_status, ranks_dir_of
+from hydroslurm.slurm.values import Job, JobState
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    """Of members 124_0 and 124_1, of which the second has left after step 7."""
+    folder = ElasticFolder(run=tmp_path)
+    options = CoordinatorOptions(host="127.0.0.1", size=Size(min=1, max=2, wanted=2))
+    folder.write(folder.options_json, options.to_json())
+    one = start(folder)
+    machine, ranks = one.membership, [("124_0", 0), ("124_1", 0)]
+
+    def change() -> int:
+        assert machine.change is not None
+        return machine.change.number
+
+    try:
+        for rank in ranks:
+            known = {"local_size": 1, "node": "n1", "generation": 0, "holding": False}
+            one.act(machine.join(rank, **known, now_s=time.monotonic()))  # type: ignore[arg-type]
+            one.act(machine.ready(rank, time.monotonic()))
+        for rank in ranks:
+            one.act(machine.formed(rank, change(), True, 0.5, time.monotonic()))
+        one.act(machine.leave(ranks[1], "SIGTERM", time.monotonic()))
+        for rank in ranks:
+            one.act(machine.proposed(rank, change(), 7, time.monotonic()))
+        for rank in ranks:
+            one.act(machine.arrived(rank, change(), 7, time.monotonic()))
+        one.act(machine.formed(ranks[0], change(), True, 0.25, time.monotonic()))
+        one.on_round()
+        yield one
+    finally:
+        one.close()
+
+
+def described(run: Path) -> str:
+    result = CliRunner().invoke(app, ["describe", str(run)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.usefixtures("coordinator")
+def test_a_run_whose_members_nobody_has_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members, and what each change cost, from the coordinator's files alone; and when the
+    coordinator is gone that they are old, and what to do."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    said = described(tmp_path)
+    assert "1 train, 2 are wanted, 1 to 2 are allowed" in said
+    assert "Generation:   2, Running, step 7" in said
+    assert "  124_0  Running on n1, 1 rank\n" in said
+    assert "Ended:        1 left, 0 failed" in said
+    change = "generation 2 of 1 at step 7; left: 124_1; paused 0.25 s, 0 steps lost (leave (124_1:"
+    assert change in said
+    assert "Coordinator:" not in said
+    folder = ElasticFolder(run=tmp_path)
+    status = json.loads(folder.status_json.read_text())
+    folder.write(folder.status_json, {**status, "written_epoch_s": time.time() - 60})
+    said = described(tmp_path)
+    assert "Coordinator:  has written nothing for 60 s (pid " in said
+    assert f"python -m hydroslurm.elastic.coordinator {tmp_path}" in said
+
+
+@pytest.mark.usefixtures("coordinator")
+@pytest.mark.parametrize(
+    ("task", "now"),
+    [
+        (0, "124_0  Running on n1, 1 rank, since "),
+        (1, "124_1  is none any more since "),
+        (2, "124_2  has not joined yet"),
+    ],
+)
+def test_a_job_of_a_member(
+    tmp_path: Path, task: int, now: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both verbs say what it is to its run, and how that stands."""
+    comment = comment_for_members(RunDir(tmp_path))
+    job = Job(
+        job_id=457,
+        state=JobState.RUNNING,
+        comment=comment,
+        array_job_id=124,
+        array_task_id=task,
+    )
+    assert job_status(job).run_dir.root == tmp_path / "elastic" / "members" / f"124_{task}"
+    _print_status(*_look(job))
+    told = capsys.readouterr().out
+    found = PlainJob(
+        run=ranks_dir_of(job),
+        slurm=job,
+        conditions=(),
+        submission=None,
+        ranks=(),
+        attempts=(),
+        saver=None,
+        committed=None,
+    )
+    for said in (told, "\n".join(plain_job_lines(found))):
+        assert f"Member:       {now}" in said
+        assert f"Of:           {tmp_path}" in said
+        assert "Running, generation 2, step 7: 1 train, 2 are wanted" in said
+
+
+def test_status_names_what_it_takes() -> None:
+    """What is no id of a job is refused with one that is."""
+    result = CliRunner().invoke(app, ["status", "twelve"])
+    assert result.exit_code == 1
+    assert "'twelve' is no id of a job; wanted one such as 12, or 12_3" in str(result.exception)
