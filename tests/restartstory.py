@@ -55,9 +55,14 @@ sys.exit(75)
 TRAIN = (
     textwrap.dedent(BEGIN)
     + """
+import threading
 from datetime import timedelta
 from elastic_notes import say, say_step
 
+hang = options.get("hang") if os.environ["HYDROSLURM_GENERATION"] == "1" else None
+if hang == "before":
+    say("hangs", epoch_s=time.time())
+    time.sleep(600)
 dist.init_process_group("gloo", timeout=timedelta(seconds=options.get("timeout_s", 1800)))
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 1))
@@ -75,10 +80,10 @@ with hydroslurm.Run(
 ) as run:
     for x, y, ids in run.batches(epochs=options["epochs"]):
         step = run.step
-        if options.get("hang") and step >= 5 and run.generation == 1:
+        if hang in ("sleep", "spin") and step >= 5:
             say("hangs", epoch_s=time.time())
             while True:
-                time.sleep(60 if options["hang"] == "sleep" else 0)
+                time.sleep(60 if hang == "sleep" else 0)
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
@@ -87,6 +92,9 @@ with hydroslurm.Run(
         time.sleep(options.get("step_s", 0.02))
 whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.parameters()]
 say("done", step=run.step, weights=sum(one.detach().double().sum().item() for one in whole))
+if hang == "end":
+    say("hangs", epoch_s=time.time())
+    threading.Thread(target=time.sleep, args=(600,)).start()
 """
 )
 

@@ -19,17 +19,21 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
+import threading
 import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from datetime import timedelta
+from types import FrameType, ModuleType
 from typing import Any
 
 _DISTRIBUTED = "torch.distributed.distributed_c10d"
 _NATIVE = "torch._C._distributed_c10d"
 _DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")
 """NCCL has a recorder of its own; the others share one."""
+_MEETING_S = 1800.0
+"""torch's default, of all backends but NCCL."""
 _NETWORK_ERRORS = ("DistNetworkError", "DistStoreError")
 
 
@@ -136,11 +140,26 @@ def is_of_meeting(error: BaseException) -> bool:
     if kind is not None and isinstance(error, kind):
         reached = progress()
         return reached is None or reached.issued <= 1
-    return any(
-        frame.f_code.co_name == "init_process_group"
-        and frame.f_globals.get("__name__") == _DISTRIBUTED
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
+    return any(_is_meeting(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def meeting_timeout_s() -> float | None:
+    """After how long the ``init_process_group`` fails in which the main thread is; None: it is in
+    none. Some microseconds."""
+    main = threading.main_thread().ident
+    frame = sys._current_frames().get(main) if main is not None else None
+    while frame is not None and not _is_meeting(frame):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    # an argument, which torch sets where it was not given: for the backend, before it waits
+    timeout = frame.f_locals.get("timeout")
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else _MEETING_S
+
+
+def _is_meeting(frame: FrameType) -> bool:
+    is_named_so = frame.f_code.co_name == "init_process_group"
+    return is_named_so and frame.f_globals.get("__name__") == _DISTRIBUTED
 
 
 def is_of_lost_peer(error: BaseException) -> bool:

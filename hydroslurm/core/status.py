@@ -84,6 +84,8 @@ class RankStatus:
         collectives: how many it has issued on its largest process group; told where the ranks are
             started anew in each generation of an elastic run.
         collective_timeout_s: of that group; None where it is not known.
+        meeting_timeout_s: its main thread is in ``init_process_group``, which fails after so long;
+            None: it is not there.
         error: that nobody has caught, and by which its script ended; empty while it has not.
         met: it had met the other ranks before.
         lost_peer: the error is that a connection to another rank has ended.
@@ -137,6 +139,7 @@ class RankStatus:
     collectives: int | None = None
     collective_timeout_s: float | None = None
     stands_at: str = ""
+    meeting_timeout_s: float | None = None
     error: str = ""
     met: bool = True
     lost_peer: bool = False
@@ -575,6 +578,7 @@ _READERS: Mapping[str, _Reader] = {
     "collectives": _or_none(_nanoseconds),
     "collective_timeout_s": _or_none(_number),
     "stands_at": lambda value: "" if value is None else _text(value),
+    "meeting_timeout_s": _or_none(_number),
     "error": lambda value: "" if value is None else _text(value),
     "met": lambda value: True if value is None else _flag(value),
     "lost_peer": lambda value: False if value is None else _flag(value),

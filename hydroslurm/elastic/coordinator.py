@@ -148,6 +148,8 @@ class Coordinator(Server):
                     now_s,
                     waits=message["waits"],
                     collectives=message["collectives"],
+                    meeting_s=message["meeting_s"],
+                    ended=message["ended"],
                 )
             )
         elif kind in ("set", "get", "add"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from hydroslurm.elastic.roster import Rank
+from hydroslurm.elastic.roster import Awaited, Rank
 
 
 class Liveness:
@@ -16,6 +16,8 @@ class Liveness:
         self._heard_s: OrderedDict[Rank, float] = OrderedDict()  # the most silent first
         self._doing: dict[Rank, tuple[int, bool, float]] = {}
         self._issued: dict[Rank, int] = {}
+        self._meeting_s: dict[Rank, float] = {}
+        self._ended: set[Rank] = set()
 
     def heard(self, rank: Rank, now_s: float) -> None:
         """The rank has said something."""
@@ -28,28 +30,60 @@ class Liveness:
         if before is None or before[:2] != (step, waits):
             self._doing[rank] = (step, waits, now_s)
 
-    def issued(self, rank: Rank, collectives: int | None) -> None:
-        """How many collectives the processes of an agent have issued; None: they do not tell."""
-        if collectives is None:
-            self._issued.pop(rank, None)
-        else:
+    def progress(
+        self, rank: Rank, collectives: int | None, *, meeting_s: float, ended: bool
+    ) -> None:
+        """What the processes of an agent have come to.
+
+        Args:
+            collectives: so many they have issued; None: they do not tell.
+            meeting_s: one of them is in ``init_process_group``, which fails after so long; or 0.
+            ended: one of them has trained to the end.
+        """
+        self._forget_progress(rank)
+        if collectives is not None:
             self._issued[rank] = collectives
+        if meeting_s:
+            self._meeting_s[rank] = meeting_s
+        if ended:
+            self._ended.add(rank)
 
     def begin_generation(self) -> None:
-        """Processes that are new count anew."""
+        """Processes that are new count anew, and nobody has waited in a step of it yet."""
+        self._doing.clear()
         self._issued.clear()
+        self._meeting_s.clear()
+        self._ended.clear()
 
-    def behind(self) -> tuple[list[Rank], int]:
-        """Those whose processes have issued fewer collectives than others have, and how many the
-        furthest has."""
+    @property
+    def knows_progress(self) -> bool:
+        """Whether any agent has said what its processes have come to."""
+        return bool(self._issued or self._meeting_s or self._ended)
+
+    def awaited(self, ranks: Iterable[Rank]) -> Iterator[tuple[Rank, Awaited]]:
+        """Those of a generation whose processes are waited for, and by what."""
         furthest = max(self._issued.values(), default=0)
-        return [rank for rank, issued in self._issued.items() if issued < furthest], furthest
+        meeting_s = max(self._meeting_s.values(), default=0.0)
+        for rank in ranks:
+            if self._ended:  # a collective that they have issued is complete
+                found = Awaited(ended=rank not in self._ended)
+            elif rank in self._issued:
+                found = Awaited(collectives=furthest if self._issued[rank] < furthest else 0)
+            else:
+                found = Awaited(meeting_s=0.0 if rank in self._meeting_s else meeting_s)
+            if found != Awaited():
+                yield rank, found
+
+    def _forget_progress(self, rank: Rank) -> None:
+        self._issued.pop(rank, None)
+        self._meeting_s.pop(rank, None)
+        self._ended.discard(rank)
 
     def forget(self, rank: Rank) -> None:
         """Nothing more is expected of the rank."""
         self._heard_s.pop(rank, None)
         self._doing.pop(rank, None)
-        self._issued.pop(rank, None)
+        self._forget_progress(rank)
 
     def most_silent(self) -> tuple[Rank, float] | None:
         """The rank that was heard least recently, and when."""

@@ -28,10 +28,13 @@ from hydroslurm.elastic.coordinator import attempt_of
 from hydroslurm.elastic.directives import Average, Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.messages import check_from_coordinator
+from hydroslurm.elastic.roster import Awaited
 from hydroslurm.elastic.usage import Usage
 from hydroslurm.errors import CoordinatorLost, HydroslurmError
 
 BEAT_S = 1.0
+AWAITED_S = 10.0
+"""The coordinator says every second who is waited for, as long as that is so."""
 RETRY_S = 0.5
 TOLD_AFTER_S = 60.0
 MOST_ERROR = 500
@@ -98,8 +101,8 @@ class Member:
         self._failure: Message | None = None
         self._aborted_for = 0
         self._pace = (0.0, 0.0)
-        self._collectives: int | None = None
-        self._awaited = (0, 0)
+        self._progress: Message = {"collectives": None, "meeting_s": 0.0, "ended": False}
+        self._awaited = (0, Awaited(), 0.0)
         self._ids = itertools.count(1)
         self._answers: dict[int, Any] = {}
         self._channel: CoordinatorChannel | None = None
@@ -213,15 +216,22 @@ class Member:
         return any(isinstance(one, Depart) for one in tuple(self._directives))
 
     @property
-    def awaited(self) -> int:
-        """How many collectives the furthest process of this generation has issued, if those here
-        have issued fewer."""
-        generation, collectives = self._awaited
-        return collectives if generation == self.generation else 0
+    def awaited(self) -> Awaited:
+        """What other processes of this generation wait for, as the coordinator has just said."""
+        generation, awaited, told_s = self._awaited
+        is_new = time.monotonic() - told_s < AWAITED_S
+        return awaited if is_new and generation == self.generation else Awaited()
 
-    def note_progress(self, step: int | None, collectives: int | None) -> None:
-        """What is said with the next beat."""
-        self._collectives = collectives
+    def note_progress(
+        self,
+        step: int | None,
+        collectives: int | None,
+        *,
+        meeting_s: float = 0.0,
+        ended: bool = False,
+    ) -> None:
+        """What is said with the next beat; as :meth:`Liveness.progress`."""
+        self._progress = {"collectives": collectives, "meeting_s": meeting_s, "ended": ended}
         if step is not None:
             self._step = step
 
@@ -456,7 +466,7 @@ class Member:
                 "step_s": step_s,
                 "samples_per_s": samples_per_s,
                 "use": self._usage.read(),
-                "collectives": self._collectives,
+                **self._progress,
             }
         )
 
@@ -480,7 +490,9 @@ class Member:
             fields = {name: message[name] for name in message if name != "type"}
             self._put(Form(**{**fields, "needs": tuple(fields["needs"])}))
         elif kind == "awaited":
-            self._awaited = (message["generation"], message["collectives"])
+            names = ("collectives", "meeting_s", "ended")
+            awaited = Awaited(**{name: message[name] for name in names})
+            self._awaited = (message["generation"], awaited, time.monotonic())
         elif kind == "save":
             self._put(Save(message["change"]))
         elif kind == "depart":

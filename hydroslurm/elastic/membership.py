@@ -21,6 +21,7 @@ trained since is not part of the run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
 from hydroslurm.elastic.changes import Changes
 from hydroslurm.elastic.roster import (
@@ -271,14 +272,16 @@ class Membership(Changes):
         *,
         waits: bool = False,
         collectives: int | None = None,
+        meeting_s: float = 0.0,
+        ended: bool = False,
     ) -> list[Action]:
-        """A rank lives. ``waits``: it has done its part of the step, or is paused;
-        ``collectives``: that the processes of an agent have issued."""
+        """A rank lives. ``waits``: it has done its part of the step, or is paused; of the processes
+        of an agent ``collectives``, ``meeting_s``, ``ended``: as :meth:`Liveness.progress`."""
         self._heard(rank, now_s)
         self.step = max(self.step, step)
         self._liveness.beat(rank, step, now_s, waits=waits)
         if rank[0] in self._training:
-            self._liveness.issued(rank, collectives)
+            self._liveness.progress(rank, collectives, meeting_s=meeting_s, ended=ended)
             if collectives and collectives > 1 and self.change is None:
                 self._has_met()
         return []
@@ -381,10 +384,17 @@ class Membership(Changes):
 
     def _tell_who_is_awaited(self) -> None:
         """Agents know what their processes do, and not that others wait for them."""
-        behind, furthest = self._liveness.behind()
-        if self.change is None:
-            for rank in behind:
-                self._send(rank, "awaited", generation=self.generation, collectives=furthest)
+        if not self._liveness.knows_progress:
+            return
+        change = self.change
+        is_ending = (
+            change is not None
+            and change.phase is Phase.HOLDING
+            and all(one.final for one in change.arrivals.values())
+        )
+        if change is None or is_ending:
+            for rank, awaited in self._liveness.awaited(self._present_ranks()):
+                self._send(rank, "awaited", generation=self.generation, **asdict(awaited))
 
     def _lost(self, rank: Rank, now_s: float, *, why: str = "its connection ended") -> None:
         """One rank is gone, and with it its member: the others of its node leave too."""

@@ -53,6 +53,8 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
         "samples_per_s": is_number,
         "use": _is_use,
         "collectives": _is_count_or_none,
+        "meeting_s": is_number,
+        "ended": is_bool,
     },
     "propose": {"change": is_count, "step": is_count},
     "arrived": {
@@ -88,7 +90,12 @@ FROM_COORDINATOR: Mapping[str, Mapping[str, Check]] = {
     "hold": {"change": is_count},
     "hold_at": {"change": is_count, "step": is_count},
     "abort": {"change": is_count, "generation": is_count, "culprit": is_text},
-    "awaited": {"generation": is_count, "collectives": is_count},
+    "awaited": {
+        "generation": is_count,
+        "collectives": is_count,
+        "meeting_s": is_number,
+        "ended": is_bool,
+    },
     "save": {"change": is_count},
     "wait": {"change": is_count},
     "form": {

@@ -73,6 +73,21 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Awaited:
+    """What other processes of a generation wait for, those of an agent in it being behind.
+
+    Attributes:
+        collectives: so many the furthest has issued; 0: nobody waits in one.
+        meeting_s: they are in ``init_process_group``, which fails after so long; 0: none is.
+        ended: they have trained to the end.
+    """
+
+    collectives: int = 0
+    meeting_s: float = 0.0
+    ended: bool = False
+
+
+@dataclass(frozen=True)
 class Send:
     """A message for one rank."""
 

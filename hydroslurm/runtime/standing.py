@@ -29,6 +29,7 @@ class Standing:
     collectives: int | None
     collective_timeout_s: float | None
     stands_at: str
+    meeting_timeout_s: float | None = None
 
 
 class Watch:
@@ -37,23 +38,27 @@ class Watch:
     def __init__(self, environ: Mapping[str, str]) -> None:
         """Only below an agent that starts its ranks anew is anybody interested."""
         self._is_wanted = bool(environ.get(GENERATION_ENV))
-        self._before: tuple[int | None, int] | None = None
+        self._before: tuple[int | None, int | None, float | None] | None = None
 
     def look(self, step: int | None) -> Standing | None:
-        """At a heartbeat; None for a rank without a process group of several."""
-        found = collectives.progress() if self._is_wanted else None
-        if found is None:
+        """At a heartbeat; None where nobody is interested."""
+        if not self._is_wanted:
             return None
-        now = (step, found.issued)
+        found = collectives.progress()
+        meeting_timeout_s = collectives.meeting_timeout_s() if found is None else None
+        now = (step, None if found is None else found.issued, meeting_timeout_s)
         stands = now == self._before
         self._before = now
+        place = place_of_main_thread() if stands else ""
+        if found is None:  # not yet, or not any more: then nobody waits for it in a collective
+            return Standing(None, None, place, meeting_timeout_s)
         if not stands:
             return Standing(found.issued, found.timeout_s, "")
         # gloo counts sends and receives, which need not be as many on all ranks: then the numbers
         # cannot be compared. To find out takes 20 ms, and is done only where nothing moves
         exact = (collectives.issued_exact() or {}).get(found.key, found.issued)
         issued = found.issued if exact == found.issued else None
-        return Standing(issued, found.timeout_s, place_of_main_thread())
+        return Standing(issued, found.timeout_s, place)
 
 
 def place_of_main_thread() -> str:

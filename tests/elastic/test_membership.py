@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from hydroslurm.elastic.liveness import Liveness
 from hydroslurm.elastic.membership import Membership
 from hydroslurm.elastic.roster import Close, Message, Rank, Record, Refused, Send, Size, Timing
 
@@ -297,9 +298,14 @@ def test_agents_are_told_that_others_wait_for_their_processes() -> None:
     membership, now_s = world.membership, world.now_s
     for rank, issued in ((("m1", 0), 41), (("m2", 0), 40)):
         membership.beat(rank, 7, now_s, collectives=issued)
-    told = {"type": "awaited", "generation": 1, "collectives": 41}
+    told = {"type": "awaited", "generation": 1, "collectives": 41, "meeting_s": 0.0, "ended": False}
     assert membership.tick(now_s + 1) == [Send(("m2", 0), told)]
     membership.beat(("m2", 0), 7, now_s, collectives=None)
+    assert membership.tick(now_s + 1) == []
+    membership.beat(("m1", 0), 7, now_s, meeting_s=60.0)
+    told.update(collectives=0, meeting_s=60.0)
+    assert membership.tick(now_s + 1) == [Send(("m2", 0), told)]
+    membership.beat(("m2", 0), 7, now_s, meeting_s=60.0)
     assert membership.tick(now_s + 1) == []
     membership.beat(("m2", 0), 7, now_s, collectives=40)
     world.start()
@@ -307,6 +313,33 @@ def test_agents_are_told_that_others_wait_for_their_processes() -> None:
     world.calm()
     assert membership.generation == 2
     assert not [one for one in membership.tick(world.now_s) if isinstance(one, Send)]
+
+
+def test_nobody_has_waited_yet_in_a_new_generation() -> None:
+    """Who waited long in the one before, and for whom, is forgotten."""
+    liveness, ranks = Liveness(), [("m1", 0), ("m2", 0)]
+    for rank in ranks:
+        liveness.beat(rank, 7, 0.0, waits=rank[0] == "m1")
+    assert liveness.stuck(ranks, 901.0, after_s=900.0) == [("m2", 0)]
+    liveness.begin_generation()
+    assert liveness.stuck(ranks, 901.0, after_s=900.0) == []
+
+
+def test_one_that_does_not_end_is_told_that_others_have() -> None:
+    """Before their agents hold, and behind that, until all have ended."""
+    world = World(1, Size(min=1, max=2, wanted=2))
+    world.start()
+    world.start()
+    world.calm()
+    membership, now_s = world.membership, world.now_s
+    membership.beat(("m2", 0), 7, now_s, collectives=40)
+    membership.beat(("m1", 0), 7, now_s, collectives=41, ended=True)
+    told = {"type": "awaited", "generation": 1, "collectives": 0, "meeting_s": 0.0, "ended": True}
+    assert membership.tick(now_s + 1) == [Send(("m2", 0), told)]
+    membership.arrived(("m1", 0), 0, 7, now_s, final=True)
+    assert membership.tick(now_s + 2) == [Send(("m2", 0), told)]
+    membership.beat(("m2", 0), 7, now_s, collectives=41, ended=True)
+    assert membership.tick(now_s + 2) == []
 
 
 def test_below_min_the_state_is_saved_before_anyone_goes() -> None:

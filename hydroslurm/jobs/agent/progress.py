@@ -33,7 +33,7 @@ IDLE_CPU = 0.05
 """Of one CPU. Our own threads, which look and tell, use less."""
 IDLE_BYTES_PER_S = 16 << 10
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_NEXT_LOOK_S = 2.5
+NEXT_LOOK_S = 2.5
 """A later one follows on nothing: the agent itself was stopped meanwhile."""
 
 Use = tuple[float, int]
@@ -88,6 +88,26 @@ def use_of(pid: int) -> Use:
     return ticks / _TICKS_PER_S, moved
 
 
+def is_idle(before: Use, now: Use, took_s: float) -> bool:
+    """Whether somebody who used so much in that time does nothing."""
+    busy_s, moved = now[0] - before[0], now[1] - before[1]
+    # a child that has ended takes its numbers with it: whoever ends is at work
+    return 0 <= busy_s <= IDLE_CPU * took_s and 0 <= moved <= IDLE_BYTES_PER_S * took_s
+
+
+def place_of(status: RankStatus, state: str, *, now_s: float) -> str:
+    """``stands at train.py:41 in evaluate``; "" where it has not said so. ``state``: as
+    :func:`state_of`."""
+    silent_s = now_s - status.as_of.mono_ns / 1e9
+    if state == "D":
+        return "waits in the kernel, mostly for a disk or a file system (state D)"
+    if status.state == "ended":
+        return "has ended its script, and does not exit"
+    if status.heartbeat_s and silent_s > 3 * status.heartbeat_s + 5:
+        return f"has said nothing for {silent_s:.0f} s, so that none of its threads runs Python"
+    return f"stands at {status.stands_at}" if status.stands_at else ""
+
+
 def state_of(pid: int) -> str:
     """The letter of /proc/PID/stat: ``T`` is stopped by a signal (``t``: by a debugger), ``D``
     waits in the kernel; "" for no process."""
@@ -121,7 +141,7 @@ class Watch:
             furthest: how many collectives a rank of another node has issued, as far as is known.
             now_s: monotonic.
         """
-        if now_s - self._looked_s > _NEXT_LOOK_S:
+        if now_s - self._looked_s > NEXT_LOOK_S:
             self._seen.clear()
         self._looked_s = now_s
         told = [one for one in statuses if one is not None]
@@ -163,13 +183,12 @@ class Watch:
         at = None if issued is None else (issued, furthest)
         is_paused = status is not None and status.state in ("parking", "parked")
         used = self.use_of(worker.pid) if issued is not None and issued < furthest else (0.0, 0)
-        took_s, busy_s = now_s - waited.looked_s, used[0] - waited.used[0]
-        moved, waited.used, waited.looked_s = used[1] - waited.used[1], used, now_s
+        took_s, before = now_s - waited.looked_s, waited.used
+        waited.used, waited.looked_s = used, now_s
         if at is None or at != waited.at or is_paused or at[0] >= at[1]:
             waited.at, waited.since_s, waited.idle_since_s = at, now_s, now_s
             return ""
-        # a child that has ended takes its numbers with it: whoever ends is at work
-        if not (0 <= busy_s <= IDLE_CPU * took_s and 0 <= moved <= IDLE_BYTES_PER_S * took_s):
+        if not is_idle(before, used, took_s):
             waited.idle_since_s = now_s
         assert status is not None
         return self._why_overdue(status, waited, who, state, now_s)
@@ -184,14 +203,7 @@ class Watch:
         if idle_s < min(self.timing.stuck_s, timeout_s / 2) and behind_s < most_s:
             return ""
         assert waited.at is not None
-        place = f"stands at {status.stands_at}" if status.stands_at else "does not come"
-        silent_s = now_s - status.as_of.mono_ns / 1e9
-        if state == "D":
-            place = "waits in the kernel, mostly for a disk or a file system (state D)"
-        elif status.heartbeat_s and silent_s > 3 * status.heartbeat_s + 5:
-            place = (
-                f"has said nothing for {silent_s:.0f} s, so that none of its threads runs Python"
-            )
+        place = place_of(status, state, now_s=now_s) or "does not come"
         doing = "and does nothing" if idle_s >= behind_s else "though it is busy"
         return (
             f"{who} hangs: it {place}, {doing}, and other ranks have waited for {behind_s:.0f} s "

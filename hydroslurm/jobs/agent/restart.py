@@ -48,11 +48,13 @@ from hydroslurm.elastic.member import Member
 from hydroslurm.elastic.roster import Timing
 from hydroslurm.errors import UsageError
 from hydroslurm.jobs.agent import nodestate
+from hydroslurm.jobs.agent.absence import Absence, meeting_s
 from hydroslurm.jobs.agent.elastic import LINGER_S, NodeAgent
 from hydroslurm.jobs.agent.elastic_rendezvous import BACKEND, Generations
 from hydroslurm.jobs.agent.node import Node
 from hydroslurm.jobs.agent.progress import Progress, Watch
 from hydroslurm.jobs.agent.signal_pipe import Departed
+from hydroslurm.jobs.agent.workers import exit_codes
 from hydroslurm.runtime.install import ALONE_ENV
 
 MONITOR_S = 0.02
@@ -83,7 +85,7 @@ class MemberAgent(NodeAgent):
         self._asked_s: float | None = None
         self._said_step = True
         self._timing = timing
-        self._watch = Watch(timing)
+        self._watch, self._absence = Watch(timing), Absence(timing)
         self._look_at_s = 0.0
         self._hang = ""
 
@@ -101,7 +103,8 @@ class MemberAgent(NodeAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
         self._asked_s, self._said_step = None, worker_group.group_rank != 0
-        self._watch, self._look_at_s, self._hang = Watch(self._timing), 0.0, ""
+        self._watch, self._absence = Watch(self._timing), Absence(self._timing)
+        self._look_at_s, self._hang = 0.0, ""
         self._member.note_progress(None, None)
         form = self._generations.form
         assert form is not None
@@ -149,11 +152,17 @@ class MemberAgent(NodeAgent):
         if now_s < self._look_at_s and not at_once:
             return Progress()
         workers, member = self._node.workers, self._member
-        found = self._watch.look(
-            workers, nodestate.statuses(workers), furthest=member.awaited, now_s=now_s
+        statuses, awaited = nodestate.statuses(workers), member.awaited
+        found = self._watch.look(workers, statuses, furthest=awaited.collectives, now_s=now_s)
+        assert self._pcontext is not None
+        ended = [rank for rank, code in exit_codes(self._pcontext).items() if code == 0]
+        hangs = found.hangs or self._absence.look(
+            workers, statuses, ended=ended, awaited=awaited, now_s=now_s
         )
         self._look_at_s = now_s + (LOOK_S if self._said_step else MONITOR_S)
-        member.note_progress(found.step, found.collectives)
+        member.note_progress(
+            found.step, found.collectives, meeting_s=meeting_s(statuses), ended=bool(ended)
+        )
         if found.step_s:
             form = self._generations.form
             share = 1 / form.world_size if form is not None else 1.0
@@ -161,9 +170,9 @@ class MemberAgent(NodeAgent):
         if found.step is not None and not self._said_step:
             self._said_step = True
             member.resumed(found.step)
-        if found.hangs and self._asked_s is None and not member.broken:
-            self._hang = found.hangs
-            member.fail(found.hangs)  # before others fail by the end of these
+        if hangs and self._asked_s is None and not member.broken:
+            self._hang = hangs
+            member.fail(hangs)  # before others fail by the end of these
             self._node.kill_workers()
         return found
 
