@@ -80,7 +80,7 @@ class Net(torch.nn.Module):
         )
 
     def forward(self, points: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        if RANK == 0:
+        if RANK == 0 and options.workers:
             with FORWARDS.open("ab") as file:
                 file.write(b".")
         logits = self.layers(points)
