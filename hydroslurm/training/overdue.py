@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 from types import FrameType
 
 from hydroslurm.checkpoint.saver import Saver
@@ -37,27 +38,20 @@ LEAD_S = 4.0
 _TOPIC = "run/overdue"
 
 
+@dataclass(eq=False)
 class Overdue:
     """Of one run. :meth:`note_request` begins it, :meth:`stand_down` ends it."""
 
-    def __init__(
-        self,
-        rank_group: RankGroup,
-        *,
-        attempt: CurrentAttempt,
-        saver: Saver,
-        stop_handler: StopHandler,
-    ) -> None:
-        self._rank_group = rank_group
-        self._attempt = attempt
-        self._saver = saver
-        self._stop_handler = stop_handler
-        self._lock = threading.Lock()
-        self._over = threading.Event()
+    rank_group: RankGroup
+    attempt: CurrentAttempt
+    saver: Saver
+    stop_handler: StopHandler
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _over: threading.Event = field(default_factory=threading.Event, init=False)
 
     def note_request(self, request: StopRequest) -> None:
         """A stop was requested. Returns at once; called once, in the controller's thread."""
-        watch = self._lead if self._rank_group.rank == 0 else self._follow
+        watch = self._lead if self.rank_group.rank == 0 else self._follow
         threading.Thread(
             target=watch, args=(request,), name="hydroslurm-overdue", daemon=True
         ).start()
@@ -70,7 +64,7 @@ class Overdue:
             pass
 
     def _lead(self, request: StopRequest) -> None:
-        end_mono_s = self._stop_handler.end_mono_s()
+        end_mono_s = self.stop_handler.end_mono_s()
         begin_mono_s = request.mono_ns / 1e9
         due_mono_s = end_mono_s - min(LEAD_S, (end_mono_s - begin_mono_s) / 3)
         say_mono_s = begin_mono_s + SAY_S
@@ -89,7 +83,7 @@ class Overdue:
 
     def _follow(self, request: StopRequest) -> None:
         with contextlib.suppress(RanksError):  # the first rank leaves otherwise, or has died
-            statuses = self._rank_group.peers.agree(_TOPIC, None)
+            statuses = self.rank_group.peers.agree(_TOPIC, None)
             with self._lock:
                 if not self._over.is_set():
                     self._record(request)
@@ -106,8 +100,8 @@ class Overdue:
         """Leave with all ranks, now. Whatever fails here, the process ends."""
         status = RUN_AGAIN
         try:
-            plan = self._stop_handler.plan()
-            newest, step = self._saver.durable_step, self._attempt.step
+            plan = self.stop_handler.plan()
+            newest, step = self.saver.durable_step, self.attempt.step
             kept = "no checkpoint" if newest is None else f"step {newest}"
             notice(
                 f"{plan.message}; the training has not come to a safe point in "
@@ -115,11 +109,11 @@ class Overdue:
                 f"SIGKILL; {kept} is committed, and step {step} was the last one"
             )
             with contextlib.suppress(Exception):  # a newer attempt has the folder; or a full disk
-                self._attempt.end(plan.ending, step=step)
-            self._attempt.record_end(plan.ending)
-            status = int(self._stop_handler.requeue(plan).code or RUN_AGAIN)
-            if self._rank_group.world_size > 1:
-                self._rank_group.peers.agree(_TOPIC, status, timeout_s=1.0)
+                self.attempt.end(plan.ending, step=step)
+            self.attempt.record_end(plan.ending)
+            status = int(self.stop_handler.requeue(plan).code or RUN_AGAIN)
+            if self.rank_group.world_size > 1:
+                self.rank_group.peers.agree(_TOPIC, status, timeout_s=1.0)
         except Exception as error:
             notice(f"while leaving: {type(error).__name__}: {error}")
         finally:
@@ -129,7 +123,7 @@ class Overdue:
         """Write down where the training is; returns for how long it was waited for, in seconds."""
         waited_s = time.monotonic() - request.mono_ns / 1e9
         message = f"no safe point in {waited_s:.1f} s: {whereabouts()}"
-        self._attempt.record(EventKind.AGREEMENT_FAILED, what="stop", message=message)
+        self.attempt.record(EventKind.AGREEMENT_FAILED, what="stop", message=message)
         return waited_s
 
 

@@ -56,7 +56,7 @@ class Stopping:
         self._attempt = attempt
         self._saver = saver
         self._stop_handler = stop_handler
-        self._overdue = Overdue(rank_group, attempt=attempt, saver=saver, stop_handler=stop_handler)
+        self._overdue = Overdue(rank_group, attempt, saver, stop_handler)
 
     def note_request(self, request: StopRequest) -> None:
         """A stop was requested. Returns at once; called once, in the controller's thread."""
