@@ -22,6 +22,8 @@ from hydroslurm.errors import UsageError
 
 FEWEST_PER_SIZE = 3
 """Observations at one size before its throughput counts: steps right after a change are slow."""
+TOLD_WITHIN = 10
+"""Of so many observations at one size some tell its throughput, or else nobody ever will."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +222,8 @@ def _requested(policy: AutoscalePolicy, seen: Observation) -> tuple[int, str]:
 
 
 def _efficient_size(policy: AutoscalePolicy, seen: Sequence[Observation]) -> tuple[int, str] | None:
-    """The largest size whose last member still pays, if a larger one was seen that does not."""
+    """The largest size whose last member still pays, if a larger one was seen that does not; that
+    of now until it is known what a larger one is to be compared with."""
     if policy.efficiency is None:
         return None
     curve = scaling_curve(seen)
@@ -233,6 +236,10 @@ def _efficient_size(policy: AutoscalePolicy, seen: Sequence[Observation]) -> tup
                 f"the last of {larger} members brings {marginal:.0%} of a member's samples per "
                 f"second, {policy.efficiency:.0%} are wanted"
             )
+    now = seen[-1]
+    rates = [one.samples_per_s for one in seen if one.size == now.size]
+    if now.size not in curve and (any(rates) or len(rates) < TOLD_WITHIN):
+        return now.wanted, f"the samples per second of {now.size} members are not known yet"
     return None
 
 

@@ -24,14 +24,12 @@ if TYPE_CHECKING:
     from hydroslurm.elastic.folder import ElasticFolder
     from hydroslurm.slurm.values import PartitionLoad
 
-OBSERVE_S = 30.0
-"""Between two observations. squeue and sinfo are asked as often, and not oftener."""
 _MOST_BYTES = 64 << 20
 _NAMES = frozenset(one.name for one in fields(Observation))
 
 
 class Autoscaler:
-    """Looks at the run every half a minute, from the coordinator's thread.
+    """Looks at the run every ``observe_s`` of its timing, from the coordinator's thread.
 
     Slurm is asked in a thread of its own: a slurmctld that hangs must not hold the coordinator up.
     Its answer counts in the observation after the question.
@@ -53,7 +51,7 @@ class Autoscaler:
         """``now_s``: monotonic."""
         if now_s < self._due_s:
             return
-        self._due_s = now_s + OBSERVE_S
+        self._due_s = now_s + self._coordinator.membership.timing.observe_s
         moment_s = time.time()
         seen = self.observe(moment_s)
         self._ask_slurm()
@@ -95,7 +93,7 @@ class Autoscaler:
             by = f"autoscaler: {decision.reason}"
             self._coordinator.act(membership.scale(decision.size, (), now_s, by=by))
         elif self._said != (said := f"{decision.size}: {decision.reason}"):
-            self._said = said  # once, not every half a minute
+            self._said = said  # once, not at every observation
             self._folder.record("dry_run", {"size": decision.size, "reason": decision.reason})
 
     def _ask_slurm(self) -> None:

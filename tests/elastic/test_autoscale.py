@@ -108,6 +108,23 @@ def test_the_run_stops_growing_where_the_last_member_does_not_pay() -> None:
     assert "brings" in decisions[-1][1].reason
 
 
+def test_a_size_is_measured_before_it_is_left() -> None:
+    """Else there would be nothing to compare the next one with. Where nobody tells, the rule holds
+    nothing up for long."""
+    policy = AutoscalePolicy(min=1, max=4, efficiency=0.5, scale_up=PROMPT)
+
+    def throughput(now_s: float, size: int) -> dict[str, Any]:
+        return {"samples_per_s": 100.0 if now_s >= MONDAY_S + 240 else None}
+
+    decisions = simulate(policy, throughput, hours=1, size=1)
+    path = changes(decisions, 1)
+    assert path[0] == (MONDAY_S + 240 + 2 * EVERY_S, 4)
+    assert "samples per second of 1 members are not known yet" in decisions[0][1].reason
+    assert path[-1][1] == 1
+    never = changes(simulate(policy, lambda *_: {}, hours=1, size=1), 1)
+    assert never == [(MONDAY_S + 9 * EVERY_S, 4)]
+
+
 def test_a_target_is_tracked() -> None:
     """A step of a fixed amount of work comes to its target, and stays within the tolerance."""
     policy = AutoscalePolicy(min=1, max=64, step_time_s=1.0)

@@ -106,6 +106,7 @@ class MemberAgent(NodeAgent):
         self._watch, self._absence = Watch(self._timing), Absence(self._timing)
         self._look_at_s, self._hang = 0.0, ""
         self._member.note_progress(None, None)
+        self._member.note_pace(0.0, 0.0)  # that of another size is taken for the one of this
         form = self._generations.form
         assert form is not None
         self._member.formed(form, ok=True)
