@@ -11,7 +11,7 @@ import typer
 from hydroslurm.cli.job import Which
 from hydroslurm.cli.status import echo
 from hydroslurm.core.files import clean
-from hydroslurm.errors import RunFolderError
+from hydroslurm.errors import RunFolderError, UntrustedFile
 
 if TYPE_CHECKING:
     from hydroslurm.core.rundir import RunDir
@@ -129,8 +129,8 @@ def member_lines(run: RunDir, name: str) -> list[str]:
         more = f"; hydroslurm describe {submission.read(run.root).job_id}"
     try:
         now = _member_now(folder, name)
-    except OSError as error:
-        return [f"Member:       {name} of {run.root}, which cannot be read: {error.strerror}"]
+    except (OSError, UntrustedFile) as error:
+        return [f"Member:       {name} of {run.root}, which cannot be read: {error}"]
     return [
         f"Member:       {clean(now)}",
         f"Of:           {run.root}{more}",

@@ -79,11 +79,15 @@ def _look(job: Job) -> tuple[JobStatus, _Now]:
 
 
 def size_line(run: RunDir) -> str | None:
-    """How many members an elastic job has; None of any other."""
+    """How many members an elastic job has, or why that is not believed; None of any other."""
     from hydroslurm.elastic.folder import ElasticFolder
+    from hydroslurm.errors import UntrustedFile
 
     folder = ElasticFolder(run=run.root)
-    status = folder.read(folder.status_json)
+    try:
+        status = folder.read(folder.status_json)
+    except UntrustedFile as error:
+        return str(error)
     if status is None:
         return None
     return (

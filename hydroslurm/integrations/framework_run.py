@@ -196,7 +196,8 @@ class FrameworkRun(Run):
             SystemExit, SaveFailed, UnsavableState: as :meth:`Run.safe_point`.
             UsageError: as :meth:`check_first_step` wants it.
         """
-        self._require_all_given()
+        if self._remedies is not None:
+            self._require_all_given(self._remedies)
         self._step, self._epoch = step, epoch
         self._saves.behind_batches = False
         self.safe_point()

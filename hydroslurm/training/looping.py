@@ -155,15 +155,13 @@ class Looping(Saving):
             self._saves.in_body = False
             self._saves.unchanged = False
 
-    def _require_all_given(self) -> None:
+    def _require_all_given(self, remedies: Remedies) -> None:
         """Find out at the first step of a loop what a resumed run would lack.
 
         Raises:
             UsageError: the first such thing, with what to do.
         """
-        remedies, self._remedies = self._remedies, None
-        if remedies is None:
-            return
+        self._remedies = None
         message = self._first_step.oversight(*self._given(), remedies)
         self._first_step.forget()
         if message is not None:
@@ -188,7 +186,8 @@ class Looping(Saving):
             self._end_step()
 
     def _end_step(self) -> None:
-        self._require_all_given()
+        if self._remedies is not None:
+            self._require_all_given(self._remedies)
         self._complete_step()
 
     def _complete_step(self) -> None:

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from hydroslurm.cli import app
 from hydroslurm.cli.describe import plain_job_lines
-from hydroslurm.cli.status import _look, _print_status
+from hydroslurm.cli.elastic import member_lines
+from hydroslurm.cli.status import _look, _print_status, size_line
 from hydroslurm.core.rundir import RunDir, comment_for_members
 from hydroslurm.elastic.coordinator import Coordinator, start
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
@@ -52,6 +53,17 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
         yield one
     finally:
         one.close()
+
+
+def test_what_others_could_have_written_is_not_shown(tmp_path: Path) -> None:
+    """And does not keep status from showing the other jobs."""
+    folder = ElasticFolder(run=tmp_path)
+    folder.write(folder.status_json, {"state": "Running", "members": []})
+    folder.status_json.chmod(0o666)
+    assert "others can write" in str(size_line(RunDir(tmp_path)))
+    (first, *_) = member_lines(RunDir(tmp_path), "124_0")
+    assert first.startswith(f"Member:       124_0 of {tmp_path}, which cannot be read: ")
+    assert "others can write" in first
 
 
 def described(run: Path) -> str:
