@@ -207,7 +207,7 @@ def _step(share: float, epochs: int) -> int:
 
 
 def _options(out: Path, epochs: int) -> list[str]:
-    return ["--epochs", str(epochs), "--log-every", "5", "--think-s", "0.005", "--out", str(out)]
+    return ["--epochs", str(epochs), "--log-every", "5", "--think-s", "0.03", "--out", str(out)]
 
 
 def _expect(process: subprocess.Popen[bytes], status: int, run: RunDir) -> None:
