@@ -40,6 +40,9 @@ from hydroslurm.errors import RunFolderError, UntrustedFile
 
 RUN_DIR_ENV = "HYDROSLURM_RUN_DIR"
 """Environment variable that names the run folder to a rank."""
+RUN_OF_ENV = "HYDROSLURM_RUN_OF"
+"""Environment variable, ``JOBID:FOLDER``: whose that folder is, where we have named it. A job that
+is submitted from inside inherits both."""
 
 # what the supervisor of a TrainingJob tells its ranks
 SUPERVISED_ENV = "HYDROSLURM_SUPERVISED"
@@ -340,13 +343,27 @@ def elastic_run_of(comment: str) -> RunDir | None:
     return RunDir(Path(named[1])) if named else None
 
 
+def variables_of(root: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """What names this run folder to the ranks of this job, and to no job that they submit."""
+    return {RUN_DIR_ENV: str(root), RUN_OF_ENV: f"{environ.get('SLURM_JOB_ID', '')}:{root}"}
+
+
+def named_in(environ: Mapping[str, str]) -> str | None:
+    """The run folder that ``HYDROSLURM_RUN_DIR`` names, unless it is that of the job that has
+    submitted this one."""
+    named, job_id = environ.get(RUN_DIR_ENV), environ.get("SLURM_JOB_ID", "")
+    of, _, folder = environ.get(RUN_OF_ENV, "").partition(":")
+    is_inherited = folder == named and job_id not in ("", of)
+    return None if is_inherited else named
+
+
 def from_environment(environ: Mapping[str, str]) -> RunDir | None:
     """The run folder of this rank, or None when the process belongs to no run.
 
     ``HYDROSLURM_RUN_DIR`` wins; in a Slurm job without it, the default of :func:`of_job`, which
     another job of that number may hold: :func:`run_folders.from_environment` looks.
     """
-    named = environ.get(RUN_DIR_ENV)
+    named = named_in(environ)
     if named:
         return RunDir(Path(named))
     job_id, submit_dir = environ.get("SLURM_JOB_ID"), environ.get("SLURM_SUBMIT_DIR")

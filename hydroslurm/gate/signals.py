@@ -32,13 +32,12 @@ from typing import get_type_hints
 
 from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.core.signals import signal_name, signal_number
+from hydroslurm.core.submitit_job import EXECUTOR_ENV, executor_of
 from hydroslurm.errors import UsageError
 from hydroslurm.gate.protocol import Action, Cause, SignalRule
 
 SIGNALS_ENV = "HYDROSLURM_SIGNALS"
 """Environment variable that changes the plan: ``user_pause=RTMIN+1,user_resume=none``."""
-SUBMITIT_ENV = "SUBMITIT_EXECUTOR"
-"""Environment variable that submitit sets in its jobs."""
 _SUBMITIT_SIGNAL_ENV = "SUBMITIT_PREEMPT_SIGNAL"
 
 _CANNOT_BE_CAUGHT = frozenset({int(signal.SIGKILL), int(signal.SIGSTOP)})
@@ -143,7 +142,7 @@ class SignalPlan:
         """
         if environ.get(GENERATION_ENV):
             self = replace(self, suspend_stops=True)
-        if environ.get(SUBMITIT_ENV):
+        if environ.get(EXECUTOR_ENV) and executor_of(environ):
             self = self._with_signal_of_submitit(environ.get(_SUBMITIT_SIGNAL_ENV) or "USR2")
         text = environ.get(SIGNALS_ENV, "").strip()
         if not text:

@@ -106,7 +106,7 @@ def from_environment(environ: Mapping[str, str]) -> RunDir | None:
     All processes of a job step get the same. May ask slurmctld, and wait for the first rank.
     """
     default = rundir.from_environment(environ)
-    if default is None or environ.get(rundir.RUN_DIR_ENV):
+    if default is None or rundir.named_in(environ):
         return default
     me = Owner.from_environ(environ, int(default.root.name))
     key = (default, me.cluster, me.restart_count, me.steps)

@@ -47,3 +47,15 @@ def test_a_rank_finds_its_run_folder() -> None:
     assert rundir.from_environment(job) == RunDir(Path("/home/me/hydroslurm-runs/12"))
     assert rundir.from_environment({**job, "HYDROSLURM_RUN_DIR": "/r"}) == RunDir(Path("/r"))
     assert rundir.from_environment({}) is None
+
+
+def test_a_job_does_not_inherit_a_run_folder() -> None:
+    """One that a job submits has its own, unless somebody names one for it."""
+    job = {"SLURM_JOB_ID": "12", "SLURM_SUBMIT_DIR": "/home/me"}
+    named = {**job, **rundir.variables_of(Path("/r"), job)}
+    assert rundir.from_environment(named) == RunDir(Path("/r"))
+    inner = {**named, "SLURM_JOB_ID": "13"}
+    assert rundir.from_environment(inner) == RunDir(Path("/home/me/hydroslurm-runs/13"))
+    assert rundir.from_environment({**inner, "HYDROSLURM_RUN_DIR": "/s"}) == RunDir(Path("/s"))
+    without = {name: value for name, value in named.items() if not name.startswith("SLURM")}
+    assert rundir.from_environment(without) == RunDir(Path("/r"))

@@ -105,7 +105,7 @@ class Record:
         self._path: Path | None = None
         if given is not None:
             self._path = Path(given).absolute() / f"rank-{rank:05d}.json"
-        elif rundir.RUN_DIR_ENV in environ or Allocation.from_environ(environ) is not None:
+        elif rundir.named_in(environ) or Allocation.from_environ(environ) is not None:
             self._path = run_directory(None, environ).fused(rank)
         self._chosen = self._read()
 

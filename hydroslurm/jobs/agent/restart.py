@@ -41,7 +41,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from hydroslurm.core.exitcodes import FAILED, MUST_NOT_RUN_AGAIN
-from hydroslurm.core.rundir import RUN_DIR_ENV
+from hydroslurm.core.rundir import variables_of
 from hydroslurm.elastic.directives import Directive
 from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV, ElasticFolder, member_name
 from hydroslurm.elastic.member import Member
@@ -272,7 +272,7 @@ def joined(folder: ElasticFolder, node: Node) -> Iterator[Callable[..., MemberAg
     rendezvous_handler_registry.register(BACKEND, handler_of)
     for name in (ELASTIC_ENV, MEMBER_ENV, ALONE_ENV, "MASTER_ADDR"):
         environ.pop(name, None)
-    environ[RUN_DIR_ENV] = str(folder.run)
+    environ |= variables_of(folder.run, environ)
     # else each agent waits for a store of torch's to learn how many workers the others have
     environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
     member.start()

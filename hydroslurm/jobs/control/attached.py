@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hydroslurm.core.rundir import RUN_DIR_ENV
+from hydroslurm.core.rundir import RUN_DIR_ENV, RUN_OF_ENV
 from hydroslurm.errors import LaunchError
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.task import REPLICA_ENV, as_run, become, enter, task_environ
@@ -23,7 +23,7 @@ from hydroslurm.runtime.autoload import PREEMPT_ENV
 PROCESS = "--process"
 """In the place of a plan; behind it stands the process that the rank has said it is, or 0."""
 _OF_THE_TERMINAL = ("TERM", "COLORTERM", "COLUMNS", "LINES")
-_OF_THE_RUN = (PREEMPT_ENV, RUN_DIR_ENV)
+_OF_THE_RUN = (PREEMPT_ENV, RUN_DIR_ENV, RUN_OF_ENV)
 """A second process with them, beside a rank that runs, would write into that rank's events."""
 
 

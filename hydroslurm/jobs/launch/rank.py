@@ -39,14 +39,13 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from hydroslurm.coordination.world import INCARNATION_ENV, LOOPBACK
 from hydroslurm.core import rundir
 from hydroslurm.core.exitcodes import RUN_AGAIN, ExitForRequeue
+from hydroslurm.core.submitit_job import FOLDER_ENV, executor_of
 from hydroslurm.errors import LaunchError, UsageError
 from hydroslurm.runtime.autoload import PREEMPT_ENV, adapt
 
 SUBMITIT_SIGNAL = "URG"
 """submitit's preemption signal, instead of USR2: Slurm accepts it, and a process without a handler
 ignores it."""
-FOLDER_ENV = "SUBMITIT_FOLDER"
-"""Set by submitit in a job's own process, before the function is called."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,8 @@ def in_rank(run: Path) -> Iterator[None]:
 
     is_mine = not is_installed() or gives_way()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(environment_variables(**{rundir.RUN_DIR_ENV: run, **_torch_ranks()}))
+        named = rundir.variables_of(run, os.environ)
+        stack.enter_context(environment_variables(**named, **_torch_ranks()))
         if is_mine:
             stack.enter_context(installed(run_dir=run))
         stack.enter_context(leaving_as_submitit_does())
@@ -158,9 +158,9 @@ def leaving_as_submitit_does() -> Iterator[None]:
     try:
         yield
     except SystemExit as leaving:
-        if leaving.code == RUN_AGAIN and os.environ.get("SUBMITIT_EXECUTOR") == "local":
+        if leaving.code == RUN_AGAIN and executor_of(os.environ) == "local":
             raise SystemExit(LOCAL_REQUEUE_RETURN_CODE) from leaving
-        if isinstance(leaving, ExitForRequeue) and FOLDER_ENV not in os.environ:
+        if isinstance(leaving, ExitForRequeue) and not _is_job():
             raise UncompletedJobError(
                 f"the run exited with status {leaving.code}, which would end a process of the job; "
                 "this process is not one. Its last messages say why"
@@ -168,10 +168,16 @@ def leaving_as_submitit_does() -> Iterator[None]:
         raise
 
 
+def _is_job() -> bool:
+    """Whether this is a process of a job of submitit's: not below its debug executor, or called
+    without one, in a job that such a job has submitted, too."""
+    return FOLDER_ENV in os.environ and bool(executor_of(os.environ))
+
+
 def _torch_ranks() -> dict[str, str]:
     """The ranks of submitit's local executor in the variables that torch and we read; Slurm sets
     its own."""
-    if os.environ.get("SUBMITIT_EXECUTOR") != "local":
+    if executor_of(os.environ) != "local":
         return {}
     job = JobEnvironment()
     return {
@@ -191,7 +197,7 @@ class Preemptible:
     function: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if FOLDER_ENV not in os.environ:  # the debug executor, or no executor at all
+        if not _is_job():
             with _run_folder_for_now(), leaving_as_submitit_does():
                 return self.function(*args, **kwargs)
         environment = submitit.JobEnvironment()
@@ -199,7 +205,7 @@ class Preemptible:
         mode = os.environ.get(PREEMPT_ENV) or "requeue"
         with (
             environment_variables(**{PREEMPT_ENV: mode}),
-            in_rank(Path(os.environ.get(rundir.RUN_DIR_ENV, run))),
+            in_rank(Path(rundir.named_in(os.environ) or run)),
         ):
             if mode == "requeue":
                 adapt()
@@ -234,7 +240,7 @@ def preemptible(function: Callable[..., Any]) -> Preemptible:
 @contextlib.contextmanager
 def _run_folder_for_now() -> Iterator[None]:
     """A temporary run folder for a Run without ``directory=`` that is being debugged."""
-    if os.environ.get(rundir.RUN_DIR_ENV):
+    if rundir.named_in(os.environ):
         yield
         return
     with (

@@ -21,7 +21,7 @@ from hydroslurm.coordination.secret import new_key
 from hydroslurm.coordination.world import KEY_ENV
 from hydroslurm.core import registry
 from hydroslurm.core.files import open_regular
-from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
+from hydroslurm.core.rundir import RunDir, variables_of
 from hydroslurm.jobs.images import Runtime, pyxis_options
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.supervisor.exit_policy import (
@@ -128,10 +128,15 @@ def host_list(plan: Plan, nodes: Sequence[str]) -> str:
 
 
 def step_variables(
-    run: RunDir, plan: Plan, *, nodes: Sequence[str], address: str
+    run: RunDir,
+    plan: Plan,
+    *,
+    nodes: Sequence[str],
+    address: str,
+    environ: Mapping[str, str],
 ) -> dict[str, str]:
-    """What srun and the ranks of an attempt get in addition to the job's environment. Writes the
-    host list into the run folder. ``address``: of the first node."""
+    """What srun and the ranks of an attempt get in addition to the job's environment, which is
+    ``environ``. Writes the host list into the run folder. ``address``: of the first node."""
     hosts = run.root / "hosts"
     hosts.write_text(host_list(plan, nodes), encoding="utf-8")
     return {
@@ -139,7 +144,7 @@ def step_variables(
         **({} if plan.is_even else {"SLURM_HOSTFILE": str(hosts)}),
         **dict(plan.rank_env),
         KEY_ENV: new_key(),
-        RUN_DIR_ENV: str(run.root),
+        **variables_of(run.root, environ),
     }
 
 

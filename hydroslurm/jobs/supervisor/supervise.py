@@ -246,7 +246,9 @@ class Supervisor:
         else:
             with contextlib.suppress(SlurmError):  # at most sites its name resolves, too
                 address = self.client.node_address(nodes[0])
-        made = step_variables(self.run, self.plan, nodes=nodes, address=address)
+        made = step_variables(
+            self.run, self.plan, nodes=nodes, address=address, environ=self.environ
+        )
         return {**self.environ, **made, ATTEMPT_ENV: str(attempt.number)}
 
     def _watch(self, step: RunningStep, exits: TaskExits) -> ExitDecision:
