@@ -13,9 +13,10 @@ Behind each optimizer step it calls :meth:`FrameworkRun.complete_step`, and at t
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch
+from hydroslurm.integrations.attributes import Attributes, ScriptAttributes
 from hydroslurm.integrations.handed import Handed
 from hydroslurm.integrations.held_loader import HeldLoader, held_state, samples_taken
 from hydroslurm.integrations.rank_state import RankBuffers
@@ -32,6 +34,7 @@ from hydroslurm.training.arguments import run_directory
 from hydroslurm.training.ddp_buckets import BucketOrders, Models
 from hydroslurm.training.objects import Stateful, require_registrable
 from hydroslurm.training.remedies import Remedies
+from hydroslurm.training.reporting import notice
 from hydroslurm.training.run import Run
 
 _fits: Counter[Path] = Counter()
@@ -68,7 +71,8 @@ class FrameworkRun(Run):
         self._buffers: RankBuffers | None = None
         self._loaders: dict[str, HeldLoader] = {}
         self._pending: Mapping[str, Any] | None = None
-        self.trains = False
+        self.trains = self._is_told = False
+        self._attributes = ScriptAttributes({})
         self._resumed_at = -1
         super().__init__(
             extra={name: self._handed},
@@ -137,6 +141,13 @@ class FrameworkRun(Run):
         self.own["buffers"] = self._buffers
         self._bucket_orders = BucketOrders(models, world_size=world_size)
 
+    def remember(self, objects: Mapping[str, Attributes]) -> None:
+        """Save what the script's own objects count and collect in their attributes, as far as it
+        changes from now on; before :meth:`begin`."""
+        self._attributes = ScriptAttributes(objects)
+        self._attributes.remember()
+        self.own["attributes"] = self._attributes
+
     def check_first_step(self, parts: Mapping[str, Any], remedies: Remedies) -> None:
         """Find out at the first step of this attempt what the script uses and a resumed run would
         lack: for a framework that leaves the loop to it, and hands batches out within :meth:`body`.
@@ -163,8 +174,11 @@ class FrameworkRun(Run):
         self.trains = True
         if self._buffers is not None:
             self._buffers.begin()
-        if pending is None:
-            return
+        if pending is not None:
+            self._put_back(pending)
+        self._attributes.begin()
+
+    def _put_back(self, pending: Mapping[str, Any]) -> None:
         registered, states = self._cursor.registered, pending.get("registered", {})
         for name in (*pending["own"], *states):
             if name not in self.own and name not in registered.names():
@@ -186,6 +200,15 @@ class FrameworkRun(Run):
         """Around what the script does with a batch."""
         return self._body()
 
+    @contextlib.contextmanager
+    def handing_out(self) -> Iterator[None]:
+        """Around the fetching of a batch within :meth:`body` whose position is saved."""
+        self._first_step.passes_over = True
+        try:
+            yield
+        finally:
+            self._first_step.passes_over = False
+
     def complete_step(self, step: int, *, epoch: int) -> None:
         """An optimizer step is complete, and the state is consistent: a safe point.
 
@@ -198,9 +221,20 @@ class FrameworkRun(Run):
         """
         if self._remedies is not None:
             self._require_all_given(self._remedies)
+        if not self._is_told and self._rank_group.rank == 0:
+            self._is_told = True
+            if lost := self._attributes.unsaved():
+                notice(
+                    f"{', '.join(lost)}: not numbers, tensors or containers of them any more, so "
+                    "that this is not saved; the next attempt begins without it"
+                )
         self._step, self._epoch = step, epoch
         self._saves.behind_batches = False
         self.safe_point()
+
+    def count_step_left(self) -> None:
+        """A loop was left in the body of a step that is trained: it counts, with no safe point."""
+        self._step += 1
 
     def begin_evaluation(self, fingerprint: Callable[[], object]) -> None:
         """What follows does not change what is saved, and is repeated after a stop within it; see

@@ -22,6 +22,8 @@ from typing import Any
 
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import StateMismatch
+from hydroslurm.integrations.attributes import Attributes, is_of_library, of_modules
+from hydroslurm.integrations.companions import Companions, held_by
 from hydroslurm.integrations.framework_run import FrameworkRun
 from hydroslurm.integrations.handed import fingerprint
 from hydroslurm.integrations.lightning_epoch import ResumedEpoch
@@ -91,6 +93,11 @@ class Fit:
         )
         self.run.own.update(metrics=RankMetrics(trainer), loggers=loggers)
         self.run.follow(lambda: [trainer.model])
+        self.run.remember({**_of_module(trainer.lightning_module), **_of_callbacks(trainer)})
+        self._companions = Companions(
+            lambda: () if self._shards is not None else _companions_of(trainer), say=self._say
+        )
+        self._companions.remember()
         self._loggers = loggers
 
     def start(self) -> None:
@@ -238,6 +245,7 @@ class Fit:
             self.run.begin()
             self._step = self.run.step
             if loaded is not None:
+                self._companions.load_state_dict(loaded["companions"])
                 self._go_on(loaded)
                 return
         own(fetcher)
@@ -313,12 +321,49 @@ class Fit:
             "checkpoint": checkpoint,
             "ended": self._ended,
             "should_stop": trainer.should_stop,
+            "companions": self._companions.state_dict(),
             "reloaded_at": trainer.fit_loop._last_train_dl_reload_epoch,
         }
 
     def _say(self, text: str) -> None:
         if self._trainer.is_global_zero:
             notice(text)
+
+
+def _of_module(module: Any) -> dict[str, Attributes]:
+    """What the script's module and those in it have in attributes of their own."""
+    base = next(kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
+    return of_modules(module, without=vars(base()))
+
+
+def _of_callbacks(trainer: Any) -> dict[str, Attributes]:
+    """What the script's callbacks have in attributes. Weights that one saves by itself are not
+    saved once more, by each rank."""
+    return {
+        f"callback {number} {type(one).__name__}": Attributes(
+            one, tensors=_base_of(type(one).state_dict) == "Callback"
+        )
+        for number, one in enumerate(trainer.callbacks)
+        if not is_of_library(one)
+    }
+
+
+def _companions_of(trainer: Any) -> Iterator[tuple[str, Any]]:
+    """What the script's callbacks and its module keep that has a state, such as an average of the
+    weights. A callback with a state of its own sees to that itself."""
+    module, callbacks = trainer.lightning_module, trainer.callbacks
+    holders = {
+        f"{type(one).__name__} (callback {number})": one
+        for number, one in enumerate(callbacks)
+        if not is_of_library(one) and _base_of(type(one).state_dict) == "Callback"
+    }
+    known = [module, trainer, trainer.datamodule, *callbacks, *trainer.optimizers]
+    return held_by({**holders, type(module).__name__: module}, known=known)
+
+
+def _base_of(method: Callable[..., Any]) -> str:
+    """The class that has defined this method."""
+    return method.__qualname__.partition(".")[0]
 
 
 def _has_length(loader: Any) -> bool:

@@ -27,6 +27,8 @@ import torch
 
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
+from hydroslurm.integrations.attributes import of_modules
+from hydroslurm.integrations.companions import Companions
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
 from hydroslurm.integrations.handed import fingerprint
 from hydroslurm.integrations.one_run import (
@@ -37,7 +39,12 @@ from hydroslurm.integrations.one_run import (
 )
 from hydroslurm.integrations.transformers_known import environ_of, require_known
 from hydroslurm.integrations.transformers_sharded import Sharded, is_sharded
-from hydroslurm.integrations.transformers_state import LoopState, OtherModules
+from hydroslurm.integrations.transformers_state import (
+    LoopState,
+    companions_of,
+    of_callbacks,
+    other_modules,
+)
 from hydroslurm.training.objects import bare
 from hydroslurm.training.reporting import notice
 
@@ -72,16 +79,21 @@ class Train:
             "transformers", self._capture, environ=environ, **{**options, "directory": place}
         )
         continue_callbacks(trainer, place, anew=options.get("resume") is False)
-        self._loop, self._modules = LoopState(trainer), OtherModules(trainer)
+        self._loop, self._modules = LoopState(trainer), Companions(lambda: other_modules(trainer))
+        self._companions = Companions(
+            lambda: () if is_sharded(trainer) else companions_of(trainer), say=self._say
+        )
         self.run.own["loop"] = self._loop
         self.run.own["logged"] = LoggedRows(lambda: runs_of_callbacks(trainer))
         self.run.follow(lambda: [trainer.model_wrapped])
+        self.run.remember({**of_modules(bare(trainer.model)), **of_callbacks(trainer)})
         self._sharded = Sharded(trainer, self.run) if is_sharded(trainer) else None
 
     def call(self, own: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run ``own``, the Trainer's train(), with these arguments."""
         self._loop.remember()
         self._modules.remember()
+        self._companions.remember()
         self._ignore_keys = given.get("ignore_keys_for_eval")
         with self.run, self._undo, tempfile.TemporaryDirectory(prefix="hydroslurm-") as folder:
             if self.run.resume():
@@ -182,7 +194,10 @@ class Train:
                 self._exhausted = None if self._is_opened else batches
             else:
                 self._begin_anew()
+            companions = (self.run.loaded or {}).get("companions")
             self.run.begin()
+            if companions is not None:
+                self._companions.load_state_dict(companions)
             if resumed:
                 self._follow_resumed_step()
                 self._keep_control()
@@ -393,6 +408,7 @@ class Train:
         scaler = trainer.accelerator.scaler
         state = {
             "modules": self._modules.state_dict(),
+            "companions": self._companions.state_dict(),
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "state": json.dumps(asdict(trainer.state)),

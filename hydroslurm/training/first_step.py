@@ -28,9 +28,14 @@ _OTHERWISE = "If what you register saves it in another form: {loop}"
 
 class FirstStep:
     """The optimizers that step, and the data loaders' iterators that move, between :meth:`open` and
-    :meth:`close`."""
+    :meth:`close`.
+
+    Attributes:
+        passes_over: the iterators that move now have positions.
+    """
 
     def __init__(self) -> None:
+        self.passes_over = False
         self._optimizers: dict[int, Optimizer] = {}
         self._iterators: dict[int, weakref.ref[Any]] = {}
         self._left_out = LeftOut()
@@ -125,7 +130,7 @@ class FirstStep:
             except StopIteration:  # an evaluation, which begins anew each time
                 self._iterators.pop(id(iterator), None)
                 raise
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not self.passes_over:
                 self._iterators[id(iterator)] = weakref.ref(iterator)
             return batch
 

@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -83,7 +84,8 @@ class Notes(lightning.Callback):
         place, _, whose = stop.partition("@")
         self._at, _, number = place.partition(":")
         self._number = int(number) if whose == rank else -1
-        self._path, self._seen = folder / f"notes-{rank}", 0
+        self._path = folder / f"notes-{rank}"
+        self._attempt = SimpleNamespace(seen=0)  # in a form that is not saved
 
     def note(self, *what: object) -> None:
         with self._path.open("a") as notes:
@@ -99,8 +101,8 @@ class Notes(lightning.Callback):
         self._stop("train", trainer.fit_loop.total_batch_idx)
 
     def on_validation_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        self._stop("val", self._seen)
-        self._seen += not trainer.sanity_checking
+        self._stop("val", self._attempt.seen)
+        self._attempt.seen += not trainer.sanity_checking
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         shown = {name: repr(value.item()) for name, value in trainer.callback_metrics.items()}

@@ -9,6 +9,7 @@ validation batch of its attempt), ``sanity`` or ``epoch:N`` (in the hook at the 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -19,6 +20,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -64,6 +66,7 @@ class Module(lightning.LightningModule):
             torch.nn.Linear(8, 1),
         )  # fmt: skip
         self.mean = MeanMetric()
+        self.outputs: list[torch.Tensor] = []
 
     def loss(self, batch: Any) -> torch.Tensor:
         return self.net(batch[0] if isinstance(batch, (list, tuple)) else batch).pow(2).mean()
@@ -73,7 +76,13 @@ class Module(lightning.LightningModule):
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.mean(loss.detach())
         self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.outputs.append(loss.detach())
         return loss
+
+    def on_train_epoch_end(self) -> None:
+        if self.outputs:
+            self.log("outputs", torch.stack(self.outputs).mean())
+            self.outputs.clear()
 
     def validation_step(self, batch: Any, index: int) -> None:
         self.log("v", self.loss(batch))
@@ -145,7 +154,8 @@ class Notes(lightning.Callback):
 
     def __init__(self, path: Path, stop: str) -> None:
         self._path, (self._at, _, number) = path, stop.partition(":")
-        self._number, self._seen = int(number or 0), 0
+        self._number = int(number or 0)
+        self._attempt = SimpleNamespace(seen=0)  # in a form that is not saved
 
     def note(self, *what: object) -> None:
         with self._path.open("a") as notes:
@@ -157,7 +167,15 @@ class Notes(lightning.Callback):
                 os.kill(pid, signal.SIGTERM)
             time.sleep(0.1)
 
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self._average = copy.deepcopy(module.net)
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self._began_at = trainer.global_step
+
     def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, i: int) -> None:
+        for mine, its in zip(self._average.parameters(), module.net.parameters(), strict=True):
+            mine.data.lerp_(its.data, 0.1)
         rates = [one.param_groups[0]["lr"] for one in trainer.optimizers]
         self.note("step", trainer.global_step, i, repr(out["loss"].item()), rates)
         self._stop("train", trainer.fit_loop.total_batch_idx)
@@ -166,12 +184,13 @@ class Notes(lightning.Callback):
         if trainer.sanity_checking:
             self._stop("sanity", 0)
         else:
-            self._stop("val", self._seen)
-            self._seen += 1
+            self._stop("val", self._attempt.seen)
+            self._attempt.seen += 1
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         shown = {name: repr(value.item()) for name, value in trainer.callback_metrics.items()}
-        self.note("epoch", trainer.current_epoch, sorted(shown.items()))
+        average = self._average[0].weight[0, 0].item()
+        self.note("epoch", trainer.current_epoch, self._began_at, average, sorted(shown.items()))
         self._stop("epoch", trainer.current_epoch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import defaultdict, deque
 from types import ModuleType, SimpleNamespace
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from hydroslurm.errors import StateMismatch
+from hydroslurm.integrations.companions import Companions
 from hydroslurm.integrations.transformers_sharded import is_sharded, why_not
-from hydroslurm.integrations.transformers_state import LoopState, OtherModules
+from hydroslurm.integrations.transformers_state import LoopState, other_modules
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +97,7 @@ def test_modules_beside_the_model() -> None:
     before, after = (
         trainer(moving=torch.nn.Linear(2, 2), frozen=torch.nn.Linear(2, 2)) for _ in range(2)
     )
-    saved, loaded = OtherModules(before), OtherModules(after)
+    saved, loaded = (Companions(functools.partial(other_modules, one)) for one in (before, after))
     saved.remember()
     assert saved.state_dict() == {}
     before.moving.weight.data.zero_()
@@ -110,11 +112,11 @@ def test_modules_beside_the_model() -> None:
 def test_a_module_that_is_not_there() -> None:
     """The error names it."""
     before = trainer(moving=torch.nn.Linear(2, 2))
-    saved = OtherModules(before)
+    saved = Companions(lambda: other_modules(before))
     saved.remember()
     before.moving.weight.data.zero_()
-    with pytest.raises(StateMismatch, match="weights of a moving, which this Trainer does not"):
-        OtherModules(trainer()).load_state_dict(saved.state_dict())
+    with pytest.raises(StateMismatch, match="state of moving, which this script does not have"):
+        Companions(lambda: other_modules(trainer())).load_state_dict(saved.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ import signal
 import sys
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -155,15 +157,16 @@ class Notes(transformers.TrainerCallback):
 
     def __init__(self, path: Path, stop: str) -> None:
         self._path, self._stop = path, stop.partition(":")[::2]
-        self._counts: dict[str, int] = {}
+        self._attempt = SimpleNamespace(counts=Counter())  # in a form that is not saved
 
     def note(self, *what: Any) -> None:
         with self._path.open("a") as notes:
             print(*what, file=notes)
 
     def _reach(self, place: str, number: int | None = None) -> None:
-        self._counts[place] = self._counts.get(place, 0) + 1
-        if self._stop == (place, str(self._counts[place] if number is None else number)):
+        counts = self._attempt.counts
+        counts[place] += 1
+        if self._stop == (place, str(counts[place] if number is None else number)):
             self.stop()
 
     def stop(self) -> None:

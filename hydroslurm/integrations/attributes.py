@@ -1,0 +1,294 @@
+"""What an object of a script counts and collects in its attributes, as a value to be saved.
+
+Frameworks save what is in a ``state_dict()``. Much else lives from one step to the next: the
+outputs of an epoch in a list, a running mean, the moment at which the epoch began.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+_NONE = object()
+_NUMBERS = (int, float, np.generic, np.ndarray, torch.Tensor)
+_SIMPLE = (bool, str, type(None))
+_MANY = (list, tuple, deque, set)
+_MOST_DEPTH = 5
+_LARGE, _LARGE_BYTES = 10_000, 2**20
+_LIBRARIES = (
+    "torch", "torchvision", "torchmetrics", "lightning", "pytorch_lightning", "transformers", "trl",
+    "peft", "accelerate", "hydroslurm",
+)  # fmt: skip
+
+
+class Attributes:
+    """The attributes of one object that hold numbers or tensors, or containers of them, as far as
+    they have changed since :meth:`remember`.
+
+    Args:
+        without: names that are left out.
+        flags: whether also those that hold a bool, a string or None.
+        tensors: whether also those that hold tensors or arrays.
+        device: on which tensors are that were not on the CPU.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        *,
+        without: Collection[str] = (),
+        flags: bool = True,
+        tensors: bool = True,
+        device: Callable[[], torch.device] | None = None,
+    ) -> None:
+        self._owner = owner
+        self._without = frozenset(without)
+        self._flags, self._tensors = flags, tensors
+        self._device = device
+        self._before: dict[str, Any] = {}
+        self._at_begin: dict[str, Any] = {}
+        self._empty: set[str] = set()
+        self._restored: frozenset[str] = frozenset()
+        self._late: frozenset[str] = frozenset()
+
+    def remember(self) -> None:
+        """Attributes that will not have changed from now on are as the script makes them."""
+        self._before = {name: _noted(value) for name, value in self._found()}
+        empty = {name for name, value in vars(self._owner).items() if value is None}
+        self._empty = (self._before.keys() | empty) - self._without
+
+    def begin(self) -> None:
+        """The first step comes next. What the script has set since :meth:`remember`, and leaves
+        alone from now on, may be of this process, such as its rank."""
+        self._at_begin = {name: _noted(value) for name, value in self._found()}
+
+    def unsaved(self) -> list[str]:
+        """What the attributes that could have been saved when the training began hold now, if they
+        cannot be any more, each in words."""
+        now = vars(self._owner)
+        return [
+            f"{type(self._owner).__name__}.{name} ({type(now[name]).__name__})"
+            for name in sorted(self._empty & now.keys())
+            if not is_plain(now[name])
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        changed = {
+            name: value
+            for name, value in self._found()
+            if name in self._restored or not _shows(self._before.get(name, _NONE), value)
+        }
+        return {
+            "values": {name: plain(value) for name, value in changed.items()},
+            "early": sorted(
+                name
+                for name, value in changed.items()
+                if name not in self._late and _shows(self._at_begin.get(name, _NONE), value)
+            ),
+            "on_device": sorted(
+                name
+                for name, value in changed.items()
+                if any(one.device.type != "cpu" for one in _tensors(value))
+            ),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What was set before the first step, and is set again by now, stays as it is."""
+        self._restored = frozenset(state["values"])
+        self._late = self._restored - set(state["early"])
+        own = vars(self._owner)
+        for name, value in state["values"].items():
+            here = own.get(name, _NONE)
+            is_set = here is not _NONE and not _shows(self._before.get(name, _NONE), here)
+            if name not in self._late and is_set:
+                continue
+            device = self._device() if self._device and name in state["on_device"] else None
+            setattr(self._owner, name, _put(here, value, device=device))
+
+    def _found(self) -> Iterator[tuple[str, Any]]:
+        for name, value in vars(self._owner).items():
+            if name in self._without or (not self._flags and isinstance(value, _SIMPLE)):
+                continue
+            before = self._before.get(name)
+            if isinstance(before, _Large) and before.shows(value) and name not in self._restored:
+                continue  # a vocabulary, which is not looked through for each save
+            if is_plain(value) and (self._tensors or next(_tensors(value), None) is None):
+                yield name, value
+
+
+class _Large:
+    """What is too large to be copied, and may never change: which object it is, and how far."""
+
+    def __init__(self, value: Any) -> None:
+        self._value, self._mark = value, self._mark_of(value)
+
+    def shows(self, value: Any) -> bool:
+        return value is self._value and self._mark_of(value) == self._mark
+
+    @staticmethod
+    def _mark_of(value: Any) -> int:
+        if isinstance(value, torch.Tensor):
+            return int(value._version)
+        return zlib.crc32(value.tobytes()) if isinstance(value, np.ndarray) else len(value)
+
+
+def _noted(value: Any) -> Any:
+    """By what it will be seen whether this value has changed."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return _Large(value) if value.nbytes > _LARGE_BYTES else plain(value)
+    is_large = isinstance(value, (Mapping, *_MANY)) and len(value) > _LARGE
+    return _Large(value) if is_large else plain(value)
+
+
+def _shows(noted: Any, value: Any) -> bool:
+    return noted.shows(value) if isinstance(noted, _Large) else equal(value, noted)
+
+
+class ScriptAttributes:
+    """Those of several objects, by name."""
+
+    def __init__(self, objects: Mapping[str, Attributes]) -> None:
+        self._objects = objects
+
+    def remember(self) -> None:
+        """As :meth:`Attributes.remember`."""
+        for one in self._objects.values():
+            one.remember()
+
+    def begin(self) -> None:
+        """As :meth:`Attributes.begin`."""
+        for one in self._objects.values():
+            one.begin()
+
+    def unsaved(self) -> list[str]:
+        """As :meth:`Attributes.unsaved`."""
+        return [text for one in self._objects.values() for text in one.unsaved()]
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {name: one.state_dict() for name, one in self._objects.items()}
+        return {name: state for name, state in states.items() if state["values"]}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        for name, one in self._objects.items():
+            if name in states:
+                one.load_state_dict(states[name])
+
+
+def of_modules(model: torch.nn.Module, *, without: Collection[str] = ()) -> dict[str, Attributes]:
+    """Those of a model and of the modules in it that the script has written: a queue's pointer, a
+    probability that is scheduled.
+
+    Args:
+        without: names that the framework's own base class has put there.
+    """
+    own = {*vars(torch.nn.Module()), *without}
+    return {
+        f"module {name}": Attributes(module, without=own)
+        for name, module in model.named_modules()
+        if not is_of_library(module)
+    }
+
+
+def is_of_library(thing: Any) -> bool:
+    """Whether its class is one of a framework's, which saves what it has by itself."""
+    return type(thing).__module__.partition(".")[0] in _LIBRARIES
+
+
+def is_plain(value: Any, *, depth: int = 0) -> bool:
+    """Whether it is a number, a string, None or a tensor, or a container of such."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biufcSU"
+    if isinstance(value, (*_NUMBERS, *_SIMPLE)):
+        return True
+    if depth == _MOST_DEPTH:
+        return False
+    if isinstance(value, Mapping):
+        return all(
+            isinstance(key, (str, int, float, tuple)) and is_plain(one, depth=depth + 1)
+            for key, one in value.items()
+        )
+    return isinstance(value, _MANY) and all(is_plain(one, depth=depth + 1) for one in value)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Of two plain values."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and one.shape == other.shape and bool(torch.equal(one, other))
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return type(one) is type(other) and bool(np.array_equal(one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple, deque)) and isinstance(other, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def plain(value: Any) -> Any:
+    """A copy of tensors, numbers and containers."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, set):
+        return set(value)
+    if isinstance(value, _MANY):
+        return _like(value, [plain(one) for one in value])
+    if isinstance(value, float):
+        return float(value)  # numpy's are floats too
+    return value
+
+
+def _like(value: Any, entries: list[Any]) -> Any:
+    """A container of this kind."""
+    if isinstance(value, deque):
+        return deque(entries, maxlen=value.maxlen)
+    return tuple(entries) if isinstance(value, tuple) else entries
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All of them in a plain value; of arrays one."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, np.ndarray):
+        yield torch.empty(0)
+    elif isinstance(value, (Mapping, *_MANY)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(one)
+
+
+def _put(here: Any, value: Any, *, device: torch.device | None) -> Any:
+    """The saved value in the form of what is here: the same containers, the same tensor.
+
+    Args:
+        device: for tensors that are not here yet.
+    """
+    if isinstance(value, torch.Tensor):
+        if not isinstance(here, torch.Tensor):
+            return value if device is None else value.to(device)
+        if here.shape == value.shape and here.dtype == value.dtype and not here.requires_grad:
+            return here.copy_(value)
+        return value.to(here.device)
+    if isinstance(here, dict) and isinstance(value, Mapping):
+        # a key that is not here yet has what a defaultdict makes for it, such as a bounded deque
+        make = getattr(here, "default_factory", None) if isinstance(here, defaultdict) else None
+        made = {
+            key: _put(here[key] if key in here else make and make(), one, device=device)
+            for key, one in value.items()
+        }
+        here.clear()
+        here.update(made)
+        return here
+    if isinstance(value, (list, tuple, deque)):
+        is_same = isinstance(here, (list, tuple, deque))
+        return _like(here if is_same else value, [_put(None, one, device=device) for one in value])
+    if isinstance(value, Mapping):
+        return {key: _put(None, one, device=device) for key, one in value.items()}
+    return value

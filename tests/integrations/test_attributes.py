@@ -1,0 +1,156 @@
+"""What is saved of the attributes of a script's own objects, and what they keep beside."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hydroslurm.checkpoint.tree import decode, encode
+from hydroslurm.errors import StateMismatch
+from hydroslurm.integrations.attributes import Attributes, equal, of_modules
+from hydroslurm.integrations.companions import Companions, held_by
+
+
+def through_a_checkpoint(state: Any) -> Any:
+    return decode(*encode(state, prefix="state"))
+
+
+def attempt(**options: Any) -> tuple[SimpleNamespace, Attributes]:
+    """What a script makes in each attempt."""
+    one = SimpleNamespace(
+        fixed=3, words=["a"], outputs=[], count=0, best=None, seen={1}, recent=deque([0.5], 2),
+        by_epoch={0: (1, 2.5)}, scores=np.zeros(2), mean=torch.zeros(2), rank=None, began=None,
+    )  # fmt: skip
+    found = Attributes(one, **options)
+    found.remember()
+    return one, found
+
+
+def test_what_has_changed_comes_back() -> None:
+    """In the same types; what has not changed is as the script makes it."""
+    before, saved = attempt()
+    saved.begin()
+    before.outputs.append((torch.ones(1, requires_grad=True) * 2, 4))
+    before.count, before.best, before.seen, before.new = 7, "step-7", {1, 2}, np.float32(0.5)
+    before.recent.extend([1.5, 2.5])
+    before.by_epoch[1] = (3, 4.5)
+    before.scores[1] = 1.0
+    before.mean += 1
+    state = saved.state_dict()
+    assert state["early"] == []
+    after, loaded = attempt()
+    mean = after.mean
+    loaded.load_state_dict(through_a_checkpoint(state))
+    for name, value in vars(before).items():
+        assert equal(getattr(after, name), value), name
+        assert type(getattr(after, name)) is type(value), name
+    assert not after.outputs[0][0].requires_grad
+    assert (after.recent.maxlen, after.mean is mean, after.fixed) == (2, True, 3)
+    assert "fixed" not in state["values"]
+    assert loaded.state_dict()["values"].keys() == state["values"].keys()
+
+
+def test_what_an_attempt_sets_before_its_first_step_is_its_own() -> None:
+    """Such as its rank; but what it has not set, because its first epoch had begun before, comes
+    back, and so does what has changed in any attempt since a first step."""
+    one, state = attempt()
+    one.rank, one.began, one.count = 1, 0.5, 1
+    state.begin()
+    one.count = 2
+    for rank in (2, 3):
+        saved = through_a_checkpoint(state.state_dict())
+        assert saved["early"] == ["began", "rank"]
+        one, state = attempt()
+        one.rank, one.count = rank, 1
+        state.load_state_dict(saved)
+        state.begin()
+        assert (one.rank, one.began, one.count) == (rank, 0.5, 2)
+
+
+def test_what_is_left_out() -> None:
+    """Objects, flags and tensors if they are not wanted, names that are not."""
+    one, state = attempt(without=("count",), flags=False, tensors=False)
+    one.count, one.best, one.mean, one.scores, one.outputs = 1, "a", one.mean + 1, one.scores + 1, 2
+    one.seen, one.words = {object()}, object()
+    assert state.state_dict()["values"] == {"outputs": 2}
+    assert state.unsaved() == ["SimpleNamespace.seen (set)", "SimpleNamespace.words (object)"]
+
+
+def test_large_ones_are_saved_only_if_they_change() -> None:
+    """A vocabulary is told by its length, an array by its bytes, a tensor by torch's own count."""
+    for large, change in (
+        (list(range(20_000)), lambda one: one.append(1)),
+        (torch.zeros(300_000), lambda one: one.add_(1)),
+        (np.zeros(300_000), lambda one: one.fill(1)),
+    ):
+        one = SimpleNamespace(large=large)
+        state = Attributes(one)
+        state.remember()
+        assert state.state_dict()["values"] == {}
+        change(large)
+        assert state.state_dict()["values"].keys() == {"large"}
+
+
+def test_modules_of_the_scripts_own() -> None:
+    """A pointer into a queue; not what torch's own modules have."""
+
+    class Queue(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pointer, self.dropout = 0, torch.nn.Dropout(0.1)
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Queue())
+    found = of_modules(model)
+    assert found.keys() == {"module 1"}
+    found["module 1"].remember()
+    model[1].pointer = 5
+    model.eval()
+    assert found["module 1"].state_dict()["values"] == {"pointer": 5}
+
+
+class Average:
+    """As those of libraries: no module, but with a state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def test_companions() -> None:
+    """A module if it has changed, any other object with a state; not what is saved otherwise, nor
+    what cannot be, which is said once."""
+    said: list[str] = []
+
+    def made() -> tuple[SimpleNamespace, Companions]:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        one = SimpleNamespace(
+            model=model, inner=model[0], teacher=torch.nn.Linear(2, 2), kind=torch.nn.Linear,
+            frozen=torch.nn.Linear(2, 2), average=Average(1), odd=Average(object()), number=3,
+        )  # fmt: skip
+        kept = Companions(lambda: held_by({"ema": one}, known=[model]), say=said.append)
+        kept.remember()
+        return one, kept
+
+    before, saved = made()
+    before.teacher.weight.data.zero_()
+    before.average.value = 2
+    state = saved.state_dict()
+    assert state.keys() == saved.state_dict().keys() == {"ema.teacher", "ema.average"}
+    (text,) = said
+    assert text.startswith("ema.odd is not saved, and the next attempt begins without it: ")
+    after, loaded = made()
+    loaded.load_state_dict(through_a_checkpoint(state))
+    assert not after.teacher.weight.any()
+    assert after.average.value == 2
+    with pytest.raises(StateMismatch, match="which this script does not have"):
+        loaded.load_state_dict({"ema.gone": {}})
