@@ -13,6 +13,9 @@
 behind each batch at which accelerate has synchronised the gradients, where the loop asks for the
 next one: what the loop did with the batch is done. A resumed loop goes on in its epoch behind the
 last such batch; what follows the batches of an epoch is repeated if the attempt ended within it.
+
+Several loaders may be trained from, in one loop: see
+:mod:`hydroslurm.integrations.accelerate_batches`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.errors import StateMismatch, UsageError
-from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
+from hydroslurm.integrations.accelerate_batches import Loaders
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
 from hydroslurm.integrations.transformers_known import environ_of
 from hydroslurm.training.objects import Stateful, bare
@@ -49,9 +52,7 @@ _REMEDIES = Remedies(
     ),
     generator=_GIVE.format("{name}"),
     batches=(
-        "The first loader that prepare() is given has one: let it hand out all that a step needs "
-        "(torch.utils.data.StackDataset joins data sets), or choose the other samples by the "
-        "number of the step."
+        "Give the loader to prepare(accelerator, ..., loader), and iterate what that returns."
     ),
     unchecked="prepare(accelerator, ..., check=False)",
 )
@@ -70,8 +71,8 @@ def prepare(accelerator: Any, *objects: Any, check: bool = True, **options: Any)
 
     Args:
         objects: models, optimizers, schedulers and loaders; random generators of the script's own,
-            which are handed back as they are. The first loader is the one that the training
-            iterates; others, such as for validation, are prepared and left alone.
+            which are handed back as they are. Each loader that is trained from has a position; one
+            for validation begins anew each time, as the script iterates it.
         check: whether the first step is watched.
         options: those of :class:`hydroslurm.Run`: ``directory``, ``every_steps``, ``every_s``,
             ``keep``, ``fast_directory``, ``on_save_error``, ``limits``, ``resume``.
@@ -104,13 +105,16 @@ def epochs(accelerator: Any, count: int) -> Iterator[int]:
     Raises:
         UsageError: :func:`prepare` was not called for this accelerator.
     """
-    loop: Loop | None = getattr(accelerator, _LOOP, None)
-    if loop is None:
-        raise UsageError(
-            "epochs() needs the run that prepare() makes: call hydroslurm.integrations.accelerate."
-            "prepare(accelerator, model, optimizer, loader, ...) in place of accelerator.prepare()"
-        )
-    return loop.epochs(count)
+    return _loop_of(accelerator).epochs(count)
+
+
+def completed_steps(accelerator: Any) -> int:
+    """Optimizer steps that were made in all attempts: where a loop that counts them begins.
+
+    Raises:
+        UsageError: as :func:`epochs`.
+    """
+    return _loop_of(accelerator).run.step
 
 
 class Loop:
@@ -124,10 +128,8 @@ class Loop:
         self._accelerator = accelerator
         self._checks = check
         self._named: dict[str, Stateful] = {}
-        self._loader: HeldTrainLoader | None = None
-        self._in_epochs = False
+        self._loaders: Loaders | None = None
         self._is_finished = False
-        self._epoch = 0
         state = _Ranks(accelerator.num_processes, accelerator.process_index)
         environ = environ_of(state)
         place = directory_of_fit(options.get("directory"), environ).root
@@ -144,62 +146,38 @@ class Loop:
         resumed = self.run.resume()
         made = self._accelerator.prepare(*objects)
         prepared = list(made) if len(objects) > 1 else [made]
-        place = next((n for n, one in enumerate(prepared) if _is_loader(one)), None)
-        if place is None:
+        places = [place for place, one in enumerate(prepared) if _is_loader(one)]
+        if not places:
             raise UsageError("prepare() needs the loader that the training iterates; give it, too")
         self._name(prepared)
         self._models = [one for one in prepared if hasattr(one, "named_buffers")]
         if resumed:
             self._load()
-        self._loader = HeldTrainLoader(self.run, prepared[place])
+        self._loaders = Loaders(self.run, self._accelerator, self._models, checks=self._checks)
+        for place in places:
+            prepared[place] = self._loaders.take(prepared[place])
         self._shield.install()
         if self._checks:
             parts = {name: _unwrapped(thing) for name, thing in self._named.items()}
             self.run.check_first_step(parts, _REMEDIES)
         self._finish_at_end_training()
-        prepared[place] = _Stepped(self._loader.to_iterate, self)
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
     def epochs(self, count: int) -> Iterator[int]:
-        self._in_epochs = True
+        assert self._loaders is not None
         for epoch in range(self.run.epoch, count):
-            self._epoch = epoch
+            self._loaders.begin_epoch(epoch, is_last=epoch + 1 == count)
             yield epoch
-        self._in_epochs = False
         self.finish()
 
     def finish(self) -> None:
         """The training is done."""
         if not self._is_finished:
             self._is_finished = True
+            if self._loaders is not None:
+                self._loaders.leave_epochs()
             self._shield.uninstall()
             self.run.finish()
-
-    def batches(self, loader: Any) -> Iterator[Any]:
-        """The batches of one epoch that are left, a safe point behind each step.
-
-        Raises:
-            UsageError: outside of :meth:`epochs`; or the first step uses what is not saved.
-        """
-        if not self._in_epochs:
-            raise UsageError(
-                "the training loader is iterated outside of hydroslurm.integrations.accelerate."
-                "epochs(accelerator, N), so that a resumed run could not tell which epoch it is "
-                "in: write `for epoch in epochs(accelerator, N):` around the loop"
-            )
-        assert self._loader is not None
-        iteration, is_left = self._loader.iteration, True
-        if not self.run.trains:
-            if self.run.loaded is not None:
-                is_left = self._loader.open()
-            self.run.begin()
-        for batch in loader if is_left else ():
-            self._loader.is_iterated()
-            with self.run.body():
-                yield batch
-            if self._accelerator.sync_gradients:
-                self.run.complete_step(self.run.step + 1, epoch=self._epoch)
-        self._loader.iteration = iteration + 1  # of an epoch that had no batch left, too
 
     # --- the state
     # --------------------------------------------------------------------------------------------
@@ -240,29 +218,22 @@ class Loop:
                 raise StateMismatch(f"what was saved does not fit {name}: {error}") from error
 
 
+def _loop_of(accelerator: Any) -> Loop:
+    loop: Loop | None = getattr(accelerator, _LOOP, None)
+    if loop is None:
+        raise UsageError(
+            "there is no run of this accelerator: call hydroslurm.integrations.accelerate."
+            "prepare(accelerator, model, optimizer, loader, ...) in place of accelerator.prepare()"
+        )
+    return loop
+
+
 class _Ranks:
     """What :func:`environ_of` wants to know."""
 
     def __init__(self, world_size: int, process_index: int) -> None:
         self.world_size = world_size
         self.process_index = process_index
-
-
-class _Stepped:
-    """The training loader in the script's hands."""
-
-    def __init__(self, loader: Any, loop: Loop) -> None:
-        self._hydroslurm_loader = loader
-        self._hydroslurm_loop = loop
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._hydroslurm_loop.batches(self._hydroslurm_loader)
-
-    def __len__(self) -> int:
-        return len(self._hydroslurm_loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._hydroslurm_loader, name)
 
 
 def _unwrapped(thing: Any) -> Any:

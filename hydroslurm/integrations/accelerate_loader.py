@@ -1,4 +1,5 @@
-"""A training loader that accelerate has prepared, held so that its position is saved.
+"""A loader that accelerate has prepared: what the order of its next epoch is made of, and, of one
+that is trained from, its position.
 
 accelerate fetches one batch ahead, to know which one is the last, and shuffles by a seed that it
 takes from torch when the loader is made and a count of epochs; none of these is in its own
@@ -7,59 +8,44 @@ checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from hydroslurm.data.epochs import samplers
+from hydroslurm.data.generators import generator_states, set_generator_states
 from hydroslurm.integrations.framework_run import FrameworkRun
-from hydroslurm.integrations.held_loader import count_rest, count_whole, open_resumed, skip
+from hydroslurm.integrations.held_loader import (
+    count_rest,
+    count_whole,
+    forget_opened,
+    open_resumed,
+    skip,
+)
 
 
-class HeldTrainLoader:
-    """See the module.
+class CountedLoader:
+    """One that each attempt iterates from its beginning: an epoch in which an attempt begins is in
+    the order that it would have had.
 
     Args:
         run: resumed already, if there was something to resume from.
         loader: what ``accelerator.prepare()`` has made, or any other loader.
         name: of its state.
-
-    Attributes:
-        to_iterate: the loader that is to be iterated. That is accelerate's own where it fetches
-            from a loader of this process, which is held in its place.
-
-    Raises:
-        UsageError: as :func:`hydroslurm.data.position.position_of`.
     """
 
-    def __init__(self, run: FrameworkRun, loader: Any, *, name: str = "train") -> None:
+    def __init__(self, run: FrameworkRun, loader: Any, *, name: str) -> None:
         self._loader = loader
-        self._rng_types: Any = None
         base = getattr(loader, "base_dataloader", None)
-        self._seeded = [
-            one
-            for one in samplers(loader if base is None else base)
-            if hasattr(one, "initial_seed")
-        ]
-        self._resume(run.own_loaded.get(f"loader {name}"))
+        self._base = loader if base is None else base
+        self._seeded = [one for one in samplers(self._base) if hasattr(one, "initial_seed")]
+        for sampler in self._seeded:
+            if sampler.generator is None:  # it makes one when it is iterated; a state wants it
+                sampler.generator = torch.Generator()
+                sampler.generator.manual_seed(sampler.initial_seed)
         run.own[f"loader {name}"] = self
-        if base is not None and not _is_dispatched(loader):
-            self._held = run.hold(
-                base,
-                name=name,
-                epoch=lambda: loader.iteration,
-                fetched_ahead=lambda: not loader.end_of_dataloader,
-            )
-            loader.base_dataloader = self._held
-            self.to_iterate = loader
-        else:
-            self._held = run.hold(
-                loader if base is None else _Iterated(loader),
-                name=name,
-                epoch=lambda: getattr(loader, "iteration", 0),
-            )
-            self.to_iterate = self._held
 
     @property
     def iteration(self) -> int:
@@ -70,6 +56,64 @@ class HeldTrainLoader:
     def iteration(self, number: int) -> None:
         if hasattr(self._loader, "iteration"):
             self._loader.iteration = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "iteration": self.iteration,
+            "seeds": [int(one.initial_seed) for one in self._seeded],
+            "generators": generator_states(self._base),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """When the training begins: what the script has iterated before that, it iterates at the
+        beginning of each attempt.
+
+        Raises:
+            StateMismatch: the loader has other generators than it had.
+        """
+        self._resume(state)
+        set_generator_states(self._base, state["generators"])
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        self.iteration = state["iteration"]
+        for sampler, seed in zip(self._seeded, state["seeds"], strict=False):
+            sampler.initial_seed = seed
+
+
+class HeldTrainLoader(CountedLoader):
+    """One that is trained from. Arguments as of :class:`CountedLoader`.
+
+    Attributes:
+        to_iterate: the loader that is to be iterated. That is accelerate's own where it fetches
+            from a loader of this process, which is held in its place.
+
+    Raises:
+        UsageError: as :func:`hydroslurm.data.position.position_of`.
+    """
+
+    def __init__(self, run: FrameworkRun, loader: Any, *, name: str = "train") -> None:
+        super().__init__(run, loader, name=name)
+        self._rng_types: Any = None
+        saved = run.own_loaded.get(f"loader {name}")
+        if saved is not None:
+            self._resume(saved)
+        self._is_in_place = self._base is not loader and not _is_dispatched(loader)
+        if self._is_in_place:
+            self._held = run.hold(
+                self._base,
+                name=name,
+                epoch=lambda: loader.iteration,
+                fetched_ahead=lambda: not loader.end_of_dataloader,
+            )
+            loader.base_dataloader = self._held
+            self.to_iterate = loader
+        else:
+            self._held = run.hold(
+                loader if self._base is loader else _Iterated(loader),
+                name=name,
+                epoch=lambda: getattr(loader, "iteration", 0),
+            )
+            self.to_iterate = self._held
 
     def open(self) -> bool:
         """Go to the place where it was saved, before random numbers are restored.
@@ -90,6 +134,24 @@ class HeldTrainLoader:
         if self._rng_types is not None:
             self._loader.rng_types, self._rng_types = self._rng_types, None
 
+    def begin_anew(self) -> None:
+        """The next iteration begins an epoch, also where one was opened that nobody has asked for
+        a batch."""
+        self.is_iterated()
+        forget_opened(self._held)
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """An iteration of accelerate's loader that begins within has no position."""
+        if not self._is_in_place:
+            yield
+            return
+        self._loader.base_dataloader = self._base
+        try:
+            yield
+        finally:
+            self._loader.base_dataloader = self._held
+
     def batches_of_epoch(self) -> int | None:
         """Of the one that is resumed, where another number of ranks had begun it: those that were
         used and those that are left now, which is its length until :meth:`leave_epoch`."""
@@ -104,23 +166,11 @@ class HeldTrainLoader:
         skip(self._held, count)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "iteration": self.iteration,
-            "seeds": [int(one.initial_seed) for one in self._seeded],
-        }
+        state = super().state_dict()
+        return {**state, "generators": {}}  # they are the position's
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing is left to do: it was needed before the loader was opened."""
-
-    def _resume(self, state: Mapping[str, Any] | None) -> None:
-        if state is not None:
-            self.iteration = state["iteration"]
-            for sampler, seed in zip(self._seeded, state["seeds"], strict=False):
-                sampler.initial_seed = seed
-        for sampler in self._seeded:
-            if sampler.generator is None:  # it makes one when it is iterated; a position wants it
-                sampler.generator = torch.Generator()
-                sampler.generator.manual_seed(sampler.initial_seed)
 
 
 class _Iterated:

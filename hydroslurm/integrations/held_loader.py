@@ -162,6 +162,11 @@ def open_resumed(loader: HeldLoader) -> bool:
     return True
 
 
+def forget_opened(loader: HeldLoader) -> None:
+    """Let the next iteration begin an epoch, whatever was opened."""
+    loader._hydroslurm_opened = loader._hydroslurm_resumed = None
+
+
 def skip(loader: HeldLoader, count: int) -> None:
     """Let the next iteration begin behind its first ``count`` batches. They are not fetched before
     it begins: only then does the framework say which epoch it is."""

@@ -80,14 +80,12 @@ def test_what_was_forgotten(forgotten: str, seen: str, remedy: str, found: Found
 
 
 def test_a_second_loader(found: Found) -> None:
-    """Only the first one has a position."""
+    """One that is not given to prepare() has no position."""
     assert found["more"][1][1:] == [
         "a batch was taken from an iterator over a DataLoader, which has no position that is "
-        "saved: resumed, it would begin with its first batches again. The first loader that "
-        "prepare() is given has one: let it hand out all that a step needs "
-        "(torch.utils.data.StackDataset joins data sets), or choose the other samples by the "
-        "number of the step. If the script skips what was read already: prepare(accelerator, ..., "
-        "check=False)",
+        "saved: resumed, it would begin with its first batches again. Give the loader to "
+        "prepare(accelerator, ..., loader), and iterate what that returns. If the script skips "
+        "what was read already: prepare(accelerator, ..., check=False)",
         "",
     ]
 

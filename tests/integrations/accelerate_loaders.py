@@ -1,0 +1,144 @@
+"""Loops with accelerate over several loaders, each undisturbed and stopped three times:
+``accelerate_loaders.py FOLDER SCENE...``. Prints, as JSON, for each scene the exit statuses of the
+stopped attempts, the notes of both runs, and what was said.
+
+accelerate is imported once; each attempt is a fork of that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from attempts import attempts
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hydroslurm.errors import UsageError
+from hydroslurm.integrations.accelerate import completed_steps, epochs, prepare
+
+STOPS = ("3", "4", "2", "")
+"""In which step of its attempt each is stopped: in the first epoch, in its last step, later on."""
+
+
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def now_and_then(first: Any, done: Iterator[int], then: Iterator[Any]) -> Iterator[list[Any]]:
+    for batch, steps in zip(first, done, strict=False):
+        yield [batch, *([next(then)] if steps % 3 == 1 else [])]
+
+
+WAYS: dict[str, Any] = {
+    "zip": lambda first, second, *_: zip(first, second, strict=False),
+    "zip, the other first": lambda first, second, *_: zip(second, first, strict=False),
+    "now and then": lambda first, _, done, then: now_and_then(first, done, then),
+    "one in the other": lambda first, second, *_: ([one, *second] for one in first),
+    "chain": lambda first, second, *_: ([one] for one in itertools.chain(first, second)),
+    "epoch by epoch": lambda first, *_: ([one] for one in first),
+    # what cannot be kept
+    "cycle": lambda first, second, *_: zip(first, itertools.cycle(second), strict=False),
+    "twice": lambda first, *_: zip(first, first, strict=False),
+    "fetched before": lambda first, _, done, then: now_and_then(first, done, then),
+    "one behind the other": lambda first, *_: ([one] for one in first),
+}
+
+
+def attempt(name: str, folder: Path, stop: str) -> None:
+    os.environ["HYDROSLURM_RUN_DIR"] = str(folder / "run")
+    scene, _, how = name.partition("; ")
+    sys.stderr = (folder / "said").open("a")
+    with (folder / "notes").open("a") as notes:
+        try:
+            train(scene, how, notes, stop=stop)
+        except UsageError as error:
+            print(error, file=notes)
+
+
+def train(scene: str, how: str, notes: Any, *, stop: str) -> None:
+    torch.manual_seed(0)
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=3 if "accumulated" in how else 1,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler="seeded" in how),
+    )
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    workers = 1 if "workers" in how else 0
+    first, second, validation = (
+        DataLoader(
+            TensorDataset(torch.randn(count, 2)), batch_size=3, shuffle=True, num_workers=workers
+        )
+        for count in (23, 17, 10)
+    )
+    model, optimizer, first, second, validation = prepare(
+        accelerator, model, optimizer, first, second, validation
+    )
+    then = endless(second)
+    if scene == "fetched before":
+        next(then)
+    counted, step = completed_steps(accelerator), 0
+    done = iter(lambda: counted, None)
+    for epoch in epochs(accelerator, 5):
+        model.train()
+        leading = second if scene == "epoch by epoch" and epoch % 2 else first
+        for batches in WAYS[scene](leading, second, done, then):
+            with accelerator.accumulate(model):
+                x = torch.cat([one[0] for one in batches])
+                loss = model(x + torch.rand_like(x)).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                counted, step = counted + 1, step + 1
+                seen = look(model, validation, limit=2) if counted % 2 else 0.0
+                print(counted, x.sum().item().hex(), loss.item().hex(), seen.hex(), file=notes)
+                if str(step) == stop:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(0.1)
+        if scene == "one behind the other":
+            for (x,) in second:
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+        look(model, validation, limit=100)
+
+
+def look(model: nn.Module, loader: Iterable[Any], *, limit: int) -> float:
+    """What a model in evaluation mode makes of the first batches, as many know it."""
+    model.eval()
+    total = 0.0
+    for number, (x,) in enumerate(loader):
+        if number == limit:
+            break
+        with torch.no_grad():
+            total += model(x).mean().item()
+    model.train()
+    return total
+
+
+def main(folder: Path, *scenes: str) -> None:
+    warnings.filterwarnings("ignore")
+    found = {}
+    for number, scene in enumerate(scenes):
+        place = folder / str(number)
+        _, whole = attempts(attempt, scene, place / "whole", ("",))
+        exits, notes = attempts(attempt, scene, place / "stopped", STOPS)
+        found[scene] = exits, notes, whole, (place / "stopped" / "said").read_text()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
