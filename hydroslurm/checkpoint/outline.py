@@ -10,6 +10,7 @@ once, by functions that Python calls without a loop of its own.
 from __future__ import annotations
 
 import marshal
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -72,9 +73,12 @@ class Outline:
         self._root = _learn(tree, encoded, prefix, depth=1, keys=keys)
         tensors: list[torch.Tensor] = []
         _walk(tree, self._root, tensors)
-        self._looks, self._shared = _look(tensors), _shared_memory(tensors)
+        shapes, *others = _look(tensors)
+        same: dict[Any, Any] = {}  # it is kept, and of thousands of shapes few differ
+        self._looks = ([same.setdefault(one, one) for one in shapes], *others)
+        self._shared = _shared_memory(tensors)
         firsts = {key: place for place, key in reversed(tuple(enumerate(keys)))}
-        self._firsts = sorted(firsts.values())
+        self._firsts = array("q", sorted(firsts.values()))
 
     def again(self, tree: Mapping[str, Any]) -> tuple[JsonValue, list[torch.Tensor]] | None:
         """What ``tree.encode`` makes of a tree, the tensors in the order of their keys, which are

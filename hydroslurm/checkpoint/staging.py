@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -158,8 +159,8 @@ class _Copies:
         ]
         large = [not one and not two for one, two in zip(on_cuda, small, strict=True)]
         self._small, self._large, self._on_cuda = small, large, on_cuda
-        self._addresses = [one.data_ptr() for one in compress(tensors, small)]
-        self._sizes = [one.nbytes for one in compress(tensors, small)]
+        self._addresses = array("Q", (one.data_ptr() for one in compress(tensors, small)))
+        self._sizes = array("Q", (one.nbytes for one in compress(tensors, small)))
 
     def are_of(self, layout: Layout) -> bool:
         """Whether a state of this layout can be copied into them."""

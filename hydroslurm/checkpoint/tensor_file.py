@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -97,7 +98,7 @@ class Laid(NamedTuple):
     """
 
     header: bytes
-    order: tuple[int, ...]
+    order: array[int]
     chunks: bytes
 
 
@@ -229,7 +230,7 @@ def lay_out(pieces: Sequence[Piece], *, rank: int) -> Laid:
             f"{_numbers(piece.offsets)},{_numbers(piece.sizes)},{end}]".encode()
         )
         end += piece.size_bytes
-    return Laid(header, tuple(order), b",".join(lines))
+    return Laid(header, array("q", order), b",".join(lines))
 
 
 def _kind_of(piece: Piece) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import heapq
 import json
 import math
 import zlib
+from array import array
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ class Layout:
     rank: int
     world_size: int
     pieces: tuple[Piece, ...]
-    taken: tuple[int, ...]
+    taken: array[int]
     wholes: tuple[Whole, ...]
     state_bytes: int
     outline: Outline | None = field(compare=False)
@@ -225,7 +226,7 @@ def _laid_out(
         rank=rank,
         world_size=world_size,
         pieces=(*pieces, *(_piece_of_own(key, one) for key, one in own.items())),
-        taken=tuple(taken),
+        taken=array("q", taken),  # a tenth of what a tuple of thousands of numbers takes
         wholes=tuple(wholes),
         state_bytes=_bytes(shared) + world_size * _bytes(own),
         outline=outline,
