@@ -52,6 +52,7 @@ def _panel(panel: Any, column: Column, result: Mapping[str, Any]) -> None:
             textcoords="offset points",
             va="center",
             fontsize=9,
+            bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"},
         )
     if column.key == "step_time_ratio":
         panel.axvline(1.0, color="black", linewidth=0.8, linestyle=":")

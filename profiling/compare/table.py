@@ -44,7 +44,7 @@ class Column:
 
 
 COLUMNS = (
-    Column("goodput", "goodput", "goodput in the storm (1: as fast as bare, undisturbed)"),
+    Column("goodput", "goodput", "goodput in the storm (undisturbed: 1)"),
     Column("steps_lost_per_preemption", "steps lost per preemption", "steps lost per preemption"),
     Column("samples_seen_twice", "samples seen twice", "samples seen twice in an epoch"),
     Column("samples_never_seen", "samples never seen", "samples never seen in an epoch"),
