@@ -26,6 +26,7 @@ from typing import Any
 from hydroslurm.checkpoint import rng
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.accelerate_batches import Loaders
+from hydroslurm.integrations.attributes import of_modules
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
 from hydroslurm.integrations.transformers_known import environ_of
 from hydroslurm.training.objects import Stateful, bare
@@ -151,6 +152,14 @@ class Loop:
             raise UsageError("prepare() needs the loader that the training iterates; give it, too")
         self._name(prepared)
         self._models = [one for one in prepared if hasattr(one, "named_buffers")]
+        modules = [bare(one) for one in self._models]
+        self.run.remember(
+            {
+                f"model {number} {name}": one
+                for number, model in enumerate(modules)
+                for name, one in of_modules(model).items()
+            }
+        )
         if resumed:
             self._load()
         self._loaders = Loaders(self.run, self._accelerator, self._models, checks=self._checks)

@@ -28,7 +28,7 @@ from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.attributes import Attributes, ScriptAttributes
 from hydroslurm.integrations.handed import Handed
 from hydroslurm.integrations.held_loader import HeldLoader, held_state, samples_taken
-from hydroslurm.integrations.rank_state import RankBuffers
+from hydroslurm.integrations.rank_state import ModuleSettings, RankBuffers
 from hydroslurm.runtime.child_signals import WorkerShield
 from hydroslurm.training.arguments import run_directory
 from hydroslurm.training.ddp_buckets import BucketOrders, Models
@@ -69,6 +69,7 @@ class FrameworkRun(Run):
         self._parts: Mapping[str, Any] = {}
         self.own: dict[str, Stateful] = {}
         self._buffers: RankBuffers | None = None
+        self._settings: ModuleSettings | None = None
         self._loaders: dict[str, HeldLoader] = {}
         self._pending: Mapping[str, Any] | None = None
         self.trains = self._is_told = False
@@ -138,15 +139,19 @@ class FrameworkRun(Run):
         order in all attempts; before :meth:`begin`."""
         world_size = self._rank_group.world_size
         self._buffers = RankBuffers(models, world_size=world_size)
-        self.own["buffers"] = self._buffers
+        self._settings = ModuleSettings(models)
+        self.own.update(buffers=self._buffers, settings=self._settings)
         self._bucket_orders = BucketOrders(models, world_size=world_size)
 
     def remember(self, objects: Mapping[str, Attributes]) -> None:
-        """Save what the script's own objects count and collect in their attributes, as far as it
-        changes from now on; before :meth:`begin`."""
+        """Save what the script's own objects count and collect in their attributes, and how the
+        modules of the models that are followed are set, as far as it changes from now on; before
+        :meth:`begin`."""
         self._attributes = ScriptAttributes(objects)
         self._attributes.remember()
         self.own["attributes"] = self._attributes
+        if self._settings is not None:
+            self._settings.remember()
 
     def check_first_step(self, parts: Mapping[str, Any], remedies: Remedies) -> None:
         """Find out at the first step of this attempt what the script uses and a resumed run would

@@ -104,6 +104,11 @@ class Fit:
         """Resume, if there is something, and take the places at which the fit is to be led."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         self._loggers.opened()
+        if any(type(one).__name__ == "ModelPruning" for one in trainer.callbacks):
+            self._say(
+                "ModelPruning puts no masks into a checkpoint: an epoch that is resumed trains the "
+                "pruned weights, too, until its end"
+            )
         shield = self.run.worker_shield()  # of the validation's workers, too
         shield.install()
         self._undo.callback(shield.uninstall)
@@ -246,6 +251,7 @@ class Fit:
             self._step = self.run.step
             if loaded is not None:
                 self._companions.load_state_dict(loaded["companions"])
+                self._trainer.accumulate_grad_batches = loaded["accumulate"]
                 self._go_on(loaded)
                 return
         own(fetcher)
@@ -322,6 +328,7 @@ class Fit:
             "ended": self._ended,
             "should_stop": trainer.should_stop,
             "companions": self._companions.state_dict(),
+            "accumulate": trainer.accumulate_grad_batches,
             "reloaded_at": trainer.fit_loop._last_train_dl_reload_epoch,
         }
 

@@ -141,12 +141,32 @@ class OneCycle(Module):
         }
 
 
+class Thawed(Module):
+    """Its optimizer has what is trained from the beginning."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], 0.05)
+
+
 class Scaled(Module):
     """In float16: the first steps overflow, and the scale follows."""
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         self.log("scale", self.trainer.precision_plugin.scaler.get_scale(), on_epoch=True)
         return super().training_step(batch, index)
+
+
+class Thaw(stock.BaseFinetuning):
+    """Trains a part of the model from the second epoch on; and nothing of another in the first."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[:2])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        pl_module.net[2].p = 0.3 - 0.1 * epoch
+        pl_module.net[1].train(epoch > 1)
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[:2], optimizer, lr=0.01)
 
 
 class Notes(lightning.Callback):
@@ -223,6 +243,9 @@ def scene(name: str) -> tuple[Any, Any, dict[str, Any]]:
         return Scaled(), loader(), {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
     if name == "averaged":
         return Module(), loader(), {"callbacks": [stock.WeightAveraging(use_buffers=True)]}
+    if name == "thaw":
+        steps = stock.GradientAccumulationScheduler({0: 1, 1: 2})
+        return Thawed(), loader(), {"callbacks": [Thaw(), steps], "enable_checkpointing": False}
     if name == "swa":
         return OneCycle(), loader(), {"callbacks": [stock.StochasticWeightAveraging(0.01, 1)]}
     if name == "callbacks":

@@ -14,6 +14,7 @@ from hydroslurm.checkpoint.tree import decode, encode
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.attributes import Attributes, equal, of_modules
 from hydroslurm.integrations.companions import Companions, held_by
+from hydroslurm.integrations.rank_state import ModuleSettings
 
 
 def through_a_checkpoint(state: Any) -> Any:
@@ -111,6 +112,35 @@ def test_modules_of_the_scripts_own() -> None:
     model[1].pointer = 5
     model.eval()
     assert found["module 1"].state_dict()["values"] == {"pointer": 5}
+
+
+def test_how_modules_are_set() -> None:
+    """What is trained, probabilities and modes; what has not changed is as the script makes it."""
+
+    def made() -> tuple[torch.nn.Sequential, ModuleSettings]:
+        model = torch.nn.Sequential(
+            torch.nn.Linear(2, 2), torch.nn.Dropout(0.3), torch.nn.BatchNorm1d(2)
+        )
+        model[0].requires_grad_(False)
+        settings = ModuleSettings(lambda: [model])
+        settings.remember()
+        return model, settings
+
+    before, saved = made()
+    assert saved.state_dict() == {}
+    before[0].weight.requires_grad_(True)
+    before[1].p = 0.1
+    before[2].eval()
+    after, loaded = made()
+    loaded.load_state_dict(through_a_checkpoint(saved.state_dict()))
+    assert [one.requires_grad for one in after.parameters()] == [True, False, True, True]
+    assert (after[1].p, [one.training for one in after]) == (0.1, [True, True, False])
+    after[2].train()  # as it was made, but not as it was saved
+    assert loaded.state_dict() == {
+        "0.1": {"p": 0.1},
+        "0.2": {"training": True},
+        "0.0.weight (parameter)": {"requires_grad": True},
+    }
 
 
 class Average:

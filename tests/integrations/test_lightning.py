@@ -33,6 +33,7 @@ def play(scene: str, folder: Path, *stops: str) -> dict[str, Any]:
         pytest.param("accumulate", "train:3 train:5 val:1 train:32", marks=LONG),
         ("stream", "train:2 train:10 val:1 train:32"),
         ("averaged", "train:3 val:0 train:20"),
+        ("thaw", "train:3 train:14 val:1 train:28"),
         pytest.param("workers", "train:4 val:1 train:32", marks=LONG),
         pytest.param("max_steps", "train:5 train:10 train:21", marks=LONG),
         pytest.param("manual", "train:2 train:10 train:21", marks=LONG),
