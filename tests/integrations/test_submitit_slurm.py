@@ -18,6 +18,7 @@ from processes import wait_until
 from submitit.slurm.slurm import SlurmJob
 
 import hydroslurm
+from hydroslurm.core.status import read_status
 from hydroslurm.devcluster import DevCluster
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -31,6 +32,24 @@ ARGUMENTS = ["--epochs=2", "--workers=2"]
 NODE = "n1"
 OPTION = {"slurm_srun_args": ["--preempt=requeue"]}
 EXPORTED = {"slurm_setup": ["export HYDROSLURM_PREEMPT=requeue"]}
+RUNS = "hydroslurm-runs/*/events/rank-00000.json"
+INNER = """
+import time
+from pathlib import Path
+import torch
+import hydroslurm
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with hydroslurm.Run(model=model, optimizer=optimizer) as run:
+    for step in run.steps(10**6):
+        model(torch.randn(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+        if Path("enough").exists():
+            break
+"""
 TORCH = torch.Size([1])
 """The process imports torch, and Lightning's callback comes, before submitit's handlers do."""
 
@@ -70,6 +89,35 @@ def test_it_is_requeued_and_goes_on(
     said = job.stdout() or ""
     assert "attempt 4 resumes from step" in said
     assert "Caught signal" not in said  # submitit's handler of the warning
+
+
+@pytest.mark.parametrize(
+    "outer", [submitted_fit.submit_inside, hydroslurm.preemptible(submitted_fit.submit_inside)]
+)
+def test_a_job_that_it_submits(
+    outer: Callable[..., int], requeue_cluster: DevCluster, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It is another one, though it inherits all variables: it has a run folder of its own, USR1
+    and USR2 pause it, and a stop requeues it."""
+    script, said = tmp_path / "inner.py", tmp_path / "inner.txt"
+    script.write_text(INNER)
+    executor = executor_in(tmp_path, requeue_cluster, monkeypatch)
+    job = executor.submit(outer, tmp_path, sys.executable, str(script))
+    try:
+        wait_until(lambda: any(tmp_path.glob(RUNS)), lambda: job.stdout() or "", limit_s=120)
+        (path,) = tmp_path.glob(RUNS)
+        inner = path.parents[1].name
+        assert inner != job.job_id
+        for signal, state in (("USR1", "parked"), ("USR2", "running")):
+            subprocess.run(["scancel", f"--signal={signal}", inner], check=True, timeout=60)
+            wait_until(lambda state=state: read_status(path).state == state, path.read_text)
+        subprocess.run(["scontrol", "requeue", inner], check=True, timeout=60)
+        wait_until(lambda: "attempt 2 resumes from step" in said.read_text(), said.read_text)
+        (tmp_path / "enough").touch()
+        assert job.result() == 0, said.read_text()
+    finally:
+        job.cancel(check=False)
 
 
 def executor_in(
