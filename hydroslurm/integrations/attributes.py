@@ -64,7 +64,7 @@ class Attributes:
 
     def begin(self) -> None:
         """The first step comes next. What the script has set since :meth:`remember`, and leaves
-        alone from now on, may be of this process, such as its rank."""
+        alone from now on, may be of this process: a time, its rank."""
         self._at_begin = {name: _noted(value) for name, value in self._found()}
 
     def unsaved(self) -> list[str]:
@@ -97,15 +97,21 @@ class Attributes:
             ),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What was set before the first step, and is set again by now, stays as it is."""
+    def load_state_dict(self, state: Mapping[str, Any], *, is_resized: bool = False) -> None:
+        """A time that was set before the first step, and is set again by now, stays as it is: it is
+        that of this attempt, by the clock of this machine.
+
+        Args:
+            is_resized: so does everything else that was, for another number of ranks has saved it.
+        """
         self._restored = frozenset(state["values"])
         self._late = self._restored - set(state["early"])
         own = vars(self._owner)
         for name, value in state["values"].items():
             here = own.get(name, _NONE)
             is_set = here is not _NONE and not _shows(self._before.get(name, _NONE), here)
-            if name not in self._late and is_set:
+            is_own = is_resized or isinstance(value, float)
+            if name not in self._late and is_set and is_own:
                 continue
             device = self._device() if self._device and name in state["on_device"] else None
             setattr(self._owner, name, _put(here, value, device=device))
@@ -152,8 +158,8 @@ def _shows(noted: Any, value: Any) -> bool:
 class ScriptAttributes:
     """Those of several objects, by name."""
 
-    def __init__(self, objects: Mapping[str, Attributes]) -> None:
-        self._objects = objects
+    def __init__(self, objects: Mapping[str, Attributes], *, world_size: int = 1) -> None:
+        self._objects, self._world_size = objects, world_size
 
     def remember(self) -> None:
         """As :meth:`Attributes.remember`."""
@@ -171,12 +177,14 @@ class ScriptAttributes:
 
     def state_dict(self) -> dict[str, Any]:
         states = {name: one.state_dict() for name, one in self._objects.items()}
-        return {name: state for name, state in states.items() if state["values"]}
+        found = {name: state for name, state in states.items() if state["values"]}
+        return {"objects": found, "world_size": self._world_size}
 
-    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        is_resized = state["world_size"] != self._world_size
         for name, one in self._objects.items():
-            if name in states:
-                one.load_state_dict(states[name])
+            if name in state["objects"]:
+                one.load_state_dict(state["objects"][name], is_resized=is_resized)
 
 
 def of_modules(model: torch.nn.Module, *, without: Collection[str] = ()) -> dict[str, Attributes]:

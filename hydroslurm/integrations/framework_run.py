@@ -147,7 +147,7 @@ class FrameworkRun(Run):
         """Save what the script's own objects count and collect in their attributes, and how the
         modules of the models that are followed are set, as far as it changes from now on; before
         :meth:`begin`."""
-        self._attributes = ScriptAttributes(objects)
+        self._attributes = ScriptAttributes(objects, world_size=self._rank_group.world_size)
         self._attributes.remember()
         self.own["attributes"] = self._attributes
         if self._settings is not None:
