@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from hydroslurm.errors import UsageError
-from hydroslurm.integrations.accelerate_loader import CountedLoader, HeldTrainLoader
+from hydroslurm.integrations.accelerate_loader import (
+    CountedLoader,
+    HeldTrainLoader,
+    Iteration,
+    Loader,
+    ScriptLoader,
+    require_known,
+)
 from hydroslurm.integrations.framework_run import FrameworkRun
 from hydroslurm.training.reporting import notice
 
@@ -27,83 +34,6 @@ _KEY = "loaders"
 _EARLY_STEPS = 100
 _LOOKED_AT = 8
 """Weights, spread over the models, by which it is seen that an optimizer has stepped."""
-
-
-class ScriptLoader:
-    """A prepared loader in the script's hands."""
-
-    def __init__(self, loader: _Loader, loaders: Loaders) -> None:
-        self._hydroslurm_loader = loader
-        self._hydroslurm_loaders = loaders
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._hydroslurm_loaders.iterate(self._hydroslurm_loader)
-
-    def __len__(self) -> int:
-        return len(self._hydroslurm_loader.own)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._hydroslurm_loader.own, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_hydroslurm_"):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._hydroslurm_loader.own, name, value)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # what isinstance() is told
-        return self._hydroslurm_loader.own.__class__  # type: ignore[no-any-return]
-
-
-class _Loader:
-    """One of them.
-
-    Attributes:
-        own: accelerate's.
-        held: what keeps its position, once it is trained from.
-        current: its newest iteration.
-        resumes: its next iteration goes on where one was saved.
-        is_left: there is a batch in the epoch of that one.
-    """
-
-    def __init__(self, own: Any, number: int) -> None:
-        self.own = own
-        self.number = number
-        self.held: HeldTrainLoader | None = None
-        self.current: _Iteration | None = None
-        self.resumes = False
-        self.is_left = True
-
-    @property
-    def name(self) -> str:
-        """As a person counts them."""
-        return f"loader {self.number + 1} of those that prepare() was given"
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether an iteration that has a position is not at its end, and the script still has it;
-        one that a resumed script is still to make, too."""
-        one = self.current
-        return self.resumes or (one is not None and not one.ended and one.batches() is not None)
-
-
-class _Iteration:
-    """One way through a loader.
-
-    Attributes:
-        resumes: it goes on where one was saved.
-        may_lead: its batches are trained on. is_held: it has a position. ended: it has no more.
-        batches: what the script has; None once it has it no more.
-    """
-
-    def __init__(self, loader: _Loader) -> None:
-        self.loader = loader
-        self.resumes, loader.resumes = loader.resumes, False
-        if self.resumes:
-            loader.current = self
-        self.may_lead = self.is_held = self.ended = False
-        self.batches: Any = lambda: None
 
 
 class Loaders:
@@ -119,22 +49,27 @@ class Loaders:
         self, run: FrameworkRun, accelerator: Any, models: list[Any], *, checks: bool
     ) -> None:
         self._run, self._accelerator, self._models, self._checks = run, accelerator, models, checks
-        self._loaders: list[_Loader] = []
+        self._loaders: list[Loader] = []
         self._saved: Mapping[str, Any] | None = run.own_loaded.get(_KEY) or None
         self._at_safe_point = dict(self._saved or {})
         self._began_at = run.step
         self._epoch: int | None = None
         self._is_last_epoch = False
-        self._leading: _Loader | None = None
+        self._leading: Loader | None = None
         self._led: list[int] = []  # the epoch, until another one of the same chain() did
-        self._handed_out: list[_Iteration] = []  # to train on in this step, the first one first
+        self._handed_out: list[Iteration] = []  # to train on in this step, the first one first
         self._weights: list[torch.Tensor] = []
         self._told: set[str] = set()
         run.own[_KEY] = self
 
     def take(self, own: Any) -> ScriptLoader:
-        """What the script is given in this loader's place."""
-        loader = _Loader(own, len(self._loaders))
+        """What the script is given in this loader's place.
+
+        Raises:
+            UsageError: this accelerate is not known.
+        """
+        require_known(own, self._accelerator.gradient_state)
+        loader = Loader(own, len(self._loaders))
         self._loaders.append(loader)
         each = (self._saved or {}).get("each", ())
         saved = each[loader.number] if loader.number < len(each) else None
@@ -143,7 +78,7 @@ class Loaders:
         else:
             self._hold(loader)
             loader.resumes = saved["is_under_way"]
-        return ScriptLoader(loader, self)
+        return ScriptLoader(loader, self.iterate)
 
     def begin_epoch(self, epoch: int, *, is_last: bool) -> None:
         """The loop is in an epoch; the loader that is trained from first will lead it."""
@@ -157,9 +92,9 @@ class Loaders:
         """No epoch is left."""
         self._epoch = None
 
-    def iterate(self, loader: _Loader) -> Iterator[Any]:
+    def iterate(self, loader: Loader) -> Iterator[Any]:
         """What the script iterates, of which nothing happens before it asks for a batch."""
-        one = _Iteration(loader)
+        one = Iteration(loader)
         batches = self._batches(one)
         one.batches = weakref.ref(batches)
         return batches
@@ -167,7 +102,7 @@ class Loaders:
     # --- one iteration
     # --------------------------------------------------------------------------------------------
 
-    def _batches(self, one: _Iteration) -> Iterator[Any]:
+    def _batches(self, one: Iteration) -> Iterator[Any]:
         source: Iterator[Any] | None = None
         while True:
             if source is None:
@@ -194,7 +129,7 @@ class Loaders:
                     self._handed_out.remove(one)
         one.ended = True
 
-    def _step(self, one: _Iteration, batch: Any) -> Iterator[Any]:
+    def _step(self, one: Iteration, batch: Any) -> Iterator[Any]:
         """The first batch of a step, or of a part of one whose gradients are accumulated."""
         before = self._updates()
         try:
@@ -222,11 +157,11 @@ class Loaders:
                 "over itertools.chain() of both stops at each step"
             )
 
-    def _begin(self, one: _Iteration) -> None:
+    def _begin(self, one: Iteration) -> None:
         """The script asks for its first batch."""
         loader, run = one.loader, self._run
         one.may_lead = self._trains_from(loader, one)
-        if one.may_lead and not self._handed_out and not run.trains and self._may_lead(loader):
+        if one.may_lead and not self._handed_out and not run.trains and self._led_before(loader):
             self._begin_run()
             if one.resumes and _is_held_by(one, enumerate):
                 self._say(
@@ -249,14 +184,14 @@ class Loaders:
         if loader.held is None:
             self._hold(loader)
 
-    def _has_led(self, one: _Iteration) -> bool:
+    def _has_led(self, one: Iteration) -> bool:
         """Whether a resumed epoch is behind all batches of this one, the first of a chain()."""
         saved, loader = self._saved, one.loader
         if saved is None or self._run.trains or not self._trains_from(loader, one):
             return False
         return loader.number in saved["led"] and loader.number != saved["leading"]
 
-    def _first_batch(self, one: _Iteration) -> tuple[Any, Iterator[Any]]:
+    def _first_batch(self, one: Iteration) -> tuple[Any, Iterator[Any]]:
         loader, held, state = one.loader, one.loader.held, self._accelerator.gradient_state
         if one.is_held and not one.resumes:
             assert held is not None
@@ -280,7 +215,7 @@ class Loaders:
                 _set_references(state, under_way)
         return batch, source
 
-    def _trains_from(self, loader: _Loader, one: _Iteration) -> bool:
+    def _trains_from(self, loader: Loader, one: Iteration) -> bool:
         """Whether the batches of an iteration that begins now are trained on. A script may put its
         models into training mode only when it has the batch."""
         if self._epoch is None or not torch.is_grad_enabled():
@@ -295,13 +230,13 @@ class Loaders:
     def _updates(self) -> int:
         return sum(one._version for one in self._weights)
 
-    def _hold(self, loader: _Loader) -> None:
+    def _hold(self, loader: Loader) -> None:
         loader.held = HeldTrainLoader(self._run, loader.own, name=str(loader.number))
 
     # --- what is found at the first steps
     # --------------------------------------------------------------------------------------------
 
-    def _require_alone(self, one: _Iteration) -> None:
+    def _require_alone(self, one: Iteration) -> None:
         if one.loader.current is not one and one.loader.is_under_way:
             self._refuse(
                 f"{one.loader.name} is iterated twice at a time, and it has one position: give "
@@ -314,7 +249,7 @@ class Loaders:
                 "`def endless(loader): while True: yield from loader`, and iterate endless(loader)"
             )
 
-    def _require_kept(self, one: _Iteration) -> None:
+    def _require_kept(self, one: Iteration) -> None:
         """One that was not held from its beginning is not to be trained from."""
         if one.is_held or not torch.is_grad_enabled() or not self._is_training():
             return
@@ -354,7 +289,7 @@ class Loaders:
     # --- the state
     # --------------------------------------------------------------------------------------------
 
-    def _may_lead(self, loader: _Loader) -> bool:
+    def _led_before(self, loader: Loader) -> bool:
         return self._saved is None or self._saved["leading"] == loader.number
 
     def _begin_run(self) -> None:
@@ -401,7 +336,7 @@ class Loaders:
         """Nothing is left to do: it was needed before."""
 
 
-def _is_held_by(one: _Iteration, kind: type) -> bool:
+def _is_held_by(one: Iteration, kind: type) -> bool:
     """Whether this iterator of the standard library's goes through the batches."""
     return any(isinstance(holder, kind) for holder in gc.get_referrers(one.batches()))
 

@@ -9,13 +9,15 @@ checkpoints.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from hydroslurm.data.epochs import samplers
 from hydroslurm.data.generators import generator_states, set_generator_states
+from hydroslurm.errors import UsageError
 from hydroslurm.integrations.framework_run import FrameworkRun
 from hydroslurm.integrations.held_loader import (
     count_rest,
@@ -171,6 +173,101 @@ class HeldTrainLoader(CountedLoader):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing is left to do: it was needed before the loader was opened."""
+
+
+class ScriptLoader:
+    """A prepared loader in the script's hands."""
+
+    def __init__(self, loader: Loader, iterate: Callable[[Loader], Iterator[Any]]) -> None:
+        self._hydroslurm_loader = loader
+        self._hydroslurm_iterate = iterate
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._hydroslurm_iterate(self._hydroslurm_loader)
+
+    def __len__(self) -> int:
+        return len(self._hydroslurm_loader.own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hydroslurm_loader.own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_hydroslurm_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._hydroslurm_loader.own, name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what isinstance() is told
+        return self._hydroslurm_loader.own.__class__  # type: ignore[no-any-return]
+
+
+class Loader:
+    """One of them.
+
+    Attributes:
+        own: accelerate's.
+        held: what keeps its position, once it is trained from.
+        current: its newest iteration.
+        resumes: its next iteration goes on where one was saved.
+        is_left: there is a batch in the epoch of that one.
+    """
+
+    def __init__(self, own: Any, number: int) -> None:
+        self.own = own
+        self.number = number
+        self.held: HeldTrainLoader | None = None
+        self.current: Iteration | None = None
+        self.resumes = False
+        self.is_left = True
+
+    @property
+    def name(self) -> str:
+        """As a person counts them."""
+        return f"loader {self.number + 1} of those that prepare() was given"
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an iteration that has a position is not at its end, and the script still has it;
+        one that a resumed script is still to make, too."""
+        one = self.current
+        return self.resumes or (one is not None and not one.ended and one.batches() is not None)
+
+
+class Iteration:
+    """One way through a loader.
+
+    Attributes:
+        resumes: it goes on where one was saved.
+        may_lead: its batches are trained on. is_held: it has a position. ended: it has no more.
+        batches: what the script has; None once it has it no more.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.resumes, loader.resumes = loader.resumes, False
+        if self.resumes:
+            loader.current = self
+        self.may_lead = self.is_held = self.ended = False
+        self.batches: Any = lambda: None
+
+
+def require_known(loader: Any, state: Any) -> None:
+    """Whether this is what is known of accelerate's loaders, and of its state of gradients.
+
+    Raises:
+        UsageError: names what is not there.
+    """
+    names = ("iteration", "end_of_dataloader", "remainder", "end", "base_dataloader")
+    missing = [f"{type(loader).__name__}.{name}" for name in names if not hasattr(loader, name)]
+    if not hasattr(state, "dataloader_references"):
+        missing.append("GradientState.dataloader_references")
+    if missing:
+        version = getattr(sys.modules.get("accelerate"), "__version__", "?")
+        raise UsageError(
+            f"accelerate {version} has no {', '.join(missing)}; hydroslurm knows 1.0 to 1.15. "
+            "Install one of those, or save and resume with accelerate"
+        )
 
 
 class _Iterated:

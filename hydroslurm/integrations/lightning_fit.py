@@ -250,8 +250,9 @@ class Fit:
             self.run.begin()
             self._step = self.run.step
             if loaded is not None:
-                self._companions.load_state_dict(loaded["companions"])
-                self._trainer.accumulate_grad_batches = loaded["accumulate"]
+                self._companions.load_state_dict(loaded.get("companions", {}))
+                if "accumulate" in loaded:  # not of a release before
+                    self._trainer.accumulate_grad_batches = loaded["accumulate"]
                 self._go_on(loaded)
                 return
         own(fetcher)
