@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -41,11 +42,11 @@ def status(
         jobs = list(client.jobs(user=getpass.getuser()))
     else:
         jobs = [job_of_id(client, job_id)]
-    for found, now in overlapped(_look, jobs):
+    for seen in overlapped(_look, jobs):
         if as_json:
-            typer.echo(json.dumps(_as_json(found, now)))
+            typer.echo(json.dumps(_as_json(seen)))
         else:
-            _print_status(found, now)
+            _print_status(seen)
     if not jobs:
         typer.echo("no jobs")
 
@@ -61,21 +62,38 @@ _MOST = 2000
 """Characters of a line."""
 
 
-_Now: TypeAlias = "tuple[Condition | None, str | None]"
-"""What a job is now, and why its run folder cannot be read, if so."""
+class _Seen(NamedTuple):
+    """All that is read of a job before it is printed: of many jobs side by side.
+
+    Attributes:
+        condition: what it is now. problem: why its run folder cannot be read, if so.
+        members: of an elastic job, in lines.
+    """
+
+    status: JobStatus
+    condition: Condition | None
+    problem: str | None
+    members: Sequence[str]
 
 
-def _look(job: Job) -> tuple[JobStatus, _Now]:
+def _look(job: Job) -> _Seen:
+    from hydroslurm.cli.elastic import member_lines
     from hydroslurm.errors import RunFolderError
     from hydroslurm.jobs.control.overview import condition_now
-    from hydroslurm.jobs.control.requests import job_status
+    from hydroslurm.jobs.control.requests import job_status, member_of
 
     found = job_status(job)
-    first = next(iter(found.ranks), None)
+    condition, problem = None, found.problem
     try:
-        return found, (condition_now(found.run_dir, job, first), found.problem)
+        condition = condition_now(found.run_dir, job, next(iter(found.ranks), None))
     except RunFolderError as error:
-        return found, (None, found.problem or str(error))
+        problem = problem or str(error)
+    members: Sequence[str] = ()
+    if (member := member_of(job)) is not None:
+        members = tuple(member_lines(*member))
+    elif problem is None and (size := size_line(found.run_dir)) is not None:
+        members = (size,)
+    return _Seen(found, condition, problem, members)
 
 
 def size_line(run: RunDir) -> str | None:
@@ -97,11 +115,10 @@ def size_line(run: RunDir) -> str | None:
     )
 
 
-def _print_status(found: JobStatus, now: _Now) -> None:
-    from hydroslurm.cli.elastic import member_lines
-    from hydroslurm.jobs.control.requests import member_of
+def _print_status(seen: _Seen) -> None:
     from hydroslurm.slurm.text import compress_nodes, format_duration
 
+    found, condition, problem, members = seen
     job = found.job
     where = f"on {compress_nodes(job.nodes)}" if job.nodes else f"({job.reason})"
     limit = f"time limit {format_duration(job.time_limit_s)}"
@@ -109,19 +126,15 @@ def _print_status(found: JobStatus, now: _Now) -> None:
         f"job {job.job_id} {job.name}: {job.state.value} {where}, partition {job.partition}, "
         f"{limit}, restarts {job.restart_count}"
     )
-    condition, problem = now
     if condition is not None:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(condition.epoch_ns / 1e9))
         message = f": {condition.message}" if condition.message else ""
         echo(f"  {condition.type} {condition.reason} since {since}{message}")
-    if (member := member_of(job)) is not None:
-        for line in member_lines(*member):
-            echo(f"  {line}")
-    elif problem is not None:
+    for line in members:
+        echo(f"  {line}")
+    if problem is not None and not members:
         echo(f"  its run folder cannot be read: {problem}")
-    elif (size := size_line(found.run_dir)) is not None:
-        echo(f"  {size}")
-    elif not found.ranks and not found.silent:
+    elif not members and not found.ranks and not found.silent:
         echo(f"  no rank has announced itself in {found.run_dir.events}")
     for node in found.nodes:
         echo(f"  {_node_line(node, now_epoch_ns=time.time_ns())}")
@@ -174,11 +187,11 @@ def _since(epoch_ns: int, now_epoch_ns: int) -> str:
     return f"since {max(0.0, since_s):.1f} s"
 
 
-def _as_json(found: JobStatus, now: _Now) -> dict[str, object]:
+def _as_json(seen: _Seen) -> dict[str, object]:
     from hydroslurm.jobs.control.requests import member_of
 
+    found, condition, problem, _ = seen
     job = found.job
-    condition, problem = now
     member = member_of(job)
     return {
         "job_id": job.job_id,

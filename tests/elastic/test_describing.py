@@ -117,7 +117,7 @@ def test_a_job_of_a_member(
         array_task_id=task,
     )
     assert job_status(job).run_dir.root == tmp_path / "elastic" / "members" / f"124_{task}"
-    _print_status(*_look(job))
+    _print_status(_look(job))
     told = capsys.readouterr().out
     found = PlainJob(
         run=ranks_dir_of(job),
