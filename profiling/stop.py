@@ -86,7 +86,6 @@ def figures(seen: dict[str, list[Stop]]) -> dict[str, Any]:
         "steps_lost": sum(stop.steps_lost for stop in stops),
         **p50_p99("sigterm_to_safe_point_ms", there(stops, "to_safe_point_ms")),
         **p50_p99("safe_point_to_save_started_ms", there(stops, "asking_ms")),
-        **p50_p99("staging_ms", there(stops, "staging_ms")),
         **p50_p99("sigterm_to_durable_ms", there(stops, "to_durable_ms")),
         **p50_p99("durable_to_requeued_ms", there(stops, "durable_to_requeued_ms")),
         **p50_p99("requeued_to_eligible_s", there(stops, "requeued_to_eligible_s")),
