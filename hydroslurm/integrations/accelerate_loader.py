@@ -96,6 +96,7 @@ class HeldTrainLoader(CountedLoader):
     def __init__(self, run: FrameworkRun, loader: Any, *, name: str = "train") -> None:
         super().__init__(run, loader, name=name)
         self._rng_types: Any = None
+        self._is_opened = False
         saved = run.own_loaded.get(f"loader {name}")
         if saved is not None:
             self._resume(saved)
@@ -123,6 +124,7 @@ class HeldTrainLoader(CountedLoader):
         Returns:
             False if nothing is left of that epoch: do not iterate it.
         """
+        self._is_opened = True
         if not open_resumed(self._held):
             return False
         # what ranks exchange where they begin an epoch, they have exchanged before the save
@@ -167,12 +169,10 @@ class HeldTrainLoader(CountedLoader):
         """Let the next epoch begin behind its first ``count`` batches."""
         skip(self._held, count)
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        return {**state, "generators": {}}  # they are the position's
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing is left to do: it was needed before the loader was opened."""
+        """Nothing is left to do for one that was opened, whose position has its generators."""
+        if not self._is_opened:
+            set_generator_states(self._base, state["generators"])
 
 
 class ScriptLoader:

@@ -29,7 +29,7 @@ from hydroslurm.errors import UsageError
 from hydroslurm.integrations.accelerate import completed_steps, epochs, prepare
 
 STOPS = ("3", "4", "2", "")
-"""In which step of its attempt each is stopped: in the first epoch, in its last step, later on."""
+"""In which step of its attempt each is stopped, by its last rank."""
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
@@ -61,9 +61,10 @@ def attempt(name: str, folder: Path, stop: str) -> None:
     os.environ["HYDROSLURM_RUN_DIR"] = str(folder / "run")
     scene, _, how = name.partition("; ")
     sys.stderr = (folder / "said").open("a")
-    with (folder / "notes").open("a") as notes:
+    rank, world = (int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+    with (folder / f"notes-{rank}").open("a") as notes:
         try:
-            train(scene, how, notes, stop=stop)
+            train(scene, how, notes, stop=stop if rank + 1 == world else "")
         except UsageError as error:
             print(error, file=notes)
 
@@ -134,8 +135,9 @@ def main(folder: Path, *scenes: str) -> None:
     found = {}
     for number, scene in enumerate(scenes):
         place = folder / str(number)
-        _, whole = attempts(attempt, scene, place / "whole", ("",))
-        exits, notes = attempts(attempt, scene, place / "stopped", STOPS)
+        world = 2 if "2 ranks" in scene else 1
+        _, whole = attempts(attempt, scene, place / "whole", ("",), world=world)
+        exits, notes = attempts(attempt, scene, place / "stopped", STOPS, world=world)
         found[scene] = exits, notes, whole, (place / "stopped" / "said").read_text()
     print(json.dumps(found))
 

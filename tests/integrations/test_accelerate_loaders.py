@@ -20,6 +20,7 @@ MANY = (
     "zip", "zip; accumulated", "now and then; workers", "now and then; accumulated, workers",
     "one in the other; accumulated", "one in the other; seeded", "chain; accumulated",
     "chain; seeded", "epoch by epoch; seeded", "epoch by epoch; accumulated, workers",
+    "zip, the other first; 2 ranks", "chain; 2 ranks", "epoch by epoch; seeded, 2 ranks",
 )  # fmt: skip
 NOT_KEPT = {
     "cycle": (
@@ -60,7 +61,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 def require_equal(scene: str, found: dict[str, list[Any]]) -> None:
     exits, notes, whole, said = found[scene]
-    assert (scene, exits) == (scene, [75, 75, 75, 0]), said
+    assert (scene, [*dict.fromkeys(exits)]) == (scene, [75, 0]), said
     assert (scene, notes) == (scene, whole)
     assert len(whole) > 9
 
