@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import random
-import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -183,8 +183,9 @@ class Notes(lightning.Callback):
 
     def _stop(self, at: str, number: int) -> None:
         if (at, number) == (self._at, self._number):
-            for pid in (*children(), os.getpid()):  # Slurm signals all of a job step
-                os.kill(pid, signal.SIGTERM)
+            # Slurm signals all of a job step. Not we: a worker ends when its parent says so
+            pids = map(str, (*children(), os.getpid()))
+            subprocess.run(["sh", "-c", f"kill -TERM {' '.join(pids)}"], check=True)
             time.sleep(0.1)
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
