@@ -64,7 +64,7 @@ class Attributes:
 
     def begin(self) -> None:
         """The first step comes next. What the script has set since :meth:`remember`, and leaves
-        alone from now on, may be of this process: a time, its rank."""
+        alone from now on, may be of this process: a time, a folder, its rank."""
         self._at_begin = {name: _noted(value) for name, value in self._found()}
 
     def unsaved(self) -> list[str]:
@@ -98,8 +98,8 @@ class Attributes:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_resized: bool = False) -> None:
-        """A time that was set before the first step, and is set again by now, stays as it is: it is
-        that of this attempt, by the clock of this machine.
+        """A time or a text that was set before the first step, and is set again by now, stays as it
+        is: it is that of this attempt, by the clock of this machine, or a folder of this job.
 
         Args:
             is_resized: so does everything else that was, for another number of ranks has saved it.
@@ -110,7 +110,7 @@ class Attributes:
         for name, value in state["values"].items():
             here = own.get(name, _NONE)
             is_set = here is not _NONE and not _shows(self._before.get(name, _NONE), here)
-            is_own = is_resized or isinstance(value, float)
+            is_own = is_resized or isinstance(value, (float, str))
             if name not in self._late and is_set and is_own:
                 continue
             device = self._device() if self._device and name in state["on_device"] else None

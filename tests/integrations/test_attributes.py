@@ -58,22 +58,23 @@ def test_what_has_changed_comes_back() -> None:
 
 @pytest.mark.parametrize("is_resized", [False, True])
 def test_what_an_attempt_sets_before_its_first_step(is_resized: bool) -> None:
-    """A time is its own, and with another number of ranks all of it, such as a rank; but what it
-    has not set, because its first epoch had begun before, comes back, and so does what has changed
-    in any attempt since a first step."""
+    """A time or a folder is its own, and with another number of ranks all of it, such as a rank;
+    but what it has not set, because its first epoch had begun before, comes back, and so does what
+    has changed in any attempt since a first step."""
     one, state = attempt()
-    one.rank, one.began, one.best, one.count = 1, 0.5, 0.5, 1
+    one.rank, one.began, one.best, one.count, one.folder = 1, 0.5, 0.5, 1, "/tmp/1"
     state.begin()
     one.count = 2
     for rank in (2, 3):
         saved = through_a_checkpoint(state.state_dict())
-        assert saved["early"] == ["began", "best", "rank"]
+        assert saved["early"] == ["began", "best", "folder", "rank"]
         one, state = attempt()
-        one.rank, one.began, one.count = rank, rank + 0.5, 1
+        one.rank, one.began, one.count, one.folder = rank, rank + 0.5, 1, f"/tmp/{rank}"
         state.load_state_dict(saved, is_resized=is_resized)
         state.begin()
         assert one.rank == (rank if is_resized else 1)
         assert (one.began, one.best, one.count) == (rank + 0.5, 0.5, 2)
+        assert one.folder == f"/tmp/{rank}"
 
 
 def test_what_is_left_out() -> None:
