@@ -94,8 +94,9 @@ def test_built_runs() -> None:
     result, _ = run_script("built_runs.py", "--json")
     assert (result["jobs"], result["ranks"]) == (20, 8)
     assert result["top_looks_until_complete"] == 1
-    for key in ("list_ms_per_job", "status_cpu_s", "top_cpu_s", "slow_list_s", "slow_top_s"):
+    for key in ("list_ms_per_job", "status_cpu_s", "slow_list_s", "slow_top_s"):
         assert result[key] > 0
+    assert result["top_cpu_s"] >= 0  # counted in ticks of 10 ms: a look at 20 jobs may take none
 
 
 @pytest.mark.slurm
