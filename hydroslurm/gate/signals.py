@@ -32,7 +32,7 @@ from typing import get_type_hints
 
 from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.core.signals import signal_name, signal_number
-from hydroslurm.core.submitit_job import EXECUTOR_ENV, executor_of
+from hydroslurm.core.submitit_job import executor_of
 from hydroslurm.errors import UsageError
 from hydroslurm.gate.protocol import Action, Cause, SignalRule
 
@@ -142,7 +142,7 @@ class SignalPlan:
         """
         if environ.get(GENERATION_ENV):
             self = replace(self, suspend_stops=True)
-        if environ.get(EXECUTOR_ENV) and executor_of(environ):
+        if executor_of(environ):
             self = self._with_signal_of_submitit(environ.get(_SUBMITIT_SIGNAL_ENV) or "USR2")
         text = environ.get(SIGNALS_ENV, "").strip()
         if not text:

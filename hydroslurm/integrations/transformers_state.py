@@ -134,25 +134,29 @@ class LoopState:
 
 def of_callbacks(trainer: Any) -> dict[str, Attributes]:
     """What the script's callbacks have in attributes, but for those that export a state."""
-    kind = sys.modules["transformers.trainer_callback"].ExportableState
     return {
         f"callback {number} {type(one).__name__}": Attributes(one)
-        for number, one in enumerate(trainer.callback_handler.callbacks)
-        if not is_of_library(one) and not isinstance(one, kind)
+        for number, one in _silent_callbacks(trainer)
     }
 
 
 def companions_of(trainer: Any) -> Iterator[tuple[str, Any]]:
     """What those keep that has a state, such as an average of the weights."""
-    kind = sys.modules["transformers.trainer_callback"].ExportableState
-    callbacks = trainer.callback_handler.callbacks
     holders = {
         f"{type(one).__name__} (callback {number})": one
-        for number, one in enumerate(callbacks)
-        if not is_of_library(one) and not isinstance(one, kind)
+        for number, one in _silent_callbacks(trainer)
     }
-    known = [bare(trainer.model), trainer, trainer.optimizer, trainer.lr_scheduler, *callbacks]
+    known = [bare(trainer.model), trainer, trainer.optimizer, trainer.lr_scheduler]
+    known += trainer.callback_handler.callbacks
     return held_by(holders, known=[*known, *(module for _, module in other_modules(trainer))])
+
+
+def _silent_callbacks(trainer: Any) -> Iterator[tuple[int, Any]]:
+    """The script's callbacks that export no state, each with its place among all."""
+    kind = sys.modules["transformers.trainer_callback"].ExportableState
+    for number, one in enumerate(trainer.callback_handler.callbacks):
+        if not is_of_library(one) and not isinstance(one, kind):
+            yield number, one
 
 
 def _args_of(callback: Any) -> Mapping[str, Any]:
