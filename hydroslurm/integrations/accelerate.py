@@ -26,9 +26,9 @@ from typing import Any
 from hydroslurm.checkpoint import rng
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.accelerate_batches import Loaders
-from hydroslurm.integrations.attributes import of_modules
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
 from hydroslurm.integrations.transformers_known import environ_of
+from hydroslurm.training.attributes import of_modules
 from hydroslurm.training.objects import Stateful, bare
 from hydroslurm.training.remedies import Remedies
 

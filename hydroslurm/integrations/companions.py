@@ -10,8 +10,8 @@ import torch
 
 from hydroslurm.checkpoint.tree import encode
 from hydroslurm.errors import StateMismatch, UnsavableState
-from hydroslurm.integrations.attributes import is_of_library
 from hydroslurm.integrations.handed import fingerprint
+from hydroslurm.training.attributes import is_of_library
 from hydroslurm.training.objects import Stateful, bare
 from hydroslurm.training.reporting import notice
 

@@ -25,16 +25,16 @@ from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch
-from hydroslurm.integrations.attributes import Attributes, ScriptAttributes
 from hydroslurm.integrations.handed import Handed
 from hydroslurm.integrations.held_loader import HeldLoader, held_state, samples_taken
-from hydroslurm.integrations.rank_state import ModuleSettings, RankBuffers
+from hydroslurm.integrations.rank_buffers import RankBuffers
 from hydroslurm.runtime.child_signals import WorkerShield
 from hydroslurm.training.arguments import run_directory
+from hydroslurm.training.attributes import Attributes, ScriptAttributes
 from hydroslurm.training.ddp_buckets import BucketOrders, Models
+from hydroslurm.training.module_settings import ModuleSettings
 from hydroslurm.training.objects import Stateful, require_registrable
 from hydroslurm.training.remedies import Remedies
-from hydroslurm.training.reporting import notice
 from hydroslurm.training.run import Run
 
 _fits: Counter[Path] = Counter()
@@ -69,11 +69,9 @@ class FrameworkRun(Run):
         self._parts: Mapping[str, Any] = {}
         self.own: dict[str, Stateful] = {}
         self._buffers: RankBuffers | None = None
-        self._settings: ModuleSettings | None = None
         self._loaders: dict[str, HeldLoader] = {}
         self._pending: Mapping[str, Any] | None = None
-        self.trains = self._is_told = False
-        self._attributes = ScriptAttributes({})
+        self.trains = False
         self._resumed_at = -1
         super().__init__(
             extra={name: self._handed},
@@ -139,8 +137,8 @@ class FrameworkRun(Run):
         order in all attempts; before :meth:`begin`."""
         world_size = self._rank_group.world_size
         self._buffers = RankBuffers(models, world_size=world_size)
-        self._settings = ModuleSettings(models)
-        self.own.update(buffers=self._buffers, settings=self._settings)
+        self._settings = ModuleSettings(lambda: dict(enumerate(models())))
+        self.own["buffers"] = self._buffers
         self._bucket_orders = BucketOrders(models, world_size=world_size)
 
     def remember(self, objects: Mapping[str, Attributes]) -> None:
@@ -149,9 +147,7 @@ class FrameworkRun(Run):
         :meth:`begin`."""
         self._attributes = ScriptAttributes(objects, world_size=self._rank_group.world_size)
         self._attributes.remember()
-        self.own["attributes"] = self._attributes
-        if self._settings is not None:
-            self._settings.remember()
+        self._settings.remember()
 
     def check_first_step(self, parts: Mapping[str, Any], remedies: Remedies) -> None:
         """Find out at the first step of this attempt what the script uses and a resumed run would
@@ -193,6 +189,7 @@ class FrameworkRun(Run):
                 )
         for name, state in pending["own"].items():
             self.own[name].load_state_dict(state)
+        self._load_modules(pending)
         registered.load(states)
         registered.rewind(states, new_rank=pending.get("new_rank"))
         self._bucket_orders.load(pending.get("bucket_orders", ()))
@@ -226,13 +223,6 @@ class FrameworkRun(Run):
         """
         if self._remedies is not None:
             self._require_all_given(self._remedies)
-        if not self._is_told and self._rank_group.rank == 0:
-            self._is_told = True
-            if lost := self._attributes.unsaved():
-                notice(
-                    f"{', '.join(lost)}: not numbers, tensors or containers of them any more, so "
-                    "that this is not saved; the next attempt begins without it"
-                )
         self._step, self._epoch = step, epoch
         self._saves.behind_batches = False
         self.safe_point()
@@ -304,7 +294,13 @@ class FrameworkRun(Run):
         registered = self._cursor.registered
         objects = {**self._parts, **self.own, **registered.by_name()}
         own = {name: thing.state_dict() for name, thing in self.own.items()}
-        return objects, {**self._handed.state_dict(), **own, **registered.states()}
+        kept = self._attributes.state_dict()
+        return objects, {
+            **self._handed.state_dict(), **own, **registered.states(), "attributes": kept,
+        }  # fmt: skip
+
+    def _remember_modules(self) -> None:
+        """The framework's adapter does, by :meth:`remember`."""
 
     def _samples_of_step(self) -> int | None:
         found = [samples_taken(held) for held in self._loaders.values()]

@@ -22,7 +22,6 @@ from typing import Any
 
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import StateMismatch
-from hydroslurm.integrations.attributes import Attributes, is_of_library, of_modules
 from hydroslurm.integrations.companions import Companions, held_by
 from hydroslurm.integrations.framework_run import FrameworkRun
 from hydroslurm.integrations.handed import fingerprint
@@ -39,6 +38,7 @@ from hydroslurm.integrations.lightning_sharded import (
     nothing_gathered,
     shards_of,
 )
+from hydroslurm.training.attributes import Attributes, is_of_library, of_modules
 from hydroslurm.training.reporting import notice
 
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
@@ -349,7 +349,9 @@ def _of_callbacks(trainer: Any) -> dict[str, Attributes]:
     saved once more, by each rank."""
     return {
         f"callback {number} {type(one).__name__}": Attributes(
-            one, tensors=_base_of(type(one).state_dict) == "Callback"
+            one,
+            tensors=_base_of(type(one).state_dict) == "Callback",
+            device=lambda: trainer.strategy.root_device,
         )
         for number, one in enumerate(trainer.callbacks)
         if not is_of_library(one)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hydroslurm.checkpoint.tree import is_dtensor
-from hydroslurm.integrations.attributes import Attributes, equal, is_of_library, plain
 from hydroslurm.integrations.companions import held_by
+from hydroslurm.training.attributes import Attributes, equal, is_of_library, plain
 from hydroslurm.training.objects import bare
 
 _AT_STEP = ("should_save", "should_evaluate", "should_log")
@@ -135,7 +135,9 @@ class LoopState:
 def of_callbacks(trainer: Any) -> dict[str, Attributes]:
     """What the script's callbacks have in attributes, but for those that export a state."""
     return {
-        f"callback {number} {type(one).__name__}": Attributes(one)
+        f"callback {number} {type(one).__name__}": Attributes(
+            one, device=lambda: trainer.args.device
+        )
         for number, one in _silent_callbacks(trainer)
     }
 

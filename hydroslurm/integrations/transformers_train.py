@@ -27,7 +27,6 @@ import torch
 
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
-from hydroslurm.integrations.attributes import of_modules
 from hydroslurm.integrations.companions import Companions
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
 from hydroslurm.integrations.handed import fingerprint
@@ -45,6 +44,7 @@ from hydroslurm.integrations.transformers_state import (
     of_callbacks,
     other_modules,
 )
+from hydroslurm.training.attributes import of_modules
 from hydroslurm.training.objects import bare
 from hydroslurm.training.reporting import notice
 

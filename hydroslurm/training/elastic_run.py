@@ -201,7 +201,7 @@ class ElasticRun(Generations):
 
     def _keep(self) -> None:
         """Note where the run is, between two steps."""
-        self._kept_own = self._own_state()
+        self._kept_own = self._position()
         self._undo.keep()
         now_s = time.monotonic()
         took_s = now_s - self._step_began_s

@@ -174,6 +174,11 @@ class Saving(Beginning):
         """
         samples_per_step = self._samples_of_step()
         self._attempt.record(EventKind.FIRST_STEP, samples_per_step=samples_per_step)
+        if lost := self._attributes.unsaved():
+            self._log_once(
+                f"{', '.join(lost)}: not numbers, tensors or containers of them any more, so that "
+                "this is not saved; the next attempt begins without it"
+            )
         if self._bucket_orders.has_static_graph():
             self._log_once(STATIC_GRAPH)
         if message := oversights.recompiles(self._model, self._cursor.loader):
@@ -270,9 +275,20 @@ class Saving(Beginning):
         return State(shared=self._objects.states(), own=own)
 
     def _own_state(self) -> Mapping[str, Any]:
+        return self._with_modules(self._position())
+
+    def _position(self) -> Mapping[str, Any]:
+        """Where this rank is, with what belongs to that place."""
         own = self._cursor.state(step=self._completed_step(), epoch=self._epoch)
         orders = self._bucket_orders.state()
         return {**own, "bucket_orders": orders} if orders else own
+
+    def _with_modules(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With what no ``state_dict()`` has of the modules, as far as it has changed."""
+        settings, attributes = self._settings.state_dict(), self._attributes.state_dict()
+        if not (settings or attributes["objects"]):
+            return own
+        return {**own, "modules": {"settings": settings, "attributes": attributes}}
 
     def _made_of(self) -> dict[str, Any]:
         return Composition(self._objects.classes(), self._cursor.loading).to_meta()

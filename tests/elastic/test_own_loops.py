@@ -21,17 +21,25 @@ STEPS = """
     from torch.nn.parallel import DistributedDataParallel
     import hydroslurm
 
+    class Net(torch.nn.Linear):
+        scale = 1.0
+
+        def forward(self, x):
+            return self.scale * super().forward(x)
+
     options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
-    net = torch.nn.Linear(8, 1)
+    net = Net(8, 1)
     model = DistributedDataParallel(net)
     first = torch.optim.SGD([net.weight], lr=0.01)
     second = torch.optim.SGD([net.bias], lr=0.01)
     with hydroslurm.Run(model=model, optimizer=first, elastic=True, every_s=0) as run:
         run.register("second", second)
         for step in run.steps(60):
+            if step == 3:
+                net.scale = 0.5  # who comes later has it from the others
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
             loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
             net.zero_grad()
@@ -56,8 +64,10 @@ def test_ranks_count_alike_where_nobody_knows_their_samples(tmp_path: Path) -> N
     story = ElasticStory(tmp_path / "together", program=STEPS, max=3)
     try:
         alone.start("x", step_s=0.0)
-        for name in "abc":
-            story.start(name, step_s=0.02)
+        for name in "ab":
+            story.start(name, step_s=0.05)
+        story.wait_for_step("a", size=2, times=5)
+        story.start("c", step_s=0.05)
         story.wait_for_step("a", size=3)
         story.signal("b", signal.SIGKILL)
         ends = [story.done(name)["weights"] for name in "ac"]

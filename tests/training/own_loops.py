@@ -175,7 +175,48 @@ class Reinforce(Loop):
         return loss
 
 
-LOOPS = {"get_batch": GetBatch, "gan": Gan, "reinforce": Reinforce}
+class Annealed(nn.Module):
+    """A temperature that each forward lowers, and what it has seen: in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature, self.seen = 1.0, [torch.zeros(2)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.temperature *= 0.9
+        self.seen.append(x.detach().mean(0))
+        return x / self.temperature + torch.stack(self.seen).mean(0)
+
+
+class Thaw(Loop):
+    """Freezes and thaws once, lowers a dropout once, leaves a norm in evaluation mode, and keeps
+    what lives from step to step in attributes of a module: no ``state_dict()`` has any of it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.model = nn.Sequential(
+            nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Dropout(0.5), Annealed(), nn.Linear(2, 1)
+        )
+        self.model[0].requires_grad_(False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
+
+    def given(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self, number: int) -> torch.Tensor:
+        if number == 1:
+            self.model[0].requires_grad_(True)
+            self.model[2].p = 0.1
+        if number == 2:
+            self.model[1].eval()
+        self.optimizer.zero_grad()
+        loss = self.model(torch.randn(4, 3)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+LOOPS = {"get_batch": GetBatch, "gan": Gan, "reinforce": Reinforce, "thaw": Thaw}
 
 
 def bits(loop: Loop) -> str:

@@ -1,4 +1,4 @@
-"""What is saved of the attributes of a script's own objects, and what they keep beside."""
+"""What is saved of the attributes of a script's own objects."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from hydroslurm.checkpoint.tree import decode, encode
-from hydroslurm.errors import StateMismatch
-from hydroslurm.integrations.attributes import Attributes, equal, of_modules
-from hydroslurm.integrations.companions import Companions, held_by
-from hydroslurm.integrations.rank_state import ModuleSettings
+from hydroslurm.training.attributes import Attributes, equal, of_modules
+from hydroslurm.training.module_settings import ModuleSettings
 
 
 def through_a_checkpoint(state: Any) -> Any:
@@ -118,6 +116,24 @@ def test_modules_of_the_scripts_own() -> None:
     assert found["module 1"].state_dict()["values"] == {"pointer": 5}
 
 
+def test_tensors_come_back_to_the_device_of_the_model() -> None:
+    """A list of losses that were on the device: it is not there yet in the next attempt."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(1, device="meta"))
+            self.losses: list[torch.Tensor] = []
+
+    model = Model()
+    found = of_modules(model)
+    assert found.keys() == {"module "}
+    found["module "].remember()
+    values = {"losses": [torch.ones(1)], "count": torch.ones(2)}
+    found["module "].load_state_dict({"values": values, "early": [], "on_device": ["losses"]})
+    assert [one.device.type for one in (*model.losses, model.count)] == ["meta", "cpu"]
+
+
 def test_how_modules_are_set() -> None:
     """What is trained, probabilities and modes; what has not changed is as the script makes it."""
 
@@ -126,7 +142,7 @@ def test_how_modules_are_set() -> None:
             torch.nn.Linear(2, 2), torch.nn.Dropout(0.3), torch.nn.BatchNorm1d(2)
         )
         model[0].requires_grad_(False)
-        settings = ModuleSettings(lambda: [model])
+        settings = ModuleSettings(lambda: {0: model})
         settings.remember()
         return model, settings
 
@@ -147,44 +163,24 @@ def test_how_modules_are_set() -> None:
     }
 
 
-class Average:
-    """As those of libraries: no module, but with a state."""
+def test_an_evaluation_is_not_the_training() -> None:
+    """A stop within it: the modes are those of the training, with a norm that it had left fixed."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
-def test_companions() -> None:
-    """A module if it has changed, any other object with a state; not what is saved otherwise, nor
-    what cannot be, which is said once."""
-    said: list[str] = []
-
-    def made() -> tuple[SimpleNamespace, Companions]:
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        one = SimpleNamespace(
-            model=model, inner=model[0], teacher=torch.nn.Linear(2, 2), kind=torch.nn.Linear,
-            frozen=torch.nn.Linear(2, 2), average=Average(1), odd=Average(object()), number=3,
-        )  # fmt: skip
-        kept = Companions(lambda: held_by({"ema": one}, known=[model]), say=said.append)
-        kept.remember()
-        return one, kept
+    def made() -> tuple[torch.nn.Sequential, ModuleSettings]:
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.3))
+        settings = ModuleSettings(lambda: {"model": model})
+        settings.remember()
+        return model, settings
 
     before, saved = made()
-    before.teacher.weight.data.zero_()
-    before.average.value = 2
+    before[0].eval()
+    in_training = saved.state_dict()
+    assert in_training == {"model.0": {"training": False}}
+    before.eval()
+    before[1].p = 0.1
     state = saved.state_dict()
-    assert state.keys() == saved.state_dict().keys() == {"ema.teacher", "ema.average"}
-    (text,) = said
-    assert text.startswith("ema.odd is not saved, and the next attempt begins without it: ")
+    assert state == {**in_training, "model.1": {"p": 0.1}}
     after, loaded = made()
     loaded.load_state_dict(through_a_checkpoint(state))
-    assert not after.teacher.weight.any()
-    assert after.average.value == 2
-    with pytest.raises(StateMismatch, match="which this script does not have"):
-        loaded.load_state_dict({"ema.gone": {}})
+    after.eval()
+    assert loaded.state_dict() == state  # of a second stop in the evaluation

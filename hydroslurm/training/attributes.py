@@ -6,6 +6,7 @@ outputs of an epoch in a list, a running mean, the moment at which the epoch beg
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -195,8 +196,13 @@ def of_modules(model: torch.nn.Module, *, without: Collection[str] = ()) -> dict
         without: names that the framework's own base class has put there.
     """
     own = {*vars(torch.nn.Module()), *without}
+
+    def device() -> torch.device:
+        some = next(itertools.chain(model.parameters(), model.buffers()), None)
+        return torch.device("cpu") if some is None else some.device
+
     return {
-        f"module {name}": Attributes(module, without=own)
+        f"module {name}": Attributes(module, without=own, device=device)
         for name, module in model.named_modules()
         if not is_of_library(module)
     }
