@@ -11,7 +11,7 @@ import torch
 
 from hydroslurm.checkpoint.tree import is_dtensor
 from hydroslurm.integrations.companions import held_by
-from hydroslurm.training.attributes import Attributes, equal, is_of_library, plain
+from hydroslurm.training.attributes import Attributes, equal, is_of_library, of_modules, plain
 from hydroslurm.training.objects import bare
 
 _AT_STEP = ("should_save", "should_evaluate", "should_log")
@@ -22,11 +22,6 @@ _MADE_BY_TRAIN = ("model_wrapped", "optimizer", "lr_scheduler")
 
 class LoopState:
     """One rank's part of the state of a ``train()``.
-
-    The Trainer and its subclasses count and average in attributes: the losses and tokens since the
-    last log, floating-point operations, TRL's metrics. All attributes that hold numbers or tensors,
-    or lists and dictionaries of them, and have changed since the training began, are saved. TRL's
-    trainer by rewards keeps the completions that it has generated for several steps like that.
 
     Attributes:
         epoch, steps_in_epoch: that is being trained; optimizer steps so far in it.
@@ -49,19 +44,11 @@ class LoopState:
         self.is_training = True
         self.is_followed = False
         self._flags: Mapping[str, bool] = {}
-        self._attributes = Attributes(
-            trainer, without=_MADE_BY_TRAIN, flags=False, device=lambda: trainer.args.device
-        )
         self._args_before: dict[str, Mapping[str, Any]] = {}
 
     def remember(self) -> None:
-        """Attributes that will not have changed from now on are not saved."""
-        self._attributes.remember()
+        """Arguments of callbacks that will not have changed from now on are not saved."""
         self._args_before = {n: dict(_args_of(one)) for n, one in self._exportable()}
-
-    def unsaved(self) -> list[str]:
-        """As :meth:`Attributes.unsaved`."""
-        return self._attributes.unsaved()
 
     def count_step(
         self, *, epoch: int, loss: Any, grad_norm: Any, learning_rate: float | None
@@ -91,7 +78,6 @@ class LoopState:
             "loss": plain(self.loss),
             "is_training": bool(self._trainer.model.training),
             "flags": self._flags_now(),
-            "attributes": self._attributes.state_dict(),
             "callbacks": {n: self._exported(n, one) for n, one in self._exportable()},
         }
 
@@ -101,7 +87,6 @@ class LoopState:
         self.loss, self.is_training = state["loss"], state["is_training"]
         self._flags = state["flags"]
         self.is_followed = state["is_followed"]
-        self._attributes.load_state_dict(state["attributes"])
         for n, callback in self._exportable():
             saved = state["callbacks"].get(n, {})
             if saved.get("args"):
@@ -132,14 +117,24 @@ class LoopState:
         return [(str(n), one) for n, one in enumerate(c for c in callbacks if isinstance(c, kind))]
 
 
-def of_callbacks(trainer: Any) -> dict[str, Attributes]:
-    """What the script's callbacks have in attributes, but for those that export a state."""
-    return {
-        f"callback {number} {type(one).__name__}": Attributes(
-            one, device=lambda: trainer.args.device
-        )
+def attributes_of(trainer: Any) -> dict[str, Attributes]:
+    """Those of the script's modules and callbacks, but for callbacks that export a state, and of
+    the Trainer itself.
+
+    The Trainer and its subclasses count and average in attributes: the losses and tokens since the
+    last log, floating-point operations, TRL's metrics. TRL's trainer by rewards keeps the
+    completions that it has generated for several steps like that.
+    """
+
+    def device() -> torch.device:
+        return trainer.args.device  # type: ignore[no-any-return]
+
+    callbacks = {
+        f"callback {number} {type(one).__name__}": Attributes(one, device=device)
         for number, one in _silent_callbacks(trainer)
     }
+    own = Attributes(trainer, without=_MADE_BY_TRAIN, flags=False, device=device)
+    return {**of_modules(bare(trainer.model)), **callbacks, "trainer": own}
 
 
 def companions_of(trainer: Any) -> Iterator[tuple[str, Any]]:

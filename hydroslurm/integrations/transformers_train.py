@@ -11,23 +11,19 @@ Knows transformers' loop by the methods that it calls (4.57 to 5), and imports n
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
-from hydroslurm.integrations.companions import Companions
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
 from hydroslurm.integrations.handed import fingerprint
 from hydroslurm.integrations.one_run import (
@@ -36,21 +32,14 @@ from hydroslurm.integrations.one_run import (
     hide_from_board,
     runs_of_callbacks,
 )
+from hydroslurm.integrations.transformers_checkpoint import TrainerCheckpoint
 from hydroslurm.integrations.transformers_known import environ_of, require_known
 from hydroslurm.integrations.transformers_sharded import Sharded, is_sharded
-from hydroslurm.integrations.transformers_state import (
-    LoopState,
-    companions_of,
-    of_callbacks,
-    other_modules,
-)
-from hydroslurm.training.attributes import of_modules
+from hydroslurm.integrations.transformers_state import LoopState, attributes_of
 from hydroslurm.training.objects import bare
 from hydroslurm.training.reporting import notice
 
 __all__ = ["Train", "require_known"]
-
-_STATE_FILE = "trainer_state.json"
 
 
 class Train:
@@ -71,29 +60,29 @@ class Train:
         self._loader: HeldTrainLoader | None = None
         self._steps_per_epoch = 1
         self._ended = self._is_opened = False
-        self._is_told = False
         self._exhausted: Any = None
         environ = environ_of(trainer.args)
         place = directory_of_fit(options.get("directory"), environ).root
         self.run = FrameworkRun(
-            "transformers", self._capture, environ=environ, **{**options, "directory": place}
+            "transformers",
+            lambda: self._checkpoint.capture(),
+            environ=environ,
+            **{**options, "directory": place},
         )
         continue_callbacks(trainer, place, anew=options.get("resume") is False)
-        self._loop, self._modules = LoopState(trainer), Companions(lambda: other_modules(trainer))
-        self._companions = Companions(
-            lambda: () if is_sharded(trainer) else companions_of(trainer), say=self._say
-        )
+        self._loop = LoopState(trainer)
         self.run.own["loop"] = self._loop
         self.run.own["logged"] = LoggedRows(lambda: runs_of_callbacks(trainer))
         self.run.follow(lambda: [trainer.model_wrapped])
-        self.run.remember({**of_modules(bare(trainer.model)), **of_callbacks(trainer)})
         self._sharded = Sharded(trainer, self.run) if is_sharded(trainer) else None
+        self._checkpoint = TrainerCheckpoint(
+            trainer, self.run, sharded=self._sharded, say=self._say
+        )
 
     def call(self, own: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run ``own``, the Trainer's train(), with these arguments."""
         self._loop.remember()
-        self._modules.remember()
-        self._companions.remember()
+        self._checkpoint.remember()
         self._ignore_keys = given.get("ignore_keys_for_eval")
         with self.run, self._undo, tempfile.TemporaryDirectory(prefix="hydroslurm-") as folder:
             if self.run.resume():
@@ -104,7 +93,10 @@ class Train:
                     )
                 followed = self.run.own_loaded["loop"]["is_followed"]
                 hide_from_board(self._trainer, self.run.step + followed)
-                self._resume_from(Path(folder))
+                self._checkpoint.resume_from(
+                    Path(folder), self._replace, steps_per_epoch=lambda: self._steps_per_epoch
+                )
+                self._skip_data()
                 given = {**given, "resume_from_checkpoint": folder}
             self._take_places()
             return own(**given)
@@ -140,7 +132,14 @@ class Train:
             self._undo.callback(setattr, trainer, name, had)
         return own  # type: ignore[no-any-return]
 
+    def _skip_data(self) -> None:
+        """The Trainer is to find its place in the epoch, of which our loader knows."""
+        args = self._trainer.args
+        self._undo.callback(setattr, args, "ignore_data_skip", args.ignore_data_skip)
+        args.ignore_data_skip = False
+
     def _set_initial_training_values(self, own: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        self.run.remember(attributes_of(self._trainer))  # a model_init has made its model by now
         values = own(*args, **kw)
         if self._loader is not None and self.run.loaded is not None:
             values = self._resized(list(values), self._loader.batches_of_epoch())
@@ -194,10 +193,10 @@ class Train:
                 self._exhausted = None if self._is_opened else batches
             else:
                 self._begin_anew()
-            companions = (self.run.loaded or {}).get("companions")
+            loaded = self.run.loaded
             self.run.begin()
-            if companions is not None:
-                self._companions.load_state_dict(companions)
+            if loaded is not None:
+                self._checkpoint.load_companions(loaded)
             if resumed:
                 self._follow_resumed_step()
                 self._keep_control()
@@ -275,8 +274,6 @@ class Train:
             loop.count_step(
                 epoch=epoch, loss=loss, grad_norm=grad_norm, learning_rate=learning_rate
             )
-            if not self._is_told:
-                self._say_what_is_lost()
             self.run.complete_step(step, epoch=int(epoch))
             own(loss, grad_norm, model, trial, epoch, ignore_keys, start_time, learning_rate)
             self._step_is_followed()
@@ -289,15 +286,6 @@ class Train:
         if self._trainer.control.should_training_stop:
             self._end()  # if by an evaluation, that is repeated
         self.run.end_evaluation()
-
-    def _say_what_is_lost(self) -> None:
-        """Once in an attempt, behind its first step."""
-        if lost := self._loop.unsaved():
-            self._say(
-                f"{', '.join(lost)}: not numbers, tensors or containers of them any more, so that "
-                "this is not saved; the next attempt begins without it"
-            )
-        self._is_told = True
 
     def _step_is_followed(self) -> None:
         """What was to be done behind the step is done."""
@@ -328,95 +316,6 @@ class Train:
     def _prediction_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.run.check_evaluation()
         return own(*args, **kwargs)
-
-    # --- a resumed run
-    # --------------------------------------------------------------------------------------------
-
-    def _resume_from(self, folder: Path) -> None:
-        """Have the Trainer resume, from a folder with nothing in it but its own state."""
-        loaded, trainer = self.run.loaded, self._trainer
-        assert loaded is not None
-        (folder / _STATE_FILE).write_text(loaded["state"])
-        self._replace("_load_from_checkpoint", self._load_model)
-        self._replace("_load_optimizer_and_scheduler", self._load_optimizer)
-        self._replace("_load_scaler", self._load_scaler)
-        self._replace("_load_callback_state", self._enter)
-        self._replace("_load_rng_state", lambda *_: None)  # the Run does
-        self._undo.callback(
-            setattr, trainer.args, "ignore_data_skip", trainer.args.ignore_data_skip
-        )
-        trainer.args.ignore_data_skip = False
-
-    def _load_model(self, own: Any, path: Any, model: Any = None) -> None:
-        del own, path, model
-        if self._sharded is None:  # else resuming has done it
-            self._load("model", bare(self._trainer.model))
-        assert self.run.loaded is not None
-        self._modules.load_state_dict(self.run.loaded["modules"])
-
-    def _load_optimizer(self, own: Any, path: Any) -> None:
-        del own, path
-        if self._sharded is None:
-            self._load("optimizer", self._trainer.optimizer)
-        self._load("scheduler", self._trainer.lr_scheduler)
-        if self._sharded is not None:
-            self._sharded.put_settings_back()
-
-    def _load_scaler(self, own: Any, path: Any) -> None:
-        del own, path
-        self._load("scaler", self._trainer.accelerator.scaler)
-
-    def _load(self, name: str, thing: Any) -> None:
-        assert self.run.loaded is not None
-        state = self.run.loaded[name]
-        if (thing is None) != (state is None):
-            here, there = ("none", "one") if thing is None else ("one", "none")
-            raise StateMismatch(
-                f"the checkpoint has {there} for the {name}, and this Trainer {here}; begin anew "
-                "with another directory="
-            )
-        if state is None:
-            return
-        try:
-            thing.load_state_dict(state)
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise StateMismatch(
-                f"step {self.run.step} of this run does not fit the {name} "
-                f"({type(thing).__name__}): {error}"
-            ) from error
-
-    def _enter(self, own: Any) -> None:
-        """Tell the Trainer the step that brings it into the epoch that was being trained, at the
-        step behind which it was saved; in front of it, where that was the last one of the epoch."""
-        del own
-        state, loop = self._trainer.state, self.run.own_loaded["loop"]
-        step, per_epoch = state.global_step, self._steps_per_epoch
-        state.global_step = loop["epoch"] * per_epoch + min(loop["steps_in_epoch"], per_epoch - 1)
-
-        def init_training_references(*args: Any, **kwargs: Any) -> None:
-            del state.init_training_references
-            state.global_step = step
-            state.init_training_references(*args, **kwargs)
-
-        state.init_training_references = init_training_references
-
-    # --- the state
-    # --------------------------------------------------------------------------------------------
-
-    def _capture(self) -> Mapping[str, Any]:
-        trainer = self._trainer
-        scaler = trainer.accelerator.scaler
-        state = {
-            "modules": self._modules.state_dict(),
-            "companions": self._companions.state_dict(),
-            "scheduler": trainer.lr_scheduler.state_dict(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "state": json.dumps(asdict(trainer.state)),
-        }
-        if self._sharded is None:
-            state["model"] = bare(trainer.model).state_dict()
-            state["optimizer"] = trainer.optimizer.state_dict()
-        return state
 
     def _say(self, text: str) -> None:
         if self._trainer.is_world_process_zero():

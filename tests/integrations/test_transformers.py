@@ -53,6 +53,7 @@ def play(scene: str, folder: Path, *stops: str, program: Path = SCENES) -> dict[
                 ("persistent", "step:2 step:6 step:8"),
                 ("one", "epoch:1 eval:1 epoch:2"),
                 ("own methods", "every"),
+                ("model_init", "every"),
                 ("jit", "step:3 step:9"),
                 ("fractions", "every"),
                 ("plateau", "every"),

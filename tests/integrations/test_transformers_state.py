@@ -14,7 +14,7 @@ import torch
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.companions import Companions
 from hydroslurm.integrations.transformers_sharded import is_sharded, why_not
-from hydroslurm.integrations.transformers_state import LoopState, other_modules
+from hydroslurm.integrations.transformers_state import LoopState, attributes_of, other_modules
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +39,9 @@ def trainer(**attributes: Any) -> Any:
 
 def resumed(before: Any, after: Any) -> LoopState:
     """The state of one trainer, in another."""
+    attributes_of(after)["trainer"].load_state_dict(attributes_of(before)["trainer"].state_dict())
     saved, loaded = LoopState(before), LoopState(after)
-    state = saved.state_dict()
-    loaded.load_state_dict(state)
+    loaded.load_state_dict(saved.state_dict())
     return loaded
 
 
@@ -65,12 +65,12 @@ def test_logs_stay_bounded() -> None:
 
 def test_tensors_go_to_the_device_they_were_on() -> None:
     """What was computed on an accelerator is there again; checkpoints are read on the CPU."""
-    saved = LoopState(trainer(kept=[{"ids": torch.ones(2, device="meta")}], own=[torch.ones(2)]))
-    state = saved.state_dict()
-    state["attributes"]["kept"] = [{"ids": torch.ones(2)}]
+    there = trainer(kept=[{"ids": torch.ones(2, device="meta")}], own=[torch.ones(2)])
+    state = attributes_of(there)["trainer"].state_dict()
+    state["values"]["kept"] = [{"ids": torch.ones(2)}]  # as it is read
     here = trainer(kept=None, own=None)
     here.args.device = torch.device("meta")
-    LoopState(here).load_state_dict(state)
+    attributes_of(here)["trainer"].load_state_dict(state)
     assert [here.kept[0]["ids"].device.type, here.own[0].device.type] == ["meta", "cpu"]
 
 
@@ -85,7 +85,7 @@ def test_the_mode_of_the_model(is_training: bool) -> None:
 def test_what_is_lost_is_named() -> None:
     """A buffer that is filled with something else than numbers and tensors, and nothing else."""
     one = trainer(buffer=None, count=0, name=None, flag=None, optimizer=None, known=object())
-    state = LoopState(one)
+    state = attributes_of(one)["trainer"]
     state.remember()
     one.buffer, one.count, one.name, one.flag = [object()], 3, "a", True
     one.optimizer, one.later = object(), object()

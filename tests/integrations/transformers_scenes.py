@@ -125,6 +125,28 @@ class OwnMethods(Counting):
         return self.optimizer
 
 
+class Cooling(GPT2LMHeadModel):
+    """Lowers a factor of its loss in an attribute."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.heat = 1.0
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+        if self.training:
+            self.heat *= 0.8
+            out["loss"] = out["loss"] * self.heat
+        return out
+
+
+class MakesItsModel(Trainer):
+    """By a function, when train() begins."""
+
+    def __init__(self, *, model: Any, **kwargs: Any) -> None:
+        super().__init__(model_init=lambda: Cooling(model.config), **kwargs)
+
+
 class Scaled(Trainer):
     """In float16: the first steps overflow, and the scale follows. accelerate has no scaler on a
     CPU, and trains in float32 there: it is let have one."""
@@ -229,6 +251,8 @@ def scene(name: str) -> tuple[type, Any, dict[str, Any], list[Any]]:
         return Trainer, Noisy(), both, []
     if name in ("collator", "masks"):
         return {"collator": Collating, "masks": Masking}[name], Noisy(), evaluated, []
+    if name == "model_init":
+        return MakesItsModel, Noisy(), evaluated, []
     if name == "own methods":
         return OwnMethods, Noisy(), evaluated, []
     if name == "jit":
