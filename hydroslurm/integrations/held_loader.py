@@ -167,6 +167,15 @@ def forget_opened(loader: HeldLoader) -> None:
     loader._hydroslurm_opened = loader._hydroslurm_resumed = None
 
 
+def leave_resumed(loader: HeldLoader) -> None:
+    """Let the next iteration begin an epoch: the one that was saved is over. Its generators are put
+    back, and nothing of it is fetched again."""
+    resumed = loader._hydroslurm_resumed
+    if resumed is not None:
+        loader._hydroslurm_resumed = {"position": {**resumed["position"], "finished": True}}
+        iter(loader)
+
+
 def skip(loader: HeldLoader, count: int) -> None:
     """Let the next iteration begin behind its first ``count`` batches. They are not fetched before
     it begins: only then does the framework say which epoch it is."""

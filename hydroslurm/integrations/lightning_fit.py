@@ -25,6 +25,7 @@ from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.companions import Companions, held_by
 from hydroslurm.integrations.framework_run import FrameworkRun
 from hydroslurm.integrations.handed import fingerprint
+from hydroslurm.integrations.held_loader import leave_resumed
 from hydroslurm.integrations.lightning_epoch import ResumedEpoch
 from hydroslurm.integrations.lightning_known import (
     environ_of,
@@ -119,6 +120,7 @@ class Fit:
             self._watch_restoring()
         self._undo.callback(signals_stand_down(trainer))
         self._replace(loop, "setup_data", self._setup_data)
+        self._replace(loop, "on_run_start", self._on_run_start)
         self._replace(loop, "on_run_end", self._on_run_end)
         self._replace(loop.epoch_loop, "advance", self._advance)
         self._replace(loop.epoch_loop.val_loop, "run", self._validate)
@@ -226,6 +228,8 @@ class Fit:
                 epoch=lambda: self._trainer.fit_loop.epoch_progress.current.processed,
                 fetched_ahead=None if _has_length(loader) else self._fetched_ahead,
             )
+            if _is_behind_epoch(self.run.loaded):
+                leave_resumed(held)
             self._resumed_epoch.hold(held)
             self._new_loaders.append(held)
             return held
@@ -235,6 +239,14 @@ class Fit:
             yield
         finally:
             del strategy.process_dataloader
+
+    def _on_run_start(self, own: Callable[..., Any]) -> None:
+        """A fit that had come to its end, and is told to train longer now, begins with the next
+        epoch: nothing is left of the batch that it was saved at."""
+        own()
+        loaded = self.run.loaded
+        if loaded is not None and loaded["ended"] and self._callback in self._trainer.callbacks:
+            self._begin(loaded)
 
     def _fetched_ahead(self) -> int:
         """Without a length, Lightning fetches a batch ahead, to know which one is the last."""
@@ -247,12 +259,8 @@ class Fit:
             return
         if not self.run.trains:
             loaded = self.run.loaded
-            self.run.begin()
-            self._step = self.run.step
+            self._begin(loaded)
             if loaded is not None:
-                self._companions.load_state_dict(loaded.get("companions", {}))
-                if "accumulate" in loaded:  # not of a release before
-                    self._trainer.accumulate_grad_batches = loaded["accumulate"]
                 self._go_on(loaded)
                 return
         own(fetcher)
@@ -260,6 +268,14 @@ class Fit:
         if step > self._step:
             self._step = step
             self.run.complete_step(step, epoch=self._epochs.processed)
+
+    def _begin(self, loaded: Mapping[str, Any] | None) -> None:
+        self.run.begin()
+        self._step = self.run.step
+        if loaded is not None:
+            self._companions.load_state_dict(loaded.get("companions", {}))
+            if "accumulate" in loaded:  # not of a release before
+                self._trainer.accumulate_grad_batches = loaded["accumulate"]
 
     def _go_on(self, loaded: Mapping[str, Any]) -> None:
         """From here on this is no restart to Lightning."""
@@ -369,6 +385,15 @@ def _companions_of(trainer: Any) -> Iterator[tuple[str, Any]]:
     }
     known = [module, trainer, trainer.datamodule, *callbacks, *trainer.optimizers]
     return held_by({**holders, type(module).__name__: module}, known=known)
+
+
+def _is_behind_epoch(loaded: Mapping[str, Any] | None) -> bool:
+    """Whether a fit was saved at its end, and that is the end of an epoch, too: with ``max_steps``
+    it need not be."""
+    if loaded is None or not loaded["ended"]:
+        return False
+    progress = loaded["checkpoint"]["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    return bool(progress["is_last_batch"])
 
 
 def _base_of(method: Callable[..., Any]) -> str:

@@ -11,7 +11,9 @@ from hydroslurm.errors import UsageError
 from hydroslurm.training.reporting import notice
 
 _PARTS = {
-    "fit_loop": ("setup_data", "run", "on_run_end", "_should_accumulate", "epoch_progress"),
+    "fit_loop": (
+        "setup_data", "run", "on_run_start", "on_run_end", "_should_accumulate", "epoch_progress",
+    ),
     "fit_loop.epoch_loop": ("advance", "val_loop", "batch_progress", "max_steps"),
     "fit_loop.epoch_loop.automatic_optimization": ("optim_progress",),
     "fit_loop.epoch_loop.manual_optimization": ("optim_step_progress",),

@@ -11,6 +11,7 @@ Knows transformers' loop by the methods that it calls (4.57 to 5), and imports n
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import tempfile
@@ -60,6 +61,7 @@ class Train:
         self._loader: HeldTrainLoader | None = None
         self._steps_per_epoch = 1
         self._ended = self._is_opened = False
+        self._was_to_end_at: int | None = None
         self._exhausted: Any = None
         environ = environ_of(trainer.args)
         place = directory_of_fit(options.get("directory"), environ).root
@@ -97,6 +99,8 @@ class Train:
                     Path(folder), self._replace, steps_per_epoch=lambda: self._steps_per_epoch
                 )
                 self._skip_data()
+                assert self.run.loaded is not None
+                self._was_to_end_at = json.loads(self.run.loaded["state"])["max_steps"]
                 given = {**given, "resume_from_checkpoint": folder}
             self._take_places()
             return own(**given)
@@ -239,6 +243,8 @@ class Train:
         if tensor is not None and loop.loss is not None:
             loop.loss = tensor.copy_(loop.loss)
         loop.give_back_control()
+        if self._was_to_end_at == self.run.step < self._trainer.state.max_steps:
+            self._trainer.control.should_training_stop = False  # it is told to train longer now
         model, now_s = self._trainer.model_wrapped, time.time()
         model.train(loop.is_training)
         self._log_evaluate_save(

@@ -217,7 +217,10 @@ class Beginning(ABC):
             ),
         )
         if (step := entered["finished"]) is not None:
-            self._log_once(f"this run has finished at step {step}; nothing to do ({self.dir.root})")
+            self._log_once(
+                f"this run has finished at step {step}; nothing to do ({self.dir.root}). To train "
+                f"it longer, remove {self.dir.finished_json.name} there"
+            )
             self._leave()
             raise ExitForRequeue.finished()
         self._fence.hold(entered["claim"])

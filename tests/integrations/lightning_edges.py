@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning
 import torch
-from attempts import attempts
+from attempts import STOPPED, attempts
 from lightning.pytorch.loops import _TrainingEpochLoop
 from lightning_scenes import Module, Notes, attempt, fit, loader, quiet
 
@@ -92,6 +92,16 @@ def own_checkpoint(name: str, folder: Path, stop: str) -> None:
     fit(Module(), loader(), {}, Notes(folder / "notes", stop), folder, ckpt_path=path)
 
 
+def trained_longer(name: str, folder: Path, stop: str) -> None:
+    """The first attempt comes to its end, the second one is told to train longer."""
+    torch.set_num_threads(1)
+    lightning.seed_everything(3, verbose=False)
+    until = int(stop or {"max_epochs": 3, "max_steps": 22}[name])
+    fit(Module(), loader(), {"max_epochs": -1, name: until}, Notes(folder / "notes", ""), folder)
+    if stop:
+        raise SystemExit(STOPPED)
+
+
 def with_transformers(name: str, folder: Path, stop: str) -> None:
     """A fit of Lightning's and a train() of transformers', one after the other."""
     import transformers_scenes
@@ -111,6 +121,8 @@ EDGES: dict[str, Edge] = {
     "another lightning": (older_or_newer, "", []),
     "another model": (another_model, "", ["train:3"]),
     "own checkpoint": (own_checkpoint, "", ["train:7", "val:0", "train:20"]),
+    "more epochs": (trained_longer, "max_epochs", ["1"]),
+    "more steps": (trained_longer, "max_steps", ["15"]),
     "two fits": (attempt, "twice", ["train:4", "second:3", "second:12"]),
     "two frameworks": (with_transformers, "", ["1/train:4", "2/step:3", "2/eval:2"]),
 }

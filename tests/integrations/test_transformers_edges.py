@@ -65,3 +65,13 @@ def test_stopped_run_is_the_undisturbed_one(found: Found, name: str) -> None:
     assert set(exits[:-1]) == {75}
     assert exits[-1] == 0
     assert found[f"{name}, undisturbed"] == [[0], list(dict.fromkeys(notes))]
+
+
+@pytest.mark.parametrize("by", ["num_train_epochs", "max_steps"])
+def test_a_run_that_had_come_to_its_end_is_trained_longer(found: Found, by: str) -> None:
+    """It is the run that was to be as long from the beginning."""
+    (exits, longer), (_, whole) = found[f"{by}, longer"], found[f"{by}, whole"]
+    assert exits == [75, 0]
+    steps = [one for one in longer if one[0].isdigit()]
+    assert steps == [one for one in whole if one[0].isdigit()]
+    assert longer[-1] == whole[-1]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-from attempts import attempts
+from attempts import STOPPED, attempts
 from transformers import Trainer
 from transformers_scenes import Noisy, attempt, made_trainer, train
 
@@ -57,6 +57,15 @@ def another_model(name: str, folder: Path, stop: str) -> None:
         note(folder, f"refused: {error}")
 
 
+def trained_longer(name: str, folder: Path, stop: str) -> None:
+    """The first attempt comes to its end, the second one is told to train longer."""
+    torch.set_num_threads(1)
+    until = int(stop or {"num_train_epochs": 3, "max_steps": 10}[name])
+    train("plain", folder, "", options={name: until, "lr_scheduler_type": "constant"})
+    if stop:
+        raise SystemExit(STOPPED)
+
+
 def whole_process(name: str, folder: Path, stop: str) -> None:
     """With what Python does at its end, where a run is marked as finished."""
     attempt(name, folder, stop)
@@ -77,6 +86,10 @@ def main(folder: Path) -> None:
         "finished": attempts(whole_process, "plain", folder / "finished", [""]),
         "finished again": attempts(whole_process, "plain", folder / "finished", [""]),
     }
+    for kind, short in (("num_train_epochs", "2"), ("max_steps", "5")):
+        for run, stops in (("longer", [short, ""]), ("whole", [""])):
+            place = folder / kind / run
+            found[f"{kind}, {run}"] = attempts(trained_longer, kind, place, stops)
     for name, stops in (
         ("own checkpoint", ["step:9", "epoch:2"]),
         ("two trainers", ["1/step:4", "2/step:3"]),

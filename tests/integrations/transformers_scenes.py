@@ -22,8 +22,9 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -335,11 +336,13 @@ def made_trainer(
 
 
 def train(
-    name: str, folder: Path, stop: str, checkpoint: Path | None = None, *, width: int = 8
-) -> None:
-    kind, data, options, callbacks = scene(name)
+    name: str, folder: Path, stop: str, checkpoint: Path | None = None, *, width: int = 8,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> None:  # fmt: skip
+    kind, data, own, callbacks = scene(name)
     notes = Notes(folder / "notes", stop)
-    trainer = made_trainer(kind, data, folder / "output", options, [*callbacks, notes], width=width)
+    callbacks, own = [*callbacks, notes], {**own, **options}
+    trainer = made_trainer(kind, data, folder / "output", own, callbacks, width=width)
     if not name.endswith("bare"):
         make_preemptible(trainer, directory=folder / "run", every_s=0, every_steps=0)
     made = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
