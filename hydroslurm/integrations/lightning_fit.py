@@ -247,6 +247,8 @@ class Fit:
         loaded = self.run.loaded
         if loaded is not None and loaded["ended"] and self._callback in self._trainer.callbacks:
             self._begin(loaded)
+            if _is_behind_epoch(loaded) and not all(map(_has_length, self._new_loaders)):
+                iter(self._trainer.fit_loop._data_fetcher)  # it has fetched with other numbers
 
     def _fetched_ahead(self) -> int:
         """Without a length, Lightning fetches a batch ahead, to know which one is the last."""

@@ -18,7 +18,7 @@ import lightning
 import torch
 from attempts import STOPPED, attempts
 from lightning.pytorch.loops import _TrainingEpochLoop
-from lightning_scenes import Module, Notes, attempt, fit, loader, quiet
+from lightning_scenes import Module, Notes, attempt, fit, loader, quiet, scene
 
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.lightning import Preemptible
@@ -96,8 +96,11 @@ def trained_longer(name: str, folder: Path, stop: str) -> None:
     """The first attempt comes to its end, the second one is told to train longer."""
     torch.set_num_threads(1)
     lightning.seed_everything(3, verbose=False)
-    until = int(stop or {"max_epochs": 3, "max_steps": 22}[name])
-    fit(Module(), loader(), {"max_epochs": -1, name: until}, Notes(folder / "notes", ""), folder)
+    kind, _, by = name.partition(" ")
+    until = int(stop or {"max_epochs": 3, "max_steps": 22}[by])
+    module, data, options = scene(kind)
+    options |= {"max_epochs": -1, by: until}
+    fit(module, data, options, Notes(folder / "notes", ""), folder)
     if stop:
         raise SystemExit(STOPPED)
 
@@ -121,8 +124,9 @@ EDGES: dict[str, Edge] = {
     "another lightning": (older_or_newer, "", []),
     "another model": (another_model, "", ["train:3"]),
     "own checkpoint": (own_checkpoint, "", ["train:7", "val:0", "train:20"]),
-    "more epochs": (trained_longer, "max_epochs", ["1"]),
-    "more steps": (trained_longer, "max_steps", ["15"]),
+    "more epochs": (trained_longer, "plain max_epochs", ["1"]),
+    "more epochs, no length": (trained_longer, "stream max_epochs", ["1"]),
+    "more steps": (trained_longer, "plain max_steps", ["15"]),
     "two fits": (attempt, "twice", ["train:4", "second:3", "second:12"]),
     "two frameworks": (with_transformers, "", ["1/train:4", "2/step:3", "2/eval:2"]),
 }

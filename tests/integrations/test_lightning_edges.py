@@ -57,14 +57,16 @@ def test_stopped_run_is_the_undisturbed_one(name: str, tmp_path: Path) -> None:
 def test_a_run_that_had_come_to_its_end_is_trained_longer(tmp_path: Path) -> None:
     """By epochs it is the run that was to be as long from the beginning. With max_steps in the
     middle of an epoch, where Lightning validates, the rest of that epoch comes first."""
-    found = play(tmp_path, "more epochs", "more steps")
-    for name in ("more epochs", "more steps"):
+    by_epochs, by_steps = ("more epochs", "more epochs, no length"), "more steps"
+    found = play(tmp_path, *by_epochs, by_steps)
+    for name in (*by_epochs, by_steps):
         assert found[name][0] == [75, 0], found["said"]
-    (_, longer), (_, whole) = found["more epochs"], found["more epochs, undisturbed"]
-    assert [one for one in longer if one[:7] != "weights"] == whole[:-1]
-    assert longer[-1] == whole[-1]
+    for name in by_epochs:
+        (_, longer), (_, whole) = found[name], found[f"{name}, undisturbed"]
+        assert [one for one in longer if one[:7] != "weights"] == whole[:-1]
+        assert longer[-1] == whole[-1]
     longer, whole = (
         [one.split()[:3] for one in notes if one[:4] == "step"]
-        for _, notes in (found["more steps"], found["more steps, undisturbed"])
+        for _, notes in (found[by_steps], found[f"{by_steps}, undisturbed"])
     )
     assert longer == whole
