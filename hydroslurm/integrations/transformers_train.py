@@ -93,17 +93,23 @@ class Train:
                         f"this run goes on from its own step {self.run.step}; "
                         f"resume_from_checkpoint={given['resume_from_checkpoint']!r} is left out"
                     )
-                followed = self.run.own_loaded["loop"]["is_followed"]
-                hide_from_board(self._trainer, self.run.step + followed)
-                self._checkpoint.resume_from(
-                    Path(folder), self._replace, steps_per_epoch=lambda: self._steps_per_epoch
-                )
-                self._skip_data()
-                assert self.run.loaded is not None
-                self._was_to_end_at = json.loads(self.run.loaded["state"])["max_steps"]
+                self._resume_from(Path(folder))
                 given = {**given, "resume_from_checkpoint": folder}
             self._take_places()
             return own(**given)
+
+    def _resume_from(self, folder: Path) -> None:
+        args, loaded = self._trainer.args, self.run.loaded
+        assert loaded is not None
+        followed = self.run.own_loaded["loop"]["is_followed"]
+        hide_from_board(self._trainer, self.run.step + followed)
+        self._was_to_end_at = json.loads(loaded["state"])["max_steps"]
+        self._checkpoint.resume_from(
+            folder, self._replace, steps_per_epoch=lambda: self._steps_per_epoch
+        )
+        # the Trainer is to find its place in the epoch, of which our loader knows
+        self._undo.callback(setattr, args, "ignore_data_skip", args.ignore_data_skip)
+        args.ignore_data_skip = False
 
     # --- in the place of the Trainer's own
     # --------------------------------------------------------------------------------------------
@@ -135,12 +141,6 @@ class Train:
         else:
             self._undo.callback(setattr, trainer, name, had)
         return own  # type: ignore[no-any-return]
-
-    def _skip_data(self) -> None:
-        """The Trainer is to find its place in the epoch, of which our loader knows."""
-        args = self._trainer.args
-        self._undo.callback(setattr, args, "ignore_data_skip", args.ignore_data_skip)
-        args.ignore_data_skip = False
 
     def _set_initial_training_values(self, own: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         self.run.remember(attributes_of(self._trainer))  # a model_init has made its model by now
