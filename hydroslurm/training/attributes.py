@@ -6,19 +6,25 @@ outputs of an epoch in a list, a running mean, the moment at which the epoch beg
 
 from __future__ import annotations
 
+import copy
 import itertools
+import weakref
 import zlib
-from collections import defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 _NONE = object()
-_NUMBERS = (int, float, np.generic, np.ndarray, torch.Tensor)
+_NUMBERS = (int, float, complex)
 _SIMPLE = (bool, str, type(None))
+_WORDS = (torch.dtype, torch.device, torch.Size)
 _MANY = (list, tuple, deque, set)
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_FACTORIES = (int, float, str, bool, list, dict, set, tuple)
 _MOST_DEPTH = 5
 _LARGE, _LARGE_BYTES = 10_000, 2**20
 _LIBRARIES = (
@@ -36,6 +42,7 @@ class Attributes:
         flags: whether also those that hold a bool, a string or None.
         tensors: whether also those that hold tensors or arrays.
         device: on which tensors are that were not on the CPU.
+        registered: tensors that the model's state has; an attribute may show them.
     """
 
     def __init__(
@@ -46,21 +53,29 @@ class Attributes:
         flags: bool = True,
         tensors: bool = True,
         device: Callable[[], torch.device] | None = None,
+        registered: Registered | None = None,
     ) -> None:
         self._owner = owner
         self._without = frozenset(without)
         self._flags, self._tensors = flags, tensors
         self._device = device
+        self._registered = registered
+        self._objects: dict[str, Callable[[], Any]] = {}
         self._before: dict[str, Any] = {}
         self._at_begin: dict[str, Any] = {}
         self._empty: set[str] = set()
+        self._there: set[str] = set()
         self._restored: frozenset[str] = frozenset()
         self._late: frozenset[str] = frozenset()
 
     def remember(self) -> None:
         """Attributes that will not have changed from now on are as the script makes them."""
+        if self._registered is not None:
+            self._registered.look()
         self._before = {name: _noted(value) for name, value in self._found()}
-        empty = {name for name, value in vars(self._owner).items() if value is None}
+        self._objects = {name: _reference(value) for name, value in self._found()}
+        empty = {name for name, value in self._all() if value is None}
+        self._there = {name for name, _ in self._all()} - empty
         self._empty = (self._before.keys() | empty) - self._without
 
     def begin(self) -> None:
@@ -70,13 +85,22 @@ class Attributes:
 
     def unsaved(self) -> list[str]:
         """What the attributes that could have been saved when the training began hold now, if they
-        cannot be any more, each in words."""
-        now = vars(self._owner)
-        return [
-            f"{type(self._owner).__name__}.{name} ({type(now[name]).__name__})"
-            for name in sorted(self._empty & now.keys())
-            if not is_plain(now[name])
-        ]
+        cannot be any more, each in words; with flags that the first step has set beside an object
+        that it has made: the next attempt has to make that again."""
+        now, kind = dict(self._all()), type(self._owner).__name__
+        odd = {name for name, value in now.items() if not is_plain(value)}
+        lost = [f"{kind}.{name} ({type(now[name]).__name__})" for name in sorted(self._empty & odd)]
+        made = sorted(odd - self._there - self._without)
+        if made:
+            flags = {
+                name
+                for name, value in now.items()
+                if value is True and self._before.get(name, False) is False
+            }
+            flags -= self._without
+            lost += [f"{kind}.{name} (True beside {made[0]})" for name in sorted(flags)]
+            self._without |= flags
+        return lost
 
     def state_dict(self) -> dict[str, Any]:
         changed = {
@@ -91,6 +115,12 @@ class Attributes:
                 for name, value in changed.items()
                 if name not in self._late and _shows(self._at_begin.get(name, _NONE), value)
             ),
+            "kept": sorted(
+                name
+                for name, value in changed.items()
+                if name in self._objects and self._objects[name]() is value
+            ),
+            "buffers": sorted(changed.keys() & self._buffers()),
             "on_device": sorted(
                 name
                 for name, value in changed.items()
@@ -107,7 +137,8 @@ class Attributes:
         """
         self._restored = frozenset(state["values"])
         self._late = self._restored - set(state["early"])
-        own = vars(self._owner)
+        own = dict(self._all())
+        kept = set(state.get("kept", state["values"]))
         for name, value in state["values"].items():
             here = own.get(name, _NONE)
             is_set = here is not _NONE and not _shows(self._before.get(name, _NONE), here)
@@ -115,17 +146,82 @@ class Attributes:
             if name not in self._late and is_set and is_own:
                 continue
             device = self._device() if self._device and name in state["on_device"] else None
-            setattr(self._owner, name, _put(here, value, device=device))
+            # who else has the same list sees what is in it; one that took its place is a new one
+            here = here if name in kept else _form(here)
+            made = _put(here, value, device=device)
+            if name in state.get("buffers", ()) and name not in own:
+                self._owner.register_buffer(name, made, persistent=False)
+            else:
+                setattr(self._owner, name, made)
+
+    def _buffers(self) -> set[str]:
+        """Those that are left out of the module's state: what says how far they are valid may be an
+        attribute, and would come back without them."""
+        if not isinstance(self._owner, torch.nn.Module):
+            return set()
+        return self._owner._buffers.keys() & self._owner._non_persistent_buffers_set
+
+    def _all(self) -> Iterator[tuple[str, Any]]:
+        yield from vars(self._owner).items()
+        for name in sorted(self._buffers()):
+            yield name, self._owner._buffers[name]
 
     def _found(self) -> Iterator[tuple[str, Any]]:
-        for name, value in vars(self._owner).items():
+        for name, value in self._all():
             if name in self._without or (not self._flags and isinstance(value, _SIMPLE)):
                 continue
             before = self._before.get(name)
             if isinstance(before, _Large) and before.shows(value) and name not in self._restored:
                 continue  # a vocabulary, which is not looked through for each save
-            if is_plain(value) and (self._tensors or next(_tensors(value), None) is None):
+            if is_plain(value) and all(map(self._takes, _tensors(value))):
                 yield name, value
+
+    def _takes(self, tensor: torch.Tensor) -> bool:
+        return self._tensors and not (self._registered and self._registered.has(tensor))
+
+
+class Registered:
+    """The tensors that the state of a model has."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._at: dict[int, weakref.ref[torch.Tensor]] | None = None
+
+    def look(self) -> None:
+        """Once for all modules of the model."""
+        if self._at is None:
+            found = self._model.state_dict(keep_vars=True).values()
+            plain = (one for one in found if _is_dense(one) and one.numel())
+            self._at = {_storage(one): weakref.ref(one) for one in plain}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a weight, or shows the memory of a weight or a buffer: a list of weights to
+        be penalised, what an LSTM computes with."""
+        if isinstance(tensor, torch.nn.Parameter):
+            return True
+        if not self._at or not tensor.numel():
+            return False
+        one = self._at.get(_storage(tensor))
+        found = one() if one is not None else None
+        return found is not None and _storage(found) == _storage(tensor)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """To ask whether something is still this object."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return weakref.ref(value)
+    return lambda: value
+
+
+def _form(here: Any) -> Any:
+    """For a value that is not to be put into what is here."""
+    if isinstance(here, torch.Tensor):
+        return here if _is_trained(here) else None
+    return copy.copy(here) if isinstance(here, (dict, *_MANY)) else here
 
 
 class _Large:
@@ -141,13 +237,16 @@ class _Large:
     def _mark_of(value: Any) -> int:
         if isinstance(value, torch.Tensor):
             return int(value._version)
-        return zlib.crc32(value.tobytes()) if isinstance(value, np.ndarray) else len(value)
+        if isinstance(value, np.ndarray):
+            return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        return len(value)
 
 
 def _noted(value: Any) -> Any:
     """By what it will be seen whether this value has changed."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        return _Large(value) if value.nbytes > _LARGE_BYTES else plain(value)
+        counts = isinstance(value, np.ndarray) or not value.is_inference()
+        return _Large(value) if counts and value.nbytes > _LARGE_BYTES else plain(value)
     is_large = isinstance(value, (Mapping, *_MANY)) and len(value) > _LARGE
     return _Large(value) if is_large else plain(value)
 
@@ -201,39 +300,67 @@ def of_modules(model: torch.nn.Module, *, without: Collection[str] = ()) -> dict
         some = next(itertools.chain(model.parameters(), model.buffers()), None)
         return torch.device("cpu") if some is None else some.device
 
+    registered = Registered(model)
     return {
-        f"module {name}": Attributes(module, without=own, device=device)
+        f"module {name}": Attributes(
+            module,
+            without={*own, *(vars(module) if is_of_library(module) else ())},
+            device=device,
+            registered=registered,
+        )
         for name, module in model.named_modules()
-        if not is_of_library(module)
+        if not is_of_library(module) or module._non_persistent_buffers_set
     }
 
 
 def is_of_library(thing: Any) -> bool:
     """Whether its class is one of a framework's, which saves what it has by itself."""
-    return type(thing).__module__.partition(".")[0] in _LIBRARIES
+    kind = type(thing)
+    if kind.__name__.startswith(("Parametrized", "FSDP")) and isinstance(thing, torch.nn.Module):
+        kind = kind.__bases__[-1]  # torch has put a class of its own before that of the script
+    return kind.__module__.partition(".")[0] in _LIBRARIES
 
 
 def is_plain(value: Any, *, depth: int = 0) -> bool:
-    """Whether it is a number, a string, None or a tensor, or a container of such."""
-    if isinstance(value, np.ndarray):
-        return value.dtype.kind in "biufcSU"
-    if isinstance(value, (*_NUMBERS, *_SIMPLE)):
+    """Whether it is a number, a string, None or a tensor, or a container of such. Of these types
+    themselves: an enum or a named tuple would come back as something else."""
+    if isinstance(value, torch.Tensor):
+        return _is_dense(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return type(value) is not np.memmap and value.dtype.kind in "biufcSU"
+    kind = type(value)
+    if kind in (*_NUMBERS, *_SIMPLE, *_WORDS):
         return True
     if depth == _MOST_DEPTH:
         return False
-    if isinstance(value, Mapping):
+    if kind in _MAPPINGS:
         return all(
-            isinstance(key, (str, int, float, tuple)) and is_plain(one, depth=depth + 1)
+            isinstance(key, (str, int, float, tuple, *_WORDS))
+            and is_plain(key, depth=depth + 1)
+            and is_plain(one, depth=depth + 1)
             for key, one in value.items()
         )
-    return isinstance(value, _MANY) and all(is_plain(one, depth=depth + 1) for one in value)
+    return kind in _MANY and all(is_plain(one, depth=depth + 1) for one in value)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its values are simply numbers in memory."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta or is_lazy(tensor))
+    )
 
 
 def equal(one: Any, other: Any) -> bool:
     """Of two plain values."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return both and one.shape == other.shape and bool(torch.equal(one, other))
+        return (
+            both
+            and (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+            and bool(torch.equal(one, other))
+        )
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return type(one) is type(other) and bool(np.array_equal(one, other))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -250,14 +377,23 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, Mapping):
-        return {key: plain(one) for key, one in value.items()}
+        return _mapping_like(value, {key: plain(one) for key, one in value.items()})
     if isinstance(value, set):
         return set(value)
+    if isinstance(value, torch.Size):
+        return value
     if isinstance(value, _MANY):
         return _like(value, [plain(one) for one in value])
     if isinstance(value, float):
         return float(value)  # numpy's are floats too
     return value
+
+
+def _mapping_like(value: Any, entries: dict[Any, Any]) -> Any:
+    """A mapping of this kind, as far as its kind can be saved."""
+    if isinstance(value, defaultdict) and value.default_factory in _FACTORIES:
+        return defaultdict(value.default_factory, entries)
+    return type(value)(entries) if type(value) in (OrderedDict, Counter) else entries
 
 
 def _like(value: Any, entries: list[Any]) -> Any:
@@ -285,6 +421,9 @@ def _put(here: Any, value: Any, *, device: torch.device | None) -> Any:
         device: for tensors that are not here yet.
     """
     if isinstance(value, torch.Tensor):
+        if _is_trained(here) and here.shape == value.shape:
+            here.detach().copy_(value)  # an optimizer has it
+            return here
         if not isinstance(here, torch.Tensor):
             return value if device is None else value.to(device)
         if here.shape == value.shape and here.dtype == value.dtype and not here.requires_grad:
@@ -300,9 +439,29 @@ def _put(here: Any, value: Any, *, device: torch.device | None) -> Any:
         here.clear()
         here.update(made)
         return here
-    if isinstance(value, (list, tuple, deque)):
+    if isinstance(value, (list, tuple, deque)) and not isinstance(value, torch.Size):
         is_same = isinstance(here, (list, tuple, deque))
-        return _like(here if is_same else value, [_put(None, one, device=device) for one in value])
+        there = list(here) if is_same and len(here) == len(value) else [None] * len(value)
+        entries = [
+            _put(one if _is_trained(one) else None, saved, device=device)
+            for one, saved in zip(there, value, strict=True)
+        ]
+        if type(here) is type(value) and isinstance(here, (list, deque)):
+            here.clear()
+            here.extend(entries)
+            return here
+        return _like(here if is_same else value, entries)
+    if isinstance(here, set) and isinstance(value, set):
+        here.clear()
+        here.update(value)
+        return here
     if isinstance(value, Mapping):
-        return {key: _put(None, one, device=device) for key, one in value.items()}
+        return _mapping_like(
+            value, {key: _put(None, one, device=device) for key, one in value.items()}
+        )
     return value
+
+
+def _is_trained(here: Any) -> bool:
+    """Whether an optimizer may have it, so that it has to stay."""
+    return isinstance(here, torch.Tensor) and here.requires_grad and here.is_leaf

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+import enum
+import weakref
+from collections import Counter, OrderedDict, deque, namedtuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,3 +186,186 @@ def test_an_evaluation_is_not_the_training() -> None:
     loaded.load_state_dict(through_a_checkpoint(state))
     after.eval()
     assert loaded.state_dict() == state  # of a second stop in the evaluation
+
+
+def test_weights_that_an_attribute_shows_stay_weights() -> None:
+    """A list of weights to be penalised, what an LSTM computes with, a view of a weight or a
+    buffer: those that came back instead would be trained by nobody."""
+
+    class Recurrent(torch.nn.LSTM):
+        pass
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.norm = Recurrent(2, 2), torch.nn.BatchNorm1d(2)
+            self.penalised = list(self.rnn.parameters())
+            self.view, self.means = self.rnn.weight_ih_l0.data, {"mean": self.norm.running_mean}
+
+    def made() -> tuple[Net, dict[str, Attributes]]:
+        net = Net()
+        found = of_modules(net)
+        for one in found.values():
+            one.remember()
+        return net, found
+
+    net, found = made()
+    with torch.no_grad():
+        for one in (*net.parameters(), *net.buffers()):
+            one.add_(1)
+    assert not any(one.state_dict()["values"] for one in found.values())
+    assert "module rnn" in found
+
+
+def test_what_an_optimizer_has_stays() -> None:
+    """Leaves that are trained and are no parameters, as in a search for an architecture."""
+
+    def made() -> tuple[SimpleNamespace, Attributes]:
+        alpha = torch.zeros(2, requires_grad=True)
+        one = SimpleNamespace(alpha=alpha, all=[alpha, 0], by_name={"alpha": alpha})
+        state = Attributes(one)
+        state.remember()
+        return one, state
+
+    before, saved = made()
+    before.alpha.data += 1
+    before.all = [before.alpha, 1]
+    after, loaded = made()
+    alpha = after.alpha
+    loaded.load_state_dict(through_a_checkpoint(saved.state_dict()))
+    assert after.alpha is after.all[0] is after.by_name["alpha"] is alpha
+    assert alpha.requires_grad
+    assert alpha.tolist() == [1, 1]
+    assert after.all[1] == 1
+
+
+def test_others_have_the_same_object() -> None:
+    """What is in a list that a router's blocks share comes back into it; one that took the place of
+    another does not: that may be a constant of the script."""
+    constant, many = torch.zeros(1), [0]
+
+    def made() -> tuple[SimpleNamespace, Attributes]:
+        one = SimpleNamespace(
+            losses=[], recent=deque(maxlen=2), seen=set(), tensor=constant, many=many,
+            wide=torch.zeros(1).expand(4),
+        )  # fmt: skip
+        state = Attributes(one)
+        state.remember()
+        return one, state
+
+    before, saved = made()
+    before.losses.append(1.0)
+    before.recent.extend([1, 2, 3])
+    before.seen.add("a")
+    before.tensor, before.many, before.wide = torch.ones(1), [1, 2], torch.ones(1).expand(4)
+    after, loaded = made()
+    shared = (after.losses, after.recent, after.seen)
+    loaded.load_state_dict(through_a_checkpoint(saved.state_dict()))
+    assert shared == ([1.0], deque([2, 3], 2), {"a"})
+    assert all(
+        one is other
+        for one, other in zip(shared, (after.losses, after.recent, after.seen), strict=True)
+    )
+    assert (after.tensor.item(), after.many, after.wide.tolist()) == (1, [1, 2], [1, 1, 1, 1])
+    assert (constant.item(), many) == (0, [0])
+
+
+def test_what_would_not_come_back_as_it_is() -> None:
+    """Sparse and quantized tensors, enums, named tuples: left out, without an error."""
+    Pair = namedtuple("Pair", "loss number")
+
+    class Mode(str, enum.Enum):
+        NEXT = "next"
+
+    adjacency = torch.eye(2).to_sparse()
+    one = SimpleNamespace(adjacency=adjacency, mode=None, last=None, cache={}, where=None)
+    state = Attributes(one)
+    state.remember()
+    one.adjacency, one.mode, one.last = adjacency * 2, Mode.NEXT, Pair(1.0, 2)
+    one.cache = {(Mode, 1): 2.0}
+    one.where, one.lru, one.counts = torch.device("cpu"), OrderedDict(a=1), Counter("aa")
+    one.by_form = {(3, torch.float32, torch.device("cpu")): torch.ones(1)}
+    values = through_a_checkpoint(state.state_dict())["values"]
+    assert values.keys() == {"where", "lru", "counts", "by_form"}
+    assert isinstance(values["lru"], OrderedDict)
+    assert values["counts"]["b"] == 0
+
+
+def test_a_tensor_of_another_type_has_changed() -> None:
+    one = SimpleNamespace(mask=torch.ones(2))
+    state = Attributes(one)
+    state.remember()
+    one.mask = one.mask.double()
+    assert state.state_dict()["values"]["mask"].dtype == torch.float64
+
+
+def test_a_tensor_of_an_evaluation_does_not_count_its_changes() -> None:
+    with torch.inference_mode():
+        one = SimpleNamespace(cache=torch.zeros(300_000))
+    state = Attributes(one)
+    state.remember()
+    assert state.state_dict()["values"] == {}
+    with torch.inference_mode():
+        one.cache.add_(1)
+    assert state.state_dict()["values"].keys() == {"cache"}
+
+
+def test_buffers_that_are_not_persistent_come_with_what_is_said_of_them() -> None:
+    """A table of positions that grows, and how long it is; in a module of torch's as well."""
+
+    class Positions(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.grow(2)
+
+        def grow(self, length: int) -> None:
+            self.length = length
+            self.register_buffer("table", torch.arange(length), persistent=False)
+
+    def made() -> tuple[torch.nn.Module, dict[str, Attributes]]:
+        model = torch.nn.Sequential(Positions(), torch.nn.Linear(1, 1))
+        model[1].register_buffer("count", torch.zeros(1), persistent=False)
+        found = of_modules(model)
+        for one in found.values():
+            one.remember()
+        return model, found
+
+    before, saved = made()
+    assert not any(one.state_dict()["values"] for one in saved.values())
+    before[0].grow(5)
+    before[0].register_buffer("more", torch.ones(1), persistent=False)
+    before[1].count += 1
+    after, loaded = made()
+    for name, one in loaded.items():
+        one.load_state_dict(through_a_checkpoint(saved[name].state_dict()))
+    assert (after[0].length, len(after[0].table), after[1].count.item()) == (5, 5, 1)
+    assert after.state_dict().keys() == made()[0].state_dict().keys()
+    assert {name for name, _ in after.named_buffers()} == {"0.table", "0.more", "1.count"}
+
+
+def test_a_flag_beside_an_object_that_the_first_step_has_made() -> None:
+    """It would keep the next attempt from making it again."""
+    one = SimpleNamespace(is_ready=False, is_warm=False, file=None, steps=0)
+    state = Attributes(one)
+    state.remember()
+    one.is_ready, one.file = True, weakref.WeakSet()
+    assert state.unsaved() == [
+        "SimpleNamespace.file (WeakSet)",
+        "SimpleNamespace.is_ready (True beside file)",
+    ]
+    one.is_warm, one.steps = True, 3
+    assert state.state_dict()["values"] == {"is_warm": True, "steps": 3}
+
+
+def test_a_parametrized_module_is_the_scripts_own() -> None:
+    class Own(torch.nn.Linear):
+        scale = 1.0
+
+    model = torch.nn.Sequential(Own(2, 2), torch.nn.Linear(2, 2))
+    for one in model:
+        torch.nn.utils.parametrizations.spectral_norm(one)
+    found = of_modules(model)
+    assert found.keys() == {"module 0"}
+    found["module 0"].remember()
+    model[0].scale = 0.5
+    assert found["module 0"].state_dict()["values"] == {"scale": 0.5}
