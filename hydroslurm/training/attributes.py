@@ -27,6 +27,7 @@ _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _FACTORIES = (int, float, str, bool, list, dict, set, tuple)
 _MOST_DEPTH = 5
 _LARGE, _LARGE_BYTES = 10_000, 2**20
+_MUCH_BYTES = 2**28
 _LIBRARIES = (
     "torch", "torchvision", "torchmetrics", "lightning", "pytorch_lightning", "transformers", "trl",
     "peft", "accelerate", "hydroslurm",
@@ -287,6 +288,22 @@ class ScriptAttributes:
                 one.load_state_dict(state["objects"][name], is_resized=is_resized)
 
 
+def largest(state: Mapping[str, Any]) -> str | None:
+    """The attributes that are most of a state of several objects, in words, if it is a large one:
+    each rank writes its own into each checkpoint."""
+    sizes = {
+        f"{place}.{name}": size
+        for place, values in state["objects"].items()
+        for name, value in values["values"].items()
+        if (size := _size(value))
+    }
+    if (total := sum(sizes.values())) < _MUCH_BYTES:
+        return None
+    most = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    names = ", ".join(f"{name} ({sizes[name] / 2**20:.0f} MiB)" for name in most)
+    return f"{names}, of {total / 2**20:.0f} MiB in attributes"
+
+
 def of_modules(model: torch.nn.Module, *, without: Collection[str] = ()) -> dict[str, Attributes]:
     """Those of a model and of the modules in it that the script has written: a queue's pointer, a
     probability that is scheduled.
@@ -412,6 +429,15 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (Mapping, *_MANY)):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(one)
+
+
+def _size(value: Any) -> int:
+    """The bytes of its tensors and arrays."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.nbytes
+    if isinstance(value, (Mapping, *_MANY)):
+        return sum(map(_size, value.values() if isinstance(value, Mapping) else value))
+    return 0
 
 
 def _put(here: Any, value: Any, *, device: torch.device | None) -> Any:

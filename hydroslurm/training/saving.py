@@ -19,6 +19,7 @@ from hydroslurm.errors import RanksError, StaleAttempt, UnsavableState, UsageErr
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.training import oversights
 from hydroslurm.training.arguments import Cadence
+from hydroslurm.training.attributes import largest
 from hydroslurm.training.beginning import Beginning
 from hydroslurm.training.composition import Composition
 from hydroslurm.training.ddp_buckets import STATIC_GRAPH
@@ -184,6 +185,12 @@ class Saving(Beginning):
         if message := oversights.recompiles(self._model, self._cursor.loader):
             self._log_once(message)
         state = self._state()
+        modules = state.own.get("modules")
+        if modules and (most := largest(modules["attributes"])):
+            self._log_once(
+                f"{most}: each rank saves them with each checkpoint, as the next step may need "
+                "them. Where none does, set them to None behind their use"
+            )
         require_savable(state)
         refused = self._saver.reserve(state)
         if refused and self._world.local_rank == 0:  # one rank speaks for those of its node

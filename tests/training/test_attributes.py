@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from hydroslurm.checkpoint.tree import decode, encode
-from hydroslurm.training.attributes import Attributes, equal, of_modules
+from hydroslurm.training import attributes
+from hydroslurm.training.attributes import Attributes, ScriptAttributes, equal, of_modules
 from hydroslurm.training.module_settings import ModuleSettings
 
 
@@ -369,3 +370,16 @@ def test_a_parametrized_module_is_the_scripts_own() -> None:
     found["module 0"].remember()
     model[0].scale = 0.5
     assert found["module 0"].state_dict()["values"] == {"scale": 0.5}
+
+
+def test_much_in_attributes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank writes it into each checkpoint."""
+    one = SimpleNamespace(cache=None, table=None, steps=0)
+    state = ScriptAttributes({"module 1": Attributes(one)})
+    state.remember()
+    one.cache, one.table, one.steps = [torch.zeros(2**18)], np.zeros(2**18), 1
+    assert attributes.largest(state.state_dict()) is None
+    monkeypatch.setattr(attributes, "_MUCH_BYTES", 3 * 2**20)
+    assert attributes.largest(state.state_dict()) == (
+        "module 1.table (2 MiB), module 1.cache (1 MiB), of 3 MiB in attributes"
+    )
