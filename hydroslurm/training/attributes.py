@@ -191,7 +191,7 @@ class Registered:
     def look(self) -> None:
         """Once for all modules of the model."""
         if self._at is None:
-            found = self._model.state_dict(keep_vars=True).values()
+            found = itertools.chain(self._model.parameters(), *map(_saved, self._model.modules()))
             plain = (one for one in found if _is_dense(one) and one.numel())
             self._at = {_storage(one): weakref.ref(one) for one in plain}
 
@@ -205,6 +205,13 @@ class Registered:
         one = self._at.get(_storage(tensor))
         found = one() if one is not None else None
         return found is not None and _storage(found) == _storage(tensor)
+
+
+def _saved(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Its own buffers that are part of its state."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield buffer
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -344,7 +351,8 @@ def is_plain(value: Any, *, depth: int = 0) -> bool:
     if isinstance(value, torch.Tensor):
         return _is_dense(value)
     if isinstance(value, (np.ndarray, np.generic)):
-        return type(value) is not np.memmap and value.dtype.kind in "biufcSU"
+        is_array = isinstance(value, np.generic) or type(value) is np.ndarray
+        return is_array and value.dtype.kind in "biufcSU"
     kind = type(value)
     if kind in (*_NUMBERS, *_SIMPLE, *_WORDS):
         return True

@@ -284,6 +284,7 @@ def test_what_would_not_come_back_as_it_is() -> None:
     state.remember()
     one.adjacency, one.mode, one.last = adjacency * 2, Mode.NEXT, Pair(1.0, 2)
     one.cache = {(Mode, 1): 2.0}
+    one.masked = np.ma.masked_array([1.0], [True])
     one.where, one.lru, one.counts = torch.device("cpu"), OrderedDict(a=1), Counter("aa")
     one.by_form = {(3, torch.float32, torch.device("cpu")): torch.ones(1)}
     values = through_a_checkpoint(state.state_dict())["values"]
