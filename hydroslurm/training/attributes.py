@@ -23,6 +23,7 @@ _NUMBERS = (int, float, complex)
 _SIMPLE = (bool, str, type(None))
 _WORDS = (torch.dtype, torch.device, torch.Size)
 _MANY = (list, tuple, deque, set)
+_FLAT = frozenset((*_NUMBERS, *_SIMPLE))
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _FACTORIES = (int, float, str, bool, list, dict, set, tuple)
 _MOST_DEPTH = 5
@@ -365,7 +366,15 @@ def is_plain(value: Any, *, depth: int = 0) -> bool:
             and is_plain(one, depth=depth + 1)
             for key, one in value.items()
         )
-    return kind in _MANY and all(is_plain(one, depth=depth + 1) for one in value)
+    return kind in _MANY and (
+        _is_flat(value) or all(is_plain(one, depth=depth + 1) for one in value)
+    )
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether it holds numbers and words only: the losses of all steps, which are not looked at one
+    by one for each save."""
+    return isinstance(value, _MANY) and _FLAT.issuperset(map(type, value))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -407,6 +416,8 @@ def plain(value: Any) -> Any:
         return set(value)
     if isinstance(value, torch.Size):
         return value
+    if _is_flat(value):
+        return _like(value, list(value))
     if isinstance(value, _MANY):
         return _like(value, [plain(one) for one in value])
     if isinstance(value, float):
@@ -434,7 +445,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, np.ndarray):
         yield torch.empty(0)
-    elif isinstance(value, (Mapping, *_MANY)):
+    elif isinstance(value, (Mapping, *_MANY)) and not _is_flat(value):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(one)
 

@@ -384,3 +384,23 @@ def test_much_in_attributes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attributes.largest(state.state_dict()) == (
         "module 1.table (2 MiB), module 1.cache (1 MiB), of 3 MiB in attributes"
     )
+
+
+@pytest.mark.parametrize("name", ["is_plain", "plain", "_tensors"])
+def test_the_losses_of_all_steps_are_not_looked_at_one_by_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = SimpleNamespace(losses=[])
+    state = Attributes(one)
+    state.remember()
+    one.losses.extend([0.5] * 1_000)
+    asked: list[Any] = []
+    function = getattr(attributes, name)
+
+    def counted(value: Any, **options: Any) -> Any:
+        asked.append(value)
+        return function(value, **options)
+
+    monkeypatch.setattr(attributes, name, counted)
+    assert state.state_dict()["values"] == {"losses": [0.5] * 1_000}
+    assert 0 < len(asked) < 10
