@@ -182,6 +182,13 @@ class Attributes:
         return self._tensors and not (self._registered and self._registered.has(tensor))
 
 
+class _Buffers(Attributes):
+    """Of a module only those that its state leaves out."""
+
+    def _all(self) -> Iterator[tuple[str, Any]]:
+        yield from ((name, self._owner._buffers[name]) for name in sorted(self._buffers()))
+
+
 class Registered:
     """The tensors that the state of a model has."""
 
@@ -327,11 +334,8 @@ def of_modules(model: torch.nn.Module, *, without: Collection[str] = ()) -> dict
 
     registered = Registered(model)
     return {
-        f"module {name}": Attributes(
-            module,
-            without={*own, *(vars(module) if is_of_library(module) else ())},
-            device=device,
-            registered=registered,
+        f"module {name}": (_Buffers if is_of_library(module) else Attributes)(
+            module, without=own, device=device, registered=registered
         )
         for name, module in model.named_modules()
         if not is_of_library(module) or module._non_persistent_buffers_set

@@ -337,10 +337,12 @@ def test_buffers_that_are_not_persistent_come_with_what_is_said_of_them() -> Non
     before[0].grow(5)
     before[0].register_buffer("more", torch.ones(1), persistent=False)
     before[1].count += 1
+    before[1].scale = 2.0  # not of a class of the script
     after, loaded = made()
     for name, one in loaded.items():
         one.load_state_dict(through_a_checkpoint(saved[name].state_dict()))
     assert (after[0].length, len(after[0].table), after[1].count.item()) == (5, 5, 1)
+    assert not hasattr(after[1], "scale")
     assert after.state_dict().keys() == made()[0].state_dict().keys()
     assert {name for name, _ in after.named_buffers()} == {"0.table", "0.more", "1.count"}
 
