@@ -93,7 +93,7 @@ class Attributes:
         odd = {name for name, value in now.items() if not is_plain(value)}
         lost = [f"{kind}.{name} ({type(now[name]).__name__})" for name in sorted(self._empty & odd)]
         made = sorted(odd - self._there - self._without)
-        if made:
+        if made and self._flags:
             flags = {
                 name
                 for name, value in now.items()
