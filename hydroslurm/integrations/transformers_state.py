@@ -11,8 +11,9 @@ import torch
 
 from hydroslurm.checkpoint.tree import is_dtensor
 from hydroslurm.integrations.companions import held_by
-from hydroslurm.training.attributes import Attributes, equal, is_of_library, of_modules, plain
+from hydroslurm.training.attributes import Attributes, is_of_library, of_modules
 from hydroslurm.training.objects import bare
+from hydroslurm.training.plain import equal, plain
 
 _AT_STEP = ("should_save", "should_evaluate", "should_log")
 _FLAGS = ("should_training_stop", "should_epoch_stop", *_AT_STEP)

@@ -14,8 +14,9 @@ import torch
 
 from hydroslurm.checkpoint.tree import decode, encode
 from hydroslurm.training import attributes
-from hydroslurm.training.attributes import Attributes, ScriptAttributes, equal, of_modules
+from hydroslurm.training.attributes import Attributes, ScriptAttributes, of_modules
 from hydroslurm.training.module_settings import ModuleSettings
+from hydroslurm.training.plain import equal
 
 
 def through_a_checkpoint(state: Any) -> Any:
