@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hydroslurm.checkpoint.tree import decode, encode
-from hydroslurm.training import attributes
+from hydroslurm.training import attributes, plain
 from hydroslurm.training.attributes import Attributes, ScriptAttributes, of_modules
 from hydroslurm.training.module_settings import ModuleSettings
 from hydroslurm.training.plain import equal
@@ -389,7 +389,7 @@ def test_much_in_attributes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["is_plain", "plain", "_tensors"])
+@pytest.mark.parametrize("name", ["is_plain", "plain", "tensors_in"])
 def test_the_losses_of_all_steps_are_not_looked_at_one_by_one(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,12 +398,13 @@ def test_the_losses_of_all_steps_are_not_looked_at_one_by_one(
     state.remember()
     one.losses.extend([0.5] * 1_000)
     asked: list[Any] = []
-    function = getattr(attributes, name)
+    function = getattr(plain, name)
 
     def counted(value: Any, **options: Any) -> Any:
         asked.append(value)
         return function(value, **options)
 
-    monkeypatch.setattr(attributes, name, counted)
+    for module in (attributes, plain):
+        monkeypatch.setattr(module, name, counted)
     assert state.state_dict()["values"] == {"losses": [0.5] * 1_000}
     assert 0 < len(asked) < 10
