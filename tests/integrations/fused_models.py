@@ -130,6 +130,15 @@ class LlamaAttention(Attention):
         return self.join(torch.matmul(scores, v))
 
 
+class MappedAttention(Attention):
+    """As in vision transformers: one line for the heads of all three."""
+
+    def split(self, x):
+        B, T, C = x.shape
+        pieces = self.qkv(x).chunk(3, dim=-1)
+        return (t.view(B, T, self.heads, C // self.heads).transpose(1, 2) for t in pieces)
+
+
 class WhereAttention(Attention):
     """A softmax that is a module, a number in the place of infinity, and a scale for each head."""
 

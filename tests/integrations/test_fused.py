@@ -79,6 +79,7 @@ def row_of(inner: nn.Module, **named: Any) -> Choice:
         (models.Swish(), "F.silu"),
         (models.Attention(WIDTH, 4, LENGTH), "F.scaled_dot_product_attention"),
         (models.WhereAttention(WIDTH, 4, LENGTH), "F.scaled_dot_product_attention"),
+        (models.MappedAttention(WIDTH, 4, LENGTH), "F.scaled_dot_product_attention"),
         (models.LlamaAttention(WIDTH, 4, LENGTH), "F.scaled_dot_product_attention"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",

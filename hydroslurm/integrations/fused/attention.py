@@ -130,6 +130,19 @@ class _Tracer(fx.Tracer):
         del m, module_qualified_name
         return True
 
+    def iter(self, obj: Any) -> Iterator[Any]:
+        """``map(heads, qkv.chunk(3, dim=-1))``: the number of pieces is there to be read. Along
+        another dimension there may be fewer in the next batch."""
+        node = obj.node
+        if node.target in ("chunk", torch.chunk):
+            given = {
+                **dict(zip(("input", "chunks", "dim"), node.args, strict=False)),
+                **node.kwargs,
+            }
+            if isinstance(given["chunks"], int) and given.get("dim") == -1:
+                return iter([obj[number] for number in range(given["chunks"])])
+        return super().iter(obj)
+
 
 def _erase_unused(graph: fx.Graph) -> None:
     """What led to the softmax. Modules stay: they may draw random numbers."""
