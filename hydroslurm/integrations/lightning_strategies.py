@@ -202,4 +202,6 @@ def __getattr__(name: str) -> Any:
 @functools.cache
 def _environment_class(fabric: str) -> Any:
     base: Any = importlib.import_module(f"{fabric}.plugins.environments").ClusterEnvironment
-    return type("HydroslurmEnvironment", (_Environment, base), {"__doc__": _Environment.__doc__})
+    # its metaclass would have the class be one of the module abc, where pickle does not find it
+    within = {"__doc__": _Environment.__doc__, "__module__": __name__}
+    return type("HydroslurmEnvironment", (_Environment, base), within)

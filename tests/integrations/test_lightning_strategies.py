@@ -62,6 +62,7 @@ def test_the_environment_is_that_of_the_attempt(ranks: None) -> None:
     environment.validate_settings(num_devices=2, num_nodes=2)
     with pytest.raises(UsageError, match="2 nodes with 2 ranks each"):
         environment.validate_settings(num_devices=2, num_nodes=3)
+    assert pickle.loads(pickle.dumps(environment)).global_rank() == 3  # for a rank by spawn
 
 
 def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
