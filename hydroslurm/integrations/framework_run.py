@@ -30,12 +30,12 @@ from hydroslurm.integrations.held_loader import HeldLoader, held_state, samples_
 from hydroslurm.integrations.rank_buffers import RankBuffers
 from hydroslurm.runtime.child_signals import WorkerShield
 from hydroslurm.training.arguments import run_directory
-from hydroslurm.training.attributes import Attributes, ScriptAttributes
+from hydroslurm.training.attributes import Attributes
 from hydroslurm.training.ddp_buckets import BucketOrders, Models
-from hydroslurm.training.module_settings import ModuleSettings
 from hydroslurm.training.objects import Stateful, require_registrable
 from hydroslurm.training.remedies import Remedies
 from hydroslurm.training.run import Run
+from hydroslurm.training.script_state import ScriptState
 
 _fits: Counter[Path] = Counter()
 """How many trainings this process has begun in a folder; each has one of its own."""
@@ -69,6 +69,7 @@ class FrameworkRun(Run):
         self._parts: Mapping[str, Any] = {}
         self.own: dict[str, Stateful] = {}
         self._buffers: RankBuffers | None = None
+        self._models: Models = tuple
         self._loaders: dict[str, HeldLoader] = {}
         self._pending: Mapping[str, Any] | None = None
         self.trains = False
@@ -137,7 +138,7 @@ class FrameworkRun(Run):
         order in all attempts; before :meth:`begin`."""
         world_size = self._rank_group.world_size
         self._buffers = RankBuffers(models, world_size=world_size)
-        self._settings = ModuleSettings(lambda: dict(enumerate(models())))
+        self._models = models
         self.own["buffers"] = self._buffers
         self._bucket_orders = BucketOrders(models, world_size=world_size)
 
@@ -145,9 +146,12 @@ class FrameworkRun(Run):
         """Save what the script's own objects count and collect in their attributes, and how the
         modules of the models that are followed are set, as far as it changes from now on; before
         :meth:`begin`."""
-        self._attributes = ScriptAttributes(objects, world_size=self._rank_group.world_size)
-        self._attributes.remember()
-        self._settings.remember()
+        self._script_state = ScriptState(
+            lambda: dict(enumerate(self._models())),
+            objects,
+            world_size=self._rank_group.world_size,
+        )
+        self._script_state.remember()
 
     def check_first_step(self, parts: Mapping[str, Any], remedies: Remedies) -> None:
         """Find out at the first step of this attempt what the script uses and a resumed run would
@@ -177,7 +181,7 @@ class FrameworkRun(Run):
             self._buffers.begin()
         if pending is not None:
             self._put_back(pending)
-        self._attributes.begin()
+        self._script_state.begin()
 
     def _put_back(self, pending: Mapping[str, Any]) -> None:
         registered, states = self._cursor.registered, pending.get("registered", {})
@@ -189,7 +193,7 @@ class FrameworkRun(Run):
                 )
         for name, state in pending["own"].items():
             self.own[name].load_state_dict(state)
-        self._load_modules(pending)
+        self._script_state.load_state_dict(pending.get("script", {}))
         registered.load(states)
         registered.rewind(states, new_rank=pending.get("new_rank"))
         self._bucket_orders.load(pending.get("bucket_orders", ()))
@@ -294,12 +298,12 @@ class FrameworkRun(Run):
         registered = self._cursor.registered
         objects = {**self._parts, **self.own, **registered.by_name()}
         own = {name: thing.state_dict() for name, thing in self.own.items()}
-        kept = self._attributes.state_dict()
+        script = self._script_state.state_dict()
         return objects, {
-            **self._handed.state_dict(), **own, **registered.states(), "attributes": kept,
+            **self._handed.state_dict(), **own, **registered.states(), "script": script,
         }  # fmt: skip
 
-    def _remember_modules(self) -> None:
+    def _remember_script(self) -> None:
         """The framework's adapter does, by :meth:`remember`."""
 
     def _samples_of_step(self) -> int | None:

@@ -24,13 +24,11 @@ from hydroslurm.training.plain import (
     is_plain,
     plain,
     put,
-    size_bytes,
     tensors_in,
 )
 
 _NONE = object()
 _LARGE, _LARGE_BYTES = 10_000, 2**20
-_MUCH_BYTES = 2**28
 _LIBRARIES = (
     "torch", "torchvision", "torchmetrics", "lightning", "pytorch_lightning", "transformers", "trl",
     "peft", "accelerate", "hydroslurm",
@@ -265,54 +263,6 @@ def _noted(value: Any) -> Any:
 
 def _shows(noted: Any, value: Any) -> bool:
     return noted.shows(value) if isinstance(noted, _Large) else equal(value, noted)
-
-
-class ScriptAttributes:
-    """Those of several objects, by name."""
-
-    def __init__(self, objects: Mapping[str, Attributes], *, world_size: int = 1) -> None:
-        self._objects, self._world_size = objects, world_size
-
-    def remember(self) -> None:
-        """As :meth:`Attributes.remember`."""
-        for one in self._objects.values():
-            one.remember()
-
-    def begin(self) -> None:
-        """As :meth:`Attributes.begin`."""
-        for one in self._objects.values():
-            one.begin()
-
-    def unsaved(self) -> list[str]:
-        """As :meth:`Attributes.unsaved`."""
-        return [text for one in self._objects.values() for text in one.unsaved()]
-
-    def state_dict(self) -> dict[str, Any]:
-        states = {name: one.state_dict() for name, one in self._objects.items()}
-        found = {name: state for name, state in states.items() if state["values"]}
-        return {"objects": found, "world_size": self._world_size}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        is_resized = state["world_size"] != self._world_size
-        for name, one in self._objects.items():
-            if name in state["objects"]:
-                one.load_state_dict(state["objects"][name], is_resized=is_resized)
-
-
-def largest(state: Mapping[str, Any]) -> str | None:
-    """The attributes that are most of a state of several objects, in words, if it is a large one:
-    each rank writes its own into each checkpoint."""
-    sizes = {
-        f"{place}.{name}": size
-        for place, values in state["objects"].items()
-        for name, value in values["values"].items()
-        if (size := size_bytes(value))
-    }
-    if (total := sum(sizes.values())) < _MUCH_BYTES:
-        return None
-    most = sorted(sizes, key=lambda name: -sizes[name])[:3]
-    names = ", ".join(f"{name} ({sizes[name] / 2**20:.0f} MiB)" for name in most)
-    return f"{names}, of {total / 2**20:.0f} MiB in attributes"
 
 
 def of_modules(model: torch.nn.Module, *, without: Collection[str] = ()) -> dict[str, Attributes]:

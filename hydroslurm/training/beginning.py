@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.newest import Found, Load, newest_good
@@ -30,17 +28,16 @@ from hydroslurm.errors import (
     UsageError,
 )
 from hydroslurm.runtime.controller import Controller
-from hydroslurm.training.attributes import ScriptAttributes, of_modules
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.ddp_buckets import BucketOrders
-from hydroslurm.training.module_settings import ModuleSettings
 from hydroslurm.training.objects import Objects, require_registrable
 from hydroslurm.training.oversights import LoopWatch
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice
 from hydroslurm.training.resuming import differences, enter, load_for
 from hydroslurm.training.saves import Saves
+from hydroslurm.training.script_state import ScriptState, of_objects
 from hydroslurm.training.stopping import Stopping
 
 _COULD_NOT_RESUME = (
@@ -64,13 +61,12 @@ class Beginning(ABC):
     _has_begun: bool
     _is_closed: bool
     _attempt: CurrentAttempt
-    _attributes: ScriptAttributes
     _bucket_orders: BucketOrders
     _objects: Objects
     _resumed_unasked: bool | None
     _saver: Saver
     _saves: Saves
-    _settings: ModuleSettings
+    _script_state: ScriptState
     _step: int
     _stopping: Stopping
     _watch: LoopWatch
@@ -188,7 +184,7 @@ class Beginning(ABC):
             )
 
     def _begin(self, *, may_load: bool, seen: str) -> bool:
-        self._remember_modules()
+        self._remember_script()
         rank_group = self._rank_group
         try:
             rank_group.gather()
@@ -264,24 +260,11 @@ class Beginning(ABC):
     # --- inside
     # --------------------------------------------------------------------------------------------
 
-    def _remember_modules(self) -> None:
-        """How they are by now the script makes them in each attempt; what it changes is saved."""
-        modules = {
-            name: thing
-            for name, thing in self._objects.by_name().items()
-            if isinstance(thing, torch.nn.Module)
-        }
-        self._settings = ModuleSettings(lambda: modules)
-        self._settings.remember()
-        self._attributes = ScriptAttributes(
-            {
-                f"{name} {place}": attributes
-                for name, module in modules.items()
-                for place, attributes in of_modules(module).items()
-            },
-            world_size=self._rank_group.world_size,
+    def _remember_script(self) -> None:
+        """How its modules are by now the script makes them in each attempt."""
+        self._script_state = of_objects(
+            self._objects.by_name(), world_size=self._rank_group.world_size
         )
-        self._attributes.remember()
 
     def _add(self, name: str, thing: Any, *, per_rank: bool = False) -> None:
         own = self._cursor.registered
@@ -326,16 +309,11 @@ class Beginning(ABC):
         if self._rank_group.rank == 0:
             notice(message)
 
-    def _load_modules(self, own: Mapping[str, Any]) -> None:
-        if modules := own.get("modules"):
-            self._settings.load_state_dict(modules["settings"])
-            self._attributes.load_state_dict(modules["attributes"])
-
     def _apply(self, state: State, *, source: str) -> None:
         for message in self._objects.load(state.shared, source=source):
             self._log_once(message)
         counters = state.own["counters"]
         self._step, self._epoch = counters["step"], counters["epoch"]
-        self._load_modules(state.own)
+        self._script_state.load_state_dict(state.own.get("script", {}))
         self._bucket_orders.load(state.own.get("bucket_orders", ()))
         self._cursor.load(state.own)

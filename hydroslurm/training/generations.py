@@ -99,7 +99,7 @@ class Generations(Run):
         return made, True
 
     def _begin(self, *, may_load: bool, seen: str) -> bool:
-        self._remember_modules()
+        self._remember_script()
         self._member.start()
         if self._engine.local_rank == 0:
             notice(f"engine {self._engine.chosen}")
@@ -232,7 +232,7 @@ class Generations(Run):
     def _to_hand_over(self) -> Mapping[str, Any]:
         return {
             "shared": self._objects.states(),
-            "own": self._with_modules(self._kept_own),
+            "own": self._with_script(self._kept_own),
             "attempt": self._attempt_number,
             "learning_rate": self._scaled.state_dict(),
         }
@@ -244,7 +244,7 @@ class Generations(Run):
         if self._in_order:
             pass  # outside of shards all ranks draw the same
         elif former is not None and former["counters"] == own["counters"]:
-            own = {**former, "modules": own.get("modules", {})}
+            own = {**former, "script": own.get("script", {})}
         else:
             own |= {"rng": for_new_rank(own["rng"], form.rank), "new_rank": form.rank}
             if self._replicas is not None and not form.fresh:
@@ -272,7 +272,7 @@ class Generations(Run):
                 self._durable.revoke_others()
             self._cursor.load(self._kept_own)
             self._saver.save(
-                State(shared=self._objects.states(), own=self._with_modules(self._kept_own)),
+                State(shared=self._objects.states(), own=self._with_script(self._kept_own)),
                 step=self._step,
                 epoch=self._epoch,
                 kind="stop",

@@ -39,20 +39,19 @@ from hydroslurm.training.arguments import (
     run_directory,
 )
 from hydroslurm.training.attempts import Limits, least_number, limits_of
-from hydroslurm.training.attributes import ScriptAttributes
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.ddp_buckets import BucketOrders
 from hydroslurm.training.ending import Ending
 from hydroslurm.training.first_step import FirstStep
 from hydroslurm.training.looping import Looping
-from hydroslurm.training.module_settings import ModuleSettings
 from hydroslurm.training.objects import Objects
 from hydroslurm.training.oversights import FolderWatch, LoopWatch
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import SaveRecorder
 from hydroslurm.training.requeue import StopHandler
 from hydroslurm.training.saves import Saves
+from hydroslurm.training.script_state import ScriptState
 from hydroslurm.training.stopping import Stopping
 
 if TYPE_CHECKING:
@@ -188,8 +187,7 @@ class Run(Looping, Ending):
         self._controller, self._installed_here = self._install(environ)
         self._world = World.from_environ(environ)
         self._rank_group = RankGroup(self._controller)
-        self._settings = ModuleSettings(dict)
-        self._attributes = ScriptAttributes({})
+        self._script_state = ScriptState()
         self._bucket_orders = BucketOrders(
             self._objects.as_given, world_size=self._rank_group.world_size
         )

@@ -19,7 +19,6 @@ from hydroslurm.errors import RanksError, StaleAttempt, UnsavableState, UsageErr
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.training import oversights
 from hydroslurm.training.arguments import Cadence
-from hydroslurm.training.attributes import largest
 from hydroslurm.training.beginning import Beginning
 from hydroslurm.training.composition import Composition
 from hydroslurm.training.ddp_buckets import STATIC_GRAPH
@@ -27,6 +26,7 @@ from hydroslurm.training.first_step import FirstStep
 from hydroslurm.training.objects import require_savable
 from hydroslurm.training.oversights import FolderWatch
 from hydroslurm.training.reporting import notice
+from hydroslurm.training.script_state import largest
 
 
 class Saving(Beginning):
@@ -175,7 +175,7 @@ class Saving(Beginning):
         """
         samples_per_step = self._samples_of_step()
         self._attempt.record(EventKind.FIRST_STEP, samples_per_step=samples_per_step)
-        if lost := self._attributes.unsaved():
+        if lost := self._script_state.unsaved():
             self._log_once(
                 f"{', '.join(lost)}: not numbers, tensors or containers of them any more, so that "
                 "this is not saved; the next attempt begins without it"
@@ -185,8 +185,7 @@ class Saving(Beginning):
         if message := oversights.recompiles(self._model, self._cursor.loader):
             self._log_once(message)
         state = self._state()
-        modules = state.own.get("modules")
-        if modules and (most := largest(modules["attributes"])):
+        if most := largest(state.own.get("script", {})):
             self._log_once(
                 f"{most}: each rank saves them with each checkpoint, as the next step may need "
                 "them. Where none does, set them to None behind their use"
@@ -282,7 +281,7 @@ class Saving(Beginning):
         return State(shared=self._objects.states(), own=own)
 
     def _own_state(self) -> Mapping[str, Any]:
-        return self._with_modules(self._position())
+        return self._with_script(self._position())
 
     def _position(self) -> Mapping[str, Any]:
         """Where this rank is, with what belongs to that place."""
@@ -290,12 +289,10 @@ class Saving(Beginning):
         orders = self._bucket_orders.state()
         return {**own, "bucket_orders": orders} if orders else own
 
-    def _with_modules(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
-        """With what no ``state_dict()`` has of the modules, as far as it has changed."""
-        settings, attributes = self._settings.state_dict(), self._attributes.state_dict()
-        if not (settings or attributes["objects"]):
-            return own
-        return {**own, "modules": {"settings": settings, "attributes": attributes}}
+    def _with_script(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With what no ``state_dict()`` has, as far as the script has changed it."""
+        state = self._script_state.state_dict()
+        return {**own, "script": state} if state else own
 
     def _made_of(self) -> dict[str, Any]:
         return Composition(self._objects.classes(), self._cursor.loading).to_meta()

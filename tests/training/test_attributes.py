@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from hydroslurm.checkpoint.tree import decode, encode
-from hydroslurm.training import attributes, plain
-from hydroslurm.training.attributes import Attributes, ScriptAttributes, of_modules
+from hydroslurm.training import attributes, plain, script_state
+from hydroslurm.training.attributes import Attributes, of_modules
 from hydroslurm.training.module_settings import ModuleSettings
 from hydroslurm.training.plain import equal
+from hydroslurm.training.script_state import ScriptState
 
 
 def through_a_checkpoint(state: Any) -> Any:
@@ -379,12 +380,12 @@ def test_a_parametrized_module_is_the_scripts_own() -> None:
 def test_much_in_attributes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank writes it into each checkpoint."""
     one = SimpleNamespace(cache=None, table=None, steps=0)
-    state = ScriptAttributes({"module 1": Attributes(one)})
+    state = ScriptState(objects={"module 1": Attributes(one)})
     state.remember()
     one.cache, one.table, one.steps = [torch.zeros(2**18)], np.zeros(2**18), 1
-    assert attributes.largest(state.state_dict()) is None
-    monkeypatch.setattr(attributes, "_MUCH_BYTES", 3 * 2**20)
-    assert attributes.largest(state.state_dict()) == (
+    assert script_state.largest(state.state_dict()) is None
+    monkeypatch.setattr(script_state, "_MUCH_BYTES", 3 * 2**20)
+    assert script_state.largest(state.state_dict()) == (
         "module 1.table (2 MiB), module 1.cache (1 MiB), of 3 MiB in attributes"
     )
 
