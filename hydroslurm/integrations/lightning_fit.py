@@ -22,7 +22,7 @@ from typing import Any
 
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import StateMismatch
-from hydroslurm.integrations.companions import Companions, held_by
+from hydroslurm.integrations.companions import Companions
 from hydroslurm.integrations.framework_run import FrameworkRun
 from hydroslurm.integrations.handed import fingerprint
 from hydroslurm.integrations.held_loader import leave_resumed
@@ -39,7 +39,7 @@ from hydroslurm.integrations.lightning_sharded import (
     nothing_gathered,
     shards_of,
 )
-from hydroslurm.training.attributes import Attributes, is_of_library, of_modules
+from hydroslurm.integrations.lightning_state import attributes_of, companions_of
 from hydroslurm.training.reporting import notice
 
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
@@ -94,9 +94,9 @@ class Fit:
         )
         self.run.own.update(metrics=RankMetrics(trainer), loggers=loggers)
         self.run.follow(lambda: [trainer.model])
-        self.run.remember({**_of_module(trainer.lightning_module), **_of_callbacks(trainer)})
+        self.run.remember(attributes_of(trainer))
         self._companions = Companions(
-            lambda: () if self._shards is not None else _companions_of(trainer), say=self._say
+            lambda: () if self._shards is not None else companions_of(trainer), say=self._say
         )
         self._companions.remember()
         self._loggers = loggers
@@ -356,39 +356,6 @@ class Fit:
             notice(text)
 
 
-def _of_module(module: Any) -> dict[str, Attributes]:
-    """What the script's module and those in it have in attributes of their own."""
-    base = next(kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
-    return of_modules(module, without=vars(base()))
-
-
-def _of_callbacks(trainer: Any) -> dict[str, Attributes]:
-    """What the script's callbacks have in attributes. Weights that one saves by itself are not
-    saved once more, by each rank."""
-    return {
-        f"callback {number} {type(one).__name__}": Attributes(
-            one,
-            tensors=_base_of(type(one).state_dict) == "Callback",
-            device=lambda: trainer.strategy.root_device,
-        )
-        for number, one in enumerate(trainer.callbacks)
-        if not is_of_library(one)
-    }
-
-
-def _companions_of(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """What the script's callbacks and its module keep that has a state, such as an average of the
-    weights. A callback with a state of its own sees to that itself."""
-    module, callbacks = trainer.lightning_module, trainer.callbacks
-    holders = {
-        f"{type(one).__name__} (callback {number})": one
-        for number, one in enumerate(callbacks)
-        if not is_of_library(one) and _base_of(type(one).state_dict) == "Callback"
-    }
-    known = [module, trainer, trainer.datamodule, *callbacks, *trainer.optimizers]
-    return held_by({**holders, type(module).__name__: module}, known=known)
-
-
 def _is_behind_epoch(loaded: Mapping[str, Any] | None) -> bool:
     """Whether a fit was saved at its end, and that is the end of an epoch, too: with ``max_steps``
     it need not be."""
@@ -396,11 +363,6 @@ def _is_behind_epoch(loaded: Mapping[str, Any] | None) -> bool:
         return False
     progress = loaded["checkpoint"]["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     return bool(progress["is_last_batch"])
-
-
-def _base_of(method: Callable[..., Any]) -> str:
-    """The class that has defined this method."""
-    return method.__qualname__.partition(".")[0]
 
 
 def _has_length(loader: Any) -> bool:

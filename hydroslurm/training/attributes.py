@@ -86,23 +86,32 @@ class Attributes:
         self._at_begin = {name: _noted(value) for name, value in self._found()}
 
     def unsaved(self) -> list[str]:
-        """What the attributes that could have been saved when the training began hold now, if they
-        cannot be any more, each in words; with flags that the first step has set beside an object
-        that it has made: the next attempt has to make that again."""
+        """Behind the first step: what the attributes that could have been saved when the training
+        began hold now, if they cannot be any more, each in words; with flags that the step has set
+        beside an object that it has made: the next attempt has to make that again."""
         now, kind = dict(self._all()), type(self._owner).__name__
+        lost = sorted(name for name in self._empty if name in now and not is_plain(now[name]))
+        words = [f"{kind}.{name} ({type(now[name]).__name__})" for name in lost]
+        made, flags = self._made()
+        return [*words, *(f"{kind}.{name} (True beside {made})" for name in sorted(flags))]
+
+    def leave_unsaved(self) -> None:
+        """Do not save those flags from now on."""
+        self._without |= self._made()[1]
+
+    def _made(self) -> tuple[str, set[str]]:
+        """An object that has come since :meth:`remember`, and the flags that may say so."""
+        now = dict(self._all())
         odd = {name for name, value in now.items() if not is_plain(value)}
-        lost = [f"{kind}.{name} ({type(now[name]).__name__})" for name in sorted(self._empty & odd)]
         made = sorted(odd - self._there - self._without)
-        if made and self._flags:
-            flags = {
-                name
-                for name, value in now.items()
-                if value is True and self._before.get(name, False) is False
-            }
-            flags -= self._without
-            lost += [f"{kind}.{name} (True beside {made[0]})" for name in sorted(flags)]
-            self._without |= flags
-        return lost
+        if not made or not self._flags:
+            return "", set()
+        flags = {
+            name
+            for name, value in now.items()
+            if value is True and self._before.get(name, False) is False
+        }
+        return made[0], flags - self._without
 
     def state_dict(self) -> dict[str, Any]:
         changed = {
@@ -140,7 +149,7 @@ class Attributes:
         self._restored = frozenset(state["values"])
         self._late = self._restored - set(state["early"])
         own = dict(self._all())
-        kept = set(state.get("kept", state["values"]))
+        kept = set(state["kept"])
         for name, value in state["values"].items():
             here = own.get(name, _NONE)
             is_set = here is not _NONE and not _shows(self._before.get(name, _NONE), here)
@@ -151,7 +160,7 @@ class Attributes:
             # who else has the same list sees what is in it; one that took its place is a new one
             here = here if name in kept else form_of(here)
             made = put(here, value, device=device)
-            if name in state.get("buffers", ()) and name not in own:
+            if name in state["buffers"] and name not in own:
                 self._owner.register_buffer(name, made, persistent=False)
             else:
                 setattr(self._owner, name, made)

@@ -180,6 +180,7 @@ class Saving(Beginning):
                 f"{', '.join(lost)}: not numbers, tensors or containers of them any more, so that "
                 "this is not saved; the next attempt begins without it"
             )
+        self._script_state.leave_unsaved()
         if self._bucket_orders.has_static_graph():
             self._log_once(STATIC_GRAPH)
         if message := oversights.recompiles(self._model, self._cursor.loader):

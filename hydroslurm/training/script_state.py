@@ -50,6 +50,11 @@ class ScriptState:
         """As :meth:`Attributes.unsaved`."""
         return [text for one in self._objects.values() for text in one.unsaved()]
 
+    def leave_unsaved(self) -> None:
+        """As :meth:`Attributes.leave_unsaved`."""
+        for one in self._objects.values():
+            one.leave_unsaved()
+
     def state_dict(self) -> dict[str, Any]:
         """Empty, if nothing has changed."""
         settings = self._settings.state_dict()
