@@ -128,14 +128,26 @@ def prove(
     if not control.is_equal:
         return Proof(control, steps)
     notice("undisturbed again: the same bits")
-    drawn = random.Random(seed).sample(range(1, steps), min(stops, steps - 1))
-    latest = max(1, steps - _AHEAD - 2)  # so that a step behind it is compared
-    chosen = sorted({min(step, latest) for step in drawn})
+    chosen = places(stops, latest=max(1, steps - _AHEAD - 2), seed=seed)
     with new_run(script, folder / "stopped", attempts=len(chosen) + 1, limit=1) as run:
         stopped = _Stopped(run, rank0[:steps], chosen=chosen, step_s=step_s, notice=notice)
         attempts = stopped.attempts(random.Random(seed))
     result = compare(first, attempts, steps=steps, generators=seeded)
     return Proof(control, steps, result, stopped.stops)
+
+
+def places(stops: int, *, latest: int, seed: int) -> list[int]:
+    """Behind which steps to stop, in order: by chance, and so far apart, where there is room, that
+    none is passed while the signal of the one before is on its way.
+
+    Args:
+        latest: behind it at least one step is compared.
+    """
+    stops = min(stops, latest)
+    gap = min(_AHEAD + 2, (latest - 1) // max(1, stops - 1)) or 1
+    spread = range(1, latest - (stops - 1) * (gap - 1) + 1)
+    drawn = sorted(random.Random(seed).sample(spread, stops))
+    return [step + number * (gap - 1) for number, step in enumerate(drawn)]
 
 
 def _whole(script: Script, root: Path, steps: int) -> tuple[dict[int, list[Update]], float]:

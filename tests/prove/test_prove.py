@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import ProofError, UsageError
 from hydroslurm.prove.attempts import Script, runnable
 from hydroslurm.prove.compare import Comparison
-from hydroslurm.prove.trial import Proof, Stop, prove
+from hydroslurm.prove.trial import Proof, Stop, places, prove
 
 LOOP = Path(__file__).with_name("loop.py")
 
@@ -37,6 +38,21 @@ def test_a_loop_that_saves_all_of_its_state(preemptible_training: Callable[..., 
     assert [stop.status for stop in proof.stops] == [75, 75]
     assert str(proof) == "the same bits: 30 steps, 2 stops"
     assert list(Path.cwd().iterdir()) == []  # it worked elsewhere
+
+
+@pytest.mark.parametrize(("stops", "latest"), [(3, 11), (3, 37), (1, 1), (6, 57), (5, 5), (9, 4)])
+def test_as_many_stops_as_were_asked_for(stops: int, latest: int) -> None:
+    """None is passed on the way out of the one before, as two steps that follow each other were."""
+    for seed in range(50):
+        chosen = places(stops, latest=latest, seed=seed)
+        assert len(chosen) == min(stops, latest)
+        assert chosen[0] >= 1
+        assert chosen[-1] <= latest
+        gaps = [later - earlier for earlier, later in itertools.pairwise(chosen)]
+        assert all(gap >= (3 if latest > 3 * stops else 1) for gap in gaps)
+    assert len({tuple(places(stops, latest=latest, seed=seed)) for seed in range(50)}) > 1 or (
+        latest <= stops
+    )
 
 
 def test_stops_that_show_nothing_are_told() -> None:
