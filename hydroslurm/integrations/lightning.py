@@ -44,7 +44,7 @@ class _Preemptible:
     _is_asked = True
     """By the script, not by a variable."""
 
-    _package = ""
+    _packages: tuple[str, ...] = ()
 
     # Lightning names each hook of each callback to its profiler before it calls it, which takes 3
     # microseconds; one that is None is passed over. These come at each step, and we need none.
@@ -62,7 +62,7 @@ class _Preemptible:
         self._give_back: Callable[[], None] | None = None
 
     def __reduce__(self) -> Any:
-        return _again, (self._package, {"directory": self._directory, **self._options})
+        return _again, (self._packages, {"directory": self._directory, **self._options})
 
     @property
     def log(self) -> Any:
@@ -158,24 +158,24 @@ def _callbacks(package: str) -> list[Any]:
 
 
 @functools.cache
-def _class_for(package: str) -> Any:
-    """The callback for one of the two packages, whose classes differ."""
-    base = importlib.import_module(_MODULES[package]).Callback
-    within = {"__doc__": _Preemptible.__doc__, "_package": package}
-    return type("Preemptible", (_Preemptible, base), within)
+def _class_for(*packages: str) -> Any:
+    """The callback for one of the two packages, whose classes differ, or for both."""
+    bases = [importlib.import_module(_MODULES[package]).Callback for package in packages]
+    within = {"__doc__": _Preemptible.__doc__, "_packages": packages}
+    return type("Preemptible", (_Preemptible, *bases), within)
 
 
-def _again(package: str, options: Mapping[str, Any]) -> Any:
+def _again(packages: tuple[str, ...], options: Mapping[str, Any]) -> Any:
     """One that was pickled."""
-    return _class_for(package)(**options)
+    return _class_for(*packages)(**options)
 
 
 def __getattr__(name: str) -> Any:
-    """``Preemptible`` for the Lightning that the script has imported."""
+    """``Preemptible`` for each Lightning that the script has imported: its Trainers take it."""
     if name != "Preemptible":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    legacy = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
-    return _class_for("legacy" if legacy else "lightning")
+    imported = [one for one, module in _MODULES.items() if module.rpartition(".")[0] in sys.modules]
+    return _class_for(*(imported or ["lightning"]))
 
 
 register_strategies()  # ddp_bind_numa and others, in the Lightning that is loaded by now

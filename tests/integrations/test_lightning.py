@@ -13,6 +13,34 @@ import pytest
 SCENES = Path(__file__).with_name("lightning_scenes.py")
 STOPPED = 75
 LONG = pytest.mark.frameworks
+BOTH = """
+import pickle, sys
+import lightning.pytorch, pytorch_lightning, torch
+from pathlib import Path
+from torch.utils.data import DataLoader, TensorDataset
+from hydroslurm.integrations.lightning import Preemptible
+
+rows = DataLoader(TensorDataset(torch.ones(8, 2)), 2)
+for package in (lightning.pytorch, pytorch_lightning):
+    class Module(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(2, 1)
+        def training_step(self, batch):
+            return self.net(batch[0]).sum()
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    folder = Path(sys.argv[1], package.__name__)
+    own = pickle.loads(pickle.dumps(Preemptible(directory=folder)))
+    trainer = package.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, callbacks=[own],
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )
+    trainer.fit(Module(), rows)
+    is_done = (folder / "finished.json").exists()
+    print(isinstance(own, package.Callback), trainer.global_step, is_done)
+"""
 
 
 def play(scene: str, folder: Path, *stops: str) -> dict[str, Any]:
@@ -60,3 +88,13 @@ def test_stopped_run_is_the_undisturbed_one(scene: str, stops: str, tmp_path: Pa
     assert found["stopped_exits"] == [*[STOPPED] * len(stops.split()), 0]
     assert found["stopped"] == found["undisturbed"]
     assert len(found["stopped"]) > 9
+
+
+@pytest.mark.slow
+def test_a_script_that_imports_both_packages(tmp_path: Path) -> None:
+    """As one does whose libraries have not moved on: either Trainer takes the callback."""
+    ran = subprocess.run(
+        [sys.executable, "-c", BOTH, tmp_path], capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["True 4 True"] * 2
