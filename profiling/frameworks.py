@@ -4,6 +4,8 @@
 Processes of both train at the same time and take turns of some steps, so that what else the machine
 does meets both; the median over the turns of several such pairs. Nothing is saved meanwhile.
 ``*_again_ratio``: bare over bare, measured in the same way. ``*_step_us``: what a step costs more.
+``*_short_*``: of the shortest steps that are worth a training, which show what does not grow with
+the model.
 
 ``runs_equal`` of ``runs``: scripts that know nothing of hydroslurm, stopped by SIGTERM at random
 steps and started again (``hydroslurm prove``), whose steps were all those of the undisturbed run;
@@ -41,6 +43,12 @@ TURN = 40
 COLD = 8
 """Steps at the beginning of a turn that are not counted: another process had the caches."""
 ARMS = {"bare": "off", "adapter": "requeue", "again": "off"}
+WIDTHS = {"": 512, "short_": 256}
+"""Of the network's layers. A step takes some 5 ms, and 1.5 ms, on one core."""
+
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
+"""glibc would give gradients back to the kernel and take them again in each step, or not: as the
+heap happens to lie in a process, 200 to 600 page faults, which are up to 15 % of a step."""
 
 
 class Turns:
@@ -65,7 +73,7 @@ class Turns:
         self._moments = [time.perf_counter()]
 
 
-def train_lightning(steps: int) -> None:
+def train_lightning(steps: int, width: int) -> None:
     import lightning
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -73,7 +81,7 @@ def train_lightning(steps: int) -> None:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = network(torch)
+            self.net = network(torch, width)
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             del index
@@ -92,17 +100,17 @@ def train_lightning(steps: int) -> None:
         accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[Clock()],
     )  # fmt: skip
-    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(32 * steps, 256)), 32))
+    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(32 * steps, width)), 32))
 
 
-def train_transformers(steps: int) -> None:
+def train_transformers(steps: int, width: int) -> None:
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = network(torch)
+            self.net = network(torch, width)
 
         def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"loss": self.net(inputs).square().mean()}
@@ -116,17 +124,18 @@ def train_transformers(steps: int) -> None:
         output_dir="out", max_steps=steps, per_device_train_batch_size=32, save_strategy="no",
         logging_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
-    rows = [{"inputs": row} for row in torch.randn(32 * steps, 256)]
+    rows = [{"inputs": row} for row in torch.randn(32 * steps, width)]
     Trainer(Model(), arguments, train_dataset=rows, callbacks=[Clock()]).train()
 
 
-def network(torch: Any) -> Any:
-    """A step of a few milliseconds on one core."""
-    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(256, 256), torch.nn.GELU())]
+def network(torch: Any, width: int) -> Any:
+    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(width, width), torch.nn.GELU())]
     return torch.nn.Sequential(*layers)
 
 
-def turns_of(framework: str, steps: int, names: Sequence[str]) -> dict[str, list[float]]:
+def turns_of(
+    framework: str, steps: int, names: Sequence[str], *, width: int
+) -> dict[str, list[float]]:
     """The median step of each turn of each arm, but for the first turn, which warms up.
 
     Args:
@@ -134,7 +143,8 @@ def turns_of(framework: str, steps: int, names: Sequence[str]) -> dict[str, list
     """
     with contextlib.ExitStack() as stack:
         trainings = {
-            name: stack.enter_context(training(framework, steps, ARMS[name])) for name in names
+            name: stack.enter_context(training(framework, steps, ARMS[name], width=width))
+            for name in names
         }
         found: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(steps // TURN):
@@ -153,7 +163,9 @@ def turns_of(framework: str, steps: int, names: Sequence[str]) -> dict[str, list
 
 
 @contextlib.contextmanager
-def training(framework: str, steps: int, preempt: str) -> Iterator[subprocess.Popen[str]]:
+def training(
+    framework: str, steps: int, preempt: str, *, width: int
+) -> Iterator[subprocess.Popen[str]]:
     """A process that trains in turns, and begins with one."""
     with tempfile.TemporaryDirectory(prefix="hydroslurm-frameworks-") as folder:
         environ = {
@@ -161,9 +173,13 @@ def training(framework: str, steps: int, preempt: str) -> Iterator[subprocess.Po
             PREEMPT_ENV: preempt,
             "HYDROSLURM_RUN_DIR": f"{folder}/run",
             "OMP_NUM_THREADS": "1",
+            **KEEP_MEMORY,
         }
         with subprocess.Popen(
-            [sys.executable, __file__, "--one", framework, "--steps", str(steps)],
+            [
+                sys.executable, __file__, "--one", framework,
+                "--steps", str(steps), "--width", str(width),
+            ],
             cwd=folder, env=environ, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         ) as process:  # fmt: skip
@@ -188,8 +204,8 @@ def prove(framework: str, *, steps: int, stops: int, seed: int) -> dict[str, Any
     return found
 
 
-def costs(framework: str, pairs: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
-    """The figures of one framework, from the turns of each pair."""
+def costs(prefix: str, pairs: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
+    """The figures of one framework and width, from the turns of each pair."""
 
     def ratio(name: str) -> float:
         return statistics.median(
@@ -200,10 +216,10 @@ def costs(framework: str, pairs: Sequence[Mapping[str, list[float]]]) -> dict[st
 
     bare_s = statistics.median(itertools.chain.from_iterable(turns["bare"] for turns in pairs))
     return {
-        f"{framework}_step_ratio": ratio("adapter"),
-        f"{framework}_again_ratio": ratio("again"),
-        f"{framework}_step_ms": 1e3 * bare_s,
-        f"{framework}_step_us": 1e6 * bare_s * (ratio("adapter") - 1),
+        f"{prefix}step_ratio": ratio("adapter"),
+        f"{prefix}again_ratio": ratio("again"),
+        f"{prefix}step_ms": 1e3 * bare_s,
+        f"{prefix}step_us": 1e6 * bare_s * (ratio("adapter") - 1),
     }
 
 
@@ -211,18 +227,20 @@ def main() -> None:
     made = parser("The cost of being preemptible in Lightning and transformers.")
     made.add_argument("--one", choices=sorted(STOCK), help="only train, and print turns")
     made.add_argument("--steps", type=int, default=5 * TURN, help="steps of each process")
+    made.add_argument("--width", type=int, default=WIDTHS[""], help="of the layers, with --one")
     chosen = made.parse_args()
     if chosen.one:
         warnings.filterwarnings("ignore")
         train = {"lightning": train_lightning, "transformers": train_transformers}[chosen.one]
-        train(chosen.steps + 1)
+        train(chosen.steps + 1, chosen.width)
         return
     figures: dict[str, Any] = {}
     # many processes tell more than many turns: see Turns
     orders = [*itertools.permutations(ARMS)]
     orders, steps = (orders[:1], 4 * TURN) if chosen.quick else (4 * orders, chosen.steps)
-    for framework in STOCK:
-        figures |= costs(framework, [turns_of(framework, steps, names) for names in orders])
+    for framework, (length, width) in itertools.product(STOCK, WIDTHS.items()):
+        turns = [turns_of(framework, steps, names, width=width) for names in orders]
+        figures |= costs(f"{framework}_{length}", turns)
     seeds = range(1 if chosen.quick else 3)
     results = [
         prove(framework, steps=12 if chosen.quick else 60, stops=1 if chosen.quick else 6, seed=n)
