@@ -47,8 +47,8 @@ WIDTHS = {"": 512, "short_": 256}
 """Of the network's layers. A step takes some 5 ms, and 1.5 ms, on one core."""
 
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
-"""glibc would give gradients back to the kernel and take them again in each step, or not: as the
-heap happens to lie in a process, 200 to 600 page faults, which are up to 15 % of a step."""
+"""glibc would give gradients back to the kernel and take them again in each step, or not, as the
+heap happens to lie in a process: hundreds of page faults, more than what is to be measured."""
 
 
 class Turns:
