@@ -31,6 +31,13 @@ Beside torch.save, DCP and safetensors (``save_peers.py``), as throughput of our
                                    interpreter meanwhile; python_ and idle_gil_held_ms: beside a
                                    loop of pure Python, and beside nothing
 
+Of a base model and a hundredth as much that is trained, when a checkpoint has the base model; each
+/ the same where all of it is trained:
+
+    frozen_stop_ratio              a stop, until it is committed
+    frozen_stall_ratio             how long a periodic save holds the training
+    frozen_written_ratio           bytes that a checkpoint adds on the disk
+
 All of it for several sizes of state, whose names end a key: load_ratio_to_best_peer.1gb.
 """
 
@@ -55,7 +62,7 @@ from first_save import first_stall, first_touch, in_fresh_process, state_of, sto
 from harness import finish, interleaved, median_ratio, parser, percentile, scratch
 
 from hydroslurm.checkpoint.saver import Saver
-from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.write_plan import divide
 
 PIECE_BYTES = 8 << 20
@@ -64,7 +71,7 @@ GRACE_S = 600.0
 FRESH = 5
 """Fresh processes for each figure that needs them, at most."""
 
-PARTS = ("first", "save", "peers", "commit")
+PARTS = ("first", "save", "frozen", "peers", "commit")
 
 
 class Bench:
@@ -142,6 +149,10 @@ class Bench:
         assert saved.tier == "durable", saved.reason
         return took
 
+    def newest(self) -> Checkpoint:
+        """Of those that the saver has written."""
+        return CheckpointStore(self.folder / "saver").committed()[-1]
+
     def close(self) -> None:
         self._saver.close()
 
@@ -215,6 +226,37 @@ def measure(bench: Bench, *, repeats: int) -> dict[str, float]:
     }
 
 
+def adapted(size_bytes: int, *, is_frozen: bool) -> State:
+    """A base model of about this size, and a hundredth as much that is trained."""
+    base = {f"w{n}": torch.randn(1 << 21) for n in range(max(1, size_bytes >> 23))}
+    adapter = {name: torch.randn((1 << 21) // 100) for name in base}
+    frozen = {one.data_ptr() for one in base.values()} if is_frozen else ()
+    return State(shared={"base": base, "adapter": adapter}, own={}, frozen=frozen)
+
+
+def measure_frozen(size_bytes: int, folder: Path, *, repeats: int) -> dict[str, float]:
+    """What a base model that a checkpoint has already adds to saving."""
+    benches = {
+        name: Bench(adapted(size_bytes, is_frozen=name == "stored"), folder / name)
+        for name in ("stored", "all")
+    }
+    stops = {name: bench.stop for name, bench in benches.items()}
+    stalls = {name: bench.stall for name, bench in benches.items()}
+    stop, stall = (seconds_of(arms, repeats=repeats) for arms in (stops, stalls))
+    written = {}
+    for name, bench in benches.items():
+        bench.close()
+        manifest = bench.newest().manifest
+        written[name] = [manifest.state_bytes]
+    return {
+        "frozen_stop_ratio": median_ratio(stop, "stored", "all"),
+        "frozen_stall_ratio": median_ratio(stall, "stored", "all"),
+        "frozen_written_ratio": median_ratio(written, "stored", "all"),
+        "frozen_stop_ms": 1e3 * statistics.median(stop["stored"]),
+        "frozen_stall_ms": 1e3 * statistics.median(stall["stored"]),
+    }
+
+
 def beside_peers(folder: Path, size_bytes: int, *, repeats: int) -> dict[str, Any]:
     """What ours costs beside others, by key."""
     tensors = _named(state_of(size_bytes).shared)
@@ -242,6 +284,8 @@ def of_size(
         result |= measure_fresh(size_bytes, folder, repeats=fresh)
     if "save" in parts:
         result |= measure(Bench(state_of(size_bytes), folder), repeats=repeats)
+    if "frozen" in parts:
+        result |= measure_frozen(size_bytes, folder / "frozen", repeats=repeats)
     if "peers" in parts:
         result |= beside_peers(folder, size_bytes, repeats=repeats)
     return result

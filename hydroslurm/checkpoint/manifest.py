@@ -26,8 +26,9 @@ from hydroslurm.checkpoint.folders import is_file_name
 from hydroslurm.core.files import check_depth, clean
 from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld, UsageError
 
-SCHEMA = 2
-"""Of the manifest and of everything that it names. 1 kept tensors in torch's DCP format."""
+OLDEST, SCHEMA = 2, 3
+"""Of the manifest and of everything that it names: what is read. 1 kept tensors in torch's DCP
+format; 3 has files of what is frozen, and only checkpoints with such are of it."""
 
 NAME = "manifest.json"
 MOST_BYTES = 64 << 20
@@ -94,7 +95,7 @@ class Manifest:
     algorithm: str = ALGORITHM
     written_by: WrittenBy = field(default_factory=WrittenBy)
     meta: Mapping[str, Any] = field(default_factory=dict)
-    schema: int = SCHEMA
+    schema: int = OLDEST
 
     @property
     def size_bytes(self) -> int:
@@ -164,11 +165,11 @@ class Manifest:
             raise CheckpointCorrupt(
                 f"{where}: checksum {str(written)[:80]!r} was written, {seen!r} is there"
             )
-        if schema < SCHEMA:
+        if schema < OLDEST:
             raise CheckpointTooOld(
                 f"{where} is of schema {schema}, written by hydroslurm {writer}; hydroslurm "
-                f"{_version()} reads schema {SCHEMA} only. Finish the run with {writer}, or export "
-                "it there: hydroslurm checkpoint export RUN --out model.pt"
+                f"{_version()} reads schema {OLDEST} and newer. Finish the run with {writer}, or "
+                "export it there: hydroslurm checkpoint export RUN --out model.pt"
             )
         try:
             return _from_body(body)

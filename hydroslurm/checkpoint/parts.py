@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hydroslurm.checkpoint.manifest import Manifest
+from hydroslurm.checkpoint.manifest import OLDEST, SCHEMA, Manifest
 from hydroslurm.checkpoint.save_round import checked
+from hydroslurm.checkpoint.tensor_file import is_frozen_file
 from hydroslurm.checkpoint.write_plan import TALLY_MODULUS
 from hydroslurm.checkpoint.writer import Part
 from hydroslurm.errors import SaveFailed
@@ -54,9 +55,11 @@ class Parts:
                 "tensors that they share: they do not hold the same ones. Is every DTensor laid "
                 "out over one mesh of all ranks?"
             )
+        files = {name: entry for part in parts for name, entry in part.files.items()}
         return replace(
             header,
-            files={name: entry for part in parts for name, entry in part.files.items()},
+            schema=SCHEMA if any(map(is_frozen_file, files)) else OLDEST,
+            files=files,
             save_s=max(took_s) if save_s is None else save_s,
             state_bytes=sum(part.state_bytes for part in parts),
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -26,16 +25,18 @@ from hydroslurm.checkpoint.tensor_file import (
     Chunk,
     PartIndex,
     are_sizes,
+    frozen_part,
     index_name,
+    is_frozen_part,
     parse,
+    part_name,
+    parts_among,
     tensors_name,
 )
 from hydroslurm.checkpoint.tree import JsonValue, decode, tensor_keys
 from hydroslurm.checkpoint.write_plan import SharedTensor, State
 from hydroslurm.checkpoint.writer import SHARED_JSON
 from hydroslurm.errors import CheckpointCorrupt, CheckpointMissing
-
-_INDEX = re.compile(r"((?:[0-9]+/)?part-([0-9]{5,9}))\.json")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Shared:
 
 class CheckpointFiles:
     """The files of one checkpoint, each compared with the manifest when it is read; an index is
-    read once."""
+    read once. A part has the number of its rank, or ``tensor_file.frozen_part`` of it."""
 
     def __init__(self, folder: Path, entries: Mapping[str, FileEntry], *, storage: Storage) -> None:
         self.folder = folder
@@ -59,6 +60,11 @@ class CheckpointFiles:
     @property
     def ranks(self) -> list[int]:
         """Those that took part in the save."""
+        return [number for number in self.parts if not is_frozen_part(number)]
+
+    @property
+    def parts(self) -> list[int]:
+        """All of them."""
         return sorted(self._parts)
 
     def shared(self) -> Shared:
@@ -75,39 +81,38 @@ class CheckpointFiles:
             raise CheckpointCorrupt(f"{path} cannot be read: {error!s:.200}") from error
         return Shared(state, found)
 
-    def index(self, rank: int) -> PartIndex:
+    def index(self, part: int) -> PartIndex:
         """Raises CheckpointCorrupt, CheckpointError."""
-        if rank not in self._indexes:
-            path = self.index_path(rank)
-            self._indexes[rank] = PartIndex.from_json(
-                self._read(index_name(self._part(rank))),
+        if part not in self._indexes:
+            path = self.index_path(part)
+            self._indexes[part] = PartIndex.from_json(
+                self._read(index_name(self._name(part))),
                 where=path,
-                rank=rank,
-                tensors=self.tensors(rank)[1],
+                rank=part,
+                tensors=self.tensors(part)[1],
             )
-        return self._indexes[rank]
+        return self._indexes[part]
 
-    def index_path(self, rank: int) -> Path:
+    def index_path(self, part: int) -> Path:
         """Raises CheckpointCorrupt: there is no such file."""
-        return self.folder / index_name(self._part(rank))
+        return self.folder / index_name(self._name(part))
 
-    def tensors(self, rank: int) -> tuple[Path, FileEntry]:
-        """A rank's file of tensors. Raises CheckpointCorrupt: there is none."""
-        name = tensors_name(self._part(rank))
+    def tensors(self, part: int) -> tuple[Path, FileEntry]:
+        """A part's file of tensors. Raises CheckpointCorrupt: there is none."""
+        name = tensors_name(self._name(part))
         return self.folder / name, self._entry(name)
 
     @functools.cached_property
     def _parts(self) -> Mapping[int, str]:
-        """Rank -> the name of its files without their endings. By the names that are there: where
-        the files of many ranks lie is not the same in all checkpoints."""
-        found = (_INDEX.fullmatch(name) for name in self._entries)
-        return {int(match[2]): match[1] for match in found if match}
+        return parts_among(self._entries)
 
-    def _part(self, rank: int) -> str:
+    def _name(self, part: int) -> str:
         try:
-            return self._parts[rank]
+            return self._parts[part]
         except KeyError:
-            raise CheckpointCorrupt(f"{self.folder} has no index of rank {rank}") from None
+            raise CheckpointCorrupt(
+                f"{self.folder} has no {index_name(part_name(part, world_size=1))}"
+            ) from None
 
     def _entry(self, name: str) -> FileEntry:
         try:
@@ -181,8 +186,8 @@ def tensors_of(files: CheckpointFiles) -> dict[str, tuple[tuple[int, ...], torch
     """
     shared = files.shared().tensors
     found = {key: (one.shape, getattr(torch, one.dtype)) for key, one in shared.items()}
-    for rank in files.ranks:
-        for chunk in files.index(rank).chunks:
+    for part in files.parts:
+        for chunk in files.index(part).chunks:
             found.setdefault(chunk.key, (chunk.shape, chunk.torch_dtype))
     return found
 
@@ -237,27 +242,27 @@ def _read_tensors(
             open_plain[key] = one
     open_ones = {key: one for key, one in landings.items() if one.lacking}
     wholes: dict[int, list[Chunk]] = {}
-    there, asked = files.ranks, set[int]()
+    there, asked = set(files.parts), set[int]()
     while open_plain or open_ones:
         likely = _likely(open_plain.values(), open_ones.values(), first)
-        ranks = likely & set(there) - asked or set(there) - asked
-        if not ranks:
+        parts = likely & there - asked or there - asked
+        if not parts:
             break
-        rank = min(ranks)
-        asked.add(rank)
-        where = files.index_path(rank)
-        for chunk in files.index(rank).chunks:
+        part = min(parts)
+        asked.add(part)
+        where = files.index_path(part)
+        for chunk in files.index(part).chunks:
             key = chunk.key
             simple = open_plain.pop(key, None)
             if simple is not None:
                 if chunk.sizes == simple.shape == chunk.shape and chunk.dtype == simple.dtype:
-                    wholes.setdefault(rank, []).append(chunk)
+                    wholes.setdefault(part, []).append(chunk)
                     continue
                 # in pieces, or wrong
                 landings[key] = open_ones[key] = Landing(Wanted.of(key, simple, template=None))
             landing = open_ones.get(key)
             if landing is not None:
-                landing.take(rank, chunk, where=where)
+                landing.take(part, chunk, where=where)
         open_ones = {key: one for key, one in open_ones.items() if one.lacking}
     lacking = {key: math.prod(one.shape) for key, one in open_plain.items()}
     for key, count in (lacking | {key: one.lacking for key, one in open_ones.items()}).items():
@@ -270,13 +275,21 @@ def _read_tensors(
 
 
 def _likely(plain: Iterable[SharedTensor], landings: Iterable[Landing], first: int) -> set[int]:
-    """The ranks that have written what is lacking, if nothing has changed since the save: so that
-    with thousands of ranks not everybody reads the indexes of all."""
-    found = {first if one.writer is None else one.writer for one in plain}
-    for one in landings:
-        writer = one.wanted.writer
-        found |= {first, *one.wanted.replicas} if writer is None else {writer}
-    return found
+    """The parts that have what is lacking, if nothing has changed since the save: so that with
+    thousands of ranks not everybody reads the indexes of all."""
+    found, ranks = set[int](), set[int]()
+    for one in plain:
+        if one.writer is None:
+            ranks.add(first)
+        else:
+            found.add(one.writer)
+    for landing in landings:
+        wanted = landing.wanted
+        if wanted.writer is None:
+            ranks |= {first, *wanted.replicas}
+        else:
+            found.add(wanted.writer)
+    return found | ranks | {frozen_part(rank) for rank in ranks}
 
 
 def _shared_tensors(rows: Mapping[str, Any]) -> dict[str, SharedTensor]:

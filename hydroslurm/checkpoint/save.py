@@ -30,6 +30,7 @@ from hydroslurm.checkpoint import commit, folders, manifest
 from hydroslurm.checkpoint.catalog import Checkpoint, as_told, read_manifest
 from hydroslurm.checkpoint.checking import Checker
 from hydroslurm.checkpoint.checksummed_file import compare, copy_file
+from hydroslurm.checkpoint.frozen import FrozenFiles, with_fingerprint
 from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.parts import Parts
 from hydroslurm.checkpoint.save_round import (
@@ -72,6 +73,7 @@ class Save:
         *,
         storage: Storage,
         checker: Checker,
+        stored: FrozenFiles,
         chunk_bytes: int,
         may_commit: Callable[[], None],
         written: Callable[[], None] | None = None,
@@ -80,6 +82,7 @@ class Save:
     ) -> None:
         """
         Args:
+            stored: of this directory.
             may_commit: prevents the commit by raising StaleAttempt.
             written, again, least: see ``CheckpointStore.write``.
         """
@@ -90,6 +93,7 @@ class Save:
         self._committers = range(min(COMMITTERS, save_round.peers.world_size))
         self._storage = storage
         self._checker = checker
+        self._stored = stored
         self._chunk_bytes = chunk_bytes
         self._may_commit = may_commit
         self._written = written
@@ -110,6 +114,7 @@ class Save:
         with self._failing_as_save():
             try:
                 plan = plan_of(state, rank=self._rank, world_size=world_size)
+                plan = with_fingerprint(plan)
             except Exception as error:
                 self._round.settle("open", problem=error)
                 raise
@@ -119,7 +124,10 @@ class Save:
                 return place
             with self._removing(place.folder):
                 parts = self._write(place.folder, plan)
-            return self._commit(place, lambda: self._describe(place, parts))
+            committed = self._commit(place, lambda: self._describe(place, parts))
+            if _is_of(place, committed.manifest):
+                self._stored.note(committed, fingerprint=plan.fingerprint)
+            return committed
 
     def adopt(self, source: Checkpoint) -> Checkpoint:
         """Copy a committed checkpoint from elsewhere; by one rank.
@@ -136,6 +144,8 @@ class Save:
                 inner = {Path(name).parent.name for name in source.manifest.files} - {""}
                 self._make_inner(place.folder, inner)
                 for name, entry in source.manifest.files.items():
+                    if self._stored.link(place.folder, name, entry):
+                        continue
                     seen = copy_file(
                         source.path / name,
                         place.folder / name,
@@ -233,6 +243,7 @@ class Save:
                 folder,
                 plan,
                 storage=self._storage,
+                stored=self._stored,
                 cancel=self._round.cancel,
                 chunk_bytes=self._chunk_bytes,
             )
@@ -329,7 +340,7 @@ class Save:
             found = read_manifest(place.target, storage=self._storage)
         except CheckpointError:
             return None
-        ours = found.created_epoch_ns == place.header.created_epoch_ns and not self._round.is_solo
+        ours = _is_of(place, found) and not self._round.is_solo
         return found if ours or self._checker.is_good(Checkpoint(place.target, found)) else None
 
     def _describe(self, place: Place, parts: Parts) -> Manifest:
@@ -348,6 +359,7 @@ class Save:
     def _trusted(self, checkpoint: Checkpoint) -> Checkpoint:
         """What was just committed, or found to be good by rank 0."""
         self._checker.trust(checkpoint)
+        self._stored.note(checkpoint)
         return checkpoint
 
     def _took_s(self) -> float:
@@ -395,6 +407,11 @@ class Save:
                 with contextlib.suppress(OSError):
                     commit.remove_tree(folder, storage=self._storage)
             raise
+
+
+def _is_of(place: Place, found: Manifest) -> bool:
+    """Whether a manifest is that of the save that goes there."""
+    return found.created_epoch_ns == place.header.created_epoch_ns
 
 
 def _told(chosen: Place | Checkpoint) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from hydroslurm.checkpoint.async_save import AsyncSave, AsyncSaves
 from hydroslurm.checkpoint.deadline_save import DeadlineSave
 from hydroslurm.checkpoint.estimate import Estimate
+from hydroslurm.checkpoint.frozen import with_fingerprint
 from hydroslurm.checkpoint.outcome import (
     Saved,
     SaveEvent,
@@ -153,7 +154,7 @@ class Saver:
             return 0.0
         try:
             with without_gc():
-                plan = self._divide(state)
+                plan = self._plan(state)
                 request = replace(request, state=self._new_state(), state_bytes=plan.state_bytes)
                 self._writer.tell(SaveEventKind.STARTED, request)
                 staged = self._stage(plan, request)
@@ -194,7 +195,7 @@ class Saver:
         begin_s = time.monotonic()
         save_round = self._next_round(step)
         try:
-            plan = self._divide(state)
+            plan = self._plan(state)
             number = self._new_state()
             request = SaveRequest(
                 step, kind, epoch, meta, plan.state_bytes, save_round.topic, number, again
@@ -250,7 +251,7 @@ class Saver:
         self._check_ours()
         save_round = self._next_round(step)
         try:
-            plan = self._divide(state() if callable(state) else state)
+            plan = self._plan(state() if callable(state) else state)
             number = self._state if unchanged else self._new_state()
             request = SaveRequest(
                 step, kind, epoch, meta, plan.state_bytes, save_round.topic, number
@@ -360,6 +361,11 @@ class Saver:
         plan = divide(state, rank=rank, world_size=world_size, known=self._layout)
         self._layout = plan.layout
         return plan
+
+    def _plan(self, state: State) -> WritePlan:
+        """The write plan of a save, with whether what is frozen need be written."""
+        plan = with_fingerprint(self._divide(state))
+        return replace(plan, is_stored=not plan.frozen or self._writer.has_frozen(plan))
 
     def _stage(self, plan: WritePlan, request: SaveRequest) -> WritePlan:
         """A copy; ``plan`` itself where there is no memory for one."""

@@ -54,6 +54,7 @@ class Staging:
         self._copies: _Copies | None = None
         self._reserving: threading.Thread | None = None
         self._refused = ""
+        self._lacking = ""
         self._others_bytes = 0
 
     def leave(self, others_bytes: int) -> None:
@@ -62,8 +63,9 @@ class Staging:
 
     @property
     def refused(self) -> str:
-        """Why there is no memory for copies, for people; empty if there is."""
-        return self._refused
+        """Why there is no memory for copies, for people, or was none for the last one of what is
+        frozen; empty if there is."""
+        return self._refused or self._lacking
 
     @property
     def reserved_bytes(self) -> int:
@@ -111,8 +113,20 @@ class Staging:
                 self._pageable, self._pinned = _Arena(pinned=False), _Arena(pinned=True)
                 return None
             copies = self._copies = self._make_copies(plan)
+        frozen = None if plan.is_stored else self._copy_of_frozen(plan)
+        if frozen is None and not plan.is_stored:
+            return None
         copies.fill(plan.tensors)
-        return replace(plan, tensors=copies.tensors)
+        return replace(plan, tensors=copies.tensors, frozen=frozen)
+
+    def _copy_of_frozen(self, plan: WritePlan) -> tuple[torch.Tensor, ...] | None:
+        """In memory of its own, which is not kept: it is written once. None if there is none."""
+        tensors, self._lacking = plan.frozen or (), ""
+        wanted_bytes, room = sum(map(size_bytes, tensors)), self._room()
+        if tensors and wanted_bytes > room.free_bytes - self._others_bytes:
+            self._lacking = self._why_not(wanted_bytes, room)
+            return None
+        return tuple(torch.empty_like(one, device="cpu").copy_(one) for one in tensors)
 
     def _make_copies(self, plan: WritePlan) -> _Copies:
         sizes = _sizes(plan)
@@ -130,13 +144,16 @@ class Staging:
         room = self._room()
         if more_bytes <= room.free_bytes - self._others_bytes:
             return True
+        self._refused = self._why_not(more_bytes, room)
+        return False
+
+    def _why_not(self, more_bytes: int, room: Room) -> str:
         others = f", {self._others_bytes / 1e6:,.0f} MB of them by the fast tier"
-        self._refused = (
+        return (
             f"a copy of the state in memory would take {more_bytes / 1e6:,.0f} MB more, and "
             f"{room.free_bytes / 1e6:,.0f} MB may be taken{others if self._others_bytes else ''} "
             f"({room.message})"
         )
-        return False
 
     def _arena(self, tensor: torch.Tensor) -> _Arena:
         return self._pinned if tensor.is_cuda else self._pageable

@@ -62,6 +62,9 @@ class Storage(Protocol):
     def rename(self, source: Path, target: Path) -> None:
         """Atomic; replaces a file or an empty folder, and nothing else."""
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file another name; FileExistsError when something has it."""
+
     def fsync_dir(self, path: Path) -> None:
         """Wait until the names in a folder are on the disk."""
 
@@ -124,6 +127,9 @@ class LocalStorage:
 
     def rename(self, source: Path, target: Path) -> None:
         source.rename(target)
+
+    def link(self, source: Path, target: Path) -> None:
+        os.link(source, target, follow_symlinks=False)
 
     def fsync_dir(self, path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

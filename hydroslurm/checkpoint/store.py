@@ -14,6 +14,7 @@ from hydroslurm.checkpoint import commit, manifest, reader, retention
 from hydroslurm.checkpoint.catalog import Checkpoint, Problem, as_told, look
 from hydroslurm.checkpoint.checking import Checker
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES
+from hydroslurm.checkpoint.frozen import FrozenFiles
 from hydroslurm.checkpoint.retention import Pins
 from hydroslurm.checkpoint.save import Save
 from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers, SaveRound
@@ -57,6 +58,7 @@ class CheckpointStore:
         self._patience_s = patience_s
         self._chunk_bytes = chunk_bytes
         self._checker = Checker(self._storage)
+        self._stored = FrozenFiles(self._rank, self._storage)
         self.pins = Pins(self._storage)
 
     @property
@@ -135,6 +137,16 @@ class CheckpointStore:
         step, number = source.key
         alone = SaveRound(SOLO, "adopt", step=step, timeout_s=0.0, cancel=cancel)
         return self._save(alone, written, least=number).adopt(source)
+
+    def continues_from(self, checkpoint: Checkpoint) -> None:
+        """Note a checkpoint of this folder, which is older than any that is written from now on:
+        what is frozen in it need not be written again."""
+        self._stored.note(checkpoint)
+
+    def has_frozen(self, plan: WritePlan) -> bool:
+        """Whether what is frozen in a state, of which the plan has the fingerprint, need not be
+        written: a checkpoint of this folder has it."""
+        return self._stored.have(plan)
 
     def next_number(self, step: int) -> int:
         """Which save of this step the next one will be, counted from 1; 1 if the folder cannot be
@@ -284,6 +296,7 @@ class CheckpointStore:
             save_round,
             storage=self._storage,
             checker=self._checker,
+            stored=self._stored,
             chunk_bytes=self._chunk_bytes,
             may_commit=lambda: self._check_fence(f"the save of step {save_round.step}"),
             written=written,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,25 +133,28 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class PartIndex:
-    """What one rank has written.
+    """What one rank has written, into one file.
 
     Attributes:
+        rank: the number of the part, a rank or :func:`frozen_part` of one.
         own: what only this rank has, tensors as references.
         chunks: in the order of the file of tensors, none of them inside another.
         blocks: the checksums of that file's blocks.
+        fingerprint: of what is frozen; empty for other parts.
     """
 
     rank: int
     own: Mapping[str, JsonValue]
     chunks: tuple[Chunk, ...]
     blocks: tuple[int, ...]
+    fingerprint: str = ""
 
     @classmethod
     def from_json(cls, text: bytes, *, where: Path, rank: int, tensors: FileEntry) -> PartIndex:
         """Read the text of a file.
 
         Args:
-            rank: whose index it must be.
+            rank: the number of the part whose index it must be.
             tensors: the entry of the file of tensors, in which all chunks must lie.
 
         Raises:
@@ -163,6 +167,7 @@ class PartIndex:
                 own=body["own"],
                 chunks=_chunks(body["chunks"]),
                 blocks=tuple(body["blocks"]),
+                fingerprint=str(body.get("fingerprint", "")),
             )
             if type(index.rank) is not int or index.rank != rank:
                 raise ValueError(f"it is of rank {index.rank!r}")
@@ -174,9 +179,39 @@ class PartIndex:
         return index
 
 
-def part_name(rank: int, world_size: int) -> str:
-    """Of a rank's two files, without their endings."""
-    return f"{inner_of(rank, world_size)}part-{rank:05d}"
+def frozen_part(rank: int) -> int:
+    """The number of a rank's part with what is frozen. The part with all the rest has the rank's
+    own."""
+    return -1 - rank
+
+
+def is_frozen_part(number: int) -> bool:
+    return number < 0
+
+
+def part_name(number: int, world_size: int) -> str:
+    """Of the two files of a part, without their endings."""
+    rank, word = (frozen_part(number), "frozen") if is_frozen_part(number) else (number, "part")
+    return f"{inner_of(rank, world_size)}{word}-{rank:05d}"
+
+
+def is_frozen_file(name: str) -> bool:
+    """Whether a file of this name is of a part with what is frozen."""
+    return name.rpartition("/")[2].startswith("frozen-")
+
+
+_INDEX = re.compile(r"((?:[0-9]+/)?(part|frozen)-([0-9]{5,9}))\.json")
+
+
+def parts_among(names: Iterable[str]) -> dict[int, str]:
+    """The parts whose indexes are among these files: number -> as :func:`part_name`. By the names
+    that are there: where the files of many ranks lie is not the same in all checkpoints."""
+    found = (_INDEX.fullmatch(name) for name in names)
+    return {
+        int(match[3]) if match[2] == "part" else frozen_part(int(match[3])): match[1]
+        for match in found
+        if match
+    }
 
 
 def index_name(part: str) -> str:
@@ -244,12 +279,18 @@ def _kind_of(piece: Piece) -> tuple[int, int]:
 
 
 def index_text(
-    laid: Laid, *, rank: int, own: Mapping[str, JsonValue], blocks: Iterable[int]
+    laid: Laid,
+    *,
+    rank: int,
+    own: Mapping[str, JsonValue],
+    blocks: Iterable[int],
+    fingerprint: str = "",
 ) -> tuple[bytes, ...]:
     """The text of the index of a file, in pieces; :meth:`PartIndex.from_json` reads it."""
-    around = json.dumps(
-        {"rank": rank, "own": own, "blocks": tuple(blocks)}, allow_nan=False, separators=(",", ":")
-    )
+    found = {"rank": rank, "own": own, "blocks": tuple(blocks)}
+    if fingerprint:
+        found["fingerprint"] = fingerprint
+    around = json.dumps(found, allow_nan=False, separators=(",", ":"))
     return around[:-1].encode(), b',"chunks":[', laid.chunks, b"]}"
 
 

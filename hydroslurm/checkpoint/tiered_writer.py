@@ -92,6 +92,7 @@ class TieredWriter:
             ),
             Tier.FAST: Pace(FAST_ASSUMED, syncs=None if fast is None else fast.syncs),
         }
+        self._earlier = earlier
         self._state_bytes = earlier[-1].manifest.state_bytes if earlier else 0
         self._newest: dict[Tier, tuple[int, Checkpoint]] = {}
 
@@ -102,6 +103,15 @@ class TieredWriter:
     def continues_from(self, checkpoint: Checkpoint) -> None:
         """Note that this attempt resumes from a checkpoint on the durable tier."""
         self._newest[Tier.DURABLE] = 0, checkpoint
+        # a newer one that was passed over is damaged, and may share what is with an older one
+        passed_over = any(one.key > checkpoint.key for one in self._earlier)
+        for one in (*(() if passed_over else self._earlier), checkpoint):
+            self._stores[Tier.DURABLE].continues_from(one)
+        self._earlier = []
+
+    def has_frozen(self, plan: WritePlan) -> bool:
+        """Whether what is frozen in a state need not be written to any tier."""
+        return all(store.has_frozen(plan) for store in self._stores.values())
 
     def durable_step(self) -> int | None:
         """The newest step that is committed on the durable tier: by this attempt, or the one that

@@ -4,6 +4,8 @@
     a plain tensor of ``shared``      one rank: large ones are distributed by size, small: rank 0
     a DTensor of ``shared``           each rank its shard; of replicas, the first one
 
+What is frozen has a file of its own, which later checkpoints link.
+
 Every rank computes this from keys, shapes and types, which are the same everywhere; the ranks
 compare their ``layout`` to be sure.
 """
@@ -11,11 +13,12 @@ compare their ``layout`` to be sure.
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import math
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +27,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from hydroslurm.checkpoint.outline import NoOutlineError, Outline
-from hydroslurm.checkpoint.tensor_file import Laid, Piece, dtype_name, lay_out
+from hydroslurm.checkpoint.tensor_file import (
+    Laid,
+    Piece,
+    dtype_name,
+    frozen_part,
+    is_frozen_part,
+    lay_out,
+)
 from hydroslurm.checkpoint.tree import JsonValue, encode, is_dtensor
 from hydroslurm.errors import UnsavableState, UsageError
 
@@ -39,10 +49,16 @@ TALLY_MODULUS = 2**61 - 1
 
 @dataclass(frozen=True)
 class State:
-    """What is saved, by name: what all ranks share, and this rank's own."""
+    """What is saved, by name: what all ranks share, and this rank's own.
+
+    Attributes:
+        frozen: where in memory the shared tensors are (``data_ptr()``) that no optimizer changes.
+            One that has changed after all is saved as any other.
+    """
 
     shared: Mapping[str, Any]
     own: Mapping[str, Any]
+    frozen: Collection[int] = field(default=(), kw_only=True)
 
 
 class SharedTensor(NamedTuple):
@@ -50,7 +66,8 @@ class SharedTensor(NamedTuple):
 
     Attributes:
         dtype: its name without ``torch.``.
-        writer: the rank that writes it; None for one that the ranks write in pieces.
+        writer: the rank that writes it; None for one that the ranks write in pieces. One that is
+            frozen has the number of that rank's file of those (``tensor_file.frozen_part``).
     """
 
     shape: tuple[int, ...]
@@ -68,26 +85,42 @@ class Layout:
 
     Attributes:
         pieces: the tensors, or parts of them, that this rank writes: of what is shared, then own.
+        frozen: the same of what is frozen.
         taken: of the plain tensors that the ranks share, in the order of their keys, the numbers of
-            those that this rank writes.
-        wholes: of every tensor that the ranks share: key, shape, dtype, and the rank that writes it
-            (None: in pieces). What is made of it is not made while the training waits.
+            those among ``pieces``. taken_frozen: of those among ``frozen``.
+        wholes: of every tensor that the ranks share: key, shape, dtype, and its writer (see
+            :class:`SharedTensor`). What is made of it is not made while the training waits.
         state_bytes: of the state of all ranks, assuming that each has as much of its own.
+        frozen_bytes: of it, what is frozen.
         outline: of what is shared; None if that must be walked each time.
     """
 
     rank: int
     world_size: int
     pieces: tuple[Piece, ...]
+    frozen: tuple[Piece, ...]
     taken: array[int]
+    taken_frozen: array[int]
     wholes: tuple[Whole, ...]
     state_bytes: int
+    frozen_bytes: int
     outline: Outline | None = field(compare=False)
 
     @cached_property
     def laid(self) -> Laid:
         """How the pieces lie in this rank's file."""
         return lay_out(self.pieces, rank=self.rank)
+
+    @cached_property
+    def laid_frozen(self) -> Laid:
+        """How those of what is frozen lie in theirs."""
+        return lay_out(self.frozen, rank=self.rank)
+
+    @cached_property
+    def frozen_numbers(self) -> Sequence[int]:
+        """Of the plain tensors that the ranks share, the numbers of those that are frozen."""
+        writers = [writer for *_, writer in self.wholes if writer is not None]
+        return [number for number, writer in enumerate(writers) if is_frozen_part(writer)]
 
     @cached_property
     def shared_tensors(self) -> bytes:
@@ -103,7 +136,7 @@ class Layout:
     def digest(self) -> str:
         """Equal on all ranks if they have the same tensors."""
         lines = sorted(
-            f"{key} {shape} {dtype} {writer is None}" for key, shape, dtype, writer in self.wholes
+            f"{key} {shape} {dtype} {_kind_of(writer)}" for key, shape, dtype, writer in self.wholes
         )
         return f"{len(lines)} tensors, {zlib.crc32(chr(10).join(lines).encode()):08x}"
 
@@ -112,7 +145,8 @@ class Layout:
         """Of the values of shared tensors that this rank writes. Those of all ranks together are
         :attr:`whole_tally` if they write every value once."""
         shared = {key for key, _, _, _ in self.wholes}
-        return tally_of((one.key, math.prod(one.sizes)) for one in self.pieces if one.key in shared)
+        pieces = (*self.pieces, *self.frozen)
+        return tally_of((one.key, math.prod(one.sizes)) for one in pieces if one.key in shared)
 
     @cached_property
     def whole_tally(self) -> int:
@@ -128,17 +162,24 @@ class WritePlan:
         shared: the state that all ranks share, without tensors; only rank 0 writes it.
         own: this rank's own state, without tensors.
         tensors: one for each piece of the layout; the caller's own memory, not a copy.
+        frozen: the same of what is frozen; None: it is stored, and this is a copy of the rest.
+        fingerprint: of ``frozen`` (``frozen.fingerprint``); empty as long as nobody has asked.
+        is_stored: this rank need not write what is frozen: it has none, or there are files of it.
     """
 
     layout: Layout
     shared: dict[str, JsonValue]
     own: dict[str, JsonValue]
     tensors: tuple[torch.Tensor, ...]
+    frozen: tuple[torch.Tensor, ...] | None
+    fingerprint: str = ""
+    is_stored: bool = False
 
     @property
     def state_bytes(self) -> int:
-        """Of the state of all ranks."""
-        return self.layout.state_bytes
+        """Of the state of all ranks, without what is stored already."""
+        stored_bytes = self.layout.frozen_bytes if self.is_stored else 0
+        return self.layout.state_bytes - stored_bytes
 
 
 def divide(state: State, *, rank: int, world_size: int, known: Layout | None = None) -> WritePlan:
@@ -156,27 +197,36 @@ def divide(state: State, *, rank: int, world_size: int, known: Layout | None = N
             raise UsageError(f"a state's name must be a word that does not begin with $: {name!r}")
     own_tree, own = encode(dict(state.own), prefix=f"rank-{rank:05d}")
     assert isinstance(own_tree, dict)
-    whole = dict(state.shared)
+    whole, frozen = dict(state.shared), frozenset(state.frozen)
     if known is not None and (known.rank, known.world_size) == (rank, world_size):
-        again = _again(whole, own, known)
+        again = _again(whole, own, known, frozen)
         if again is not None:
-            return WritePlan(known, again[0], own_tree, again[1])
+            tree, tensors, still = again
+            return WritePlan(known, tree, own_tree, tensors, still)
     shared_tree, shared = encode(whole, prefix="shared")
     assert isinstance(shared_tree, dict)
     outline = None
     with suppress(NoOutlineError):
         outline = Outline(whole, shared_tree, prefix="shared")
-    layout, tensors = _laid_out(shared, own, outline, rank=rank, world_size=world_size)
+    layout, tensors, still = _laid_out(
+        shared, own, outline, frozen=frozen, rank=rank, world_size=world_size
+    )
     if outline is None and known == layout:
         layout = known
-    return WritePlan(layout, shared_tree, own_tree, tensors)
+    return WritePlan(layout, shared_tree, own_tree, tensors, still)
+
+
+_Tensors: TypeAlias = "tuple[torch.Tensor, ...]"
 
 
 def _again(
-    whole: Mapping[str, Any], own: Mapping[str, torch.Tensor], known: Layout
-) -> tuple[dict[str, JsonValue], tuple[torch.Tensor, ...]] | None:
-    """The tree and the tensors of a state that is laid out as another one was; None if it is
-    not."""
+    whole: Mapping[str, Any],
+    own: Mapping[str, torch.Tensor],
+    known: Layout,
+    frozen: Collection[int],
+) -> tuple[dict[str, JsonValue], _Tensors, _Tensors] | None:
+    """The tree and the tensors, those that are frozen apart, of a state that is laid out as another
+    one was; None if it is not."""
     if known.outline is None:
         return None
     pieces = tuple(_piece_of_own(key, one) for key, one in own.items())
@@ -187,9 +237,14 @@ def _again(
         return None
     tree, tensors = found
     assert isinstance(tree, dict)
+    if frozen or known.frozen_numbers:
+        now = [number for number, one in enumerate(tensors) if _is_frozen(one, frozen)]
+        if now != known.frozen_numbers:
+            return None
+    still = tuple(tensors[number] for number in known.taken_frozen)
     if len(known.taken) != len(tensors):
         tensors = [tensors[number] for number in known.taken]
-    return tree, (*tensors, *own.values())
+    return tree, (*tensors, *own.values()), still
 
 
 def _laid_out(
@@ -197,41 +252,87 @@ def _laid_out(
     own: Mapping[str, torch.Tensor],
     outline: Outline | None,
     *,
+    frozen: Collection[int],
     rank: int,
     world_size: int,
-) -> tuple[Layout, tuple[torch.Tensor, ...]]:
-    writers: Mapping[str, int] = dict.fromkeys(shared, 0)
-    if world_size > 1:
-        sizes_bytes = {key: one.nbytes for key, one in shared.items() if not is_dtensor(one)}
-        writers = owners(sizes_bytes, world_size)
+) -> tuple[Layout, _Tensors, _Tensors]:
+    writers = _writers(shared, frozen, world_size)
     same: dict[tuple[int, ...], tuple[int, ...]] = {}  # of thousands of shapes few differ
-    pieces, tensors, wholes, taken = [], [], list[Whole](), []
-    for number, (key, one) in enumerate(shared.items()):
+    mine, still, wholes = _Mine(same), _Mine(same), list[Whole]()
+    plain, frozen_bytes = itertools.count(), 0
+    for key, one in shared.items():
         shape = tuple(one.shape)
         shape = same.setdefault(shape, shape)
         if is_dtensor(one):
             wholes.append((key, shape, one.dtype, None))
+            local_part = one.to_local()  # type: ignore[attr-defined]
+            frozen_bytes += _bytes([one]) if _is_frozen(local_part, frozen) else 0
             part = _part_of_dtensor(key, one)
             if part is not None:
                 offsets, local = part
-                pieces.append(_piece(key, shape, offsets, local, same))
-                tensors.append(local)
+                (still if _is_frozen(local, frozen) else mine).add(key, shape, offsets, local)
             continue
-        if writers[key] == rank:
-            pieces.append(_piece(key, shape, (0,) * len(shape), one, same))
-            tensors.append(one)
-            taken.append(number)
-        wholes.append((key, shape, one.dtype, writers[key]))
+        number, writer = next(plain), writers[key]
+        frozen_bytes += one.nbytes if is_frozen_part(writer) else 0
+        if writer in (rank, frozen_part(rank)):
+            taker = mine if writer == rank else still
+            taker.add(key, shape, (0,) * len(shape), one)
+            taker.taken.append(number)
+        wholes.append((key, shape, one.dtype, writer))
     layout = Layout(
         rank=rank,
         world_size=world_size,
-        pieces=(*pieces, *(_piece_of_own(key, one) for key, one in own.items())),
-        taken=array("q", taken),  # a tenth of what a tuple of thousands of numbers takes
+        pieces=(*mine.pieces, *(_piece_of_own(key, one) for key, one in own.items())),
+        frozen=tuple(still.pieces),
+        taken=mine.taken,
+        taken_frozen=still.taken,
         wholes=tuple(wholes),
-        state_bytes=_bytes(shared) + world_size * _bytes(own),
+        state_bytes=_bytes(shared.values()) + world_size * _bytes(own.values()),
+        frozen_bytes=frozen_bytes,
         outline=outline,
     )
-    return layout, (*tensors, *own.values())
+    return layout, (*mine.tensors, *own.values()), tuple(still.tensors)
+
+
+class _Mine:
+    """What a rank writes into one file."""
+
+    def __init__(self, same: dict[tuple[int, ...], tuple[int, ...]]) -> None:
+        self.pieces: list[Piece] = []
+        self.tensors: list[torch.Tensor] = []
+        self.taken = array("q")  # a tenth of what a tuple of thousands of numbers takes
+        self._same = same
+
+    def add(
+        self, key: str, shape: tuple[int, ...], offsets: tuple[int, ...], tensor: torch.Tensor
+    ) -> None:
+        self.pieces.append(_piece(key, shape, offsets, tensor, self._same))
+        self.tensors.append(tensor)
+
+
+def _writers(
+    shared: Mapping[str, torch.Tensor], frozen: Collection[int], world_size: int
+) -> dict[str, int]:
+    """Key of a plain tensor -> its writer. What is frozen is distributed apart: most saves do not
+    write it."""
+    sizes_bytes = {key: one.nbytes for key, one in shared.items() if not is_dtensor(one)}
+    still = {key for key in sizes_bytes if _is_frozen(shared[key], frozen)} if frozen else set()
+    trained = {key: size for key, size in sizes_bytes.items() if key not in still}
+    found = owners(trained, world_size)
+    of_still = owners({key: sizes_bytes[key] for key in sizes_bytes if key in still}, world_size)
+    return found | {key: frozen_part(rank) for key, rank in of_still.items()}
+
+
+def _is_frozen(tensor: torch.Tensor, frozen: Collection[int]) -> bool:
+    """Small ones are not worth it, and without memory there is no address."""
+    return bool(frozen) and tensor.nbytes >= LEAST_DIVIDED_BYTES and tensor.data_ptr() in frozen
+
+
+def _kind_of(writer: int | None) -> str:
+    """For :attr:`Layout.digest`: how a tensor is written, whoever does it."""
+    if writer is None:
+        return "in pieces"
+    return "frozen" if is_frozen_part(writer) else "whole"
 
 
 def tally_of(values: Iterable[tuple[str, int]]) -> int:
@@ -250,6 +351,8 @@ def plan_of(state: State | WritePlan, *, rank: int, world_size: int) -> WritePla
 def owners(sizes_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Key -> the rank that writes this plain tensor: the largest first, each to the rank that has
     the least so far."""
+    if world_size == 1:
+        return dict.fromkeys(sizes_bytes, 0)
     small = [key for key, size_bytes in sizes_bytes.items() if size_bytes < LEAST_DIVIDED_BYTES]
     found = dict.fromkeys(small, 0)
     loads = [(0, rank) for rank in range(1, world_size)]
@@ -321,5 +424,5 @@ def box_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -2,9 +2,11 @@
 
 part-00000.safetensors  that rank's tensors and pieces of tensors
 part-00000.json         the index of that file, and what only that rank has
+frozen-00000.safetensors, frozen-00000.json
+                        the same of that rank's tensors that are frozen, if there are any
 shared.json             what all ranks share, tensors as references; rank 0 writes it
 
-Of more than 256 ranks the first two are in folders, such as 001/part-00300.json.
+Of more than 256 ranks all but the last are in folders, such as 001/part-00300.json.
 
 Nothing is written that is about the parts of all ranks: a commit takes the same time for one rank
 and for thousands.
@@ -14,17 +16,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
 
+from hydroslurm.checkpoint import frozen
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, ChecksummedFile, write_whole
+from hydroslurm.checkpoint.frozen import FrozenFiles
 from hydroslurm.checkpoint.manifest import FileEntry, file_entries
 from hydroslurm.checkpoint.save_round import checked
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_bytes import GATHER_BYTES, packed
-from hydroslurm.checkpoint.tensor_file import index_name, index_text, part_name, tensors_name
+from hydroslurm.checkpoint.tensor_file import (
+    frozen_part,
+    index_name,
+    index_text,
+    part_name,
+    tensors_name,
+)
 from hydroslurm.checkpoint.write_plan import WritePlan
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import SaveFailed
@@ -39,7 +49,7 @@ class Part:
     Attributes:
         files: name -> entry.
         tally: of the values in its pieces of what the ranks share (``write_plan.tally_of``).
-        state_bytes: of its tensors, as they are in memory.
+        state_bytes: of its tensors that it has written, as they are in memory.
     """
 
     files: Mapping[str, FileEntry]
@@ -65,7 +75,7 @@ class Part:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise SaveFailed(f"rank {rank} names no files that it has written: {error}") from error
         expected = names_of(rank, world_size)
-        if set(files) != expected:
+        if set(files) not in (expected, expected.union(frozen.names_of(rank, world_size))):
             raise SaveFailed(
                 f"rank {rank} says that it has written {sorted(files)!r:.200}; expected "
                 f"{sorted(expected)}"
@@ -74,7 +84,7 @@ class Part:
 
 
 def names_of(rank: int, world_size: int) -> set[str]:
-    """The files that a rank writes."""
+    """The files that a rank writes, but for those of what is frozen."""
     part = part_name(rank, world_size)
     shared = {SHARED_JSON} if rank == 0 else set()
     return {index_name(part), tensors_name(part)} | shared
@@ -85,37 +95,73 @@ def write_part(
     plan: WritePlan,
     *,
     storage: Storage,
+    stored: FrozenFiles,
     cancel: Event | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Part:
     """Write and fsync what is this rank's into an existing folder, in which the inner one for this
     rank exists.
 
+    Args:
+        stored: has what need not be written again.
+
     Raises:
-        OSError: a call failed. SaveAbandoned: ``cancel`` was set.
+        OSError: a call failed. SaveAbandoned: ``cancel`` was set. CheckpointCorrupt: what is stored
+            is not what was written.
     """
-    files: dict[str, FileEntry] = {}
-    layout = plan.layout
+    still = Part({}, 0, 0)
+    if plan.layout.frozen:
+        files = stored.put(folder, plan, cancel=cancel)
+        still = replace(still, files=files)
+        if not files:
+            number = frozen_part(plan.layout.rank)
+            still = _write(folder, plan, number, storage, cancel=cancel, chunk_bytes=chunk_bytes)
+    mine = _write(folder, plan, plan.layout.rank, storage, cancel=cancel, chunk_bytes=chunk_bytes)
+    return replace(
+        mine,
+        files={**mine.files, **still.files},
+        state_bytes=mine.state_bytes + still.state_bytes,
+    )
+
+
+def _write(
+    folder: Path,
+    plan: WritePlan,
+    number: int,
+    storage: Storage,
+    *,
+    cancel: Event | None,
+    chunk_bytes: int,
+) -> Part:
+    """Write the part of this number, which is the rank's own or that of what is frozen."""
+    layout, is_own = plan.layout, number == plan.layout.rank
     with without_gc():
-        laid = layout.laid
-    part = part_name(layout.rank, layout.world_size)
+        laid = layout.laid if is_own else layout.laid_frozen
+    tensors = plan.tensors if is_own else plan.frozen
+    assert tensors is not None, "nothing that is stored is copied"
+    part = part_name(number, layout.world_size)
     name = tensors_name(part)
+    files: dict[str, FileEntry] = {}
     file = ChecksummedFile(folder / name, storage=storage, cancel=cancel, chunk_bytes=chunk_bytes)
     try:
         file.write(laid.header)
-        tensors = (plan.tensors[number] for number in laid.order)
-        for data in packed(tensors, gather_bytes=min(GATHER_BYTES, chunk_bytes)):
+        ordered = (tensors[place] for place in laid.order)
+        for data in packed(ordered, gather_bytes=min(GATHER_BYTES, chunk_bytes)):
             file.write(data)
         # while the disk takes the tensors
         with without_gc():
             texts = {
                 index_name(part): index_text(
-                    laid, rank=layout.rank, own=plan.own, blocks=file.blocks
+                    laid,
+                    rank=number,
+                    own=plan.own if is_own else {},
+                    blocks=file.blocks,
+                    fingerprint="" if is_own else plan.fingerprint,
                 )
             }
-            if layout.rank == 0:
+            if number == 0:
                 texts[SHARED_JSON] = shared_text(plan)
-            tally = layout.tally
+            tally = layout.tally if is_own else 0
         files[name] = file.finish()
     finally:
         file.abandon()

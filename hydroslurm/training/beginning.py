@@ -197,6 +197,7 @@ class Beginning(ABC):
                 loading.enter_context(store.pins.holding())
             resumed = self._go_on(may_load=may_load, seen=seen)
         self._watch.begin(self._step, in_loop=not may_load)
+        self._script_state.follow_frozen()
         self._has_begun = True
         return resumed
 

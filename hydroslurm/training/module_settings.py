@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from hydroslurm.checkpoint.tree import is_dtensor
 from hydroslurm.training.attributes import is_of_library
 from hydroslurm.training.objects import bare
 
@@ -29,6 +31,7 @@ class ModuleSettings:
         self._before: dict[str, dict[str, Any]] = {}
         self._restored: dict[str, set[str]] = {}
         self._modes: dict[str, bool] = {}
+        self._versions: dict[int, int] = {}
 
     def remember(self) -> None:
         """What will not have changed from now on is as the script makes it."""
@@ -61,6 +64,25 @@ class ModuleSettings:
                     setattr(one, name, value)
                     if name == "training":
                         self._modes[place] = value
+
+    def begin(self) -> None:
+        """The first step comes next: from here on a frozen weight does not change."""
+        self._versions.clear()
+        self.frozen()
+
+    def frozen(self) -> set[int]:
+        """Where in memory the weights are that are not trained, and that nothing else has changed
+        since they were seen here first, as it would a teacher's."""
+        found = set()
+        for model in self._models().values():
+            for weight in bare(model).parameters():
+                if weight.requires_grad or is_lazy(weight):
+                    continue
+                local = weight.to_local() if is_dtensor(weight) else weight
+                place, version = local.data_ptr(), weight._version
+                if self._versions.setdefault(place, version) == version:
+                    found.add(place)
+        return found
 
     def _now(self) -> Iterator[tuple[str, dict[str, Any]]]:
         trains = {name: bare(model).training for name, model in self._models().items()}

@@ -279,7 +279,7 @@ class Saving(Beginning):
         if self._rank_group.rank == 0 and (message := self._folder.look()):
             notice(message)
         own = self._saves.evaluation or self._own_state()
-        return State(shared=self._objects.states(), own=own)
+        return State(shared=self._objects.states(), own=own, frozen=self._script_state.frozen())
 
     def _own_state(self) -> Mapping[str, Any]:
         return self._with_script(self._position())

@@ -42,9 +42,18 @@ class ScriptState:
             one.remember()
 
     def begin(self) -> None:
-        """As :meth:`Attributes.begin`."""
+        """As :meth:`Attributes.begin`, and :meth:`ModuleSettings.begin`."""
+        self._settings.begin()
         for one in self._objects.values():
             one.begin()
+
+    def follow_frozen(self) -> None:
+        """As :meth:`ModuleSettings.begin`."""
+        self._settings.begin()
+
+    def frozen(self) -> set[int]:
+        """As :meth:`ModuleSettings.frozen`."""
+        return self._settings.frozen()
 
     def unsaved(self) -> list[str]:
         """As :meth:`Attributes.unsaved`."""

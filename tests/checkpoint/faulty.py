@@ -56,6 +56,10 @@ class CountingStorage(LocalStorage):
         self.reach("rename")
         super().rename(source, target)
 
+    def link(self, source: Path, target: Path) -> None:
+        self.reach("link")
+        super().link(source, target)
+
     def fsync_dir(self, path: Path) -> None:
         self.reach("fsync_dir")
         super().fsync_dir(path)
@@ -120,6 +124,7 @@ class _Name:
     inode: int
     homes: set[int]
     before: tuple[int, str] | None  # folder and name that it was renamed from, None when new
+    link: str = ""  # the name itself, where the inode has another one
 
 
 class PowerCutStorage(CountingStorage):
@@ -150,6 +155,9 @@ class PowerCutStorage(CountingStorage):
                 os.truncate(path, path.stat().st_size // 3)
         for name in reversed(self._names) if names else ():
             path = _find(folder, name.inode)
+            if name.link:
+                home = _find(folder, next(iter(name.homes)))
+                path = None if home is None else home / name.link
             if path is None:
                 continue
             if name.before is None:
@@ -179,6 +187,10 @@ class PowerCutStorage(CountingStorage):
         super().rename(source, target)
         homes = {before[0], _inode(target.parent)}
         self._names.append(_Name(_inode(target), homes, before))
+
+    def link(self, source: Path, target: Path) -> None:
+        super().link(source, target)
+        self._names.append(_Name(_inode(target), {_inode(target.parent)}, None, target.name))
 
     def fsync_dir(self, path: Path) -> None:
         super().fsync_dir(path)

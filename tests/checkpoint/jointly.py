@@ -67,13 +67,16 @@ def rounds(folder: Path, faults: list[tuple[str, int, Fault]]) -> int:
 
 
 def calls_of(folder: Path, rank: int) -> int:
-    """How many I/O calls a rank makes in a save."""
+    """How many I/O calls a rank makes in a save, when there are checkpoints before it."""
     storage = CountingStorage()
-    folder.mkdir(parents=True)  # as in the rounds, where there is a checkpoint before
+    folder.mkdir(parents=True)
+    for step in (1, 2):
+        ended = together(RANKS, lambda p: save(folder, p, step, CountingStorage(), "s"))  # noqa: B023
+        assert ended == [COMMITTED] * RANKS
 
     def work(peers: PipePeers) -> None:
         mine = storage if peers.rank == rank else CountingStorage()
-        assert save(folder, peers, 1, mine, "count") == COMMITTED
+        assert save(folder, peers, 3, mine, "count") == COMMITTED
         if peers.rank == rank:
             (folder / "calls").write_text(str(len(storage.calls)))
 

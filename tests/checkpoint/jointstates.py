@@ -24,16 +24,19 @@ Fault = Callable[[PipePeers], Storage]
 
 def joint_state(step: int, rank: int) -> State:
     """What the ranks share is the same on all; a part of it is large enough to be divided."""
-    state = state_of(step)
+    state = state_of(step, base=True)
     generator = torch.Generator().manual_seed(step + 1)
     large = {f"w{n}": torch.randn(130 + n, 130, generator=generator) for n in range(4)}
     shared = {**state.shared, "large": {**large, "tied": large["w1"], "t": large["w2"].t()}}
-    return State(shared=shared, own={**state_of(100 * step + rank).own, "rank": rank})
+    own = {**state_of(100 * step + rank).own, "rank": rank}
+    return State(shared=shared, own=own, frozen=state.frozen)
 
 
 def save(folder: Path, peers: PipePeers, step: int, storage: Storage, topic: str) -> int:
     """One rank's save; how it ended, which is also looked up in the words."""
     store = CheckpointStore(folder, storage=storage, peers=peers, patience_s=60)
+    for before in CheckpointStore(folder).committed():
+        store.continues_from(before)
     try:
         found = store.write(joint_state(step, peers.rank), step=step, kind="periodic", topic=topic)
     except SaveAbandoned:

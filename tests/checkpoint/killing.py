@@ -1,7 +1,7 @@
 """A program that has saves killed at every I/O call, and looks at what is left after each kill.
 
-    killing.py FOLDER calls save|save_and_prune|adopt|replace    a line "killed N CALL" per kill
-    killing.py FOLDER moments COUNT SEED                         real kills at any moment
+    killing.py FOLDER calls save|save_and_prune|adopt|replace|link   a line "killed N" per kill
+    killing.py FOLDER moments COUNT SEED                             real kills at any moment
 
 It loads torch once and forks: the child saves and dies, the parent looks. Ends with "done N", or
 with an assertion that says what was found.
@@ -55,6 +55,20 @@ def replace(folder: Path, storage: Storage, step: int) -> None:
         CheckpointStore(folder).write(state_of(step), step=step, kind="periodic")
         (damaged / "shared.json").write_text("{}")
     CheckpointStore(folder, storage=storage).write(state_of(step), step=step, kind="periodic")
+
+
+def link(folder: Path, storage: Storage, step: int) -> None:
+    """Save with a base model that the checkpoint before has."""
+    store = CheckpointStore(folder, storage=storage, chunk_bytes=CHUNK_BYTES)
+    *_, one, two = (None, *CheckpointStore(folder).committed())
+    for before in filter(None, (one, two)):
+        store.continues_from(before)
+    written = store.write(state_of(step, base=True), step=step, kind="periodic")
+    names = [name for name in written.manifest.files if name.startswith("frozen-")]
+    assert len(names) == 2
+    if one is not None and one.step and written.path != two.path:  # the first one has none
+        assert all((one.path / name).samefile(written.path / name) for name in names)
+    store.prune(keep=2, keep_stop=0)
 
 
 def at_every_call(folder: Path, doing: Save) -> int:
@@ -134,7 +148,7 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     where = Path(sys.argv[1])
     if sys.argv[2] == "calls":
-        ways = {way.__name__: way for way in (save, save_and_prune, adopt, replace)}
+        ways = {way.__name__: way for way in (save, save_and_prune, adopt, replace, link)}
         print("done", at_every_call(where, ways[sys.argv[3]]))
     else:
         print("done", at_any_moment(where, count=int(sys.argv[3]), seed=int(sys.argv[4])))

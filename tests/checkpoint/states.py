@@ -20,12 +20,19 @@ from hydroslurm.checkpoint.tree import decode
 from hydroslurm.checkpoint.write_plan import WritePlan, divide
 
 
-def state_of(step: int, *, width: int = 48) -> State:
-    """A small training's state at a step; the same step gives the same bits."""
+def state_of(step: int, *, width: int = 48, base: bool = False) -> State:
+    """A small training's state at a step; the same step gives the same bits.
+
+    Args:
+        base: with a frozen base model, the same at all steps.
+    """
     generator = torch.Generator().manual_seed(step)
     weight = torch.randn(width, width, generator=generator)
+    frozen = {"w": torch.arange(20_000.0), "b": torch.ones(300, 90).t()} if base else {}
     return State(
+        frozen={one.data_ptr() for one in frozen.values()},
         shared={
+            **({"base": frozen} if base else {}),
             "model": {"weight": weight, "bias": weight[0].clone(), "tied": weight},
             "optimizer": {
                 "state": {0: {"step": torch.tensor(float(step)), "exp_avg": weight * 2}},
@@ -82,7 +89,8 @@ def seal(folder: Path, change: Callable[[dict[str, Any]], object] = dict.items) 
 
 def holds(store: CheckpointStore, checkpoint: Checkpoint, step: int) -> bool:
     """Whether a checkpoint has the state of a step, bit for bit."""
-    loaded, wanted = store.load(checkpoint), state_of(step)
+    loaded = store.load(checkpoint)
+    wanted = state_of(step, base="base" in loaded.shared)
     return same(loaded.shared, wanted.shared) and same(loaded.own, wanted.own)
 
 

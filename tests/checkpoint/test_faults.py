@@ -24,19 +24,23 @@ LIMIT = 500
 
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for-good"])
 @pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
-def test_failure_at_every_call(quick_folder: Path, number: int, for_good: bool) -> None:
+@pytest.mark.parametrize("base", [False, True], ids=["written", "linked"])
+def test_failure_at_every_call(quick_folder: Path, base: bool, number: int, for_good: bool) -> None:
     """Whichever call of a save fails, once or from then on: SaveFailed says so, the state before
-    or the new one loads, no descriptor stays open, and the next save works."""
+    or the new one loads, no descriptor stays open, and the next save works; also where files of the
+    checkpoint before are linked."""
     folder = quick_folder / "checkpoints"
     good = CheckpointStore(folder)
-    good.write(state_of(0), step=0, kind="periodic")
+    good.write(state_of(0, base=base), step=0, kind="periodic")
     open_before = _open_files()
     for at in range(1, LIMIT):
         storage = failing(at, number, for_good=for_good)
         store = CheckpointStore(folder, storage=storage, chunk_bytes=16384)
+        for before in good.committed():
+            store.continues_from(before)
         said = None
         try:
-            store.write(state_of(at), step=at, kind="periodic")
+            store.write(state_of(at, base=base), step=at, kind="periodic")
         except SaveFailed as error:
             said = str(error)
         assert said is None or f"step {at} could not be saved" in said
@@ -46,8 +50,9 @@ def test_failure_at_every_call(quick_folder: Path, number: int, for_good: bool) 
         assert holds(good, found, found.step)
         assert _open_files() == open_before
         if len(storage.calls) < at:
+            assert ("link" in storage.calls) == base
             return
-        good.write(state_of(at), step=at, kind="periodic")
+        good.write(state_of(at, base=base), step=at, kind="periodic")
         good.prune(keep=1)
     pytest.fail(f"a save makes more than {LIMIT} calls")
 

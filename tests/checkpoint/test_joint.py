@@ -75,4 +75,4 @@ def test_scene(quick_folder: Path, scene: str) -> None:
 def test_all_choose_the_same(quick_folder: Path) -> None:
     """The newest good checkpoint is agreed on; one damaged byte in any file is found by the ranks
     together, and costs one warning and a fallback."""
-    assert run(quick_folder, PROGRAM, "choosing") == 8  # files
+    assert run(quick_folder, PROGRAM, "choosing") == 12  # files

@@ -83,7 +83,7 @@ def test_from_the_future(honest: bool) -> None:
 def test_from_the_past() -> None:
     """An older schema is told with what can still read it; a damaged one is only damaged."""
     old = replace(ONE, schema=1).to_json()
-    with pytest.raises(CheckpointTooOld, match=r"reads schema 2 only\. Finish the run with "):
+    with pytest.raises(CheckpointTooOld, match=r"reads schema 2 and newer\. Finish the run with "):
         Manifest.from_json(old, where=Path("m"))
     with pytest.raises(CheckpointCorrupt):
         Manifest.from_json(old.replace('"step": 12', '"step": 13'), where=Path("m"))
@@ -95,7 +95,7 @@ def test_a_checkpoint_from_the_future_is_passed_over(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         done = store.write(State({"a": step}, {}), step=step, kind="periodic")
     file = done.path / manifest.NAME
-    file.write_text(file.read_text().replace(f'"schema": {manifest.SCHEMA}', '"schema": 7'))
+    file.write_text(file.read_text().replace(f'"schema": {manifest.OLDEST}', '"schema": 7'))
     assert isinstance(store.problems()[done.path], CheckpointTooNew)
     with pytest.raises(CheckpointTooNew):
         store.verify(done)

@@ -22,9 +22,11 @@ CUTS = 400
 """More than the calls of any save here."""
 
 
-def saves(folder: Path, storage: PowerCutStorage) -> None:
+def saves(folder: Path, storage: PowerCutStorage, *, base: bool = False) -> None:
     store = CheckpointStore(folder, storage=storage)
-    store.write(state_of(2), step=2, kind="periodic")
+    for before in CheckpointStore(folder).committed() if base else ():
+        store.continues_from(before)
+    store.write(state_of(2, base=base), step=2, kind="periodic")
     store.prune(keep=1)
 
 
@@ -34,17 +36,21 @@ def first_saves(folder: Path, storage: PowerCutStorage) -> None:
     )
 
 
+@pytest.mark.parametrize("base", [False, True], ids=["written", "linked"])
 @pytest.mark.parametrize("names", [True, False], ids=["names-lost", "contents-lost"])
-def test_power_cut_at_every_call(quick_folder: Path, names: bool) -> None:
+def test_power_cut_at_every_call(quick_folder: Path, names: bool, base: bool) -> None:
     """Without power from any call on, an old or the new state loads, and what write() returned is
-    never lost."""
+    never lost; also where files of the checkpoint before are linked."""
     before = quick_folder / "before"
     for step in (0, 1):
-        CheckpointStore(before).write(state_of(step), step=step, kind="periodic")
+        CheckpointStore(before).write(state_of(step, base=base), step=step, kind="periodic")
     for cut in range(1, CUTS):
         folder = shutil.copytree(before, quick_folder / str(cut))
         storage = PowerCutStorage(cut)
-        survived = cut_short(lambda folder=folder, storage=storage: saves(folder, storage))
+        survived = cut_short(
+            lambda folder=folder, storage=storage: saves(folder, storage, base=base)
+        )
+        assert ("link" in storage.calls) == base or not survived
         storage.lose(folder, names=names)
         store = CheckpointStore(folder)
         found = newest_in(store)

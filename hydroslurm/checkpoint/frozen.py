@@ -1,0 +1,253 @@
+"""What no optimizer changes, such as the base model under a LoRA: written twice, then linked.
+
+It has files of its own. The next checkpoint gives those of the last but one another name (a hard
+link) while the values are the same, by a fingerprint that is made of them anew for each save:
+libraries change frozen weights for a while, and put back nearly what was there. So each checkpoint
+has all its files, any other may be removed, and none shares a file with the one before it, which is
+there for the case that it is damaged.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from isal.isal_zlib import crc32
+
+from hydroslurm.checkpoint.catalog import Checkpoint
+from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES, compare, copy_file, read_checked
+from hydroslurm.checkpoint.manifest import FileEntry
+from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.checkpoint.tensor_bytes import bytes_of
+from hydroslurm.checkpoint.tensor_file import (
+    frozen_part,
+    index_name,
+    is_frozen_file,
+    parse,
+    part_name,
+    tensors_name,
+)
+from hydroslurm.checkpoint.write_plan import WritePlan
+from hydroslurm.errors import CheckpointError
+
+_NO_LINK = (
+    errno.EPERM,
+    errno.EACCES,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EMLINK,
+    errno.EXDEV,
+)
+"""What file systems report that make no hard links, or none of this file."""
+
+_NOTED = 8
+"""Checkpoints that are remembered: more than are kept."""
+
+_AT_A_TIME = 1 << 20
+"""Numbers of eight bytes that an accelerator mixes at a time, with a few copies of them."""
+
+
+def names_of(rank: int, world_size: int) -> tuple[str, str]:
+    """A rank's two files of what is frozen: the index, and the tensors."""
+    part = part_name(frozen_part(rank), world_size)
+    return index_name(part), tensors_name(part)
+
+
+class FrozenFiles:
+    """Those in the checkpoints of a folder. For one rank, whose threads may share it."""
+
+    def __init__(self, rank: int, storage: Storage) -> None:
+        self._rank = rank
+        self._storage = storage
+        self._noted: tuple[Checkpoint, ...] = ()
+        self._fingerprints: Mapping[Path, str] = {}
+        self._can_link = True
+
+    def note(self, checkpoint: Checkpoint, *, fingerprint: str | None = None) -> None:
+        """A checkpoint of the folder; with the fingerprint of what is frozen in it, if that is
+        known."""
+        others = (one for one in self._noted if one.path != checkpoint.path)
+        newest_first = sorted((checkpoint, *others), key=lambda one: one.key, reverse=True)
+        self._noted = tuple(newest_first[:_NOTED])
+        known = {checkpoint.path: fingerprint} if fingerprint is not None else {}
+        paths = {one.path for one in self._noted}
+        self._fingerprints = {
+            path: one for path, one in {**self._fingerprints, **known}.items() if path in paths
+        }
+
+    def have(self, plan: WritePlan) -> bool:
+        """Whether there are some that hold what is frozen in a state, and can be linked."""
+        return self._can_link and any(self._of(plan, one) for one in self._apart())
+
+    def put(
+        self, folder: Path, plan: WritePlan, *, cancel: threading.Event | None
+    ) -> dict[str, FileEntry]:
+        """Put those that hold what is frozen in a state into a folder, as links. Nothing is put
+        where it can be written; where it is in no memory any more, it is copied.
+
+        Raises:
+            OSError: a call failed. CheckpointCorrupt: one is not what was written. SaveAbandoned:
+                ``cancel`` was set.
+        """
+        for source in (*self._apart(), *(self._noted[:1] if plan.frozen is None else ())):
+            files = self._of(plan, source)
+            try:
+                for name, entry in files.items():
+                    if self._link(source, folder, name):
+                        continue
+                    if plan.frozen is not None:
+                        return {}
+                    path = source.path / name
+                    seen = copy_file(path, folder / name, storage=self._storage, cancel=cancel)
+                    compare(path, entry, seen)
+            except FileNotFoundError:  # somebody has removed that checkpoint
+                self._noted = tuple(one for one in self._noted if one is not source)
+                for name in files:
+                    with suppress(FileNotFoundError):
+                        self._storage.unlink(folder / name)
+                continue
+            if files:
+                return files
+        if plan.frozen is None:
+            raise FileNotFoundError(errno.ENOENT, "the files of what is frozen are gone")
+        return {}
+
+    def link(self, folder: Path, name: str, entry: FileEntry) -> bool:
+        """Link the file of this name into a folder. False if there is none that is frozen and like
+        ``entry``, or the file system makes no links.
+
+        Raises:
+            OSError: the call failed.
+        """
+        if is_frozen_file(name):
+            for source in self._apart():
+                if source.manifest.files.get(name) == entry:
+                    with suppress(FileNotFoundError):  # somebody has removed that checkpoint
+                        return self._link(source, folder, name)
+        return False
+
+    def _apart(self) -> Iterator[Checkpoint]:
+        """The checkpoints that do not share their files with the newest one: what damages one of
+        two leaves the other."""
+        if not self._can_link or not self._noted:
+            return
+        newest, *others = self._noted
+        taken = _inode(newest.path / self._tensors_name(newest))
+        for one in others:
+            inode = _inode(one.path / self._tensors_name(one))
+            if inode is not None and inode != taken:
+                yield one
+
+    def _link(self, source: Checkpoint, folder: Path, name: str) -> bool:
+        """False where the file system makes no links; raises OSError."""
+        try:
+            if self._can_link:
+                self._storage.link(source.path / name, folder / name)
+        except OSError as error:
+            if error.errno not in _NO_LINK:
+                raise
+            self._can_link = False
+        return self._can_link
+
+    def _of(self, plan: WritePlan, checkpoint: Checkpoint) -> dict[str, FileEntry]:
+        """The two in a checkpoint that hold what is frozen in a state; none if they do not."""
+        names = names_of(self._rank, plan.layout.world_size)
+        try:
+            files = {name: checkpoint.manifest.files.get(name) for name in names}
+            known = {name: entry for name, entry in files.items() if entry is not None}
+            if len(known) < len(names) or not plan.fingerprint:
+                return {}
+            if checkpoint.path not in self._fingerprints:
+                text = read_checked(
+                    checkpoint.path / names[0], known[names[0]], storage=self._storage
+                )
+                self._fingerprints = {
+                    **self._fingerprints,
+                    checkpoint.path: str(parse(text).get("fingerprint")),
+                }
+            is_same = self._fingerprints[checkpoint.path] == plan.fingerprint
+        except (CheckpointError, ValueError):
+            return {}
+        return known if is_same else {}
+
+    def _tensors_name(self, checkpoint: Checkpoint) -> str:
+        return names_of(self._rank, checkpoint.manifest.world_size)[1]
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    """None if there is no such file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def with_fingerprint(plan: WritePlan) -> WritePlan:
+    """A plan that has one, if anything in it is frozen."""
+    if not plan.frozen or plan.fingerprint:
+        return plan
+    return replace(plan, fingerprint=fingerprint(plan))
+
+
+def fingerprint(plan: WritePlan) -> str:
+    """Of what is frozen in a state: where it belongs, and all its values.
+
+    On the CPU it is made of the same checksums as those of files, one for each block; on an
+    accelerator of a sum of mixed numbers, so that the values need not be copied.
+    """
+    assert plan.frozen is not None
+    laid = plan.layout.laid_frozen
+    digest = hashlib.blake2b(laid.chunks, digest_size=16)
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in (plan.frozen[number].detach() for number in laid.order):
+        if tensor.is_cpu:
+            data = bytes_of(tensor.contiguous())
+            for start in range(0, len(data), BLOCK_BYTES):
+                digest.update(crc32(data[start : start + BLOCK_BYTES]).to_bytes(4, "big"))
+        else:
+            sums.setdefault(tensor.device, []).append(mixed(tensor))
+    for of_device in sums.values():
+        digest.update(bytes_of(torch.stack(of_device).cpu()))
+    return digest.hexdigest()
+
+
+_GOLDEN, _FIRST, _SECOND = (
+    constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+def mixed(tensor: torch.Tensor) -> torch.Tensor:
+    """64 bits of the values of a tensor and their places, as a tensor on its device: the sum,
+    modulo 2**64, of what SplitMix64 makes of each eight bytes and their number (Steele, Lea and
+    Flood, "Fast splittable pseudorandom number generators", 2014)."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    padded = flat.numel() % 8
+    words = flat[: flat.numel() - padded].view(torch.int64)
+    rest = torch.zeros(8, dtype=torch.uint8, device=flat.device)
+    rest[:padded] = flat[flat.numel() - padded :]
+    total = _mixed(rest.view(torch.int64), first=words.numel())
+    for first in range(0, words.numel(), _AT_A_TIME):
+        total += _mixed(words[first : first + _AT_A_TIME], first=first)
+    return total
+
+
+def _mixed(words: torch.Tensor, *, first: int) -> torch.Tensor:
+    mix = torch.arange(first + 1, first + 1 + words.numel(), device=words.device)
+    mix.mul_(_GOLDEN).add_(words)
+    mix.bitwise_xor_(_shifted(mix, 30)).mul_(_FIRST)
+    mix.bitwise_xor_(_shifted(mix, 27)).mul_(_SECOND)
+    return mix.bitwise_xor_(_shifted(mix, 31)).sum()
+
+
+def _shifted(numbers: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, as of numbers without a sign."""
+    return (numbers >> by).bitwise_and_((1 << (64 - by)) - 1)

@@ -1,0 +1,387 @@
+"""What is frozen is written once, and linked into the checkpoints that follow."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint.faulty import CountingStorage
+from checkpoint.states import newest_in, same
+
+from hydroslurm.checkpoint.export import export
+from hydroslurm.checkpoint.frozen import fingerprint, mixed
+from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
+from hydroslurm.checkpoint.saver import Saver
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+from hydroslurm.checkpoint.write_plan import divide
+from hydroslurm.core.memory import Room
+from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, SaveFailed
+
+FILES = ("frozen-00000.json", "frozen-00000.safetensors")
+
+
+class Training:
+    """Of a small part above a frozen base model."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.base = {
+            "w": torch.randn(300, 200, generator=generator),
+            "t": torch.randn(200, 300, generator=generator).to(torch.bfloat16).t(),
+            "small": torch.arange(3.0),
+        }
+        self.adapter = torch.zeros(200, 100)
+        self.frozen = {one.data_ptr() for one in self.base.values()}
+
+    def state(self, step: int) -> State:
+        self.adapter.fill_(step)
+        shared = {"model": {**self.base, "adapter": self.adapter}, "step": step}
+        return State(shared=shared, own={"n": step}, frozen=self.frozen)
+
+    def is_in(self, store: CheckpointStore, found: Checkpoint, step: int) -> bool:
+        loaded, wanted = store.load(found), self.state(step)
+        return same(loaded.shared, wanted.shared) and same(loaded.own, wanted.own)
+
+
+def write(store: CheckpointStore, training: Training, step: int) -> Checkpoint:
+    return store.write(training.state(step), step=step, kind="periodic")
+
+
+def linked(*all_of_them: Checkpoint) -> list[list[int]]:
+    """Of each checkpoint the numbers of the earlier ones whose files of what is frozen it has; no
+    other file is shared."""
+    found = []
+    for number, one in enumerate(all_of_them):
+        shared = {
+            before: [name for name in one.manifest.files if _is_same(one, other, name)]
+            for before, other in enumerate(all_of_them[:number])
+        }
+        assert all(names in ([], list(FILES)) for names in map(sorted, shared.values()))
+        found.append([before for before, names in shared.items() if names])
+    return found
+
+
+def _is_same(one: Checkpoint, two: Checkpoint, name: str) -> bool:
+    return (two.path / name).exists() and (one.path / name).samefile(two.path / name)
+
+
+def test_written_twice(tmp_path: Path) -> None:
+    """From the third on a checkpoint has the files of the last but one, and writes what is trained;
+    each loads when the others are removed."""
+    store, training = CheckpointStore(tmp_path), Training()
+    found = [write(store, training, step) for step in range(6)]
+    assert linked(*found) == [[], [], [0], [1], [0, 2], [1, 3]]
+    assert {one.manifest.schema for one in found} == {3}
+    frozen_bytes = 300 * 200 * 4 + 200 * 300 * 2
+    sizes = [one.manifest.state_bytes for one in found]
+    assert sizes == [sizes[5] + frozen_bytes] * 2 + [sizes[5]] * 4
+    for one in found[:5]:
+        assert training.is_in(store, one, one.step)
+        shutil.rmtree(one.path)
+    store.verify(found[5])
+    assert training.is_in(store, found[5], 5)
+
+
+def test_one_that_is_kept_has_the_other_files(tmp_path: Path) -> None:
+    """Whatever retention removes, no checkpoint has the files of the newest one before it; so one
+    that is damaged leaves the one before it whole."""
+    store, training = CheckpointStore(tmp_path), Training()
+    saver = Saver(store, on_save_error="fail")
+    kinds = ("periodic", "stop", "periodic", "periodic", "stop", "periodic", "stop")
+    for step, kind in enumerate(kinds):
+        saver.save(training.state(step), step=step, kind=kind)
+        last_two = store.committed()[-2:]
+        assert linked(*last_two)[1:] == [[]] * (len(last_two) - 1)
+        assert all(training.is_in(store, one, one.step) for one in last_two)
+    saver.close()
+
+
+def test_a_resumed_run_links(tmp_path: Path) -> None:
+    """The next attempt links what the last ones have, also where each of them saves only once."""
+    training, found = Training(), []
+    for step in range(5):
+        store = CheckpointStore(tmp_path)
+        saver = Saver(store, keep_stop=9)
+        if found:
+            saver.continues_from(found[-1])
+        saved = saver.save_by(lambda: training.state(step), step=step, deadline_mono_s=1e12)  # noqa: B023
+        assert saved.checkpoint is not None
+        found.append(saved.checkpoint)
+    assert linked(*found) == [[], [], [0], [1], [0, 2]]
+    assert training.is_in(store, found[-1], 4)
+
+
+def test_a_run_that_does_not_resume_links_nothing(tmp_path: Path) -> None:
+    """What it has not loaded may be another model's."""
+    training = Training()
+    found = [write(CheckpointStore(tmp_path), training, step) for step in range(3)]
+    assert linked(*found) == [[], [], []]
+
+
+def test_nothing_is_taken_from_beside_a_damaged_one(tmp_path: Path) -> None:
+    """A run that had to pass over a checkpoint writes what is frozen anew: an older one may have
+    the same damaged file."""
+    store, training = CheckpointStore(tmp_path), Training()
+    found = [write(store, training, step) for step in range(5)]
+    with (found[0].path / FILES[1]).open("r+b") as file:  # 2 and 4 have it, too
+        file.write(b"\xff" * 1000)
+    again = CheckpointStore(tmp_path)
+    with pytest.warns(RuntimeWarning, match="step-000000004.*continues from .*step-000000003"):
+        newest = newest_in(again)
+    assert newest is not None
+    saver = Saver(again, keep=9)
+    saver.continues_from(newest)
+    for step in (5, 6, 7):
+        saver.save(training.state(step), step=step)
+    assert linked(*found, *again.committed()[-3:])[-3:] == [[], [1, 3], [5]]
+    assert training.is_in(again, again.committed()[-1], 7)
+
+
+@pytest.mark.parametrize("change", ["value", "thawed", "more", "shape"])
+def test_what_changes_is_written(tmp_path: Path, change: str) -> None:
+    """A value that changes behind torch's back, a weight that is trained from now on, and one that
+    is frozen from now on: nothing old is taken for it."""
+    store, training = CheckpointStore(tmp_path), Training()
+    before = [write(store, training, step) for step in (1, 2)]
+    if change == "value":
+        training.base["t"].data[-1, -1] += 1
+    elif change == "thawed":
+        training.frozen.discard(training.base["w"].data_ptr())
+        training.base["w"].add_(1)
+    elif change == "more":
+        training.frozen.add(training.adapter.data_ptr())
+    else:
+        training.base["w"] = training.base["w"].view(200, 300)
+        training.frozen.add(training.base["w"].data_ptr())
+    after = [write(store, training, step) for step in (3, 4, 5)]
+    assert linked(*before, *after) == [[], [], [], [], [] if change == "more" else [2]]
+    for one in (*before, *after):
+        if one in after or change == "thawed":
+            store.verify(one)
+    assert training.is_in(store, after[-1], 5)
+
+
+def test_the_state_may_change_while_a_save_runs(tmp_path: Path) -> None:
+    """A periodic save has copies of what is not stored yet, and none of what is."""
+    store, training = CheckpointStore(tmp_path), Training()
+    told: list[SaveEvent] = []
+    saver = Saver(store, keep=9, tell=told.append, on_save_error="fail")
+    saver.reserve(training.state(0))
+    before = training.base["w"].clone()
+    for step in range(4):
+        saver.start(training.state(step), step=step)
+        training.base["w"].data.zero_()  # merged for a moment
+        assert saver.wait()
+        training.base["w"].data.copy_(before)
+    saver.close()
+    found = store.committed()
+    assert linked(*found) == [[], [], [0], [1]]
+    assert all(training.is_in(store, one, one.step) for one in found)
+    sizes = [one.state_bytes for one in told if one.kind is SaveEventKind.COMMITTED]
+    assert sizes == [one.manifest.state_bytes for one in found]
+    assert sizes[0] == sizes[1] > 4 * sizes[2]
+
+
+def test_without_memory_for_a_copy(tmp_path: Path) -> None:
+    """What is frozen is written as it lies there while the training waits, as often as it is
+    written."""
+    store, training = CheckpointStore(tmp_path), Training()
+    told: list[SaveEvent] = []
+    machine = Room(200_000, 10**6, 0, "a machine")
+    saver = Saver(store, tell=told.append, on_save_error="fail", room=lambda: machine)
+    for step in range(4):
+        saver.start(training.state(step), step=step)
+        saver.wait()
+    saver.close()
+    assert [one.step for one in told if one.kind is SaveEventKind.NOT_COPIED] == [0, 1]
+    last = store.committed()[-1]
+    assert training.is_in(store, last, 3)
+
+
+def test_checkpoints_that_are_removed(tmp_path: Path) -> None:
+    """Somebody removes them: the next save writes everything. While a periodic save runs, which has
+    no copy of what is frozen, that save fails, and the next one writes everything."""
+    gone = threading.Event()
+
+    def before(_: int, name: str) -> None:
+        if name == "mkdir" and gone.is_set():
+            for one in tmp_path.glob("step-*"):
+                shutil.rmtree(one)
+
+    training = Training()
+    store = CheckpointStore(tmp_path, storage=CountingStorage(before))
+    saver = Saver(store, on_save_error="fail")
+    for step in (1, 2, 3):
+        saver.save(training.state(step), step=step)
+    for one in store.committed():
+        shutil.rmtree(one.path)
+    saver.start(training.state(4), step=4)
+    saver.wait()
+    for step in (5, 6):
+        saver.save(training.state(step), step=step)
+    gone.set()
+    saver.start(training.state(7), step=7)
+    saver.wait()
+    with pytest.raises(SaveFailed, match=r"step 7 could not be saved.* of what is frozen are gone"):
+        saver.poll()
+    gone.clear()
+    saver.start(training.state(8), step=8)
+    saver.wait()
+    (last,) = store.committed()
+    assert training.is_in(store, last, 8)
+    saver.save(training.state(9), step=9)
+    gone.set()
+    found = saver.save(training.state(10), step=10, kind="stop").checkpoint
+    gone.clear()
+    assert found is not None
+    assert training.is_in(store, found, 10)
+
+
+class WithoutLinks(CountingStorage):
+    def link(self, source: Path, target: Path) -> None:
+        self.reach("link")
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(target))
+
+
+@pytest.mark.parametrize("how", ["start", "save"])
+def test_a_file_system_without_links(tmp_path: Path, how: str) -> None:
+    """It is asked once; the checkpoints are whole, from copies or from memory."""
+    storage, training = WithoutLinks(), Training()
+    store = CheckpointStore(tmp_path, storage=storage)
+    saver = Saver(store, keep=9, on_save_error="fail")
+    for step in range(5):
+        getattr(saver, how)(training.state(step), step=step)
+        saver.wait()
+    saver.close()
+    assert storage.calls.count("link") == 1
+    assert linked(*store.committed()) == [[]] * 5
+    assert all(training.is_in(store, one, one.step) for one in store.committed())
+
+
+def test_through_the_fast_tier(tmp_path: Path) -> None:
+    """Each tier links its own; the copy to the durable one does not write what that has."""
+    training, storage = Training(), CountingStorage()
+    durable = CheckpointStore(tmp_path / "durable", storage=storage)
+    fast = CheckpointStore(tmp_path / "fast")
+    saver = Saver(durable, fast=fast, keep=9, on_save_error="fail")
+    writes = []
+    for step in range(4):
+        storage.calls.clear()
+        saver.save(training.state(step), step=step)
+        writes.append(storage.calls.count("create"))
+    saver.close()
+    assert writes == [6, 6, 4, 4]
+    assert linked(*durable.committed()) == [[], [], [0], [1]]
+    assert linked(*fast.committed()) == [[], []]
+    assert all(training.is_in(durable, one, one.step) for one in durable.committed())
+    assert all(training.is_in(fast, one, one.step) for one in fast.committed())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_found(tmp_path: Path, name: str) -> None:
+    """As of any other file, in those checkpoints that share it."""
+    store, training = CheckpointStore(tmp_path), Training()
+    first, whole, last = (write(store, training, step) for step in (1, 2, 3))
+    with (first.path / name).open("r+b") as file:
+        file.seek(-9, os.SEEK_END)
+        file.write(b"\xff")
+    for one in (first, last):
+        with pytest.raises(CheckpointCorrupt, match=name):
+            store.verify(one)
+        with pytest.raises(CheckpointCorrupt, match=name):
+            store.load(one)
+    assert training.is_in(store, whole, 2)
+
+
+def test_exported(tmp_path: Path) -> None:
+    """For other programs it is part of the model as before."""
+    store, training = CheckpointStore(tmp_path / "c"), Training()
+    *_, last = (write(store, training, step) for step in range(3))
+    export(last, tmp_path / "model.pt", only=["model"])
+    found = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert same(dict(found), {**training.base, "adapter": training.adapter})
+
+
+def test_an_older_release_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not know these files does not take the checkpoint for a damaged one; a
+    checkpoint without such files is still of the schema that it reads."""
+    store, training = CheckpointStore(tmp_path), Training()
+    write(store, training, 1)
+    training.frozen.clear()
+    plain = write(store, training, 2)
+    assert plain.manifest.schema == 2
+    monkeypatch.setattr("hydroslurm.checkpoint.manifest.SCHEMA", 2)
+    found = newest_in(store)
+    assert found is not None
+    assert found.step == 2
+    with pytest.raises(CheckpointTooNew):
+        raise next(iter(store.problems().values()))
+
+
+TENSORS: dict[str, Any] = {
+    "float": torch.randn(70, 500),
+    "odd bytes": torch.arange(131_075, dtype=torch.uint8),
+    "from the middle": torch.arange(200_001, dtype=torch.uint8)[3:],
+    "several pieces": torch.randn(5_000_000),
+    "bool": torch.rand(99_999) > 0.5,
+    "transposed": torch.randn(300, 200).t(),
+    "complex": torch.randn(9_000, dtype=torch.complex64),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_fingerprint_depends_on_every_value(name: str) -> None:
+    """Both ways of making one: of the CPU, and of an accelerator, by its operators."""
+    tensor = TENSORS[name].clone()
+
+    def found() -> tuple[str, int]:
+        state = State(shared={"x": tensor}, own={}, frozen={tensor.data_ptr()})
+        plan = divide(state, rank=0, world_size=1)
+        return fingerprint(plan), int(mixed(tensor))
+
+    before = found()
+    flat = torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
+    seen = {before}
+    for place in (0, 1, tensor.numel() // 2, tensor.numel() - 1):
+        was = flat[place].clone()
+        flat[place] = ~was if tensor.dtype is torch.bool else was + 1
+        seen.add(found())
+        flat[place] = was
+    assert found() == before
+    one, two = flat[0].clone(), flat[1].clone()
+    flat[0], flat[1] = two, one  # the same values elsewhere
+    seen.add(found())
+    assert len({cpu for cpu, _ in seen}) == len({device for _, device in seen}) >= 5
+
+
+def test_signs_of_two_values_are_seen() -> None:
+    """What a plain sum of products would miss: the highest bits of two words."""
+    tensor = torch.randn(64, dtype=torch.float64)
+    before = int(mixed(tensor))
+    for first in range(0, 62, 2):
+        tensor[first : first + 2].neg_()
+        assert int(mixed(tensor)) != before
+        tensor[first : first + 2].neg_()
+    assert int(mixed(tensor)) == before
+
+
+@pytest.mark.gpu
+def test_a_base_model_on_a_gpu(tmp_path: Path) -> None:
+    """It is not copied to be compared, and one value that changes is seen."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    store, training = CheckpointStore(tmp_path), Training()
+    training.base = {name: one.cuda() for name, one in training.base.items()}
+    training.adapter = training.adapter.cuda()
+    training.frozen = {one.data_ptr() for one in training.base.values()}
+    found = [write(store, training, step) for step in range(3)]
+    training.base["w"][3, 3] += 1
+    found.append(write(store, training, 3))
+    assert linked(*found) == [[], [], [0], []]
+    assert torch.equal(store.load(found[3]).shared["model"]["w"], training.base["w"].cpu())
