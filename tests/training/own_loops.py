@@ -216,7 +216,33 @@ class Thaw(Loop):
         return loss
 
 
-LOOPS = {"get_batch": GetBatch, "gan": Gan, "reinforce": Reinforce, "thaw": Thaw}
+class Adapter(Loop):
+    """Trains a small part above a base model that is frozen, and a teacher that follows it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.base = nn.Linear(130, 130).requires_grad_(False)
+        self.adapter = nn.Linear(130, 130)
+        self.teacher = nn.Linear(130, 130).requires_grad_(False)
+        self.optimizer = torch.optim.SGD(self.adapter.parameters(), lr=0.1, momentum=0.5)
+
+    def given(self) -> dict[str, Any]:
+        parts = {"base": self.base, "adapter": self.adapter, "teacher": self.teacher}
+        return {"model": nn.ModuleDict(parts), "optimizer": self.optimizer}
+
+    def step(self, number: int) -> torch.Tensor:
+        batch = torch.randn(4, 130)
+        self.optimizer.zero_grad()
+        loss = (self.base(batch) + self.adapter(batch) - self.teacher(batch)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.teacher.weight.lerp_(self.adapter.weight.detach(), 0.1)
+        return loss
+
+
+LOOPS = {
+    "get_batch": GetBatch, "gan": Gan, "reinforce": Reinforce, "thaw": Thaw, "adapter": Adapter
+}  # fmt: skip
 
 
 def bits(loop: Loop) -> str:

@@ -10,6 +10,7 @@ import pytest
 from training.own_loops import LOOPS, STEPS
 from zygote import forked
 
+FROZEN = "frozen-00000.safetensors"
 PROGRAM = Path(__file__).with_name("own_loops.py").read_text()
 
 
@@ -33,10 +34,21 @@ def test_stopped_in_every_step(name: str, tmp_path: Path) -> None:
     assert code == 0
     assert len(alone) == STEPS + 1
     said: list[str] = []
+    frozen = []
     for _ in range(STEPS):
         code, lines = attempt(name, tmp_path / "stopped", stop=True)
         assert (code, len(lines)) == (75, 1)
         said += lines
+        *_, newest = sorted(tmp_path.glob("stopped/**/step-*/"))
+        if (newest / FROZEN).exists():
+            frozen.append((newest / FROZEN).stat())
+    if name == "adapter":  # what the last attempt but one has of it, which does not change
+        assert all(130 * 130 * 4 < one.st_size < 130 * 130 * 5 for one in frozen)
+        files = [one.st_ino for one in frozen]
+        assert files == [files[number % 2] for number in range(STEPS)]
+        assert files[0] != files[1]
+    else:
+        assert not frozen
     code, lines = attempt(name, tmp_path / "stopped")
     assert code == 0
     assert said + lines == alone
