@@ -146,6 +146,7 @@ class Bench:
             self.state, step=self._next(), deadline_mono_s=time.monotonic() + GRACE_S
         )
         took = time.perf_counter() - begin
+        self._saver.wait()  # until an old one is removed, or the next arm's fsync does
         assert saved.tier == "durable", saved.reason
         return took
 
