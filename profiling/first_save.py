@@ -19,9 +19,9 @@ from checkpoint.disks import HeldDisk
 from hydroslurm.checkpoint.deadline import Action
 from hydroslurm.checkpoint.estimate import DURABLE_ASSUMED
 from hydroslurm.checkpoint.pages import map_pages, populate
+from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
-from hydroslurm.checkpoint.write_plan import divide
 
 
 def state_of(size_bytes: int) -> State:

@@ -61,9 +61,9 @@ import torch
 from first_save import first_stall, first_touch, in_fresh_process, state_of, stop_peak, tensors_of
 from harness import finish, interleaved, median_ratio, parser, percentile, scratch
 
+from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.checkpoint.write_plan import divide
 
 PIECE_BYTES = 8 << 20
 SIZES_BYTES = (1e8, 1e9, 4e9)

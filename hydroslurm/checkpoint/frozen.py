@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from isal.isal_zlib import crc32
@@ -59,22 +60,45 @@ def names_of(rank: int, world_size: int) -> tuple[str, str]:
     return index_name(part), tensors_name(part)
 
 
+class _Stored(NamedTuple):
+    """The two files of a rank in a checkpoint, by their names there."""
+
+    path: Path
+    key: tuple[int, int]
+    files: Mapping[str, FileEntry]
+
+
 class FrozenFiles:
     """Those in the checkpoints of a folder. For one rank, whose threads may share it."""
 
     def __init__(self, rank: int, storage: Storage) -> None:
         self._rank = rank
         self._storage = storage
-        self._noted: tuple[Checkpoint, ...] = ()
+        self._noted: tuple[_Stored, ...] = ()
         self._fingerprints: Mapping[Path, str] = {}
         self._can_link = True
 
-    def note(self, checkpoint: Checkpoint, *, fingerprint: str | None = None) -> None:
-        """A checkpoint of the folder; with the fingerprint of what is frozen in it, if that is
-        known."""
+    def note(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        files: Mapping[str, FileEntry] | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        """A checkpoint of the folder.
+
+        Args:
+            files: in it, this rank's at least; None: those of its manifest, which may be large.
+            fingerprint: of what is frozen in it; None if it is not known.
+        """
+        names = names_of(self._rank, checkpoint.manifest.world_size)
+        there = checkpoint.manifest.files if files is None else files
+        mine = {name: there[name] for name in names if name in there}
+        if len(mine) < len(names):
+            return
         others = (one for one in self._noted if one.path != checkpoint.path)
-        newest_first = sorted((checkpoint, *others), key=lambda one: one.key, reverse=True)
-        self._noted = tuple(newest_first[:_NOTED])
+        stored = (_Stored(checkpoint.path, checkpoint.key, mine), *others)
+        self._noted = tuple(sorted(stored, key=lambda one: one.key, reverse=True)[:_NOTED])
         known = {checkpoint.path: fingerprint} if fingerprint is not None else {}
         paths = {one.path for one in self._noted}
         self._fingerprints = {
@@ -87,7 +111,7 @@ class FrozenFiles:
 
     def put(
         self, folder: Path, plan: WritePlan, *, cancel: threading.Event | None
-    ) -> dict[str, FileEntry]:
+    ) -> Mapping[str, FileEntry]:
         """Put those that hold what is frozen in a state into a folder, as links. Nothing is put
         where it can be written; where it is in no memory any more, it is copied.
 
@@ -127,24 +151,24 @@ class FrozenFiles:
         """
         if is_frozen_file(name):
             for source in self._apart():
-                if source.manifest.files.get(name) == entry:
+                if source.files.get(name) == entry:
                     with suppress(FileNotFoundError):  # somebody has removed that checkpoint
                         return self._link(source, folder, name)
         return False
 
-    def _apart(self) -> Iterator[Checkpoint]:
-        """The checkpoints that do not share their files with the newest one: what damages one of
-        two leaves the other."""
+    def _apart(self) -> Iterator[_Stored]:
+        """Those that are not the files of the newest checkpoint: what damages one of two leaves the
+        other."""
         if not self._can_link or not self._noted:
             return
         newest, *others = self._noted
-        taken = _inode(newest.path / self._tensors_name(newest))
+        taken = _inode(newest)
         for one in others:
-            inode = _inode(one.path / self._tensors_name(one))
+            inode = _inode(one)
             if inode is not None and inode != taken:
                 yield one
 
-    def _link(self, source: Checkpoint, folder: Path, name: str) -> bool:
+    def _link(self, source: _Stored, folder: Path, name: str) -> bool:
         """False where the file system makes no links; raises OSError."""
         try:
             if self._can_link:
@@ -155,35 +179,28 @@ class FrozenFiles:
             self._can_link = False
         return self._can_link
 
-    def _of(self, plan: WritePlan, checkpoint: Checkpoint) -> dict[str, FileEntry]:
-        """The two in a checkpoint that hold what is frozen in a state; none if they do not."""
+    def _of(self, plan: WritePlan, stored: _Stored) -> Mapping[str, FileEntry]:
+        """Those of a checkpoint if they hold what is frozen in a state; else none."""
         names = names_of(self._rank, plan.layout.world_size)
-        try:
-            files = {name: checkpoint.manifest.files.get(name) for name in names}
-            known = {name: entry for name, entry in files.items() if entry is not None}
-            if len(known) < len(names) or not plan.fingerprint:
-                return {}
-            if checkpoint.path not in self._fingerprints:
-                text = read_checked(
-                    checkpoint.path / names[0], known[names[0]], storage=self._storage
-                )
-                self._fingerprints = {
-                    **self._fingerprints,
-                    checkpoint.path: str(parse(text).get("fingerprint")),
-                }
-            is_same = self._fingerprints[checkpoint.path] == plan.fingerprint
-        except (CheckpointError, ValueError):
+        if not plan.fingerprint or set(names) != stored.files.keys():
             return {}
-        return known if is_same else {}
+        if stored.path not in self._fingerprints:
+            try:
+                index = stored.path / names[0]
+                text = read_checked(index, stored.files[names[0]], storage=self._storage)
+                found = str(parse(text).get("fingerprint"))
+            except (CheckpointError, ValueError):
+                return {}
+            self._fingerprints = {**self._fingerprints, stored.path: found}
+        is_same = self._fingerprints[stored.path] == plan.fingerprint
+        return stored.files if is_same else {}
 
-    def _tensors_name(self, checkpoint: Checkpoint) -> str:
-        return names_of(self._rank, checkpoint.manifest.world_size)[1]
 
-
-def _inode(path: Path) -> tuple[int, int] | None:
-    """None if there is no such file."""
+def _inode(stored: _Stored) -> tuple[int, int] | None:
+    """Of the tensors; None if they are not there any more."""
     try:
-        status = path.stat()
+        _, tensors = stored.files
+        status = (stored.path / tensors).stat()
     except OSError:
         return None
     return status.st_dev, status.st_ino

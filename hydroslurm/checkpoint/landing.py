@@ -13,11 +13,12 @@ from hydroslurm.checkpoint.blocks import BlockReader, Range, Source, require_siz
 from hydroslurm.checkpoint.boxes import Box
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.pages import advise_huge_pages
+from hydroslurm.checkpoint.planner import box_of
 from hydroslurm.checkpoint.runs import runs_of
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_bytes import bytes_of
 from hydroslurm.checkpoint.tensor_file import Chunk, PartIndex
-from hydroslurm.checkpoint.write_plan import SharedTensor, box_of
+from hydroslurm.checkpoint.write_plan import SharedTensor
 from hydroslurm.errors import CheckpointCorrupt
 
 

@@ -31,8 +31,9 @@ from hydroslurm.checkpoint.catalog import Checkpoint, as_told, read_manifest
 from hydroslurm.checkpoint.checking import Checker
 from hydroslurm.checkpoint.checksummed_file import compare, copy_file
 from hydroslurm.checkpoint.frozen import FrozenFiles, with_fingerprint
-from hydroslurm.checkpoint.manifest import Manifest
+from hydroslurm.checkpoint.manifest import FileEntry, Manifest
 from hydroslurm.checkpoint.parts import Parts
+from hydroslurm.checkpoint.planner import plan_of
 from hydroslurm.checkpoint.save_round import (
     KEPT,
     SaveRound,
@@ -43,7 +44,7 @@ from hydroslurm.checkpoint.save_round import (
     why,
 )
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.write_plan import State, WritePlan, plan_of
+from hydroslurm.checkpoint.write_plan import State, WritePlan
 from hydroslurm.checkpoint.writer import write_part
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import AgreementFailed, CheckpointError, RanksError, SaveFailed, StaleAttempt
@@ -123,10 +124,10 @@ class Save:
             if isinstance(place, Checkpoint):
                 return place
             with self._removing(place.folder):
-                parts = self._write(place.folder, plan)
+                parts, mine = self._write(place.folder, plan)
             committed = self._commit(place, lambda: self._describe(place, parts))
             if _is_of(place, committed.manifest):
-                self._stored.note(committed, fingerprint=plan.fingerprint)
+                self._stored.note(committed, files=mine, fingerprint=plan.fingerprint)
             return committed
 
     def adopt(self, source: Checkpoint) -> Checkpoint:
@@ -163,7 +164,9 @@ class Save:
                 self._put_manifest(place.folder, source.manifest)
                 return source.manifest
 
-            return self._commit(place, describe)
+            committed = self._commit(place, describe)
+            self._stored.note(committed)
+            return committed
 
     def _open(self, header: Manifest, layout: str) -> Place | Checkpoint:
         """Where the checkpoint goes, or one that is there and will do."""
@@ -233,10 +236,11 @@ class Save:
             return self._trusted(as_told(told, path, storage=self._storage))
         return Place(path, path.parent / final, Manifest.from_json(told["manifest"], where=path))
 
-    def _write(self, folder: Path, plan: WritePlan) -> Parts:
-        """Write this rank's part, and hear of the others'."""
+    def _write(self, folder: Path, plan: WritePlan) -> tuple[Parts, Mapping[str, FileEntry]]:
+        """Write this rank's part, and hear of the others'; with this rank's files."""
         alone = self._round.is_solo
         answer: dict[str, Any] = {}
+        files: Mapping[str, FileEntry] = {}
         problem: BaseException | None = None
         try:
             mine = write_part(
@@ -252,6 +256,7 @@ class Save:
                     self._storage.fsync_dir(path)
             if self._written is not None:
                 self._written()
+            files = mine.files
             answer = {**mine.to_answer(), "took_s": self._took_s()}
         except BaseException as error:
             problem = self._explained(error)
@@ -263,7 +268,7 @@ class Save:
             if problem is None or isinstance(problem, Exception):
                 raise
             raise problem from error.__cause__  # such as an interrupt, which is for this rank only
-        return Parts(answers, plan.layout.whole_tally)
+        return Parts(answers, plan.layout.whole_tally), files
 
     def _commit(self, place: Place, describe: Callable[[], Manifest]) -> Checkpoint:
         """Have the checkpoint committed by the first of the ranks that are left."""
@@ -359,7 +364,6 @@ class Save:
     def _trusted(self, checkpoint: Checkpoint) -> Checkpoint:
         """What was just committed, or found to be good by rank 0."""
         self._checker.trust(checkpoint)
-        self._stored.note(checkpoint)
         return checkpoint
 
     def _took_s(self) -> float:

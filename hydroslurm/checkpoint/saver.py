@@ -21,11 +21,13 @@ from hydroslurm.checkpoint.outcome import (
     as_checkpoint_error,
     report,
 )
+from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.save_round import PATIENCE_S, Peers, SaveRound
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tiered_writer import SaveRequest, TieredWriter
-from hydroslurm.checkpoint.write_plan import Layout, WritePlan, divide
+from hydroslurm.checkpoint.tiers import Tier
+from hydroslurm.checkpoint.write_plan import Layout, WritePlan
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.memory import Room, room
 from hydroslurm.errors import (
@@ -329,9 +331,10 @@ class Saver:
         """Whether the state that was passed last is committed on the durable tier."""
         return self._writer.is_durable(self._state)
 
-    def continues_from(self, checkpoint: Checkpoint) -> None:
-        """Note what the state was loaded from: until it changes there is nothing to save."""
-        self._writer.continues_from(checkpoint)
+    def continues_from(self, checkpoint: Checkpoint, *, tier: Tier = Tier.DURABLE) -> None:
+        """Note what the state was loaded from: on the durable tier there is nothing to save until
+        it changes, and what is frozen in it need not be saved again."""
+        self._writer.continues_from(checkpoint, tier)
 
     @property
     def _ours(self) -> bool:

@@ -92,7 +92,9 @@ class TieredWriter:
             ),
             Tier.FAST: Pace(FAST_ASSUMED, syncs=None if fast is None else fast.syncs),
         }
-        self._earlier = earlier
+        self._earlier = {Tier.DURABLE: earlier} | (
+            {} if fast is None else {Tier.FAST: list(fast.committed())}
+        )
         self._state_bytes = earlier[-1].manifest.state_bytes if earlier else 0
         self._newest: dict[Tier, tuple[int, Checkpoint]] = {}
 
@@ -100,14 +102,17 @@ class TieredWriter:
     def has_fast(self) -> bool:
         return Tier.FAST in self._stores
 
-    def continues_from(self, checkpoint: Checkpoint) -> None:
-        """Note that this attempt resumes from a checkpoint on the durable tier."""
-        self._newest[Tier.DURABLE] = 0, checkpoint
-        # a newer one that was passed over is damaged, and may share what is with an older one
-        passed_over = any(one.key > checkpoint.key for one in self._earlier)
-        for one in (*(() if passed_over else self._earlier), checkpoint):
-            self._stores[Tier.DURABLE].continues_from(one)
-        self._earlier = []
+    def continues_from(self, checkpoint: Checkpoint, tier: Tier) -> None:
+        """Note what this attempt resumes from."""
+        if tier is Tier.DURABLE:
+            self._newest[tier] = 0, checkpoint
+        for place, earlier in self._earlier.items():
+            # a newer one that was passed over is damaged, and may share what is with an older one
+            passed_over = any(one.key > checkpoint.key for one in earlier)
+            verified = [checkpoint] if place is tier else []
+            for one in verified if passed_over else earlier:
+                self._stores[place].continues_from(one)
+        self._earlier.clear()
 
     def has_frozen(self, plan: WritePlan) -> bool:
         """Whether what is frozen in a state need not be written to any tier."""

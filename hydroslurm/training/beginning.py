@@ -15,7 +15,6 @@ from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.newest import Found, Load, newest_good
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.rundir import RunDir
@@ -252,8 +251,7 @@ class Beginning(ABC):
         ):
             self._log_once(message)
         self._saves.periodic_step = found.checkpoint.step
-        if found.tier is Tier.DURABLE:
-            self._saver.continues_from(found.checkpoint)
+        self._saver.continues_from(found.checkpoint, tier=found.tier)
         self._apply(state, source=str(found.checkpoint.path))
         self._log_once(f"attempt {number} resumes from step {self._step} ({found.checkpoint.path})")
         return True

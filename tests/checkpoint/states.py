@@ -14,10 +14,11 @@ import torch
 from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.checksummed_file import entry_of
 from hydroslurm.checkpoint.newest import newest_good
+from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tree import decode
-from hydroslurm.checkpoint.write_plan import WritePlan, divide
+from hydroslurm.checkpoint.write_plan import WritePlan
 
 
 def state_of(step: int, *, width: int = 48, base: bool = False) -> State:

@@ -17,9 +17,10 @@ from checkpoint.states import newest_in, same
 from hydroslurm.checkpoint.export import export
 from hydroslurm.checkpoint.frozen import fingerprint, mixed
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
+from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.checkpoint.write_plan import divide
+from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.core.memory import Room
 from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, SaveFailed
 
@@ -281,6 +282,15 @@ def test_through_the_fast_tier(tmp_path: Path) -> None:
     assert linked(*fast.committed()) == [[], []]
     assert all(training.is_in(durable, one, one.step) for one in durable.committed())
     assert all(training.is_in(fast, one, one.step) for one in fast.committed())
+    again = Saver(durable, fast=fast, keep=9, on_save_error="fail")
+    again.continues_from(fast.committed()[-1], tier=Tier.FAST)
+    assert not again.is_durable
+    storage.calls.clear()
+    again.save(training.state(4), step=4)
+    again.close()
+    assert storage.calls.count("create") == 4
+    assert linked(*durable.committed())[-1] == [0, 2]
+    assert {one.step for one in fast.committed()} == {3, 4}
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydroslurm.checkpoint import folders
+from hydroslurm.checkpoint.planner import LEAST_DIVIDED_BYTES, divide, owners
 from hydroslurm.checkpoint.save_round import SOLO
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tree import like_of, tensor_keys
-from hydroslurm.checkpoint.write_plan import LEAST_DIVIDED_BYTES, divide, owners
 from hydroslurm.errors import UsageError
 
 SIZES = st.dictionaries(st.text(max_size=3), st.integers(0, 4 * LEAST_DIVIDED_BYTES))

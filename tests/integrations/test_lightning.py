@@ -25,14 +25,15 @@ for package in (lightning.pytorch, pytorch_lightning):
     class Module(package.LightningModule):
         def __init__(self):
             super().__init__()
-            self.net = torch.nn.Linear(2, 1)
+            self.base = torch.nn.Linear(2, 10000).requires_grad_(False)
+            self.net = torch.nn.Linear(10000, 1)
         def training_step(self, batch):
-            return self.net(batch[0]).sum()
+            return self.net(self.base(batch[0])).sum()
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
 
     folder = Path(sys.argv[1], package.__name__)
-    own = pickle.loads(pickle.dumps(Preemptible(directory=folder)))
+    own = pickle.loads(pickle.dumps(Preemptible(directory=folder, every_steps=1)))
     trainer = package.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, callbacks=[own],
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
@@ -99,3 +100,7 @@ def test_a_script_that_imports_both_packages(tmp_path: Path) -> None:
     assert ran.stdout.splitlines() == ["True 4"] * 2
     for package in ("lightning.pytorch", "pytorch_lightning"):
         assert (tmp_path / package / "finished.json").exists()
+        # what is not trained is apart
+        files = list(tmp_path.glob(f"{package}/checkpoints/*/frozen-00000.safetensors"))
+        assert len(files) == 2
+        assert all(80_000 < file.stat().st_size < 82_000 for file in files)

@@ -21,6 +21,27 @@ SCENES = Path(__file__).with_name("transformers_scenes.py")
 BY_REWARDS = Path(__file__).with_name("trl_scenes.py")
 SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
 STOPPED = 75
+ADAPTER = """
+import sys, torch
+from transformers import Trainer, TrainingArguments
+from hydroslurm.integrations.transformers import make_preemptible
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = torch.nn.Linear(2, 10000).requires_grad_(False)
+        self.net = torch.nn.Linear(10000, 1)
+    def forward(self, x, labels=None):
+        return {"loss": (self.net(self.base(x)) - labels).square().mean()}
+
+rows = [{"x": torch.ones(2), "labels": torch.zeros(1)} for _ in range(8)]
+arguments = TrainingArguments(
+    "out", max_steps=4, per_device_train_batch_size=2, report_to=[], save_strategy="no",
+    use_cpu=True,
+)
+trainer = Trainer(model=Model(), args=arguments, train_dataset=rows)
+make_preemptible(trainer, directory="run", every_steps=1).train()
+"""
 
 
 def play(scene: str, folder: Path, *stops: str, program: Path = SCENES) -> dict[str, Any]:
@@ -191,3 +212,14 @@ def test_script_is_resumed(name: str, ranks: int, arguments: str, tmp_path: Path
     assert statuses[-1] == 0, cut.said.read_text()[-4000:]
     assert len(statuses) >= 2
     assert cut.results() == whole.results()
+
+
+def test_what_is_not_trained_is_apart(tmp_path: Path) -> None:
+    """In files that later checkpoints share."""
+    ran = subprocess.run(
+        [sys.executable, "-c", ADAPTER], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    files = list(tmp_path.glob("run/checkpoints/*/frozen-00000.safetensors"))
+    assert len(files) == 2
+    assert all(80_000 < file.stat().st_size < 82_000 for file in files)
