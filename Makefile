@@ -21,9 +21,8 @@ setup:
 demo: setup
 	@$(PY) examples/demo.py $(ARGS)
 
-# three on two processors: the tests wait for Slurm, signals and time-outs for a third of their time
 test: setup
-	@$(PY) -m pytest -n 3 $(ARGS)
+	@$(PY) -m pytest -n 2 $(ARGS)
 
 elastic: setup
 	@$(PY) -m pytest -m 'elastic or not elastic' tests/elastic tests/integration/elastic $(ARGS)
