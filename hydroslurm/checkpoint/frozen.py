@@ -96,14 +96,13 @@ class FrozenFiles:
         mine = {name: there[name] for name in names if name in there}
         if len(mine) < len(names):
             return
-        others = (one for one in self._noted if one.path != checkpoint.path)
+        others = [one for one in self._noted if one.path != checkpoint.path]
         stored = (_Stored(checkpoint.path, checkpoint.key, mine), *others)
         self._noted = tuple(sorted(stored, key=lambda one: one.key, reverse=True)[:_NOTED])
-        known = {checkpoint.path: fingerprint} if fingerprint is not None else {}
-        paths = {one.path for one in self._noted}
-        self._fingerprints = {
-            path: one for path, one in {**self._fingerprints, **known}.items() if path in paths
-        }
+        # not what is known of the path: a damaged checkpoint there may have been replaced
+        known = {one.path: self._fingerprints.get(one.path) for one in others}
+        known[checkpoint.path] = fingerprint
+        self._fingerprints = {path: one for path, one in known.items() if one is not None}
 
     def have(self, plan: WritePlan) -> bool:
         """Whether there are some that hold what is frozen in a state, and can be linked."""
