@@ -15,7 +15,6 @@ tell     the same with 64 bytes
 stop     a stop barrier: called, proposed for by all, agreed on
 leave    every rank leaves
 
-The same `relayed`: eight ranks share a connection, as behind the relays of their nodes.
 `growth_exponent` is the worst of join, agree, pause, commit and tell: log(cost ratio) / log(size
 ratio) from the smallest size to 4,096 ranks; 1 is a cost that grows as the number of ranks does.
 """
@@ -32,7 +31,6 @@ import selectors
 import signal
 import socket
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,14 +39,7 @@ from harness import finish, options
 
 from hydroslurm.checkpoint.manifest import FileEntry, begun
 from hydroslurm.coordination.authentication import RankGreeting
-from hydroslurm.coordination.frames import (
-    Sealer,
-    Unsealer,
-    pack,
-    unpack,
-    unwrap_ranks,
-    wrap_up,
-)
+from hydroslurm.coordination.frames import Sealer, Unsealer, pack, unpack
 from hydroslurm.coordination.messages import Runs, check_from_coordinator, runs_of
 from hydroslurm.coordination.network import allow_descriptors
 from hydroslurm.coordination.rendezvous import _started, start_coordinator
@@ -57,8 +48,6 @@ from hydroslurm.coordination.world import World
 
 SIZES = (256, 1024, 2048, 4096)
 QUICK_SIZES = (32, 128)
-RELAYED_SIZES = (4096, 16384)
-QUICK_RELAYED_SIZES = (64,)
 PHASES = ("join", "agree", "pause", "commit", "tell", "stop")
 GROWING = ("join", "agree", "pause", "commit", "tell")
 NODE = 8
@@ -68,35 +57,31 @@ LIMIT_S = 300.0
 
 
 class Line:
-    """One connection: of a rank, or of a relay with those of its node."""
+    """The connection of one rank."""
 
-    def __init__(self, ranks: range, connection: socket.socket, greeting: RankGreeting) -> None:
-        self.ranks = ranks
-        self.is_relay = len(ranks) > 1
+    def __init__(self, rank: int, connection: socket.socket, greeting: RankGreeting) -> None:
+        self.rank = rank
         self.connection = connection
         self.sealer: Sealer | None = None
         self._greeting = greeting
         self._unsealer: Unsealer | None = None
-        self._unsent: list[tuple[int, bytes]] = []
-        self._to: Sequence[int] | None = None
+        self._unsent: list[bytes] = []
 
-    def put(self, rank: int, message: dict[str, Any]) -> None:
-        self._unsent.append((rank, pack(message)))
+    def put(self, message: dict[str, Any]) -> None:
+        self._unsent.append(pack(message))
 
     def flush(self) -> None:
-        """Send what was put: a relay has it in one frame."""
+        """Send what was put."""
         assert self.sealer is not None
         unsent, self._unsent = self._unsent, []
-        if unsent and self.is_relay:
-            self.connection.sendall(self.sealer.seal(wrap_up(unsent)))
-        elif unsent:
-            self.connection.sendall(b"".join(self.sealer.seal(body) for _, body in unsent))
+        if unsent:
+            self.connection.sendall(b"".join(map(self.sealer.seal, unsent)))
 
-    def receive(self) -> list[tuple[Sequence[int], dict[str, Any]]]:
-        """What has arrived, and for which ranks; the proof is sent as soon as it can be made."""
+    def receive(self) -> list[dict[str, Any]]:
+        """What has arrived; the proof is sent as soon as it can be made."""
         data = self.connection.recv(1 << 18)
         if not data:
-            raise RuntimeError(f"the coordinator has hung up on {self.ranks}")
+            raise RuntimeError(f"the coordinator has hung up on rank {self.rank}")
         if self._unsealer is None:
             proof = self._greeting.feed(data)
             if proof is None:
@@ -106,14 +91,7 @@ class Line:
             assert session is not None
             self.sealer, self._unsealer = Sealer(session.to_coordinator), Unsealer(session.to_rank)
             data = session.rest
-        return [one for body in self._unsealer.bodies(data) for one in self._read(body)]
-
-    def _read(self, body: bytes) -> list[tuple[Sequence[int], dict[str, Any]]]:
-        if self.is_relay and self._to is None and body[:1] != b"{":  # but "reached" is for it
-            self._to = unwrap_ranks(body)
-            return []
-        ranks, self._to = self._to or self.ranks, None
-        return [(ranks, check_from_coordinator(cached_unpack(body)))]
+        return [check_from_coordinator(cached_unpack(body)) for body in self._unsealer.bodies(data)]
 
 
 cached_unpack = functools.lru_cache(8)(unpack)
@@ -123,30 +101,28 @@ cached_unpack = functools.lru_cache(8)(unpack)
 class SimulatedRanks:
     """All ranks of one attempt, and their coordinator."""
 
-    def __init__(self, size: int, *, per_line: int) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
         self.key = secrets.token_bytes(32)
         self.attempt = f"measured {secrets.token_hex(4)}"
         world = World(rank=0, world_size=size, incarnation_id=self.attempt)
         self.port = start_coordinator(world, Secret("environment", self.key))
         self.pid = _started[os.getpid(), self.attempt][0].pid
-        self._per_line = per_line
         self._lines: list[Line] = []
         self._selector = selectors.DefaultSelector()
         self._heard: Counter[str] = Counter()
 
     def join(self) -> None:
-        waiting, greeting = deque(range(0, self.size, self._per_line)), set[Line]()
+        waiting, greeting = deque(range(self.size)), set[Line]()
         while waiting or greeting:
             while waiting and len(greeting) < AT_ONCE:
-                first = waiting.popleft()
-                greeting.add(self._connect(range(first, first + self._per_line)))
+                greeting.add(self._connect(waiting.popleft()))
             for key, _ in self._selector.select(LIMIT_S):
                 line: Line = key.data
                 self._hear(line)
                 if line in greeting and line.sealer is not None:
                     greeting.discard(line)
-                    self._introduce(line)
+                    self._join(line)
         self._wait("all_joined")
 
     def agree(self) -> None:
@@ -188,37 +164,27 @@ class SimulatedRanks:
 
     # --- the parts of it
 
-    def _connect(self, ranks: range) -> Line:
+    def _connect(self, rank: int) -> Line:
         greeting = RankGreeting(attempt=self.attempt, key=self.key, munge=None)
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=LIMIT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(greeting.hello)
-        line = Line(ranks, connection, greeting)
+        line = Line(rank, connection, greeting)
         self._lines.append(line)
         self._selector.register(connection, selectors.EVENT_READ, line)
         return line
 
-    def _introduce(self, line: Line) -> None:
-        if line.is_relay:
-            assert line.sealer is not None
-            hello = {"type": "relay", "incarnation_id": self.attempt}
-            line.connection.sendall(line.sealer.seal(pack(hello)))
-        else:
-            self._join_all(line)
-
-    def _join_all(self, line: Line) -> None:
-        for rank in line.ranks:
-            line.put(
-                rank,
-                {
-                    "type": "join", "incarnation_id": self.attempt, "rank": rank,
-                    "world_size": self.size, "cut_off": [],
-                },
-            )  # fmt: skip
+    def _join(self, line: Line) -> None:
+        line.put(
+            {
+                "type": "join", "incarnation_id": self.attempt, "rank": line.rank,
+                "world_size": self.size, "cut_off": [],
+            },
+        )  # fmt: skip
         line.flush()
 
     def _put(self, rank: int, message: dict[str, Any]) -> None:
-        self._lines[rank // self._per_line].put(rank, message)
+        self._lines[rank].put(message)
 
     def _tell(self, topic: str, value: Any) -> None:
         for rank in range(self.size):
@@ -246,27 +212,23 @@ class SimulatedRanks:
         self._heard.clear()
 
     def _hear(self, line: Line) -> None:
-        for ranks, message in line.receive():
-            kind = message["type"]
-            self._heard[kind] += len(ranks)
-            if kind == "reached":
-                self._join_all(line)
-            for rank in ranks:
-                self._answer(line, rank, message)
+        for message in line.receive():
+            self._heard[message["type"]] += 1
+            self._answer(line, message)
         if line.sealer is not None:
             line.flush()
 
-    def _answer(self, line: Line, rank: int, message: dict[str, Any]) -> None:
+    def _answer(self, line: Line, message: dict[str, Any]) -> None:
         kind = message["type"]
         if kind == "describe":
-            groups = self._groups(rank)
+            groups = self._groups(line.rank)
             wanted = {key: groups[key] for key in message["groups"]}
-            line.put(rank, {"type": "members", "groups": wanted})
+            line.put({"type": "members", "groups": wanted})
         elif kind in ("hold", "count"):
-            line.put(rank, self._counts(rank, message))
+            line.put(self._counts(line.rank, message))
         elif kind == "barrier_called":
             number = message["barrier"]
-            line.put(rank, {"type": "propose", "barrier": number, "safe_point_index": 1000})
+            line.put({"type": "propose", "barrier": number, "safe_point_index": 1000})
 
     def _groups(self, rank: int) -> dict[str, Runs]:
         """Key -> ranks."""
@@ -314,9 +276,9 @@ def rss_mb(pid: int) -> float:
     return int(found[1]) / 1024 if found else math.nan
 
 
-def measure(size: int, *, per_line: int = 1) -> dict[str, float]:
-    """Figure, with its unit, of one attempt of so many ranks, so many on each connection."""
-    ranks = SimulatedRanks(size, per_line=per_line)
+def measure(size: int) -> dict[str, float]:
+    """Figure, with its unit, of one attempt of so many ranks."""
+    ranks = SimulatedRanks(size)
     seen: dict[str, float] = {}
     try:
         for phase in PHASES:
@@ -337,10 +299,8 @@ def measure(size: int, *, per_line: int = 1) -> dict[str, float]:
 def main() -> None:
     chosen = options("What coordination costs as the number of ranks grows.")
     sizes = QUICK_SIZES if chosen.quick else SIZES
-    relayed_sizes = QUICK_RELAYED_SIZES if chosen.quick else RELAYED_SIZES
     allow_descriptors(max(sizes) + 64)
     seen = {size: measure(size) for size in sizes}
-    relayed = {size: measure(size, per_line=NODE) for size in relayed_sizes}
     first, last = min(sizes), max(sizes)
 
     def growth(phase: str) -> float:
@@ -351,8 +311,6 @@ def main() -> None:
         "growth_exponent": max(map(growth, GROWING)),
     }
     result = {f"{name}_{size}": one for size, of in seen.items() for name, one in of.items()}
-    for size, of in relayed.items():
-        result |= {f"{name}_{size}_relayed": one for name, one in of.items()}
     title = "ranks_scale: CPU seconds of the coordinator"
     finish(chosen, title, {**exponents, **result})
 

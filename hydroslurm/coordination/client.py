@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +19,6 @@ from hydroslurm.coordination.channel import (
 )
 from hydroslurm.coordination.messages import MAX_CUT_OFF, MAX_TEXT, Message, ranks_of
 from hydroslurm.coordination.pause_barrier import Emit, PauseBarrier
-from hydroslurm.coordination.relay import find_through_relay
 from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.stop_barrier import StopBarriers
@@ -88,7 +86,6 @@ class CoordinatorClient:
         self._channel: CoordinatorChannel | None = None
         self._all_joined = threading.Event()
         self._connected = False
-        self._relayed = False
         self._rejoin_by_s = math.inf
         self._stop_message: str | None = None
         self._leaving = False
@@ -209,7 +206,7 @@ class CoordinatorClient:
         if self._secret is None:
             self._secret = self._find_secret()
         secret = self._secret
-        found = self._find(world, secret, until_s=time.monotonic() + timeout_s)
+        found = self._find(world, secret, timeout_s=timeout_s)
         cut_off = sorted(self._agreements.cut_off)[:MAX_CUT_OFF]
         channel = CoordinatorChannel(
             join_coordinator(found, world, cut_off),
@@ -227,9 +224,8 @@ class CoordinatorClient:
             channel.close()
         channel.run()
 
-    def _find(self, world: World, secret: Secret, *, until_s: float) -> Connection:
-        """Connect through the relay of this node, or directly; the first rank starts the
-        coordinator."""
+    def _find(self, world: World, secret: Secret, *, timeout_s: float) -> Connection:
+        """Connect; the first rank starts the coordinator."""
         if world.rank == 0:
             ports: tuple[int, ...] = (start_coordinator(world, secret),)
         else:
@@ -238,13 +234,7 @@ class CoordinatorClient:
         def leaving() -> bool:
             return self._leaving
 
-        left_s = until_s - time.monotonic()
-        found = find_through_relay(world, secret, os.environ, timeout_s=left_s, stop=leaving)
-        self._relayed = found is not None
-        if found is not None:
-            return found
-        left_s = until_s - time.monotonic()
-        return find_coordinator(world, secret, ports=ports, timeout_s=left_s, stop=leaving)
+        return find_coordinator(world, secret, ports=ports, timeout_s=timeout_s, stop=leaving)
 
     def _due_s(self) -> float | None:
         pause_due_s = self._pause_barrier.due_s
@@ -295,7 +285,6 @@ class CoordinatorClient:
                 "world_size": self.world_size,
                 "joined_s": took_s,
                 "key_from": self._secret.source,
-                "relayed": self._relayed,
             },
         )
         self._connected = True

@@ -1,5 +1,4 @@
-"""The coordinator: a process of its own beside rank 0, to which every rank holds a connection, of
-its own or through the relay of its node (:mod:`hydroslurm.coordination.relay`).
+"""The coordinator: a process of its own beside rank 0, to which every rank holds a connection.
 
 It is a process because it has to outlive rank 0: to tell the others that it is gone, and to let a
 survivor finish what was begun. torch's store cannot do this: it does not report a dead rank, does
@@ -28,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydroslurm.coordination.frames import pack, unpack, unwrap_up, wrap_ranks
+from hydroslurm.coordination.frames import pack, unpack
 from hydroslurm.coordination.messages import BadMessage, Message, Outbox, check_from_rank
 from hydroslurm.coordination.network import allow_descriptors, listen
 from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
@@ -105,38 +104,14 @@ class Coordinator(Server):
     def on_round(self) -> None:
         self._announce()
 
-    # --- messages of ranks, and of relays that carry those of several
+    # --- messages of ranks
 
     def on_body(self, peer: PeerConnection, body: bytes) -> None:
-        if peer.relayed is not None:
-            for rank, one in unwrap_up(body):
-                self._relayed(peer, rank, one)
-            return
         message = _read(body)
         if peer.rank is not None:
             self._handle(peer.rank, message)
-        elif message["type"] == "relay":
-            self._join_relay(peer, message)
         else:
             self._join(peer, message)
-
-    def _relayed(self, peer: PeerConnection, rank: int, body: bytes) -> None:
-        """One rank's message through a relay: what is wrong with it concerns that rank alone."""
-        assert peer.relayed is not None
-        try:
-            if not body:
-                self._lose(rank, of=peer)
-                return
-            message = _read(body)
-            if self._joined.get(rank) is peer:
-                self._handle(rank, message)
-            elif message.get("rank") == rank:
-                self._join(peer, message)
-            else:
-                raise BadMessage(f"a relay names rank {rank}")
-        except Exception:
-            self._send_to_relay(peer, (rank,), Packed(b""))
-            self._lose(rank, of=peer)
 
     def _handle(self, rank: int, message: Message) -> None:
         outbox = self._state.handle(rank, message)
@@ -146,15 +121,8 @@ class Coordinator(Server):
             self._announce()
             self._send(outbox)
 
-    def _join_relay(self, peer: PeerConnection, message: Message) -> None:
-        if peer.has_joined or message["incarnation_id"] != self._options.incarnation_id:
-            raise BadMessage("a relay of another incarnation")
-        peer.relayed, peer.has_joined = set(), True
-        self.send(peer, Packed(pack({"type": "reached"})))
-
     def _join(self, peer: PeerConnection, message: Message) -> None:
-        is_relayed = peer.relayed is not None
-        if message["type"] != "join" or (peer.has_joined and not is_relayed):
+        if message["type"] != "join" or peer.has_joined:
             raise BadMessage("the first message is join")
         rank = message["rank"]
         same_incarnation = message["incarnation_id"] == self._options.incarnation_id
@@ -166,37 +134,22 @@ class Coordinator(Server):
             reason = self._state.why_not(rank, message["world_size"])
         if reason is not None:
             refused = {"type": "refused", "reason": reason, "same_incarnation": same_incarnation}
-            packed = Packed(pack(refused))
-            if is_relayed:
-                self._send_to_relay(peer, (rank,), packed)
-            else:
-                self.send(peer, packed)
+            self.send(peer, Packed(pack(refused)))
             return
-        if peer.relayed is None:
-            peer.rank = rank
-        else:
-            peer.relayed.add(rank)
-        peer.has_joined = True
+        peer.rank, peer.has_joined = rank, True
         self._joined[rank] = peer
         self._send(self._state.join(rank, message["cut_off"]))
 
     def on_drop(self, peer: PeerConnection) -> None:
-        for rank in [peer.rank] if peer.rank is not None else sorted(peer.relayed or ()):
-            self._lose(rank, of=peer)
-
-    def _lose(self, rank: int, *, of: PeerConnection) -> None:
-        """A rank is cut off."""
-        if self._joined.get(rank) is of:
+        if peer.rank is not None:
+            rank = peer.rank
             self._forget(rank)
             outbox = self._state.gone(rank)
             self._announce()
             self._send(outbox)
 
     def _forget(self, rank: int) -> None:
-        peer = self._joined.pop(rank)
-        peer.rank = None
-        if peer.relayed is not None:
-            peer.relayed.discard(rank)
+        self._joined.pop(rank).rank = None
 
     def _announce(self) -> None:
         """Say who is gone, at once if nobody has gone lately."""
@@ -205,24 +158,12 @@ class Coordinator(Server):
             self._send(self._state.announce())
 
     def _send(self, outbox: Outbox) -> None:
-        """Each message is packed once, and goes once to each relay, for all of its ranks."""
+        """Each message is packed once, for all its ranks."""
         for message, ranks in _grouped(outbox):
             packed = Packed(pack(message))
-            relays: dict[PeerConnection, list[int]] = {}
             for rank in ranks:
-                peer = self._joined.get(rank)
-                if peer is None:
-                    continue
-                if peer.relayed is None:
+                if (peer := self._joined.get(rank)) is not None:
                     self.send(peer, packed)
-                else:
-                    relays.setdefault(peer, []).append(rank)
-            for peer, together in relays.items():
-                self._send_to_relay(peer, together, packed)
-
-    def _send_to_relay(self, peer: PeerConnection, ranks: Sequence[int], packed: Packed) -> None:
-        self.send(peer, Packed(wrap_ranks(ranks)))
-        self.send(peer, packed)
 
 
 def _read(body: bytes) -> Message:

@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import json
 import struct
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hydroslurm.core.files import parse_json
@@ -28,7 +27,6 @@ _HEAD = struct.Struct(">I")
 _OVERHEAD_BYTES = _HEAD.size + MAC_BYTES
 """Before the body of each frame."""
 _COUNTED = struct.Struct(">QI")
-_ITEM = struct.Struct(">II")
 
 
 class BadFrame(Exception):
@@ -141,43 +139,3 @@ def _mac(keyed: hashlib.blake2b, count: int, length: int, body_digest: bytes) ->
     mac = keyed.copy()
     mac.update(_COUNTED.pack(count, length) + body_digest)
     return mac.digest()
-
-
-# --- what a relay carries
-
-
-def wrap_up(items: Iterable[tuple[int, bytes]]) -> bytes:
-    """The body of one frame from a relay to the coordinator: bodies of ranks, in the order in which
-    they came. An empty one says that the rank's connection has ended."""
-    return b"".join(part for rank, body in items for part in (_ITEM.pack(rank, len(body)), body))
-
-
-def unwrap_up(body: bytes) -> list[tuple[int, bytes]]:
-    """The reverse of :func:`wrap_up`; raises BadFrame."""
-    found, at = [], 0
-    while at < len(body):
-        if len(body) - at < _ITEM.size:
-            raise BadFrame("a frame of a relay ends within an item")
-        rank, length = _ITEM.unpack_from(body, at)
-        at += _ITEM.size
-        if len(body) - at < length:
-            raise BadFrame("a frame of a relay ends within an item")
-        found.append((rank, body[at : at + length]))
-        at += length
-    return found
-
-
-def wrap_ranks(ranks: Sequence[int]) -> bytes:
-    """The body of the first of two frames from the coordinator to a relay: the ranks that the body
-    of the second one is for. An empty second one says that their connections are to be closed.
-
-    Two frames, so that the second, which may be long, is one object for all relays.
-    """
-    return struct.pack(f">{len(ranks)}I", *ranks)
-
-
-def unwrap_ranks(body: bytes) -> tuple[int, ...]:
-    """The reverse of :func:`wrap_ranks`; raises BadFrame."""
-    if len(body) % _HEAD.size:
-        raise BadFrame(f"{len(body)} bytes are no ranks for a relay")
-    return struct.unpack(f">{len(body) // _HEAD.size}I", body)

@@ -147,13 +147,7 @@ _ROUND: Mapping[str, Check] = {
     "of_ranks": _is_ranks,
 }
 
-TO_RELAY: Mapping[str, Mapping[str, Check]] = {
-    "reach": {"incarnation_id": is_text, "rank": _is_rank, "host": is_text, "is_near": is_bool},
-}
-"""What a rank says first to the relay of its node, which passes on everything else."""
-
 FROM_RANK: Mapping[str, Mapping[str, Check]] = {
-    "relay": {"incarnation_id": is_text},
     "join": {
         "incarnation_id": is_text,
         "rank": _is_rank,
@@ -184,7 +178,6 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
 """``type`` -> the fields that such a message has, all of them and no others."""
 
 FROM_COORDINATOR: Mapping[str, Mapping[str, Check]] = {
-    "reached": {},
     "welcome": {},
     "refused": {"reason": is_text, "same_incarnation": is_bool},
     "all_joined": {"cut_off": list_of(is_text)},
@@ -221,11 +214,6 @@ def check_from_rank(message: Any) -> Message:
         BadMessage: it is not one.
     """
     return check_form(message, FROM_RANK)
-
-
-def check_to_relay(message: Any) -> Message:
-    """The first message of a rank to a relay; raises as :func:`check_from_rank`."""
-    return check_form(message, TO_RELAY)
 
 
 def check_from_coordinator(message: Any) -> Message:

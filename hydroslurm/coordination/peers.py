@@ -39,8 +39,7 @@ class PeerConnection:
 
     Attributes:
         rank: that has joined on it, and is present.
-        relayed: of a relay's connection: the ranks that have joined through it; None for a rank's.
-        has_joined: a rank or a relay has joined on it.
+        has_joined: a rank has joined on it.
         events: what the selector watches for.
     """
 
@@ -50,7 +49,6 @@ class PeerConnection:
         self.since_s = time.monotonic()
         self.unsealer: Unsealer | None = None
         self.rank: int | None = None
-        self.relayed: set[int] | None = None
         self.has_joined = False
         self.events = 0
         self._sealer: Sealer | None = None
@@ -66,10 +64,6 @@ class PeerConnection:
         session = self.greeting.session
         assert session is not None
         self.unsealer, self._sealer = Unsealer(session.to_coordinator), Sealer(session.to_rank)
-
-    def use(self, *, sealer: Sealer, unsealer: Unsealer) -> None:
-        """Take the keys of a session that was opened elsewhere."""
-        self.unsealer, self._sealer = unsealer, sealer
 
     def read(self) -> bytes | None:
         """What has arrived; b"" at its end, None when nothing has."""
@@ -144,10 +138,10 @@ class Authenticator:
         """Have the hello of a peer without the key answered; see :meth:`answered`."""
         answer = self._pool.submit(self._answer, peer.greeting)
         self._asked.append((peer, answer))
-        answer.add_done_callback(lambda _: self.wake())
+        answer.add_done_callback(self._wake)
 
-    def wake(self) -> None:
-        """Make the descriptor ``wakeup`` ready; from any thread."""
+    def _wake(self, _answer: Future[bytes]) -> None:
+        """Make the descriptor ``wakeup`` ready, in the thread that answers."""
         with contextlib.suppress(OSError):
             self._waker.send(b".")
 

@@ -2,8 +2,8 @@
 
 Until a connection has proved that it belongs to this job step
 (:mod:`hydroslurm.coordination.authentication`) it costs a descriptor and a few kilobytes, for a few
-seconds, and the number of such connections is bounded. It cannot delay a rank. The coordinator and
-the relays of nodes are built on this.
+seconds, and the number of such connections is bounded. It cannot delay a rank. The coordinator of a
+job step and that of an elastic run are built on this.
 """
 
 from __future__ import annotations
@@ -89,13 +89,6 @@ class Server:
         self._listener.close()
         self._authenticator.close()
 
-    def adopt(self, peer: PeerConnection) -> None:
-        """Serve a connection that did not come through the listener; it has authenticated."""
-        self._open.add(peer)
-        peer.connection.setblocking(False)
-        peer.events = selectors.EVENT_READ
-        self._selector.register(peer.connection, peer.events, peer)
-
     def send(self, peer: PeerConnection, packed: Packed) -> None:
         """Put a body on its way; raises ValueError for one that is too long."""
         peer.put(packed)
@@ -150,7 +143,10 @@ class Server:
         self._unjoined.append(peer)
         try:
             configure_socket(peer.connection)
-            self.adopt(peer)
+            self._open.add(peer)
+            peer.connection.setblocking(False)
+            peer.events = selectors.EVENT_READ
+            self._selector.register(peer.connection, peer.events, peer)
         except (OSError, ValueError):
             self.drop(peer)
         if len(self._unjoined) > MAX_UNAUTHENTICATED:

@@ -30,7 +30,6 @@ INTERNAL = {
     "HYDROSLURM_RANK_TAKEN",
     "HYDROSLURM_SUPERVISED",
     "HYDROSLURM_INCARNATION",
-    "HYDROSLURM_RELAY",
 }
 """Variables that one process of ours sets for another: not for users."""
 

@@ -41,10 +41,8 @@ from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher import api as launcher
 
-from hydroslurm.coordination import relay
 from hydroslurm.coordination.authentication import KEY_BYTES, derive
-from hydroslurm.coordination.relay import RELAY_ENV, Relay
-from hydroslurm.coordination.world import INCARNATION_ENV, KEY_ENV, key_from
+from hydroslurm.coordination.world import INCARNATION_ENV, KEY_ENV
 from hydroslurm.core.exitcodes import CANCELLED, FAILED
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import LaunchError
@@ -93,7 +91,6 @@ class NodeAgent(LocalElasticAgent):
         self._node = node
         self._monitoring = False
         self._leaving = False
-        self._relay: Relay | None = None
         self._watch_rendezvous(spec.rdzv_handler)
 
     def _watch_rendezvous(self, handler: Any) -> None:
@@ -117,7 +114,6 @@ class NodeAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._unless_stopped()
         self._leaving, self.status, self.failed = False, None, None
-        self._offer_relay(worker_group)
         # a signal that arrives before the workers listen stays pending for them
         held = autoload.killing(os.environ) if autoload.is_asked(os.environ) else ()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
@@ -131,24 +127,6 @@ class NodeAgent(LocalElasticAgent):
         )
         self._node.started(worker_group.group_rank or 0, pids)
         return pids
-
-    def _offer_relay(self, worker_group: WorkerGroup) -> None:
-        """Have the workers of this node share one connection to the coordinator."""
-        world_size = worker_group.workers[0].world_size
-        local_world_size = len(worker_group.workers)
-        os.environ.pop(RELAY_ENV, None)
-        key = key_from(os.environ)
-        sizes = {"world_size": world_size, "local_world_size": local_world_size}
-        if key is None or not relay.is_wanted(os.environ, **sizes):
-            return
-        try:
-            if self._relay is None:
-                self._relay = Relay(key)
-                self._relay.start()
-        except OSError as error:  # the workers connect by themselves
-            self._node.log.warning(f"no relay for the workers: {error}")
-            return
-        os.environ[RELAY_ENV] = str(self._relay.port)
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         self._node.kill_listeners()
