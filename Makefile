@@ -37,7 +37,7 @@ faults: setup
 gpu: setup
 	@mkdir -p build/gpu; status=0; \
 	$(PY) -m pytest -n 0 -m gpu $(ARGS) || status=1; \
-	for script in gpu_check launch_ahead vacate; do \
+	for script in gpu_check launch_ahead; do \
 	    $(PY) profiling/$$script.py --json >build/gpu/$$script.json || status=1; \
 	    cat build/gpu/$$script.json; \
 	done; exit $$status

@@ -44,7 +44,6 @@ SCRIPTS = (
     "frameworks",
     "host_reduce",
     "fused_modules",
-    "vacate",
     "launch_ahead",
     "elastic",
     "elastic_sim",

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 LIMIT_S = 120.0
@@ -110,18 +109,6 @@ def descendants(pid: int) -> list[int]:
             for one in map(int, path.read_text().split()):
                 found += [one, *descendants(one)]
     return found
-
-
-def resident_bytes(pid: int, addresses: Collection[int]) -> int:
-    """Of the mappings of a process that hold these addresses."""
-    inside, sum_kb = False, 0
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            begin, end = (int(one, 16) for one in found.groups())
-            inside = any(begin <= one < end for one in addresses)
-        elif inside and line.startswith("Rss:"):
-            sum_kb += int(line.split()[1])
-    return 1024 * sum_kb
 
 
 @contextlib.contextmanager

@@ -8,14 +8,11 @@ object.
 
 from __future__ import annotations
 
-import errno
-import functools
-import mmap
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,11 +23,6 @@ from hydroslurm.core.trust import check_trusted
 FILE_MODE, FOLDER_MODE = 0o644, 0o755
 """Before the umask: the folder that a checkpoint is in decides who may read it. Nobody else may
 write one, even if the umask would let the group: it could not be trusted any more."""
-
-_TOUCHED_BYTES = 4 << 20
-"""More than the kernel takes in one piece."""
-_TRIES = 100
-"""Each may meet another vacate; without one the second succeeds."""
 
 MOST_BUFFERS = 1024
 """In one call of ``read``: Linux's IOV_MAX."""
@@ -110,7 +102,7 @@ class LocalStorage:
     def write(self, fd: int, data: memoryview) -> None:
         while data:
             # a full disk can take a part first, and say so at the next call only
-            data = data[_with_memory(functools.partial(os.write, fd, data), data) :]
+            data = data[os.write(fd, data) :]
 
     def write_back(self, fd: int, *, offset: int, size_bytes: int) -> None:
         # Without this the disk idles until fsync, and then the CPU does: on ext4 over NVMe, 500 MB
@@ -160,30 +152,7 @@ class LocalStorage:
         os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_WILLNEED)
 
     def read(self, fd: int, into: Sequence[memoryview], *, offset: int) -> int:
-        return _with_memory(lambda: os.preadv(fd, into, offset), *into, fills=True)
-
-
-def _with_memory(call: Callable[[], int], *buffers: memoryview, fills: bool = False) -> int:
-    """Call it again where a vacate has taken the memory away meanwhile.
-
-    The training thread saves without an operator for seconds, in which it counts as parked. The
-    kernel does not wait for pages of the arena as a thread does: it takes what there is, and fails
-    with EFAULT at the first page that is away. A thread that touches it gets it back, see
-    ``vacate/native/touching.cpp``.
-    """
-    for tries_left in reversed(range(_TRIES)):
-        try:
-            return call()
-        except OSError as error:
-            if error.errno != errno.EFAULT or not tries_left:
-                raise
-        # it is the first that has bytes: calls that got any further return how far
-        first = next(buffer for buffer in buffers if buffer.nbytes)
-        pages = first.cast("B")[: _TOUCHED_BYTES : mmap.PAGESIZE]
-        held = bytes(pages)
-        if fills:  # what is being copied may still be read
-            pages[:] = held
-    raise AssertionError("unreachable")
+        return os.preadv(fd, into, offset)
 
 
 class AnyonesStorage(LocalStorage):

@@ -56,7 +56,6 @@ def doctor(
     from hydroslurm.observe.doctor import findings
     from hydroslurm.observe.doctor.gather import gather, read_file, why_no_munge
     from hydroslurm.slurm.client import open_client
-    from hydroslurm.vacate.arena import why_not_buildable
     from hydroslurm.vacate.cuda_checkpoint import why_not_here
 
     try:
@@ -72,7 +71,6 @@ def doctor(
             run=run,
             no_munge=why_no_munge(os.environ),
             no_vacate=why_not_here(),
-            no_arena=why_not_buildable(os.environ),
         )
     except (HydroslurmError, UsageError) as error:
         # not the usual 1, which means that work would be lost

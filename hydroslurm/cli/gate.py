@@ -34,17 +34,16 @@ Arguments = Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...")]
 
 @app.command("build")
 def build_gate(out: Out = None, force: Force = False) -> None:
-    """Build the gate for the installed torch, the sums of hydroslurm.parallel and the arena, and
-    test them. Needs a C++ compiler and 30 seconds."""
+    """Build the gate for the installed torch and the sums of hydroslurm.parallel, and test them.
+    Needs a C++ compiler and 30 seconds."""
     from hydroslurm.errors import GateError
     from hydroslurm.gate import build, compiler
     from hydroslurm.parallel.library import RECIPE
-    from hydroslurm.vacate.arena import RECIPE as ARENA
 
     torch = compiler.installed_torch()
     try:
         root = out.absolute() if out else build.cache_root(os.environ)
-        for recipe in (compiler.GATE, RECIPE, ARENA):
+        for recipe in (compiler.GATE, RECIPE):
             folder = root / build.key_of(torch, recipe)
             if not force and build.is_usable(folder, recipe=recipe):
                 typer.echo(f"{folder / recipe.library} exists already (--force rebuilds it)")

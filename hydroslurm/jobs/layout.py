@@ -14,7 +14,7 @@ from hydroslurm.jobs.plan import Plan, RunLimits, Step, TaskPlan, TensorBoardPla
 from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.spec.replicas import MASTER, ReplicaSpec, Template
 from hydroslurm.runtime.autoload import PREEMPT_ENV
-from hydroslurm.vacate.policy import VACATE_BY_ENV, VACATE_DIR_ENV, VACATE_ENV
+from hydroslurm.vacate.policy import VACATE_ENV
 
 PYTHONS = ("python", "python3")
 """Commands that mean the Python that hydroslurm is installed in."""
@@ -66,9 +66,6 @@ def rank_variables(job: TrainingJob) -> dict[str, str]:
     wanted = job.preemption
     made = {PREEMPT_ENV: "requeue" if wanted.mode == "requeue" else "pause", SUPERVISED_ENV: "1"}
     made[VACATE_ENV] = wanted.vacate
-    made[VACATE_BY_ENV] = wanted.vacate_by
-    if wanted.vacate_directory is not None:
-        made[VACATE_DIR_ENV] = wanted.vacate_directory
     if wanted.save_every_seconds is not None:
         made[SAVE_EVERY_ENV] = str(wanted.save_every_seconds)
     if wanted.attempts_without_progress is not None:

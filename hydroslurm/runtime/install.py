@@ -42,7 +42,6 @@ from hydroslurm.runtime.status_writer import StatusWriter, interval_s
 from hydroslurm.runtime.unsaved_warning import UnsavedWarning
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.vacate.arena_backend import open_arena
 from hydroslurm.vacate.policy import VacatePolicy, grace_from
 
 if TYPE_CHECKING:
@@ -108,8 +107,8 @@ def install(
         TorchMissing: torch cannot be imported.
         GateError: ``gate="native"`` and it cannot be built or trusted.
         InstallError: a handler could not be installed.
-        UsageError: bad signals, or a bad ``HYDROSLURM_NVTX``, ``HYDROSLURM_VACATE``,
-            ``HYDROSLURM_VACATE_BY`` or ``HYDROSLURM_LAUNCH_AHEAD_MS``.
+        UsageError: bad signals, or a bad ``HYDROSLURM_NVTX``, ``HYDROSLURM_VACATE`` or
+            ``HYDROSLURM_LAUNCH_AHEAD_MS``.
     """
     global _installed
     environ = os.environ if environ is None else environ
@@ -170,7 +169,6 @@ def _set_up(
     """Everything that :func:`install` puts in place, or nothing of it."""
     from hydroslurm.gate import open_gate
 
-    open_arena(environ)  # before the script allocates anything
     identity = _identity(environ, plan)
     base = _registry_base(environ)
     folder = _run_folder(run_dir, environ, base)

@@ -22,8 +22,6 @@ from hydroslurm.errors import HydroslurmError, InstallError, UsageError
 from hydroslurm.gate.marks import Range
 from hydroslurm.gate.protocol import Action, Cause, Gate, GateState
 from hydroslurm.runtime import device
-from hydroslurm.vacate import arena_backend
-from hydroslurm.vacate.backend import Backend
 from hydroslurm.vacate.communicators import Communicators
 from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint, why_not_here
 from hydroslurm.vacate.policy import (
@@ -56,7 +54,7 @@ class Vacating:
         policy: which pauses vacate.
         grace_s: between Slurm's SIGTSTP and its SIGSTOP.
         is_at_work: memory is away, or on its way there or back.
-        open_backend: makes the backend at the first vacate; None: there is nothing to move.
+        open_device: finds the device at the first vacate; None: there is nothing to move.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class Vacating:
         """
         self.policy = policy
         self.grace_s = DEFAULT_GRACE_S if grace_s is None else grace_s
-        self.open_backend: Callable[[], Backend | None] = open_device
+        self.open_device: Callable[[], CudaCheckpoint | None] = open_device
         self.is_at_work = False
         self._gate = gate
         self._emit = emit
@@ -88,7 +86,7 @@ class Vacating:
         self._ranks_here = ranks_here
         self._drain_s = drain_s
         self._limits = limits or Limits()
-        self._backend: Backend | None = None
+        self._device: CudaCheckpoint | None = None
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
         self._holds = False
@@ -115,10 +113,10 @@ class Vacating:
         if job_id is not None and grace_from(environ) is None:
             with contextlib.suppress(HydroslurmError, UsageError, OSError):
                 self.grace_s = _grace_of_site(environ, job_id)
-        while self._backend is None and not self._ended.wait(_LOOK_S):
-            if not self.is_at_work and (found := self.open_backend()) is not None:
-                found.refusal()
-                self._backend = found
+        while self._device is None and not self._ended.wait(_LOOK_S):
+            if not self.is_at_work and (found := self.open_device()) is not None:
+                found.refusal()  # starts the helper
+                self._device = found
 
     def begin(
         self,
@@ -174,9 +172,9 @@ class Vacating:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-        if self._backend is not None:
-            self._backend.close()
-            self._backend = None
+        if self._device is not None:
+            self._device.close()
+            self._device = None
 
     # --- the thread
 
@@ -234,11 +232,9 @@ class Vacating:
         marks = self._gate.marks
         began_s = time.monotonic()
         mark = marks.begin(Range.VACATING, pause)
-        backend = self._backend
-        if not refusal:
-            refusal, backend = self._prepare()
+        refusal = refusal or self._refusal()
         one = VacateRound(
-            backend or _NOTHING,
+            self._device or _NO_DEVICE,
             topic=topic,
             agree=agree,
             limits=self._limits,
@@ -247,8 +243,6 @@ class Vacating:
         away = one.vacate(refusal)
         marks.end(mark)
         data = {"pause": pause, "vacate_s": time.monotonic() - began_s, **_told(away)}
-        if backend is not None:
-            data["backend"] = backend.name
         if not away.done:
             self._not_vacated(data)
             if away.lost:
@@ -282,31 +276,29 @@ class Vacating:
             "the rank stays parked and tries again"
         )
 
-    def _prepare(self) -> tuple[str, Backend | None]:
-        """Why this rank cannot, empty if it can; and what would do it."""
-        if self._backend is None:
-            self._backend = self.open_backend()
-        backend = self._backend
-        if backend is None:
-            return f"there is no device memory to give back: {_why_none()}", None
+    def _refusal(self) -> str:
+        """Why this rank cannot vacate; empty if it can."""
+        if self._device is None:
+            self._device = self.open_device()
+        found = self._device
+        if found is None:
+            why = why_not_here() or "this process has not used a device"
+            return f"there is no device memory to give back: {why}"
         status = self._gate.status()
         if status.capturing:
-            return "a CUDA graph is being captured", backend
+            return "a CUDA graph is being captured"
         drained = device.drain(limit_s=self._drain_s, exempt=self._gate.exempt)
         if drained is not None and not drained.drained:
-            return f"the device is not idle: {drained.reason}", backend
-        if reason := backend.refusal():
-            return reason, backend
-        if reason := why_no_memory(backend.host_bytes(), room(ranks_here=self._ranks_here)):
-            return reason, backend
-        if Cause.SLURM in status.causes:
-            passed_s = (time.monotonic_ns() - status.closed_mono_ns) / 1e9
-            size_bytes = backend.device_bytes()
-            reason = why_no_time(
-                size_bytes, backend.bytes_per_s, grace_s=self.grace_s, passed_s=passed_s
-            )
-            return reason, backend
-        return "", backend
+            return f"the device is not idle: {drained.reason}"
+        if reason := found.refusal():
+            return reason
+        size_bytes = found.device_bytes()
+        if reason := why_no_memory(size_bytes, room(ranks_here=self._ranks_here)):
+            return reason
+        if Cause.SLURM not in status.causes:
+            return ""
+        passed_s = (time.monotonic_ns() - status.closed_mono_ns) / 1e9
+        return why_no_time(size_bytes, found.bytes_per_s, grace_s=self.grace_s, passed_s=passed_s)
 
 
 def _grace_of_site(environ: Mapping[str, str], job_id: int) -> float:
@@ -318,35 +310,18 @@ def _grace_of_site(environ: Mapping[str, str], job_id: int) -> float:
     return DEFAULT_GRACE_S if policy is None else float(policy.suspend_grace_s)
 
 
-def open_device() -> Backend | None:
-    """What this process has asked for: the arena; or CUDA's checkpoint API, where it has a device
-    and the node can."""
+def open_device() -> CudaCheckpoint | None:
+    """The memory of this process on its devices; None where it has none, or the node cannot."""
     devices = device.used_devices()
-    if arena_backend.is_asked_for():
-        return arena_backend.backend_of(devices)
-    if not devices:
-        return None
-    if why_not_here():
+    if not devices or why_not_here():
         return None
     return CudaCheckpoint(
         used_bytes=device.reserved_bytes, devices=len(devices), communicators=Communicators()
     )
 
 
-def _why_none() -> str:
-    if arena_backend.is_asked_for():
-        return arena_backend.why_no_arena() or "this process has not used a device"
-    return why_not_here() or "this process has not used a device"
-
-
-class _Nothing:
-    """The backend of a rank that has none, and takes part to say so."""
-
-    def device_bytes(self) -> int:
-        return 0
-
-
-_NOTHING: Any = _Nothing()
+_NO_DEVICE: Any = None
+"""Of a rank without a device: it takes part, and its refusal ends the round before any call."""
 
 
 def _told(outcome: Outcome) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The backend that needs no change to the training: CUDA's own checkpoint API (driver 570 and
-newer). All of the process's device memory goes, its context included.
+"""CUDA's checkpoint API (driver 570 and newer), which needs no change to the training. It moves all
+device memory of a process, its context included.
 
-The calls are made by a process of their own, see :mod:`hydroslurm.vacate.helper`.
+The calls are made by a helper process, see :mod:`hydroslurm.vacate.helper`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
 
 from hydroslurm.errors import VacateError
-from hydroslurm.vacate.backend import DeviceState
 from hydroslurm.vacate.communicators import Communicators
 from hydroslurm.vacate.helper import AT_WORK
 
@@ -47,17 +47,36 @@ def why_not_here(*, driver: Path = _DRIVER) -> str:
     return ""
 
 
+class DeviceState(Enum):
+    """Where a process's device memory is; the words are those of CUDA's checkpoint API."""
+
+    RUNNING = "running"
+    LOCKED = "locked"
+    """In place; calls into the device wait until it is unlocked."""
+    CHECKPOINTED = "checkpointed"
+    """Away: the device has forgotten this process."""
+    FAILED = "failed"
+    """Lost: neither on the device nor restorable."""
+    UNKNOWN = "unknown"
+    """The device's driver does not answer."""
+
+
 class CudaCheckpoint:
-    """CUDA's checkpoint API, for this process.
+    """Moves the device memory of this process.
+
+    The calls block for at most their time-out, and raise
+    :class:`~hydroslurm.errors.VacateError` when they fail or take longer; :meth:`state` then says
+    where the memory is. The caller issues no operator meanwhile.
 
     Args:
         used_bytes: how much device memory this process uses.
         devices: how many devices.
         communicators: NCCL's of this process.
         command: the helper.
-    """
 
-    name = "cuda-checkpoint"
+    Attributes:
+        bytes_per_s: how fast memory moves to the host: as measured in this process, else usually.
+    """
 
     def __init__(
         self,
@@ -78,16 +97,15 @@ class CudaCheckpoint:
         self.bytes_per_s = USUAL_BYTES_PER_S
 
     def device_bytes(self) -> int:
+        """How much memory would be moved; the host needs as much."""
         # of a locked process as it was before: to ask torch is to call CUDA, which answers after
         # the unlock, and this thread is the one that unlocks
         if self._locked_bytes is not None:
             return self._locked_bytes
         return self._used_bytes() + CONTEXT_BYTES * self._devices
 
-    def host_bytes(self) -> int:
-        return self.device_bytes()
-
     def refusal(self) -> str:
+        """Why this process cannot be vacated; empty if it can."""
         if reason := self._communicators.refusal():
             return reason
         known = self._helper is not None
@@ -100,6 +118,7 @@ class CudaCheckpoint:
         return ""
 
     def lock(self, timeout_s: float) -> None:
+        """RUNNING -> LOCKED."""
         self._communicators.suspend()
         self._begin_locked()
         # the driver's own time-out leaves the process RUNNING; ours only ends the wait for it
@@ -126,6 +145,7 @@ class CudaCheckpoint:
             gc.enable()
 
     def checkpoint(self, timeout_s: float) -> int:
+        """LOCKED -> CHECKPOINTED; returns the bytes that are free now."""
         moved_bytes = self.device_bytes()
         began_s = time.monotonic()
         self._ask("checkpoint", timeout_s)
@@ -133,9 +153,11 @@ class CudaCheckpoint:
         return moved_bytes
 
     def restore(self, timeout_s: float) -> None:
+        """CHECKPOINTED -> LOCKED. Where the device is full, it fails and stays CHECKPOINTED."""
         self._ask("restore", timeout_s)
 
     def unlock(self, timeout_s: float) -> None:
+        """LOCKED -> RUNNING."""
         try:
             self._ask("unlock", timeout_s)
         except VacateError:
@@ -145,7 +167,8 @@ class CudaCheckpoint:
         self._communicators.resume()
 
     def state(self, timeout_s: float) -> DeviceState:
-        """A helper that hangs is replaced by another, which asks anew."""
+        """Where the memory is; UNKNOWN where nobody answers in time. Raises nothing. A helper that
+        hangs is replaced by another, which asks again."""
         until_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -160,6 +183,7 @@ class CudaCheckpoint:
             time.sleep(_SLICE_S)
 
     def close(self) -> None:
+        """End the helper."""
         self._end_helper()
         self._end_locked()
 

@@ -7,17 +7,12 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from hydroslurm.errors import UsageError
-from hydroslurm.vacate.backend import gb
 
 if TYPE_CHECKING:  # the names below are all that a submission needs
     from hydroslurm.core.memory import Room
 
 VACATE_ENV = "HYDROSLURM_VACATE"
 """Environment variable: ``always``, ``when_asked`` (the default) or ``never``."""
-VACATE_BY_ENV = "HYDROSLURM_VACATE_BY"
-"""Environment variable: ``cuda-checkpoint`` (the default) or ``arena``."""
-VACATE_DIR_ENV = "HYDROSLURM_VACATE_DIR"
-"""Environment variable: the folder to which an arena spills its copy, on a local disk."""
 PREEMPT_ENV = "HYDROSLURM_PREEMPT"
 """``vacate`` there means ``pause``, and ``always`` here."""
 GRACE_ENV = "HYDROSLURM_SUSPEND_GRACE_S"
@@ -42,35 +37,14 @@ class VacatePolicy(str, Enum):
         Raises:
             UsageError: another word.
         """
-        if word := _one_of(environ, VACATE_ENV, cls):
-            return cls(word)
-        mode = environ.get(PREEMPT_ENV, "").strip().lower()
-        return cls.ALWAYS if mode == "vacate" else cls.WHEN_ASKED
-
-
-class VacateBy(str, Enum):
-    """What moves the memory."""
-
-    CUDA_CHECKPOINT = "cuda-checkpoint"
-    ARENA = "arena"
-    """Our own allocator, which torch's allocations have to come from."""
-
-    @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> VacateBy:
-        """``HYDROSLURM_VACATE_BY``.
-
-        Raises:
-            UsageError: another word.
-        """
-        return cls(_one_of(environ, VACATE_BY_ENV, cls) or cls.CUDA_CHECKPOINT)
-
-
-def _one_of(environ: Mapping[str, str], name: str, words: type[Enum]) -> str:
-    """What the variable says, which is one of these words; empty if it is not set."""
-    word, known = environ.get(name, "").strip().lower(), [one.value for one in words]
-    if word and word not in known:
-        raise UsageError(f"{name}={word[:60]!r}; wanted one of {', '.join(known)}")
-    return word
+        word = environ.get(VACATE_ENV, "").strip().lower()
+        if not word:
+            mode = environ.get(PREEMPT_ENV, "").strip().lower()
+            return cls.ALWAYS if mode == "vacate" else cls.WHEN_ASKED
+        known = [policy.value for policy in cls]
+        if word not in known:
+            raise UsageError(f"{VACATE_ENV}={word[:60]!r}; wanted one of {', '.join(known)}")
+        return cls(word)
 
 
 def grace_from(environ: Mapping[str, str]) -> float | None:
@@ -114,3 +88,8 @@ def why_no_time(device_bytes: int, bytes_per_s: float, *, grace_s: float, passed
 def fitting_bytes(bytes_per_s: float, *, grace_s: float) -> int:
     """How much device memory fits into the grace."""
     return int(max(0.0, grace_s - MARGIN_S) * bytes_per_s)
+
+
+def gb(size_bytes: float) -> str:
+    """For a sentence."""
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.1f} MB"

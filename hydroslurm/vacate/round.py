@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hydroslurm.errors import RanksError, VacateError
-from hydroslurm.vacate.backend import Backend, DeviceState
+from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint, DeviceState
 
 _RUNNING = DeviceState.RUNNING
 UNLOCK_TRIES = 3
@@ -88,20 +88,21 @@ class VacateRound:
     """One rank's part in one vacate. For one thread, which is never held at the gate.
 
     Args:
+        device: of this rank; not called where this rank refuses.
         topic: of the agreements; the same on all ranks, and used once.
         cancel: set when the pause is over, so that what can be undone is not begun.
     """
 
     def __init__(
         self,
-        backend: Backend,
+        device: CudaCheckpoint,
         *,
         topic: str,
         agree: Agree = alone,
         limits: Limits | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        self._backend = backend
+        self._device = device
         self._topic = topic
         self._agree_with = agree
         self._limits = limits or Limits()
@@ -115,7 +116,7 @@ class VacateRound:
         if reason := self._agree("ready", refusal, cancel=self._cancel):
             return Outcome(False, reason=reason)
         began_s = time.monotonic()
-        mistake = self._try(self._backend.lock, self._limits.lock_s)
+        mistake = self._try(self._device.lock, self._limits.lock_s)
         if not mistake and self._cancel.is_set():
             mistake = "the pause ended before anything was moved"
         lock_s = time.monotonic() - began_s
@@ -126,10 +127,10 @@ class VacateRound:
     def _checkpoint(self, lock_s: float) -> Outcome:
         """The point of no return."""
         began_s = time.monotonic()
-        limit_s = self._limits.moving_s(self._backend.device_bytes())
+        limit_s = self._limits.moving_s(self._device.device_bytes())
         mistake = ""
         try:
-            self._bytes = self._backend.checkpoint(limit_s)
+            self._bytes = self._device.checkpoint(limit_s)
         except VacateError as error:
             mistake = str(error)
         took_s = lock_s + time.monotonic() - began_s
@@ -146,7 +147,7 @@ class VacateRound:
 
     def _undo(self, reason: str) -> Outcome:
         """Bring this rank back to RUNNING, from wherever it is."""
-        state = self._backend.state(self._limits.state_s)
+        state = self._device.state(self._limits.state_s)
         if state is DeviceState.CHECKPOINTED:
             back = self._move_back(waits=None)
             if not back.done:
@@ -185,9 +186,9 @@ class VacateRound:
         by now and only a call is between this rank and its training."""
         mistake, state = "", _RUNNING
         for _ in range(UNLOCK_TRIES):
-            latest = self._try(self._backend.unlock, self._limits.lock_s)
+            latest = self._try(self._device.unlock, self._limits.lock_s)
             mistake = latest or mistake
-            state = self._backend.state(self._limits.state_s) if latest else _RUNNING
+            state = self._device.state(self._limits.state_s) if latest else _RUNNING
             if state is not DeviceState.LOCKED:
                 break
         return mistake, state
@@ -196,11 +197,11 @@ class VacateRound:
         told = False
         while True:
             began_s = time.monotonic()
-            mistake = self._try(self._backend.restore, self._limits.moving_s(self._bytes))
+            mistake = self._try(self._device.restore, self._limits.moving_s(self._bytes))
             took_s = time.monotonic() - began_s
             if not mistake:
                 return Outcome(True, self._bytes, took_s)
-            state = self._backend.state(self._limits.state_s)
+            state = self._device.state(self._limits.state_s)
             if state in (DeviceState.LOCKED, DeviceState.RUNNING):  # it came late, and well
                 return Outcome(True, self._bytes, took_s, mistake)
             if state is not DeviceState.CHECKPOINTED:
@@ -226,7 +227,7 @@ class VacateRound:
     ) -> Mapping[int, Any]:
         limit_s = self._limits.agree_s
         if phase in ("checkpointed", "restored"):  # of a rank that has more to move than this one
-            limit_s += self._limits.moving_s(max(self._bytes, self._backend.device_bytes()))
+            limit_s += self._limits.moving_s(max(self._bytes, self._device.device_bytes()))
         topic = f"{self._topic}/{phase}"
         return self._agree_with(topic, mistake[:1000], timeout_s=limit_s, cancel=cancel)
 

@@ -100,7 +100,7 @@ def use_model(command: list[str]) -> None:
     from hydroslurm.vacate.communicators import Communicators
     from hydroslurm.vacate.cuda_checkpoint import CONTEXT_BYTES, CudaCheckpoint
 
-    hydroslurm.controller().vacating.open_backend = lambda: CudaCheckpoint(
+    hydroslurm.controller().vacating.open_device = lambda: CudaCheckpoint(
         used_bytes=lambda: 10**9 - CONTEXT_BYTES,
         devices=1,
         communicators=Communicators(),

@@ -69,16 +69,6 @@ def test_fused_modules() -> None:
         assert result[key] > 0
 
 
-def test_vacate() -> None:
-    """What the training holds is away in each pause, and comes back as it was."""
-    result, _ = run_script("vacate.py", "--json")
-    assert result["bits_equal"]
-    assert result["cycles"] == 3
-    assert result["rss_fall_ratio"] >= 0.95
-    for key in ("free_ratio_to_memcpy", "return_ratio_to_memcpy", "arena_step_ratio"):
-        assert result[key] > 0
-
-
 def test_launch_ahead() -> None:
     """Each bound holds, but for a slice of it and a kernel, the largest of 1.5 ms; none holds
     without one."""

@@ -15,9 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from hydroslurm.vacate.backend import DeviceState
 from hydroslurm.vacate.communicators import Communicators
-from hydroslurm.vacate.cuda_checkpoint import CONTEXT_BYTES, CudaCheckpoint, why_not_here
+from hydroslurm.vacate.cuda_checkpoint import (
+    CONTEXT_BYTES,
+    CudaCheckpoint,
+    DeviceState,
+    why_not_here,
+)
 from hydroslurm.vacate.helper import CudaApi, Refused, serve
 from hydroslurm.vacate.round import Limits, VacateRound
 

@@ -22,10 +22,16 @@ HERE = Path(__file__).parent
 TRAIN = """
     import ctypes, sys, threading, torch, hydroslurm
     from hydroslurm.runtime import controller as controllers
+    from hydroslurm.vacate.communicators import Communicators
+    from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint
     device = ctypes.CDLL(sys.argv[2])
     device.device_launch.argtypes = [ctypes.c_int64]
     device.device_queued.restype = device.device_finished_ns.restype = ctypes.c_int64
     controller = hydroslurm.install(run_dir=sys.argv[1])
+    controller.vacating.open_device = lambda: CudaCheckpoint(
+        used_bytes=lambda: 10**6, devices=1, communicators=Communicators(),
+        command=[sys.executable, *sys.argv[3:]],
+    )
     weights = torch.ones(1 << 20)
     torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
     torch.cuda.device_count, torch.cuda.current_device = (lambda: 1), (lambda: 0)
@@ -86,8 +92,9 @@ def rank(tmp_path: Path, native_compiler: list[str]) -> Iterator[Rank]:
         [*command, "-o", str(library)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    arguments = (str(tmp_path / "run"), str(library))
-    with child(TRAIN, tmp_path, *arguments, environ={"HYDROSLURM_VACATE_BY": "arena"}) as process:
+    (tmp_path / "faults.json").write_text("[]")
+    arguments = (str(tmp_path / "run"), str(library), str(HERE / "model.py"), str(tmp_path))
+    with child(TRAIN, tmp_path, *arguments) as process:
         process.expect("ready")
         yield Rank(process, RunDir(tmp_path / "run"))
 

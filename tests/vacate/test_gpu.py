@@ -36,18 +36,17 @@ STEPS = "100"
 ENVIRON = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
-@pytest.fixture(params=["cuda-checkpoint", "arena"])
-def environ(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Of a training that vacates by this way."""
+@pytest.fixture
+def environ() -> dict[str, str]:
+    """Of a training that vacates."""
     import torch
 
     if not torch.cuda.is_available():
         pytest.skip("this torch finds no CUDA device")
-    if request.param == "cuda-checkpoint":
-        if reason := why_not_here():
-            pytest.skip(reason)
-        pytest.importorskip("cuda.bindings.driver", reason="needs hydroslurm[gpu]")
-    return {**ENVIRON, "HYDROSLURM_VACATE_BY": request.param}
+    if reason := why_not_here():
+        pytest.skip(reason)
+    pytest.importorskip("cuda.bindings.driver", reason="needs hydroslurm[gpu]")
+    return ENVIRON
 
 
 def _used_bytes() -> int:
@@ -69,7 +68,7 @@ def _free_and_return(process: Child) -> None:
 
 
 def test_ten_vacates_leave_the_bits(environ: dict[str, str], tmp_path: Path) -> None:
-    """By either way: the device's memory falls at each vacate, and the weights' hash after ten of
+    """The device's memory falls at each vacate, and the weights' hash after ten of
     them is that of an undisturbed run."""
     (tmp_path / "plain").mkdir()
     with child(TRAIN, tmp_path / "plain", str(tmp_path / "a"), STEPS, environ=environ) as process:

@@ -27,7 +27,7 @@ TRAIN = """
     from hydroslurm.vacate.cuda_checkpoint import CONTEXT_BYTES, CudaCheckpoint
 
     controller = hydroslurm.install(run_dir=sys.argv[1])
-    controller.vacating.open_backend = lambda: CudaCheckpoint(
+    controller.vacating.open_device = lambda: CudaCheckpoint(
         used_bytes=lambda: 10**9 - CONTEXT_BYTES, devices=1, communicators=Communicators(),
         command=[sys.executable, sys.argv[2], sys.argv[3]],
     )
@@ -252,7 +252,7 @@ ANNOUNCED = """
         def leave(self): pass
 
     controller = hydroslurm.install(run_dir=sys.argv[1])
-    controller.vacating.open_backend = lambda: CudaCheckpoint(
+    controller.vacating.open_device = lambda: CudaCheckpoint(
         used_bytes=lambda: 10**9, devices=1, communicators=Communicators(),
         command=[sys.executable, sys.argv[2], sys.argv[3]],
     )

@@ -14,7 +14,7 @@ from hydroslurm.coordination.agreements import values_of
 from hydroslurm.coordination.frames import pack
 from hydroslurm.coordination.messages import Outbox
 from hydroslurm.errors import AgreementFailed, VacateError
-from hydroslurm.vacate.backend import DeviceState
+from hydroslurm.vacate.cuda_checkpoint import DeviceState
 from hydroslurm.vacate.round import Limits, Outcome, VacateRound
 
 WORLD = 3
@@ -62,8 +62,6 @@ class Coordinator:
 class Device:
     """The device of one rank. Every call and every state of all ranks is in one list, in order."""
 
-    name, bytes_per_s = "model", 1e9
-
     def __init__(self, rank: int, log: list[tuple[int, str]], fault: tuple[str, str]) -> None:
         self.rank, self.now = rank, DeviceState.RUNNING
         self._log, (self._call, self._how) = log, fault
@@ -86,11 +84,6 @@ class Device:
     def device_bytes(self) -> int:
         return 100 + self.rank
 
-    host_bytes = device_bytes
-
-    def refusal(self) -> str:
-        return ""
-
     def lock(self, timeout_s: float) -> None:
         self._step("lock")
 
@@ -106,9 +99,6 @@ class Device:
 
     def state(self, timeout_s: float) -> DeviceState:
         return self.now
-
-    def close(self) -> None:
-        pass
 
 
 class Story:

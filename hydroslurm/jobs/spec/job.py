@@ -164,10 +164,6 @@ def unused(job: TrainingJob) -> Iterator[Complaint]:
     if job.elastic is not None and job.run_policy.active_deadline_seconds is not None:
         message = "the members of an elastic job hold their nodes each for itself; nothing is added"
         yield Complaint(("runPolicy", "activeDeadlineSeconds"), message)
-    preemption = job.preemption
-    if preemption.vacate_directory is not None and preemption.vacate_by != "arena":
-        message = "only an arena writes there; say vacateBy: arena, too"
-        yield Complaint(("preemption", "vacateDirectory"), message)
     if not torchrun.enable and torchrun.proc_per_node != "1":
         message = (
             f"{torchrun.proc_per_node}: counts with torchrun; without it a replica has as many "

@@ -24,7 +24,6 @@ from hydroslurm.jobs.spec.fields import (
 CleanPolicy = Literal["None", "All", "Unfinished"]
 PreemptionMode = Literal["pause", "requeue", "both"]
 VacateMode = Literal["always", "when_asked", "never"]
-VacateBy = Literal["cuda-checkpoint", "arena"]
 
 
 class RunPolicy(Part):
@@ -74,17 +73,6 @@ class Preemption(Part):
         default="when_asked",
         description="Whether a pause also moves the device memory to the host, so that another job "
         "can have it. when_asked: hydroslurm pause --vacate does. Default: when_asked.",
-    )
-    vacate_by: VacateBy = Field(
-        default="cuda-checkpoint",
-        description="What moves the memory. cuda-checkpoint: CUDA's checkpoint API, all of the "
-        "process's. arena: an allocator of our own, which torch then allocates from. "
-        "Default: cuda-checkpoint.",
-    )
-    vacate_directory: Text | None = Field(
-        default=None,
-        description="With vacateBy: arena, the folder on each node's own disk to which the copy is "
-        "written. Default: it stays in the host's memory.",
     )
     checkpoint_directory: Text | None = Field(
         default=None,

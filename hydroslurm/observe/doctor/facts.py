@@ -68,7 +68,6 @@ class Facts:
         saver: what would save at a stop.
         vacate: how quickly its ranks have vacated; None if none has.
         no_vacate: why this node cannot vacate; empty if it can, or if it was not asked.
-        no_arena: why it cannot by an arena; empty if it can, None if it was not asked.
         no_munge: why MUNGE gives ranks no key on this machine; empty if it does, None if it was
             not asked.
     """
@@ -87,7 +86,6 @@ class Facts:
     saver: Saver = Saver.UNKNOWN
     vacate: VacateFacts | None = None
     no_vacate: str = ""
-    no_arena: str | None = None
 
     @property
     def tasks(self) -> int:

@@ -31,7 +31,6 @@ def gather(
     run: Path | None = None,
     no_munge: str | None = None,
     no_vacate: str = "",
-    no_arena: str | None = None,
 ) -> Facts:
     """Collect the facts about one job, or about a partition for a planned one.
 
@@ -41,7 +40,6 @@ def gather(
         run: the run folder; None if unknown.
         no_munge: the result of :func:`why_no_munge`; None if it was not called.
         no_vacate: why this node cannot give device memory back.
-        no_arena: why it cannot by an arena; None if that was not asked.
 
     Raises:
         SlurmError: Slurm did not answer.
@@ -74,7 +72,6 @@ def gather(
         saver=Saver.UNKNOWN if job is None else saver_of(job, run),
         vacate=slowest_vacate(run if job is None or run is not None else run_dir_of(job).root),
         no_vacate=no_vacate,
-        no_arena=no_arena,
     )
 
 

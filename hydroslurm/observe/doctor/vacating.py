@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from hydroslurm.observe.doctor.facts import Facts, Finding, Severity
-from hydroslurm.vacate.backend import gb
 from hydroslurm.vacate.cuda_checkpoint import USUAL_BYTES_PER_S
-from hydroslurm.vacate.policy import fitting_bytes
+from hydroslurm.vacate.policy import fitting_bytes, gb
 
 
 def vacates_in_time(facts: Facts) -> Finding | None:
@@ -26,12 +25,6 @@ def vacates_in_time(facts: Facts) -> Finding | None:
     )
     if facts.no_vacate:
         text += f" This very node cannot vacate: {facts.no_vacate}."
-    if facts.no_arena is not None:
-        text += (
-            " With HYDROSLURM_VACATE_BY=arena it moves only what is allocated, at the rate of the "
-            "link; this very node "
-            + (f"cannot: {facts.no_arena}." if facts.no_arena else "can build that.")
-        )
     text += _host_memory(facts)
     if measured is None or measured.device_bytes <= fits_bytes:
         return Finding("vacate", Severity.NOTE, f"{gb(fits_bytes)} fit into a suspend", text)

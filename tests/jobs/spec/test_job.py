@@ -215,16 +215,6 @@ def test_nothing_else_than_a_spec_error(value: object) -> None:
             pass
 
 
-def test_a_folder_for_an_arena_that_is_not_there() -> None:
-    """What is copied away by CUDA's API stays in memory; whoever named a folder, is told."""
-    preemption = "preemption: {vacateDirectory: /nvme, vacateBy: arena}\n"
-    assert loads(MINIMAL + preemption).meaningless == ()
-    (told,) = loads(MINIMAL + preemption.replace("arena", "cuda-checkpoint")).meaningless
-    assert (
-        told == "preemption.vacateDirectory (only an arena writes there; say vacateBy: arena, too)"
-    )
-
-
 def test_the_example_is_a_job_spec() -> None:
     """What the documentation shows is right."""
     job = load(EXAMPLES / "job.yaml").job
