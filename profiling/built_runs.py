@@ -1,14 +1,12 @@
-"""What watching made-up jobs costs: `list`, `status` and `top` of 100 and 1,000 jobs of 8 ranks.
+"""What watching costs: `list` and `top` of 1,000 jobs of 8 ranks.
 
 Their run folders are built, half of them with a spec, and their Slurm is a squeue that prints what
 it was given: the figures are of reading run folders, at sizes that no test cluster has. While `top`
-looks, every rank goes on writing its status, once each heartbeat of 10 s. `slow_*`: the same with
-1 ms added to each call on a file of a run folder, as on a busy file server (slow_calls.c).
+looks, every rank goes on writing its status, once each heartbeat of 10 s.
 
-Of the largest size: `list_ms_per_job` is the processor time of the whole command; `top_cpu_s` that
-of the dearest look but the first, which has the start of the program in it (`top_first_cpu_s`);
-`top_looks_until_complete` says how many looks it takes until all ranks are there, `top_idle_cpu_s`
-what a look costs when nothing has changed. Processor times are those of squeue, too.
+`list_ms_per_job` is the processor time of the whole command; `top_cpu_s` that of the dearest look
+but the first, which has the start of the program in it; `top_looks_until_complete` says how many
+looks it takes until all ranks are there. Processor times include squeue's.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,7 +46,6 @@ PREEMPTIONS = 5
 EVERY_S = 5.0
 QUICK_EVERY_S = 0.5
 HEARTBEAT_S = 10.0
-SLOW_US = 1000
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SPEC = """
 name: built
@@ -63,7 +59,6 @@ replicaSpecs:
 class Jobs:
     """So many jobs, with the environment in which Slurm knows them."""
 
-    folder: Path
     runs: tuple[RunDir, ...]
     environ: Mapping[str, str]
 
@@ -78,7 +73,7 @@ def build(folder: Path, count: int) -> Jobs:
         for rank in range(RANKS):
             run.rank_events(rank).touch(mode=0o600)
             write_status(run, rank, number, step=1000)
-    return Jobs(folder, runs, _slurm(folder / "programs", runs))
+    return Jobs(runs, _slurm(folder / "programs", runs))
 
 
 def _describe(run: RunDir, number: int, *, with_spec: bool) -> None:
@@ -195,36 +190,26 @@ class Heartbeats:
                     return
 
 
-def run_once(verb: str, environ: Mapping[str, str]) -> tuple[float, float]:
-    """CPU seconds, with those of Slurm's programs, and seconds of one run of a command."""
-    before, begin_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    subprocess.run([*HYDROSLURM, verb], env=environ, stdout=subprocess.DEVNULL, check=True)
-    took_s, after = time.monotonic() - begin_s, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, took_s
+def list_cpu_s(environ: Mapping[str, str]) -> float:
+    """CPU seconds of one ``list``, with those of Slurm's programs."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*HYDROSLURM, "list"], env=environ, stdout=subprocess.DEVNULL, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-@dataclass(frozen=True)
-class Look:
-    """One view of ``top``: what it took, the first with the start of the program."""
-
-    cpu_s: float
-    took_s: float
-    complete: bool
-
-
-def looks(jobs: Jobs, environ: Mapping[str, str], *, count: int, every_s: float) -> Iterator[Look]:
-    """So many views of one ``top``."""
+def looks(jobs: Jobs, *, count: int, every_s: float) -> Iterator[tuple[float, bool]]:
+    """CPU seconds of each of the views of one ``top``, and whether all ranks are in it."""
     command = [*HYDROSLURM, "top", "--json", "-n", str(every_s)]
-    begin_s, used_s = time.monotonic(), 0.0
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as top:
+    used_s = 0.0
+    with subprocess.Popen(command, env=jobs.environ, stdout=subprocess.PIPE, text=True) as top:
         assert top.stdout is not None
         for _ in range(count):
             rows = [json.loads(top.stdout.readline()) for _ in jobs.runs]
-            took_s = time.monotonic() - begin_s
             complete = all(row["ranks"] == RANKS and row["parked"] == 0 for row in rows)
             now_s = _cpu_s(top.pid)
-            yield Look(now_s - used_s, took_s, complete and all(row["step"] for row in rows))
-            used_s, begin_s = now_s, begin_s + took_s + every_s
+            yield now_s - used_s, complete and all(row["step"] for row in rows)
+            used_s = now_s
         top.terminate()
         top.stdout.read()
 
@@ -234,63 +219,27 @@ def _cpu_s(pid: int) -> float:
     return sum(map(int, fields[11:15])) / _TICKS
 
 
-def slowed(jobs: Jobs, library: Path) -> dict[str, str]:
-    """The environment in which each call on a run folder takes a millisecond more."""
-    below = str(jobs.folder / "run-")
-    more = {"LD_PRELOAD": str(library), "SLOW_BELOW": below, "SLOW_US": str(SLOW_US)}
-    return {**jobs.environ, **more}
-
-
-def compile_slow_calls(folder: Path) -> Path:
-    library = folder / "slow_calls.so"
-    source = PROFILING / "slow_calls.c"
-    command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
-    subprocess.run(command, check=True)
-    return library
-
-
-def measure(chosen: Namespace, folder: Path) -> dict[str, Any]:
-    sizes = (20,) if chosen.quick else (100, 1000)
-    library = compile_slow_calls(folder)
-    result: dict[str, Any] = {}
-    for size in sizes:
-        found = measure_size(build(folder / str(size), size), library, quick=chosen.quick)
-        result |= {f"{name}_{size}": value for name, value in found.items()}
-    result |= found
-    result["list_ms_per_job"] = 1000 * result["list_cpu_s"] / sizes[-1]
-    return {"jobs": sizes[-1], "ranks": RANKS, **result}
-
-
-def measure_size(jobs: Jobs, library: Path, *, quick: bool) -> dict[str, Any]:
-    """The figures of so many jobs."""
+def measure(jobs: Jobs, *, quick: bool) -> dict[str, Any]:
     times, every_s = (1, QUICK_EVERY_S) if quick else (3, EVERY_S)
-    found: dict[str, Any] = {}
-    for verb in ("list", "status"):
-        run_once(verb, jobs.environ)  # files into the cache
-        costs = [run_once(verb, jobs.environ)[0] for _ in range(times)]
-        found[f"{verb}_cpu_s"] = statistics.median(costs)
+    list_cpu_s(jobs.environ)  # files into the cache
+    list_s = statistics.median(list_cpu_s(jobs.environ) for _ in range(times))
     with Heartbeats(jobs):
-        first, *others = looks(jobs, jobs.environ, count=2 + times, every_s=every_s)
-    complete = [look.complete for look in (first, *others)]
-    found["top_looks_until_complete"] = complete.index(True) + 1 if True in complete else None
-    found["top_first_cpu_s"] = first.cpu_s
-    found["top_cpu_s"] = max(look.cpu_s for look in others)
-    idle = list(looks(jobs, jobs.environ, count=3 + times, every_s=every_s))[3:]
-    found["top_idle_cpu_s"] = statistics.median(look.cpu_s for look in idle)
-    slow = slowed(jobs, library)
-    for verb in ("list", "status"):
-        found[f"slow_{verb}_s"] = run_once(verb, slow)[1]
-    first, *others = looks(jobs, slow, count=3, every_s=every_s)
-    found["slow_top_first_s"] = first.took_s
-    found["slow_top_s"] = statistics.median(look.took_s for look in others)
-    return found
+        seen = list(looks(jobs, count=2 + times, every_s=every_s))
+    complete = [is_complete for _, is_complete in seen]
+    return {
+        "jobs": len(jobs.runs),
+        "ranks": RANKS,
+        "list_ms_per_job": 1000 * list_s / len(jobs.runs),
+        "top_looks_until_complete": complete.index(True) + 1 if True in complete else None,
+        "top_cpu_s": max(cpu_s for cpu_s, _ in seen[1:]),
+    }
 
 
 def main() -> None:
-    chosen = options("What list, status and top of made-up jobs cost.")
+    chosen = options("What list and top of made-up jobs cost.")
     with scratch("built", chosen) as folder:
-        result = measure(chosen, folder)
-    finish(chosen, "built_runs: list, status and top of made-up jobs", result)
+        result = measure(build(folder / "jobs", 20 if chosen.quick else 1000), quick=chosen.quick)
+    finish(chosen, "built_runs: list and top of made-up jobs", result)
 
 
 if __name__ == "__main__":

@@ -80,12 +80,11 @@ def test_launch_ahead() -> None:
 
 
 def test_built_runs() -> None:
-    """Every rank of the made-up jobs is seen, also where each call takes a millisecond."""
+    """Every rank of the made-up jobs is seen."""
     result, _ = run_script("built_runs.py", "--json")
     assert (result["jobs"], result["ranks"]) == (20, 8)
     assert result["top_looks_until_complete"] == 1
-    for key in ("list_ms_per_job", "status_cpu_s", "slow_list_s", "slow_top_s"):
-        assert result[key] > 0
+    assert result["list_ms_per_job"] > 0
     assert result["top_cpu_s"] >= 0  # counted in ticks of 10 ms: a look at 20 jobs may take none
 
 
@@ -156,15 +155,6 @@ def test_percentiles_are_values_that_were_seen() -> None:
     assert harness.percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.0
     assert harness.percentile([4.0, 1.0, 3.0, 2.0], 99) == 4.0
     assert harness.median_ratio({"a": [2.0, 6.0, 3.0], "b": [1.0, 2.0, 3.0]}, "a", "b") == 2.0
-
-
-def test_fixed_order() -> None:
-    """A rank gets (n/w + 1) P (w-1)/w bytes, as docs/elastic.md says, where 2 P (w-1)/w do without
-    an order."""
-    result, _ = run_script("fixed_order.py", "--json")
-    for ranks, ratio in ((4, 1.0), (2, 1.5)):
-        assert result[f"received_ratio_{ranks}_ranks"] == pytest.approx(ratio, rel=0.01)
-        assert result[f"time_ratio_{ranks}_ranks"] > 0
 
 
 def test_elastic_sim() -> None:

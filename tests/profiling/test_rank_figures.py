@@ -37,14 +37,6 @@ def test_ranks(tmp_path: Path) -> None:
         assert result[ratio] > 0
 
 
-def test_connection(tmp_path: Path) -> None:
-    """What the ranks' proofs cost: per message against none, per greeting, per rank that joins."""
-    result, _ = run_script("connection.py", "--json", folder=tmp_path)
-    assert result["frame_ratio"] > 1
-    assert 0 < result["greeting_ms"] < result["join_ms"]
-    assert result["ranks"] == 64
-
-
 def test_ranks_scale(tmp_path: Path) -> None:
     """What thousands of ranks cost their coordinator, on a small scale."""
     result, _ = run_script("ranks_scale.py", "--json", folder=tmp_path)
