@@ -1,16 +1,14 @@
 """From `kill` to the first operator held, and from `kill` to the first operator released.
 
-Three processes train, one with hydroslurm, one with a hydroslurm that leaves all to its watcher
-thread (``pause_ratio_to_watcher``: what closing the gate in the handler is worth), and one with the
-incumbent's hooks; this one sends SIGUSR1 and SIGUSR2 at random moments, in turns of ten, while the
-other processes are stopped. All stamps are CLOCK_MONOTONIC, the sender's taken just before kill().
+Two processes train, one with hydroslurm and one with the incumbent's hooks; this one sends SIGUSR1
+and SIGUSR2 at random moments, in turns of ten, while the other process is stopped. All stamps are
+CLOCK_MONOTONIC, the sender's taken just before kill().
 
 ``floor_us``: a C program that does nothing but compute, and whose handler stores the time, is sent
 the same signals in turns of its own (busy.c). That is what the machine takes, and what is above it
-(``pause_above_floor_us_p50``) is what a pause costs. ``crowded_*``: the same two ways while as many
-busy processes run as make three per core.
+(``pause_above_floor_us_p50``) is what a pause costs.
 
-Then the first and the last are paused during backwards of more than two seconds, through one module
+Then both are paused during backwards of more than two seconds, through one module
 of many operators: was it held before the backward ended? Where the incumbent was not, the end is
 what counts for it.
 """
@@ -40,10 +38,6 @@ TURN = 10
 LIMIT_S = 120.0
 SENDER_SPIN_NS = 300_000
 WAYS = ("hydroslurm", "incumbent")
-WATCHER = "watcher"
-CROWD = 2
-"""Busy processes on each core, beside the one that is paused."""
-CLOSER_ENV = "HYDROSLURM_GATE_CLOSER"
 
 
 @dataclass
@@ -74,7 +68,7 @@ class Victim:
             [
                 sys.executable,
                 str(Path(__file__).with_name("victim.py")),
-                "hydroslurm" if way == WATCHER else way,
+                way,
                 str(folder),
                 what,
                 str(seconds),
@@ -82,11 +76,7 @@ class Victim:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                **({CLOSER_ENV: "watcher"} if way == WATCHER else {}),
-            },
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self.events = EventTail(RunDir(folder).rank_events(0))
         self._stamps = folder / "stamps.jsonl"
@@ -168,7 +158,10 @@ class Floor:
 
     def __init__(self, program: Path, folder: Path) -> None:
         file = folder / "stamp"
-        self._process = start_busy(program, file)
+        self._process = subprocess.Popen([program, file], stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "ready\n":
+            raise RuntimeError(f"{program} did not start")
         self._stamp = memoryview(mmap.mmap(os.open(file, os.O_RDWR), 8)).cast("q")
         send(self._process.pid, signal.SIGSTOP)
 
@@ -198,35 +191,12 @@ def compile_busy(folder: Path) -> Path:
     return program
 
 
-def start_busy(program: Path, *words: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([program, *words], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    if process.stdout.readline() != "ready\n":
-        raise RuntimeError(f"{program} did not start")
-    return process
-
-
 @contextlib.contextmanager
-def crowd(program: Path) -> Iterator[None]:
-    """So many busy processes that each core has ``CROWD`` of them, and who is paused competes."""
-    cores = len(os.sched_getaffinity(0))
-    busy = [start_busy(program) for _ in range(CROWD * cores)]
-    try:
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.communicate()
-
-
-@contextlib.contextmanager
-def victims(
-    folder: Path, what: str, seconds: float = 0.0, *, ways: Sequence[str] = WAYS
-) -> Iterator[list[Victim]]:
+def victims(folder: Path, what: str, seconds: float = 0.0) -> Iterator[list[Victim]]:
     """One process per way; gone after the block."""
     started: list[Victim] = []
     try:
-        for way in ways:
+        for way in WAYS:
             victim = Victim(way, folder / f"{way}-{what}", what, seconds)
             started.append(victim)
             victim.expect("ready")
@@ -238,35 +208,20 @@ def victims(
             victim.process.communicate()
 
 
-def pause_while_training(
-    folder: Path, count: int, *, crowded: int
-) -> tuple[dict[str, Seen], dict[str, Seen], list[float]]:
-    """Pause each way ``count`` times, in turns, then ours and the watcher's ``crowded`` times among
-    busy processes; and what the same signals took to the floor's handler (us)."""
-    program = compile_busy(folder)
-    ways = (*WAYS, WATCHER)
-    seen: dict[str, Seen] = {way: Seen() for way in ways}
-    among: dict[str, Seen] = {way: Seen() for way in ways if way != "incumbent"}
-    floor, floor_us = Floor(program, folder), list[float]()
+def pause_while_training(folder: Path, count: int) -> tuple[dict[str, Seen], list[float]]:
+    """Pause each way ``count`` times, in turns; and what the same signals took to the floor's
+    handler (us)."""
+    seen = {way: Seen() for way in WAYS}
+    floor, floor_us = Floor(compile_busy(folder), folder), list[float]()
     try:
-        with victims(folder, "train", ways=ways) as all_three:
-            for turn in _turns(count):
-                for victim in all_three:
+        with victims(folder, "train") as both:
+            for turn in [min(TURN, count - done) for done in range(0, count, TURN)]:
+                for victim in both:
                     pause_some(victim, turn, seen[victim.way])
                 floor_us += floor.handler_us(turn)
-            with crowd(program):
-                for turn in _turns(crowded):
-                    for victim in all_three:
-                        if victim.way in among:
-                            pause_some(victim, turn, among[victim.way])
     finally:
         floor.close()
-    return seen, among, floor_us
-
-
-def _turns(count: int) -> list[int]:
-    """How many pauses each turn has."""
-    return [min(TURN, count - done) for done in range(0, count, TURN)]
+    return seen, floor_us
 
 
 def pause_some(victim: Victim, count: int, seen: Seen) -> None:
@@ -310,9 +265,7 @@ def pause_inside_backward(folder: Path, count: int, seconds: float) -> dict[str,
     return seen
 
 
-def figures(
-    training: dict[str, Seen], backward: dict[str, Seen], crowded: dict[str, Seen]
-) -> dict[str, float]:
+def figures(training: dict[str, Seen], backward: dict[str, Seen]) -> dict[str, float]:
     """All pauses -> the figures; those of the incumbent carry its name."""
     result: dict[str, float] = {"pauses": len(training["hydroslurm"].pauses)}
     for way in WAYS:
@@ -326,10 +279,6 @@ def figures(
         result |= p50_p99(f"{prefix}pause_in_backward_us", _paused_us(backward[way]))
     handlers = [_us(p.sent_ns, p.handler_ns) for p in training["hydroslurm"].pauses]
     result |= p50_p99("handler_us", handlers)
-    result |= p50_p99("watcher_pause_us", _paused_us(training[WATCHER]))
-    result["pause_ratio_to_watcher"] = result["pause_us_p50"] / result["watcher_pause_us_p50"]
-    result |= p50_p99("crowded_pause_us", _paused_us(crowded["hydroslurm"]))
-    result |= p50_p99("crowded_watcher_pause_us", _paused_us(crowded[WATCHER]))
     return result
 
 
@@ -350,8 +299,7 @@ def main() -> None:
     chosen = options("How long a pause and a resume take, from kill() on.")
     random.seed(0)
     with scratch("pause", chosen) as folder:
-        counts = (6, 2) if chosen.quick else (300, 100)
-        training, crowded, floor_us = pause_while_training(folder, counts[0], crowded=counts[1])
+        training, floor_us = pause_while_training(folder, 6 if chosen.quick else 300)
         backward = pause_inside_backward(
             folder, 1 if chosen.quick else 8, 0.3 if chosen.quick else 2.5
         )
@@ -359,7 +307,7 @@ def main() -> None:
         chosen,
         "pause latency: kill -> first operator held, kill -> first operator released",
         {
-            **with_floor(figures(training, backward, crowded), floor_us),
+            **with_floor(figures(training, backward), floor_us),
             "backwards": len(backward["hydroslurm"].inside),
         },
     )

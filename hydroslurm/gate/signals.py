@@ -80,10 +80,6 @@ class SignalPlan:
                 raise UsageError(
                     f"{name}={signo} is not a signal that a process can catch; choose another"
                 )
-            if signo == signal.SIGWINCH:
-                raise UsageError(
-                    f"{name}=SIGWINCH: the gate wakes a thread of its own with it; choose another"
-                )
             if signo in seen:
                 raise UsageError(
                     f"{signal_name(signo)} is used for both {seen[signo]} and {name}; each needs "

@@ -7,13 +7,6 @@ thread_local bool fake_capture = false;
 
 namespace {
 
-bool prepare() { return true; }
-bool divert_on() {
-    if (fake.refuses_to_divert.load()) return false;
-    fake.diverted.store(true);
-    return true;
-}
-void divert_off() { fake.diverted.store(false); }
 int hold_on() {
     if (const int error = fake.hold_error.load(); error != 0) return error;
     ++fake.holds_on;
@@ -55,12 +48,11 @@ void on_alarm(int) {
 } // namespace
 
 const hs::Arming &hs::arming() {
-    static const Arming arming = {prepare, divert_on, divert_off, hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing, trace_on, trace_off, launches_on, launches_off};
+    static const Arming arming = {hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing, trace_on, trace_off, launches_on, launches_off};
     return arming;
 }
 
 void fake_operator(const char *name) {
-    if (fake.diverted.load()) hs::operator_coming();
     if (fake.armed.load()) hs::operator_reached(name, false);
     if (fake.tracing.load()) hs::operator_traced(name, false);
     if (fake.bounding.load()) hs::operator_launches();

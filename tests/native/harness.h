@@ -26,8 +26,6 @@
 #endif
 
 struct Fake {
-    std::atomic<bool> diverted{false};
-    std::atomic<bool> refuses_to_divert{false};
     std::atomic<bool> armed{false};
     std::atomic<int> hold_error{0};
     std::atomic<int> holds_on{0}, holds_off{0};

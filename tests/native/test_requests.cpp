@@ -234,6 +234,34 @@ TEST(stop_wins) {
     hs_gate_stop();
 }
 
+/* After a stop nobody holds the gate closed and nobody can close it, however requests and the stop cross. */
+TEST(stopped_while_closing) {
+    Trainer trainer("pt_autograd_0");
+    for (int round = 0; round < 100; ++round) {
+        start_usual();
+        std::atomic<bool> end{false};
+        auto ask = [&end](uint32_t cause) {
+            while (!end.load()) {
+                hs_gate_request(HS_ACTION_PAUSE, cause);
+                hs_gate_request(HS_ACTION_RESUME, cause);
+            }
+            hs_gate_request(HS_ACTION_PAUSE, cause);
+        };
+        std::thread one(ask, HS_CAUSE_API), two(ask, HS_CAUSE_PEERS);
+        raise(SIGUSR1);
+        if (round % 2 == 0) raise(SIGUSR2);
+        end.store(true);
+        hs_gate_stop();
+        one.join();
+        two.join();
+        CHECK_EQ(hs::gate.closed.load(), 0);
+        CHECK(!fake.armed.load());
+        read_events();
+        const int64_t issued = trainer.issued.load();
+        until([&] { return trainer.issued.load() > issued; });
+    }
+}
+
 /* A gate that is closed for a vacated device opens for no stop and no resume before that is over, and one that is open
  * does not close for it once a stop has come. */
 TEST(stop_waits_for_vacated) {

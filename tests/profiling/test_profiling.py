@@ -38,10 +38,8 @@ def test_pause_latency() -> None:
         assert result[f"incumbent_{key}"] > 0
     assert result["pause_us_p50"] <= result["pause_us_p99"]
     assert 0 < result["handler_us_p50"] < result["pause_us_p99"]
-    assert result["pause_ratio_to_watcher"] > 0
     assert 0 < result["floor_us_p50"] <= result["floor_us_p99"]
     assert result["pause_above_floor_us_p50"] < result["pause_us_p50"]
-    assert result["crowded_pause_us_p50"] > 0
     assert result["parked_inside_backward"] == 1.0
     assert result["incumbent_parked_inside_backward"] == 0.0
 

@@ -59,7 +59,6 @@ def test_the_signal_of_submitit_is_the_warning() -> None:
         ("who=USR1", "user_pause"),
         ("user_pause=USR9", "is not a signal"),
         ("user_pause=KILL", "cannot be caught|can catch"),
-        ("user_pause=WINCH", "the gate wakes a thread of its own with it"),
         ("user_pause=USR2", "used for both"),
         ("user_pause=999", "is not a signal"),
     ],

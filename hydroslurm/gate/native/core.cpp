@@ -1,13 +1,9 @@
 /* Start, stop, status, fork; clocks and futexes. */
 #include <errno.h>
 #include <linux/futex.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
-
-#include <algorithm>
 
 #include "internal.h"
 
@@ -16,9 +12,6 @@ namespace hs {
 Gate gate;
 
 namespace {
-
-/* For measuring what closing in the handler saves: with the value "watcher" all closing and arming is left to the watcher. */
-constexpr const char *kCloserEnv = "HYDROSLURM_GATE_CLOSER";
 
 pthread_mutex_t lifecycle = PTHREAD_MUTEX_INITIALIZER;
 pthread_t watcher;
@@ -54,11 +47,7 @@ void after_fork_in_parent() {
 void after_fork_in_child() {
     gate.owner.store(0);
     signals_after_fork();
-    gate.may_close.store(false);
-    gate.watcher.store(0);
-    gate.alarm.store(kNoAlarm);
     gate.closed.store(0);
-    arming().divert_off();
     gate.state.store(HS_STATE_RUNNING);
     gate.causes.store(0);
     gate.closed_mono_ns.store(0);
@@ -112,8 +101,6 @@ int start(hs_signal *table, int n, int event_fd) noexcept {
     signals_clear_latches();
     window_clear();
     gate.closes_before.store(gate.closes.load());
-    const char *closer = getenv(kCloserEnv);
-    gate.closes_at_once.store(closer == nullptr || strcmp(closer, "watcher") != 0);
     if (const int error = follows ? 0 : signals_prepare(table, n); error < 0) return error;
     hold_find_python();
     events_use_fd(event_fd);
@@ -131,18 +118,6 @@ int start(hs_signal *table, int n, int event_fd) noexcept {
         watcher_end();
     }
     return error;
-}
-
-/* With gate.arming. The diversion ends before the gate is looked at: a handler that closes it after that look diverts again. */
-int arm_locked() noexcept {
-    arming().divert_off();
-    if (gate.closed.load() == 0 || gate.armed.load()) return 0;
-    const int error = arming().hold_on();
-    if (error < 0) return error;
-    gate.armed_by.store(thread_id());
-    gate.armed_mono_ns.store(mono_ns());
-    gate.armed.store(true);
-    return 0;
 }
 
 } // namespace
@@ -167,7 +142,7 @@ void futex_wake(Word &word, int n) noexcept { syscall(SYS_futex, &word, FUTEX_WA
 
 bool gate_open(uint32_t closing) noexcept {
     uint32_t last = gate.opening.load();
-    if (closing == 0 || last == closing || !gate.opening.compare_exchange_strong(last, closing)) return false;
+    if (last >= closing || !gate.opening.compare_exchange_strong(last, closing)) return false;
     gate.let_go.store(slots_held(closing));
     gate.opened_mono_ns.store(mono_ns());
     gate.closed.store(0);
@@ -175,37 +150,12 @@ bool gate_open(uint32_t closing) noexcept {
     return true;
 }
 
-bool gate_close(int64_t asked_ns, uint32_t causes) noexcept {
-    if (!gate.may_close.exchange(false)) return false;
-    gate.passed.store(0);
-    gate.capturing.store(0);
-    gate.quiet.store(0);
-    gate.window.closing.store(0);
-    gate.window.allowance.store(0);
-    gate.window.collectives.store(0);
-    gate.asked_ns.store(asked_ns);
-    gate.asked_for.store(causes);
-    gate.armed_mono_ns.store(0);
-    const uint32_t closing = std::max(gate.last_closing.load() + 1, 1u);
-    gate.closes.fetch_add(1); /* before a thread can be held, which reports the number of its pause */
-    gate.closed.store(closing); /* before anything is armed: the first operator that gets there must find it closed */
-    gate.last_closing.store(closing); /* last: the watcher takes the closing over when it sees this one move */
-    return true;
-}
-
 int arm() noexcept {
     pthread_mutex_lock(&gate.arming);
-    const int error = arm_locked();
+    const int error = arming().hold_on();
+    gate.armed.store(error == 0);
     pthread_mutex_unlock(&gate.arming);
     return error;
-}
-
-/* Never waits: who has the mutex arms, disarms or forks, and a thread that forks may need what this one holds. An error
- * is the watcher's to report, which arms as well. */
-void operator_coming() noexcept {
-    if (pthread_mutex_trylock(&gate.arming) != 0) return;
-    arm_locked();
-    pthread_mutex_unlock(&gate.arming);
 }
 
 void disarm() noexcept {

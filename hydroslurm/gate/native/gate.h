@@ -2,9 +2,9 @@
  *
  * One process has one gate. A signal or a request CLOSES it, the last cause to go OPENS it:
  *
- *   handler or request: latch, close, divert operators      (async-signal-safe, no lock, no allocation)
- *   -> training thread: its next operator arms the callback; there it waits on a futex, having given up the GIL
- *   -> watcher thread:  arms if no operator comes; reports  (no GIL, no torch lock is ever needed by a held thread)
+ *   handler or request: latch and wake        (async-signal-safe, no lock, no allocation)
+ *   -> watcher thread:  arm the callback      (no GIL, no torch lock is ever needed by a held thread)
+ *   -> training thread: waits on a futex at its next operator; the GIL is given up first if it was held
  *
  * The callback is registered only while the gate is closed, so that a running program pays nothing at all.
  *
@@ -75,8 +75,7 @@ struct hs_signal {
 enum hs_event_kind {
     HS_EVENT_SIGNAL_RECEIVED = 1,  /* signo (0: a request), sender_pid, text ("pause", "resume"), mono_ns of the last,
                                       count (how often since the last look) */
-    HS_EVENT_GATE_CLOSED = 2,      /* the callback is armed; value_ns: stamp of the request that closed it; tid: the thread that
-                                      armed it, 0: none did before it was opened again */
+    HS_EVENT_GATE_CLOSED = 2,      /* the callback is armed; value_ns: stamp of the request that closed it */
     HS_EVENT_FIRST_OPERATOR_HELD = 3,       /* tid, text (operator), phase */
     HS_EVENT_PARKED = 4,           /* no training thread issues anything; held, quiet; value_ns: the stamp of the request
                                       that closed the gate; mono_ns: when that became true, not when it was noticed;
@@ -140,7 +139,6 @@ struct hs_status {
 HS_API int hs_gate_abi(void);
 
 /* Start the watcher and install the handlers, from any thread. On failure nothing is left behind.
- * With HYDROSLURM_GATE_CLOSER=watcher in the environment the watcher does all the closing and arming: for measuring.
  * event_fd: an eventfd of the caller's that is written (1) whenever there is an event to read; -1 for none.
  * -EALREADY: running in this process (a forked child may start its own). -EINVAL: a bad table (unknown action
  * or cause, SIGKILL, SIGSTOP, the same signal twice); signals[i].result says which line.

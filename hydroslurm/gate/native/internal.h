@@ -1,13 +1,11 @@
 /* What the parts of the gate share. Nothing here knows torch: that is torch_gate.cpp alone, behind Arming.
  *
- *   signals.cpp   handlers and requests -> latches, a closed gate    runs in signal handlers
+ *   signals.cpp   handlers and requests -> latches           runs in signal handlers
  *   guard.cpp     handlers that others put over ours
- *   watcher.cpp   latches -> open, close, parked             one thread; arms, if no operator comes first, and disarms
- *   alarm.cpp     wakes the watcher, at once or soon
+ *   watcher.cpp   latches -> open, close, parked             one thread, the only one that arms
  *   hold.cpp      a thread at an operator: pass or wait      runs in training threads
  *   collective_window.cpp   a closed gate that lets collectives pass   asked in training threads
  *   threads.cpp   which threads train, which are asleep      reads /proc, for the watcher
- *   import_slot.cpp   where a loaded library keeps the address of a function that it calls
  *   events.cpp    the queue to the reader                    any thread but handlers
  *   trace.cpp     write operators down, hold nobody
  *   launch_ahead.cpp   how far the launches may be ahead of the device   asked in training threads
@@ -33,10 +31,6 @@ namespace hs {
 /* --- the seam to torch; the C++ tests bring their own ------------------------------------------------------- */
 
 struct Arming {
-    bool (*prepare)();     /* look for what the three below need and may come into the process later; true: nothing is
-                              missing any more. Takes the dynamic loader's lock: watcher only */
-    bool (*divert_on)();   /* every operator calls operator_coming() first; false: not possible here, or not yet. [signal-safe] */
-    void (*divert_off)();  /* [signal-safe] */
     int (*hold_on)();      /* register the holding callback: 0 or -errno */
     void (*hold_off)();    /* take it away; callbacks that are running go on */
     bool (*any)();         /* is any global callback registered at all? */
@@ -66,9 +60,6 @@ struct Device {
     bool (*is_finished)(const DeviceStream &, void *event);   /* all that is before the event; true as well for a sick device */
 };
 const Device &device();
-
-/* An operator of any thread while they are diverted, before torch looks for callbacks: arm a closed gate. */
-void operator_coming() noexcept;
 
 /* What the callbacks call. Neither throws nor takes a lock. */
 void operator_reached(const char *name, bool backward_node) noexcept;
@@ -176,19 +167,12 @@ bool window_admits(uint32_t closing, const char *name, bool backward_node) noexc
 bool window_has_moved() noexcept; /* has somebody gone on, or may, since all were found at rest? */
 void window_clear() noexcept; /* while the gate is open, or in a forked child */
 
-constexpr int kNoAlarm = -1;
-
 struct Gate {
     std::atomic<pid_t> owner{0};  /* the process that started it; 0: stopped */
-    std::atomic<pid_t> watcher{0};  /* its thread; 0: there is none */
-    std::atomic<int> alarm{kNoAlarm}; /* its timer */
-    std::atomic<bool> may_close{false}; /* whoever takes it closes the gate; there again when an opening has been reported */
-    std::atomic<bool> closes_at_once{true}; /* a request closes the gate by itself; see kCloserEnv */
+    Word wakeup{0};               /* futex of the watcher: woken when there is something to look at */
     std::atomic<uint32_t> closed{0}; /* 0 open, else the number of this closing */
     Word generation{0};            /* futex of held threads: advanced when one of them may have to run */
     std::atomic<uint32_t> last_closing{0}; /* numbers are never used again, also not by the next start */
-    std::atomic<int64_t> asked_ns{0};      /* stamp of the request that closed it last */
-    std::atomic<uint32_t> asked_for{0};    /* its causes */
     std::atomic<uint32_t> opening{0}; /* the closing that somebody opens, or has opened; see gate_open() */
     std::atomic<int32_t> let_go{0};   /* threads that this opening let go */
     std::atomic<int64_t> opened_mono_ns{0};
@@ -201,8 +185,6 @@ struct Gate {
     std::atomic<int64_t> closes_before{0}; /* of this start; the rest are numbered from 1, as in the event log */
     std::atomic<int64_t> closed_mono_ns{0};
     std::atomic<bool> armed{false};
-    std::atomic<int64_t> armed_mono_ns{0}; /* when, in this closing; 0: not yet */
-    std::atomic<pid_t> armed_by{0};        /* the thread that did */
     std::atomic<bool> stale_callback{false}; /* a child was forked from a closed gate: take the callback away */
     std::atomic<bool> quit{false};
     pthread_mutex_t arming = PTHREAD_MUTEX_INITIALIZER; /* also taken around fork() */
@@ -212,11 +194,10 @@ extern Gate gate;
 
 inline uint64_t pause_number() noexcept { return static_cast<uint64_t>(gate.closes.load() - gate.closes_before.load()); }
 
-/* There is something to look at: at once; or in 5 ms, unless a thread that is held or released wakes it first. A handler that
- * has moved the gate by itself, in a thread that is at work, takes the second: to wake another thread would take that one
- * some 20 us, on a virtual machine or where the two share a core. [signal-safe] */
-void watcher_wake() noexcept;
-void watcher_wake_soon() noexcept;
+inline void watcher_wake() noexcept { /* [signal-safe] */
+    gate.wakeup.fetch_add(1);
+    futex_wake(gate.wakeup, 1);
+}
 
 /* Have held threads ask again whether they are held. [signal-safe] */
 inline void generation_advance() noexcept {
@@ -229,20 +210,9 @@ inline void generation_advance() noexcept {
  * watcher finds the gate open, reports it and disarms. False: somebody else is at it, or was. [signal-safe] */
 bool gate_open(uint32_t closing) noexcept;
 
-/* Close an open gate; it holds nobody before it is armed. A pause's handler does it by itself and has the next operator arm,
- * in the thread that is to be held: the watcher would have to wake first. False: it is closed, an opening has not
- * been reported yet, or there is no watcher. [signal-safe] */
-bool gate_close(int64_t asked_ns, uint32_t causes) noexcept;
-
-int arm() noexcept; /* a closed gate; 0 with nothing done if it is armed, or open again */
+int arm() noexcept;
 void disarm() noexcept;
 void *watcher_main(void *) noexcept;
-
-/* --- the watcher's alarm: wakes it by a signal that it blocks and waits for; in its own thread only --- */
-
-void alarm_begin() noexcept;
-void alarm_wait(int64_t timeout_ns) noexcept; /* < 0: none. May end for nothing */
-void alarm_end() noexcept;
 
 /* --- held threads ------------------------------------------------------------------------------------------- */
 
@@ -276,12 +246,6 @@ struct Release {
     std::atomic<uint32_t> ready{0};
 };
 extern Release release;
-
-/* --- other libraries ---------------------------------------------------------------------------------------- */
-
-/* The writable entry by which the library that defines a function calls it itself, whose value is the function's address;
- * nullptr: it is called directly, the entry is read-only, or it holds something else. */
-void **import_slot(const void *function) noexcept;
 
 /* --- threads of this process -------------------------------------------------------------------------------- */
 

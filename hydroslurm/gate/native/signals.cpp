@@ -1,7 +1,5 @@
-/* Handlers and requests: stamp, latch, close or open, wake the watcher, chain. on_signal() and what it calls is
- * async-signal-safe. */
+/* Handlers and requests: stamp, latch, open, wake the watcher, chain. on_signal() and what it calls is async-signal-safe. */
 #include <errno.h>
-#include <ucontext.h>
 #include <unistd.h>
 
 #include "internal.h"
@@ -28,47 +26,9 @@ bool may_open() noexcept {
     return true;
 }
 
-/* The gate is closed here and now, and armed by the first operator that comes, or by the watcher.
- *
- * Arming in the handler would be simpler, and cannot be made safe: torch guards its list of callbacks by a private mutex
- * (GlobalCallbackManager::update_mutex_, ATen/record_function.cpp), which the interrupted thread may hold at any moment: not
- * only after the list has changed, but in every at::set_record_function_tls_(), which autograd calls twice per node
- * (ThreadLocalStateGuard). It allocates while holding it. So the handler only stores: two latches, the number of the closing,
- * and the address that operators are diverted to. See docs/architecture.md.
- *
- * Ctrl-Z is left to the watcher, which looks at process groups first. */
-bool close_at_once(uint32_t causes, int64_t stamp_ns) noexcept {
-    if (!gate.closes_at_once.load() || causes & HS_CAUSE_TERMINAL) return false;
-    if (may_open() || !gate_close(stamp_ns, causes)) return false;
-    const bool diverted = arming().divert_on();
-    if (may_open()) gate_open(gate.closed.load()); /* a resume or a stop in between found it open */
-    return diverted;
-}
-
-/* Was this thread asleep? Then it will come to no operator. The kernel leaves a system call that a signal has interrupted
- * behind the instruction that made it, or in front of it, to be made again. Where that cannot be told: true. */
-bool interrupts_system_call(void *context) noexcept {
-#if defined(__x86_64__)
-    constexpr uintptr_t size = 2;
-    const auto next = static_cast<uintptr_t>(static_cast<ucontext_t *>(context)->uc_mcontext.gregs[REG_RIP]);
-    const auto calls = [](const uint8_t *code) { return code[0] == 0x0f && code[1] == 0x05; };
-#elif defined(__aarch64__)
-    constexpr uintptr_t size = 4;
-    const auto next = static_cast<uintptr_t>(static_cast<ucontext_t *>(context)->uc_mcontext.pc);
-    const auto calls = [](const uint8_t *code) { return code[0] == 0x01 && code[1] == 0 && code[2] == 0 && code[3] == 0xd4; };
-#else
-    constexpr uintptr_t size = 0, next = 0;
-    const auto calls = [](const uint8_t *) { return true; };
-    (void)context;
-#endif
-    const uintptr_t in_page = next % 4096; /* what lies on the page before or after it may not be readable */
-    if (in_page < size || in_page + size > 4096) return true;
-    const auto *code = reinterpret_cast<const uint8_t *>(next);
-    return calls(code - size) || calls(code);
-}
-
-/* at_work: by a handler, in a thread that was not asleep. */
-void latch(Latch &latch, int action, uint32_t causes, int32_t sender, bool at_work) noexcept {
+/* A pause is only latched: closing the gate registers a callback, for which torch takes a mutex and allocates, so that
+ * is left to the watcher. */
+void latch(Latch &latch, int action, uint32_t causes, int32_t sender) noexcept {
     const int64_t stamp_ns = unique_stamp_ns();
     latch.stamp_ns.store(stamp_ns);
     latch.sender.store(sender);
@@ -80,12 +40,10 @@ void latch(Latch &latch, int action, uint32_t causes, int32_t sender, bool at_wo
             if (causes >> bit & 1) request_stamp_raise(stamps[bit], stamp_ns);
     }
     latch.count.fetch_add(1); /* after the rest: the watcher looks at that when it sees this one move */
-    bool tells_soon = false; /* a thread that is held or let go will wake the watcher */
-    if (action == HS_ACTION_PAUSE)
-        tells_soon = close_at_once(causes, stamp_ns) && at_work;
-    else if (may_open())
-        tells_soon = gate_open(gate.closed.load()) && gate.let_go.load() > 0;
-    tells_soon ? watcher_wake_soon() : watcher_wake();
+    const bool opened = action != HS_ACTION_PAUSE && may_open() && gate_open(gate.closed.load());
+    /* A thread that is let go wakes the watcher by itself. To wake it here would cost that thread some 20 us where the two
+     * share a core; the watcher of a closed gate looks every 200 ms in any case. */
+    if (!opened || gate.let_go.load() == 0) watcher_wake();
 }
 
 /* What would have happened without us. The signal is blocked while its handler runs, so the kill below takes effect
@@ -151,7 +109,7 @@ void on_signal(int signo, siginfo_t *info, void *context) noexcept {
     if (came_round(line, info)) {
         /* has been answered */
     } else if (owner == getpid()) {
-        latch(line.latch, line.action, causes_of(line, info), info->si_code <= 0 ? info->si_pid : 0, !interrupts_system_call(context));
+        latch(line.latch, line.action, causes_of(line, info), info->si_code <= 0 ? info->si_pid : 0);
         if (!(line.flags.load() & HS_SIGNAL_NO_CHAIN)) chain(line, signo, info, context);
     } else if (owner == 0) {
         chain(line, signo, info, context); /* stopped, and called by somebody who had saved our address */
@@ -192,7 +150,7 @@ bool action_is_ours(const struct sigaction &action) noexcept {
     return (action.sa_flags & SA_SIGINFO) && action.sa_sigaction == on_signal;
 }
 
-void signal_latch(Line &line) noexcept { latch(line.latch, line.action, line.causes, 0, false); }
+void signal_latch(Line &line) noexcept { latch(line.latch, line.action, line.causes, 0); }
 
 /* All of our signals are blocked in each of our handlers. Without that a resume that comes right behind its pause would
  * get its frame on top of the pause's, run first, and the rank would stay paused. */
@@ -356,6 +314,6 @@ int hs_gate_request(int action, uint32_t causes) {
     if (action != HS_ACTION_STOP && causes == 0) return -EINVAL;
     if (action == HS_ACTION_PAUSE && (causes & HS_CAUSE_TERMINAL)) return -EINVAL;
     if (gate.owner.load() != getpid()) return -ESRCH;
-    latch(signals.requests[action], action, causes, 0, false);
+    latch(signals.requests[action], action, causes, 0);
     return 0;
 }

@@ -1,4 +1,4 @@
-/* The only file that touches torch: callbacks, armed and disarmed, the way to the first of them, and two questions.
+/* The only file that touches torch: callbacks, armed and disarmed, and two questions.
  *
  * addGlobalCallback() and removeCallback() may be called while other threads run operators: since torch 1.12 the list
  * is replaced under a mutex, and each thread takes its own copy when it sees a new version number. A callback may still
@@ -92,13 +92,11 @@ template <typename Function> void find(Function &function, const char *library, 
     function = reinterpret_cast<Function>(symbol_of(library, name));
 }
 
-/* CUDA may come into the process at any time, so this is asked again and again; a library that is not there yet is not loaded. */
+/* CUDA may come into the process at any time, so this is asked again at each closing; a library that is not there yet is not loaded. */
 std::atomic<const Driver *> driver{nullptr};
 
-bool lacks_driver() noexcept { return driver.load() == nullptr && c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA); }
-
 void find_driver() noexcept {
-    if (!lacks_driver()) return;
+    if (driver.load() != nullptr || !c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA)) return;
     static Driver found;
     find(found.context_current, "libcuda.so.1", "cuCtxGetCurrent");
     find(found.stream_is_capturing, "libcuda.so.1", "cuStreamIsCapturing");
@@ -132,42 +130,6 @@ bool capturing() {
     } catch (...) {
         return false;
     }
-}
-
-/* --- the way to the callback ---------------------------------------------------------------------------------- */
-
-/* Dispatcher::call and Node::operator() ask at::getStepCallbacksUnlessEmpty() whether there are callbacks, and libtorch_cpu,
- * which nearly all of them are in, calls it by an entry of its global offset table. A closed gate puts our function there.
- * It runs where torch would ask, in plain code of the thread that has come to an operator, so that it may register the
- * callback: torch, which it then calls, finds it at once. One aligned word is stored, so nobody can see half of it; nothing
- * is paid while the gate is open. So in the wheels of torch 2.4 to 2.13; where there is no such entry, or it is read-only
- * (linked with -z now), the watcher arms. */
-using Answer = decltype(at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION));
-
-Answer on_ask(at::RecordScope scope) {
-    hs::operator_coming();
-    return at::getStepCallbacksUnlessEmpty(scope);
-}
-
-std::atomic<void **> ask_slot{nullptr};
-
-void *address_of(Answer (*function)(at::RecordScope)) noexcept { return reinterpret_cast<void *>(function); }
-
-/* What somebody else has put there stays there. */
-bool replace_ask(Answer (*from)(at::RecordScope), Answer (*to)(at::RecordScope)) noexcept {
-    void **slot = ask_slot.load();
-    void *seen = address_of(from);
-    return slot != nullptr && __atomic_compare_exchange_n(slot, &seen, address_of(to), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-}
-
-/* While CUDA is there and its driver unknown, no thread could be told from one that captures a graph. */
-bool divert_on() { return !lacks_driver() && replace_ask(at::getStepCallbacksUnlessEmpty, on_ask); }
-void divert_off() { replace_ask(on_ask, at::getStepCallbacksUnlessEmpty); }
-
-bool prepare() {
-    static const bool searched = (ask_slot.store(hs::import_slot(address_of(at::getStepCallbacksUnlessEmpty))), true);
-    find_driver();
-    return searched && !lacks_driver();
 }
 
 /* --- the device that launches are bounded for ------------------------------------------------------------------ */
@@ -223,7 +185,10 @@ bool event_is_finished(const hs::DeviceStream &, void *event) {
 
 /* --- the seam ----------------------------------------------------------------------------------------------- */
 
-int hold_on() { return add(on_hold, hold_handle); }
+int hold_on() {
+    find_driver();
+    return add(on_hold, hold_handle);
+}
 void hold_off() { remove(hold_handle); }
 int trace_on() { return add(on_trace, trace_handle); }
 void trace_off() { remove(trace_handle); }
@@ -242,7 +207,7 @@ bool in_backward() {
 } // namespace
 
 const hs::Arming &hs::arming() {
-    static constexpr Arming torch = {prepare, divert_on, divert_off, hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing, operators_on, operators_off, launches_on, launches_off};
+    static constexpr Arming torch = {hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing, operators_on, operators_off, launches_on, launches_off};
     return torch;
 }
 

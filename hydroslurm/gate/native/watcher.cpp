@@ -1,6 +1,6 @@
 /* The watcher thread: from latches to an open or a closed gate, and from there to PARKED.
  *
- * It blocks every signal, needs no GIL, and is the only thread that reports, and that disarms. */
+ * It blocks every signal, needs no GIL, and is the only thread that arms and disarms. */
 #include <errno.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -24,8 +24,6 @@ constexpr int64_t kParkedTick_ns = 200 * kMs;
 constexpr int64_t kLookMin_ns = 1 * kMs;
 constexpr int64_t kLookMax_ns = 250 * kMs; /* older: we were stopped or starved in between, look again */
 constexpr int64_t kTerminalBound_ns = 500 * kMs;
-constexpr int64_t kPrepareMin_ns = 1000 * kMs;
-constexpr int64_t kPrepareMax_ns = 1024 * kPrepareMin_ns;
 
 /* The first of two looks at a thread that is not held. */
 struct Look {
@@ -49,13 +47,11 @@ class Watcher {
     void collect() noexcept;
     void collect_latch(Latch &latch, uint64_t &seen, int action, int signo) noexcept;
     uint32_t causes_now() noexcept;
-    void look() noexcept;
-    void move(uint32_t last_closing) noexcept;
-    int64_t oldest_request_ns() const noexcept;
-    void take_over(uint32_t causes_before) noexcept;
+    void move() noexcept;
+    void close(uint32_t causes_before) noexcept;
     void report_refused(int error, uint32_t causes_before) noexcept;
+    int64_t oldest_request_ns() const noexcept;
     void report_opened() noexcept;
-    void retire() noexcept;
     void update_window() noexcept;
     void close_window() noexcept;
     void let_through(int64_t n) noexcept;
@@ -72,13 +68,12 @@ class Watcher {
     void keep_callback() noexcept;
     void stop_for_terminal() noexcept;
     int64_t wait_timeout_ns() noexcept;
-    int64_t prepare_timeout_ns() noexcept;
     bool is_notify_delayed() const noexcept { return notify_after_ns_ > mono_ns(); }
     void announce() noexcept {
         if (!is_notify_delayed()) events_announce();
     }
 
-    bool is_closed() const noexcept { return closed_ && gate.closed.load() != 0; }
+    bool is_closed() const noexcept { return gate.closed.load() != 0; }
     hs_event event_with(hs_event_kind kind, int64_t value_ns) const noexcept;
 
     hs_event collected_[kLines + 4];
@@ -91,8 +86,6 @@ class Watcher {
     bool closed_ = false;    /* closed, armed, and the opening not yet reported */
     bool stopping_ = false;
     bool refused_ = false;   /* torch would not take the callback */
-    bool prepared_ = false;  /* see Arming::prepare */
-    int64_t prepare_ns_ = kPrepareMin_ns;
     bool first_reported_ = false;
     uint32_t closing_ = 0;   /* number of the last closing */
     uint32_t released_ = 0;  /* the closing whose release was reported */
@@ -117,10 +110,12 @@ hs_event Watcher::event_with(hs_event_kind kind, int64_t value_ns) const noexcep
 void Watcher::run() noexcept {
     closing_ = gate.last_closing.load();
     released_ = release.ready.load();
-    gate.may_close.store(true);
     for (;;) {
+        const uint32_t seen_wakeup = gate.wakeup.load();
         const bool quit = gate.quit.load();
-        look();
+        collect();
+        if (!closed_) report_release();
+        move();
         if (quit) break;
         update_window();
         if (is_closed()) report_held();
@@ -131,46 +126,24 @@ void Watcher::run() noexcept {
         }
         stop_for_terminal();
         announce();
-        if (!prepared_) prepared_ = arming().prepare();
-        alarm_wait(wait_timeout_ns());
+        futex_wait(gate.wakeup, seen_wakeup, wait_timeout_ns());
     }
-    retire();
+    while (closed_) { /* a handler was about to open when the gate was stopped: only the scheduler delays it */
+        sched_yield();
+        move();
+    }
     report_release();
     end_mark(resuming_);
     events_announce();
 }
 
-void Watcher::look() noexcept {
-    const uint32_t last_closing = gate.last_closing.load(); /* before the latches: what closed it is reported first */
-    collect();
-    if (!closed_) report_release();
-    move(last_closing);
-}
-
-/* A gate without a watcher stays open. A handler that was about to close or to open it when it was stopped is waited for:
- * nothing delays one but the scheduler. */
-void Watcher::retire() noexcept {
-    while (closed_ || !gate.may_close.exchange(false)) {
-        sched_yield();
-        look();
-    }
-}
-
 int64_t Watcher::wait_timeout_ns() noexcept {
     if (is_notify_delayed()) return kNotifyDelay_ns;
-    if (!is_closed()) return refused_ ? kParkedTick_ns : prepare_timeout_ns();
+    if (!closed_) return refused_ ? kParkedTick_ns : -1;
     if (gate.state.load() == HS_STATE_PARKED) return kParkedTick_ns;
     const int64_t tick = tick_ns_;
     tick_ns_ = std::min(kTickMax_ns, tick_ns_ + tick_ns_ / 2);
     return tick;
-}
-
-/* CUDA is usually initialised after the gate was started, and says nothing: look for it, ever more seldom. */
-int64_t Watcher::prepare_timeout_ns() noexcept {
-    if (prepared_) return -1;
-    const int64_t timeout_ns = prepare_ns_;
-    prepare_ns_ = std::min(kPrepareMax_ns, 2 * prepare_ns_);
-    return timeout_ns;
 }
 
 /* --- latches -> events and causes --------------------------------------------------------------------------- */
@@ -226,17 +199,14 @@ uint32_t Watcher::causes_now() noexcept {
 
 /* --- open and close ----------------------------------------------------------------------------------------- */
 
-/* last_closing: `gate.last_closing` from before the latches were looked at. */
-void Watcher::move(uint32_t last_closing) noexcept {
+void Watcher::move() noexcept {
     const uint32_t before = causes_;
     causes_ = causes_now();
     gate.causes.store(causes_);
     held_for_ |= causes_;
     const bool vacated = closed_ && (causes_ & HS_CAUSE_VACATED) != 0; /* keeps a gate closed, and never closes one after a stop */
     const bool want_closed = causes_ != 0 && (!stopping_ || vacated) && !gate.quit.load();
-    bool moved = !closed_ && last_closing != closing_; /* a handler has closed it */
-    if (moved) take_over(before);
-    const bool refused = moved && refused_;
+    bool moved = false;
     if (closed_ && (!want_closed || gate.closed.load() == 0)) {
         gate_open(closing_);
         if (gate.closed.load() != 0) return; /* a handler is about to open, and wakes us when it has */
@@ -244,12 +214,8 @@ void Watcher::move(uint32_t last_closing) noexcept {
         report_release();
         moved = true;
     }
-    if (want_closed && !closed_ && !refused) {
-        if (!gate_close(oldest_request_ns(), causes_)) { /* a handler is at it, and wakes us when it has */
-            causes_ = before;
-            return;
-        }
-        take_over(before);
+    if (want_closed && !closed_) {
+        close(before);
         moved = true;
     }
     /* also when a request changed nothing: whoever asked waits for an answer */
@@ -258,27 +224,22 @@ void Watcher::move(uint32_t last_closing) noexcept {
     if (stopping_ && !closed_) gate.state.store(HS_STATE_STOPPING);
 }
 
-int64_t Watcher::oldest_request_ns() const noexcept {
-    int64_t oldest_ns = INT64_MAX;
-    for (int bit = 0; bit < kCauses; ++bit)
-        if (causes_ >> bit & 1) oldest_ns = std::min(oldest_ns, signals.pause[bit].load());
-    return oldest_ns;
-}
-
-/* The gate was closed, here or by a handler: arm it, unless an operator was faster, and say so. */
-void Watcher::take_over(uint32_t causes_before) noexcept {
-    closing_ = gate.last_closing.load();
-    if (!prepared_) prepared_ = arming().prepare();
-    if (const int error = arm(); error < 0) {
-        report_refused(error, causes_before);
-        return;
-    }
+void Watcher::close(uint32_t causes_before) noexcept {
+    gate.passed.store(0);
+    gate.capturing.store(0);
+    gate.quiet.store(0);
+    gate.window.closing.store(0);
+    gate.window.allowance.store(0);
+    gate.window.collectives.store(0);
+    asked_ns_ = oldest_request_ns();
+    closing_ = gate.last_closing.fetch_add(1) + 1;
+    gate.closes.fetch_add(1); /* before a thread can be held, which reports the number of its pause */
+    gate.closed.store(closing_); /* before arming: the first operator that gets there must find it closed */
+    if (const int error = arm(); error < 0) return report_refused(error, causes_before);
     refused_ = false;
     closed_ = true;
-    held_for_ = causes_ | gate.asked_for.load(); /* which may have been taken back since */
-    asked_ns_ = gate.asked_ns.load();
-    const int64_t armed_ns = gate.armed_mono_ns.load();
-    closed_ns_ = moved_ns_ = armed_ns != 0 ? armed_ns : asked_ns_; /* opened before anybody armed */
+    held_for_ = causes_;
+    closed_ns_ = moved_ns_ = mono_ns();
     tick_ns_ = kTickMin_ns;
     notify_after_ns_ = closed_ns_ + kNotifyDelay_ns;
     first_reported_ = false;
@@ -289,8 +250,6 @@ void Watcher::take_over(uint32_t causes_before) noexcept {
     gate.state.store(HS_STATE_PARKING);
     hs_event event = event_with(HS_EVENT_GATE_CLOSED, asked_ns_);
     event.mono_ns = closed_ns_;
-    event.causes = held_for_;
-    event.tid = armed_ns != 0 ? gate.armed_by.load() : 0;
     event_push(event);
 }
 
@@ -299,13 +258,19 @@ void Watcher::report_refused(int error, uint32_t causes_before) noexcept {
     gate.closes.fetch_sub(1);
     generation_advance();
     if (!refused_ || causes_ != causes_before) {
-        hs_event event = event_with(HS_EVENT_CAUSES_CHANGED, gate.asked_ns.load());
+        hs_event event = event_with(HS_EVENT_CAUSES_CHANGED, asked_ns_);
         event.count = -error;
         event_text(event, "torch refused the callback");
         event_push(event);
     }
     refused_ = true;
-    gate.may_close.store(true);
+}
+
+int64_t Watcher::oldest_request_ns() const noexcept {
+    int64_t oldest_ns = INT64_MAX;
+    for (int bit = 0; bit < kCauses; ++bit)
+        if (causes_ >> bit & 1) oldest_ns = std::min(oldest_ns, signals.pause[bit].load());
+    return oldest_ns;
 }
 
 /* After gate_open(), by whomever. What opened it is the newest resume of a cause that had closed it, or a stop. */
@@ -329,7 +294,6 @@ void Watcher::report_opened() noexcept {
     end_mark(pausing_);
     if (event.held > 0) mark_resuming();
     mark_moment(MOMENT_OPENED, event.value_ns);
-    gate.may_close.store(true);
 }
 
 /* --- collective windows --------------------------------------------------------------------------------------- */
@@ -552,9 +516,7 @@ void ask_for_short_slice() noexcept {
 void *watcher_main(void *) noexcept {
     pthread_setname_np(pthread_self(), "hs_gate");
     ask_for_short_slice();
-    alarm_begin();
     Watcher().run();
-    alarm_end();
     return nullptr;
 }
 
