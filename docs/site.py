@@ -75,16 +75,12 @@ def on_files(files: Any, config: Any) -> Any:
     }
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
-    picture = ROOT / "profiling/results/compare.png"
-    files.append(File.generated(config, "images/compare.png", abs_src_path=str(picture)))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs for each page: points links that leave docs/ at the copies."""
-    return markdown.replace("../profiling/results/compare.png", "images/compare.png").replace(
-        "../CONTRIBUTING.md", "contributing.md"
-    )
+    return markdown.replace("../CONTRIBUTING.md", "contributing.md")
 
 
 def on_page_content(html: str, **_: Any) -> str:

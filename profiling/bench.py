@@ -1,5 +1,5 @@
-"""Run every profiling script, keep what it printed in profiling/results/, and bring the tables in
-README and docs/ up to date.
+"""Run every profiling script, keep its figures in profiling/results/, and update the tables in
+README and docs/.
 
     bench.py                    everything, about three quarters of an hour
     bench.py --only overhead    one of them
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from compare import table as compare_table
-from readme_table import headlines, load, replace_between, table
+from readme_table import headlines, kept, load, replace_between, table, text_of
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -61,7 +61,7 @@ def run(name: str, *, quick: bool, out: Path) -> bool:
         return False
     out.mkdir(parents=True, exist_ok=True)
     part = out / f"{name}.json.tmp"
-    part.write_text(json.dumps(result, indent=2) + "\n")
+    part.write_text(text_of(kept(name, result)))
     part.replace(out / f"{name}.json")
     for key, value in result.items():
         if key not in ("script", "environment"):

@@ -32,9 +32,11 @@ from comparison import FULL, QUICK, compare
 from harness import environment, finish, parser
 from peers import PEERS
 from picture import draw
+from readme_table import text_of
 from table import table
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
+IMAGES = RESULTS.parent.parent / "docs/images"
 _WHOLE, _PART = "compare.json", "compare.json.tmp"
 
 
@@ -82,9 +84,9 @@ def _earlier(out: Path | None) -> dict[str, Any] | None:
 def _publish(result: Mapping[str, Any], out: Path) -> None:
     """The result and its picture, in the place of older ones."""
     part = out / _PART
-    part.write_text(json.dumps({**result, "environment": environment()}, indent=2) + "\n")
+    part.write_text(text_of({**result, "environment": environment()}))
     part.replace(out / _WHOLE)
-    draw(result, out / "compare.png")
+    draw(result, (IMAGES if out == RESULTS else out) / "compare.png")
 
 
 if __name__ == "__main__":
