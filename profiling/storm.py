@@ -3,12 +3,12 @@
 50 real jobs on a dev cluster of 4 nodes: started, then preempted together with a grace, and others
 requeued together by an operator. Their job steps ignore SIGTERM, and note when it comes; what a
 rank does then, its own StopHandler does in this process, one for each job: fifty processes with a
-torch each do not fit into one machine. The jobs of a node share what they ask, as on a node.
+torch each do not fit into one machine.
 
-Counted are the requests of programs like ours (sdiag -r before), per job: `rpcs_per_start` with
-about 12 jobs to a node, `rpcs_per_start_alone` for one that is alone there, `rpcs_per_stop` of the
-dearer of the two storms, and `sacct_per_stop`. `storm_1000_s` is extrapolated: a thousand stops at
-the rate at which slurmctld answered `scontrol show job` here, programs' starts included.
+Counted are the requests of programs like ours (sdiag -r before), per job: `rpcs_per_start_alone`
+per start, `rpcs_per_stop` of the dearer of the two storms, and `sacct_per_stop`. `storm_1000_s` is
+extrapolated: a thousand stops at the rate at which slurmctld answered `scontrol show job` here,
+programs' starts included.
 """
 
 from __future__ import annotations
@@ -90,17 +90,11 @@ class Storm:
         wait_until(lambda: len(up()) == count, f"{count} jobs", limit_s=LIMIT_S)
         return up()
 
-    def start(self, job_ids: Sequence[int], *, nodes: int) -> list[Rank]:
+    def start(self, job_ids: Sequence[int]) -> list[Rank]:
         """Their ranks, when all have asked what they ask at a start."""
         ranks = []
-        for number, job_id in enumerate(job_ids):
-            place = self._folder / f"node-{number % nodes}-of-{nodes}"
-            place.mkdir(mode=0o700, exist_ok=True)
-            environ = {
-                **self._environ,
-                "SLURM_JOB_ID": str(job_id),
-                "XDG_RUNTIME_DIR": str(place),
-            }
+        for job_id in job_ids:
+            environ = {**self._environ, "SLURM_JOB_ID": str(job_id)}
             allocation = Allocation(job_id=job_id)
             ranks.append(Rank(job_id, StopHandler(allocation, self._controller, environ=environ)))
         handlers = [rank.handler for rank in ranks]
@@ -169,9 +163,8 @@ def measure(chosen: Namespace, folder: Path) -> dict[str, Any]:
         for name in ("preempted", "requeued"):
             job_ids = storm.submit(count)
             storm.reset()
-            ranks = storm.start(job_ids, nodes=NODES)
-            # the second storm finds the settings in the nodes' files
-            result.setdefault("rpcs_per_start", storm.requests() / count)
+            ranks = storm.start(job_ids)
+            result["rpcs_per_start_alone"] = storm.requests() / count
             storm.reset()
             if name == "preempted":
                 urgent = ["-p", "urgent", f"-N{NODES}", "--exclusive", "-o", "/dev/null"]
@@ -184,10 +177,7 @@ def measure(chosen: Namespace, folder: Path) -> dict[str, Any]:
             result[f"rpcs_per_stop_{name}"] = (storm.requests() - own) / count
             result[f"sacct_per_stop_{name}"] = storm.sacct_calls() / count
             if name == "requeued":
-                storm.reset()
-                alone = storm.start(job_ids[:1], nodes=1)
-                result["rpcs_per_start_alone"] = storm.requests()
-                result["rpcs_per_s"] = storm.rate_per_s(alone[0].job_id)
+                result["rpcs_per_s"] = storm.rate_per_s(job_ids[0])
             storm.forget()
     both = ("preempted", "requeued")
     result["rpcs_per_stop"] = max(result[f"rpcs_per_stop_{name}"] for name in both)

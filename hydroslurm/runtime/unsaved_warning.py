@@ -75,12 +75,12 @@ class UnsavedWarning:
 
     def _policy(self) -> SitePolicy | None:
         from hydroslurm.slurm.client import open_client  # every start would pay for it
-        from hydroslurm.slurm.policies import shared_policies
+        from hydroslurm.slurm.policies import Policies
         from hydroslurm.slurm.refusals import RetryPolicy
 
         retry_policy = RetryPolicy(call_timeout_s=ANSWER_S, give_up_after_s=0.0)
         client = open_client(environ=self._environ, retry_policy=retry_policy)
-        return shared_policies(client, self._environ).of(client.job(self._job_id))
+        return Policies.read(client).of(client.job(self._job_id))
 
     def _is_settled(self) -> bool:
         return _had_saver or self._controller.had_saver or handles_sigterm()

@@ -112,7 +112,7 @@ class Vacating:
     def _get_ready(self, environ: Mapping[str, str], job_id: int | None) -> None:
         if job_id is not None and grace_from(environ) is None:
             with contextlib.suppress(HydroslurmError, UsageError, OSError):
-                self.grace_s = _grace_of_site(environ, job_id)
+                self.grace_s = _grace_of_site(environ)
         while self._device is None and not self._ended.wait(_LOOK_S):
             if not self.is_at_work and (found := self.open_device()) is not None:
                 found.refusal()  # starts the helper
@@ -301,13 +301,10 @@ class Vacating:
         return why_no_time(size_bytes, found.bytes_per_s, grace_s=self.grace_s, passed_s=passed_s)
 
 
-def _grace_of_site(environ: Mapping[str, str], job_id: int) -> float:
+def _grace_of_site(environ: Mapping[str, str]) -> float:
     from hydroslurm.slurm.client import open_client  # every start would pay for it
-    from hydroslurm.slurm.policies import shared_policies
 
-    client = open_client(environ=environ)
-    policy = shared_policies(client, environ).of(client.job(job_id))
-    return DEFAULT_GRACE_S if policy is None else float(policy.suspend_grace_s)
+    return float(open_client(environ=environ).config().suspend_grace_time_s)
 
 
 def open_device() -> CudaCheckpoint | None:

@@ -20,12 +20,12 @@ from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN, ExitForReque
 from hydroslurm.core.fence import Fence, process_began_epoch_s
 from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.core.signals import signal_name
-from hydroslurm.errors import HydroslurmError, SlurmError, StaleAttempt, WrongJobState
+from hydroslurm.errors import HydroslurmError, StaleAttempt, WrongJobState
 from hydroslurm.gate.marks import Range
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.slurm.client import SlurmClient, open_client
-from hydroslurm.slurm.policies import PATIENCE_S, Policies, shared_policies
+from hydroslurm.slurm.client import open_client
+from hydroslurm.slurm.policies import Policies, read_policies
 from hydroslurm.slurm.policy import SitePolicy
 from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.restarts import Start, requeue
@@ -263,11 +263,11 @@ class StopHandler:
         try:
             client = open_client(environ=self._environ, retry_policy=IN_GRACE)
             if not self._heard.wait(random.uniform(0.0, SPREAD_S)):
-                self._read_policies(client, patience_s=PATIENCE_S)
+                self._policies = read_policies(client)  # unknown means a short grace
                 self._heard.wait()
             stop = self._named(ask_why(client, job_id, warning_s=self._warning_s()))
             if self._policies is None:
-                self._read_policies(client, patience_s=0.5)
+                self._policies = read_policies(client)
             self._stop = stop
             self._controller.record(
                 EventKind.STOP_REASON, {"reason": stop.reason.value, "message": stop.message}
@@ -279,10 +279,6 @@ class StopHandler:
         finally:
             self._answered_mono_s = time.monotonic()
             self._answered.set()
-
-    def _read_policies(self, client: SlurmClient, *, patience_s: float) -> None:
-        with contextlib.suppress(SlurmError):  # an unknown policy means a short grace
-            self._policies = shared_policies(client, self._environ, patience_s=patience_s)
 
     @property
     def _policy(self) -> SitePolicy | None:

@@ -95,7 +95,7 @@ def test_storm() -> None:
     result, _ = run_script("storm.py", "--json")
     assert result["rpcs_per_stop"] <= 2
     assert result["sacct_per_stop"] == 0
-    assert 0 < result["rpcs_per_start"] <= result["rpcs_per_start_alone"] <= 3
+    assert 0 < result["rpcs_per_start_alone"] <= 3
     assert result["storm_1000_s"] > 0
 
 
