@@ -111,9 +111,10 @@ def key_folder(
     """
     if run_dir is not None:
         return Path(run_dir).absolute()
-    run = run_folders.from_environment(environ)
-    if run is not None:
-        return run.root
+    with contextlib.suppress(RunFolderError):  # a Run reports it; ranks that only pause need none
+        run = run_folders.from_environment(environ)
+        if run is not None:
+            return run.root
     if world.local_world_size == world.world_size:
         with contextlib.suppress(RunFolderError):
             return registry.folder(environ)

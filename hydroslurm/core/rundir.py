@@ -16,7 +16,7 @@
   events/told-123              job 123 was told that nobody saves for it
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
   checkpoints/step-000001234.2/  the same step, saved again: the newer one
-  job.jsonl                    of a default folder (run_folders.py): its job, and which job steps
+  job.json                     of a default folder (run_folders.py): its job
   claim.json                   the newest attempt: no older one writes here any more
   attempts.jsonl               one line when an attempt begins, one when it ends, and why
   finished.json                the training is done, and its process ended well: a restart leaves
@@ -141,9 +141,9 @@ class RunDir:
         return RunDir(self.root / f"from-epoch-{epoch:09d}")
 
     @property
-    def job_jsonl(self) -> Path:
+    def job_json(self) -> Path:
         """The job that a default folder belongs to."""
-        return self.root / "job.jsonl"
+        return self.root / "job.json"
 
     @property
     def claim_json(self) -> Path:
@@ -361,7 +361,7 @@ def from_environment(environ: Mapping[str, str]) -> RunDir | None:
     """The run folder of this rank, or None when the process belongs to no run.
 
     ``HYDROSLURM_RUN_DIR`` wins; in a Slurm job without it, the default of :func:`of_job`, which
-    another job of that number may hold: :func:`run_folders.from_environment` looks.
+    another job of that number may have made: :func:`run_folders.from_environment` checks.
     """
     named = named_in(environ)
     if named:

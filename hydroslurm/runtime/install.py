@@ -412,19 +412,19 @@ def _registry_base(environ: Mapping[str, str]) -> Path | None:
 def _run_folder(
     given: str | os.PathLike[str] | None, environ: Mapping[str, str], base: Path | None
 ) -> RunDir | None:
-    of_run = RunDir(Path(given)) if given is not None else run_folders.from_environment(environ)
-    if of_run is not None:
-        try:
+    try:
+        of_run = RunDir(Path(given)) if given is not None else run_folders.from_environment(environ)
+        if of_run is not None:
             mode = 0o700 if given is None else 0o775
             return RunDir(of_run.root.absolute()).claim(mode=mode)
-        except HydroslurmError as error:
-            # a pause needs nothing that is written there, so that the training is not refused
-            warnings.warn(
-                f"hydroslurm: {error}. This process can be paused all the same; its events go into "
-                "a private folder that ends with it",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+    except HydroslurmError as error:
+        # a pause needs nothing that is written there, so that the training is not refused
+        warnings.warn(
+            f"hydroslurm: {error}. This process can be paused all the same; its events go into "
+            "a private folder that ends with it",
+            RuntimeWarning,
+            stacklevel=4,
+        )
     return RunDir(registry.private_events(base, os.getpid())) if base else None
 
 

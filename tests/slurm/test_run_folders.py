@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.core.rundir import RunDir, comment_for
+from hydroslurm.errors import ControllerUnreachable, RunFolderError
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.values import Job, JobState
 
@@ -19,19 +20,40 @@ class Site:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
-        self.answer = run_folders._Answer(problem="no Slurm here")
+        self.answer: Job | None = None
         self.asked = 0
-        monkeypatch.setattr(run_folders, "_found", {})
         monkeypatch.setattr(run_folders, "_ask", self._ask)
+        monkeypatch.setattr(run_folders, "_refusals", {})
+        monkeypatch.setattr(run_folders, "_APPEAR_S", 0.05)
 
-    def _ask(self, *_: object) -> run_folders._Answer:
+    def starts(self, in_s: float, *, restart_count: int = 0) -> None:
+        """What slurmctld answers."""
+        self.answer = Job(
+            job_id=7,
+            state=JobState.RUNNING,
+            start_epoch_s=int(time.time() + in_s),
+            restart_count=restart_count,
+        )
+
+    def _ask(self, *_: object) -> Job:
         self.asked += 1
+        if self.answer is None:
+            raise ControllerUnreachable("no Slurm here")
         return self.answer
 
-    def name(self, *, port: int = 1, restart: int = 0, cluster: str = "a", rank: int = 0) -> str:
+    def name(
+        self,
+        *,
+        port: int = 1,
+        restart: int = 0,
+        cluster: str = "a",
+        rank: int = 0,
+        start_epoch_s: int | None = None,
+    ) -> str:
         """The folder of one rank."""
         environ = {
             "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NAME": "train",
             "SLURM_SUBMIT_DIR": str(self.folder),
             "SLURM_CLUSTER_NAME": cluster,
             "SLURM_STEP_ID": "0",
@@ -39,8 +61,9 @@ class Site:
             "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
             "SLURM_SRUN_COMM_PORT": str(port),
             **({"SLURM_RESTART_COUNT": str(restart)} if restart else {}),
+            **({"SLURM_JOB_START_TIME": str(start_epoch_s)} if start_epoch_s else {}),
         }
-        run_folders._found.clear()  # as another process
+        run_folders._refusals.clear()  # as another process
         found = run_folders.from_environment(environ)
         assert found is not None
         assert found.root.parent == self.folder / "hydroslurm-runs"
@@ -59,51 +82,51 @@ def test_the_ranks_of_a_job_step_share_a_folder_and_ask_nobody(site: Site) -> No
 
 
 def test_a_first_attempt_takes_no_folder_of_a_job_before_it(site: Site) -> None:
-    """Where the job has started after the folder was made, it gets the next one, with one line;
-    every rank of it finds that one, and so does its restart."""
+    """A job that has started after the folder was made is refused, with the remedy: by what
+    slurmctld says, which is asked once in a process, or by the environment."""
     site.name()
-    site.answer = run_folders._Answer(start_epoch_s=int(time.time()) + 60)
-    with pytest.warns(RuntimeWarning, match=r"another job 7 has begun at .* is .*/7-2"):
-        assert site.name(port=2) == "7-2"
-    assert [site.name(port=2, rank=rank) for rank in (0, 1)] == ["7-2", "7-2"]
+    site.starts(60)
+    with pytest.raises(
+        RunFolderError, match=r"another job 7 \(train\), made at .*RUN_DIR, --run-d"
+    ):
+        site.name(port=2)
     assert site.asked == 1
-    assert site.name(port=3, restart=1) == "7-2"
+    with pytest.raises(RunFolderError, match="another job 7"):
+        site.name(port=2, rank=1, start_epoch_s=int(time.time()) + 60)
+    assert site.asked == 1
 
 
-def test_who_takes_a_new_folder_says_so_whoever_made_it(site: Site) -> None:
-    """One rank can have made the folder, and another one be first to write into it."""
+def test_a_later_job_step_continues(site: Site) -> None:
+    """The same where the job had started before the folder was made; only its first rank asks, and
+    nobody where the environment has the start."""
     site.name()
-    RunDir(site.folder / "hydroslurm-runs" / "7-2").claim()
-    with pytest.warns(RuntimeWarning, match="another job 7 has begun"):
-        assert site.name(port=2, rank=1) == "7-2"
-
-
-def test_a_later_job_step_goes_on(site: Site) -> None:
-    """The same where the job had started before the folder was made; its first rank asks alone."""
-    site.name()
-    site.answer = run_folders._Answer(start_epoch_s=int(time.time()) - 60)
+    site.starts(-60)
     assert [site.name(port=2, rank=rank) for rank in (0, 1, 2)] == ["7"] * 3
     assert site.asked == 1
+    assert site.name(port=2, start_epoch_s=int(time.time()) - 60) == "7"
+    assert site.asked == 1
 
 
-def test_a_restart_whose_count_is_lost_goes_on(site: Site) -> None:
-    """srun --export=NONE takes the variable away; slurmctld knows the count."""
+def test_a_restart_finds_its_folder_again(site: Site) -> None:
+    """By its count; srun --export=NONE takes the variable away, and slurmctld knows it."""
     site.name()
-    site.answer = run_folders._Answer(restart_count=1, start_epoch_s=int(time.time()) + 60)
+    assert site.name(port=2, restart=1, start_epoch_s=int(time.time()) + 60) == "7"
+    assert site.asked == 0
+    site.starts(60, restart_count=1)
     assert site.name(port=2) == "7"
 
 
-def test_clusters_with_names_of_their_own_are_told_apart_without_a_question(site: Site) -> None:
-    """Each one's job finds its own folder again, whichever was made last."""
+def test_another_cluster_is_refused_without_a_question(site: Site) -> None:
+    """Also its restarts; those of the cluster that made the folder continue."""
     site.name()
-    with pytest.warns(RuntimeWarning, match="is not used"):
-        assert site.name(port=2, cluster="b") == "7-2"
+    for restart in (0, 1):
+        with pytest.raises(RunFolderError, match="on cluster a"):
+            site.name(port=2, cluster="b", restart=restart)
     assert site.name(port=3, restart=1) == "7"
-    assert site.name(port=3, restart=1, cluster="b") == "7-2"
     assert site.asked == 0
 
 
-def test_where_slurm_cannot_be_asked_a_job_goes_on_and_says_so(site: Site) -> None:
+def test_where_slurm_cannot_be_asked_a_job_continues_and_says_so(site: Site) -> None:
     """A second srun in a container without Slurm's programs is not cut off from the first."""
     site.name()
     with pytest.warns(RuntimeWarning, match="no Slurm here"):
@@ -117,25 +140,22 @@ def test_ranks_that_come_together_take_one_folder(site: Site) -> None:
     run.root.parent.chmod(0o755)
     me = run_folders.Owner.from_environ({"SLURM_STEP_ID": "0"}, 7)
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda _: run_folders._make(run, me), range(8)))
-    assert sum(one is not None for one in made) == 1
-    assert sorted(path.name for path in run.root.iterdir()) == ["job.jsonl", "logs"]
+        owners = list(pool.map(lambda _: run_folders._take(run, me), range(8)))
+    assert sorted(map(str, owners)) == sorted(map(str, [None, *[me] * 7]))
+    assert sorted(path.name for path in run.root.iterdir()) == ["job.json", "logs"]
 
 
-def test_a_folder_of_an_earlier_version_belongs_to_a_restart_only(site: Site) -> None:
-    """One without job.jsonl: a restarted job goes on there, a new one does not obey its marker."""
+@pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"v": 1}), json.dumps({"cluster": 1})])
+def test_a_file_that_says_nothing_refuses_nobody(site: Site, text: str) -> None:
+    """A disk that was full when it was written, for example."""
     run = RunDir(site.folder / "hydroslurm-runs" / "7").create()
-    run.finished_json.write_text("{}")
-    for path in (run.finished_json, run.events):
-        os.utime(path, (1.0, 1.0))
-    assert site.name(restart=1) == "7"
-    site.answer = run_folders._Answer(start_epoch_s=int(time.time()))
-    with pytest.warns(RuntimeWarning, match="another job has begun there"):
-        assert site.name() == "7-2"
+    run.job_json.write_text(text)
+    assert run_folders.read_owner(run) is None
+    assert site.name() == "7"
 
 
-def test_who_looks_for_a_job_finds_the_folder_of_this_one(site: Site) -> None:
-    """By when it was made; the next one of a job that has made none; a named one by its name."""
+def test_who_looks_for_a_job_finds_no_folder_of_an_earlier_one(site: Site) -> None:
+    """By when it was made; a named one by its name."""
     site.name()
     job = Job(
         job_id=7,
@@ -145,11 +165,11 @@ def test_who_looks_for_a_job_finds_the_folder_of_this_one(site: Site) -> None:
     )
     later = int(time.time()) + 60
 
-    def found(**changes: object) -> str:
-        return run_folders.of_job(Job(**{**vars(job), **changes})).root.name
+    def found(**changes: object) -> RunDir:
+        return run_folders.of_job(Job(**{**vars(job), **changes}))
 
-    assert found() == "7"
-    assert found(start_epoch_s=later) == "7-2"
-    assert found(start_epoch_s=later, restart_count=1) == "7"
-    assert found(comment=comment_for(RunDir(Path("/runs/mine")))) == "mine"
-    assert found(job_id=8) == "8"
+    assert found().root.name == "7"
+    assert not found(start_epoch_s=later).root.exists()
+    assert found(start_epoch_s=later, restart_count=1).root.name == "7"
+    assert found(comment=comment_for(RunDir(Path("/runs/mine")))).root.name == "mine"
+    assert found(job_id=8).root.name == "8"

@@ -12,7 +12,6 @@ import pytest
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.pytest_plugin import require_slurm
 from hydroslurm.jobs.control.requests import find_job, run_dir_of
-from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.client import open_client
 
 LIFE = """
@@ -48,8 +47,15 @@ attempt requeued
 """
 
 
-def _job_one(folder: Path) -> list[str]:
-    """The first job of a new cluster, submitted in the folder; what its ranks say."""
+AGAIN = """#!/bin/bash
+#SBATCH --nodes=2 --output=out.txt
+srun --nodes=1 --ntasks=1 "$PYTHON" attempt.py again
+"""
+
+
+def _job_one(folder: Path) -> tuple[int, list[str]]:
+    """The first job of a new cluster, submitted in the folder: its status, what its ranks say, and
+    the folder that is found for it."""
     (folder / "out.txt").unlink(missing_ok=True)
     with DevCluster.up(ClusterSpec(nodes=2, profile="requeue", kill_wait_s=5)) as cluster:
         environ = {**cluster.child_environ(), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
@@ -63,33 +69,33 @@ def _job_one(folder: Path) -> list[str]:
             check=False,
         )
         said = (folder / "out.txt").read_text()
-        assert done.returncode == 0, said + done.stderr
-        assert done.stdout.strip() == "1"
+        assert done.stdout.strip() == "1", done.stderr
         found = run_dir_of(find_job(open_client(environ=environ), 1))
-        assert run_folders.read_owner(found) is not None
-        return [*said.splitlines(), f"found {found.root.name}"]
+        return done.returncode, [*said.splitlines(), f"found {found.root}"]
 
 
 @pytest.mark.slow
 def test_a_job_never_goes_on_from_another_one_of_its_number(tmp_path: Path) -> None:
-    """Job 1 of a second cluster, in the folder where job 1 of the first one has run, begins anew in
-    a folder of its own and says so once. Within each job all ranks, its later job steps and
-    its restart go on in one folder, and who looks for the job's folder finds that one."""
+    """Job 1 of a second cluster, in the folder where job 1 of the first one has run, is refused
+    with the remedy. Within the job all ranks, its later job steps and its restart continue in one
+    folder, and who looks for the job's folder finds that one."""
     require_slurm()
     (tmp_path / "attempt.py").write_text(LIFE)
     (tmp_path / "folder.py").write_text(FOLDER)
     (tmp_path / "job.sbatch").write_text(BATCH)
-    for name in ("1", "1-2"):
-        said = _job_one(tmp_path)
-        for attempt, step in (("first", 0), ("second", 3), ("requeued", 6)):
-            assert said.count(f"{attempt} from {step} in {name}") == 1, "\n".join(said)
-        assert said.count(f"rank in {name}") == 16, "\n".join(said)
-        assert said[-1] == f"found {name}"
-        told = [line for line in said if "is not used" in line]
-        assert len(told) == (name == "1-2"), "\n".join(said)
-    assert "another job 1 (job.sbatch) has begun at" in told[0]
-    assert f"run folder is {tmp_path}/hydroslurm-runs/1-2" in told[0]
-    names = [path.name for path in (tmp_path / "hydroslurm-runs").iterdir()]
-    assert sorted(names) == ["1", "1-2"]
-    first = (tmp_path / "hydroslurm-runs" / "1" / "job.jsonl").read_text().splitlines()
-    assert json.loads(first[0])["cluster"] == "hydroslurm-dev"
+    code, said = _job_one(tmp_path)
+    assert code == 0, "\n".join(said)
+    for attempt, step in (("first", 0), ("second", 3), ("requeued", 6)):
+        assert said.count(f"{attempt} from {step} in 1") == 1, "\n".join(said)
+    assert said.count("rank in 1") == 16, "\n".join(said)
+    assert said[-1] == f"found {tmp_path}/hydroslurm-runs/1"
+    owner = json.loads((tmp_path / "hydroslurm-runs" / "1" / "job.json").read_text())
+    assert (owner["cluster"], owner["job_name"]) == ("hydroslurm-dev", "job.sbatch")
+
+    (tmp_path / "job.sbatch").write_text(AGAIN)
+    code, said = _job_one(tmp_path)
+    assert code != 0
+    assert any("RunFolderError" in line and "another job 1 (job.sbatch)" in line for line in said)
+    assert not any("from" in line.split() for line in said), "\n".join(said)
+    assert not Path(said[-1].removeprefix("found ")).exists()
+    assert [path.name for path in (tmp_path / "hydroslurm-runs").iterdir()] == ["1"]

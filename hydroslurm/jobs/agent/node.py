@@ -217,8 +217,8 @@ class NodeLog:
             self.settle(self._allocation.rank)
 
     def _run_folder(self, environ: Mapping[str, str]) -> RunDir | None:
-        run = run_folders.from_environment(environ)
         try:
+            run = run_folders.from_environment(environ)
             return run and run.claim()
         except RunFolderError as error:
             LOGGER.warning("%s. The agent writes no events", error)
