@@ -55,10 +55,9 @@ def fold(events: Iterable[Event]) -> AgentState | None:
 
 
 def latest(path: Path) -> AgentState | None:
-    """The state of the agent that writes this file, with moments by the date of now; None when
-    there is nothing to read."""
+    """The state of the agent that writes this file; None when there is nothing to read."""
     try:
-        return fold(one.dated_now() for one in read_events(path, most_bytes=_TAIL_BYTES))
+        return fold(read_events(path, most_bytes=_TAIL_BYTES))
     except OSError:
         return None
 

@@ -27,7 +27,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.core.dates import by_date_of_now
 from hydroslurm.core.files import SPARE_BYTES, Spare, open_regular, parse_json, read_spare, spare_of
 
 SCHEMA = 1
@@ -136,10 +135,6 @@ class Event:
     host: str = ""
     step: int | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
-
-    def dated_now(self) -> Event:
-        """The same with the date that this host has now, for whoever compares it with now."""
-        return replace(self, epoch_ns=by_date_of_now(self.mono_ns, self.epoch_ns, self.host))
 
     def to_json(self) -> str:
         """One line, without the newline."""

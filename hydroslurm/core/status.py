@@ -16,13 +16,11 @@ from __future__ import annotations
 import bisect
 import json
 import os
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from hydroslurm.core.dates import agrees_with_now, boot_id, by_date_of_now, clocks
 from hydroslurm.core.events import MOST_NS, MOST_RANK, Event, EventKind
 from hydroslurm.core.files import check_depth, read_regular
 
@@ -195,21 +193,6 @@ class RankStatus:
         """Whether all ranks are held, none of them before a collective that another is in."""
         return self.state == "parked" and self.all_parked is not None
 
-    def dated_now(self) -> RankStatus:
-        """The same with the date that this host has now, for whoever compares it with now."""
-        if self.host != socket.gethostname() or self.boot_id not in ("", boot_id()):
-            return self
-        now = clocks()
-        moments = [(name, told) for name in _MOMENTS if (told := getattr(self, name)) and told[0]]
-        # nearly always nobody has set the date meanwhile, and top reads thousands of these
-        if all(agrees_with_now(told.mono_ns, told.epoch_ns, now=now) for _, told in moments):
-            return self
-        dated: dict[str, Any] = {
-            name: Moment(told.mono_ns, by_date_of_now(told.mono_ns, told.epoch_ns, self.host))
-            for name, told in moments
-        }
-        return replace(self, **dated)
-
     def to_json(self) -> str:
         """The content of its file."""
         return json.dumps({"v": SCHEMA, **vars(self)}, separators=(",", ":")) + "\n"
@@ -238,9 +221,6 @@ class RankStatus:
         except ValueError as error:
             raise ValueError(f"this is no status of a rank: {error}") from None
         return status
-
-
-_MOMENTS = ("since", "started", "as_of", "all_parked", "step_since", "attempt_began", "committed")
 
 
 # --- the fold ------------------------------------------------------------------------------------
@@ -453,10 +433,9 @@ def load_status(path: Path | str, *, known: os.stat_result | None = None) -> Ran
 
 
 def read_status(path: Path | str, *, known: os.stat_result | None = None) -> RankStatus | None:
-    """The status in a file, with moments by the date of now; None when there is none that can be
-    read."""
+    """The status in a file; None when there is none that can be read."""
     try:
-        return load_status(path, known=known).dated_now()
+        return load_status(path, known=known)
     except (OSError, ValueError):
         return None
 

@@ -133,7 +133,7 @@ def job_status(job: Job) -> JobStatus:
     ranks, silent = [], []
     for rank, path in files.items():
         try:
-            ranks.append(load_status(status_of(path)).dated_now())
+            ranks.append(load_status(status_of(path)))
         except FileNotFoundError:
             silent.append((rank, "no status yet"))
         except OSError as error:
