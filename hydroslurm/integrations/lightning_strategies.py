@@ -68,8 +68,7 @@ def strategy_class(package: str, *, reduces: bool) -> Any:
     base: Any = importlib.import_module(f"{package}.strategies").DDPStrategy
 
     def setup_environment(self: Any) -> None:
-        from hydroslurm.numa import bind
-        from hydroslurm.numa.devices import pci_of_rank
+        from hydroslurm.numa import bind, pci_of_rank
 
         environ, device = _environ_of(self), self.root_device
         bind(

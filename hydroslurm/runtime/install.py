@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from hydroslurm import numa
 from hydroslurm.coordination.rendezvous import key_folder
 from hydroslurm.coordination.secret import find_secret
 from hydroslurm.coordination.world import World
@@ -30,7 +31,6 @@ from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, T
 from hydroslurm.gate.marks import Emit
 from hydroslurm.gate.protocol import Action
 from hydroslurm.gate.signals import SignalPlan
-from hydroslurm.numa import binding as numa
 from hydroslurm.runtime import autoload, follower
 from hydroslurm.runtime.child_signals import SpawnShield, WorkerShield
 from hydroslurm.runtime.controller import Controller, Identity
@@ -310,7 +310,13 @@ def installed(**options: object) -> Iterator[Controller]:
 
 def _record_binding(binding: numa.Binding) -> None:
     if is_installed():
-        controller().record(EventKind.NUMA_BOUND, binding.data)
+        data = {
+            "local_rank": binding.local_rank,
+            "nodes": list(binding.nodes),
+            "cpus": numa.format_list(binding.cpus),
+            "message": binding.message,
+        }
+        controller().record(EventKind.NUMA_BOUND, data)
 
 
 numa.observers.append(_record_binding)
