@@ -2,7 +2,7 @@
 
 One training on a dev cluster is stopped by gang scheduling for an urgent job, and by `scontrol
 requeue`, by turns: both come without a grace, so that KillWait is all there is. Counted as
-committed is a stop whose very step is on the durable tier, and from which the next attempt went on.
+committed is a stop whose very step is committed, and from which the next attempt went on.
 
 `deadline_left_ms_min` is what was left of KillWait in the worst case. Slurm 22.05 adds about 2 s to
 it, which nobody counts on. `disk_mb_per_s` is a plain write + fsync of as many bytes on the same

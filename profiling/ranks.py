@@ -108,7 +108,7 @@ def _stop(crew: Crew, world: int, chance: random.Random) -> Stop:
         raise RuntimeError(f"the stop of rank {rank} came from {sent.data}, wanted its SIGTERM")
     at_safe_point = [events[0] for events in attempt.events(EventKind.SAFE_POINT)]
     known = [_with(events, "safe_point_index") for events in attempt.events(EventKind.STOP_AGREED)]
-    durable = [_durable(events) for events in attempt.events(EventKind.SAVE_COMMITTED)]
+    durable = [next(iter(events), None) for events in attempt.events(EventKind.SAVE_COMMITTED)]
     stop_steps = [int(event.step or 0) for event in at_safe_point]
     all_durable = [event for event in durable if event is not None]
     seen = Stop(
@@ -140,10 +140,6 @@ def _ms(begin: Event, ends: list[Event]) -> float:
 
 def _with(events: list[Event], key: str) -> Event:
     return next(event for event in events if key in event.data)
-
-
-def _durable(events: list[Event]) -> Event | None:
-    return next((event for event in events if event.data["tier"] == "durable"), None)
 
 
 def _require_saved(statuses: set[int]) -> None:

@@ -130,12 +130,12 @@ class Rank:
     def _save(self, at_s: float, kind: str) -> None:
         save: dict[str, Any] = {"checkpoint_step": self._step, "save_kind": kind, "reason": ""}
         took_s = 0.05 * self._random.lognormvariate(0.3, 0.4)
-        for name, after_s, tier in (
-            ("save_started", 0.0, None),
-            ("save_staged", 0.01, None),
-            ("save_committed", took_s, "durable"),
+        for name, after_s in (
+            ("save_started", 0.0),
+            ("save_staged", 0.01),
+            ("save_committed", took_s),
         ):
-            more = {"tier": tier, "state_bytes": 741344, "seconds": after_s}
+            more = {"state_bytes": 741344, "seconds": after_s}
             self._tell(name, at_s + after_s, **save, **more)
 
     def _stop(self, at_s: float, attempt: int) -> None:

@@ -202,7 +202,7 @@ def _durable_of(events: Sequence[Event], safe: Event | None) -> Event | None:
     """The commit of the step that the stop came to."""
     for event in events:
         here = safe is not None and event.data.get("checkpoint_step") == safe.step
-        if event.kind is EventKind.SAVE_COMMITTED and event.data["tier"] == "durable" and here:
+        if event.kind is EventKind.SAVE_COMMITTED and here:
             return event
     return None
 

@@ -100,25 +100,24 @@ class Checker:
         *,
         again: bool,
         kind: str,
-        least: int,
     ) -> tuple[Path, Checkpoint | None]:
         """Where a save of this step goes, and the good checkpoint there that makes it unnecessary.
 
         Args:
             kind: of the save. Epoch checkpoints and other kinds do not stand in for each other.
             again: the state may differ from earlier saves of this step, so that none of them will
-                do: it goes beside them, under the next number, which is at least ``least``.
+                do: it goes beside them, under the next number.
 
         Raises:
             OSError: the folder cannot be listed; a missing one is empty.
         """
         newest = self.newest_number(directory, step)
         if again:
-            return folders.of_step(directory, step, max(newest + 1, least)), None
-        target = folders.of_step(directory, step, max(newest, least))
+            return folders.of_step(directory, step, newest + 1), None
+        target = folders.of_step(directory, step, max(newest, 1))
         there = self.good_at(target)
         if there is not None and (there.kind == EPOCH) != (kind == EPOCH):
-            return folders.of_step(directory, step, max(newest + 1, least)), None
+            return folders.of_step(directory, step, newest + 1), None
         return target, there
 
     def newest_number(self, directory: Path, step: int) -> int:

@@ -18,13 +18,11 @@ class Action(str, Enum):
     NOTHING = "nothing"
     """This very state is committed."""
     FULL = "full"
-    """Save on the durable tier."""
+    """Save."""
     WAIT_THEN_FULL = "wait_then_full"
-    """Let the save in flight finish, then save on the durable tier."""
+    """Let the save in flight finish, then save."""
     ABANDON_THEN_FULL = "abandon_then_full"
-    """Abandon the save in flight, and save on the durable tier."""
-    FAST_ONLY = "fast_only"
-    """Save on the fast tier; the durable one is not expected to be in time."""
+    """Abandon the save in flight, and save."""
     WAIT_ONLY = "wait_only"
     """Let the save in flight finish; no other is expected to be in time."""
     KEEP = "keep"
@@ -32,7 +30,7 @@ class Action(str, Enum):
 
 
 class Before(str, Enum):
-    """What happens to the save in flight before the durable save of a stop begins."""
+    """What happens to the save in flight before the save of a stop begins."""
 
     NONE = "none"
     """There is none."""
@@ -64,17 +62,15 @@ class Situation:
     Attributes:
         step: training steps completed.
         left_s: seconds until the deadline; negative once it has passed.
-        durable_s: what a save on the durable tier is expected to take.
-        fast_s: the same for the fast tier; None when there is none.
+        save_s: what a save is expected to take.
         in_flight: the save under way.
-        committed_step: newest step on the durable tier; None if there is none.
-        is_committed: what is there is the very state that is to be saved.
+        committed_step: newest committed step; None if there is none.
+        is_committed: it is the very state that is to be saved.
     """
 
     step: int
     left_s: float
-    durable_s: float
-    fast_s: float | None = None
+    save_s: float
     in_flight: InFlight | None = None
     committed_step: int | None = None
     is_committed: bool = False
@@ -84,23 +80,21 @@ class Situation:
 class Choice:
     """What to do, in the order of the attributes.
 
-    Whatever the action, a durable save of this state is tried at the end (except for NOTHING, and
-    where the save in flight is one): an estimate may be wrong, and a save that is killed costs
+    Whatever the action, a save of this state is tried at the end (except for NOTHING, and where the
+    save in flight is one): an estimate may be wrong, and a save that is killed costs
     nothing.
 
     Attributes:
         action: which case this is.
-        fast_first: write on the fast tier before all else.
         before: what becomes of the save in flight.
         patience_s: with ``WAIT``, how long; after that it is given up if ``give_up``, else the stop
             is late.
         give_up: the save in flight is given up when patience ends.
-        steps_at_risk: what is lost if the durable tier gets no more than is expected to be in time.
+        steps_at_risk: what is lost if no more is committed than is expected to be in time.
         reason: one sentence for people.
     """
 
     action: Action
-    fast_first: bool
     before: Before
     patience_s: float
     give_up: bool
@@ -111,22 +105,19 @@ class Choice:
 def choose(now: Situation, *, safety: float = SAFETY) -> Choice:
     """The most that is expected to be committed in time.
 
-    In order: a durable save of this step, after the one in flight if there is time for both
-    (finished work is insurance), else instead of it; this step on the fast tier; the older step in
-    flight; what is committed already.
+    In order: a save of this step, after the one in flight if there is time for both (finished work
+    is insurance), else instead of it; the older step in flight; what is committed already.
     """
     if now.is_committed:
         return _choice(now, Action.NOTHING, f"step {now.step} is committed already")
     if now.in_flight is not None and now.in_flight.is_this:
         return _flight_of_this_state(now, safety)
-    full_s = now.durable_s * safety
+    full_s = now.save_s * safety
     flight_s = 0.0 if now.in_flight is None else now.in_flight.remaining_s * safety
     if flight_s + full_s <= now.left_s:
         return _full(now, safety)
     if full_s <= now.left_s:
-        return _abandon(now, safety)
-    if _fast_fits(now, safety):
-        return _fast_only(now, flight_fits=flight_s <= now.left_s)
+        return _abandon(now)
     if now.in_flight is not None and flight_s <= now.left_s:
         return _wait_only(now, now.in_flight)
     return _keep(now)
@@ -145,67 +136,35 @@ def _of(left_s: float) -> str:
 def _full(now: Situation, safety: float) -> Choice:
     flight = now.in_flight
     if flight is None:
-        reason = f"a full save needs about {now.durable_s:.1f} s{_of(now.left_s)}"
-        return _choice(
-            now, Action.FULL, reason, at_risk=0, fast_first=_both_fit(now, safety, flight_s=0.0)
-        )
+        reason = f"a full save needs about {now.save_s:.1f} s{_of(now.left_s)}"
+        return _choice(now, Action.FULL, reason)
     reason = (
         f"the save of step {flight.step} needs about {flight.remaining_s:.1f} s more, and a full "
-        f"save {now.durable_s:.1f} s{_of(now.left_s)}: both fit"
+        f"save {now.save_s:.1f} s{_of(now.left_s)}: both fit"
     )
     return _choice(
         now,
         Action.WAIT_THEN_FULL,
         reason,
-        at_risk=0,
         before=Before.WAIT,
-        patience_s=now.left_s - now.durable_s * safety,
+        patience_s=now.left_s - now.save_s * safety,
         give_up=True,
-        fast_first=_both_fit(now, safety, flight_s=flight.remaining_s),
     )
 
 
-def _abandon(now: Situation, safety: float) -> Choice:
+def _abandon(now: Situation) -> Choice:
     assert now.in_flight is not None
     reason = (
-        f"{now.left_s:.1f} s are enough for a full save ({now.durable_s:.1f} s), but not for the "
+        f"{now.left_s:.1f} s are enough for a full save ({now.save_s:.1f} s), but not for the "
         f"save of step {now.in_flight.step} before it ({now.in_flight.remaining_s:.1f} s more)"
     )
-    return _choice(
-        now,
-        Action.ABANDON_THEN_FULL,
-        reason,
-        at_risk=0,
-        before=Before.ABANDON,
-        fast_first=_both_fit(now, safety, flight_s=0.0),
-    )
-
-
-def _fast_only(now: Situation, *, flight_fits: bool) -> Choice:
-    flight = now.in_flight
-    risk = _at_risk(now, flight.step if flight is not None and flight_fits else None)
-    before = Before.NONE
-    if flight is not None:
-        before = Before.WAIT if flight_fits else Before.ABANDON
-    reason = (
-        f"a full save needs about {now.durable_s:.1f} s and {max(0.0, now.left_s):.1f} s are left; "
-        f"the fast tier needs {now.fast_s:.1f} s. If the job goes on elsewhere, {_steps(risk)}"
-    )
-    return _choice(
-        now,
-        Action.FAST_ONLY,
-        reason,
-        at_risk=risk,
-        fast_first=True,
-        before=before,
-        patience_s=max(0.0, now.left_s),
-    )
+    return _choice(now, Action.ABANDON_THEN_FULL, reason, before=Before.ABANDON)
 
 
 def _wait_only(now: Situation, flight: InFlight) -> Choice:
     risk = _at_risk(now, flight.step)
     reason = (
-        f"a full save needs about {now.durable_s:.1f} s and {now.left_s:.1f} s are left; the save "
+        f"a full save needs about {now.save_s:.1f} s and {now.left_s:.1f} s are left; the save "
         f"of step {flight.step} can still be in time, with it {_steps(risk)}"
     )
     return _choice(
@@ -244,12 +203,12 @@ def _keep(now: Situation) -> Choice:
     risk = _at_risk(now, None)
     kept = "nothing is" if now.committed_step is None else f"step {now.committed_step} is"
     reason = (
-        f"a full save needs about {now.durable_s:.1f} s and {max(0.0, now.left_s):.1f} s are left: "
+        f"a full save needs about {now.save_s:.1f} s and {max(0.0, now.left_s):.1f} s are left: "
         f"{kept} committed, and {_steps(risk)} unless the save is faster than expected"
     )
     before = Before.NONE
     if now.in_flight is not None:
-        sooner = now.in_flight.remaining_s < now.durable_s
+        sooner = now.in_flight.remaining_s < now.save_s
         before = Before.WAIT if sooner else Before.ABANDON
     return _choice(
         now,
@@ -267,25 +226,13 @@ def _choice(
     reason: str,
     *,
     at_risk: int = 0,
-    fast_first: bool = False,
     before: Before = Before.NONE,
     patience_s: float = 0.0,
     give_up: bool = False,
 ) -> Choice:
     if now.in_flight is None:
         before, patience_s = Before.NONE, 0.0
-    return Choice(action, fast_first, before, patience_s, give_up, at_risk, reason)
-
-
-def _fast_fits(now: Situation, safety: float) -> bool:
-    return now.fast_s is not None and now.fast_s * safety <= now.left_s
-
-
-def _both_fit(now: Situation, safety: float, *, flight_s: float) -> bool:
-    """Whether the fast tier can come first without pushing the durable save over the deadline."""
-    if now.fast_s is None:
-        return False
-    return (now.fast_s + flight_s + now.durable_s) * safety <= now.left_s
+    return Choice(action, before, patience_s, give_up, at_risk, reason)
 
 
 def _at_risk(now: Situation, flight_step: int | None) -> int:

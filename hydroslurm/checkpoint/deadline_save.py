@@ -13,9 +13,7 @@ from hydroslurm.checkpoint.async_save import AsyncSave, AsyncSaves
 from hydroslurm.checkpoint.deadline import Action, Before, Choice, InFlight, Situation, choose
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.save_round import SaveRound, checked
-from hydroslurm.checkpoint.store import Checkpoint
-from hydroslurm.checkpoint.tiered_writer import SaveRequest, TieredWriter
-from hydroslurm.checkpoint.tiers import Tier
+from hydroslurm.checkpoint.state_writer import SaveRequest, StateWriter
 from hydroslurm.checkpoint.write_plan import WritePlan
 from hydroslurm.errors import SaveFailed
 
@@ -37,7 +35,7 @@ class DeadlineSave:
 
     def __init__(
         self,
-        writer: TieredWriter,
+        writer: StateWriter,
         saves: AsyncSaves,
         *,
         save_round: SaveRound,
@@ -66,8 +64,7 @@ class DeadlineSave:
         here = Situation(
             step=self._request.step,
             left_s=self._left_s(),
-            durable_s=estimate.durable.seconds,
-            fast_s=None if estimate.fast is None else estimate.fast.seconds,
+            save_s=estimate.seconds,
             in_flight=None if flight is None else flight.status(self._request.state),
             committed_step=self._writer.durable_step(),
             is_committed=self._is_durable(),
@@ -83,7 +80,6 @@ class DeadlineSave:
         """Do it, until the deadline. Whatever is still written then reads the state itself."""
         if choice.action is Action.NOTHING:
             return self._saved(choice, None)
-        source = self._writer.to_fast(plan, self._request) if choice.fast_first else None
         before = self._make_way(choice)
         done = self._is_durable() or (before is not None and before.state == self._request.state)
         try:
@@ -92,7 +88,7 @@ class DeadlineSave:
                 return self._saved(choice, before)
         except SaveFailed as error:
             return self._saved(choice, before, failure=error)
-        last = self._launch(plan, source, before)
+        last = self._launch(plan, before)
         last.see_through(self._left_s())
         return self._saved(choice, last)
 
@@ -111,25 +107,19 @@ class DeadlineSave:
         flight.wait(min(GIVEN_UP_S, self._left_s() / 10))
         return None
 
-    def _launch(
-        self, plan: WritePlan, source: Checkpoint | None, before: AsyncSave | None
-    ) -> AsyncSave:
-        """Write durably, after ``before``."""
+    def _launch(self, plan: WritePlan, before: AsyncSave | None) -> AsyncSave:
+        """Write, after ``before``."""
 
         def work(cancel: threading.Event) -> None:
             if before is not None:
                 before.wait()
-            if source is None:
-                self._writer.to_durable(plan, self._request, cancel=cancel)
-            elif not self._writer.adopt(source, self._request, cancel=cancel):
-                raise SaveFailed(f"step {self._request.step} is on the fast tier only")
+            self._writer.write(plan, self._request, cancel=cancel)
 
-        estimate = self._writer.estimate(self._request.state_bytes)
         return self._saves.launch(
             work,
             step=self._request.step,
             state=self._request.state,
-            expected_s=estimate.durable.seconds,
+            expected_s=self._writer.estimate(self._request.state_bytes).seconds,
         )
 
     def _saved(
@@ -140,15 +130,20 @@ class DeadlineSave:
             failure = failure or last.failure
             self._saves.forget(last)
         is_writing = last is not None and last.running
-        durability = self._writer.durability(self._request)
-        came = _what_came(durability.tier, self._request.step, failure)
-        if durability.tier is None and durability.steps_at_risk == 0 and durability.checkpoint:
-            came += f"; what is kept is an earlier save of this step ({durability.checkpoint.path})"
+        step, newest, is_committed = self._request.step, self._writer.newest, self._is_durable()
+        came = f"step {step} is committed"
+        if not is_committed:
+            why = (
+                "the save is still under way" if failure is None else f"the save failed ({failure})"
+            )
+            came = f"step {step} is not committed: {why}"
+            if newest is not None and newest.step == step:
+                came += f"; what is kept is an earlier save of this step ({newest.path})"
         return Saved(
-            step=self._request.step,
-            tier=durability.tier,
-            checkpoint=durability.checkpoint,
-            steps_at_risk=durability.steps_at_risk,
+            step=step,
+            is_committed=is_committed,
+            checkpoint=newest,
+            steps_at_risk=step - (0 if newest is None else newest.step),
             reason=came if choice is None else f"{came}; {choice.reason}",
             choice=None if choice is None else choice.action,
             took_s=time.monotonic() - self._begin_s,
@@ -160,15 +155,6 @@ class DeadlineSave:
 
     def _left_s(self) -> float:
         return max(0.0, self._deadline_s - time.monotonic())
-
-
-def _what_came(tier: Tier | None, step: int, failure: BaseException | None) -> str:
-    if tier is Tier.DURABLE:
-        return f"step {step} is committed"
-    why = "the save is still under way" if failure is None else f"the save failed ({failure})"
-    if tier is Tier.FAST:
-        return f"step {step} is committed on the fast tier, which {tier.promise}; beyond it, {why}"
-    return f"step {step} is not committed: {why}"
 
 
 def _of_all_ranks(here: Situation, save_round: SaveRound) -> Situation:
@@ -187,7 +173,7 @@ def _to_json(now: Situation) -> dict[str, Any]:
     flight = now.in_flight
     return {
         "left_s": None if math.isinf(now.left_s) else now.left_s,
-        "durable_s": now.durable_s,
+        "save_s": now.save_s,
         "in_flight": None
         if flight is None
         else [flight.step, flight.remaining_s, int(flight.is_this)],
@@ -202,7 +188,7 @@ def _situation_of(rank: int, answer: Any) -> dict[str, Any]:
         answer,
         rank=rank,
         left_s=(*number, NoneType),
-        durable_s=number,
+        save_s=number,
         in_flight=(list, NoneType),
         committed_step=(int, NoneType),
         is_committed=bool,
@@ -221,7 +207,7 @@ def _together(now: Situation, told: list[dict[str, Any]]) -> Situation:
     return replace(
         now,
         left_s=min(left_s, default=math.inf),
-        durable_s=max(one["durable_s"] for one in told),
+        save_s=max(one["save_s"] for one in told),
         in_flight=InFlight(
             max(step for step, _, _ in flights),
             max(rest for _, rest, _ in flights),

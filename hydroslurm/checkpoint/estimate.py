@@ -17,8 +17,8 @@ SAMPLES = 5
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What one save on one tier is expected to take.
+class Estimate:
+    """What one save is expected to take.
 
     Attributes:
         seconds: how long.
@@ -29,39 +29,12 @@ class Expected:
     source: Source
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What saving a state of this size is expected to take.
+ASSUMED_FIXED_S = 1.0
+"""Pessimistic duration of saving an empty state, until something is measured."""
 
-    Attributes:
-        state_bytes: the size; 0 when no state has been seen yet.
-        durable: on the durable tier.
-        fast: on the fast tier; None when there is none.
-    """
-
-    state_bytes: int
-    durable: Expected
-    fast: Expected | None
-
-
-@dataclass(frozen=True)
-class Assumption:
-    """Stands in until something is measured; meant to be pessimistic.
-
-    Attributes:
-        fixed_s: how long saving an empty state takes.
-        bytes_per_s: throughput of the tier.
-    """
-
-    fixed_s: float
-    bytes_per_s: float
-
-
-DURABLE_ASSUMED = Assumption(fixed_s=1.0, bytes_per_s=100e6)
-"""One job's share of a busy network file system."""
-FAST_ASSUMED = Assumption(fixed_s=0.1, bytes_per_s=500e6)
-"""A node's SSD; memory is faster."""
-
+ASSUMED_BYTES_PER_S = 100e6
+"""Pessimistic throughput until something is measured: one job's share of a busy network file
+system."""
 
 USUAL_SYNCS = 4
 """Until this attempt has saved: what a manifest's ``save_s`` covers for one rank (three files), and
@@ -69,21 +42,16 @@ the manifest itself."""
 
 
 class Pace:
-    """The last saves on one tier."""
+    """The last saves to one store."""
 
     def __init__(
-        self,
-        assumption: Assumption,
-        earlier: Iterable[Checkpoint] = (),
-        *,
-        syncs: TimedSyncs | None = None,
+        self, earlier: Iterable[Checkpoint] = (), *, syncs: TimedSyncs | None = None
     ) -> None:
         """
         Args:
             earlier: what earlier attempts committed, oldest first.
-            syncs: of this tier; they reveal a disk that has become slow before a save is over.
+            syncs: of this store; they reveal a disk that has become slow before a save is over.
         """
-        self._assumption = assumption
         self._syncs = syncs
         self._syncs_of_one = USUAL_SYNCS
         self._earlier = deque(
@@ -97,7 +65,7 @@ class Pace:
         self._seen.append((seconds, state_bytes))
         self._syncs_of_one = syncs or self._syncs_of_one
 
-    def expect(self, state_bytes: int) -> Expected:
+    def expect(self, state_bytes: int) -> Estimate:
         """How long a state of this size will take.
 
         The slowest of the last saves counts. A larger state takes proportionally longer, or longer
@@ -108,19 +76,18 @@ class Pace:
         """
         expected = self._by_saves(state_bytes)
         synced_s = 0.0 if self._syncs is None else self._syncs.latest_s(self._syncs_of_one)
-        return expected if synced_s <= expected.seconds else Expected(synced_s, "this attempt")
+        return expected if synced_s <= expected.seconds else Estimate(synced_s, "this attempt")
 
-    def _by_saves(self, state_bytes: int) -> Expected:
-        assumed = self._assumption
+    def _by_saves(self, state_bytes: int) -> Estimate:
         source: Source = "this attempt" if self._seen else "earlier attempts"
         samples = tuple(self._seen) or tuple(self._earlier)
         if not samples:
-            return Expected(assumed.fixed_s + state_bytes / assumed.bytes_per_s, "assumed")
+            return Estimate(ASSUMED_FIXED_S + state_bytes / ASSUMED_BYTES_PER_S, "assumed")
         slowest = max(
             min(
                 seconds * max(1.0, state_bytes / max(1, size)),
-                seconds + max(0, state_bytes - size) / assumed.bytes_per_s,
+                seconds + max(0, state_bytes - size) / ASSUMED_BYTES_PER_S,
             )
             for seconds, size in samples
         )
-        return Expected(slowest, source)
+        return Estimate(slowest, source)

@@ -29,7 +29,6 @@ from hydroslurm.checkpoint.tensor_bytes import bytes_of
 from hydroslurm.checkpoint.tensor_file import (
     frozen_part,
     index_name,
-    is_frozen_file,
     parse,
     part_name,
     tensors_name,
@@ -140,20 +139,6 @@ class FrozenFiles:
         if plan.frozen is None:
             raise FileNotFoundError(errno.ENOENT, "the files of what is frozen are gone")
         return {}
-
-    def link(self, folder: Path, name: str, entry: FileEntry) -> bool:
-        """Link the file of this name into a folder. False if there is none that is frozen and like
-        ``entry``, or the file system makes no links.
-
-        Raises:
-            OSError: the call failed.
-        """
-        if is_frozen_file(name):
-            for source in self._apart():
-                if source.files.get(name) == entry:
-                    with suppress(FileNotFoundError):  # somebody has removed that checkpoint
-                        return self._link(source, folder, name)
-        return False
 
     def _apart(self) -> Iterator[_Stored]:
         """Those that are not the files of the newest checkpoint: what damages one of two leaves the

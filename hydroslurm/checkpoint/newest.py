@@ -1,4 +1,4 @@
-"""The search for the newest good checkpoint: over all tiers, and the same on all ranks."""
+"""The search for the newest good checkpoint, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.catalog import Checkpoint, Problem
 from hydroslurm.checkpoint.save_round import checked
 from hydroslurm.checkpoint.store import CheckpointStore
-from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
 
 LOOKS = 3
@@ -24,7 +23,6 @@ LOOKS = 3
 class Found:
     """A checkpoint and the store that can load it."""
 
-    tier: Tier
     store: CheckpointStore
     checkpoint: Checkpoint
 
@@ -35,9 +33,8 @@ OSError for one that cannot be used."""
 
 
 def newest_good(
-    durable: CheckpointStore,
+    store: CheckpointStore,
     *,
-    fast: CheckpointStore | None = None,
     topic: str = "newest",
     timeout_s: float | None = None,
     load: Load | None = None,
@@ -45,17 +42,15 @@ def newest_good(
     """The newest committed checkpoint that is good, the same on all ranks; None when there is none
     at all.
 
-    Of the same save on both tiers, the fast one: it loads sooner. What is newer and cannot be used
-    costs one RuntimeWarning, on rank 0, that says why and names what is used instead.
+    What is newer and cannot be used costs one RuntimeWarning, on rank 0, that says why and names
+    what is used instead.
 
     With several ranks every one calls it. Rank 0 proposes, each loads what it needs or, without
     ``load``, verifies a share of the files, and a candidate that one rank rejects is rejected by
     all.
 
     Args:
-        durable: the store of all ranks, with its peers.
-        fast: of a world of one only. It must belong to this run alone: what lies there is taken
-            for its own.
+        store: of all ranks, with its peers.
         topic: begins those of the ranks' agreements; used once per job.
         timeout_s: for each agreement; None waits until a rank is gone.
         load: keeps what it has loaded last for the caller; nothing of it may be used before this
@@ -63,10 +58,10 @@ def newest_good(
 
     Raises:
         CheckpointCorrupt: there are some, and none is good: starting over must be a decision.
-        CheckpointError: the durable tier cannot be listed.
+        CheckpointError: the store cannot be listed.
         AgreementFailed, CoordinatorLost: a rank is gone.
     """
-    return _Search(durable, fast, topic=topic, timeout_s=timeout_s, load=load).run()
+    return _Search(store, topic=topic, timeout_s=timeout_s, load=load).run()
 
 
 class _Search:
@@ -74,17 +69,16 @@ class _Search:
 
     def __init__(
         self,
-        durable: CheckpointStore,
-        fast: CheckpointStore | None,
+        store: CheckpointStore,
         *,
         topic: str,
         timeout_s: float | None,
         load: Load | None,
     ) -> None:
         self._load = load
-        self._durable = durable
-        self._peers = durable.peers
-        self._candidates = _Candidates(durable, fast)
+        self._store = store
+        self._peers = store.peers
+        self._candidates = _Candidates(store)
         self._topic = topic
         self._timeout_s = timeout_s
 
@@ -96,12 +90,12 @@ class _Search:
                 return None
             bad = self._complaints(turn, found)
             if bad is None:
-                found.store.checker.trust(found.checkpoint)
+                self._store.checker.trust(found.checkpoint)
                 if self._peers.rank == 0:
                     self._candidates.warn_of_rejected(found.checkpoint)
                 return found
             if self._peers.rank == 0:
-                self._candidates.reject(found.store, found.checkpoint, bad)
+                self._candidates.reject(found.checkpoint, bad)
         raise AssertionError("the candidates come to an end")
 
     def _next(self, turn: int) -> Found | None:
@@ -122,10 +116,10 @@ class _Search:
         if folders.step_of(told["name"]) is None:
             raise CheckpointError(
                 f"rank 0 names {told['name'][:80]!r}, which is no checkpoint's name; expected one "
-                f"such as step-000000084, in {self._durable.directory}"
+                f"such as step-000000084, in {self._store.directory}"
             )
-        there = self._durable.as_told(told, self._durable.directory / told["name"])
-        return Found(Tier.DURABLE, self._durable, there)
+        there = self._store.as_told(told, self._store.directory / told["name"])
+        return Found(self._store, there)
 
     def _offer(self) -> dict[str, Any]:
         """What rank 0 tells the others: a candidate, or what came of all of them."""
@@ -144,7 +138,7 @@ class _Search:
         try:
             if self._load is None:
                 share = (self._peers.rank, self._peers.world_size)
-                found.store.checker.verify(found.checkpoint, share=share)
+                self._store.checker.verify(found.checkpoint, share=share)
             else:
                 self._load(found)
         except (CheckpointError, OSError) as error:
@@ -160,15 +154,15 @@ class _Search:
 
 
 class _Candidates:
-    """What is on the tiers, newest first. Touches no disk before :meth:`next`.
+    """What a store has, newest first. Touches no disk before :meth:`next`.
 
     Attributes:
         rejected: what cannot be used, and why.
     """
 
-    def __init__(self, durable: CheckpointStore, fast: CheckpointStore | None) -> None:
-        self._stores = {Tier.DURABLE: durable} | ({} if fast is None else {Tier.FAST: fast})
-        self._left: list[tuple[Tier, Checkpoint | Problem]] | None = None
+    def __init__(self, store: CheckpointStore) -> None:
+        self._store = store
+        self._left: list[Checkpoint | Problem] | None = None
         self._looks = 0
         self.rejected: list[str] = []
 
@@ -176,20 +170,20 @@ class _Candidates:
         """The next one whose manifest can be read, kept from retention; None after the last."""
         while True:
             if self._left is None:
-                self._left = self._look()
+                self._looks += 1
+                self._left = self._store.look()
             if not self._left:
                 return None
-            tier, one = self._left.pop()
-            store = self._stores[tier]
+            one = self._left.pop()
             if isinstance(one, Checkpoint):
-                store.pins.pin(one.path)
-                return Found(tier, store, one)
-            self.reject(store, one, str(one.error))
+                self._store.pins.pin(one.path)
+                return Found(self._store, one)
+            self.reject(one, str(one.error))
 
-    def reject(self, store: CheckpointStore, one: Checkpoint | Problem, why: str) -> None:
+    def reject(self, one: Checkpoint | Problem, why: str) -> None:
         """Go on with the next. One that another process has removed meanwhile was followed by
         something newer: then everything is looked at again."""
-        if self._looks < LOOKS and not _is_there(store, one):
+        if self._looks < LOOKS and not _is_there(self._store, one):
             self._left = None
             self.rejected = []
         else:
@@ -198,33 +192,12 @@ class _Candidates:
     def warn_of_rejected(self, chosen: Checkpoint) -> None:
         """Say what was rejected, and what is used instead."""
         if self.rejected:
-            _warn(", ".join(self.rejected), f"continues from {chosen.path}")
-
-    def _look(self) -> list[tuple[Tier, Checkpoint | Problem]]:
-        """Oldest first. Of the same save the fast one comes last, and before it what has no
-        manifest that can be read, so that it is mentioned."""
-        self._looks += 1
-        there = [(tier, one) for tier, store in self._stores.items() for one in _list(tier, store)]
-        return sorted(
-            there,
-            key=lambda found: (
-                found[1].key,
-                isinstance(found[1], Problem),
-                found[0] is Tier.FAST,
-            ),
-        )
-
-
-def _list(tier: Tier, store: CheckpointStore) -> list[Checkpoint | Problem]:
-    """All of one tier. A fast tier that cannot be read is as good as an empty one; a durable one is
-    not."""
-    try:
-        return store.look()
-    except (CheckpointError, OSError) as error:
-        if tier is Tier.DURABLE:
-            raise
-        _warn(f"the fast tier ({error})", "looks at the durable one only")
-        return []
+            warnings.warn(
+                f"hydroslurm cannot use {', '.join(self.rejected)}; the run continues from "
+                f"{chosen.path}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
 
 def _is_there(store: CheckpointStore, one: Checkpoint | Problem) -> bool:
@@ -240,9 +213,3 @@ def _require_none_rejected(found: Found | None, rejected: list[str]) -> None:
             f"no checkpoint of this run can be loaded: {', '.join(map(str, rejected))}. Remove the "
             "folders to start from the beginning"
         )
-
-
-def _warn(unusable: str, instead: str) -> None:
-    warnings.warn(
-        f"hydroslurm cannot use {unusable}; the run {instead}", RuntimeWarning, stacklevel=5
-    )

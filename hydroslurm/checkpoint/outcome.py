@@ -10,7 +10,6 @@ from typing import Literal
 
 from hydroslurm.checkpoint.deadline import Action
 from hydroslurm.checkpoint.store import Checkpoint
-from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.errors import (
     CheckpointError,
     SaveAbandoned,
@@ -42,11 +41,10 @@ class SaveEvent:
         mono_ns: when, CLOCK_MONOTONIC, nanoseconds.
         step: whose state it is.
         save_kind: ``periodic``, ``stop``, ``manual`` or ``epoch``.
-        tier: where to; None when it concerns the save as a whole.
         state_bytes: size of its tensors.
         seconds: STAGED: how long the training stalled; WRITTEN: how long until this rank's part was
-            on this tier's disk, so that only the commit was left; COMMITTED, FAILED, ABANDONED:
-            how long this tier took; else 0.
+            on the disk, so that only the commit was left; COMMITTED, FAILED, ABANDONED: how long
+            it took; else 0.
         reason: why it was skipped, failed, given up or not copied; for people.
     """
 
@@ -54,7 +52,6 @@ class SaveEvent:
     mono_ns: int
     step: int
     save_kind: str
-    tier: Tier | None = None
     state_bytes: int = 0
     seconds: float = 0.0
     reason: str = ""
@@ -66,21 +63,20 @@ class Saved:
 
     Attributes:
         step: whose state was to be saved.
-        tier: the safest tier on which that state is committed; None: on none, and the last good
-            checkpoint stays.
-        checkpoint: the committed one; without a tier, the newest durable one, if any.
-        steps_at_risk: steps since the newest durable checkpoint, which are lost if only that
-            survives. 0 also if that is an earlier save of the same step.
+        is_committed: that state is committed. If not, the last good checkpoint stays.
+        checkpoint: the newest one, if any: of that state if it is committed.
+        steps_at_risk: steps since the newest checkpoint, which would be lost now. 0 also if that is
+            an earlier save of the same step.
         reason: what was chosen and what came of it, for people.
         choice: what was chosen at a deadline; None without one.
         took_s: how long the call took.
-        still_writing: a durable save continues in the background. It can still be committed while
+        still_writing: a save continues in the background. It can still be committed while
             the process lives (``Saver.wait``), and an interpreter that shuts down waits for it. It
             reads the state itself: leave that alone until then.
     """
 
     step: int
-    tier: Tier | None
+    is_committed: bool
     checkpoint: Checkpoint | None
     steps_at_risk: int
     reason: str

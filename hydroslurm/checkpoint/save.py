@@ -29,7 +29,6 @@ from typing import Any
 from hydroslurm.checkpoint import commit, folders, manifest
 from hydroslurm.checkpoint.catalog import Checkpoint, as_told, read_manifest
 from hydroslurm.checkpoint.checking import Checker
-from hydroslurm.checkpoint.checksummed_file import compare, copy_file
 from hydroslurm.checkpoint.frozen import FrozenFiles, with_fingerprint
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest
 from hydroslurm.checkpoint.parts import Parts
@@ -79,13 +78,12 @@ class Save:
         may_commit: Callable[[], None],
         written: Callable[[], None] | None = None,
         again: bool = False,
-        least: int = 1,
     ) -> None:
         """
         Args:
             stored: of this directory.
             may_commit: prevents the commit by raising StaleAttempt.
-            written, again, least: see ``CheckpointStore.write``.
+            written, again: see ``CheckpointStore.write``.
         """
         self._begun_s = time.monotonic()
         self._directory = directory
@@ -99,7 +97,6 @@ class Save:
         self._may_commit = may_commit
         self._written = written
         self._again = again
-        self._least = least
 
     def write(self, state: State | WritePlan, header: Manifest) -> Checkpoint:
         """Save; the committed checkpoint, or one of this step that was there before, where that
@@ -128,44 +125,6 @@ class Save:
             committed = self._commit(place, lambda: self._describe(place, parts))
             if _is_of(place, committed.manifest):
                 self._stored.note(committed, files=mine, fingerprint=plan.fingerprint)
-            return committed
-
-    def adopt(self, source: Checkpoint) -> Checkpoint:
-        """Copy a committed checkpoint from elsewhere; by one rank.
-
-        Raises:
-            CheckpointCorrupt: a file of ``source`` is not what was written there.
-            SaveAbandoned, SaveFailed, StaleAttempt: as in :meth:`write`.
-        """
-        with self._failing_as_save():
-            place = self._open(source.manifest, "")
-            if isinstance(place, Checkpoint):
-                return place
-            with self._removing(place.folder):
-                inner = {Path(name).parent.name for name in source.manifest.files} - {""}
-                self._make_inner(place.folder, inner)
-                for name, entry in source.manifest.files.items():
-                    if self._stored.link(place.folder, name, entry):
-                        continue
-                    seen = copy_file(
-                        source.path / name,
-                        place.folder / name,
-                        storage=self._storage,
-                        cancel=self._round.cancel,
-                        chunk_bytes=self._chunk_bytes,
-                    )
-                    compare(source.path / name, entry, seen)
-                for path in (*(place.folder / name for name in inner), place.folder):
-                    self._storage.fsync_dir(path)
-                if self._written is not None:
-                    self._written()
-
-            def describe() -> Manifest:
-                self._put_manifest(place.folder, source.manifest)
-                return source.manifest
-
-            committed = self._commit(place, describe)
-            self._stored.note(committed)
             return committed
 
     def _open(self, header: Manifest, layout: str) -> Place | Checkpoint:
@@ -205,7 +164,6 @@ class Save:
             self._round.step,
             again=self._again,
             kind=header.kind,
-            least=self._least,
         )
         if there is not None:
             # who committed it may have been killed before its last call

@@ -24,9 +24,8 @@ from hydroslurm.checkpoint.outcome import (
 from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.save_round import PATIENCE_S, Peers, SaveRound
 from hydroslurm.checkpoint.staging import Staging
+from hydroslurm.checkpoint.state_writer import SaveRequest, StateWriter
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.checkpoint.tiered_writer import SaveRequest, TieredWriter
-from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.checkpoint.write_plan import Layout, WritePlan
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.memory import Room, room
@@ -52,9 +51,8 @@ class Saver:
 
     def __init__(
         self,
-        durable: CheckpointStore,
+        store: CheckpointStore,
         *,
-        fast: CheckpointStore | None = None,
         keep: int = 2,
         keep_stop: int = 2,
         keep_epochs: int | None = None,
@@ -69,33 +67,27 @@ class Saver:
         """Reads the manifests of earlier attempts to learn how long a save takes here.
 
         Args:
-            durable: where checkpoints are kept.
-            fast: a faster place, written first; ``Tier.promise`` says what it survives.
+            store: where checkpoints are kept.
             keep, keep_stop, keep_epochs: how many checkpoints to keep: of other kinds, of kind
                 "stop", and of kind "epoch" (None: all of them).
             on_save_error: what :meth:`poll` does about a save that failed in the background.
             exempt: makes the context in which no pause holds a thread.
             tell: receives every event, from any thread.
-            peers: those of ``durable``; then every rank makes the same calls at the same steps.
+            peers: those of ``store``; then every rank makes the same calls at the same steps.
             topic: of this saver in the peers' agreements; unique per saver.
             patience_s: how long to wait for the others before a save begins.
             room: says how much memory copies may take.
         """
         if on_save_error not in ("warn", "fail"):
             raise UsageError(f'on_save_error is {on_save_error!r}; it must be "warn" or "fail"')
-        _check_peers(peers, durable=durable, fast=fast)
-        self._peers = durable.peers
+        if peers is not None and peers.world_size > 1 and peers is not store.peers:
+            raise UsageError("the saver's peers are not its store's; give the store the same ones")
+        self._peers = store.peers
         self._topic = topic
         self._patience_s = patience_s
         self._rounds = 0
-        self._writer = TieredWriter(
-            durable,
-            fast=fast,
-            keep=keep,
-            keep_stop=keep_stop,
-            keep_epochs=keep_epochs,
-            tell=tell,
-            room=room,
+        self._writer = StateWriter(
+            store, keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs, tell=tell
         )
         self._on_save_error = on_save_error
         self._owner_pid = os.getpid()
@@ -115,9 +107,7 @@ class Saver:
         """
         self._check_ours()
         if self._saves.current() is None:
-            plan = self._divide(state)
-            self._staging.leave(self._writer.memory_to_come_bytes(plan.state_bytes))
-            self._staging.reserve(plan)
+            self._staging.reserve(self._divide(state))
         return self._staging.refused
 
     def start(
@@ -182,8 +172,7 @@ class Saver:
         meta: Mapping[str, Any] = _NO_META,
         again: bool = True,
     ) -> Saved:
-        """Save, through the fast tier if there is one, and return once the durable one has it. A
-        save under way is waited for first.
+        """Save, and return once it is committed. A save under way is waited for first.
 
         Args:
             again: False if any checkpoint of this step will do; kind "epoch" and other kinds do not
@@ -212,12 +201,11 @@ class Saver:
         if save.failure is not None:
             self._saves.forget(save)
             raise as_checkpoint_error(save.failure, step)
-        durability = self._writer.durability(request)
         return Saved(
             step=step,
-            tier=durability.tier,
-            checkpoint=durability.checkpoint,
-            steps_at_risk=durability.steps_at_risk,
+            is_committed=True,
+            checkpoint=self._writer.newest,
+            steps_at_risk=0,
             reason=f"step {step} is committed",
             took_s=time.monotonic() - begin_s,
         )
@@ -235,10 +223,9 @@ class Saver:
     ) -> Saved:
         """Save for a stop whatever can still be committed in time (see ``deadline.choose``).
 
-        Returns when the step is committed on the durable tier, when that has failed, or at the
-        deadline (``time.monotonic()``). A save to the fast tier is not interrupted, and only begun
-        if it should fit. A failed save does not raise; it is reported in ``Saved.reason``, and the
-        rest of the grace belongs to the caller.
+        Returns when the step is committed, when that has failed, or at the deadline
+        (``time.monotonic()``). A failed save does not raise; it is reported in ``Saved.reason``,
+        and the rest of the grace belongs to the caller.
 
         No copy is made: until a save that is ``still_writing`` has ended (:meth:`wait`,
         :meth:`close`), the state must not change.
@@ -317,24 +304,24 @@ class Saver:
         self.poll()
 
     def estimate(self) -> Estimate:
-        """How long saving a state of the last one's size should take, per tier."""
+        """How long saving a state of the last one's size should take."""
         return self._writer.estimate()
 
     @property
     def durable_step(self) -> int | None:
-        """The newest step that this attempt has committed on the durable tier, or else the one that
-        it resumed from."""
+        """The newest step that this attempt has committed, or else the one that it resumed
+        from."""
         return self._writer.durable_step()
 
     @property
     def is_durable(self) -> bool:
-        """Whether the state that was passed last is committed on the durable tier."""
+        """Whether the state that was passed last is committed."""
         return self._writer.is_durable(self._state)
 
-    def continues_from(self, checkpoint: Checkpoint, *, tier: Tier = Tier.DURABLE) -> None:
-        """Note what the state was loaded from: on the durable tier there is nothing to save until
-        it changes, and what is frozen in it need not be saved again."""
-        self._writer.continues_from(checkpoint, tier)
+    def continues_from(self, checkpoint: Checkpoint) -> None:
+        """Note what the state was loaded from: there is nothing to save until it changes, and what
+        is frozen in it need not be saved again."""
+        self._writer.continues_from(checkpoint)
 
     @property
     def _ours(self) -> bool:
@@ -388,15 +375,13 @@ class Saver:
 
         def work(cancel: threading.Event) -> None:
             if save_round is None or self._may_begin(replace(save_round, cancel=cancel), request):
-                self._writer.to_all(plan, request, cancel=cancel)
+                self._writer.write(plan, request, cancel=cancel)
 
-        estimate = self._writer.estimate(request.state_bytes)
         return self._saves.launch(
             work,
             step=request.step,
             state=request.state,
-            expected_s=estimate.durable.seconds
-            + (0.0 if estimate.fast is None else estimate.fast.seconds),
+            expected_s=self._writer.estimate(request.state_bytes).seconds,
         )
 
     def _excuse(
@@ -440,16 +425,3 @@ class Saver:
         if reason is not None:
             self._writer.tell(SaveEventKind.SKIPPED, request, reason=reason)
         return reason is None
-
-
-def _check_peers(
-    peers: Peers | None, *, durable: CheckpointStore, fast: CheckpointStore | None
-) -> None:
-    """Raise UsageError for a saver that cannot be for these ranks."""
-    if peers is not None and peers.world_size > 1 and peers is not durable.peers:
-        raise UsageError("the saver's peers are not its store's; give the store the same ones")
-    if durable.peers.world_size > 1 and fast is not None:
-        raise UsageError(
-            f"a fast tier ({fast.directory}) is for one rank; {durable.peers.world_size} ranks "
-            "save to the durable one only. Leave the fast one out"
-        )

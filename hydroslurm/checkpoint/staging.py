@@ -55,11 +55,6 @@ class Staging:
         self._reserving: threading.Thread | None = None
         self._refused = ""
         self._lacking = ""
-        self._others_bytes = 0
-
-    def leave(self, others_bytes: int) -> None:
-        """Leave so much memory to others."""
-        self._others_bytes = others_bytes
 
     @property
     def refused(self) -> str:
@@ -123,7 +118,7 @@ class Staging:
         """In memory of its own, which is not kept: it is written once. None if there is none."""
         tensors, self._lacking = plan.frozen or (), ""
         wanted_bytes, room = sum(map(size_bytes, tensors)), self._room()
-        if tensors and wanted_bytes > room.free_bytes - self._others_bytes:
+        if tensors and wanted_bytes > room.free_bytes:
             self._lacking = self._why_not(wanted_bytes, room)
             return None
         return tuple(torch.empty_like(one, device="cpu").copy_(one) for one in tensors)
@@ -142,17 +137,15 @@ class Staging:
         if more_bytes == 0:
             return True
         room = self._room()
-        if more_bytes <= room.free_bytes - self._others_bytes:
+        if more_bytes <= room.free_bytes:
             return True
         self._refused = self._why_not(more_bytes, room)
         return False
 
     def _why_not(self, more_bytes: int, room: Room) -> str:
-        others = f", {self._others_bytes / 1e6:,.0f} MB of them by the fast tier"
         return (
             f"a copy of the state in memory would take {more_bytes / 1e6:,.0f} MB more, and "
-            f"{room.free_bytes / 1e6:,.0f} MB may be taken{others if self._others_bytes else ''} "
-            f"({room.message})"
+            f"{room.free_bytes / 1e6:,.0f} MB may be taken ({room.message})"
         )
 
     def _arena(self, tensor: torch.Tensor) -> _Arena:

@@ -1,10 +1,9 @@
-"""The checkpoints of a run: write, list, verify, load, prune, copy between tiers."""
+"""The checkpoints of a run: write, list, verify, load, prune."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +28,8 @@ __all__ = ["Checkpoint", "CheckpointStore", "State"]
 
 class CheckpointStore:
     """One folder of checkpoints. Any number of processes may use a folder at the same time, even
-    for the same step; a store is for one thread at a time."""
+    for the same step. So may the threads of one: around a stop, a save that was given up may still
+    be writing beside the next one. Loading is for one thread at a time."""
 
     def __init__(
         self,
@@ -79,7 +79,6 @@ class CheckpointStore:
         timeout_s: float | None = None,
         written: Callable[[], None] | None = None,
         again: bool = False,
-        least: int = 1,
     ) -> Checkpoint:
         """Save; returns when the checkpoint is committed and durable.
 
@@ -99,7 +98,6 @@ class CheckpointStore:
                 step is already committed. It must not raise.
             again: the state may have changed since this step was saved: write a new checkpoint,
                 which becomes the newer one, and leave the old one alone.
-            least: the lowest number that this save of the step may get (:meth:`next_number`).
 
         Raises:
             UnsavableState: nothing was written.
@@ -117,26 +115,17 @@ class CheckpointStore:
             timeout_s=self._patience_s if timeout_s is None else timeout_s,
             cancel=cancel,
         )
-        return self._save(save_round, written, again=again, least=least).write(state, header)
-
-    def adopt(
-        self,
-        source: Checkpoint,
-        *,
-        cancel: threading.Event | None = None,
-        written: Callable[[], None] | None = None,
-    ) -> Checkpoint:
-        """Copy a committed checkpoint of another store into this one under the same name, with the
-        guarantees of :meth:`write`.
-
-        Raises:
-            CheckpointCorrupt: a file of ``source`` is not what was written there.
-            SaveAbandoned, SaveFailed, StaleAttempt: as in :meth:`write`.
-        """
-
-        step, number = source.key
-        alone = SaveRound(SOLO, "adopt", step=step, timeout_s=0.0, cancel=cancel)
-        return self._save(alone, written, least=number).adopt(source)
+        return Save(
+            self.directory,
+            save_round,
+            storage=self._storage,
+            checker=self._checker,
+            stored=self._stored,
+            chunk_bytes=self._chunk_bytes,
+            may_commit=lambda: self._check_fence(f"the save of step {step}"),
+            written=written,
+            again=again,
+        ).write(state, header)
 
     def continues_from(self, checkpoint: Checkpoint) -> None:
         """Note a checkpoint of this folder, which is older than any that is written from now on:
@@ -147,13 +136,6 @@ class CheckpointStore:
         """Whether what is frozen in a state, of which the plan has the fingerprint, need not be
         written: a checkpoint of this folder has it."""
         return self._stored.have(plan)
-
-    def next_number(self, step: int) -> int:
-        """Which save of this step the next one will be, counted from 1; 1 if the folder cannot be
-        listed."""
-        with suppress(OSError):
-            return self._checker.newest_number(self.directory, step) + 1
-        return 1
 
     def look(self) -> list[Checkpoint | Problem]:
         """Everything named like a checkpoint, oldest first. Reads manifests only."""
@@ -282,24 +264,3 @@ class CheckpointStore:
     def _check_fence(self, what: str) -> None:
         if self._fence is not None:
             self._fence.check(what)
-
-    def _save(
-        self,
-        save_round: SaveRound,
-        written: Callable[[], None] | None,
-        *,
-        again: bool = False,
-        least: int = 1,
-    ) -> Save:
-        return Save(
-            self.directory,
-            save_round,
-            storage=self._storage,
-            checker=self._checker,
-            stored=self._stored,
-            chunk_bytes=self._chunk_bytes,
-            may_commit=lambda: self._check_fence(f"the save of step {save_round.step}"),
-            written=written,
-            again=again,
-            least=least,
-        )

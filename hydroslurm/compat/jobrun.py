@@ -52,7 +52,6 @@ class JobRun(Run):
             directory=directory,
             every_steps=options.every_steps,
             every_s=options.every_s,
-            fast_directory=options.fast_directory,
             on_save_error=options.on_save_error,
             limits=options.limits,
             environ=environ,
@@ -204,9 +203,7 @@ class JobRun(Run):
         if not self.saves:
             return None
         try:
-            fast = () if self._fast is None else self._fast.committed()
-            found = (*self._durable.committed(), *fast)
-            return max(found, key=lambda one: one.key, default=None)
+            return next(reversed(self._store.committed()), None)
         except CheckpointError:  # called while reporting another error
             return None
 

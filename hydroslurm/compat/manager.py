@@ -45,7 +45,7 @@ class CheckpointManager(CheckpointReader):
             folder of the job in which it is used.
         db_type: Caffe2's database type, ignored: a checkpoint is a folder here.
         keep: how many epochs to keep; all of them when None.
-        every_steps, every_s, fast_directory, limits: as in :class:`hydroslurm.Run`.
+        every_steps, every_s, limits: as in :class:`hydroslurm.Run`.
         on_save_error: if the checkpoint of an epoch cannot be written, ``warn`` continues and
             ``fail`` raises SaveFailed.
     """
@@ -58,7 +58,6 @@ class CheckpointManager(CheckpointReader):
         keep: int | None = None,
         every_steps: int | None = None,
         every_s: float | None = None,
-        fast_directory: str | os.PathLike[str] | None = None,
         on_save_error: Literal["warn", "fail"] = "warn",
         limits: Limits | None = None,
     ) -> None:
@@ -70,7 +69,6 @@ class CheckpointManager(CheckpointReader):
         self.keep = keep
         self.every_steps = every_steps
         self.every_s = every_s
-        self.fast_directory = None if fast_directory is None else Path(fast_directory).absolute()
         self.on_save_error: Literal["warn", "fail"] = on_save_error
         self.limits = limits
         self._objects: Mapping[str, Any] = {}
@@ -95,14 +93,11 @@ class CheckpointManager(CheckpointReader):
 
     def branch(self, epoch: int) -> CheckpointManager:
         """The manager for a job that went back to an epoch of this one, in a separate folder."""
-        root = RunDir(self.directory).from_epoch(epoch).root
-        fast = None if self.fast_directory is None else self.fast_directory / root.name
         return type(self)(
-            root,
+            RunDir(self.directory).from_epoch(epoch).root,
             keep=self.keep,
             every_steps=self.every_steps,
             every_s=self.every_s,
-            fast_directory=fast,
             on_save_error=self.on_save_error,
             limits=self.limits,
         )

@@ -282,7 +282,7 @@ class JudgeStop:
         saved = self._saved or "nothing was left to save"
         if kind is EventKind.STOP_REQUESTED and not self._asked_ns:
             self._asked_ns = event.data.get("requested_mono_ns") or event.mono_ns
-        elif kind is EventKind.SAVE_COMMITTED and event.data.get("tier") == "durable":
+        elif kind is EventKind.SAVE_COMMITTED:
             took_ms = (event.mono_ns - self._asked_ns) / 1e6 if self._asked_ns else 0.0
             step = event.data.get("checkpoint_step")
             self._saved = f"step {step} committed {took_ms:.0f} ms after the signal"

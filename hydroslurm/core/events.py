@@ -259,7 +259,6 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
     "step_tasks": _is_count,
     "task": _is_count,
     "status": lambda value: value is None or type(value) is int,
-    "tier": _is_text_or_none,
     "vacate_s": _is_duration,
     "what": _is_text,
     "message": _is_text_or_none,

@@ -66,20 +66,6 @@ def room(*, ranks_here: int = 1, root: Path = Path("/")) -> Room:
     )
 
 
-def is_kept_in_memory(folder: Path, *, root: Path = Path("/")) -> bool:
-    """Whether a folder is in memory, like /dev/shm: what a job writes there counts against its
-    limits until it is removed."""
-    kinds: dict[PurePosixPath, str] = {}
-    for line in _lines(root / "proc/self/mountinfo"):
-        mounted, _, described = line.partition(" - ")
-        fields = mounted.split()
-        if len(fields) >= 5:
-            kinds[PurePosixPath(fields[4].replace("\\040", " "))] = described.partition(" ")[0]
-    here = PurePosixPath(folder)
-    mount = next((one for one in (here, *here.parents) if one in kinds), None)
-    return mount is not None and kinds[mount] in ("tmpfs", "ramfs")
-
-
 @dataclass(frozen=True)
 class _Bound:
     limit_bytes: int

@@ -392,7 +392,7 @@ def _with_training(status: RankStatus, event: Event) -> RankStatus:
             met=data.get("met") is not False,
             lost_peer=data.get("lost_peer") is True,
         )
-    if kind is EventKind.SAVE_COMMITTED and data.get("tier") == "durable":
+    if kind is EventKind.SAVE_COMMITTED:
         if (step := data.get("checkpoint_step")) is not None:
             status = replace(status, committed_step=step, committed=now)
         if (took_s := data.get("seconds")) is not None:

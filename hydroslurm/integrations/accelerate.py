@@ -76,7 +76,7 @@ def prepare(accelerator: Any, *objects: Any, check: bool = True, **options: Any)
             for validation begins anew each time, as the script iterates it.
         check: whether the first step is watched.
         options: those of :class:`hydroslurm.Run`: ``directory``, ``every_steps``, ``every_s``,
-            ``keep``, ``fast_directory``, ``on_save_error``, ``limits``, ``resume``.
+            ``keep``, ``on_save_error``, ``limits``, ``resume``.
 
     Raises:
         UsageError: no loader was given; an accelerator that was given before; a sharded model;

@@ -33,7 +33,7 @@ class _Preemptible:
 
     Args:
         options: those of :class:`hydroslurm.Run`: ``directory``, ``every_steps``, ``every_s``,
-            ``keep``, ``fast_directory``, ``on_save_error``, ``limits``, ``resume``.
+            ``keep``, ``on_save_error``, ``limits``, ``resume``.
 
     Raises:
         UsageError: at ``fit()``: a strategy that starts its ranks by spawn, or that is not known;

@@ -34,7 +34,7 @@ def make_preemptible(trainer: T, **options: Any) -> T:
 
     Args:
         options: those of :class:`hydroslurm.Run`: ``directory``, ``every_steps``, ``every_s``,
-            ``keep``, ``fast_directory``, ``on_save_error``, ``limits``, ``resume``.
+            ``keep``, ``on_save_error``, ``limits``, ``resume``.
 
     Returns:
         The same trainer.

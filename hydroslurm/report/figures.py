@@ -95,8 +95,8 @@ class StopsFigures(_Part):
         by_reason: what ended them -> number; how they left, where Slurm gave no reason.
         safe_point_ms: request -> end of the step in progress, ms.
         staged_ms: request -> the state is copied, ms.
-        written_ms: request -> the files are on the durable tier, ms.
-        durable_ms: request -> committed on the durable tier, ms.
+        written_ms: request -> the files are on the disk, ms.
+        durable_ms: request -> committed, ms.
         requeued_ms: request -> in Slurm's queue again, ms.
         eligible_s: end of the job's attempt -> eligible, s, by Slurm.
         queued_s: eligible -> started, s, by Slurm.
@@ -227,7 +227,7 @@ class Figures(_Part):
         resume_us: resume request -> running, µs.
         parked_s: parked time, s.
         asked_us: signal of one rank -> another rank was told, µs.
-        save_ms: start of a save -> committed on the durable tier, ms.
+        save_ms: start of a save -> committed, ms.
         by_cause: cause -> its pauses. A pause counts under its first cause; under `peers` only if
             it has no other, and under `unknown` if that was lost.
         every_pause: one object per pause, by rank, then time; at most 10,000.

@@ -32,12 +32,10 @@ OF_A_RUN = frozenset(
 _OF_SAVES = {
     EventKind.SAVE_STARTED: "started",
     EventKind.SAVE_STAGED: "staged",
+    EventKind.SAVE_WRITTEN: "written",
+    EventKind.SAVE_COMMITTED: "durable",
     EventKind.SAVE_FAILED: "failed",
     EventKind.SAVE_ABANDONED: "failed",
-}
-_OF_TIERS = {
-    EventKind.SAVE_WRITTEN: {"durable": "written"},
-    EventKind.SAVE_COMMITTED: {"durable": "durable", "fast": "fast"},
 }
 
 
@@ -50,8 +48,8 @@ class Save:
         kind: what it was made for: ``periodic``, ``manual``, ``stop`` ...
         started_mono_ns: it began.
         staged_mono_ns: the state was copied, and the training's memory is free to change.
-        written_mono_ns: all that the rank had to write was on the durable tier's disk.
-        durable_mono_ns, fast_mono_ns: it was committed on this tier.
+        written_mono_ns: all that the rank had to write was on the disk.
+        durable_mono_ns: it was committed.
         failed_mono_ns: it failed, or was given up.
         state_bytes: that were committed.
     """
@@ -61,20 +59,19 @@ class Save:
     started_mono_ns: int | None = None
     staged_mono_ns: int | None = None
     durable_mono_ns: int | None = None
-    fast_mono_ns: int | None = None
     failed_mono_ns: int | None = None
     state_bytes: int | None = None
     written_mono_ns: int | None = None
 
     @property
     def durable_ms(self) -> float | None:
-        """From its start to the commit on the durable tier."""
+        """From its start to the commit."""
         return span(self.started_mono_ns, self.durable_mono_ns, 1e6)
 
     @property
     def end_mono_ns(self) -> int | None:
         """The last that is known of it."""
-        stamps = (self.durable_mono_ns, self.failed_mono_ns, self.fast_mono_ns, self.staged_mono_ns)
+        stamps = (self.durable_mono_ns, self.failed_mono_ns, self.staged_mono_ns)
         return next((stamp for stamp in stamps if stamp is not None), None)
 
 
@@ -94,9 +91,9 @@ class Progress:
         safe_point_mono_ns: the stop was obeyed.
         safe_step: steps complete there, which is the state that was to be saved.
         staged_mono_ns: that state was copied, and the training's memory is free to change.
-        written_mono_ns: all of it that the rank had to write was on the durable tier's disk.
-        durable_mono_ns, fast_mono_ns: that state was committed on this tier. Before the stop was
-            asked for, where it had been saved already.
+        written_mono_ns: all of it that the rank had to write was on the disk.
+        durable_mono_ns: that state was committed. Before the stop was asked for, where it had been
+            saved already.
         state_bytes: that were committed.
         requeued_mono_ns: Slurm has the job in its queue again.
         requeue_error: why not, as Slurm reports it.
@@ -119,7 +116,6 @@ class Progress:
     staged_mono_ns: int | None = None
     written_mono_ns: int | None = None
     durable_mono_ns: int | None = None
-    fast_mono_ns: int | None = None
     state_bytes: int | None = None
     requeued_mono_ns: int | None = None
     requeue_error: str | None = None
@@ -158,16 +154,14 @@ class ProgressBuilder:
                 self._stop_of_rank = integer(data_of(line), "of_rank")
             return
         self._first.setdefault(kind, line)
-        if kind in _OF_SAVES or kind in _OF_TIERS:
+        if kind in _OF_SAVES:
             self._add_save(line)
 
     def _add_save(self, line: Line) -> None:
         data = data_of(line)
         step, kind = integer(data, "checkpoint_step"), text(data, "save_kind")
         self.note_step(step)
-        name = _OF_SAVES.get(line.kind) or _OF_TIERS[line.kind].get(text(data, "tier") or "")
-        if name not in _SaveBuilder.NAMES:
-            return
+        name = _OF_SAVES[line.kind]
         draft = self._saves.get(step)
         if draft is None:
             draft = self._saves[step] = _SaveBuilder(step, kind)
@@ -200,7 +194,6 @@ class ProgressBuilder:
             staged_mono_ns=of_stop.stamps.get("staged"),
             written_mono_ns=of_stop.stamps.get("written"),
             durable_mono_ns=of_stop.stamps.get("durable"),
-            fast_mono_ns=of_stop.stamps.get("fast"),
             state_bytes=of_stop.committed_bytes,
             requeued_mono_ns=stamp_of(first.get(EventKind.REQUEUED)),
             requeue_error=text(data_of(first.get(EventKind.REQUEUE_FAILED)), "reason"),
@@ -215,7 +208,7 @@ class ProgressBuilder:
 class _SaveBuilder:
     """A save while its lines are being collected: the first of each."""
 
-    NAMES = ("started", "staged", "durable", "fast", "failed", "written")
+    NAMES = ("started", "staged", "durable", "failed", "written")
     __slots__ = ("committed_bytes", "kind", "stamps", "step")
 
     def __init__(self, step: int | None, kind: str | None) -> None:
@@ -226,7 +219,7 @@ class _SaveBuilder:
 
     def note(self, name: str, mono_ns: int, size_bytes: int | None) -> None:
         self.stamps.setdefault(name, mono_ns)
-        if name == "durable" or (name == "fast" and self.committed_bytes is None):
+        if name == "durable":
             self.committed_bytes = size_bytes
 
     def finish(self) -> Save:

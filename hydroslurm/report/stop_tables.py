@@ -118,8 +118,6 @@ def _why(stop: Stop) -> str:
 
 
 def _saved(stop: Stop) -> str | None:
-    if stop.durable_ms is None and stop.fast_ms is not None:
-        return f"{stop.fast_ms:,.0f} fast"
     return number(stop.durable_ms, ",.0f")
 
 

@@ -45,10 +45,9 @@ class Stop:
         safe_point_ms: from the request to the end of the step that was being made.
         staged_ms: from the request until the state was copied; None where none was, as a stop
             writes the state itself.
-        written_ms: from the request until the rank's files were on the durable tier's disk.
-        durable_ms: from the request to the commit on the durable tier; 0 where that state was
+        written_ms: from the request until the rank's files were on the disk.
+        durable_ms: from the request to the commit; 0 where that state was
             committed already.
-        fast_ms: the same, on the fast tier.
         requeued_ms: from the request until Slurm had the job in its queue again.
         requeue_error: why it has not.
         state_bytes: size of the state that was committed.
@@ -78,7 +77,6 @@ class Stop:
     staged_ms: float | None = None
     written_ms: float | None = None
     durable_ms: float | None = None
-    fast_ms: float | None = None
     requeued_ms: float | None = None
     requeue_error: str | None = None
     state_bytes: int | None = None
@@ -173,7 +171,6 @@ def _stop(attempt: Attempt, following: Attempt | None) -> Stop:
         staged_ms=span(since_ns, seen.staged_mono_ns, 1e6),
         written_ms=span(since_ns, seen.written_mono_ns, 1e6),
         durable_ms=_committed_ms(since_ns, seen, seen.durable_mono_ns),
-        fast_ms=_committed_ms(since_ns, seen, seen.fast_mono_ns),
         requeued_ms=span(since_ns, seen.requeued_mono_ns, 1e6),
         requeue_error=seen.requeue_error,
         state_bytes=seen.state_bytes,
@@ -244,7 +241,7 @@ def _missing(attempt: Attempt, following: Attempt | None, left: str) -> Iterator
         if asks:
             wanted[EventKind.STOP_REASON] = seen.reason
         wanted[EventKind.SAFE_POINT] = seen.safe_point_mono_ns
-        wanted[EventKind.SAVE_COMMITTED] = _first(seen.durable_mono_ns, seen.fast_mono_ns)
+        wanted[EventKind.SAVE_COMMITTED] = seen.durable_mono_ns
         if asks and left in _REQUEUES:
             wanted[EventKind.REQUEUED] = _first(seen.requeued_mono_ns, seen.requeue_error)
         wanted[EventKind.ATTEMPT_ENDED] = seen.ending

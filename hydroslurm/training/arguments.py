@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.core import rundir
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.rundir import SAVE_EVERY_ENV, RunDir
-from hydroslurm.core.trust import check_trusted
-from hydroslurm.errors import UntrustedFile, UsageError
+from hydroslurm.errors import UsageError
 from hydroslurm.runtime import autoload
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
@@ -97,30 +92,6 @@ def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, st
             'one: Run(directory="runs/my-run")'
         )
     return RunDir(found.root.absolute()).claim()
-
-
-def fast_store(
-    given: str | os.PathLike[str] | None, run: RunDir, *, fence: Fence
-) -> CheckpointStore | None:
-    """The fast tier: a folder of this run's own below the one that was given, for /dev/shm is
-    everybody's. Where somebody else has made it before, there is none, with a warning."""
-    if given is None:
-        return None
-    name = hashlib.sha256(str(run.root).encode()).hexdigest()[:16]
-    folder = Path(given).absolute() / f"hydroslurm-{name}"
-    with contextlib.suppress(OSError):  # a save that fails there says so
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        try:
-            check_trusted(folder, what="the fast tier", shared=True)
-        except UntrustedFile as error:
-            warnings.warn(
-                f"hydroslurm: {error}. This run saves to {run.checkpoints} only",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-            return None
-    return CheckpointStore(folder, fence=fence)
 
 
 def fence_of(run: RunDir, allocation: Allocation | None) -> Fence:

@@ -53,9 +53,7 @@ class Beginning(ABC):
     _rank_group: RankGroup
     _controller: Controller
     _cursor: Cursor
-    _durable: CheckpointStore
     _epoch: int
-    _fast: CheckpointStore | None
     _fence: Fence
     _has_begun: bool
     _is_closed: bool
@@ -67,6 +65,7 @@ class Beginning(ABC):
     _saves: Saves
     _script_state: ScriptState
     _step: int
+    _store: CheckpointStore
     _stopping: Stopping
     _watch: LoopWatch
 
@@ -191,9 +190,7 @@ class Beginning(ABC):
             raise self._stopping.leave_unsaved(
                 error, self._controller.stop_request, step=0
             ) from error
-        with self._leaving_when_stale(), contextlib.ExitStack() as loading:
-            for store in filter(None, (self._durable, self._fast)):
-                loading.enter_context(store.pins.holding())
+        with self._leaving_when_stale(), self._store.pins.holding():
             resumed = self._go_on(may_load=may_load, seen=seen)
         self._watch.begin(self._step, in_loop=not may_load)
         self._script_state.follow_frozen()
@@ -204,13 +201,7 @@ class Beginning(ABC):
         rank_group = self._rank_group
         entered = rank_group.decide(
             "enter",
-            lambda: enter(
-                self.dir,
-                fence=self._fence,
-                durable=self._durable,
-                fast=self._fast,
-                anew=self._begins_anew,
-            ),
+            lambda: enter(self.dir, fence=self._fence, store=self._store, anew=self._begins_anew),
         )
         if (step := entered["finished"]) is not None:
             self._log_once(
@@ -251,7 +242,7 @@ class Beginning(ABC):
         ):
             self._log_once(message)
         self._saves.periodic_step = found.checkpoint.step
-        self._saver.continues_from(found.checkpoint, tier=found.tier)
+        self._saver.continues_from(found.checkpoint)
         self._apply(state, source=str(found.checkpoint.path))
         self._log_once(f"attempt {number} resumes from step {self._step} ({found.checkpoint.path})")
         return True
@@ -277,9 +268,9 @@ class Beginning(ABC):
     def _newest(self, load: Load | None) -> Found | None:
         """What the run resumes from; loads it."""
         try:
-            return newest_good(self._durable, fast=self._fast, topic="resume", load=load)
+            return newest_good(self._store, topic="resume", load=load)
         except (CheckpointError, OSError):
-            self._fence.check(f"loading from {self._durable.directory}")  # a newer one removed it
+            self._fence.check(f"loading from {self._store.directory}")  # a newer one removed it
             raise
 
     @contextlib.contextmanager

@@ -174,7 +174,7 @@ class ElasticRun(Generations):
         elif self._is_first:
             return super().save(kind=kind)
         reason = later or "the first rank saves for all"
-        return Saved(step=step, tier=None, checkpoint=None, steps_at_risk=0, reason=reason)
+        return Saved(step=step, is_committed=False, checkpoint=None, steps_at_risk=0, reason=reason)
 
     def _is_due(self) -> bool:
         if not (self._is_first and self._are_equal):

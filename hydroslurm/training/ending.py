@@ -9,7 +9,6 @@ import contextlib
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from hydroslurm.checkpoint.tiers import clear_fast
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import SaveFailed, StaleAttempt
@@ -115,4 +114,3 @@ class Ending(Saving):
             finished.at_good_end(self.dir, step=self._step, fence=self._fence)
         else:
             finished.write(self.dir, step=self._step)
-        clear_fast(durable=self._durable, fast=self._fast)

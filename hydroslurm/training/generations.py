@@ -260,7 +260,7 @@ class Generations(Run):
         """The first rank writes the run's folder from here on."""
         if form.rank == 0 and self._attempt.number is None:
             self._fence.hold(self._fence.claim())
-            self._durable.revoke_others()
+            self._store.revoke_others()
             self._attempt.number = self._attempt_number
             self._last_save_s = time.monotonic()
 
@@ -269,7 +269,7 @@ class Generations(Run):
         try:
             if not self._is_first:
                 self._fence.hold(self._fence.claim())
-                self._durable.revoke_others()
+                self._store.revoke_others()
             self._cursor.load(self._kept_own)
             self._saver.save(
                 State(shared=self._objects.states(), own=self._with_script(self._kept_own)),

@@ -12,7 +12,6 @@ from hydroslurm.checkpoint.newest import Found
 from hydroslurm.checkpoint.reader import tensors_of
 from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointError, CheckpointMissing, UsageError
 from hydroslurm.training.objects import Objects
@@ -132,7 +131,7 @@ class CheckpointReader:
         ]
         if not found:
             raise CheckpointMissing(self._missing(epoch, step))
-        return Found(Tier.DURABLE, store, found[-1])
+        return Found(store, found[-1])
 
     # --- what is in them
     # --------------------------------------------------------------------------------------------

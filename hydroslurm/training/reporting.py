@@ -6,7 +6,6 @@ import logging
 import sys
 
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
-from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.core.events import EventKind
 from hydroslurm.gate.marks import Range
 from hydroslurm.runtime.controller import Controller
@@ -36,7 +35,7 @@ class SaveRecorder:
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
         self._saving: dict[tuple[int, str], int] = {}
-        self._committing: dict[tuple[int, str, Tier | None], int] = {}
+        self._committing: dict[tuple[int, str], int] = {}
 
     def __call__(self, event: SaveEvent) -> None:
         self._mark(event)
@@ -45,7 +44,6 @@ class SaveRecorder:
             {
                 "checkpoint_step": event.step,
                 "save_kind": event.save_kind,
-                "tier": event.tier.value if event.tier else None,
                 "state_bytes": event.state_bytes,
                 "seconds": event.seconds,
                 "reason": event.reason,
@@ -54,7 +52,6 @@ class SaveRecorder:
         )
 
     def _mark(self, event: SaveEvent) -> None:
-        """A save lasts until it is over on the durable tier; each tier has a commit of its own."""
         marks = self._controller.marks
         if not marks.emitting:
             return
@@ -62,9 +59,7 @@ class SaveRecorder:
         if event.kind is SaveEventKind.STARTED:
             self._saving[save] = marks.begin(Range.SAVING, event.step)
         elif event.kind is SaveEventKind.WRITTEN:
-            place = (*save, event.tier)
-            self._committing[place] = marks.begin(Range.COMMITTING, event.step)
+            self._committing[save] = marks.begin(Range.COMMITTING, event.step)
         elif event.kind in _OVER:
-            marks.end_once(self._committing, (*save, event.tier))
-            if event.tier is not Tier.FAST:
-                marks.end_once(self._saving, save)
+            marks.end_once(self._committing, save)
+            marks.end_once(self._saving, save)

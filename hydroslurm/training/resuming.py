@@ -12,7 +12,7 @@ from hydroslurm.checkpoint.rng import for_new_rank
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import RunFolderError, SaveFailed
+from hydroslurm.errors import RunFolderError
 from hydroslurm.training import finished
 from hydroslurm.training.composition import Composition, Loading, changes
 from hydroslurm.training.objects import Objects
@@ -62,14 +62,7 @@ def differences(
         yield from changes(manifest, loading, world_size=world_size, data=data)
 
 
-def enter(
-    run_dir: RunDir,
-    *,
-    fence: Fence,
-    durable: CheckpointStore,
-    fast: CheckpointStore | None,
-    anew: bool,
-) -> dict[str, Any]:
+def enter(run_dir: RunDir, *, fence: Fence, store: CheckpointStore, anew: bool) -> dict[str, Any]:
     """Claim a run's folder for all ranks, unless there is nothing left to do in it.
 
     Args:
@@ -83,17 +76,11 @@ def enter(
     claim = None
     if done is None:
         claim = fence.claim()
-        for store in filter(None, (durable, fast)):
-            try:
-                store.revoke_others()
-            except SaveFailed:  # a fast tier that cannot be used costs no start
-                if store is not fast:
-                    raise
+        store.revoke_others()
         if anew:
             finished.remove(run_dir)
-            for store in filter(None, (durable, fast)):
-                if (aside := set_aside(store.directory)) is not None:
-                    notice(f"resume=False: what was committed is in {aside} now")
+            if (aside := set_aside(store.directory)) is not None:
+                notice(f"resume=False: what was committed is in {aside} now")
         done = finished.step_of(run_dir)  # an older attempt may have been about to write it
     return {"finished": done, "claim": claim}
 

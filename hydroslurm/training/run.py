@@ -34,7 +34,6 @@ from hydroslurm.training import finished, oversights
 from hydroslurm.training.arguments import (
     Cadence,
     controller_for,
-    fast_store,
     fence_of,
     run_directory,
 )
@@ -91,9 +90,6 @@ class Run(Looping, Ending):
         extra: more objects by name, each with ``state_dict`` and ``load_state_dict``. They are
             loaded in this order, before model, optimizer, scheduler and scaler, so that they can
             rebuild what was added to those while training, such as a parameter group.
-        fast_directory: a local folder (/dev/shm, NVMe) that is written first; each run makes a
-            folder of its own in it. It survives the process and a requeue to the same node, but
-            not the node.
         on_save_error: ``warn`` continues when a periodic save fails, ``fail`` raises SaveFailed at
             the next safe point.
         limits: how often the run may be restarted.
@@ -103,9 +99,8 @@ class Run(Looping, Ending):
             the same job still resumes, from what its first start has saved.
 
     Raises:
-        UsageError: a wrong argument; no directory outside of a job; a fast tier with several
-            ranks; another Run is open in this process, or has finished in this folder in this
-            process; not the main thread.
+        UsageError: a wrong argument; no directory outside of a job; another Run is open in this
+            process, or has finished in this folder in this process; not the main thread.
         InstallError, GateError: as :func:`hydroslurm.install`.
     """
 
@@ -150,7 +145,6 @@ class Run(Looping, Ending):
         every_s: float | None = None,
         keep: int = 2,
         extra: Mapping[str, Any] | None = None,
-        fast_directory: str | os.PathLike[str] | None = None,
         on_save_error: Literal["warn", "fail"] = "warn",
         limits: Limits | None = None,
         resume: bool = True,
@@ -183,7 +177,6 @@ class Run(Looping, Ending):
         self._saves = Saves()
         self._last_save_s = time.monotonic()
         self._fence = fence_of(self.dir, allocation)
-        self._fast = fast_store(fast_directory, self.dir, fence=self._fence)
         self._controller, self._installed_here = self._install(environ)
         self._world = World.from_environ(environ)
         self._rank_group = RankGroup(self._controller)
@@ -191,7 +184,7 @@ class Run(Looping, Ending):
         self._bucket_orders = BucketOrders(
             self._objects.as_given, world_size=self._rank_group.world_size
         )
-        self._durable = CheckpointStore(
+        self._store = CheckpointStore(
             self.dir.checkpoints, peers=self._rank_group.peers, fence=self._fence
         )
         with contextlib.ExitStack() as undo:
@@ -223,8 +216,7 @@ class Run(Looping, Ending):
 
     def _make_saver(self, *, keep: int, on_save_error: Literal["warn", "fail"]) -> Saver:
         return Saver(
-            self._durable,
-            fast=self._fast,
+            self._store,
             keep=keep,
             keep_epochs=self._keep_epochs,
             on_save_error=on_save_error,

@@ -141,7 +141,7 @@ class Saving(Beginning):
         self._controller.request_stop()
 
     def save(self, *, kind: str = "manual") -> Saved:
-        """Save now; return when the checkpoint is committed on the durable tier.
+        """Save now; return when the checkpoint is committed.
 
         Raises:
             SaveFailed: it is not; what was committed before is whole.

@@ -37,7 +37,6 @@ from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.memory import Room
 from hydroslurm.errors import (
@@ -321,7 +320,7 @@ def savers(folder: Path) -> int:
         _until(events, "save_skipped", step=2)
         peers.agree("let go", None)
         disk.let_go.set()
-        assert saver.save(joint_state(3, peers.rank), step=3).tier is Tier.DURABLE
+        assert saver.save(joint_state(3, peers.rank), step=3).is_committed
         # only one rank knows that there is hardly any time
         left_s = 1e-3 if peers.rank == 2 else 600.0
         deadline_s = time.monotonic() + 600
@@ -335,7 +334,7 @@ def savers(folder: Path) -> int:
         disk.let_go.set()
         assert saver.wait(timeout_s=max(0.0, deadline_s - time.monotonic()))
         final = saver.save_by(joint_state(7, peers.rank), step=6, deadline_mono_s=deadline_s)
-        assert final.tier is Tier.DURABLE, final.reason
+        assert final.is_committed, final.reason
         assert final.checkpoint is not None
         assert final.checkpoint.step == 6
         again = saver.save_by(
@@ -427,7 +426,7 @@ def savers_without_memory(folder: Path) -> int:
         saver.wait()
         far_s = time.monotonic() + 600
         saved = saver.save_by(joint_state(2, peers.rank), step=2, deadline_mono_s=far_s)
-        assert saved.tier is Tier.DURABLE, saved.reason
+        assert saved.is_committed, saved.reason
         saver.close()
         return 0
 
@@ -457,7 +456,7 @@ def savers_without_one(folder: Path) -> int:
             joint_state(4, peers.rank), step=4, deadline_mono_s=time.monotonic() + 60
         )
         assert "rank 1 is gone" in saved.reason
-        assert saved.tier is None
+        assert not saved.is_committed
         assert saved.checkpoint is not None
         assert saved.checkpoint.step == 1
         saver.close()

@@ -1,6 +1,6 @@
 """A program that has saves killed at every I/O call, and looks at what is left after each kill.
 
-    killing.py FOLDER calls save|save_and_prune|adopt|replace|link   a line "killed N" per kill
+    killing.py FOLDER calls save|save_and_prune|replace|link   a line "killed N" per kill
     killing.py FOLDER moments COUNT SEED                             real kills at any moment
 
 It loads torch once and forks: the child saves and dies, the parent looks. Ends with "done N", or
@@ -40,12 +40,6 @@ def save_and_prune(folder: Path, storage: Storage, step: int) -> None:
     store = CheckpointStore(folder, storage=storage)
     store.write(state_of(step), step=step, kind="periodic")
     store.prune(keep=1, keep_stop=0)
-
-
-def adopt(folder: Path, storage: Storage, step: int) -> None:
-    fast = CheckpointStore(folder.with_name(f"fast-{step}-{os.getpid()}"))
-    written = fast.write(state_of(step), step=step, kind="stop")
-    CheckpointStore(folder, storage=storage, chunk_bytes=CHUNK_BYTES).adopt(written)
 
 
 def replace(folder: Path, storage: Storage, step: int) -> None:
@@ -148,7 +142,7 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     where = Path(sys.argv[1])
     if sys.argv[2] == "calls":
-        ways = {way.__name__: way for way in (save, save_and_prune, adopt, replace, link)}
+        ways = {way.__name__: way for way in (save, save_and_prune, replace, link)}
         print("done", at_every_call(where, ways[sys.argv[3]]))
     else:
         print("done", at_any_moment(where, count=int(sys.argv[3]), seed=int(sys.argv[4])))

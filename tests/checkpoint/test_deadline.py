@@ -24,16 +24,14 @@ ALL = [
     Situation(
         step=100,
         left_s=left_s,
-        durable_s=durable_s,
-        fast_s=fast_s,
+        save_s=save_s,
         in_flight=in_flight,
         committed_step=committed_step,
         is_committed=is_committed,
     )
-    for left_s, durable_s, fast_s, in_flight, (committed_step, is_committed) in itertools.product(
+    for left_s, save_s, in_flight, (committed_step, is_committed) in itertools.product(
         (-5.0, *SECONDS),
         SECONDS[1:],
-        (None, 0.5, 10.0),
         (
             None,
             *(InFlight(step, s) for step in (90, 100) for s in SECONDS),
@@ -54,7 +52,6 @@ def _fits(seconds: float, now: Situation) -> bool:
         (Situation(7, 30.0, 2.0), Action.FULL, 0),
         (Situation(7, 2.0, 2.0), Action.KEEP, 7),
         (Situation(7, 2.0, 2.0, committed_step=5), Action.KEEP, 2),
-        (Situation(7, 2.0, 2.0, fast_s=0.1, committed_step=5), Action.FAST_ONLY, 2),
         (Situation(7, 2.0, 2.0, committed_step=7, is_committed=True), Action.NOTHING, 0),
         (Situation(7, 30.0, 2.0, committed_step=7), Action.FULL, 0),
         (Situation(7, 2.0, 2.0, committed_step=7), Action.KEEP, 0),
@@ -62,7 +59,6 @@ def _fits(seconds: float, now: Situation) -> bool:
         (Situation(7, 30.0, 2.0, in_flight=InFlight(6, 1.0)), Action.WAIT_THEN_FULL, 0),
         (Situation(7, 5.0, 2.0, in_flight=InFlight(6, 4.0)), Action.ABANDON_THEN_FULL, 0),
         (Situation(7, 2.0, 2.0, in_flight=InFlight(6, 1.0)), Action.WAIT_ONLY, 1),
-        (Situation(7, 2.0, 2.0, fast_s=0.1, in_flight=InFlight(6, 1.0)), Action.FAST_ONLY, 1),
         (Situation(7, 2.0, 9.0, in_flight=InFlight(7, 1.0, is_this=True)), Action.WAIT_ONLY, 0),
         (
             Situation(7, 2.0, 9.0, in_flight=InFlight(7, 8.0, is_this=True), committed_step=3),
@@ -77,12 +73,12 @@ def test_the_table(now: Situation, action: Action, at_risk: int) -> None:
     assert (choice.action, choice.steps_at_risk) == (action, at_risk)
 
 
-def test_a_durable_save_is_chosen_whenever_it_fits() -> None:
-    """No situation in which this step could be committed durably ends with anything less."""
+def test_a_save_is_chosen_whenever_it_fits() -> None:
+    """No situation in which this step could be committed ends with anything less."""
     for now in ALL:
         choice = choose(now)
         ours = now.in_flight is not None and now.in_flight.is_this
-        fits = _fits(now.in_flight.remaining_s if ours and now.in_flight else now.durable_s, now)
+        fits = _fits(now.in_flight.remaining_s if ours and now.in_flight else now.save_s, now)
         if now.is_committed or fits:
             assert choice.steps_at_risk == 0, (now, choice)
             assert "lost" not in choice.reason
@@ -90,7 +86,7 @@ def test_a_durable_save_is_chosen_whenever_it_fits() -> None:
             is_kept = now.committed_step == now.step or (
                 now.in_flight is not None
                 and now.in_flight.step == now.step
-                and choice.action in (Action.WAIT_ONLY, Action.FAST_ONLY)
+                and choice.action is Action.WAIT_ONLY
             )
             assert choice.steps_at_risk > 0 or is_kept, (now, choice)
             assert "lost" in choice.reason or ours, (now, choice)
@@ -126,17 +122,7 @@ def test_waiting_leaves_time_for_the_full_save() -> None:
         choice = choose(now)
         if choice.action is Action.WAIT_THEN_FULL:
             assert choice.give_up
-            assert choice.patience_s + now.durable_s * 1.5 <= now.left_s + 1e-9
-
-
-def test_the_fast_tier_does_not_cost_the_durable_one() -> None:
-    """The fast tier comes first only where both fit, or where the durable one does not anyway."""
-    for now in ALL:
-        choice = choose(now)
-        if choice.fast_first:
-            assert now.fast_s is not None
-            both = _fits(now.fast_s + now.durable_s, now)
-            assert both or choice.action is Action.FAST_ONLY
+            assert choice.patience_s + now.save_s * 1.5 <= now.left_s + 1e-9
 
 
 def test_every_choice_has_its_sentence() -> None:
@@ -153,16 +139,14 @@ def test_every_choice_has_its_sentence() -> None:
 @given(
     left_s=st.floats(0, 1000),
     more_s=st.floats(0, 1000),
-    durable_s=st.floats(0.001, 1000),
-    fast_s=st.none() | st.floats(0.001, 1000),
+    save_s=st.floats(0.001, 1000),
     flight=st.none() | st.builds(InFlight, st.integers(1, 100), st.floats(0, 1000)),
     committed=st.none() | st.integers(0, 100),
 )
 def test_more_time_never_loses_more(
     left_s: float,
     more_s: float,
-    durable_s: float,
-    fast_s: float | None,
+    save_s: float,
     flight: InFlight | None,
     committed: int | None,
 ) -> None:
@@ -170,7 +154,7 @@ def test_more_time_never_loses_more(
     endless time."""
 
     def at(seconds: float) -> Choice:
-        return choose(Situation(100, seconds, durable_s, fast_s, flight, committed))
+        return choose(Situation(100, seconds, save_s, flight, committed))
 
     sooner, later = at(left_s), at(left_s + more_s)
     assert later.steps_at_risk <= sooner.steps_at_risk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hydroslurm.checkpoint.estimate import DURABLE_ASSUMED, Expected, Pace
+from hydroslurm.checkpoint.estimate import Estimate, Pace
 from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.store import Checkpoint
 
@@ -24,16 +24,16 @@ def saved(seconds: float, state_bytes: int) -> Checkpoint:
 
 def test_assumed_then_earlier_attempts_then_this_one() -> None:
     """What is nearer replaces what is farther away."""
-    assert Pace(DURABLE_ASSUMED).expect(10**8) == Expected(2.0, "assumed")
-    pace = Pace(DURABLE_ASSUMED, [saved(5.0, 10**8)])
-    assert pace.expect(10**8) == Expected(5.0, "earlier attempts")
+    assert Pace().expect(10**8) == Estimate(2.0, "assumed")
+    pace = Pace([saved(5.0, 10**8)])
+    assert pace.expect(10**8) == Estimate(5.0, "earlier attempts")
     pace.add(3.0, state_bytes=10**8)
-    assert pace.expect(10**8) == Expected(3.0, "this attempt")
+    assert pace.expect(10**8) == Estimate(3.0, "this attempt")
 
 
 def test_the_slowest_of_the_last_counts() -> None:
     """One slow save is remembered for five, and forgotten then."""
-    pace = Pace(DURABLE_ASSUMED)
+    pace = Pace()
     for seconds in (9.0, 1.0, 1.0, 1.0, 1.0):
         pace.add(seconds, state_bytes=10)
     assert pace.expect(10).seconds == 9.0
@@ -44,10 +44,10 @@ def test_the_slowest_of_the_last_counts() -> None:
 def test_another_size() -> None:
     """Twice the bytes take twice as long; a save of next to nothing says little about a large one;
     a smaller state is not expected to be faster."""
-    pace = Pace(DURABLE_ASSUMED)
+    pace = Pace()
     pace.add(1.0, state_bytes=10**9)
     assert pace.expect(2 * 10**9).seconds == 2.0
     assert pace.expect(10).seconds == 1.0
-    tiny = Pace(DURABLE_ASSUMED)
+    tiny = Pace()
     tiny.add(0.5, state_bytes=10)
     assert tiny.expect(10**8).seconds < 2.0

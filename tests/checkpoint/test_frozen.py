@@ -20,7 +20,6 @@ from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.checkpoint.tiers import Tier
 from hydroslurm.core.memory import Room
 from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, SaveFailed
 
@@ -263,34 +262,6 @@ def test_a_file_system_without_links(tmp_path: Path, how: str) -> None:
     assert storage.calls.count("link") == 1
     assert linked(*store.committed()) == [[]] * 5
     assert all(training.is_in(store, one, one.step) for one in store.committed())
-
-
-def test_through_the_fast_tier(tmp_path: Path) -> None:
-    """Each tier links its own; the copy to the durable one does not write what that has."""
-    training, storage = Training(), CountingStorage()
-    durable = CheckpointStore(tmp_path / "durable", storage=storage)
-    fast = CheckpointStore(tmp_path / "fast")
-    saver = Saver(durable, fast=fast, keep=9, on_save_error="fail")
-    writes = []
-    for step in range(4):
-        storage.calls.clear()
-        saver.save(training.state(step), step=step)
-        writes.append(storage.calls.count("create"))
-    saver.close()
-    assert writes == [6, 6, 4, 4]
-    assert linked(*durable.committed()) == [[], [], [0], [1]]
-    assert linked(*fast.committed()) == [[], []]
-    assert all(training.is_in(durable, one, one.step) for one in durable.committed())
-    assert all(training.is_in(fast, one, one.step) for one in fast.committed())
-    again = Saver(durable, fast=fast, keep=9, on_save_error="fail")
-    again.continues_from(fast.committed()[-1], tier=Tier.FAST)
-    assert not again.is_durable
-    storage.calls.clear()
-    again.save(training.state(4), step=4)
-    again.close()
-    assert storage.calls.count("create") == 4
-    assert linked(*durable.committed())[-1] == [0, 2]
-    assert {one.step for one in fast.committed()} == {3, 4}
 
 
 @pytest.mark.parametrize("name", FILES)

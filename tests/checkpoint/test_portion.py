@@ -64,11 +64,8 @@ def test_templates_of_an_optimizer() -> None:
     assert found == {"k": None}
 
 
-def test_no_fast_tier_with_several_ranks(tmp_path: Path) -> None:
-    """It is refused at once, and so are peers that the store does not have."""
-    store = CheckpointStore(tmp_path / "c", peers=Lonely(rank=0, world_size=2))
-    with pytest.raises(UsageError, match="fast tier"):
-        Saver(store, fast=CheckpointStore(tmp_path / "fast"))
+def test_peers_that_the_store_does_not_have(tmp_path: Path) -> None:
+    """They are refused at once; a world of one has none."""
     with pytest.raises(UsageError, match="peers"):
         Saver(CheckpointStore(tmp_path / "c"), peers=Lonely(rank=0, world_size=2))
     assert CheckpointStore(tmp_path, peers=Lonely(rank=0, world_size=1)).peers is SOLO

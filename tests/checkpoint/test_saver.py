@@ -14,14 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.disks import BrokenDisk, HeldDisk
-from checkpoint.states import state_bytes
 from processes import child
 
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import LocalStorage
 from hydroslurm.checkpoint.store import CheckpointStore, State
-from hydroslurm.checkpoint.tiers import FAST_AT_MOST, Tier
 from hydroslurm.core.memory import Room
 from hydroslurm.errors import SaveFailed, UnsavableState, UsageError
 
@@ -79,23 +77,17 @@ def test_one_that_comes_too_soon_is_skipped_and_told(tmp_path: Path) -> None:
 
 
 def test_what_is_told(tmp_path: Path) -> None:
-    """A save tells when it begins, when the training goes on, when each tier has the
-    files, and when the checkpoint."""
+    """A save tells when it begins, when the training goes on, when the files are on the disk, and
+    when the checkpoint is committed."""
     told = list[SaveEvent]()
-    saver = Saver(
-        CheckpointStore(tmp_path / "durable"),
-        fast=CheckpointStore(tmp_path / "fast"),
-        tell=told.append,
-    )
+    saver = Saver(CheckpointStore(tmp_path), tell=told.append)
     saver.start(state_of(1.0), step=1)
     saver.close()
-    assert [(event.kind.value, event.tier) for event in told] == [
-        ("save_started", None),
-        ("save_staged", None),
-        ("save_written", Tier.FAST),
-        ("save_committed", Tier.FAST),
-        ("save_written", Tier.DURABLE),
-        ("save_committed", Tier.DURABLE),
+    assert [event.kind.value for event in told] == [
+        "save_started",
+        "save_staged",
+        "save_written",
+        "save_committed",
     ]
     assert {event.state_bytes for event in told[1:]} == {4000}
     assert sorted(event.mono_ns for event in told) == [event.mono_ns for event in told]
@@ -156,7 +148,7 @@ def test_save_waits_its_turn_and_is_durable(tmp_path: Path) -> None:
     saver.start(state_of(1.0), step=1)
     threading.Timer(0.05, disk.let_go.set).start()
     saved = saver.save(state_of(2.0), step=2, epoch=4, meta={"why": "test"})
-    assert (saved.tier, saved.steps_at_risk, saved.still_writing) == (Tier.DURABLE, 0, False)
+    assert (saved.is_committed, saved.steps_at_risk, saved.still_writing) == (True, 0, False)
     assert saved.checkpoint is not None
     manifest = saved.checkpoint.manifest
     assert (manifest.kind, manifest.epoch, manifest.meta) == ("manual", 4, {"why": "test"})
@@ -203,27 +195,6 @@ def test_an_interrupted_save_leaves_the_state_to_the_caller(tmp_path: Path) -> N
     assert saver.wait(timeout_s=0)
     saver.poll()
     assert steps(store) == []
-
-
-def test_a_full_fast_tier_does_not_cost_the_save(tmp_path: Path) -> None:
-    """The durable tier gets the state all the same, and the problem is reported."""
-    store = CheckpointStore(tmp_path / "durable")
-    saver = Saver(store, fast=CheckpointStore(tmp_path / "fast", storage=BrokenDisk(1)))
-    saver.start(state_of(1.0), step=1)
-    saver.wait()
-    with pytest.warns(RuntimeWarning, match="fast tier did not take step 1"):
-        saver.poll()
-    assert value_at(store, 1) == (1.0, 1.0)
-
-
-def test_each_tier_keeps_its_number(tmp_path: Path) -> None:
-    """The durable tier keeps what was asked for, the fast one the last (the store's least: two)."""
-    durable, fast = CheckpointStore(tmp_path / "durable"), CheckpointStore(tmp_path / "fast")
-    saver = Saver(durable, fast=fast, keep=3)
-    for step in range(1, 6):
-        saver.save(state_of(step), step=step)
-    assert steps(durable) == [3, 4, 5]
-    assert steps(fast) == [4, 5]
 
 
 def test_an_error_of_the_listener_costs_no_save(tmp_path: Path) -> None:
@@ -369,14 +340,13 @@ def test_how_long_it_takes_is_known_from_earlier_attempts(quick_folder: Path) ->
     # a disk whose last syncs were slower than a whole save would be believed instead
     store = CheckpointStore(quick_folder)
     saver = Saver(store)
-    assert saver.estimate().durable.source == "assumed"
+    assert saver.estimate().source == "assumed"
     saver.save(state_of(1.0), step=1)
     measured = saver.estimate()
-    assert (measured.durable.source, measured.state_bytes) == ("this attempt", 4000)
-    assert measured.fast is None
+    assert measured.source == "this attempt"
     later = Saver(store).estimate()
-    assert (later.durable.source, later.state_bytes) == ("earlier attempts", 4000)
-    assert later.durable.seconds < measured.durable.seconds
+    assert later.source == "earlier attempts"
+    assert later.seconds < measured.seconds
 
 
 class StickyDisk(LocalStorage):
@@ -428,30 +398,6 @@ def test_without_memory_for_a_copy_the_training_waits(tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
-def test_a_fast_tier_in_memory_counts(quick_folder: Path) -> None:
-    """What /dev/shm holds is the job's memory: there are no copies where three checkpoints there
-    leave no room for them, and no checkpoint there that would be too much."""
-    state = state_of(1.0)
-    size = state_bytes(state)
-    alone = Saver(CheckpointStore(quick_folder / "alone"))
-    assert alone.reserve(state) == ""
-    alone.close()
-    free = [alone._staging.reserved_bytes + (FAST_AT_MOST - 1) * size]
-
-    def room() -> Room:
-        return Room(free[0], 100 * size, 96 * size, "the limit of a test")
-
-    durable, fast = (CheckpointStore(quick_folder / name) for name in ("durable", "fast"))
-    saver = Saver(durable, fast=fast, room=room)
-    assert "of them by the fast tier" in saver.reserve(state)
-    saver.save(state, step=1)
-    free[0] = size - 1
-    saver.save(state, step=2)
-    with pytest.warns(RuntimeWarning, match="did not take step 2: it lies in memory"):
-        saver.close()
-    assert (steps(durable), steps(fast)) == ([1, 2], [1])
-
-
 def test_a_save_without_a_copy_that_fails_is_reported_like_others(tmp_path: Path) -> None:
     """The training is not ended by it, and the next one is tried."""
     store = CheckpointStore(tmp_path, storage=BrokenDisk(1))
@@ -479,6 +425,6 @@ def test_a_stop_during_a_save_takes_no_second_copy(tmp_path: Path) -> None:
     assert disk.reached.wait(60)
     threading.Timer(0.1, disk.let_go.set).start()
     saved = saver.save_by(state_of(2.0), step=2, deadline_mono_s=time.monotonic() + 600)
-    assert (saved.tier, saved.still_writing) == (Tier.DURABLE, False)
+    assert (saved.is_committed, saved.still_writing) == (True, False)
     saver.close()
     assert [value_at(store, step) for step in steps(store)] == [(1.0, 1.0), (2.0, 2.0)]

@@ -15,12 +15,11 @@ from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore
-from hydroslurm.checkpoint.tiers import Tier
 
 
-def expect(saver: Saver, tier: Tier, *, seconds: float) -> None:
+def expect(saver: Saver, *, seconds: float) -> None:
     """As if a save had taken so long."""
-    saver._writer._pace[tier].add(seconds, state_bytes=4000)
+    saver._writer._pace.add(seconds, state_bytes=4000)
 
 
 def in_s(seconds: float) -> float:
@@ -38,7 +37,7 @@ def test_with_time_enough_the_stop_is_durable(tmp_path: Path) -> None:
     saved = saver.save_by(
         lambda: state_of(5.0), step=5, epoch=1, deadline_mono_s=in_s(600), meta={"why": "test"}
     )
-    assert (saved.tier, saved.choice, saved.steps_at_risk) == (Tier.DURABLE, Action.FULL, 0)
+    assert (saved.is_committed, saved.choice, saved.steps_at_risk) == (True, Action.FULL, 0)
     assert not saved.still_writing
     assert saved.reason.startswith("step 5 is committed; a full save needs about 1.0 s of the")
     assert saved.checkpoint is not None
@@ -60,7 +59,7 @@ def test_one_under_way_is_waited_for_when_both_fit(tmp_path: Path) -> None:
     saver.start(state_of(4.0), step=4)
     assert disk.reached.wait(60)
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
-    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.WAIT_THEN_FULL)
+    assert (saved.is_committed, saved.choice) == (True, Action.WAIT_THEN_FULL)
     committed = [event.step for event in told if event.kind is SaveEventKind.COMMITTED]
     assert committed == [4, 5]
 
@@ -70,18 +69,18 @@ def test_a_disk_that_has_just_become_slow(tmp_path: Path) -> None:
     disk = SlowSync(2)
     saver = Saver(CheckpointStore(tmp_path, storage=disk))
     saver.save(state_of(1.0), step=1)
-    quick_s = saver.estimate().durable.seconds
+    quick_s = saver.estimate().seconds
     saver.start(state_of(2.0), step=2)
     assert disk.reached.wait(60)
     wait_s = 10 * quick_s
     time.sleep(wait_s)
-    assert saver.estimate().durable.seconds >= wait_s
+    assert saver.estimate().seconds >= wait_s
     disk.let_go.set()
     assert saver.wait(timeout_s=60)
     with pytest.warns(RuntimeWarning, match="Input/output error"):
         saver.poll()
     assert steps(CheckpointStore(tmp_path)) == [1]
-    assert saver.estimate().durable.seconds >= wait_s
+    assert saver.estimate().seconds >= wait_s
     saver.close()
 
 
@@ -91,11 +90,11 @@ def test_one_that_hangs_is_given_up(tmp_path: Path) -> None:
     disk, told = HeldDisk(4), list[SaveEvent]()
     store = CheckpointStore(tmp_path, storage=disk)
     saver = Saver(store, tell=told.append)
-    expect(saver, Tier.DURABLE, seconds=20.0)  # each of the two; 1.5 times that has to fit
+    expect(saver, seconds=20.0)  # each of the two; 1.5 times that has to fit
     saver.start(state_of(4.0), step=4)
     assert disk.reached.wait(60)
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(40))
-    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.ABANDON_THEN_FULL)
+    assert (saved.is_committed, saved.choice) == (True, Action.ABANDON_THEN_FULL)
     disk.let_go.set()
     saver.close()
     assert steps(store) == [5]
@@ -109,11 +108,11 @@ def test_one_that_takes_longer_than_it_should_is_given_up_in_time(tmp_path: Path
     disk = HeldDisk(4)
     store = CheckpointStore(tmp_path, storage=disk)
     saver = Saver(store)
-    expect(saver, Tier.DURABLE, seconds=0.01)
+    expect(saver, seconds=0.01)
     saver.start(state_of(4.0), step=4)
-    expect(saver, Tier.DURABLE, seconds=20.0)  # leaves 2 s for the one under way
+    expect(saver, seconds=20.0)  # leaves 2 s for the one under way
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(32))
-    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.WAIT_THEN_FULL)
+    assert (saved.is_committed, saved.choice) == (True, Action.WAIT_THEN_FULL)
     disk.let_go.set()
     saver.close()
     assert steps(store) == [5]
@@ -132,7 +131,7 @@ def test_the_save_of_this_state_is_the_stop(tmp_path: Path) -> None:
     saver = Saver(store, tell=tell)
     saver.start(state_of(5.0), step=5)
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600), unchanged=True)
-    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.WAIT_ONLY)
+    assert (saved.is_committed, saved.choice) == (True, Action.WAIT_ONLY)
     assert sum(event.kind is SaveEventKind.COMMITTED for event in told) == 1
 
 
@@ -145,7 +144,7 @@ def test_a_stop_does_not_wait_for_old_ones_to_be_removed(tmp_path: Path) -> None
         store.write(state_of(step), step=step, kind="stop")
     saver = Saver(store, keep=1, keep_stop=1)
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
-    assert (saved.tier, saved.still_writing) == (Tier.DURABLE, False)
+    assert (saved.is_committed, saved.still_writing) == (True, False)
     assert not saver.wait(timeout_s=0)
     disk.let_go.set()
     saver.close()
@@ -159,44 +158,32 @@ def test_a_committed_state_is_not_saved_again(tmp_path: Path) -> None:
     saver = Saver(store)
     saver.save(state_of(5.0), step=5)
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(-1), unchanged=True)
-    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.NOTHING)
+    assert (saved.is_committed, saved.choice) == (True, Action.NOTHING)
     later = Saver(store)
     later.continues_from(store.committed()[-1])
     saved = later.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(-1), unchanged=True)
-    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.NOTHING)
+    assert (saved.is_committed, saved.choice) == (True, Action.NOTHING)
 
 
 def test_a_state_that_may_have_changed_is_saved_again_at_its_step(tmp_path: Path) -> None:
-    """The one before stays until the new one is committed, which is the newest on both tiers; where
-    there is no time for it, the one before is what is kept, and that is said."""
+    """The one before stays until the new one is committed, which is the newer one; where there is
+    no time for it, the one before is what is kept, and that is said."""
     disk = HeldDisk(5)
     disk.let_go.set()
-    durable = CheckpointStore(tmp_path / "durable", storage=disk)
-    fast = CheckpointStore(tmp_path / "fast", storage=BrokenDisk(5))
-    Saver(durable, fast=fast).save(state_of(5.0), step=5)  # on the durable tier only
-    fast = CheckpointStore(tmp_path / "fast")
-    saver = Saver(durable, fast=fast)
+    store = CheckpointStore(tmp_path, storage=disk)
+    Saver(store).save(state_of(5.0), step=5)
+    saver = Saver(store)
     saved = saver.save_by(state_of(6.0), step=5, deadline_mono_s=in_s(600))
-    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.FULL)
-    assert names(durable) == ["step-000000005", "step-000000005.2"]
-    assert names(fast) == ["step-000000005.2"], "one name on both"
-    disk.let_go.clear()
-    expect(saver, Tier.DURABLE, seconds=600.0)
-    saved = saver.save_by(state_of(7.0), step=5, deadline_mono_s=in_s(2))
-    assert (saved.tier, saved.choice, saved.steps_at_risk) == (Tier.FAST, Action.FAST_ONLY, 0)
-    found = newest_good(durable, fast=fast)
+    assert (saved.is_committed, saved.choice) == (True, Action.FULL)
+    assert names(store) == ["step-000000005", "step-000000005.2"]
+    found = newest_good(store)
     assert found is not None
-    assert (found.tier, found.checkpoint.path.name) == (Tier.FAST, "step-000000005.3")
-    disk.let_go.set()
-    saver.close()
-    found = newest_good(durable)
-    assert found is not None
-    assert float(durable.load(found.checkpoint).shared["model"]["w"][0]) == 7.0
-    alone = Saver(durable)
+    assert float(store.load(found.checkpoint).shared["model"]["w"][0]) == 6.0
+    alone = Saver(store)
     alone.continues_from(found.checkpoint)
     disk.let_go.clear()
     saved = alone.save_by(state_of(8.0), step=5, deadline_mono_s=in_s(-1))
-    assert (saved.tier, saved.choice, saved.steps_at_risk) == (None, Action.KEEP, 0)
+    assert (saved.is_committed, saved.choice, saved.steps_at_risk) == (False, Action.KEEP, 0)
     assert f"what is kept is an earlier save of this step ({found.checkpoint.path})" in saved.reason
     disk.let_go.set()
     alone.close()
@@ -210,7 +197,7 @@ def test_the_caller_has_control_at_the_deadline(tmp_path: Path) -> None:
     saver = Saver(store)
     saver.save(state_of(3.0), step=3)
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(-1))
-    assert (saved.tier, saved.choice, saved.still_writing) == (None, Action.KEEP, True)
+    assert (saved.is_committed, saved.choice, saved.still_writing) == (False, Action.KEEP, True)
     assert saved.steps_at_risk == 2
     assert saved.checkpoint is not None
     assert saved.checkpoint.step == 3
@@ -228,57 +215,21 @@ def test_a_late_stop_follows_what_is_under_way(tmp_path: Path) -> None:
     saver.start(state_of(4.0), step=4)
     assert disk.reached.wait(60)
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(0))
-    assert (saved.tier, saved.choice, saved.still_writing) == (None, Action.KEEP, True)
+    assert (saved.is_committed, saved.choice, saved.still_writing) == (False, Action.KEEP, True)
     disk.let_go.set()
     saver.close()
     assert [value_at(store, step)[0] for step in (4, 5)] == [4.0, 5.0]
 
 
-def test_the_fast_tier_when_the_durable_one_is_too_slow(tmp_path: Path) -> None:
-    """The step is committed on the fast tier before the deadline, and copied on when the durable
-    one can."""
-    disk = HeldDisk(5)
-    durable = CheckpointStore(tmp_path / "durable", storage=disk)
-    fast = CheckpointStore(tmp_path / "fast")
-    saver = Saver(durable, fast=fast)
-    saver.save(state_of(3.0), step=3)
-    expect(saver, Tier.DURABLE, seconds=600.0)
-    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(2))
-    assert (saved.tier, saved.choice, saved.still_writing) == (Tier.FAST, Action.FAST_ONLY, True)
-    assert saved.steps_at_risk == 2
-    assert "survives the death of the process" in saved.reason
-    assert steps(fast)[-1] == 5
-    disk.let_go.set()
+def test_a_failure_is_told_and_not_raised(tmp_path: Path) -> None:
+    """A full disk at a stop leaves the caller its grace: what is kept is said, and poll does not
+    repeat it."""
+    saver = Saver(CheckpointStore(tmp_path, storage=BrokenDisk(5)))
+    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
+    assert (saved.is_committed, saved.checkpoint, saved.steps_at_risk) == (False, None, 5)
+    assert "the save failed" in saved.reason
+    assert "No space left" in saved.reason
     saver.close()
-    assert value_at(durable, 5) == (5.0, 5.0)
-
-
-def test_both_tiers_when_there_is_time(tmp_path: Path) -> None:
-    """With time enough a stop is on both."""
-    durable, fast = CheckpointStore(tmp_path / "durable"), CheckpointStore(tmp_path / "fast")
-    saver = Saver(durable, fast=fast)
-    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
-    assert (saved.tier, saved.choice) == (Tier.DURABLE, Action.FULL)
-    assert steps(durable) == steps(fast) == [5]
-
-
-@pytest.mark.parametrize("broken_fast", [False, True])
-def test_a_failure_is_told_and_not_raised(tmp_path: Path, broken_fast: bool) -> None:
-    """A full disk at a stop leaves the caller its grace: what is kept is said, poll does not repeat
-    it, and a full fast tier does not keep the durable one from being written."""
-    durable = CheckpointStore(tmp_path / "durable", storage=None if broken_fast else BrokenDisk(5))
-    fast = CheckpointStore(tmp_path / "fast", storage=BrokenDisk(5)) if broken_fast else None
-    saver = Saver(durable, fast=fast)
-    saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
-    if broken_fast:
-        assert saved.tier is Tier.DURABLE
-        with pytest.warns(RuntimeWarning, match="fast tier did not take"):
-            saver.close()
-    else:
-        assert (saved.tier, saved.checkpoint, saved.steps_at_risk) == (None, None, 5)
-        assert "the save failed" in saved.reason
-        assert "No space left" in saved.reason
-        saver.close()
 
 
 def test_a_state_that_cannot_be_had_costs_no_save_under_way(tmp_path: Path) -> None:
@@ -300,4 +251,4 @@ def test_a_deadline_may_be_for_ever(tmp_path: Path) -> None:
     saved = Saver(CheckpointStore(tmp_path)).save_by(
         state_of(1.0), step=1, deadline_mono_s=math.inf
     )
-    assert saved.tier is Tier.DURABLE
+    assert saved.is_committed

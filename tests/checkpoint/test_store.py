@@ -302,38 +302,19 @@ def test_a_part_can_be_loaded(tmp_path: Path) -> None:
         store.load(checkpoint, only=["modle"])
 
 
-def test_adopting_copies_and_verifies(tmp_path: Path) -> None:
-    """A checkpoint of the fast tier is the same in the durable one; a damaged one is refused."""
-    fast, durable = saved(tmp_path / "fast", 1, 2), CheckpointStore(tmp_path / "durable")
-    first, second = fast.committed()
-    assert durable.adopt(first).manifest == first.manifest
-    assert holds(durable, durable.committed()[0], 1)
-    (second.path / "shared.json").write_text("{}")
-    with pytest.raises(CheckpointCorrupt, match=r"fast.*shared\.json"):
-        durable.adopt(second)
-    assert [path.name for path in (tmp_path / "durable").iterdir()] == ["step-000000001"]
-
-
-@pytest.mark.parametrize("way", ["write", "adopt"])
-def test_a_save_can_be_abandoned(tmp_path: Path, way: str) -> None:
+def test_a_save_can_be_abandoned(tmp_path: Path) -> None:
     """Setting ``cancel`` half-way ends the save, and nothing of it is left."""
-    source = saved(tmp_path / "fast", 2).committed()[0]
-    folder = tmp_path / "durable"
-    saved(folder, 1)
+    saved(tmp_path, 1)
     cancel = threading.Event()
 
     def before(n: int, name: str) -> None:
         if name == "write":
             cancel.set()
 
-    store = CheckpointStore(folder, storage=CountingStorage(before), chunk_bytes=1024)
-    doing = {
-        "write": lambda: store.write(state_of(2), step=2, kind="stop", cancel=cancel),
-        "adopt": lambda: store.adopt(source, cancel=cancel),
-    }[way]
+    store = CheckpointStore(tmp_path, storage=CountingStorage(before), chunk_bytes=1024)
     with pytest.raises(SaveAbandoned, match="step-000000002"):
-        doing()
-    assert [path.name for path in folder.iterdir()] == ["step-000000001"]
+        store.write(state_of(2), step=2, kind="stop", cancel=cancel)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
 
 
 def test_an_unsavable_state_touches_nothing(tmp_path: Path) -> None:

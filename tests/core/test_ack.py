@@ -198,7 +198,7 @@ def test_one_rank_of_several_is_requeued(tmp_path: Path) -> None:
         log.append(event(("ranks_joined", 1, joined.data), rank=rank))
         log.close()
     asked: Line = ("stop_requested", 40, {"requested_mono_ns": 40 * MS})
-    saved: Line = ("save_committed", 50, {"tier": "durable", "checkpoint_step": 7})
+    saved: Line = ("save_committed", 50, {"checkpoint_step": 7})
     ended: Line = ("attempt_ended", 60, {"ending": "asked"})
     follower = judged(JudgeStop(paths[1]), asked, saved, ended)
     assert follower is not None

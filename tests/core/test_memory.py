@@ -131,16 +131,3 @@ def test_this_machine_can_be_read() -> None:
     room = memory.room()
     assert 0 < room.free_bytes < room.limit_bytes
     assert room.limit_bytes < 2**50
-
-
-def test_what_is_kept_in_memory(tmp_path: Path) -> None:
-    """The narrowest mount decides: a disk below a tmpfs is one."""
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/mountinfo").write_text(
-        "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
-        "25 22 0:21 / /dev/shm rw,nosuid shared:4 - tmpfs tmpfs rw\n"
-        "26 25 8:2 / /dev/shm/a\\040disk rw - xfs /dev/sdb1 rw\n"
-    )
-    folders = ("/dev/shm/run", "/dev/shm", "/dev/shm/a disk/run", "/scratch")
-    found = [memory.is_kept_in_memory(Path(one), root=tmp_path) for one in folders]
-    assert found == [True, True, False, False]

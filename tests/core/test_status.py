@@ -176,7 +176,7 @@ def test_saves_that_hold_the_training_up_are_said() -> None:
 def test_what_outlives_an_attempt() -> None:
     """The next process of the rank knows what is saved, who was preempted and how long pauses took;
     moments of another boot keep their date. Another job in the same folder was not preempted."""
-    saved = _event(EventKind.SAVE_COMMITTED, 7, tier="durable", checkpoint_step=40, seconds=2.5)
+    saved = _event(EventKind.SAVE_COMMITTED, 7, checkpoint_step=40, seconds=2.5)
     stop = _event(EventKind.STOP_REASON, 8, reason="preempted")
     again = replace(_event(EventKind.INSTALLED, 20, boot="b2"), restart_count=1)
     status = fold([*PAUSED, saved, stop, again])
@@ -197,7 +197,7 @@ def test_the_next_process_reads_the_status_of_the_one_before(tmp_path: Path) -> 
         for event in PAUSED:
             writer.note(replace(event, restart_count=attempt))
         if attempt == 0:
-            writer.note(_event(EventKind.SAVE_COMMITTED, 6, tier="durable", checkpoint_step=3))
+            writer.note(_event(EventKind.SAVE_COMMITTED, 6, checkpoint_step=3))
         writer.close(step=None)
     status = load_status(path)
     assert (sum(status.pause_counts), status.committed_step) == (3, 3)

@@ -195,11 +195,7 @@ def _check_ends(attempt: AttemptSeen) -> list[Complaint]:
 
 
 def _committed(attempt: AttemptSeen, rank: int) -> list[int]:
-    return [
-        event.data["checkpoint_step"]
-        for event in attempt.of(rank, EventKind.SAVE_COMMITTED)
-        if event.data["tier"] == "durable"
-    ]
+    return [event.data["checkpoint_step"] for event in attempt.of(rank, EventKind.SAVE_COMMITTED)]
 
 
 def _checkpoints(run: RunDir) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -52,7 +52,7 @@ def began(step: int = 0, *, at_s: float = -100.0, **values: Any) -> Event:
 
 
 def committed(saved: int, *, at_s: float, **values: Any) -> Event:
-    data = {"tier": "durable", "checkpoint_step": saved, "seconds": 1.0}
+    data = {"checkpoint_step": saved, "seconds": 1.0}
     return event(EventKind.SAVE_COMMITTED, at_s=at_s, **values, **data)
 
 

@@ -99,6 +99,6 @@ def test_saves_that_the_training_waits_for() -> None:
     """A copy of the state is waited for; the commit in the background is not."""
     log = RankLog().trains(0, attempt=1)
     for kind, at_s in (("started", 5.0), ("staged", 5.5), ("committed", 9.0)):
-        save = {"checkpoint_step": 9, "save_kind": "periodic", "tier": "durable"}
+        save = {"checkpoint_step": 9, "save_kind": "periodic"}
         log.add(EventKind(f"save_{kind}"), at_s, **save)
     assert goodput(log.stop(20, step=30)).saving_s == pytest.approx(0.5)

@@ -107,7 +107,7 @@ def test_killed_without_a_word() -> None:
     have made beyond the step that the next one began with."""
     log = first()
     log.step = 55
-    log.add(EventKind.SAVE_COMMITTED, 9, checkpoint_step=50, save_kind="periodic", tier="durable")
+    log.add(EventKind.SAVE_COMMITTED, 9, checkpoint_step=50, save_kind="periodic")
     history = history_of(log, second().trains(20, attempt=2, step=50))
     (stop,) = history.stops
     assert (stop.left, stop.signal, stop.reason, stop.durable_ms) == ("killed", None, None, None)
@@ -173,7 +173,7 @@ def test_saved_already() -> None:
     """A step that was committed before the stop was asked for is durable at once."""
     log = first()
     log.step = 40
-    log.add(EventKind.SAVE_COMMITTED, 9, checkpoint_step=40, save_kind="periodic", tier="durable")
+    log.add(EventKind.SAVE_COMMITTED, 9, checkpoint_step=40, save_kind="periodic")
     log.stop(10, step=40, without=("save_started", "save_staged", "save_committed"))
     stop = only_stop(log, second().trains(20, attempt=2, step=40))
     assert (stop.durable_ms, stop.staged_ms, stop.missing) == (0.0, None, ())
@@ -182,22 +182,10 @@ def test_saved_already() -> None:
 def test_older_save_is_not_the_stops() -> None:
     """The commit of another step, before or after the request, is not that of the stop."""
     log = first()
-    log.add(
-        EventKind.SAVE_COMMITTED, 10.03, checkpoint_step=30, save_kind="periodic", tier="durable"
-    )
+    log.add(EventKind.SAVE_COMMITTED, 10.03, checkpoint_step=30, save_kind="periodic")
     log.stop(10, step=40, without=("save_committed",))
     stop = only_stop(log, second().trains(20, attempt=2, step=30))
     assert (stop.durable_ms, stop.missing, stop.steps_lost) == (None, ("save_committed",), 10)
-
-
-def test_fast_tier_only() -> None:
-    """What was committed on the fast tier alone is told so, and misses nothing."""
-    log = first()
-    log.add(EventKind.SAVE_COMMITTED, 10.04, checkpoint_step=40, save_kind="stop", tier="fast")
-    log.stop(10, step=40, without=("save_staged", "save_committed"))
-    stop = only_stop(log, second().trains(20, attempt=2, step=40))
-    assert (stop.durable_ms, stop.missing) == (None, ())
-    assert stop.fast_ms == pytest.approx(40)
 
 
 def test_two_ranks() -> None:
@@ -266,7 +254,7 @@ damaged = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats()
 @settings(max_examples=100)
 @given(
     st.data(),
-    st.lists(st.sampled_from(["step", "attempt", "checkpoint_step", "ending", "reason", "tier"])),
+    st.lists(st.sampled_from(["step", "attempt", "checkpoint_step", "ending", "reason"])),
 )
 def test_any_fields(data: st.DataObject, names: list[str]) -> None:
     """Fields of any type and value never raise, and what comes out can be written as JSON."""

@@ -54,7 +54,7 @@ SPOIL = r"""
           for kind in ("parked", "resumed", "attempt_began", "save_committed", "ranks_joined",
                        "workers_started", "node_state", "causes_changed", "stop_requested")
           for key in ("park_us", "pause", "world_size", "causes", "checkpoint_step", "step",
-                      "seconds", "tier", "pids", "state", "counts", "requested_mono_ns", "held")
+                      "seconds", "pids", "state", "counts", "requested_mono_ns", "held")
           for value in (BIG, "1e308", "Infinity", '"text"', "[[1]]", '{"a": []}', "null", "-1")),
     )
     make("numbers", lambda path: path.write_bytes(numbers))

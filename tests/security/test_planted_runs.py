@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hydroslurm.core.events import Event, EventKind, EventLog
-from hydroslurm.core.fence import Fence
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.jobs.supervisor.attempts import Attempts
@@ -20,7 +19,6 @@ from hydroslurm.jobs.supervisor.conditions import add_condition
 from hydroslurm.jobs.supervisor.job_step import start_step
 from hydroslurm.runtime.status_writer import StatusWriter
 from hydroslurm.training import finished
-from hydroslurm.training.arguments import fast_store
 from hydroslurm.training.attempts import AttemptLog
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -278,17 +276,3 @@ def test_a_folder_declared_safe_is_used(
     monkeypatch.setenv("HYDROSLURM_SAFE_DIRECTORY", str(tmp_path))
     with pytest.raises(RunFolderError, match="belongs to uid"):
         RunDir(tmp_path / "link").check()
-
-
-def test_a_planted_fast_tier_is_not_used(scratch: Path, tmp_path: Path, stranger: Stranger) -> None:
-    """In /dev/shm the folder of a run's fast tier can be made by anybody before: it is passed over
-    with a warning, and one that we make is ours alone."""
-    run = RunDir(tmp_path / "run")
-    fence = Fence(run.claim_json)
-    store = fast_store(scratch, run, fence=fence)
-    assert store is not None
-    assert store.directory.stat().st_mode & 0o777 == 0o700
-    store.directory.rmdir()
-    stranger.run("mkdir", "-m", "777", str(store.directory))
-    with pytest.warns(RuntimeWarning, match=f"belongs to uid {stranger.uid}"):
-        assert fast_store(scratch, run, fence=fence) is None

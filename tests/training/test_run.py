@@ -14,7 +14,6 @@ from torch import nn
 from training.loop import STEPS_PER_EPOCH, Training, ask_for_stop, same
 
 import hydroslurm
-from hydroslurm.checkpoint import folders
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, leaves_with
 from hydroslurm.errors import SaveFailed, StateMismatch, UnsavableState, UsageError
 from hydroslurm.training import finished
@@ -352,40 +351,6 @@ def test_a_save_that_fails_at_a_stop_still_leaves_in_order(
     assert again.run.resume() is True
     assert again.run.step == 0
     again.run.close()
-
-
-def test_the_fast_tier_is_used_where_it_is_newer(tmp_path: Path, alone: tuple[Any, ...]) -> None:
-    """A stop lies on both tiers; with the durable one lost the run goes on from the fast one. What
-    a dead attempt left half-written there goes at the start, and what the durable tier has when the
-    run has finished: in memory it would stay."""
-    fast = tmp_path / "fast"
-    stopped(Training(tmp_path / "run", fast_directory=fast), after=7)
-    (mine,) = fast.iterdir()
-    another = fast / "hydroslurm-another"
-    another.mkdir()
-    (mine / f".tmp-step-000000008.{folders.place()}.4194999.ab").mkdir()
-    for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
-        checkpoint.rename(tmp_path / checkpoint.name)
-    again = Training(tmp_path / "run", fast_directory=fast)
-    again.run.resume()
-    assert {one.name[:5] for one in mine.iterdir()} == {"step-"}
-    again.train(epochs=EPOCHS)
-    assert AttemptLog(again.run.dir.attempts_jsonl).attempts()[1].step == 7
-    assert same(again.bits(), alone)
-    durable = {one.name for one in (tmp_path / "run" / "checkpoints").iterdir()}
-    assert not durable & {one.name for one in mine.glob("*")}
-    assert another.exists()
-    Training(tmp_path / "other", fast_directory=fast).train(epochs=1)
-    assert set(fast.iterdir()) <= {mine, another}
-
-
-def test_two_runs_may_share_a_fast_folder(tmp_path: Path) -> None:
-    """/dev/shm is everybody's: no run takes another's checkpoint for its own."""
-    fast = tmp_path / "fast"
-    stopped(Training(tmp_path / "one", fast_directory=fast), after=7)
-    other = Training(tmp_path / "two", fast_directory=fast)
-    assert other.run.resume() is False
-    other.run.close()
 
 
 def test_the_training_thread_may_be_first_to_see_a_stop(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def _read(run: RunDir, slurm: Job | None, records: Sequence[Job]) -> PlainJob:
         ranks=_ranks(run, slurm),
         attempts=tuple(_attempts(run, events, records)),
         saver=next((kind for kind in savers if kind in kinds), None),
-        committed=next((one for one in reversed(saves) if one.data.get("tier") == "durable"), None),
+        committed=next(reversed(saves), None),
     )
 
 
