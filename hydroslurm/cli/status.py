@@ -163,8 +163,6 @@ def rank_line(rank: RankStatus, *, now_epoch_ns: int) -> str:
     since = _since(rank.since.epoch_ns, now_epoch_ns)
     causes = f" for {', '.join(rank.causes)}" if rank.causes else ""
     parts = [f"rank {rank.rank} {rank.host}:{rank.pid}  {rank.message}{causes} {since}"]
-    if rank.children_message:
-        parts.append(rank.children_message)
     if rank.vacated_message:
         parts.append(rank.vacated_message)
     if rank.step is not None:
@@ -223,8 +221,6 @@ _RANK_FIELDS = (
     "committed_step",
     "world_size",
     "not_copied",
-    "children_parked",
-    "children_running",
     "parked_together",
     "vacated_bytes",
     "vacate_s",

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.files import Tail, read_spare, spare_of
-from hydroslurm.core.status import Moment, RankStatus, read_status, status_of
+from hydroslurm.core.status import read_status, status_of
 
 _POLL_S = 0.002
 _POLL_SPARE_S = 0.05
@@ -103,7 +103,6 @@ class JudgePause:
         self._path = path
         self._parked: Event | None = None
         self._all_parked: Event | None = None
-        self._children: Event | None = None
         self._asked: Event | None = None
         self._failed = ""
         self._coordinator_lost = False
@@ -114,8 +113,6 @@ class JudgePause:
             self._parked = self._parked or event  # it parks again behind each collective
         elif kind is EventKind.ALL_PARKED:
             self._all_parked = event  # two threads write: this line may come first
-        elif kind is EventKind.CHILDREN:
-            self._children = event
         elif kind is EventKind.AGREEMENT_FAILED:
             self._failed = event.data.get("message") or ""
             if self._parked is not None and event.data.get("what") == "connection":
@@ -145,21 +142,15 @@ class JudgePause:
         parked = self._parked
         if parked is None:
             return None
-        told = self._children
-        if told is None and parked.data.get("children", 0) > 0:
-            return None
-        message, done = (
-            _parked_message(parked, told),
-            told is None or not told.data.get("running_pids"),
-        )
+        message = _parked_message(parked)
         if parked.data.get("world_size", 1) == 1:
-            return Answer(parked.rank, done, _park_us(parked), message)
+            return Answer(parked.rank, True, _park_us(parked), message)
         since_ns = parked.data.get("requested_mono_ns") or parked.mono_ns
         if self._all_parked is None or self._all_parked.mono_ns < since_ns:
             return None  # or it is of the pause before
         took_us = (self._all_parked.mono_ns - since_ns) / 1e3
         message = f"{message}; {_together_message(parked, self._all_parked, took_us)}"
-        return Answer(parked.rank, done, _park_us(parked), message, all_parked_us=took_us)
+        return Answer(parked.rank, True, _park_us(parked), message, all_parked_us=took_us)
 
     def _held_already(self, event: Event) -> Answer | None:
         """Also a rank whose peers closed its gate before its own signal did comes here: it is
@@ -312,20 +303,11 @@ def _park_us(parked: Event) -> float | None:
     return parked.data.get("park_us")
 
 
-def _parked_message(parked: Event, children: Event | None = None) -> str:
+def _parked_message(parked: Event) -> str:
     asleep = "" if parked.data.get("held") else ", it was waiting and issues nothing"
     park_us = _park_us(parked)
     after = "" if park_us is None else f" after {park_us:.0f} us"
-    if children is None:
-        return f"parked{after}{asleep}"
-    status = RankStatus(
-        parked.rank,
-        "parked",
-        Moment.of(parked),
-        children_parked=tuple(children.data.get("parked_pids", ())),
-        children_running=tuple(children.data.get("running_pids", ())),
-    )
-    return f"{status.message}{after}{asleep}; {status.children_message}"
+    return f"parked{after}{asleep}"
 
 
 def _together_message(parked: Event, all_parked: Event, took_us: float) -> str:

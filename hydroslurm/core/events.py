@@ -64,7 +64,6 @@ class EventKind(str, Enum):
     FIRST_OPERATOR_RELEASED = "first_operator_released"
     LATE_OPERATOR_HELD = "late_operator_held"
     CAUSES_CHANGED = "causes_changed"
-    CHILDREN = "children"
     STOP_REQUESTED = "stop_requested"
     TERMINAL_STOP = "terminal_stop"
     TERMINAL_STOP_IGNORED = "terminal_stop_ignored"
@@ -226,10 +225,6 @@ def _are_counts(value: object) -> bool:
     return isinstance(value, dict) and all(_is_count(one) for one in value.values())
 
 
-def _are_pids(value: object) -> bool:
-    return isinstance(value, list) and all(_is_count(one) for one in value)
-
-
 _FIELDS: Mapping[str, Callable[[object], bool]] = {
     "asked_by": _are_counts,
     "answered": lambda value: value is None or isinstance(value, bool),
@@ -245,14 +240,12 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
     "moved_s": _is_duration,
     "node_name": _is_text_or_none,
     "park_us": _is_duration,
-    "parked_pids": _are_pids,
     "pause": _is_count,
     "pids": _are_counts,
     "reason": _is_text_or_none,
     "requested_mono_ns": _is_count_or_none,
     "restore_s": _is_duration,
     "resume_us": _is_duration,
-    "running_pids": _are_pids,
     "seconds": lambda value: value is None or _is_duration(value),
     "state": _is_text,
     "step_id": _is_count_or_none,

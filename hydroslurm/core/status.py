@@ -68,8 +68,6 @@ class RankStatus:
         world_size: ranks that this one is joined with, itself included; 1 while it is alone.
         all_parked: since when all of them are parked at the same collectives; None while they are
             not.
-        children_parked: processes that it started and that are parked with it.
-        children_running: those that go on while it is parked.
         vacated_bytes: device memory that is on the host now; 0 while it is not.
         vacate_s, restore_s: how long the latest move took, there and back; None before the first.
         not_vacated: why the memory of the present pause, or of the latest, is where it is.
@@ -122,8 +120,6 @@ class RankStatus:
     park_us: float | None = None
     world_size: int = 1
     all_parked: Moment | None = None
-    children_parked: tuple[int, ...] = ()
-    children_running: tuple[int, ...] = ()
     vacated_bytes: int = 0
     vacate_s: float | None = None
     restore_s: float | None = None
@@ -158,8 +154,6 @@ class RankStatus:
     @property
     def message(self) -> str:
         """The state, of no more than is in it."""
-        if self.children_running:
-            return f"main process {self.state}"
         return f"{self.state} together" if self.parked_together else self.state
 
     @property
@@ -171,21 +165,6 @@ class RankStatus:
             return f"{self.vacated_bytes / 1e9:.2f} GB of device memory are on the host"
         if self.not_vacated and self.state == "parked":
             return f"not vacated: {self.not_vacated}"
-        return ""
-
-    @property
-    def children_message(self) -> str:
-        """What its children do meanwhile, and what to do about it; empty where that is nothing."""
-        if running := self.children_running:
-            one = len(running) == 1
-            pids = ", ".join(map(str, running[:8])) + (" ..." if len(running) > 8 else "")
-            return (
-                f"{len(running)} child{'' if one else 'ren'} of it run{'s' if one else ''} on "
-                f"({'pid' if one else 'pids'} {pids}): pause {'it' if one else 'them'} with kill "
-                "-STOP and -CONT, or have hydroslurm.install() called where they train"
-            )
-        if parked := len(self.children_parked):
-            return f"{parked} child{' stands' if parked == 1 else 'ren stand'} still with it"
         return ""
 
     @property
@@ -312,7 +291,7 @@ def _with_step(status: RankStatus, event: Event) -> RankStatus:
 
 
 def _with_pause(status: RankStatus, event: Event) -> RankStatus:
-    """How long it took to park, and what those below it do meanwhile."""
+    """How long it took to park."""
     kind, data = event.kind, event.data
     # a rank that is let through to a collective parks again: the first time is what was measured
     if kind is EventKind.PARKED and status.state != "parked":
@@ -324,14 +303,6 @@ def _with_pause(status: RankStatus, event: Event) -> RankStatus:
             counts[bucket] += 1
             sum_s = status.pause_sum_s + max(0.0, park_us / 1e6)
             status = replace(status, pause_counts=tuple(counts), pause_sum_s=sum_s)
-    if kind is EventKind.CHILDREN:
-        return replace(
-            status,
-            children_parked=tuple(data.get("parked_pids", ())),
-            children_running=tuple(data.get("running_pids", ())),
-        )
-    if kind in (EventKind.GATE_CLOSED, EventKind.RESUMED):
-        return replace(status, children_parked=(), children_running=())
     return status
 
 
@@ -542,8 +513,6 @@ _READERS: Mapping[str, _Reader] = {
     "park_us": _duration_us,
     "world_size": _count(MOST_RANK),
     "all_parked": _moment_or_none,
-    "children_parked": _many(_nanoseconds),
-    "children_running": _many(_nanoseconds),
     "vacated_bytes": lambda value: 0 if value is None else _nanoseconds(value),
     "vacate_s": _or_none(_number),
     "restore_s": _or_none(_number),

@@ -18,7 +18,8 @@ How each kind of process is covered:
   :mod:`hydroslurm.runtime.child_signals` blocks the signals that would kill them at their start,
   and for multiprocessing's all that pause; a Python among them ignores these from then on
   (:mod:`hydroslurm.runtime.autoload`). SIGTERM means to them what it would mean without us.
-- **a child that trains** follows its rank (:mod:`hydroslurm.runtime.follower`).
+- **a child that multiprocessing made** is stopped with its rank
+  (:mod:`hydroslurm.runtime.children`).
 - **started with a signal ignored** (nohup, some batch wrappers): left ignored, unless
   ``even_if_ignored``.
 """

@@ -36,7 +36,7 @@ class Row:
     Attributes:
         job_id: as a person writes it: ``12_3`` for the task of an array, ``12_[*]`` for those of
             its tasks that have not started.
-        state: Slurm's; or PARKED (all ranks, with all their children) and STOPPING, which only its
+        state: Slurm's; or PARKED (all ranks) and STOPPING, which only its
             ranks know; or FORGOTTEN: it has ended, and Slurm does not remember how.
         parked, ranks: of this attempt.
         commit_step, commit_age_s: newest durable checkpoint.
@@ -180,8 +180,7 @@ def _state(job: Job, facts: RunFacts) -> str:
     if job.state is JobState.RUNNING and facts.ranks:
         if facts.stopping:
             return "STOPPING"
-        runs_on = any(rank.children_running for rank in facts.ranks)
-        if facts.parked == len(facts.ranks) and not runs_on:
+        if facts.parked == len(facts.ranks):
             return "VACATED" if facts.vacated_bytes else "PARKED"
     return job.state.value
 

@@ -18,10 +18,10 @@ a process that does not use torch. Processes that are not ranks are left alone:
 
 - children of a rank: DataLoader workers, compile workers, helpers written in Python. A forked
   one inherits nothing that waits; one that is started with exec finds in its environment that its
-  rank is taken, and ignores the pause signals. Children made by multiprocessing that use torch are
-  paused with their rank (:mod:`hydroslurm.runtime.follower`). Ranks that a script starts itself
-  (``torch.multiprocessing.spawn``) are paused that way too, but not stopped: for that use srun or
-  torchrun, or call ``hydroslurm.install()`` in them;
+  rank is taken, and ignores the pause signals. Children made by multiprocessing are stopped while
+  their rank is parked (:mod:`hydroslurm.runtime.children`). Ranks that a script starts itself
+  (``torch.multiprocessing.spawn``) are paused that way too, but never asked to save: for that use
+  srun or torchrun, or call ``hydroslurm.install()`` in them;
 - launchers, which start ranks: torchrun, ``hydroslurm agent`` ... Their workers have a rank of
   their own, and are installed.
 
@@ -157,23 +157,16 @@ def rank_above(environ: Mapping[str, str]) -> RankAbove | None:
 def live_below_rank(environ: Mapping[str, str]) -> None:
     """Ignore the rank's signals that nobody handles yet, and unblock them, so that a handler that
     is installed later gets them. A process made by multiprocessing keeps them blocked, for it may
-    become a rank (``hydroslurm.install()``), which takes what has arrived; and it is paused with
-    the rank."""
+    become a rank (``hydroslurm.install()``), which takes what has arrived."""
     rank = rank_above(environ)
     if rank is None:
         return
     untouched = {s for s in rank.signals if signal.getsignal(s) is signal.SIG_DFL}
-    if not any("multiprocessing." in word for word in sys.orig_argv):
-        ignore(untouched)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, rank.signals)
+    if any("multiprocessing." in word for word in sys.orig_argv):
+        ignore(untouched - signal.sigpending())
         return
-    ignore(untouched - signal.sigpending())
-    try:
-        from hydroslurm.runtime.follower import prepare
-
-        prepare()
-    except Exception as error:
-        say_not_paused(error)
+    ignore(untouched)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, rank.signals)
 
 
 def is_asked(environ: Mapping[str, str]) -> bool:
@@ -430,11 +423,6 @@ def _is_taken(environ: Mapping[str, str]) -> bool:
     """A process that replaced itself (``exec``) is what it was."""
     pid, _, rank = environ.get(TAKEN_ENV, "").partition(":")
     return bool(pid) and pid != str(os.getpid()) and rank == which_rank(environ)
-
-
-def say_not_paused(error: Exception) -> None:
-    """This child of a rank could not be given a gate."""
-    say(f"process {os.getpid()} keeps running when its rank is paused: {error}")
 
 
 def _program() -> str:

@@ -44,7 +44,8 @@ What remains: a worker that hangs in C code with the GIL held ends by SIGKILL on
 worker starts (``subprocess``) inherit the blocked mask: end them with ``kill()``; and a forkserver
 that was started before, outside, dies of the signals (tried), and its workers with it.
 
-Children that train are paused together with the rank: :mod:`hydroslurm.runtime.leader`.
+Children other than these workers are stopped while the rank is parked:
+:mod:`hydroslurm.runtime.children`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ import os
 import signal
 import subprocess
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -66,6 +68,7 @@ from hydroslurm.runtime.autoload import BELOW_ENV, PREEMPT_ENV, RankAbove
 _CHECK_S = 5.0  # how often a worker checks that its rank is alive, as torch's watchdog does
 _CHECK_AFTER_SIGNAL_S = 0.5  # once a signal came: a rank without a handler died of it
 _WORKER_LOOP = "_worker_loop"  # in torch.utils.data, and in torchdata.stateful_dataloader
+_loader_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
 
 def iterate(loader: Any, *, shield: Collection[int] = ()) -> Iterator[Any]:
@@ -103,6 +106,11 @@ def shielded(signals: Collection[int]) -> Iterator[None]:
     finally:
         if multiprocessing.util.spawnv_passfds is wrapper:
             multiprocessing.util.spawnv_passfds = original
+
+
+def is_loader_worker(process: BaseProcess) -> bool:
+    """Whether it is a DataLoader worker that was started under a :class:`WorkerShield`."""
+    return process in _loader_workers
 
 
 class SpawnShield:
@@ -175,6 +183,7 @@ class WorkerShield:
                 return
             guard = WorkerGuard(self._signals, then=target)  # type: ignore[arg-type]
             process._target = guard  # type: ignore[attr-defined]
+            _loader_workers.add(process)
             with shielded(self._signals):
                 original(process)
 

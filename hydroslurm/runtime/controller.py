@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hydroslurm.coordination import collectives
 from hydroslurm.coordination.client import CoordinatorClient
@@ -42,10 +43,10 @@ from hydroslurm.gate.protocol import (
 )
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import device
+from hydroslurm.runtime.children import Children
 from hydroslurm.runtime.device import Drain
 from hydroslurm.runtime.guard import CHECK_S, Guard
 from hydroslurm.runtime.launch_ahead import LaunchAhead
-from hydroslurm.runtime.leader import Children
 from hydroslurm.runtime.recorder import Recorder
 from hydroslurm.runtime.status_writer import StatusWriter
 from hydroslurm.runtime.vacating import Vacating, say
@@ -138,6 +139,7 @@ class Controller:
         grace_s: float | None = None,
         ranks_here: int = 1,
         launch_ahead_s: float | None = None,
+        registry_base: Path | None = None,
     ) -> None:
         """
         Args:
@@ -146,6 +148,7 @@ class Controller:
             grace_s: between Slurm's SIGTSTP and its SIGSTOP; None: as :class:`Vacating`.
             ranks_here: on this node.
             launch_ahead_s: how much work may be queued on the device; None: any.
+            registry_base: where the processes that can be paused announce themselves.
         """
         self.gate = gate
         self.marks = gate.marks
@@ -160,7 +163,7 @@ class Controller:
         self._status = status
         self._emit = emit
         self._recorder = Recorder()
-        self._children = Children(gate.wake)
+        self._children = Children(registry_base)
         self.vacating = Vacating(
             gate,
             emit=self._write,
@@ -225,9 +228,6 @@ class Controller:
             },
         )
         self._launch_ahead.start()
-        if self.gate.name == "native":
-            with contextlib.suppress(OSError):  # then its children are named, and not held
-                self._children.start()
         self._status.write(self.step, at_once=True)
         self._thread.start()
 
@@ -286,8 +286,8 @@ class Controller:
         self.gate.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=DRAIN_LIMIT_S)
-        self._children.stop()
         self._handle(self.gate.wait_events(0))
+        self._children.resume()
         if not hands_over:
             data = {"handlers_replaced_by_others": replaced, **launched, **_told_of(error)}
             self._write(EventKind.UNINSTALLED, data)
@@ -408,13 +408,13 @@ class Controller:
     def _loop(self) -> None:
         with self.gate.exempt():
             while not self._leaving:
-                due_s = self._status.wait_s(), self._log.retry_s, self._children.wait_s
+                due_s = self._status.wait_s(), self._log.retry_s
                 wait_s = min(s for s in (*due_s, CHECK_S) if s is not None)
                 self._handle(self.gate.wait_events(wait_s))
                 self._log.retry()
                 self._guard.check()
                 self._report_drains()
-                self._report_children()
+                self._children.stop_again()
                 if self._may_vacate:
                     self._may_vacate = False
                     self._vacate()
@@ -434,8 +434,8 @@ class Controller:
             if seen.kind is EventKind.PARKED:
                 if ranks and ranks.have_joined and not ranks.lost:
                     record.data["world_size"] = ranks.world_size
-                if children := self._children.following:
-                    record.data["children"] = children
+                if stopped := self._children.stop():
+                    record.data["children"] = stopped
             self._write(record.kind, record.data, mono_ns=record.mono_ns, epoch_ns=record.epoch_ns)
             if self.ranks is not None:
                 self.ranks.on_gate_event(seen)
@@ -486,14 +486,13 @@ class Controller:
         if kind is EventKind.PARKED:
             self._running.clear()
             self._parked.set()
-            self._children.hold(self._recorder.pause)
             self._drain()
         elif kind is EventKind.LET_THROUGH:  # what it comes to next may wait for them
-            self._children.release()
+            self._children.resume()
         elif kind is EventKind.RESUMED:
             self._parked.clear()
             self._running.set()
-            self._children.release()
+            self._children.resume()
 
     def _follow_vacating(self, seen: GateEvent) -> None:
         kind = seen.kind
@@ -550,10 +549,6 @@ class Controller:
                 return
             record = self._recorder.drain(pause, drain)
             self._write(record.kind, record.data)
-
-    def _report_children(self) -> None:
-        if (news := self._children.news()) is not None:
-            self._write(EventKind.CHILDREN, {"pause": self._recorder.pause, **news})
 
     def _write(
         self,

@@ -31,7 +31,7 @@ from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, T
 from hydroslurm.gate.marks import Emit
 from hydroslurm.gate.protocol import Action
 from hydroslurm.gate.signals import SignalPlan
-from hydroslurm.runtime import autoload, follower
+from hydroslurm.runtime import autoload
 from hydroslurm.runtime.child_signals import SpawnShield, WorkerShield
 from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.jobstep import jobstep_of
@@ -115,7 +115,6 @@ def install(
     plan = (signals or SignalPlan()).with_environment(environ)
     emit = Emit.from_environ(environ)
     autoload.stand_down()
-    follower.leave()
     autoload.take_rank()
     over_unasked = gives_way()
     with _handover() if over_unasked else contextlib.nullcontext(), _lock:
@@ -191,6 +190,7 @@ def _set_up(
             grace_s=grace_from(environ),
             ranks_here=World.from_environ(environ).local_world_size,
             launch_ahead_s=launch_ahead_from(environ),
+            registry_base=base,
         )
         for shield in (
             SpawnShield(plan.pausing(), killing=plan.killing()),
@@ -199,7 +199,6 @@ def _set_up(
         ):
             shield.install()
             beside.callback(shield.uninstall)
-        follower.prepare()
         controller.start()
         undo.callback(controller.stop)
         controller.vacating.get_ready(environ, identity.job_id)

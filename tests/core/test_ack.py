@@ -53,23 +53,6 @@ def test_a_rank_that_is_alone_answers_when_it_is_parked(tmp_path: Path) -> None:
     assert answer == Answer(1, True, 2000.0, "parked after 2000 us")
 
 
-def test_a_rank_with_children_answers_for_them(tmp_path: Path) -> None:
-    """Where children follow it, parked is no answer before they are too; one that is not is."""
-    with_two: Line = ("parked", 12, {**PARKED[2], "children": 2})
-    judge = pausing(tmp_path)
-    assert judged(judge, CLOSED, with_two) is None
-    answer = judged(judge, ("children", 13, {"parked_pids": [7, 8], "running_pids": []}))
-    words = "parked after 2000 us; 2 children stand still with it"
-    assert answer == Answer(1, True, 2000.0, words)
-    late: Line = ("children", 3013, {"parked_pids": [7], "running_pids": [8]})
-    answer = judged(pausing(tmp_path), CLOSED, with_two, late)
-    assert answer is not None
-    assert not answer.done
-    assert answer.message.startswith(
-        "main process parked after 2000 us; 1 child of it runs on (pid"
-    )
-
-
 def test_one_of_several_answers_when_all_are_parked(tmp_path: Path) -> None:
     """Neither its own parking, nor the news that its peers' cause has joined, nor that it parks
     again behind a collective is the answer; all ranks parked is, and both latencies are told."""

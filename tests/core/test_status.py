@@ -139,25 +139,6 @@ def test_ages_are_shown() -> None:
     assert _since(now_ns - 3 * s, now_ns) == "since 3.0 s"
 
 
-def test_children_that_run_on_are_named() -> None:
-    """Parked is said of the main process only while a child of it runs on, with the child's number
-    and what to do; it is forgotten when the rank goes on."""
-    quiet = _event(EventKind.CHILDREN, 5, pause=1, parked_pids=[7, 8], running_pids=[])
-    busy = _event(EventKind.CHILDREN, 6, pause=1, parked_pids=[7], running_pids=[8, 9])
-    state = fold([*PAUSED, quiet])
-    assert state is not None
-    assert (state.message, state.children_message) == ("parked", "2 children stand still with it")
-    state = fold([*PAUSED, quiet, busy])
-    assert state is not None
-    assert state.message == "main process parked"
-    assert state.children_message.startswith(
-        "2 children of it run on (pids 8, 9): pause them with "
-    )
-    state = fold([*PAUSED, busy, _event(EventKind.RESUMED, 9, pause=1, causes=[])])
-    assert state is not None
-    assert (state.message, state.children_message) == ("running", "")
-
-
 def test_saves_that_hold_the_training_up_are_said() -> None:
     """`status` says so from the first save on that was not copied, until one is."""
     installed = _event(EventKind.INSTALLED, 1)

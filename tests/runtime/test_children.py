@@ -1,4 +1,4 @@
-"""Processes that multiprocessing spawns must survive the rank's pause signals."""
+"""Processes below a rank survive its pause signals, and those of multiprocessing stop with it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy
 import pytest
-from processes import child, wait_until
+from processes import Child, child, descendants, wait_until
 
-from hydroslurm.core.status import RankStatus, read_status, status_of
+from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.runtime import client
 
 CHILD = textwrap.dedent(
@@ -83,21 +83,36 @@ def test_the_shield_is_what_saves_it(tmp_path) -> None:
 
 
 FAMILY = """
-    import json, multiprocessing, subprocess, sys, time
+    import itertools, json, multiprocessing, os, signal, subprocess, sys, threading
     import torch
+    from torch.utils.data import DataLoader
 
-    COUNTS = torch.from_file(sys.argv[1], shared=True, size=2, dtype=torch.int64)
+    METHODS = ("fork", "spawn", "forkserver")
 
-    def train(which):
-        # as torch.multiprocessing.spawn has it, and on until this process is ended
-        torch.set_num_threads(1)
-        x = torch.ones(4)
-        while True:
-            x = x * 1.0
-            COUNTS[which] += 1
+    def produce(queue, name, below, method):
+        if below:
+            context = multiprocessing.get_context(method)
+            context.Process(target=produce, args=(queue, name + "'s own", False, method)).start()
+        for number in itertools.count():  # nearly always inside a write, with the queue's lock
+            queue.put((name, number, bytes(100_000)))
+
+    def be_a_rank(pipe):
+        import hydroslurm
+        hydroslurm.install(alone=True)
+        pipe.send("up")
+        pipe.recv()
 
     def square(n):
         return n * n
+
+    def read(queue):
+        due = {}
+        while True:
+            name, number, _ = queue.get()
+            assert number == due.get(name, 0), (name, number, due)
+            due[name] = number + 1
+            if len(due) == 2 * len(METHODS):
+                all_produce.set()
 
     BUSY = "import signal; signal.signal(signal.SIGUSR2, lambda *_: print('heard', flush=True))"
     BUSY += "; print('up', flush=True)\\nwhile True: pass"
@@ -105,99 +120,125 @@ FAMILY = """
     if __name__ == "__main__":
         import hydroslurm
 
-        hydroslurm.install(run_dir=sys.argv[2])
+        controller = hydroslurm.install(run_dir=sys.argv[1])
+        all_produce = threading.Event()
         pool = multiprocessing.get_context("fork").Pool(1)
-        trainers = [
-            multiprocessing.get_context(method).Process(target=train, args=(which,))
-            for which, method in enumerate(("spawn", "fork"))
-        ]
-        trainers[0].start()
-        while not COUNTS[0]:  # so that what is forked has its connection, too
-            time.sleep(0.05)
-        trainers[1].start()
-        sleeps = subprocess.Popen(["sleep", "600"])
+        queue = multiprocessing.get_context("spawn").Queue(2)
+        stopped = [pool._pool[0].pid]
+        for method in METHODS:
+            process = multiprocessing.get_context(method).Process(
+                target=produce, args=(queue, method, True, method))
+            process.start()
+            stopped.append(process.pid)
+        threading.Thread(target=read, args=(queue,), daemon=True).start()
+        ours, theirs = multiprocessing.get_context("spawn").Pipe()
+        rank = multiprocessing.get_context("spawn").Process(target=be_a_rank, args=(theirs,))
+        rank.start()
+        ours.recv()
+        batches = iter(DataLoader(range(100), num_workers=1))
         busy = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True)
         busy.stdout.readline()
-        print("pids", json.dumps([pool._pool[0].pid, trainers[0].pid, trainers[1].pid, busy.pid]))
-        while (line := sys.stdin.readline().strip()) != "end":
-            if line == "map":
-                print("squares", pool.map_async(square, range(4)).get(60), sleeps.poll())
+        all_produce.wait()
+        runs_on = [rank.pid, batches._workers[0].pid, busy.pid]
+        print("pids", json.dumps([stopped, runs_on]))
+        while line := sys.stdin.readline().strip():
             if line == "heard":
                 print("user's own", busy.stdout.readline().strip())
-        busy.kill()
-        worker = pool._pool[0]
-        pool.terminate()
-        pool.join()
-        print("pool", worker.exitcode)
-        sys.stdin.readline()
+            elif line == "work":
+                all_produce.clear()
+                squares = pool.map_async(square, range(4)).get(60)
+                print("work", squares, all_produce.wait(60))
+            elif line == "claim":
+                controller.claim_stops()
+                print("claimed")
+            elif line == "pool":
+                worker = pool._pool[0]
+                pool.terminate()
+                pool.join()
+                print("pool", worker.exitcode)
 """
 
 
-@pytest.mark.slow
-def test_a_family(tmp_path: Path) -> None:
-    """Signals to all processes of a rank, as Slurm sends them: children that train stand still with
-    it and go on with it, and its state names the one that does not; none dies, and one that has a
-    handler of its own hears it. A pool works on, and can be ended. With the rank gone nobody is
-    held."""
-    counts_file = tmp_path / "counts"
-    counts_file.write_bytes(bytes(16))
-    counts = numpy.memmap(counts_file, dtype=numpy.int64, mode="r")
-    events = tmp_path / "run" / "events" / "rank-00000.jsonl"
+class Family:
+    """A rank with children of every kind, in a process group of its own."""
 
-    def state() -> RankStatus:
-        now = read_status(status_of(events))
-        assert now is not None
-        return now
+    def __init__(self, rank: Child, run: Path) -> None:
+        self.rank = rank
+        self.events = run / "events" / "rank-00000.jsonl"
+        self.stopped, self.runs_on = json.loads(rank.expect("pids"))
+        for pid in tuple(self.stopped):
+            self.stopped += descendants(pid)
+        assert len(self.stopped) >= 7, "a pool, and three with a child each"
 
-    def all_train() -> bool:
-        before = counts.copy()
-        wait_until(lambda: bool((counts > before).all()), "both children train")
-        return True
+    def signal(self, signo: int) -> None:
+        os.killpg(self.rank.pid, signo)
 
-    with child(
-        FAMILY, tmp_path, str(counts_file), str(tmp_path / "run"), prefix=("setsid",)
-    ) as rank:
-        worker, spawned, forked, busy = json.loads(rank.expect("pids"))
+    def stands_still(self) -> bool:
+        assert not any(_is_stopped(pid) for pid in self.runs_on)
+        return all(_is_stopped(pid) for pid in self.stopped)
+
+    def goes_on(self) -> bool:
+        return not any(_is_stopped(pid) for pid in self.stopped)
+
+    def works(self) -> None:
+        """Nothing was lost or torn in the queue, and a pool answers."""
+        self.rank.say("work")
+        assert self.rank.expect("work") == "[0, 1, 4, 9] True", str(self.rank)
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Iterator[Family]:
+    with child(FAMILY, tmp_path, str(tmp_path / "run"), prefix=("setsid",)) as rank:
         try:
-            assert all_train()
-            os.killpg(rank.pid, signal.SIGUSR1)
-            parked = tuple(sorted((worker, spawned, forked)))
-            wait_until(
-                lambda: (state().children_running, state().children_parked) == ((busy,), parked),
-                "the state names the one that runs",
-            )
-            assert state().message == "main process parked"
-            assert f"1 child of it runs on (pid {busy})" in state().children_message
-            before = counts.copy()
-            wait_until(lambda: len(_ticks(busy)) > 1, "the busy one has run meanwhile")
-            assert (counts == before).all()
-
-            os.killpg(rank.pid, signal.SIGUSR2)
-            assert all_train()
-            wait_until(  # the children may be ahead of what is written
-                lambda: (state().state, state().children_message) == ("running", ""), "all run on"
-            )
-            rank.say("heard")
-            assert rank.expect("user's own") == "heard"
-            os.killpg(rank.pid, signal.SIGTSTP)
-            wait_until(lambda: state().state == "parked", "Slurm's pause")
-            os.killpg(rank.pid, signal.SIGCONT)
-            rank.say("map")
-            assert rank.expect("squares") == "[0, 1, 4, 9] None"
-
-            rank.say("end")
-            assert rank.expect("pool") in ("0", str(-signal.SIGTERM))
-            answer = client.pause(rank.pid)
-            assert answer.done
-            assert "2 children stand still with it" in answer.message
-            os.kill(rank.pid, signal.SIGKILL)
-            assert all_train()
+            yield Family(rank, tmp_path / "run")
         finally:
             os.killpg(rank.pid, signal.SIGKILL)
 
 
-def _ticks(pid: int, seen: set[str] = set()) -> set[str]:  # noqa: B006 - gathers over the calls
-    """The different processor times that a process was seen with."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    seen.add(fields[11])
-    return seen
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.slow
+def test_children_stand_still_with_their_rank(family: Family) -> None:
+    """Signals to all processes of a rank, as Slurm sends them: what multiprocessing made stops with
+    it and goes on with it, in the middle of a write to a queue too. Somebody else's SIGCONT does
+    not end that. A stop does, and wins over the pause. What must run on does, nothing dies, and a
+    program with a handler of its own hears its signal."""
+    family.signal(signal.SIGUSR1)
+    wait_until(family.stands_still, "all stop")
+    kinds = (EventKind.PARKED,)
+    wait_until(lambda: list(read_events(family.events, kinds=kinds)), "the event")
+    (parked,) = read_events(family.events, kinds=kinds)
+    assert parked.data["children"] == len(family.stopped)
+    os.kill(family.stopped[1], signal.SIGCONT)
+    wait_until(family.stands_still, "one that was continued stops again")
+    family.signal(signal.SIGUSR2)
+    wait_until(family.goes_on, "all go on")
+    family.works()
+    family.rank.say("heard")
+    assert family.rank.expect("user's own") == "heard"
+
+    family.signal(signal.SIGTSTP)
+    wait_until(family.stands_still, "Slurm's pause")
+    family.signal(signal.SIGCONT)
+    family.works()
+
+    family.rank.say("claim")
+    family.rank.expect("claimed")
+    assert client.pause(family.rank.pid).done
+    assert family.stands_still()
+    family.rank.signal(signal.SIGTERM)
+    wait_until(family.goes_on, "a stop lets them go")
+    family.works()
+    family.rank.say("pool")
+    assert family.rank.expect("pool") in ("0", str(-signal.SIGTERM))
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_parked(family: Family) -> None:
+    """None of them stays stopped."""
+    assert client.pause(family.rank.pid).done
+    assert family.stands_still()
+    family.rank.signal(signal.SIGKILL)
+    wait_until(family.goes_on, "all go on")

@@ -61,7 +61,7 @@ SPOIL = r"""
     STATUS = {"v": 1, "rank": 0, "state": "parked", "since": [5, NOW], "started": [5, NOW],
               "as_of": [5, NOW], "host": "n1", "boot_id": "", "pid": 7, "job_id": 7,
               "restart_count": 0, "causes": [], "pauses": 1, "park_us": 1.0, "world_size": 1,
-              "all_parked": None, "children_parked": [], "children_running": [], "step": 3,
+              "all_parked": None, "step": 3,
               "step_since": [5, NOW], "steps_per_s": 1.0, "heartbeat_s": 1.0, "saver": "",
               "saver_restart_count": 0, "attempt_step": 0, "attempt_began": [5, NOW],
               "attempt_restart_count": 0, "committed_step": 2, "committed": [5, NOW],
