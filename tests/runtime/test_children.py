@@ -227,7 +227,7 @@ def test_children_stand_still_with_their_rank(family: Family) -> None:
     family.rank.say("claim")
     family.rank.expect("claimed")
     assert client.pause(family.rank.pid).done
-    assert family.stands_still()
+    wait_until(family.stands_still, "all stop")
     family.rank.signal(signal.SIGTERM)
     wait_until(family.goes_on, "a stop lets them go")
     family.works()
@@ -239,6 +239,6 @@ def test_children_stand_still_with_their_rank(family: Family) -> None:
 def test_a_rank_that_is_killed_while_parked(family: Family) -> None:
     """None of them stays stopped."""
     assert client.pause(family.rank.pid).done
-    assert family.stands_still()
+    wait_until(family.stands_still, "all stop")
     family.rank.signal(signal.SIGKILL)
     wait_until(family.goes_on, "all go on")
