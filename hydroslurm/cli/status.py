@@ -33,7 +33,6 @@ def status(
     """Show a job's state in Slurm and what its ranks report."""
     import getpass
 
-    from hydroslurm.core.overlap import overlapped
     from hydroslurm.jobs.control.overview import job_of_id
     from hydroslurm.slurm.client import open_client
 
@@ -42,7 +41,7 @@ def status(
         jobs = list(client.jobs(user=getpass.getuser()))
     else:
         jobs = [job_of_id(client, job_id)]
-    for seen in overlapped(_look, jobs):
+    for seen in map(_look, jobs):
         if as_json:
             typer.echo(json.dumps(_as_json(seen)))
         else:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from hydroslurm.core.garbage import without_gc
-from hydroslurm.core.overlap import overlapped
 from hydroslurm.errors import SlurmError, SlurmMissing
 from hydroslurm.jobs.control.requests import run_dir_of
 from hydroslurm.observe.folder import FollowedRun, RunFacts
@@ -149,17 +148,11 @@ class Watcher:
             return
         first = self._turn % len(wanted)
         left = self._ranks_each_time
-
-        def read(run: FollowedRun) -> bool:
-            nonlocal left
-            if left > 0:  # threads may each take what one of them could: a budget, not a limit
-                count = run.read(most=left)
-                left -= count
-            return left > 0
-
-        went_on = list(overlapped(read, [*wanted[first:], *wanted[:first]]))
-        if left <= 0:
-            self._turn = first + went_on.index(False) + 1
+        for number, run in enumerate([*wanted[first:], *wanted[:first]], 1):
+            left -= run.read(most=left)
+            if left <= 0:
+                self._turn = first + number
+                return
 
     def _view(self, now_epoch_s: float, error: str | None) -> View:
         found, rows = [], []

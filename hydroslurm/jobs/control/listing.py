@@ -11,7 +11,6 @@ import os
 from dataclasses import dataclass
 from itertools import starmap
 
-from hydroslurm.core.overlap import overlapped
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import RankStatus, read_status
 from hydroslurm.errors import RunFolderError
@@ -53,7 +52,7 @@ class ListedJob:
 
 def my_jobs(client: SlurmClient, user: str) -> tuple[ListedJob, ...]:
     """All jobs of a user that hydroslurm has a part in; one question to Slurm."""
-    found = overlapped(_listed, client.jobs(user=user))
+    found = map(_listed, client.jobs(user=user))
     return tuple(one for one in found if one is not None)
 
 
