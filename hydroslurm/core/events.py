@@ -15,6 +15,7 @@ waits for a rank's answer reads both.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -377,7 +378,8 @@ class EventLog:
             self._fd = None
 
     def _say(self, message: str) -> None:
-        warnings.warn(message, RuntimeWarning, stacklevel=5)
+        with contextlib.suppress(RuntimeWarning):  # an error by -W would end a thread of ours
+            warnings.warn(message, RuntimeWarning, stacklevel=5)
 
 
 RETRY_S = 1.0

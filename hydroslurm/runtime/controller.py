@@ -56,6 +56,7 @@ MOST_ERROR = 300
 """Characters of the error by which a script has ended."""
 DRAIN_LIMIT_S = 10.0
 """How long a pause waits for busy devices before it says that they do not drain."""
+_AFTER_FAULT_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,7 @@ class Controller:
         self._running.set()
         self._leaving = False
         self._guard = Guard(gate, plan)
+        self._faults: set[str] = set()
         self._stop_lock = threading.Lock()
         self._claimed = self.had_saver = False
         self._stop_of_peer: tuple[int, str] | None = None
@@ -286,7 +288,7 @@ class Controller:
         self.gate.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=DRAIN_LIMIT_S)
-        self._handle(self.gate.wait_events(0))
+        self._take_events(0.0)
         self._children.resume()
         if not hands_over:
             data = {"handlers_replaced_by_others": replaced, **launched, **_told_of(error)}
@@ -408,41 +410,59 @@ class Controller:
     def _loop(self) -> None:
         with self.gate.exempt():
             while not self._leaving:
-                due_s = self._status.wait_s(), self._log.retry_s
-                wait_s = min(s for s in (*due_s, CHECK_S) if s is not None)
-                self._handle(self.gate.wait_events(wait_s))
-                self._log.retry()
-                self._guard.check()
-                self._report_drains()
-                self._children.stop_again()
-                if self._may_vacate:
-                    self._may_vacate = False
-                    self._vacate()
-                self._status.write(self.step)
+                if not self._guarded(self._turn):
+                    time.sleep(_AFTER_FAULT_S)
 
-    def _handle(self, events: list[GateEvent]) -> None:
-        for seen in events:
-            if seen.kind is EventKind.HANDLER_REPLACED:
-                replaced = self.guarding and self._guard.see(seen.signo, claimed=self._claimed)
-                if replaced:
-                    self._write(EventKind.HANDLER_REPLACED, vars(replaced))
-                continue
-            if seen.kind is EventKind.GATE_CLOSED:  # what ends the pause must be ours
-                self.gate.check_handlers()
-            record = self._recorder.record(seen)
-            ranks = self.ranks
-            if seen.kind is EventKind.PARKED:
-                if ranks and ranks.have_joined and not ranks.lost:
-                    record.data["world_size"] = ranks.world_size
-                if stopped := self._children.stop():
-                    record.data["children"] = stopped
-            self._write(record.kind, record.data, mono_ns=record.mono_ns, epoch_ns=record.epoch_ns)
-            if self.ranks is not None:
-                self.ranks.on_gate_event(seen)
+    def _guarded(self, act: Callable[..., None], *arguments: object) -> bool:
+        """Nothing ends this thread: without it a pause has no answer, and a stop that was claimed
+        from the user's handler would be nobody's. A fault is told once."""
+        try:
+            act(*arguments)
+        except Exception as error:
+            if (text := f"{type(error).__name__}: {error}") not in self._faults:
+                self._faults.add(text)
+                say(f"a fault of hydroslurm's own, it goes on:\n{traceback.format_exc()}")
+            return False
+        return True
+
+    def _turn(self) -> None:
+        due_s = self._status.wait_s(), self._log.retry_s
+        self._take_events(min(s for s in (*due_s, CHECK_S) if s is not None))
+        self._log.retry()
+        self._guard.check()
+        self._report_drains()
+        self._children.stop_again()
+        if self._may_vacate:
+            self._may_vacate = False
+            self._vacate()
+        self._status.write(self.step)
+
+    def _take_events(self, wait_s: float) -> None:
+        for seen in self.gate.wait_events(wait_s):
+            self._guarded(self._handle, seen)
             if seen.kind is EventKind.STOP_REQUESTED:
-                self._note_stop(seen)
-            self._follow(record.kind)
-            self._follow_vacating(seen)
+                self._guarded(self._note_stop, seen)
+
+    def _handle(self, seen: GateEvent) -> None:
+        if seen.kind is EventKind.HANDLER_REPLACED:
+            replaced = self.guarding and self._guard.see(seen.signo, claimed=self._claimed)
+            if replaced:
+                self._write(EventKind.HANDLER_REPLACED, vars(replaced))
+            return
+        if seen.kind is EventKind.GATE_CLOSED:  # what ends the pause must be ours
+            self.gate.check_handlers()
+        record = self._recorder.record(seen)
+        ranks = self.ranks
+        if seen.kind is EventKind.PARKED:
+            if ranks and ranks.have_joined and not ranks.lost:
+                record.data["world_size"] = ranks.world_size
+            if stopped := self._children.stop():
+                record.data["children"] = stopped
+        self._write(record.kind, record.data, mono_ns=record.mono_ns, epoch_ns=record.epoch_ns)
+        if self.ranks is not None:
+            self.ranks.on_gate_event(seen)
+        self._follow(record.kind)
+        self._follow_vacating(seen)
 
     def _listen(self, on_stop: Callable[[StopRequest], None]) -> None:
         with self._stop_lock:

@@ -12,10 +12,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from hydroslurm.errors import SlurmMissing, UsageError
 from hydroslurm.slurm.commands import SlurmClient
+from hydroslurm.slurm.conf_file import find_slurm_conf
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState, Partition, Qos
@@ -29,24 +29,11 @@ __all__ = [
     "Qos",
     "RetryPolicy",
     "SlurmClient",
-    "find_slurm_conf",
     "open_client",
 ]
 
 BACKEND_ENV = "HYDROSLURM_SLURM_BACKEND"
 """Environment variable that chooses the backend: ``commands`` or ``pyslurm``."""
-
-_CONF_PLACES = (
-    "/etc/slurm/slurm.conf",
-    "/etc/slurm-llnl/slurm.conf",
-    "/usr/local/etc/slurm.conf",
-    "/usr/local/etc/slurm/slurm.conf",
-    "/opt/slurm/etc/slurm.conf",
-    # where slurmd keeps the configuration that it fetched ("configless")
-    "/run/slurm/conf/slurm.conf",
-    "/var/spool/slurmd/conf-cache/slurm.conf",
-    "/var/spool/slurm/d/conf-cache/slurm.conf",
-)
 
 _bound_conf: str | None = None
 """The slurm.conf that libslurm of this process has read: it reads one when pyslurm is imported, and
@@ -93,13 +80,6 @@ def open_client(
     if prefer == "pyslurm":
         raise SlurmMissing(f"the pyslurm backend was {source}, but {obstacle}")
     return SlurmClient(environ, retry_policy=retry_policy, why=f"commands: {obstacle}")
-
-
-def find_slurm_conf(environ: Mapping[str, str]) -> Path | None:
-    """The slurm.conf that libslurm would read: what SLURM_CONF names, else the usual places."""
-    named = environ.get("SLURM_CONF")
-    places = (named,) if named else _CONF_PLACES
-    return next((Path(place) for place in places if Path(place).is_file()), None)
 
 
 def _conf_name(environ: Mapping[str, str]) -> str | None:

@@ -11,21 +11,13 @@ import ctypes
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hydroslurm.errors import HydroslurmError
+from hydroslurm.slurm.conf_file import find_slurm_conf
 
 SOCKET_ENV = "HYDROSLURM_MUNGE_SOCKET"
 """Environment variable: munged's socket, where neither MUNGE's default nor slurm.conf has it."""
-
-CONF_FILES = (
-    "/etc/slurm/slurm.conf",
-    "/run/slurm/conf/slurm.conf",
-    "/etc/slurm-llnl/slurm.conf",
-    "/usr/local/etc/slurm.conf",
-)
-"""Where slurm.conf is looked for without SLURM_CONF; the second is that of configless nodes."""
 
 _CIPHER_TYPE, _SOCKET, _UID_RESTRICTION = 0, 8, 9
 _AES128 = 4
@@ -114,14 +106,13 @@ def socket_of(environ: Mapping[str, str]) -> str | None:
     None for MUNGE's default."""
     if named := environ.get(SOCKET_ENV):
         return named
-    for path in filter(None, (environ.get("SLURM_CONF"), *CONF_FILES)):
-        try:
-            text = Path(path).read_text(errors="replace")
-        except OSError:
-            continue
-        found = re.search(r"(?im)^\s*AuthInfo\s*=\s*(?:[^#\n]*,)?socket=([^,\s#]+)", text)
-        return found[1] if found else None
-    return None
+    path = find_slurm_conf(environ)
+    try:
+        text = "" if path is None else path.read_text(errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"(?im)^\s*AuthInfo\s*=\s*(?:[^#\n]*,)?socket=([^,\s#]+)", text)
+    return found[1] if found else None
 
 
 def _library() -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from processes import Child, child, wait_until
+from zygote import forked
 
 from hydroslurm.errors import TargetError
 from hydroslurm.runtime import client
@@ -303,3 +304,32 @@ def test_a_handler_that_raises_what_it_was_given_is_called_once(tmp_path: Path) 
     with child(CHAINED, tmp_path) as program:
         assert program.wait() == 0, str(program)
         assert program.lines == ["alive"]
+
+
+FAULTY = """
+import os, signal, sys, time, warnings
+import hydroslurm
+
+warnings.simplefilter("error", RuntimeWarning)
+controller = hydroslurm.install(run_dir=sys.argv[1])
+controller.claim_stops()
+if sys.argv[2] == "disk":
+    controller._log.path = controller._log.path / "no folder"
+    controller._log._close()
+else:
+    controller._recorder.record = lambda seen: 1 / 0
+os.kill(os.getpid(), signal.SIGTERM)
+until_s = time.monotonic() + 10
+while controller.stop_request is None and time.monotonic() < until_s:
+    time.sleep(0.01)
+print(controller.stop_request and controller.stop_request.signal, controller._thread.is_alive())
+"""
+
+
+@pytest.mark.parametrize("fault", ["disk", "own"])
+def test_a_claimed_stop_outlives_faults_of_ours(tmp_path: Path, fault: str) -> None:
+    """Events that cannot be written while warnings are errors, and any other exception in the
+    controller's thread, lose no SIGTERM that was taken from its handler."""
+    with forked(FAULTY, tmp_path, str(tmp_path / "run"), fault) as rank:
+        rank.expect("SIGTERM True")
+        assert ("ZeroDivisionError" in "".join(rank.lines)) == (fault == "own")

@@ -10,7 +10,8 @@ import pytest
 
 from hydroslurm.errors import SlurmMissing, UsageError
 from hydroslurm.slurm import client as client_module
-from hydroslurm.slurm.client import BACKEND_ENV, find_slurm_conf, open_client
+from hydroslurm.slurm.client import BACKEND_ENV, open_client
+from hydroslurm.slurm.conf_file import find_slurm_conf
 
 # pyslurm as it behaves: importing it without a slurm.conf ends the process, whoever imports it
 PYSLURM = """
