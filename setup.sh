@@ -117,11 +117,6 @@ python_packages() {
     "${pip[@]}" "${index[@]}" -c $constraints "${torch:-torch}"
     say "installing hydroslurm and its tools"
     "${pip[@]}" -c $constraints -e '.[dev]'
-    # no part of [dev]: a requirement cannot say "where torch is 2.7 or newer", and would replace an older one
-    if .venv/bin/python -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7))'; then
-        "${pip[@]}" -c $constraints -c <(.venv/bin/python -m pip freeze | grep '^torch==') -e '.[torchft]' ||
-            say "torchft could not be installed; the tests of its engine are then skipped"
-    fi
     echo "$want" > $stamp
 }
 

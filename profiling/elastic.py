@@ -1,4 +1,4 @@
-"""What a change of size costs those who go on training, beside torchrun's restart and torchft.
+"""What a change of size costs those who go on training, beside torchrun's restart.
 
 Three members, each a process of this machine that trains a small network with gloo, steps of
 0.2 s. A *stall* is the longest time between two steps of a survivor around the change, less the
@@ -9,10 +9,8 @@ signal to the survivors' next step, less a step; ``join_stall_steps``: one joins
 (``last_call_timeout=1, keep_alive_interval=1, keep_alive_max_attempt=3``), SIGKILL of one agent and
 its worker; from the signal to the first step of the survivors, which restart and read a checkpoint
 that is made at each step.
-``torchft_shrink_s``: three replicas of bare torchft 0.2 (its Manager and lighthouse, which gives a
-replica up after 1 s of silence instead of 5), SIGKILL of one; from the signal to the survivors'
-next step that counts, less a step. ``spare_stall_steps``: two train and one is a spare, which takes
-the place of one that gets SIGKILL (``spare_leave_stall_steps``: SIGTERM); the survivor's stall.
+``spare_stall_steps``: two train and one is a spare, which takes the place of one that gets SIGKILL
+(``spare_leave_stall_steps``: SIGTERM); the survivor's stall.
 
 ``restart_shrink_s``: the same worker, signal and clock below our agents, ``engine: restart``;
 ``restart_leave_s``: one agent gets SIGTERM, and its workers and the others', with a ``Run``, stop
@@ -29,7 +27,6 @@ work they come out right under ``chrt -r 5`` (all arms inherit it).
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
@@ -187,43 +184,6 @@ def spare(folder: Path, signo: int) -> dict[str, float]:
         story.close()
 
 
-def torchft(folder: Path) -> float:
-    """Three replicas of bare torchft, of which one is killed."""
-    log = folder / "steps"
-    log.touch()
-    environ = {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "STEP_S": str(STEP_S),
-    }
-    script = str(PROFILING / "elastic_torchft.py")
-    command = ["unshare", "--net", "--map-root-user", sys.executable, script, str(folder)]
-    with (folder / "said").open("w") as said:
-        peer = subprocess.Popen(command, env=environ, stdout=said, stderr=said)
-
-    def steps(size: int, *, after_s: float = 0.0) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
-        return [
-            one
-            for one in lines
-            if one["size"] == size and one["completed"] and one["at_s"] > after_s
-        ]
-
-    def words() -> str:
-        return (folder / "said").read_text()[-2000:]
-
-    try:
-        wait_until(lambda: len(steps(3)) > 12, words)
-        asked_s = time.monotonic()
-        os.kill(json.loads((folder / "pids").read_text())[1], signal.SIGKILL)
-        wait_until(lambda: steps(2, after_s=asked_s), words)
-        return float(steps(2, after_s=asked_s)[0]["at_s"] - asked_s - STEP_S)
-    finally:
-        peer.send_signal(signal.SIGTERM)
-        peer.wait(60)
-
-
 def torchrun(folder: Path) -> float:
     """torchrun's three agents, of which one is killed."""
     with socket.socket() as one:
@@ -290,7 +250,6 @@ TIMES: dict[str, Callable[[Path], float]] = {
     "torchrun_shrink_s": torchrun,
     "restart_shrink_s": lambda folder: restart(folder, signal.SIGKILL),
     "restart_leave_s": lambda folder: restart(folder, signal.SIGTERM),
-    "torchft_shrink_s": torchft,
 }
 
 
@@ -300,8 +259,6 @@ def main() -> None:
     made.add_argument("--kept-in", type=Path, help=f"{words} that a run that was ended goes on")
     chosen = made.parse_args()
     cases: dict[str, Callable[[Path], Any]] = {**OURS, **TIMES}
-    if importlib.util.find_spec("torchft") is None:
-        del cases["torchft_shrink_s"]
     found: dict[str, list[Any]] = {case: [] for case in cases}
     if chosen.kept_in is not None and chosen.kept_in.exists():
         for line in chosen.kept_in.read_text().splitlines():

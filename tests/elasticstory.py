@@ -94,17 +94,14 @@ class ElasticStory:
     """One elastic run, in a folder.
 
     Attributes:
-        engine: how generations are formed, as in a spec.
     """
-
-    engine = "in_place"
 
     def __init__(self, folder: Path, *, program: str = TRAIN, **size: float) -> None:
         self.root = folder
         self.folder = ElasticFolder(run=folder / "run")
         self.folder.root.mkdir(parents=True, mode=0o700)
         (folder / "run").chmod(0o700)
-        options = {"min": 1, "max": 4, "gather_s": 2.0, "engine": self.engine, **size}
+        options = {"min": 1, "max": 4, "gather_s": 2.0, **size}
         options.setdefault("wanted", options["max"])
         self.folder.write(self.folder.options_json, options)
         self.members: dict[str, ForkedChild] = {}

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-import hydroslurm.cli.autoscale as autoscale
 import hydroslurm.cli.checkpoint as checkpoint
 import hydroslurm.cli.cluster as cluster
 import hydroslurm.cli.describe as describe
@@ -96,7 +95,6 @@ app.command("list", short_help="List my hydroslurm jobs.")(describe.list_jobs)
 app.command("cancel")(job.cancel)
 app.command("logs")(job.logs)
 app.command("attach", short_help="Get a shell where a replica runs.")(job.attach)
-app.command("autoscale", short_help="Show what autoscaling would have done.")(autoscale.autoscale)
 app.command("doctor", short_help="Explain what a preemption does here, and what is risky.")(
     doctor.doctor
 )

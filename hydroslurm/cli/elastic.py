@@ -101,13 +101,13 @@ def elastic_lines(run: RunDir) -> list[str]:
         lines = [
             f"Members:      {_sizes(status)}",
             f"Generation:   {status['generation']}, {status['state']}, step {status['step']}{pace}",
-            *([f"Engine:       {clean(engine)}"] if (engine := status.get("engine")) else []),
+            f"Engine:       {clean(status['engine'])}",
             *(f"  {clean(_member_line(one))}" for one in status["members"]),
             *_silence_lines(status, folder),
         ]
     lines += _taken_lines(entries)
     changes = [one for one in entries if one["kind"] in _CHANGED]
-    restarts = status is not None and str(status.get("engine")).startswith("restart")
+    restarts = status is not None and status["engine"] == "restart"
     resumed = {one["generation"]: one for one in entries if one["kind"] == "resumed"}
     more = f"; {len(changes) - _CHANGES} before these" if len(changes) > _CHANGES else ""
     lines.append(f"Changes:      {len(changes) or 'none yet'}{more}")

@@ -80,8 +80,8 @@ class Coordinator(Server):
         self.uses: dict[Rank, dict[str, float]] = {}
         self._store: dict[str, str] = {}
         self._waiting: list[tuple[PeerConnection, int, list[str]]] = []
-        self._engine = ""
         self._status_due_s = 0.0
+        self._status_failed = False
         self._end_s: float | None = None
         self._is_ending = False
 
@@ -225,7 +225,6 @@ class Coordinator(Server):
             self._put(peer, {"type": "refused", "reason": str(refusal), "again": refusal.again})
             return
         self._ranks[peer] = rank
-        self._engine = message["engine"]
         self.act(actions)
 
     def _answer_controller(self, peer: PeerConnection, message: Message, now_s: float) -> None:
@@ -320,7 +319,7 @@ class Coordinator(Server):
             "generation": membership.generation,
             "state": membership.state,
             "step": membership.step,
-            "engine": self._engine,
+            "engine": "restart" if membership.are_agents else "in_place",
             "size": len(membership.current),
             "wanted": membership.size.wanted,
             "min": membership.size.min,
@@ -358,7 +357,15 @@ class Coordinator(Server):
         }
 
     def _write_status(self) -> None:
-        self._folder.write(self._folder.status_json, self.status())
+        """A disk that is full must not end the run: the next status may be written again."""
+        try:
+            self._folder.write(self._folder.status_json, self.status())
+        except OSError as error:
+            if not self._status_failed:
+                sys.stderr.write(f"hydroslurm: the status cannot be written: {error}\n")
+            self._status_failed = True
+        else:
+            self._status_failed = False
 
 
 def attempt_of(folder: ElasticFolder) -> str:

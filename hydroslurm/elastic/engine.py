@@ -1,16 +1,9 @@
-"""What trains in place: one rank's member, process group and gradient sum, kept together.
-
-A spec's ``engine`` says how the process group of the next generation comes to be, in the processes
-that train: made anew (``in_place``), or kept and connected anew, by torch's reconfigurable groups
-(``reconfigure``) or torchft's (``torchft``). Who trains together, the state that a newcomer gets,
-and DDP's buckets are the same with each.
-"""
+"""What trains in place: one rank's member, process group and gradient sum, kept together."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,11 +20,9 @@ from hydroslurm.elastic.group import (
     parallel_modules,
     rebuild,
 )
-from hydroslurm.elastic.kept_group import ReconfiguredGroup, why_not_reconfigure
 from hydroslurm.elastic.member import Member
 from hydroslurm.elastic.reduction import GradientSum, sum_bucket
 from hydroslurm.elastic.sharded import Shards, sharded_modules
-from hydroslurm.elastic.torchft_group import TorchftGroup, why_not_torchft
 from hydroslurm.errors import UsageError
 
 
@@ -39,7 +30,6 @@ class InPlaceEngine:
     """Changes the size between two steps, in the same process.
 
     Attributes:
-        chosen: how generations are formed, and why so.
         is_paused: whether this rank is held on purpose; others are not to give it up.
         shares_buffers: a forward begins with the buffers of rank 0; all ranks have equally many.
         failed: a collective of the step that is under way has failed; its gradients are nothing.
@@ -55,14 +45,16 @@ class InPlaceEngine:
                 ``fully_shard``.
 
         Raises:
-            UsageError: this process belongs to no elastic run, its model is sharded otherwise than
-                over the ranks of its member, or the engine that the spec names is not to be had
-                here.
+            UsageError: this process belongs to no elastic run, or to one that restarts its ranks,
+                or its model is sharded otherwise than over the ranks of its member.
         """
         things = list(things)
         self.folder = folder_of(environ)
-        backend = backend_of_script()
-        self.chosen = choose(self.folder.options().engine, backend)
+        if self.folder.options().engine == "restart":
+            raise UsageError(
+                "elastic.engine: restart starts ranks anew below `hydroslurm agent`, and this one "
+                "was started otherwise"
+            )
         self.name = member_name(environ, host=os.uname().nodename, pid=os.getpid())
         self.local_rank = int(environ.get("LOCAL_RANK", 0) or 0)
         self.local_size = int(environ.get("LOCAL_WORLD_SIZE", 1) or 1)
@@ -78,11 +70,10 @@ class InPlaceEngine:
             local_size=self.local_size,
             node=environ.get("SLURMD_NODENAME", ""),
             on_abort=self._abort,
-            engine=str(self.chosen),
             waits=lambda: self.sum.is_sending or self.is_paused(),
             warn=warn,
         )
-        self.group = self.chosen.kind(self.member, backend=backend, shards=self.shards)
+        self.group = GenerationGroup(self.member, backend=backend_of_script(), shards=self.shards)
         self.sum = GradientSum(
             lambda: self.group.group,
             may_send=lambda: not (self.failed or self.member.broken),
@@ -176,55 +167,6 @@ class InPlaceEngine:
 
     def _abort(self) -> None:
         self.group.abort()
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """How generations are formed, and why so."""
-
-    kind: type[GenerationGroup]
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.kind.engine} ({self.why})"
-
-
-def missing(engine: str, backend: str) -> str:
-    """Why an engine is not to be had in this process; "" if it is.
-
-    Args:
-        backend: of the script's process group.
-    """
-    checks = {"reconfigure": why_not_reconfigure, "torchft": why_not_torchft}
-    return checks[engine](backend) if engine in checks else ""
-
-
-def choose(asked: str, backend: str) -> Chosen:
-    """The engine that a spec asks for.
-
-    Args:
-        backend: of the script's process group.
-
-    Raises:
-        UsageError: it is not to be had here.
-    """
-    if asked == "auto":
-        return Chosen(GenerationGroup, "auto: any torch has what it needs")
-    if asked not in IN_PROCESS:
-        raise UsageError(
-            f"elastic.engine: {asked} starts ranks anew below `hydroslurm agent`, and this one was "
-            f"started otherwise; here it may be one of auto, {', '.join(IN_PROCESS)}"
-        )
-    if reason := missing(asked, backend):
-        raise UsageError(
-            f"elastic.engine: {asked} is not to be had here: {reason}. Change that, or leave "
-            "`engine` out of the spec"
-        )
-    return Chosen(IN_PROCESS[asked], "the spec names it")
-
-
-IN_PROCESS = {kind.engine: kind for kind in (GenerationGroup, ReconfiguredGroup, TorchftGroup)}
-"""The engines that keep the processes, by what a spec calls them."""
 
 
 def folder_of(environ: Mapping[str, str]) -> ElasticFolder:

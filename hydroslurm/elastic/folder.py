@@ -6,7 +6,6 @@ it, and how it stands.
     elastic/claim.json        which coordinator is the newest; an older one ends when it sees it
     elastic/coordinator.json  where it listens
     elastic/ledger.jsonl      every change, appended; all that a new coordinator needs
-    elastic/observations.jsonl  what autoscaling decides by, one line every half a minute
     elastic/steps.jsonl       the steps since the last checkpoints, with ``recovery: log_replay``
     elastic/status.json       how the run stands, for ``describe`` and ``top``
 
@@ -30,7 +29,7 @@ from hydroslurm.coordination.authentication import KEY_BYTES
 from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
-from hydroslurm.elastic.autoscale_rules import AutoscalePolicy
+from hydroslurm.elastic.autoscale import AutoscalePolicy
 from hydroslurm.elastic.roster import Size, Timing
 from hydroslurm.errors import RunFolderError, UsageError
 
@@ -42,9 +41,7 @@ LR_RULES = ("none", "linear", "sqrt")
 BATCHES = ("keep_global", "per_rank")
 SUMMATIONS = ("all_reduce", "fixed_order")
 RECOVERIES = ("checkpoint", "log_replay")
-ENGINES = ("auto", "in_place", "reconfigure", "torchft", "restart")
-ENGINE_NEEDS = {"reconfigure": ("torch", "2.14"), "torchft": ("torchft", "0.2")}
-"""The package and the oldest version without which an engine is not to be had."""
+ENGINES = ("in_place", "restart")
 _FILE_BYTES = 1 << 20
 _LEDGER_BYTES = 256 << 20
 
@@ -83,10 +80,6 @@ class ElasticFolder:
     @property
     def ledger_jsonl(self) -> Path:
         return self.root / "ledger.jsonl"
-
-    @property
-    def observations_jsonl(self) -> Path:
-        return self.root / "observations.jsonl"
 
     @property
     def steps_jsonl(self) -> Path:
@@ -210,7 +203,7 @@ class CoordinatorOptions:
             0: the gradients are summed in each step.
         recovery: ``log_replay`` checks steps that are trained again after the loss of all members,
             see :mod:`hydroslurm.elastic.step_log`; ``checkpoint`` trains them.
-        engine, engine_why: how the ranks form a generation, and why so.
+        engine: how the ranks form a generation.
         lr, lr_warmup_steps: how the learning rate follows, and in how many steps; see
             :mod:`hydroslurm.elastic.learning_rate`.
         ranks_each: with ``restart`` a member is one agent, which starts so many ranks.
@@ -223,8 +216,7 @@ class CoordinatorOptions:
     summation: str = "all_reduce"
     averaging_every: int = 0
     recovery: str = "checkpoint"
-    engine: str = "auto"
-    engine_why: str = ""
+    engine: str = "in_place"
     lr: Literal["none", "linear", "sqrt"] = "none"
     lr_warmup_steps: int = 0
     ranks_each: int = 1
@@ -285,8 +277,7 @@ class CoordinatorOptions:
                 "summation": str(flat.pop("summation", "all_reduce")),
                 "averaging_every": int(flat.pop("averaging_every", 0)),
                 "recovery": str(flat.pop("recovery", "checkpoint")),
-                "engine": str(flat.pop("engine", "auto")),
-                "engine_why": str(flat.pop("engine_why", "")),
+                "engine": str(flat.pop("engine", "in_place")),
                 "lr": str(flat.pop("lr", "none")),
                 "lr_warmup_steps": int(flat.pop("lr_warmup_steps", 0)),
                 "ranks_each": int(flat.pop("ranks_each", 1)),
@@ -295,10 +286,9 @@ class CoordinatorOptions:
                 known = {one.name for one in fields(kind)}
                 parts[name] = kind(**{key: flat.pop(key) for key in sorted(known & flat.keys())})
             if rules := flat.pop("autoscale", None):
-                size = parts["size"]
-                parts["autoscale"] = AutoscalePolicy.from_json(rules, least=size.min, most=size.max)
+                parts["autoscale"] = AutoscalePolicy.from_json(rules)
             made = cls(**parts)
-        except (TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"the options of an elastic run: {error}") from error
         if flat:
             raise UsageError(f"options of an elastic run that do not exist: {', '.join(flat)}")
@@ -307,11 +297,11 @@ class CoordinatorOptions:
     def to_json(self) -> dict[str, Any]:
         names = (
             *("host", "batch", "summation", "averaging_every"),
-            *("recovery", "engine", "engine_why", "lr", "lr_warmup_steps", "ranks_each"),
+            *("recovery", "engine", "lr", "lr_warmup_steps", "ranks_each"),
         )
         document: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.autoscale is not None:
-            document["autoscale"] = self.autoscale.to_json()
+            document["autoscale"] = asdict(self.autoscale)
         return {**document, **asdict(self.size), **asdict(self.timing)}
 
 

@@ -1,9 +1,9 @@
 """The process groups of an elastic run, made anew between two steps, in the same processes.
 
 The default group of torch.distributed is destroyed and made again over the members of the new
-generation, so that ``dist.get_rank()`` and whatever uses the default group are right. (Others keep
-the group and connect it anew: :mod:`hydroslurm.elastic.kept_group`.) The ranks meet by a store over
-their authenticated connections to the coordinator: no port of torch's own store is open.
+generation, so that ``dist.get_rank()`` and whatever uses the default group are right. The ranks
+meet by a store over their authenticated connections to the coordinator: no port of torch's own
+store is open.
 
 DistributedDataParallel stays the user's object. It is set upon a group of this process alone, so
 that its own collectives have nobody to wait for; a communication hook sums the gradients over the
@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,9 +112,6 @@ def meeting() -> Iterator[None]:
 class GenerationGroup:
     """The default process group of this process, one generation after the other."""
 
-    engine: ClassVar[str] = "in_place"
-    """What a spec calls this way."""
-
     def __init__(self, member: Member, *, backend: str, shards: Shards | None = None) -> None:
         """
         Args:
@@ -140,21 +137,16 @@ class GenerationGroup:
 
         Raises:
             RanksError: they did not all come.
-            UsageError: they meet in another way than this rank does.
         """
         self._sockets = frozenset()
         self._store.enter(form.generation)
         before = _sockets()
         try:
-            self._compare_engines(form)
             self._meet(form)
             if self._shards is not None:
                 self._shards.node_groups.renumber(form.rank - self._member.local_rank)
                 self.replicas = self._shards.replicas(form)
             self._sockets = _sockets() - before
-        except UsageError:
-            self.destroy()
-            raise
         except (RuntimeError, ValueError) as error:
             self.destroy()
             raise RanksError(f"generation {form.generation} could not meet: {error}") from error
@@ -210,18 +202,6 @@ class GenerationGroup:
             timeout=timedelta(seconds=TIMEOUT_S),
         )
         self._hooks = (before, sys.excepthook)
-
-    def _compare_engines(self, form: Form) -> None:
-        """`auto` goes by what a node has installed, and ranks that meet in different ways would
-        wait for each other until the time-out."""
-        if form.rank == 0:
-            self._store.set("engine", self.engine)
-        elif (other := self._store.get("engine").decode()) != self.engine:
-            raise UsageError(
-                f"rank 0 of this generation forms it by the engine {other}, and this member by "
-                f"{self.engine}: install the same torch and torchft on all nodes, or name the "
-                "engine in the spec (elastic: {engine: in_place})"
-            )
 
 
 def alone() -> dist.ProcessGroup:

@@ -62,14 +62,12 @@ class Member:
         local_rank: int = 0,
         local_size: int = 1,
         node: str = "",
-        engine: str = "",
         on_abort: Callable[[], None] = lambda: None,
         waits: Callable[[], bool] = lambda: False,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         """
         Args:
-            engine: how it forms generations, for people.
             on_abort: makes collectives that wait for a rank that is gone fail; called in the thread
                 of this object.
             waits: whether this rank has done its part of the step that is under way.
@@ -83,7 +81,6 @@ class Member:
         self.has_state = False
         self.culprit = ""
         self._folder = folder
-        self._engine = engine
         self._node = node or socket.gethostname()
         self._on_abort = on_abort
         self._waits = waits
@@ -436,7 +433,6 @@ class Member:
             "local_rank": self.local_rank,
             "local_size": self.local_size,
             "node": self._node,
-            "engine": self._engine,
             "generation": self.generation,
             "holding": self._holding is not None,
         }

@@ -15,7 +15,7 @@ from hydroslurm.coordination.messages import (
     is_text,
     list_of,
 )
-from hydroslurm.elastic.autoscale_rules import UTILIZATIONS
+from hydroslurm.elastic.autoscale import UTILIZATIONS
 
 MAX_STORE_BYTES = 1 << 20
 """Of one value in the store that process groups meet by; addresses and ids have a few hundred."""
@@ -41,7 +41,6 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
         "local_rank": is_count,
         "local_size": is_count,
         "node": is_text,
-        "engine": is_text,
         "generation": is_count,
         "holding": is_bool,
     },

@@ -26,15 +26,6 @@ class NodeGroups:
         self._ranks = {group: dict(ranks) for group, ranks in world.pg_group_ranks.items()}
         self._count = int(world.group_count)
 
-    def __contains__(self, group: dist.ProcessGroup) -> bool:
-        return group in self._ranks
-
-    @property
-    def count(self) -> int:
-        """How many names of groups are taken: those of a generation come behind them, on all ranks
-        alike, for all run the same script."""
-        return self._count
-
     def end_others(self) -> None:
         """Destroy the default group of a generation and what was made of it; these stay."""
         distributed_c10d._update_default_pg(None)

@@ -63,7 +63,7 @@ class Timing:
         stuck_s: a rank that lives, and for which the others of its generation wait so long in one
             step, is taken for dead: half of the time-out of their collectives.
         return_s: ranks that a new coordinator has not heard of yet may take so long to come back.
-        observe_s: between two observations of the autoscaler, which asks squeue and sinfo as often.
+        observe_s: between two observations of the autoscaler, which asks squeue as often.
     """
 
     gather_s: float = 3.0

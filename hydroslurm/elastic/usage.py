@@ -23,7 +23,7 @@ class Usage:
 
     def read(self) -> dict[str, float]:
         """``cpu`` of the CPUs that this process may run on, ``memory`` of the cgroup's limit or the
-        node, ``gpu`` of the device that torch uses here."""
+        node, without the page cache, ``gpu`` of the device that torch uses here."""
         found = {"cpu": self._cpu(), "memory": self._memory(), "gpu": self._device()}
         return {name: round(value, 4) for name, value in found.items() if value is not None}
 
@@ -45,7 +45,7 @@ class Usage:
         return min(1.0, max(0.0, (busy - before[0]) / (total - before[1])))
 
     def _memory(self) -> float | None:
-        with contextlib.suppress(OSError, ValueError, IndexError):
+        with contextlib.suppress(OSError, ValueError, IndexError, StopIteration):
             return self._of_cgroup()
         try:
             lines = (self._root / "proc/meminfo").read_text().splitlines()
@@ -61,7 +61,10 @@ class Usage:
         place = next(line[3:] for line in [*lines, "0::"] if line.startswith("0::"))
         folder = self._root / "sys/fs/cgroup" / place.lstrip("/")
         limit = int((folder / "memory.max").read_text())  # "max": a ValueError
-        return int((folder / "memory.current").read_text()) / limit
+        lines = (folder / "memory.stat").read_text().splitlines()
+        # memory.current counts the page cache, which fills the limit of any job that reads files
+        cached = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+        return max(0, int((folder / "memory.current").read_text()) - cached) / limit
 
     def _device(self) -> float | None:
         torch = sys.modules.get("torch")  # not imported for this

@@ -22,7 +22,7 @@ from hydroslurm.slurm import listings, refusals, scontrol_text
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.programs import Programs, checked_job_id
 from hydroslurm.slurm.refusals import RetryPolicy
-from hydroslurm.slurm.values import Element, Job, JobState, Partition, PartitionLoad, Qos
+from hydroslurm.slurm.values import Element, Job, JobState, Partition, Qos
 
 Result = TypeVar("Result")
 _ELEMENT = re.compile(r"[1-9][0-9]*_[0-9]+")
@@ -133,15 +133,13 @@ class SlurmClient:
         """Describe all partitions, hidden ones included."""
         return scontrol_text.read_partitions(self._ask("scontrol", "-a", "-o", "show", "partition"))
 
-    def load(self, partition: str, *, without_user: str) -> PartitionLoad:
-        """How many jobs of other users wait in a partition, and how many nodes of it are idle."""
+    def pending_jobs(self, partition: str, *, without_user: str) -> int:
+        """How many jobs of other users wait in a partition; an array that waits counts once."""
         waiting = self._ask(
             "squeue", "--noheader", "--states=PENDING", f"--partition={partition}", "--format=%u"
         )
-        idle = self._ask(
-            "sinfo", "--noheader", "--states=IDLE", f"--partition={partition}", "--format=%D"
-        )
-        return listings.read_load(waiting, idle, without_user=without_user)
+        users = [line.strip() for line in waiting.splitlines() if line.strip()]
+        return sum(user != without_user for user in users)
 
     def qoses(self) -> tuple[Qos, ...] | None:
         """Describe all qualities of service; None when accounting is away or there is none."""

@@ -11,7 +11,7 @@ from typing import Any
 from hydroslurm.errors import UnreadableOutput
 from hydroslurm.slurm import text
 from hydroslurm.slurm.job_fields import job_of_fields, number
-from hydroslurm.slurm.values import Element, Job, PartitionLoad, Qos
+from hydroslurm.slurm.values import Element, Job, Qos
 
 SACCT_FIELDS = (
     "JobIDRaw",
@@ -97,23 +97,6 @@ def read_qoses(output: str) -> tuple[Qos, ...]:
         text.read_record(_qos_of_cells, line.split("|"), line)
         for line in output.splitlines()
         if line.strip()
-    )
-
-
-def read_load(waiting: str, idle: str, *, without_user: str) -> PartitionLoad:
-    """Read ``squeue --states=PENDING --format=%u`` and ``sinfo --states=IDLE --format=%D``, both of
-    one partition and without a header.
-
-    Raises:
-        UnreadableOutput: sinfo printed something else than numbers.
-    """
-    users = [line.strip() for line in waiting.splitlines() if line.strip()]
-    counts = idle.split()
-    if not all(count.isdecimal() for count in counts):
-        raise UnreadableOutput(f"sinfo printed {idle[:200]!r} where numbers of nodes are wanted")
-    return PartitionLoad(
-        pending_jobs=sum(user != without_user for user in users),
-        idle_nodes=sum(int(count) for count in counts),
     )
 
 

@@ -168,19 +168,6 @@ class Element:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartitionLoad:
-    """How full a partition is.
-
-    Attributes:
-        pending_jobs: of others than one user; an array that waits counts once.
-        idle_nodes: that could be given out now.
-    """
-
-    pending_jobs: int
-    idle_nodes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Partition:
     """One partition.
 

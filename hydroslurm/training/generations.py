@@ -101,8 +101,6 @@ class Generations(Run):
     def _begin(self, *, may_load: bool, seen: str) -> bool:
         self._remember_script()
         self._member.start()
-        if self._engine.local_rank == 0:
-            notice(f"engine {self._engine.chosen}")
         directive = self._member.begin(stop=self._stop_seen)
         self._may_load, self._seen = may_load, seen
         self._obey(directive)
@@ -217,7 +215,6 @@ class Generations(Run):
             generation=form.generation,
             of_rank=form.rank,
             world_size=form.world_size,
-            engine=self._engine.chosen.kind.engine,
             cause=form.cause,
             step=self._step,
             pause_s=time.monotonic() - form.since_s,

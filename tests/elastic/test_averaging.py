@@ -12,8 +12,6 @@ from hydroslurm import elastic
 from hydroslurm.elastic.folder import ELASTIC_ENV, CoordinatorOptions, ElasticFolder
 from hydroslurm.errors import UsageError
 
-pytestmark = pytest.mark.usefixtures("engine")
-
 EVERY = 8
 APART = (
     TRAIN.replace("import json,", "import hashlib, json,")

@@ -15,7 +15,6 @@ from elasticstory import BATCH, SAMPLES, TRAIN, ElasticStory, times_seen
 from processes import wait_until
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
-from hydroslurm.elastic.engine import missing
 
 EVENTS = int(os.environ.get("HYDROSLURM_TEST_EVENTS", "200"))
 
@@ -29,7 +28,6 @@ def goodput(story: ElasticStory, *, events: int) -> dict[str, float | str]:
     changes = story.entries("generation")
     paused_s = sum(one["pause_s"] for one in changes[1:])
     return {
-        "engine": story.engine,
         "events": events,
         "generations": len(changes),
         "members": len(story.members) + len(story.former),
@@ -43,19 +41,11 @@ def goodput(story: ElasticStory, *, events: int) -> dict[str, float | str]:
 
 @pytest.mark.elastic
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("engine", "events"),
-    [("in_place", EVENTS), ("reconfigure", EVENTS // 4), ("torchft", EVENTS // 4)],
-)
-def test_a_day_of_random_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, events: int
-) -> None:
+def test_a_day_of_random_changes(tmp_path: Path) -> None:
     """Members join, leave, die and hang, and the coordinator dies, in any order: every sample of
     every epoch comes once, those who finish have the same weights, and whoever was started ends by
     itself, the coordinator last. Prints the goodput."""
-    if reason := missing(engine, "gloo"):
-        pytest.skip(reason)
-    monkeypatch.setattr(ElasticStory, "engine", engine)
+    events = EVENTS
     chance = random.Random(int(os.environ.get("HYDROSLURM_TEST_SEED", "1")))
     # the last member may be killed before another has joined: a checkpoint is all that is left
     # then, and each time counts as a failure of the run

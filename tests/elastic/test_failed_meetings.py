@@ -11,8 +11,7 @@ import pytest
 from elasticstory import TRAIN, ElasticStory
 
 from hydroslurm.elastic.directives import Form
-from hydroslurm.elastic.engine import IN_PROCESS, missing
-from hydroslurm.elastic.group import MEETING_S
+from hydroslurm.elastic.group import MEETING_S, GenerationGroup
 from hydroslurm.errors import CoordinatorLost, RanksError
 
 UNREACHABLE = TRAIN.replace(
@@ -96,14 +95,11 @@ class Nobody:
         raise CoordinatorLost("nobody")
 
 
-@pytest.mark.parametrize("name", ["in_place", "reconfigure", "torchft"])
-def test_a_rank_that_has_failed_to_meet_looks_where_a_new_one_does(name: str) -> None:
+def test_a_rank_that_has_failed_to_meet_looks_where_a_new_one_does() -> None:
     """torch names a group by how many it has tried to make, and begins the keys of its store with
     that: both would wait for each other, and for half an hour."""
-    if reason := missing(name, "gloo"):
-        pytest.skip(reason)
     member = Nobody()
-    group = IN_PROCESS[name](cast(Any, member), backend="gloo")
+    group = GenerationGroup(cast(Any, member), backend="gloo")
     keys = []
     for generation in (1, 2):
         member.asked.clear()

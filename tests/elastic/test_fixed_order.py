@@ -15,8 +15,6 @@ from processes import wait_until
 from hydroslurm.elastic.folder import CoordinatorOptions
 from hydroslurm.errors import UsageError
 
-pytestmark = pytest.mark.usefixtures("engine")
-
 LONG: dict[str, Any] = {"samples": SAMPLES_IN_SHARDS, "epochs": 6, "step_s": 0.03}
 OPTIONS: dict[str, Any] = {"max": 3, "summation": "fixed_order"}
 

@@ -16,7 +16,21 @@ from hydroslurm.elastic import coordinator
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.member import Member
 
-pytestmark = pytest.mark.usefixtures("engine")
+IN_GROUPS = TRAIN.replace(
+    "step = run.step\n",
+    """step = run.step
+            if run.generation != options.setdefault("made", 0):
+                options["made"] = run.generation
+                ranks = list(range(dist.get_world_size()))
+                beside = dist.new_group(ranks[-2:])
+                assert dist.get_process_group_ranks(dist.group.WORLD) == ranks
+                if dist.get_rank() in ranks[-2:]:
+                    sum_of = torch.tensor(dist.get_rank())
+                    dist.all_reduce(sum_of, group=beside)
+                    assert sum_of == sum(ranks[-2:]), sum_of
+""",
+)
+"""Makes a group of its own in each generation, and uses it."""
 
 
 @pytest.fixture
@@ -308,5 +322,29 @@ def test_members_leave_in_order_if_their_save_fails(tmp_path: Path) -> None:
         assert story.steps("a")[0]["step"] % 5 == 0
         for epoch, seen in times_seen(*story.all_steps("BEGUN")).items():
             assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
+    finally:
+        story.close()
+
+
+def test_the_group_follows_its_members(tmp_path: Path) -> None:
+    """One leaves, one is killed, one joins, and groups of the script's own are made in between:
+    every sample comes once, the weights are equal, and the status names the engine."""
+    story = ElasticStory(tmp_path, program=IN_GROUPS)
+    try:
+        for name in "abc":
+            story.start(name, epochs=8)
+        story.wait_for_step("a", size=3)
+        story.signal("b", signal.SIGTERM)
+        story.wait_for_step("a", size=2)
+        story.start("d", epochs=8, seed=5)
+        story.wait_for_step("d", size=3)
+        story.signal("c", signal.SIGKILL)
+        ends = [story.done(name) for name in "ad"]
+        assert ends[0] == ends[1], story
+        for epoch, seen in times_seen(*story.all_steps("BEGUN")).items():
+            assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
+        status = story.folder.read(story.folder.status_json)
+        assert status is not None
+        assert status["engine"] == "in_place"
     finally:
         story.close()

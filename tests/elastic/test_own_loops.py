@@ -12,8 +12,6 @@ from hydroslurm.elastic.folder import ELASTIC_ENV
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.framework_run import FrameworkRun
 
-pytestmark = pytest.mark.usefixtures("engine")
-
 STEPS = """
     import json, sys, time
     import torch

@@ -18,7 +18,7 @@ BATCHES = 400
 
 
 @pytest.fixture
-def story(tmp_path: Path, engine: str) -> Iterator[ElasticStory]:
+def story(tmp_path: Path) -> Iterator[ElasticStory]:
     one = ElasticStory(tmp_path, program=SHARDED, max=3)
     try:
         yield one

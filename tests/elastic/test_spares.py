@@ -16,8 +16,6 @@ from processes import wait_until
 from hydroslurm.elastic.transfer import pack, unpack
 from hydroslurm.errors import RanksError
 
-pytestmark = pytest.mark.usefixtures("engine")
-
 RANDOM = (
     TRAIN.replace("import json,", "import random, signal, numpy, json,")
     .replace(

@@ -261,7 +261,6 @@ def joined(folder: ElasticFolder, node: Node) -> Iterator[Callable[..., MemberAg
         folder,
         name=member_name(environ, host=socket.gethostname(), pid=os.getpid()),
         node=environ.get("SLURMD_NODENAME", ""),
-        engine=f"restart ({options.engine_why or 'below hydroslurm agent'})",
         warn=node.log.warning,
     )
     generations = Generations(folder, node, member)

@@ -8,7 +8,6 @@ that the coordinator submits.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import shlex
 import sys
@@ -18,13 +17,8 @@ from typing import Any
 from hydroslurm.core import rundir
 from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
-from hydroslurm.elastic.autoscale_rules import AutoscalePolicy
-from hydroslurm.elastic.folder import (
-    ELASTIC_ENV,
-    ENGINE_NEEDS,
-    CoordinatorOptions,
-    ElasticFolder,
-)
+from hydroslurm.elastic.autoscale import AutoscalePolicy
+from hydroslurm.elastic.folder import ELASTIC_ENV, CoordinatorOptions, ElasticFolder
 from hydroslurm.elastic.roster import Size
 from hydroslurm.errors import RunFolderError, UsageError
 from hydroslurm.jobs.images import Runtime
@@ -40,7 +34,6 @@ from hydroslurm.jobs.launch.job_script import (
 )
 from hydroslurm.jobs.layout import ranks_of_agent
 from hydroslurm.jobs.plan import ElasticPlan, Plan
-from hydroslurm.jobs.spec.elastic import Elastic
 from hydroslurm.jobs.spec.job import TrainingJob, of_restart
 from hydroslurm.jobs.spec.reading import JobSpec
 from hydroslurm.jobs.spec.source import path_text
@@ -75,7 +68,7 @@ def of_one_member(spec: JobSpec) -> JobSpec:
 
 
 def choose_engine(spec: JobSpec) -> tuple[str, str]:
-    """The engine of an elastic job, and why it is that. ``auto`` where the ranks choose it.
+    """The engine of an elastic job, and why it is that, if that needs to be said.
 
     Raises:
         UsageError: the script shards its model, and the spec asks for an engine that cannot.
@@ -84,7 +77,7 @@ def choose_engine(spec: JobSpec) -> tuple[str, str]:
     assert job.elastic is not None
     asked = job.elastic.engine
     name, sharding = _sharding_of(spec)
-    if asked not in ("auto", "restart") and sharding:
+    if asked == "in_place" and sharding:
         raise UsageError(
             f"elastic.engine: {asked}, and {name} shards its model ({sharding}), so that no rank "
             "could give its weights to another: say engine: restart, which saves and starts the "
@@ -97,7 +90,7 @@ def choose_engine(spec: JobSpec) -> tuple[str, str]:
         return "restart", "torchrunConfig.enable has agents that start the ranks"
     if sharding:
         return "restart", f"{name} shards its model ({sharding}): its weights are nowhere whole"
-    return asked, ""
+    return "in_place", ""
 
 
 _SHARDING = re.compile(r"\b(?:fully_shard|FullyShardedDataParallel)\b")
@@ -133,7 +126,6 @@ def check_site(job: TrainingJob, client: SlurmClient) -> tuple[str, ...]:
         SlurmError: Slurm cannot be asked.
     """
     assert job.elastic is not None
-    _check_installed(job, job.elastic.engine)
     config, partitions = client.config(), client.partitions()
     most = int(config.get("MaxArraySize", "1001") or 0) - 1
     if job.members > most:
@@ -173,36 +165,6 @@ def check_site(job: TrainingJob, client: SlurmClient) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _check_installed(job: TrainingJob, engine: str) -> None:
-    """Members mostly have the environment that submits them; an image has one of its own."""
-    if engine not in ENGINE_NEEDS or job.replica_specs[0].template.image:
-        return
-    package, oldest = ENGINE_NEEDS[engine]
-    try:
-        version = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        version = ""
-    if not version or _release(version) < _release(oldest):
-        extra = "'hydroslurm[torchft]'" if package == "torchft" else f"'{package}>={oldest}'"
-        raise UsageError(
-            f"elastic.engine: {engine} needs {package} {oldest} or newer, and "
-            f"{f'{version} is' if version else 'none is'} installed here: pip install {extra}, or "
-            "leave engine out"
-        )
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(one) for one in re.findall(r"\d+", version)[:2])
-
-
-def autoscale_of(job: TrainingJob, elastic: Elastic) -> AutoscalePolicy | None:
-    """The rules of autoscaling; None: people choose the size."""
-    if elastic.autoscale is None:
-        return None
-    rules = elastic.autoscale.rules(partition=job.scheduler.partition or "")
-    return AutoscalePolicy.from_json(rules, least=elastic.min, most=elastic.max)
-
-
 def _partitions_of(job: TrainingJob) -> list[str]:
     """By name, "" for the default one."""
     assert job.elastic is not None
@@ -212,12 +174,11 @@ def _partitions_of(job: TrainingJob) -> list[str]:
     ]
 
 
-def prepare(job: TrainingJob, plan: Plan, run: RunDir, *, engine_why: str = "") -> Plan:
+def prepare(job: TrainingJob, plan: Plan, run: RunDir) -> Plan:
     """Write what the coordinator needs; return the plan that it reads.
 
     Args:
         job: of one member, its engine chosen.
-        engine_why: why it is that.
 
     Raises:
         RunFolderError: it cannot be written.
@@ -231,7 +192,6 @@ def prepare(job: TrainingJob, plan: Plan, run: RunDir, *, engine_why: str = "") 
         folder.make_key()
         options = CoordinatorOptions(
             batch=elastic.batch,
-            engine_why=engine_why,
             ranks_each=ranks_of_agent(job, job.replica_specs[0].template) if job.has_agent else 1,
             summation=elastic.summation,
             recovery=elastic.recovery,
@@ -240,7 +200,7 @@ def prepare(job: TrainingJob, plan: Plan, run: RunDir, *, engine_why: str = "") 
             lr=elastic.lr,
             lr_warmup_steps=elastic.lr_warmup_steps,
             size=size,
-            autoscale=autoscale_of(job, elastic),
+            autoscale=_autoscale_of(job),
         )
         folder.write(folder.options_json, options.to_json())
         for name, where in (("members", {}), ("base", base_of(elastic))):
@@ -253,6 +213,16 @@ def prepare(job: TrainingJob, plan: Plan, run: RunDir, *, engine_why: str = "") 
         run.root.name, elastic.min if has_base else 0, elastic.exclude_after_failures
     )
     return replace(plan, elastic=made)
+
+
+def _autoscale_of(job: TrainingJob) -> AutoscalePolicy | None:
+    """The rules of autoscaling; None: people choose the size."""
+    assert job.elastic is not None
+    if job.elastic.autoscale is None:
+        return None
+    rules = job.elastic.autoscale.model_dump()
+    rules["partition"] = rules["partition"] or job.scheduler.partition or ""
+    return AutoscalePolicy.from_json(rules)
 
 
 def coordinator_script(job: TrainingJob, run: RunDir) -> str:

@@ -112,7 +112,7 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
     with removing_on_refusal(folder.absolute()):
         run = new_run(folder.absolute(), spec.job.name)
         if spec.job.elastic is not None:
-            plan = elastic_job.prepare(spec.job, plan, run, engine_why=spec.engine_why)
+            plan = elastic_job.prepare(spec.job, plan, run)
         intent = _intent(spec.job, plan)
         _record(run, spec, plan, intent)
         script = (

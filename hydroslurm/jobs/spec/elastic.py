@@ -97,14 +97,12 @@ class Elastic(Part):
         "steps. Default: 0.",
         json_schema_extra=unit("steps"),
     )
-    engine: Literal["auto", "in_place", "reconfigure", "torchft", "restart"] = Field(
+    engine: Literal["auto", "in_place", "restart"] = Field(
         default="auto",
-        description="How the ranks form a new generation. In the same processes: in_place makes "
-        "their process groups anew; reconfigure has torch connect the same group anew (torch 2.14 "
-        "or newer, gloo or nccl2; experimental there); torchft does so with torchft's group (the "
-        "extra torchft). restart: they save and leave, and torchrun's agents start them anew, for "
-        "any script. auto: restart with torchrunConfig.enable and for scripts that shard their "
-        "model (FSDP), else in_place. Default: auto.",
+        description="How the ranks form a new generation. in_place: in the same processes, which "
+        "make their process groups anew. restart: they save and leave, and torchrun's agents start "
+        "them anew, for any script. auto: restart with torchrunConfig.enable and for scripts that "
+        "shard their model (FSDP), else in_place. Default: auto.",
     )
     base: ElasticBase = Field(
         default_factory=ElasticBase,

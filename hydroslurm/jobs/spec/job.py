@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from hydroslurm.errors import UsageError
 from hydroslurm.jobs.spec.elastic import Elastic
 from hydroslurm.jobs.spec.fields import Line, Part, Printable, as_tuple
 from hydroslurm.jobs.spec.replicas import MASTER, ReplicaSpec, RunMode
@@ -291,7 +290,7 @@ def of_restart(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
     """What does not go with ranks that are started anew in each generation."""
     own = ("elastic",)
     engine = (*own, "engine")
-    if elastic.engine not in ("auto", "restart"):
+    if elastic.engine == "in_place":
         message = (
             f"{elastic.engine} keeps the processes, and torchrunConfig.enable has agents that "
             "start them anew; say engine: restart, or leave torchrunConfig out and give the ranks "
@@ -344,16 +343,6 @@ def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
         )
         yield Complaint(at, message, (own,))
     yield from _elastic_sums(elastic)
-    if elastic.autoscale is not None and elastic.min <= elastic.max:
-        from hydroslurm.elastic.autoscale_rules import AutoscalePolicy  # most jobs have none
-
-        try:
-            AutoscalePolicy.from_json(
-                elastic.autoscale.rules(), least=elastic.min, most=elastic.max
-            )
-        except UsageError as error:
-            message = str(error).removeprefix("autoscale: ")
-            yield Complaint((*own, "autoscale"), message, (own,))
     if len(job.replica_specs) > 1:
         message = (
             f"{len(job.replica_specs)} types of replicas; the members of an elastic job are alike: "

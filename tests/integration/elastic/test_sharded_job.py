@@ -13,25 +13,19 @@ from elasticstory import SHARDED
 from integration.elastic.elastic_scene import ElasticScene
 
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.elastic.engine import missing
 
 pytestmark = [pytest.mark.slurm, pytest.mark.elastic]
 
 
-@pytest.mark.parametrize("engine", ["in_place", "torchft"])
-def test_members_that_shard_are_replaced(
-    requeue_cluster: DevCluster, tmp_path: Path, engine: str
-) -> None:
+def test_members_that_shard_are_replaced(requeue_cluster: DevCluster, tmp_path: Path) -> None:
     """One is preempted, of its successor one rank is killed: each is replaced, and all ranks end
     with the same weights."""
-    if reason := missing(engine, "gloo"):
-        pytest.skip(reason)
     scene = ElasticScene(requeue_cluster, tmp_path / "job")
     scene.folder.mkdir()
     (scene.folder / "train.py").write_text(textwrap.dedent(SHARDED))
     files = {name: str(scene.folder / name) for name in ("hurry", "saved")}
     told = json.dumps({"batches": 1200, **files})
-    scene.submit_elastic(size=2, max=2, script=f"train.py, '{told}'", engine=engine, tasks=2)
+    scene.submit_elastic(size=2, max=2, script=f"train.py, '{told}'", engine="in_place", tasks=2)
     scene.wait_for_size(2)
     (taken,) = scene.extra
     scene.slurm("scancel", taken)  # as a preemption: SIGTERM, then SIGKILL

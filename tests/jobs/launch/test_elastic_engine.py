@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import shlex
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.elastic.autoscale import AutoscalePolicy, Behavior
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import UsageError
-from hydroslurm.jobs.launch import elastic_job
-from hydroslurm.jobs.launch.elastic_job import check_site, member_script, of_one_member, prepare
+from hydroslurm.jobs.launch.elastic_job import member_script, of_one_member, prepare
 from hydroslurm.jobs.launch.training_job import plan_for
 from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.spec.reading import JobSpec, dumps, load
-from hydroslurm.slurm.client import SlurmClient
 
 SHARDED = "from torch.distributed.fsdp import fully_shard\nmodel = fully_shard(net)\n"
 IN_MEMBERS = SHARDED + "state = hydroslurm.elastic.State(model=model)\n"
@@ -43,12 +39,12 @@ def load_text(text: str, folder: Path) -> TrainingJob:
 @pytest.mark.parametrize(
     ("script", "elastic", "engine", "why"),
     [
-        (PLAIN, "min: 2", "auto", ""),
+        (PLAIN, "min: 2", "in_place", ""),
         (PLAIN, "engine: restart", "restart", "the spec names it"),
         (PLAIN, "engine: in_place", "in_place", "the spec names it"),
         (SHARDED, "min: 2", "restart", "train.py shards its model (fully_shard)"),
-        (IN_MEMBERS, "min: 2", "auto", ""),
-        (IN_MEMBERS, "engine: torchft", "torchft", "the spec names it"),
+        (IN_MEMBERS, "min: 2", "in_place", ""),
+        (IN_MEMBERS, "engine: in_place", "in_place", "the spec names it"),
     ],
 )
 def test_the_engine_fits_the_script(
@@ -83,7 +79,7 @@ def test_torchrun_means_agents(tmp_path: Path) -> None:
 
 
 def test_a_member_is_one_agent(tmp_path: Path) -> None:
-    """It starts as many ranks as srun would; the coordinator knows how many, and why."""
+    """It starts as many ranks as srun would; the coordinator knows how many."""
     spec = of_one_member(spec_of(tmp_path, PLAIN, "engine: restart"))
     assert load_text(dumps(spec.job), tmp_path) == spec.job
     plan, _ = plan_for(spec, environ={})
@@ -92,7 +88,7 @@ def test_a_member_is_one_agent(tmp_path: Path) -> None:
     assert "agent -- --nproc-per-node=3 --max-restarts=0 train.py --lr 1" in words
     run = RunDir(tmp_path / "run")
     run.root.mkdir(mode=0o700)
-    made = prepare(spec.job, plan, run, engine_why=spec.engine_why)
+    made = prepare(spec.job, plan, run)
     options = ElasticFolder(run=run.root).options()
     assert (options.engine, options.ranks_each, options.batch) == ("restart", 3, "per_rank")
     script = member_script(spec.job, made, run, {})
@@ -100,24 +96,16 @@ def test_a_member_is_one_agent(tmp_path: Path) -> None:
     assert "export HYDROSLURM_PREEMPT=pause" in script  # or requeue, by which frameworks save
 
 
-def test_an_engine_that_is_not_installed_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before Slurm is asked for anything; an image has packages of its own."""
-    versions = {"torch": "2.13.0+cpu"}
-    find = functools.partial(_version, versions)
-    monkeypatch.setattr(elastic_job.importlib.metadata, "version", find)
-    nobody = cast(SlurmClient, None)
-    with pytest.raises(UsageError, match=r"torch 2\.14 or newer, and 2\.13\.0\+cpu is installed"):
-        check_site(spec_of(tmp_path, PLAIN, "engine: reconfigure").job, nobody)
-    with pytest.raises(UsageError, match=r"none is installed here: pip install 'hydroslurm\[torch"):
-        check_site(spec_of(tmp_path, PLAIN, "engine: torchft").job, nobody)
-    versions["torch"] = "2.14.1"
-    with pytest.raises(AttributeError):  # it goes on to ask Slurm
-        check_site(spec_of(tmp_path, PLAIN, "engine: reconfigure").job, nobody)
-
-
-def _version(known: dict[str, str], package: str) -> str:
-    if package not in known:
-        raise importlib.metadata.PackageNotFoundError(package)
-    return known[package]
+def test_the_coordinator_has_the_rules_of_the_spec(tmp_path: Path) -> None:
+    """With the defaults of those that it leaves out, and the queue of the job's own partition."""
+    rules = "{stepTimeSeconds: 2, cpu: 0.7, queueLength: 0, scaleDown: {step: 1}}"
+    more = "scheduler: {partition: low}"
+    spec = of_one_member(spec_of(tmp_path, PLAIN, f"autoscale: {rules}", more))
+    assert load_text(dumps(spec.job), tmp_path) == spec.job
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir(mode=0o700)
+    prepare(spec.job, plan_for(spec, environ={})[0], run)
+    down = Behavior(stabilization_window_s=300, cooldown_s=180, step=1)
+    assert ElasticFolder(run=run.root).options().autoscale == AutoscalePolicy(
+        **{"step_time_s": 2.0, "cpu": 0.7, "queue_length": 0}, partition="low", scale_down=down
+    )
