@@ -9,8 +9,8 @@ join     from the first connection until every rank knows that all have joined
 agree    one agreement on what every rank has written: a value of its own, for the ranks that commit
 pause    a rank is paused, all are parked in two rounds, with three process groups per rank (all
          ranks, those of its node, those at its place on every node), and released
-commit   the agreement that tells all ranks what rank 0 has committed: an outline of the manifest of
-         this many ranks' files, and its digest
+commit   the agreement that tells all ranks what rank 0 has committed: a summary of the manifest of
+         this many ranks' files
 tell     the same with 64 bytes
 stop     a stop barrier: called, proposed for by all, agreed on
 leave    every rank leaves
@@ -139,7 +139,8 @@ class SimulatedRanks:
             for end in ("safetensors", "json")
         }
         header = begun(step=1000, epoch=1, kind="periodic", meta={}, torch_version="2.13.0")
-        self._tell("commit", replace(header, files=files, world_size=self.size).told())
+        committed = replace(header, files=files, world_size=self.size)
+        self._tell("commit", {"manifest": committed.summary().to_json()})
 
     def tell(self) -> None:
         self._tell("tell", "x" * 64)

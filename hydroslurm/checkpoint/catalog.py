@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.checksummed_file import read_whole
-from hydroslurm.checkpoint.manifest import FileEntry, Manifest
+from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UntrustedFile
 
@@ -25,7 +24,7 @@ EPOCH = "epoch"
 still belongs within the epoch; neither stands in for the other."""
 
 VISIBLE_S = 10.0
-"""So long a manifest that another rank has written may not be seen here."""
+"""How long to wait until a manifest that another rank has written is seen here."""
 
 LEAST_KEPT = 2
 """One to load, and one to fall back to."""
@@ -33,7 +32,8 @@ LEAST_KEPT = 2
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint, by its manifest. Whether its files are good, verifying tells."""
+    """A committed checkpoint, by its manifest. One that another rank has committed or chosen has a
+    summary of it, without the files. Whether those are good, verifying tells."""
 
     path: Path
     manifest: Manifest
@@ -104,64 +104,42 @@ def read_manifest(path: Path, *, storage: Storage) -> Manifest:
     return Manifest.from_json(text, where=file)
 
 
-class FilesOnDisk(Mapping[str, FileEntry]):
-    """The files of a checkpoint that another rank has told of: read from the manifest on the disk
-    when they are first asked for.
-
-    Reading them raises as :func:`read_manifest`, and CheckpointCorrupt where the manifest is
-    another one than that rank has seen, also after the time that network file systems may take to
-    show a new file.
-    """
-
-    def __init__(self, path: Path, *, digest: str, storage: Storage) -> None:
-        """
-        Args:
-            digest: SHA-256 of the manifest's text.
-        """
-        self._path = path
-        self._digest = digest
-        self._storage = storage
-
-    @functools.cached_property
-    def _files(self) -> Mapping[str, FileEntry]:
-        give_up_s = time.monotonic() + VISIBLE_S
-        while True:
-            try:
-                found = read_manifest(self._path, storage=self._storage)
-                if found.told()["digest"] == self._digest:
-                    return found.files
-                problem = CheckpointCorrupt(
-                    f"{self._path / manifest.NAME} is not the one that another rank has seen: its "
-                    f"SHA-256 is {found.told()['digest'][:16]}..., and was {self._digest[:16]}..."
-                )
-            except CheckpointCorrupt as error:
-                problem = error
-            if time.monotonic() > give_up_s:
-                raise problem
-            with contextlib.suppress(OSError):  # makes NFS look again
-                self._storage.listdir(self._path.parent)
-            time.sleep(0.05)
-
-    def __getitem__(self, name: str) -> FileEntry:
-        return self._files[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
-def as_told(told: Mapping[str, Any], path: Path, *, storage: Storage) -> Checkpoint:
-    """The checkpoint that another rank has told of (:meth:`Manifest.told`), unchecked.
+def as_told(told: Mapping[str, Any], path: Path) -> Checkpoint:
+    """The checkpoint that another rank has told of by its summary (:meth:`Manifest.summary`),
+    unchecked.
 
     Raises:
         CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld: what was told is no manifest.
     """
-    text, digest = str(told.get("manifest")), str(told.get("digest"))
-    outline = Manifest.from_json(text, where=path / manifest.NAME)
-    files = FilesOnDisk(path, digest=digest, storage=storage)
-    return Checkpoint(path, replace(outline, files=files))
+    return Checkpoint(path, Manifest.from_json(str(told["manifest"]), where=path / manifest.NAME))
+
+
+def read_again(checkpoint: Checkpoint, *, storage: Storage) -> Manifest:
+    """The manifest of a checkpoint as it is on the disk now, with its files.
+
+    What another rank has told of may be seen here late: network file systems take a while to show a
+    new file.
+
+    Raises:
+        CheckpointCorrupt: it is gone or is another one.
+        CheckpointTooNew, CheckpointError: as :func:`read_manifest`.
+    """
+    known, give_up_s = checkpoint.manifest, time.monotonic() + VISIBLE_S
+    while True:
+        try:
+            found = read_manifest(checkpoint.path, storage=storage)
+            if (found if known.files else found.summary()) == known:
+                return found
+            problem = CheckpointCorrupt(
+                f"{checkpoint.path / manifest.NAME} is not the one that was there before"
+            )
+        except CheckpointCorrupt as error:
+            problem = error
+        if known.files or time.monotonic() > give_up_s:
+            raise problem
+        with contextlib.suppress(OSError):  # makes NFS look again
+            storage.listdir(checkpoint.path.parent)
+        time.sleep(0.05)
 
 
 def beyond(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from hydroslurm.checkpoint import folders, manifest
-from hydroslurm.checkpoint.catalog import EPOCH, Checkpoint, read_manifest
+from hydroslurm.checkpoint import folders
+from hydroslurm.checkpoint.catalog import EPOCH, Checkpoint, read_again, read_manifest
 from hydroslurm.checkpoint.checksummed_file import check_file
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
@@ -42,25 +42,12 @@ class Checker:
             SaveAbandoned: ``cancel`` was set.
         """
         self._good.discard(_key(checkpoint))
-        self.require_same(checkpoint)
+        files = read_again(checkpoint, storage=self._storage).files
         rank, of_ranks = share
-        for name in sorted(checkpoint.manifest.files)[rank::of_ranks]:
-            path, entry = checkpoint.path / name, checkpoint.manifest.files[name]
-            check_file(path, entry, storage=self._storage, cancel=cancel)
+        for name in sorted(files)[rank::of_ranks]:
+            check_file(checkpoint.path / name, files[name], storage=self._storage, cancel=cancel)
         if of_ranks == 1:
             self.trust(checkpoint)
-
-    def require_same(self, checkpoint: Checkpoint) -> None:
-        """Check that its manifest is still the one that was found.
-
-        Raises:
-            CheckpointCorrupt: it is gone or is another one.
-            CheckpointTooNew, CheckpointError: as ``catalog.read_manifest``.
-        """
-        if read_manifest(checkpoint.path, storage=self._storage) != checkpoint.manifest:
-            raise CheckpointCorrupt(
-                f"{checkpoint.path / manifest.NAME} is not the one that was there before"
-            )
 
     def glance(self, checkpoint: Checkpoint) -> None:
         """Compare sizes only.

@@ -12,9 +12,7 @@ import torch
 from hydroslurm.checkpoint.blocks import BlockReader, Range, Source, require_size
 from hydroslurm.checkpoint.boxes import Box
 from hydroslurm.checkpoint.manifest import FileEntry
-from hydroslurm.checkpoint.pages import advise_huge_pages
 from hydroslurm.checkpoint.planner import box_of
-from hydroslurm.checkpoint.runs import runs_of
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_bytes import bytes_of
 from hydroslurm.checkpoint.tensor_file import Chunk, PartIndex
@@ -110,9 +108,15 @@ def land(
     found: dict[str, torch.Tensor] = {}
     ranges: dict[int, list[Range]] = {rank: [] for rank in sorted(ranks)}
     for rank, chunks in wholes.items():
-        for run in runs_of(chunks):
-            ranges[rank].append(run.range)
-            found |= run.tensors
+        for chunk in chunks:
+            # Of its own, not a view of the file: what an optimizer keeps of a tensor should not
+            # keep the others. And it begins where torch puts tensors, on a multiple of 64 bytes: a
+            # matrix product adds in another order where its operands lie otherwise, and the bits of
+            # a resumed training would not be those of an undisturbed one (seen, with a batch of
+            # 18 x 20 values that had been fetched ahead).
+            tensor = torch.empty(chunk.shape, dtype=chunk.torch_dtype)
+            found[chunk.key] = tensor
+            ranges[rank].append(Range(chunk.at_bytes, bytes_of(tensor)))
     copies: dict[int, _Later] = {rank: _Later() for rank in ranks}
     finals = _Later()
     for one in landings:
@@ -172,12 +176,10 @@ def _memory_for(wanted: Wanted, finals: _Later) -> tuple[torch.Tensor, torch.Ten
     same memory, ``finals`` gets the copying."""
     if wanted.template is None:
         found = torch.empty(wanted.shape, dtype=wanted.dtype)
-        advise_huge_pages(found)
         return found, found
     found = torch.empty_like(wanted.template, dtype=wanted.dtype)
     local: torch.Tensor = found.to_local()  # type: ignore[attr-defined]  # a DTensor
     if local.device.type == "cpu" and local.is_contiguous():
-        advise_huge_pages(local)
         return found, local
     memory = torch.empty(local.shape, dtype=wanted.dtype)
     finals.append(lambda: local.copy_(memory))

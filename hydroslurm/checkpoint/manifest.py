@@ -1,8 +1,7 @@
 """The commit marker of a checkpoint: what belongs to it, and who wrote it.
 
-``manifest.json`` is one object in :func:`canonical <Manifest.to_json>` form. Its last entry,
-``checksum``, covers everything before it. That holds for every future schema, so that a damaged
-manifest can be told from one of a newer release.
+``manifest.json`` is one object. Its last entry, ``checksum``, covers everything before it. That
+holds for every future schema, so that a damaged manifest can be told from one of a newer release.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any
 
@@ -104,37 +102,13 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of the file."""
-        return self._text
+        text = json.dumps({"schema": self.schema, **asdict(self)}, indent=1, allow_nan=False)
+        text = text.removesuffix("\n}")
+        return text + _SUM.format(checksum(f"{text}{_END}".encode()))
 
-    @functools.cached_property
-    def _text(self) -> str:
-        before = {
-            "schema": self.schema,
-            "step": self.step,
-            "epoch": self.epoch,
-            "kind": self.kind,
-            "created_epoch_ns": self.created_epoch_ns,
-            "save_s": self.save_s,
-            "state_bytes": self.state_bytes,
-            "world_size": self.world_size,
-            "algorithm": self.algorithm,
-        }
-        after = {"written_by": asdict(self.written_by), "meta": dict(self.meta)}
-        text = (
-            f'{_canonical(before).removesuffix(_END)},\n "files": {_canonical_files(self.files)},'
-            f"{_canonical(after).removeprefix('{')}"
-        )
-        return f"{text.removesuffix(_END)}{_SUM.format(checksum(text.encode()))}"
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """SHA-256 of the text of the file, in hexadecimal."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-    def told(self) -> dict[str, str]:
-        """What other ranks are told of a manifest in its place, which they read when they need the
-        files: with thousands of ranks it is megabytes, and nearly none of them does."""
-        return {"manifest": replace(self, files={}).to_json(), "digest": self.digest}
+    def summary(self) -> Manifest:
+        """Without the files: with thousands of ranks they are megabytes, which few ranks need."""
+        return replace(self, files={})
 
     @classmethod
     def from_json(cls, text: str, *, where: Path) -> Manifest:
@@ -268,23 +242,6 @@ def _version() -> str:
 _END, _SUM = "\n}\n", ',\n "checksum": "{}"\n}}\n'
 """The end of what the checksum covers, and what takes its place in the file. The bytes of the file
 are checked and not encoded again: of 4,096 ranks that would take longer than all the rest."""
-
-
-def _canonical(body: Mapping[str, Any]) -> str:
-    return json.dumps(body, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
-
-
-def _canonical_files(files: Mapping[str, FileEntry]) -> str:
-    """As :func:`_canonical` has them inside a manifest; with thousands of ranks they are nearly all
-    of it, and json takes ten times as long when it indents."""
-    if not files:
-        return "{}"
-    entries = [
-        f'  {encode_basestring_ascii(name)}: {{\n   "size_bytes": {entry.size_bytes},\n'
-        f'   "checksum": {encode_basestring_ascii(entry.checksum)}\n  }}'
-        for name, entry in files.items()
-    ]
-    return "{\n" + ",\n".join(entries) + "\n }"
 
 
 def _from_body(body: Mapping[str, Any]) -> Manifest:

@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any
 
 from hydroslurm.checkpoint import folders
-from hydroslurm.checkpoint.catalog import Checkpoint, Problem
+from hydroslurm.checkpoint.catalog import Checkpoint, Problem, as_told
 from hydroslurm.checkpoint.save_round import checked
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
@@ -112,14 +112,13 @@ class _Search:
         if told["name"] is None:
             _require_none_rejected(None, told["rejected"])
             return None
-        checked(told, rank=0, manifest=str, digest=str)
+        checked(told, rank=0, manifest=str)
         if folders.step_of(told["name"]) is None:
             raise CheckpointError(
                 f"rank 0 names {told['name'][:80]!r}, which is no checkpoint's name; expected one "
                 f"such as step-000000084, in {self._store.directory}"
             )
-        there = self._store.as_told(told, self._store.directory / told["name"])
-        return Found(self._store, there)
+        return Found(self._store, as_told(told, self._store.directory / told["name"]))
 
     def _offer(self) -> dict[str, Any]:
         """What rank 0 tells the others: a candidate, or what came of all of them."""
@@ -130,7 +129,8 @@ class _Search:
         if found is None:
             return {"rejected": self._candidates.rejected, "name": None}
         one = found.checkpoint
-        return {"rejected": [], "name": one.path.name, **one.manifest.told()}
+        summary = one.manifest.summary().to_json()
+        return {"rejected": [], "name": one.path.name, "manifest": summary}
 
     def _complaints(self, turn: int, found: Found) -> str | None:
         """Why a candidate is rejected, by whichever rank; None when it is good."""

@@ -13,17 +13,13 @@ compare their ``layout`` to be sure.
 from __future__ import annotations
 
 import heapq
-import itertools
-from array import array
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
-from typing import Any, TypeAlias
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 
-from hydroslurm.checkpoint.outline import NoOutlineError, Outline
 from hydroslurm.checkpoint.tensor_file import Piece, frozen_part, is_frozen_part
-from hydroslurm.checkpoint.tree import JsonValue, encode, is_dtensor
+from hydroslurm.checkpoint.tree import encode, is_dtensor
 from hydroslurm.checkpoint.write_plan import Layout, State, Whole, WritePlan
 from hydroslurm.errors import UnsavableState, UsageError
 
@@ -33,11 +29,8 @@ like parameters and optimizer states under DDP. Smaller ones are rank 0's: the B
 of DDP ranks differ, and rank 0's are the ones that torch.save would have kept."""
 
 
-def divide(state: State, *, rank: int, world_size: int, known: Layout | None = None) -> WritePlan:
+def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
     """What this rank writes of a state.
-
-    Args:
-        known: the layout of an earlier one, which is the new plan's as well if it still fits.
 
     Raises:
         UnsavableState: the state holds what cannot be saved.
@@ -47,118 +40,42 @@ def divide(state: State, *, rank: int, world_size: int, known: Layout | None = N
         if not isinstance(name, str) or not name or name.startswith("$"):
             raise UsageError(f"a state's name must be a word that does not begin with $: {name!r}")
     own_tree, own = encode(dict(state.own), prefix=f"rank-{rank:05d}")
+    shared_tree, shared = encode(dict(state.shared), prefix="shared")
     assert isinstance(own_tree, dict)
-    whole, frozen = dict(state.shared), frozenset(state.frozen)
-    if known is not None and (known.rank, known.world_size) == (rank, world_size):
-        again = _again(whole, own, known, frozen)
-        if again is not None:
-            tree, tensors, still = again
-            return WritePlan(known, tree, own_tree, tensors, still)
-    shared_tree, shared = encode(whole, prefix="shared")
     assert isinstance(shared_tree, dict)
-    outline = None
-    with suppress(NoOutlineError):
-        outline = Outline(whole, shared_tree, prefix="shared")
-    layout, tensors, still = _laid_out(
-        shared, own, outline, frozen=frozen, rank=rank, world_size=world_size
-    )
-    if outline is None and known == layout:
-        layout = known
-    return WritePlan(layout, shared_tree, own_tree, tensors, still)
-
-
-_Tensors: TypeAlias = "tuple[torch.Tensor, ...]"
-
-
-def _again(
-    whole: Mapping[str, Any],
-    own: Mapping[str, torch.Tensor],
-    known: Layout,
-    frozen: Collection[int],
-) -> tuple[dict[str, JsonValue], _Tensors, _Tensors] | None:
-    """The tree and the tensors, those that are frozen apart, of a state that is laid out as another
-    one was; None if it is not."""
-    if known.outline is None:
-        return None
-    pieces = tuple(_piece_of_own(key, one) for key, one in own.items())
-    if pieces != known.pieces[len(known.taken) :]:
-        return None
-    found = known.outline.again(whole)
-    if found is None:
-        return None
-    tree, tensors = found
-    assert isinstance(tree, dict)
-    if frozen or known.frozen_numbers:
-        now = [number for number, one in enumerate(tensors) if _is_frozen(one, frozen)]
-        if now != known.frozen_numbers:
-            return None
-    still = tuple(tensors[number] for number in known.taken_frozen)
-    if len(known.taken) != len(tensors):
-        tensors = [tensors[number] for number in known.taken]
-    return tree, (*tensors, *own.values()), still
-
-
-def _laid_out(
-    shared: Mapping[str, torch.Tensor],
-    own: Mapping[str, torch.Tensor],
-    outline: Outline | None,
-    *,
-    frozen: Collection[int],
-    rank: int,
-    world_size: int,
-) -> tuple[Layout, _Tensors, _Tensors]:
+    frozen = frozenset(state.frozen)
     writers = _writers(shared, frozen, world_size)
-    same: dict[tuple[int, ...], tuple[int, ...]] = {}  # of thousands of shapes few differ
-    mine, still, wholes = _Mine(same), _Mine(same), list[Whole]()
-    plain, frozen_bytes = itertools.count(), 0
+    pieces: dict[bool, list[Piece]] = {False: [], True: []}  # whether it is frozen
+    tensors: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    wholes, frozen_bytes = list[Whole](), 0
     for key, one in shared.items():
-        shape = tuple(one.shape)
-        shape = same.setdefault(shape, shape)
+        part: tuple[tuple[int, ...], torch.Tensor] | None
         if is_dtensor(one):
-            wholes.append((key, shape, one.dtype, None))
-            local_part = one.to_local()  # type: ignore[attr-defined]
-            frozen_bytes += _bytes([one]) if _is_frozen(local_part, frozen) else 0
-            part = _part_of_dtensor(key, one)
-            if part is not None:
-                offsets, local = part
-                (still if _is_frozen(local, frozen) else mine).add(key, shape, offsets, local)
-            continue
-        number, writer = next(plain), writers[key]
-        frozen_bytes += one.nbytes if is_frozen_part(writer) else 0
-        if writer in (rank, frozen_part(rank)):
-            taker = mine if writer == rank else still
-            taker.add(key, shape, (0,) * len(shape), one)
-            taker.taken.append(number)
-        wholes.append((key, shape, one.dtype, writer))
+            writer, part = None, _part_of_dtensor(key, one)
+            is_frozen = _is_frozen(one.to_local(), frozen)  # type: ignore[attr-defined]
+        else:
+            writer = writers[key]
+            is_frozen = is_frozen_part(writer)
+            is_mine = writer in (rank, frozen_part(rank))
+            part = ((0,) * one.dim(), one) if is_mine else None
+        wholes.append((key, tuple(one.shape), one.dtype, writer))
+        frozen_bytes += size_bytes(one) if is_frozen else 0
+        if part is not None:
+            offsets, tensor = part
+            pieces[is_frozen].append(_piece(key, tuple(one.shape), offsets, tensor))
+            tensors[is_frozen].append(tensor)
     layout = Layout(
         rank=rank,
         world_size=world_size,
-        pieces=(*mine.pieces, *(_piece_of_own(key, one) for key, one in own.items())),
-        frozen=tuple(still.pieces),
-        taken=mine.taken,
-        taken_frozen=still.taken,
+        pieces=(*pieces[False], *(_piece_of_own(key, one) for key, one in own.items())),
+        frozen=tuple(pieces[True]),
         wholes=tuple(wholes),
-        state_bytes=_bytes(shared.values()) + world_size * _bytes(own.values()),
+        state_bytes=sum(map(size_bytes, shared.values()))
+        + world_size * sum(map(size_bytes, own.values())),
         frozen_bytes=frozen_bytes,
-        outline=outline,
     )
-    return layout, (*mine.tensors, *own.values()), tuple(still.tensors)
-
-
-class _Mine:
-    """What a rank writes into one file."""
-
-    def __init__(self, same: dict[tuple[int, ...], tuple[int, ...]]) -> None:
-        self.pieces: list[Piece] = []
-        self.tensors: list[torch.Tensor] = []
-        self.taken = array("q")  # a tenth of what a tuple of thousands of numbers takes
-        self._same = same
-
-    def add(
-        self, key: str, shape: tuple[int, ...], offsets: tuple[int, ...], tensor: torch.Tensor
-    ) -> None:
-        self.pieces.append(_piece(key, shape, offsets, tensor, self._same))
-        self.tensors.append(tensor)
+    mine = (*tensors[False], *own.values())
+    return WritePlan(layout, shared_tree, own_tree, mine, tuple(tensors[True]))
 
 
 def _writers(
@@ -205,16 +122,10 @@ def owners(sizes_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
 
 
 def _piece(
-    key: str,
-    shape: tuple[int, ...],
-    offsets: tuple[int, ...],
-    tensor: torch.Tensor,
-    same: dict[tuple[int, ...], tuple[int, ...]],
+    key: str, shape: tuple[int, ...], offsets: tuple[int, ...], tensor: torch.Tensor
 ) -> Piece:
-    sizes, strides = tuple(tensor.shape), tensor.stride()
-    sizes, strides = same.setdefault(sizes, sizes), same.setdefault(strides, strides)
-    offsets = same.setdefault(offsets, offsets)
-    return Piece(key, shape, offsets, sizes, strides, tensor.dtype, tensor.is_cuda)
+    sizes = tuple(tensor.shape)
+    return Piece(key, shape, offsets, sizes, tensor.stride(), tensor.dtype, tensor.is_cuda)
 
 
 def _piece_of_own(key: str, tensor: torch.Tensor) -> Piece:
@@ -223,7 +134,7 @@ def _piece_of_own(key: str, tensor: torch.Tensor) -> Piece:
             f"{key} is a DTensor in what is one rank's own; tensors that the ranks share belong to "
             "the state that they have in common: register the object that holds it"
         )
-    return _piece(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor, {})
+    return _piece(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 def _part_of_dtensor(key: str, tensor: Any) -> tuple[tuple[int, ...], torch.Tensor] | None:
@@ -262,5 +173,6 @@ def box_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def size_bytes(tensor: torch.Tensor) -> int:
+    """Of the values of a tensor; of a DTensor, of the whole."""
+    return tensor.numel() * tensor.element_size()

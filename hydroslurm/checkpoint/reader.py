@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,10 @@ from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_file import (
     Chunk,
     PartIndex,
-    are_sizes,
     frozen_part,
     index_name,
     is_frozen_part,
+    is_size,
     parse,
     part_name,
     parts_among,
@@ -76,7 +75,7 @@ class CheckpointFiles:
             state, tensors = body["state"], body["tensors"]
             if not isinstance(state, dict) or not isinstance(tensors, dict):
                 raise TypeError("it holds no state")
-            found = _shared_tensors(tensors)
+            found = {key: _shared_tensor(*row) for key, row in tensors.items()}
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointCorrupt(f"{path} cannot be read: {error!s:.200}") from error
         return Shared(state, found)
@@ -292,17 +291,12 @@ def _likely(plain: Iterable[SharedTensor], landings: Iterable[Landing], first: i
     return found | ranks | {frozen_part(rank) for rank in ranks}
 
 
-def _shared_tensors(rows: Mapping[str, Any]) -> dict[str, SharedTensor]:
-    """Raises TypeError or ValueError: one is none. All are looked at together: a call for each of
-    thousands takes longer than reading it."""
-    if not rows:
-        return {}
-    shapes, dtypes, writers = zip(*rows.values(), strict=True)
-    if set(map(type, shapes)) != {list} or not are_sizes(chain(*shapes)):
-        raise ValueError("there is a tensor whose shape is none")
-    for dtype in set(dtypes):
-        if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise TypeError(f"a tensor of {dtype!r:.80}")
-    if not set(map(type, writers)) <= {int, type(None)}:
-        raise TypeError("there is a tensor whose writer is no rank")
-    return dict(zip(rows, map(SharedTensor, map(tuple, shapes), dtypes, writers), strict=True))
+def _shared_tensor(shape: Any, dtype: Any, writer: Any) -> SharedTensor:
+    """Raises TypeError or ValueError: it is none."""
+    if not isinstance(shape, list) or not all(map(is_size, shape)):
+        raise ValueError(f"there is a tensor whose shape is {shape!r:.80}")
+    if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise TypeError(f"a tensor of {dtype!r:.80}")
+    if writer is not None and type(writer) is not int:
+        raise TypeError(f"there is a tensor whose writer is {writer!r:.80}")
+    return SharedTensor(tuple(shape), dtype, writer)

@@ -181,7 +181,7 @@ class Save:
     def _chosen_by_rank_0(self, answer: Mapping[str, Any]) -> Place | Checkpoint:
         """What lies in the folder is removed when the save fails: so its name must be one that only
         a save can have chosen."""
-        told = checked(answer, rank=0, name=str, manifest=str, digest=str)
+        told = checked(answer, rank=0, name=str, manifest=str)
         name, step = told["name"], self._round.step
         final = folders.target_of(name, step)
         if final is None and folders.step_of(name) != step:
@@ -191,7 +191,7 @@ class Save:
             )
         path = self._directory / name
         if final is None:
-            return self._trusted(as_told(told, path, storage=self._storage))
+            return self._trusted(as_told(told, path))
         return Place(path, path.parent / final, Manifest.from_json(told["manifest"], where=path))
 
     def _write(self, folder: Path, plan: WritePlan) -> tuple[Parts, Mapping[str, FileEntry]]:
@@ -239,7 +239,7 @@ class Save:
             if self._rank == left[0]:
                 try:
                     mine = Checkpoint(place.target, self._finish(place, describe))
-                    answer = mine.manifest.told()
+                    answer = {"manifest": mine.manifest.summary().to_json()}
                 except Exception as error:
                     answer = failed(self._explained(error))
             try:
@@ -257,8 +257,8 @@ class Save:
                 continue
             with self._removing(place.folder):
                 raise_failures(answers, self._round.not_saved)
-            told = checked(answers[left[0]], rank=left[0], manifest=str, digest=str)
-            return self._trusted(mine or as_told(told, place.target, storage=self._storage))
+            told = checked(answers[left[0]], rank=left[0], manifest=str)
+            return self._trusted(mine or as_told(told, place.target))
         raise AssertionError("this rank is left at least")
 
     def _finish(self, place: Place, describe: Callable[[], Manifest]) -> Manifest:
@@ -379,5 +379,5 @@ def _is_of(place: Place, found: Manifest) -> bool:
 def _told(chosen: Place | Checkpoint) -> dict[str, str]:
     """What rank 0 has chosen, for the others."""
     if isinstance(chosen, Place):
-        return {"name": chosen.folder.name, **chosen.header.told()}
-    return {"name": chosen.path.name, **chosen.manifest.told()}
+        return {"name": chosen.folder.name, "manifest": chosen.header.to_json()}
+    return {"name": chosen.path.name, "manifest": chosen.manifest.summary().to_json()}

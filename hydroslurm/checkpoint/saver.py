@@ -26,7 +26,7 @@ from hydroslurm.checkpoint.save_round import PATIENCE_S, Peers, SaveRound
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.state_writer import SaveRequest, StateWriter
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.checkpoint.write_plan import Layout, WritePlan
+from hydroslurm.checkpoint.write_plan import WritePlan
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.memory import Room, room
 from hydroslurm.errors import (
@@ -92,7 +92,6 @@ class Saver:
         self._on_save_error = on_save_error
         self._owner_pid = os.getpid()
         self._state = 0
-        self._layout: Layout | None = None
         self._staging = Staging(exempt=exempt, room=room)
         self._saves = AsyncSaves(exempt=exempt, after=self._writer.prune)
 
@@ -347,10 +346,7 @@ class Saver:
 
     def _divide(self, state: State) -> WritePlan:
         """The one walk over the state that a save makes; raises UnsavableState."""
-        rank, world_size = self._peers.rank, self._peers.world_size
-        plan = divide(state, rank=rank, world_size=world_size, known=self._layout)
-        self._layout = plan.layout
-        return plan
+        return divide(state, rank=self._peers.rank, world_size=self._peers.world_size)
 
     def _plan(self, state: State) -> WritePlan:
         """The write plan of a save, with whether what is frozen need be written."""

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import mmap
 import threading
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import compress
 
 import torch
 
 from hydroslurm.checkpoint.pages import map_pages, populate
-from hydroslurm.checkpoint.tensor_bytes import SMALL_BYTES, copy_raw, is_plain
-from hydroslurm.checkpoint.write_plan import Layout, WritePlan
+from hydroslurm.checkpoint.planner import size_bytes
+from hydroslurm.checkpoint.tensor_bytes import bytes_of
+from hydroslurm.checkpoint.tensor_file import Piece
+from hydroslurm.checkpoint.write_plan import WritePlan
 from hydroslurm.core.memory import Room, room
 
 CHUNK_BYTES = 256 * 2**20
@@ -51,7 +51,8 @@ class Staging:
         self._exempt = exempt
         self._room = room
         self._pageable, self._pinned = _Arena(pinned=False), _Arena(pinned=True)
-        self._copies: _Copies | None = None
+        self._pieces: tuple[Piece, ...] = ()
+        self._copies: tuple[torch.Tensor, ...] | None = None
         self._reserving: threading.Thread | None = None
         self._refused = ""
         self._lacking = ""
@@ -80,7 +81,7 @@ class Staging:
 
         def reserve() -> None:
             with self._exempt():
-                self._copies = self._make_copies(plan)
+                self._make_copies(plan)
                 self._pageable.touch()
 
         self._reserving = threading.Thread(target=reserve, name="hydroslurm-reserve", daemon=False)
@@ -101,18 +102,18 @@ class Staging:
         self.join()  # touching the rest ahead of the copy takes half as long as touching it in it
         if self._refused:
             return None
-        copies = self._copies
-        if copies is None or not copies.are_of(plan.layout):
+        copies = self._copies if self._pieces == plan.layout.pieces else None
+        if copies is None:
             self._copies = None
             if not self._may_hold(plan):
                 self._pageable, self._pinned = _Arena(pinned=False), _Arena(pinned=True)
                 return None
-            copies = self._copies = self._make_copies(plan)
+            copies = self._make_copies(plan)
         frozen = None if plan.is_stored else self._copy_of_frozen(plan)
         if frozen is None and not plan.is_stored:
             return None
-        copies.fill(plan.tensors)
-        return replace(plan, tensors=copies.tensors, frozen=frozen)
+        _fill(copies, plan.tensors)
+        return replace(plan, tensors=copies, frozen=frozen)
 
     def _copy_of_frozen(self, plan: WritePlan) -> tuple[torch.Tensor, ...] | None:
         """In memory of its own, which is not kept: it is written once. None if there is none."""
@@ -123,11 +124,15 @@ class Staging:
             return None
         return tuple(torch.empty_like(one, device="cpu").copy_(one) for one in tensors)
 
-    def _make_copies(self, plan: WritePlan) -> _Copies:
+    def _make_copies(self, plan: WritePlan) -> tuple[torch.Tensor, ...]:
         sizes = _sizes(plan)
         self._pageable.rewind(sizes[False])
         self._pinned.rewind(sizes[True])
-        return _Copies(plan.layout, tuple(self._arena(one).like(one) for one in plan.tensors))
+        copies = tuple(
+            (self._pinned if one.is_cuda else self._pageable).like(one) for one in plan.tensors
+        )
+        self._pieces, self._copies = plan.layout.pieces, copies
+        return copies
 
     def _may_hold(self, plan: WritePlan) -> bool:
         """Whether there is memory for a copy. A refusal is final: what was too much after one step
@@ -148,53 +153,18 @@ class Staging:
             f"{room.free_bytes / 1e6:,.0f} MB may be taken ({room.message})"
         )
 
-    def _arena(self, tensor: torch.Tensor) -> _Arena:
-        return self._pinned if tensor.is_cuda else self._pageable
 
-
-class _Copies:
-    """Tensors in staging memory, for a state of one layout."""
-
-    def __init__(self, layout: Layout, tensors: tuple[torch.Tensor, ...]) -> None:
-        self.tensors = tensors
-        self._layout = layout
-        pairs = tuple(zip(layout.pieces, tensors, strict=True))
-        on_cuda = [piece.on_cuda for piece, _ in pairs]
-        small = [  # and whose values lie there as they lie here, one after the other
-            piece.size_bytes < SMALL_BYTES
-            and not piece.on_cuda
-            and piece.strides == copy.stride()
-            and is_plain(copy)
-            for piece, copy in pairs
-        ]
-        large = [not one and not two for one, two in zip(on_cuda, small, strict=True)]
-        self._small, self._large, self._on_cuda = small, large, on_cuda
-        self._addresses = array("Q", (one.data_ptr() for one in compress(tensors, small)))
-        self._sizes = array("Q", (one.nbytes for one in compress(tensors, small)))
-
-    def are_of(self, layout: Layout) -> bool:
-        """Whether a state of this layout can be copied into them."""
-        return layout is self._layout or layout.pieces == self._layout.pieces
-
-    def fill(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Small ones by their addresses: calling torch takes longer than copying them, even if it
-        is called once for all. The others in one call for those of a kind."""
-        sources = map(torch.Tensor.data_ptr, compress(tensors, self._small))
-        for to, of, wanted_bytes in zip(self._addresses, sources, self._sizes, strict=True):
-            copy_raw(to, of, wanted_bytes)
-        with torch.no_grad():
-            for of_kind, is_cuda in ((self._large, False), (self._on_cuda, True)):
-                to_these = list(compress(self.tensors, of_kind))
-                of_these = list(compress(tensors, of_kind))
-                if to_these:
-                    torch._foreach_copy_(to_these, of_these, non_blocking=is_cuda)
-        for device in {one.device for one in compress(tensors, self._on_cuda)}:
-            torch.cuda.synchronize(device)
-
-
-def size_bytes(tensor: torch.Tensor) -> int:
-    """Of the values of a tensor."""
-    return tensor.numel() * tensor.element_size()
+def _fill(copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for is_cuda in (False, True):
+            pairs = [
+                (to, of) for to, of in zip(copies, tensors, strict=True) if of.is_cuda is is_cuda
+            ]
+            if pairs:
+                to_these, of_these = map(list, zip(*pairs, strict=True))
+                torch._foreach_copy_(to_these, of_these, non_blocking=is_cuda)
+    for device in {one.device for one in tensors if one.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def _sizes(plan: WritePlan) -> dict[bool, int]:
@@ -210,14 +180,13 @@ class _Arena:
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
-        self._pieces: list[memoryview] = []
-        self._storages: list[torch.UntypedStorage] = []
+        self._pieces: list[torch.Tensor] = []
         self._used: list[int] = []
         self._expected_bytes = 0
 
     @property
     def capacity_bytes(self) -> int:
-        return sum(len(piece) for piece in self._pieces)
+        return sum(map(len, self._pieces))
 
     def rewind(self, expected_bytes: int) -> None:
         """Begin again; so many bytes will be asked for, plus alignment."""
@@ -237,12 +206,9 @@ class _Arena:
         if wanted_bytes == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         piece, start = self._take(wanted_bytes)
-        strides = (
-            tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
-        ).stride()
-        # set_ instead of a view or frombuffer: with an object less to keep for each of thousands
+        strides = torch.empty_like(tensor, device="meta").stride()
         return torch.empty(0, dtype=tensor.dtype).set_(
-            self._storages[piece], start // tensor.itemsize, tensor.shape, strides
+            piece.untyped_storage(), start // tensor.itemsize, tensor.shape, strides
         )
 
     def touch(self) -> None:
@@ -250,11 +216,11 @@ class _Arena:
         for piece in self._pieces:
             for start in range(0, len(piece), _TOUCH_BYTES):
                 part = piece[start : start + _TOUCH_BYTES]
-                if not populate(part):
-                    torch.frombuffer(part, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
+                if not populate(bytes_of(part)):
+                    part[:: mmap.PAGESIZE].zero_()
 
-    def _take(self, wanted_bytes: int) -> tuple[int, int]:
-        """The number of a piece, and where in it so much room begins."""
+    def _take(self, wanted_bytes: int) -> tuple[torch.Tensor, int]:
+        """A piece, and where in it so much room begins."""
         for index, piece in enumerate(self._pieces):
             start = self._used[index]
             if start + wanted_bytes <= len(piece):
@@ -262,21 +228,17 @@ class _Arena:
         else:
             index, start, piece = len(self._pieces), 0, self._new(wanted_bytes)
             self._pieces.append(piece)
-            self._storages.append(torch.frombuffer(piece, dtype=torch.uint8).untyped_storage())
             self._used.append(0)
         # aligned for every dtype, and on a cache line of its own
         self._used[index] = start + -(-wanted_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         self._expected_bytes -= wanted_bytes
-        return index, start
+        return piece, start
 
-    def _new(self, wanted_bytes: int) -> memoryview:
+    def _new(self, wanted_bytes: int) -> torch.Tensor:
         wanted_bytes = max(wanted_bytes, min(CHUNK_BYTES, _with_slack(self._expected_bytes)))
         if self._pinned:
-            pinned = torch.empty(wanted_bytes, dtype=torch.uint8, pin_memory=True)
-            return memoryview(pinned.numpy())  # type: ignore[arg-type]
-        # Inherited by a child (a DataLoader worker), every page would become copy-on-write, and the
-        # next copy would stall the training as long as the first.
-        return memoryview(map_pages(wanted_bytes, inherited=False))
+            return torch.empty(wanted_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.frombuffer(map_pages(wanted_bytes), dtype=torch.uint8)
 
 
 def _with_slack(expected_bytes: int) -> int:

@@ -68,8 +68,9 @@ class StateWriter:
         self._newest = 0, checkpoint
         # a newer one that was passed over is damaged, and may share what is with an older one
         passed_over = any(one.key > checkpoint.key for one in self._earlier)
-        for one in [checkpoint] if passed_over else self._earlier:
-            self._store.continues_from(one)
+        for one in self._earlier:
+            if one.key == checkpoint.key or not passed_over:
+                self._store.continues_from(one)
         self._earlier.clear()
 
     def has_frozen(self, plan: WritePlan) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from hydroslurm.checkpoint import commit, manifest, reader, retention
-from hydroslurm.checkpoint.catalog import Checkpoint, Problem, as_told, look
+from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look, read_again
 from hydroslurm.checkpoint.checking import Checker
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES
 from hydroslurm.checkpoint.frozen import FrozenFiles
@@ -194,7 +194,6 @@ class CheckpointStore:
         """
         with self.pins.holding(), without_gc():
             self.pins.pin(checkpoint.path)
-            self._checker.require_same(checkpoint)
             return reader.read_state(
                 self.files_of(checkpoint), rank=self._rank, only=only, like=like
             )
@@ -208,15 +207,15 @@ class CheckpointStore:
         """
         return reader.read_own(self.files_of(checkpoint), rank=rank)
 
-    def as_told(self, told: Mapping[str, Any], path: Path) -> Checkpoint:
-        """As ``catalog.as_told``."""
-        return as_told(told, path, storage=self._storage)
-
     def files_of(self, checkpoint: Checkpoint) -> reader.CheckpointFiles:
-        """The files of a checkpoint, to be read and verified one by one."""
-        return reader.CheckpointFiles(
-            checkpoint.path, checkpoint.manifest.files, storage=self._storage
-        )
+        """The files of a checkpoint, to be read and verified one by one.
+
+        Raises:
+            CheckpointCorrupt: it is gone or is another one.
+            CheckpointError: someone else may have written it.
+        """
+        files = read_again(checkpoint, storage=self._storage).files
+        return reader.CheckpointFiles(checkpoint.path, files, storage=self._storage)
 
     def revoke_others(self) -> None:
         """End all saves of other processes (see ``commit.revoke``). For an attempt that has claimed

@@ -11,11 +11,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,11 +59,6 @@ _DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, tor
 """By the name that an index has."""
 
 
-SMALL_BYTES = 16 << 10
-"""Of a small piece at most. An optimizer may keep such a tensor, the number of its steps, when it
-has copied all the others to a device: what lies in one memory with it must not be much."""
-
-
 class Piece(NamedTuple):
     """What a tensor that is written looks like: a part of a whole one, a box inside.
 
@@ -95,18 +87,16 @@ class Laid(NamedTuple):
 
     Attributes:
         header: the beginning of the file. order: the numbers of the pieces that follow it.
-        chunks: their lines of the index.
+        chunks: those of the index, as JSON.
     """
 
     header: bytes
-    order: array[int]
+    order: list[int]
     chunks: bytes
 
 
 class Chunk(NamedTuple):
     """A piece of a tensor, and where it is in its rank's file.
-
-    There are thousands: a named tuple is made in half the time.
 
     Attributes:
         key: of the whole tensor. shape: of the whole tensor. dtype: its name without ``torch.``.
@@ -165,7 +155,7 @@ class PartIndex:
             index = cls(
                 rank=body["rank"],
                 own=body["own"],
-                chunks=_chunks(body["chunks"]),
+                chunks=tuple(_chunk(*row) for row in body["chunks"]),
                 blocks=tuple(body["blocks"]),
                 fingerprint=str(body.get("fingerprint", "")),
             )
@@ -238,44 +228,29 @@ def parse(text: bytes) -> dict[str, Any]:
 
 
 def lay_out(pieces: Sequence[Piece], *, rank: int) -> Laid:
-    """How pieces lie in a rank's file: by the size of their elements, and so that a reader can take
-    those of a kind in one go, with all of them aligned."""
-    order = sorted(range(len(pieces)), key=lambda place: _kind_of(pieces[place]))
+    """How pieces lie in a rank's file: by the size of their elements."""
+    order = sorted(range(len(pieces)), key=lambda place: -pieces[place].dtype.itemsize)
     said = "a part of a checkpoint of hydroslurm: its .json says where each piece belongs"
-    about = json.dumps({"format": "pt", "rank": str(rank), "about": said}, separators=(",", ":"))
-    lines, end = [f'{{"__metadata__":{about}'.encode()], 0
+    about = {"format": "pt", "rank": str(rank), "about": said}
+    header: dict[str, Any] = {"__metadata__": about}
+    end, places = 0, []
     for piece in (pieces[place] for place in order):
+        places.append(end)
         begin, end = end, end + piece.size_bytes
         known = _NAMES.get(piece.dtype)
-        told = _numbers(piece.sizes if known else (end - begin,))
-        lines.append(
-            f',{encode_basestring_ascii(piece.key)}:{{"dtype":"{known or "U8"}","shape":{told},'
-            f'"data_offsets":[{begin},{end}]}}'.encode()
-        )
-    lines.append(b"}")
-    text_bytes = sum(map(len, lines))
-    text_bytes += (padding := -(text_bytes + 8) % ALIGN_BYTES)
-    header = b"".join((text_bytes.to_bytes(8, "little"), *lines, b" " * padding))
-    lines.clear()  # as large as the header
-    end = len(header)
-    names = {piece.dtype: json.dumps(dtype_name(piece.dtype)) for piece in pieces}
-    for piece in (pieces[place] for place in order):
-        lines.append(
-            f"[{encode_basestring_ascii(piece.key)},{_numbers(piece.shape)},{names[piece.dtype]},"
-            f"{_numbers(piece.offsets)},{_numbers(piece.sizes)},{end}]".encode()
-        )
-        end += piece.size_bytes
-    return Laid(header, array("q", order), b",".join(lines))
-
-
-def _kind_of(piece: Piece) -> tuple[int, int]:
-    """Small ones, large ones, those behind which nothing is aligned, single values."""
-    size_bytes, item_bytes = piece.size_bytes, piece.dtype.itemsize
-    if size_bytes == item_bytes:
-        return -item_bytes, 3
-    if size_bytes % ALIGN_BYTES:
-        return -item_bytes, 2
-    return -item_bytes, int(size_bytes >= SMALL_BYTES)
+        header[piece.key] = {
+            "dtype": known or "U8",
+            "shape": piece.sizes if known else (end - begin,),
+            "data_offsets": (begin, end),
+        }
+    text = _json(header)
+    text += b" " * (-(len(text) + 8) % ALIGN_BYTES)
+    first = len(text) + 8
+    chunks = [
+        Chunk(one.key, one.shape, dtype_name(one.dtype), one.offsets, one.sizes, first + begin)
+        for one, begin in zip((pieces[place] for place in order), places, strict=True)
+    ]
+    return Laid(len(text).to_bytes(8, "little") + text, order, _json(chunks))
 
 
 def index_text(
@@ -290,8 +265,7 @@ def index_text(
     found = {"rank": rank, "own": own, "blocks": tuple(blocks)}
     if fingerprint:
         found["fingerprint"] = fingerprint
-    around = json.dumps(found, allow_nan=False, separators=(",", ":"))
-    return around[:-1].encode(), b',"chunks":[', laid.chunks, b"]}"
+    return _json(found)[:-1], b',"chunks":', laid.chunks, b"}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -299,57 +273,29 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _numbers(numbers: Sequence[int]) -> str:
-    """As json.dumps makes them."""
-    return f"[{','.join(map(str, numbers))}]"
+def is_size(number: Any) -> bool:
+    """Whether this can be a size, or a place in a file."""
+    return type(number) is int and 0 <= number < 1 << 63
 
 
-def are_sizes(numbers: Iterable[Any]) -> bool:
-    """Whether all of them can be sizes, or places in a file."""
-    found = list(numbers)
-    return set(map(type, found)) <= {int} and (
-        not found or (min(found) >= 0 and max(found) < 1 << 63)
-    )
-
-
-def _chunks(rows: Any) -> tuple[Chunk, ...]:
-    """Of an index; all of them are looked at together, each on its own only to say what is wrong.
-    Raises TypeError or ValueError: one is none."""
-    if rows == []:
-        return ()
-    keys, shapes, dtypes, offsets, sizes, places = zip(*rows, strict=True)
-    boxes = [*shapes, *offsets, *sizes]
-    lengths = [list(map(len, one)) for one in (shapes, offsets, sizes)]
-    if (
-        set(map(type, boxes)) != {list}
-        or not lengths[0] == lengths[1] == lengths[2]
-        or not are_sizes(chain(chain.from_iterable(boxes), places))
-        or set(map(type, keys)) != {str}
-        or not set(dtypes) <= _DTYPES.keys()
-        or not all(map(_fits, *map(chain.from_iterable, (offsets, sizes, shapes))))
-    ):
-        return tuple(_chunk(*one) for one in rows)
-    in_shape, at, of_size = (map(tuple, one) for one in (shapes, offsets, sizes))
-    return tuple(map(Chunk, keys, in_shape, dtypes, at, of_size, places))
+def _json(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _chunk(key: Any, shape: Any, dtype: Any, offsets: Any, sizes: Any, at_bytes: Any) -> Chunk:
     """Raises TypeError or ValueError: it is none."""
     chunk = Chunk(key, tuple(shape), dtype, tuple(offsets), tuple(sizes), at_bytes)
     numbers = (*chunk.shape, *chunk.offsets, *chunk.sizes, at_bytes)
-    if set(map(type, numbers)) != {int} or min(numbers) < 0 or max(numbers) >= 1 << 63:
+    if not all(map(is_size, numbers)):
         raise ValueError(f"a piece of {key!r:.80} lies at {numbers}")
     if not isinstance(key, str) or dtype not in _DTYPES:
         raise TypeError(f"{key!r:.80} is a tensor of {dtype!r:.80}")
-    if len({len(chunk.shape), len(chunk.offsets), len(chunk.sizes)}) != 1 or not all(
-        map(_fits, chunk.offsets, chunk.sizes, chunk.shape)
+    if len({len(chunk.shape), len(chunk.offsets), len(chunk.sizes)}) != 1 or any(
+        at + size > whole
+        for at, size, whole in zip(chunk.offsets, chunk.sizes, chunk.shape, strict=True)
     ):
         raise ValueError(f"a piece of {key!r:.80} lies outside of it: {numbers}")
     return chunk
-
-
-def _fits(at: int, size: int, whole: int) -> bool:
-    return at + size <= whole
 
 
 def _require_inside(index: PartIndex, tensors: FileEntry) -> None:
@@ -359,11 +305,10 @@ def _require_inside(index: PartIndex, tensors: FileEntry) -> None:
         ValueError, TypeError, OverflowError: they do, or the file is another one.
     """
     end = 0
-    item_bytes = {name: one.itemsize for name, one in _DTYPES.items()}
-    for key, _, dtype, _, sizes, at_bytes in index.chunks:
-        if at_bytes < end or at_bytes % item_bytes[dtype]:
-            raise ValueError(f"{key!r:.80} lies at {at_bytes}, after {end} bytes")
-        end = at_bytes + math.prod(sizes) * item_bytes[dtype]
+    for chunk in index.chunks:
+        if chunk.at_bytes < end or chunk.at_bytes % chunk.torch_dtype.itemsize:
+            raise ValueError(f"{chunk.key!r:.80} lies at {chunk.at_bytes}, after {end} bytes")
+        end = chunk.at_bytes + chunk.size_bytes
     if end > tensors.size_bytes:
         raise ValueError(f"{end} bytes of tensors are in a file of {tensors.size_bytes}")
     if len(index.blocks) != -(-tensors.size_bytes // BLOCK_BYTES):

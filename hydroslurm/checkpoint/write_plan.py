@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from hydroslurm.checkpoint.outline import Outline
 from hydroslurm.checkpoint.tensor_file import Laid, Piece, dtype_name, is_frozen_part, lay_out
 from hydroslurm.checkpoint.tree import JsonValue
 
@@ -36,7 +34,7 @@ class State:
 
 
 class SharedTensor(NamedTuple):
-    """A tensor that all ranks share. A named tuple, because there are thousands.
+    """A tensor that all ranks share.
 
     Attributes:
         dtype: its name without ``torch.``.
@@ -54,31 +52,24 @@ Whole: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, "int | None"]
 
 @dataclass(frozen=True)
 class Layout:
-    """What one rank writes of every state that looks alike, without the values. A saver keeps it
-    from save to save, with the texts that are made of it.
+    """What one rank writes of every state that looks alike, without the values.
 
     Attributes:
         pieces: the tensors, or parts of them, that this rank writes: of what is shared, then own.
         frozen: the same of what is frozen.
-        taken: of the plain tensors that the ranks share, in the order of their keys, the numbers of
-            those among ``pieces``. taken_frozen: of those among ``frozen``.
         wholes: of every tensor that the ranks share: key, shape, dtype, and its writer (see
             :class:`SharedTensor`). What is made of it is not made while the training waits.
         state_bytes: of the state of all ranks, assuming that each has as much of its own.
         frozen_bytes: of it, what is frozen.
-        outline: of what is shared; None if that must be walked each time.
     """
 
     rank: int
     world_size: int
     pieces: tuple[Piece, ...]
     frozen: tuple[Piece, ...]
-    taken: array[int]
-    taken_frozen: array[int]
     wholes: tuple[Whole, ...]
     state_bytes: int
     frozen_bytes: int
-    outline: Outline | None = field(compare=False)
 
     @cached_property
     def laid(self) -> Laid:
@@ -91,17 +82,10 @@ class Layout:
         return lay_out(self.frozen, rank=self.rank)
 
     @cached_property
-    def frozen_numbers(self) -> Sequence[int]:
-        """Of the plain tensors that the ranks share, the numbers of those that are frozen."""
-        writers = [writer for *_, writer in self.wholes if writer is not None]
-        return [number for number, writer in enumerate(writers) if is_frozen_part(writer)]
-
-    @cached_property
     def shared_tensors(self) -> bytes:
         """Of the tensors that the ranks share: key -> shape, dtype, writer, as JSON."""
-        names = {dtype: dtype_name(dtype) for _, _, dtype, _ in self.wholes}
         found = {
-            key: SharedTensor(shape, names[dtype], writer)
+            key: SharedTensor(shape, dtype_name(dtype), writer)
             for key, shape, dtype, writer in self.wholes
         }
         return json.dumps(found, separators=(",", ":")).encode()

@@ -27,7 +27,7 @@ from hydroslurm.checkpoint.frozen import FrozenFiles
 from hydroslurm.checkpoint.manifest import FileEntry, file_entries
 from hydroslurm.checkpoint.save_round import checked
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.tensor_bytes import GATHER_BYTES, packed
+from hydroslurm.checkpoint.tensor_bytes import packed
 from hydroslurm.checkpoint.tensor_file import (
     frozen_part,
     index_name,
@@ -146,7 +146,7 @@ def _write(
     try:
         file.write(laid.header)
         ordered = (tensors[place] for place in laid.order)
-        for data in packed(ordered, gather_bytes=min(GATHER_BYTES, chunk_bytes)):
+        for data in packed(ordered):
             file.write(data)
         # while the disk takes the tensors
         with without_gc():

@@ -158,7 +158,8 @@ def _save(folder: Path, name: str, peers: PipePeers) -> None:
     for tensor in model.parameters():
         nn.init.zeros_(_local(tensor))
     store = CheckpointStore(folder / name, peers=peers)
-    written = store.write(staged, step=2, kind="periodic")
+    store.write(staged, step=2, kind="periodic")
+    (written,) = store.committed()
     assert any(part.startswith("frozen-") for part in written.manifest.files)
     _leave()
 

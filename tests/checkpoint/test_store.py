@@ -86,8 +86,7 @@ def test_views_and_odd_tensors_come_back(tmp_path: Path) -> None:
 
 
 def test_what_is_loaded_lies_as_torch_would_have_put_it(tmp_path: Path) -> None:
-    """A matrix product adds in another order where its operands lie otherwise. Many tensors still
-    share a memory."""
+    """A matrix product adds in another order where its operands lie otherwise."""
     sizes = [(18, 20), (16,), (7,), (), (64, 5), (3, 3), (1,), (128,), (5, 5), (32, 48), (0, 4)]
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64)
     made = {
@@ -99,8 +98,6 @@ def test_what_is_loaded_lies_as_torch_would_have_put_it(tmp_path: Path) -> None:
     found = store.load(store.write(State(shared=made, own={}), step=1, kind="stop")).shared
     assert all(torch.equal(found[name], one) for name, one in made.items())
     assert {one.data_ptr() % 64 for one in found.values() if one.numel() > 1} == {0}
-    ends = {one.data_ptr() + one.nbytes for one in found.values()}
-    assert len(ends & {one.data_ptr() for one in found.values()}) > len(made) // 4
 
 
 def test_a_step_is_written_once(tmp_path: Path) -> None:
