@@ -3,13 +3,11 @@
 Faithful in what costs time and in what is missed:
 
 - four calls per leaf module and step: Python hooks before and after its forward, and before and
-  after its
-  backward through two autograd Functions, which pass each tensor through ``detach`` (so they come
-  from PatrickStar and ColossalAI);
+  after its backward through two autograd Functions, which pass each tensor through ``detach`` (so
+  they come from PatrickStar and ColossalAI);
 - ``while state == 0: sleep(0.001)`` in each of them;
 - handlers by ``signal.signal`` for SIGUSR1 and SIGUSR2, which CPython calls between two bytecodes
-  of
-  the main thread.
+  of the main thread.
 
 Ours are only the two stamps around the loop, taken for the measurement.
 """
@@ -33,12 +31,10 @@ class Incumbent:
 
     Attributes:
         on_stamp: told ``held`` or ``released``, and CLOCK_MONOTONIC in nanoseconds.
-        calls: how often a hook ran.
     """
 
     def __init__(self, model: nn.Module, *, on_stamp: Callable[[str, int], None] | None = None):
         self.state = RUNNING
-        self.calls = 0
         self.on_stamp = on_stamp
         self._handles: list[Any] = []
         self._previous: dict[int, Any] = {}
@@ -63,7 +59,6 @@ class Incumbent:
         self.state = PAUSED if signo == signal.SIGUSR1 else RUNNING
 
     def _wait(self) -> None:
-        self.calls += 1
         if self.state == RUNNING:
             return
         self._stamp("held")

@@ -1,12 +1,9 @@
-"""What `hydroslurm report` takes: of a run with 50 pauses and 10 requeues, of a million events, and
-of many ranks.
+"""What `hydroslurm report` takes of a run of 8 ranks with a million events, most of them of pauses.
 
-`report_s_50_pauses`: from the start of the command to its end, tables, pictures, page and trace
-included; one rank, 11 attempts. `report_s_1m_events` and `report_peak_mb_1m_events`: the same of 8
-ranks with a million lines, most of them of pauses, and the most memory that all processes of the
-command held. `report_wall_s`, `report_cpu_s`, `report_peak_mb` and `report_events`: the same of 256
-ranks, each with 10 attempts. The runs are made up here, through the types that a rank writes with:
-what ranks write is known, and a real run of a million events takes days. Slurm is not asked.
+`report_s_1m_events`: from the start of the command to its end, tables, pictures, page and trace
+included; `report_peak_mb_1m_events`: the most memory that all processes of the command held. The
+run is made up here, through the types that a rank writes with: what ranks write is known, and a
+real run of a million events takes days. Slurm is not asked.
 """
 
 from __future__ import annotations
@@ -15,13 +12,10 @@ import contextlib
 import json
 import random
 import re
-import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,54 +209,24 @@ def _pss_bytes(pid: int) -> int:
     return 0
 
 
-def wide(chosen: Namespace, folder: Path) -> dict[str, float]:
-    """Of many ranks: what it takes of the clock, of the processors and of memory."""
-    plan = Plan(ranks=4, attempts=2, pauses=8) if chosen.quick else Plan(256, 10, pauses=50)
-    events = make_run(plan, folder)
-    before_s = _cpu_s_of_children()
-    took_s, _ = report(folder)
-    cpu_s = _cpu_s_of_children() - before_s
-    _, peak_mb = report(folder, look=True)
-    return {
-        "report_wall_s": took_s,
-        "report_cpu_s": cpu_s,
-        "report_peak_mb": peak_mb,
-        "report_events": events,
-    }
-
-
-def _cpu_s_of_children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def measure(chosen: Namespace, folder: Path) -> dict[str, Any]:
-    small = Plan(ranks=1, attempts=11, pauses=5)
-    large = Plan(ranks=8, attempts=3, pauses=50 if chosen.quick else 6600, saves=400)
-    make_run(small, folder / "small")
-    events = make_run(large, folder / "large")
-    report(folder / "small")  # files into the cache
-    seconds = [report(folder / "small")[0] for _ in range(1 if chosen.quick else 9)]
-    took_s, _ = report(folder / "large")
-    _, peak_mb = report(folder / "large", look=True)
-    figures = json.loads(RunDir(folder / "large").figures_json.read_text())
-    return {
-        **wide(chosen, folder / "wide"),
-        "report_s_50_pauses": statistics.median(seconds),
-        "report_s_50_pauses_max": max(seconds),
+def main() -> None:
+    chosen = options("What hydroslurm report takes of a long run.")
+    plan = Plan(ranks=8, attempts=3, pauses=50 if chosen.quick else 6600, saves=400)
+    with scratch("report", chosen) as folder:
+        run = folder / "run"
+        events = make_run(plan, run)
+        report(run)  # files into the cache
+        took_s, _ = report(run)
+        _, peak_mb = report(run, look=True)
+        figures = json.loads(RunDir(run).figures_json.read_text())
+    result = {
         "report_s_1m_events": took_s,
         "report_peak_mb_1m_events": peak_mb,
         "events": events,
         "pauses": figures["pauses"],
         "requeues": figures["restarts"],
     }
-
-
-def main() -> None:
-    chosen = options("What hydroslurm report takes, of small runs and of large ones.")
-    with scratch("report", chosen) as folder:
-        result = measure(chosen, folder)
-    finish(chosen, "report_speed: hydroslurm report of made-up runs", result)
+    finish(chosen, "report_speed: hydroslurm report of a made-up run", result)
 
 
 if __name__ == "__main__":

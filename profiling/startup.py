@@ -1,17 +1,13 @@
 """What it costs to begin: Python with the package installed, the command line, a job's first
-operator, a resumed training's first step.
+operator.
 
 `python_start_ratio`: the start of a Python that has the package, which nobody asked for
 (HYDROSLURM_PREEMPT is not set), to the start of one that has not. Two bare virtual environments
 that differ in the package and its .pth file only; a third one, bare like the first, shows the
 noise. `submit_to_first_operator_s`: from the start of `hydroslurm submit job.yaml` to the end of
 the first operator in the rank, on a dev cluster of its own; the peer is plain sbatch with srun and
-the same script, in the same rounds. `first_step_s`: from the start of a rank's process, so without
-Slurm's own part, to the end of its first step after a resume of 50 MB, with the environment that
-`hydroslurm submit` gives it; the peer does the same training with torch.load, see
-first_step_job.py. Import of torch included, in all of these. The package's bytecode is there, as
-pip leaves it, also where PYTHONDONTWRITEBYTECODE would have each start compile it.
-`first_step_cpu_ratio_to_bare` compares the CPU seconds of the two until their end.
+the same script, in the same rounds. The import of torch is part of both. The package's bytecode is
+there, as pip leaves it, also where PYTHONDONTWRITEBYTECODE would have each start compile it.
 """
 
 from __future__ import annotations
@@ -19,16 +15,13 @@ from __future__ import annotations
 import compileall
 import json
 import os
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 import venv
-from argparse import Namespace
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from harness import finish, interleaved, median_ratio, options, scratch
@@ -46,9 +39,6 @@ part = Path(sys.argv[1]).with_suffix(".part")
 part.write_text(f"{done_ns}\\n")
 part.rename(sys.argv[1])  # who waits for it sees it whole
 """
-FIRST_STEP = Path(__file__).with_name("first_step_job.py")
-AS_SUBMITTED = {"HYDROSLURM_PREEMPT": "pause"}
-"""What `hydroslurm submit` sets for the ranks."""
 LIMIT_S = 120.0
 HELP = "from hydroslurm.cli import main; main()"  # what the program `hydroslurm` is
 
@@ -105,25 +95,19 @@ class Submissions:
     def spec(self) -> float:
         """Seconds from `hydroslurm submit job.yaml` to the first operator."""
         stamp = self._stamp()
-        job = {
-            "replicaSpecs": [
-                {"replicas": 1, "template": {"command": ["python", str(self._script), str(stamp)]}}
-            ]
-        }
+        template = {"command": ["python", str(self._script), str(stamp)]}
         file = stamp.with_suffix(".yaml")
-        file.write_text(json.dumps(job))  # JSON is YAML
+        file.write_text(json.dumps({"replicaSpecs": [{"replicas": 1, "template": template}]}))
         runs = str(self._folder / "runs")
-        return self._seconds(
-            [sys.executable, "-c", HELP, "submit", "--folder", runs, str(file)], stamp
-        )
+        program = [sys.executable, "-c", HELP]
+        return self._seconds([*program, "submit", "--folder", runs, str(file)], stamp)
 
     def sbatch(self) -> float:
         """The same with plain sbatch and srun."""
         stamp = self._stamp()
         wrap = f"srun -n1 {sys.executable} {self._script} {stamp}"
-        return self._seconds(
-            ["sbatch", "-n1", "-o", str(stamp.with_suffix(".out")), "--wrap", wrap], stamp
-        )
+        out = str(stamp.with_suffix(".out"))
+        return self._seconds(["sbatch", "-n1", "-o", out, "--wrap", wrap], stamp)
 
     def _stamp(self) -> Path:
         self._count += 1
@@ -148,33 +132,6 @@ class Submissions:
         return (int(stamp.read_text()) - begin_ns) / 1e9
 
 
-def first_steps(folder: Path, *, rounds: int) -> dict[str, list[float]]:
-    """Seconds from the start of a process to the end of its first step, of both ways; and CPU
-    seconds, as ``run_cpu`` and ``bare_cpu``."""
-    cpu: dict[str, list[float]] = {"run_cpu": [], "bare_cpu": []}
-
-    def start(way: str) -> float:
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        begin_ns = time.monotonic_ns()
-        done = subprocess.run(
-            [sys.executable, str(FIRST_STEP), way, str(folder / f"first-step-{way}")],
-            env={**os.environ, **AS_SUBMITTED} if way == "run" else None,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=LIMIT_S,
-            check=True,
-        )
-        now = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu[f"{way}_cpu"].append(now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime)
-        return (int(done.stdout) - begin_ns) / 1e9
-
-    arms = {"run": partial(start, "run"), "bare": partial(start, "bare")}
-    interleaved(arms, rounds=1)  # what they resume from
-    for seen in cpu.values():
-        seen.clear()
-    return interleaved(arms, rounds=rounds) | cpu
-
-
 def submissions(folder: Path, *, rounds: int) -> dict[str, list[float]]:
     """Seconds to the first operator, in both ways."""
     with DevCluster.up(ClusterSpec(nodes=1)) as cluster:
@@ -185,37 +142,23 @@ def submissions(folder: Path, *, rounds: int) -> dict[str, list[float]]:
         return interleaved(arms, rounds=rounds)
 
 
-def measure(chosen: Namespace, folder: Path) -> dict[str, float]:
-    starts = python_starts(folder, rounds=10 if chosen.quick else 600)
-    helps = [
-        seconds_of([sys.executable, "-c", HELP, "--help"]) for _ in range(3 if chosen.quick else 30)
-    ]
-    steps = first_steps(folder, rounds=1 if chosen.quick else 12)
-    jobs = submissions(folder, rounds=1 if chosen.quick else 12)
-    return {
+def main() -> None:
+    chosen = options("What it costs to begin: Python, the command line, a job.")
+    compileall.compile_dir(PACKAGE, quiet=1)
+    program = [sys.executable, "-c", HELP, "--help"]
+    with scratch("startup", chosen) as folder:
+        starts = python_starts(folder, rounds=10 if chosen.quick else 400)
+        helps = [seconds_of(program) for _ in range(3 if chosen.quick else 30)]
+        jobs = submissions(folder, rounds=1 if chosen.quick else 12)
+    result = {
         "python_start_ratio": median_ratio(starts, "with", "bare"),
         "python_start_ratio_bare_again": median_ratio(starts, "again", "bare"),
         "python_start_ms": 1e3 * statistics.median(starts["bare"]),
         "help_s": statistics.median(helps),
         "submit_to_first_operator_s": statistics.median(jobs["spec"]),
         "sbatch_to_first_operator_s": statistics.median(jobs["sbatch"]),
-        "submit_ratio_to_sbatch": median_ratio(jobs, "spec", "sbatch"),
-        "first_step_s": statistics.median(steps["run"]),
-        "bare_first_step_s": statistics.median(steps["bare"]),
-        "first_step_ratio_to_bare": median_ratio(steps, "run", "bare"),
-        "first_step_cpu_ratio_to_bare": median_ratio(steps, "run_cpu", "bare_cpu"),
-        "starts": len(starts["bare"]),
-        "submissions": len(jobs["spec"]),
-        "first_steps": len(steps["run"]),
     }
-
-
-def main() -> None:
-    chosen = options("What it costs to begin: Python, the command line, a job, a step.")
-    compileall.compile_dir(PACKAGE, quiet=1)
-    with scratch("startup", chosen) as folder:
-        result = measure(chosen, folder)
-    finish(chosen, "startup: Python, --help, a job's first operator, a first step", result)
+    finish(chosen, "startup: Python, --help, a job's first operator", result)
 
 
 if __name__ == "__main__":

@@ -8,96 +8,196 @@ A training on dev clusters of its own is stopped in three ways, each several tim
               KillWait
     requeue   `scontrol requeue` by an operator, also killed after KillWait
 
-The clock of a stop starts in the handler of SIGTERM. `requeued_to_eligible_s` is Slurm's own wait
-(AuthInfo=cred_expire: 121 s by default); `eligible_to_first_step_ms` has the scheduler, the start
-of Python and torch, the load of the checkpoint, and one step in it.
+The clock of a stop starts in the handler of SIGTERM. `eligible_to_first_step_ms` has the scheduler,
+the start of Python and torch, the load of the checkpoint, and one step in it. Both clocks of the
+events count: a dev cluster is one machine, so the monotonic clocks of two attempts are the same.
 """
 
 from __future__ import annotations
 
 import random
-import re
-import statistics
+import subprocess
+import sys
 import time
-from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from harness import finish, p50_p99, parser, scratch
-from requeues import RequeuedTraining, Stop, Way
+from harness import PROFILING, finish, p50_p99, parser, scratch
+from processes import wait_until
+from progress import read_progress
 
+from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.spec import Profile
+from hydroslurm.jobs.launch.batch_script import RequeueScript, requeue_script
 
-WAYS: dict[str, tuple[Profile, Way]] = {
-    "grace": ("requeue", "urgent"),
-    "requeue": ("requeue", "requeue"),
-    "gang": ("gang-requeue", "urgent"),
+Way = Literal["urgent", "requeue"]
+"""An urgent job that wants the node, or an operator's ``scontrol requeue``."""
+
+WAYS: dict[Profile, tuple[Way, ...]] = {
+    "requeue": ("requeue", "urgent"),
+    "gang-requeue": ("urgent",),
 }
+JOB = PROFILING / "requeued_job.py"
+LIMIT_S = 180.0
+NODE = "n1"
 SEED = 1
 
 
-def measure(
-    folder: Path, ways: Sequence[str], *, count: int, state_bytes: int, kill_wait_s: int
-) -> tuple[dict[str, list[Stop]], dict[str, Any]]:
-    """Way -> its stops, and what the clusters were; one cluster at a time, one stop at a time."""
-    seen: dict[str, list[Stop]] = {}
-    facts: dict[str, Any] = {}
-    for profile in dict.fromkeys(WAYS[way][0] for way in ways):
-        spec = ClusterSpec(nodes=1, profile=profile, kill_wait_s=kill_wait_s)
-        with DevCluster.up(spec) as cluster:
-            facts |= cluster_facts(cluster)
-            training = RequeuedTraining(cluster, folder / profile, state_bytes=state_bytes)
-            for way in [way for way in ways if WAYS[way][0] == profile]:
-                seen[way] = [stop_somewhere(training, WAYS[way][1]) for _ in range(count)]
-            training.cancel()
-    return seen, facts
+@dataclass(frozen=True)
+class Stop:
+    """One stop, from the handler of the signal in one attempt to the first step of the next.
+
+    Attributes:
+        to_durable_ms: from the handler to the commit; None when this step was never committed.
+        durable_to_requeued_ms: from the commit until Slurm had said that the job is in the queue.
+        steps_lost: made in the attempt that was stopped and not in what the next one began with.
+    """
+
+    to_durable_ms: float | None
+    durable_to_requeued_ms: float | None
+    eligible_to_first_step_ms: float
+    steps_lost: int
 
 
-def stop_somewhere(
-    training: RequeuedTraining, way: Way, *, meanwhile: Callable[[], object] | None = None
-) -> Stop:
-    """Train on for a moment, so that the stop comes anywhere within a step, and stop."""
-    chance = random.Random(f"{SEED}-{training.attempt}")
-    time.sleep(chance.uniform(0.2, 0.7))
-    return training.stop(way, meanwhile=meanwhile)
+class RequeuedTraining:
+    """requeued_job.py as a batch job in partition ``low``, with the batch script of hydroslurm.
+
+    The run is ``folder/run``; it keeps two checkpoints of stops, so that no more than three times
+    ``state_bytes`` are on the disk at once.
+    """
+
+    def __init__(self, cluster: DevCluster, folder: Path, *, state_bytes: int) -> None:
+        self._cluster = cluster
+        self._folder = folder
+        self._run = RunDir(folder / "run")
+        self._attempt = 1
+        folder.mkdir(parents=True)
+        script = folder / "job.sbatch"
+        script.write_text(requeue_script(RequeueScript(command=f'"$PYTHON" -u {JOB} "$@"')))
+        arguments = [str(script), str(state_bytes), str(folder / "progress")]
+        self._job_id = self._slurm("sbatch", "--parsable", f"--nodelist={NODE}", *arguments)
+        self._wait_for_first_step()
+
+    def stop(self, way: Way) -> Stop:
+        """Train on for a moment, so that the stop comes anywhere within a step; stop the job, and
+        wait until the next attempt has made a step."""
+        time.sleep(random.Random(f"{SEED}-{self._attempt}").uniform(0.2, 0.7))
+        urgent = None
+        if way == "requeue":
+            self._slurm("scontrol", "requeue", self._job_id)
+        else:
+            options = ("--partition=urgent", f"--nodelist={NODE}", "--exclusive", "--time=1")
+            urgent = self._start("srun", *options, "true")
+        self._attempt += 1
+        self._wait_for_first_step()
+        if urgent is not None:
+            _finished(urgent)
+        return self._seen()
+
+    def cancel(self) -> None:
+        """End the job at once: a save for this stop would help nobody."""
+        self._slurm("scancel", "--signal=KILL", "--full", self._job_id)
+        self._slurm("scancel", self._job_id)
+
+    def _seen(self) -> Stop:
+        """What the two attempts around the last stop wrote."""
+        events = list(read_events(self._run.rank_events(0)))
+        began = [at for at, e in enumerate(events) if e.kind is EventKind.ATTEMPT_BEGAN]
+        before, after = events[began[-2] : began[-1]], events[began[-1] :]
+        durable = _durable_of(before, _first(before, EventKind.SAFE_POINT))
+        first_step = _first(after, EventKind.FIRST_STEP)
+        assert first_step is not None, "stop() waits for it"
+        # Slurm gives it in whole seconds, and compares it with a clock of whole seconds
+        eligible_s = int(self._field("EligibleTime"))
+        attempts = read_progress(self._folder / "progress")
+        return Stop(
+            to_durable_ms=_between_ms(_first(before, EventKind.STOP_REQUESTED), durable),
+            durable_to_requeued_ms=_between_ms(durable, _first(before, EventKind.REQUEUED)),
+            eligible_to_first_step_ms=first_step.epoch_ns / 1e6 - eligible_s * 1e3,
+            steps_lost=attempts[-2].end - attempts[-1].begin,
+        )
+
+    def _field(self, name: str) -> str:
+        shown = self._slurm("scontrol", "show", "job", "--oneliner", self._job_id)
+        fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+        return fields[name]
+
+    def _wait_for_first_step(self) -> None:
+        """Until this attempt has made a step."""
+
+        def stepped() -> bool:
+            path = self._run.rank_events(0)
+            return path.exists() and any(
+                event.kind is EventKind.FIRST_STEP and event.data["attempt"] == self._attempt
+                for event in read_events(path)
+            )
+
+        def what() -> str:
+            logs = "".join(path.read_text() for path in self._folder.glob("*.out"))
+            return f"the first step of attempt {self._attempt}. The job wrote:\n{logs}"
+
+        wait_until(stepped, what, limit_s=LIMIT_S)
+
+    def _slurm(self, *command: str) -> str:
+        return _finished(self._start(*command)).strip()
+
+    def _start(self, *command: str) -> subprocess.Popen[str]:
+        mine = {
+            "PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+            "HYDROSLURM_RUN_DIR": str(self._run.root),
+            "SLURM_TIME_FORMAT": "%s",  # epoch seconds, of scontrol too
+        }
+        return subprocess.Popen(
+            command,
+            env={**self._cluster.child_environ(), **mine},
+            cwd=self._folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
 
-def cluster_facts(cluster: DevCluster) -> dict[str, Any]:
-    """What of the site these figures depend on, as Slurm itself says it."""
-    shown = cluster.run(["scontrol", "show", "config"]).stdout
-    config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
-    expire = re.search(r"cred_expire=(\d+)", config["AuthInfo"])
-    return {
-        "slurm_version": config["SLURM_VERSION"],
-        "kill_wait_s": int(config["KillWait"].split()[0]),
-        "grace_time_s": cluster.spec.grace_s,
-        "cred_expire_s": int(expire[1]) if expire else 120,
-    }
+def _durable_of(events: Sequence[Event], safe: Event | None) -> Event | None:
+    """The commit of the step that the stop came to."""
+    for event in events:
+        here = safe is not None and event.data.get("checkpoint_step") == safe.step
+        if event.kind is EventKind.SAVE_COMMITTED and here:
+            return event
+    return None
 
 
-def figures(seen: dict[str, list[Stop]]) -> dict[str, Any]:
-    """Over all stops, and the medians of each way."""
-    stops = [stop for of_way in seen.values() for stop in of_way]
-    result: dict[str, Any] = {
-        "stops": len(stops),
-        "committed": sum(stop.to_durable_ms is not None for stop in stops),
-        "steps_lost": sum(stop.steps_lost for stop in stops),
-        **p50_p99("sigterm_to_safe_point_ms", there(stops, "to_safe_point_ms")),
-        **p50_p99("safe_point_to_save_started_ms", there(stops, "asking_ms")),
-        **p50_p99("sigterm_to_durable_ms", there(stops, "to_durable_ms")),
-        **p50_p99("durable_to_requeued_ms", there(stops, "durable_to_requeued_ms")),
-        **p50_p99("requeued_to_eligible_s", there(stops, "requeued_to_eligible_s")),
-        **p50_p99("eligible_to_first_step_ms", there(stops, "eligible_to_first_step_ms")),
-        "state_bytes": max((stop.state_bytes or 0 for stop in stops), default=0),
-    }
-    for way, of_way in seen.items():
-        result[f"stops_{way}"] = len(of_way)
-        for name in ("to_durable_ms", "durable_to_requeued_ms", "eligible_to_first_step_ms"):
-            key = f"sigterm_{name}" if name == "to_durable_ms" else name
-            result[f"{key}_{way}_p50"] = median(there(of_way, name))
-    return result
+def _first(events: Sequence[Event], kind: EventKind) -> Event | None:
+    return next((event for event in events if event.kind is kind), None)
+
+
+def _between_ms(begin: Event | None, end: Event | None) -> float | None:
+    if begin is None or end is None:
+        return None
+    return (end.mono_ns - begin.mono_ns) / 1e6
+
+
+def _finished(command: subprocess.Popen[str]) -> str:
+    out, said = command.communicate(timeout=LIMIT_S)
+    if command.returncode != 0:
+        raise RuntimeError(f"{command.args!r} ended with {command.returncode}: {said.strip()}")
+    return out
+
+
+def stops_of(
+    profile: Profile, folder: Path, ways: Sequence[Way], *, state_bytes: int, kill_wait_s: int
+) -> list[Stop]:
+    """One training on a cluster of its own, stopped in each of these ways in turn."""
+    spec = ClusterSpec(nodes=1, profile=profile, kill_wait_s=kill_wait_s)
+    with DevCluster.up(spec) as cluster:
+        training = RequeuedTraining(cluster, folder / profile, state_bytes=state_bytes)
+        stops = [training.stop(way) for way in ways]
+        training.cancel()
+        return stops
 
 
 def there(stops: Sequence[Stop], name: str) -> list[float]:
@@ -105,42 +205,26 @@ def there(stops: Sequence[Stop], name: str) -> list[float]:
     return [value for stop in stops if (value := getattr(stop, name)) is not None]
 
 
-def median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
-def options_of_stops(
-    description: str, *, count: int, state_bytes: float, kill_wait_s: int
-) -> ArgumentParser:
-    """What stop.py and killwait.py take."""
-    wanted = parser(description, directory=True)
-    wanted.add_argument("--count", type=int, default=count, help="stops (%(default)s)")
-    wanted.add_argument(
-        "--bytes", type=float, default=state_bytes, help="about so large a state (%(default)s)"
-    )
-    wanted.add_argument("--kill-wait-s", type=int, default=kill_wait_s, help="KillWait")
-    return wanted
+def figures(stops: Sequence[Stop]) -> dict[str, Any]:
+    return {
+        "stops": len(stops),
+        "committed": sum(stop.to_durable_ms is not None and not stop.steps_lost for stop in stops),
+        "steps_lost": sum(stop.steps_lost for stop in stops),
+        **p50_p99("sigterm_to_durable_ms", there(stops, "to_durable_ms")),
+        **p50_p99("durable_to_requeued_ms", there(stops, "durable_to_requeued_ms")),
+        **p50_p99("eligible_to_first_step_ms", there(stops, "eligible_to_first_step_ms")),
+    }
 
 
 def main() -> None:
-    wanted = options_of_stops(
-        "What a stop and a requeue take on a real Slurm; --count is of each way.",
-        count=4,
-        state_bytes=50e6,
-        kill_wait_s=30,
-    )
-    wanted.add_argument("--way", choices=WAYS, action="append", help="may be given again; all")
-    chosen = wanted.parse_args()
+    chosen = parser("What a stop and a requeue take on a real Slurm.", directory=True).parse_args()
+    count, state_bytes = (1, 5_000_000) if chosen.quick else (4, 50_000_000)
+    stops: list[Stop] = []
     with scratch("stop", chosen) as folder:
-        seen, facts = measure(
-            folder,
-            chosen.way or list(WAYS),
-            count=1 if chosen.quick else chosen.count,
-            state_bytes=int(5e6 if chosen.quick else chosen.bytes),
-            kill_wait_s=chosen.kill_wait_s,
-        )
-    title = "stop: SIGTERM -> durable -> requeued -> eligible -> first step"
-    finish(chosen, title, {**figures(seen), **facts})
+        for profile, ways in [*WAYS.items()][: 1 if chosen.quick else None]:
+            turns = [way for way in ways[: 1 if chosen.quick else None] for _ in range(count)]
+            stops += stops_of(profile, folder, turns, state_bytes=state_bytes, kill_wait_s=30)
+    finish(chosen, "stop: SIGTERM -> durable -> requeued -> eligible -> first step", figures(stops))
 
 
 if __name__ == "__main__":

@@ -1,70 +1,121 @@
-"""The profiling scripts run and print what they promise; how fast they find it is not tested."""
+"""The profiling scripts run and print every figure of the table; how fast they find it is not
+tested."""
 
 from __future__ import annotations
 
+import csv
+import functools
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from profiling.scripts import PROFILING, run_script
+from profiling.scripts import LIMIT_S, PROFILING, run_script
+from stories import Stories, stories
 
 from hydroslurm.devcluster.pytest_plugin import require_slurm
 
 sys.path.insert(0, str(PROFILING))
 
 import harness
+import progress
 import readme_table
 
+EXPECTED: dict[str, dict[str, Any]] = {
+    "overhead": {},
+    "pause_latency": {"parked_inside_backward": 1.0, "incumbent_parked_inside_backward": 0.0},
+    "save": {},
+    "built_runs": {"top_looks_until_complete": 1},
+    "report_speed": {},
+    "fused_modules": {"modules": 17},
+    "host_reduce": {},
+    "elastic_sim": {"members_lost": 0, "split_brains": 0},
+    "ranks": {"stop_skew_steps": 0, "in_flight_when_parked_4": 0, "committed_4": 1},
+}
+"""Script -> what it finds on every machine."""
 
-def test_overhead() -> None:
-    """Every arm has a ratio for both models, and the native gate sees far more points."""
-    result, before = run_script("overhead.py")
-    for arm in ("installed", "marks", "bare_again", "fallback", "module_hooks"):
-        both = [result[f"ratio_{arm}_{name}"] for name in ("mlp", "transformer")]
-        assert all(ratio > 0 for ratio in both)
-        assert result[f"ratio_{arm}"] == max(both)
-    assert result["gate_points_per_step_native"] > 10 * result["gate_points_per_step_hooks"] > 0
-    assert before
-
-
-def test_pause_latency() -> None:
-    """Both ways were paused and resumed, and ours was held inside the long backward."""
-    result, before = run_script("pause_latency.py", "--json")
-    assert before == []
-    assert result["pauses"] == 6
-    for key in ("pause_us_p50", "pause_us_p99", "resume_us_p50", "resume_us_p99"):
-        assert result[key] > 0
-        assert result[f"incumbent_{key}"] > 0
-    assert result["pause_us_p50"] <= result["pause_us_p99"]
-    assert 0 < result["handler_us_p50"] < result["pause_us_p99"]
-    assert 0 < result["floor_us_p50"] <= result["floor_us_p99"]
-    assert result["pause_above_floor_us_p50"] < result["pause_us_p50"]
-    assert result["parked_inside_backward"] == 1.0
-    assert result["incumbent_parked_inside_backward"] == 0.0
+ON_SLURM: dict[str, dict[str, Any]] = {
+    "stop": {"stops": 1, "committed": 1, "steps_lost": 0},
+    "killwait": {"stops": 2, "committed": 2, "steps_lost": 0},
+    "stock_submitit": {"steps_lost_executor": 0, "same_bits_executor": True},
+    "suspend_latency": {"parked_before_sigstop": 1.0},
+    "storm": {"rpcs_per_start_alone": 3.0, "rpcs_per_stop_preempted": 2.0},
+    "startup": {},
+    "long_suspend": {"continued_ddp": 1, "continued_fsdp": 1, "in_flight_ranks": 0},
+}
+SLOW = ("ranks", "host_reduce")
 
 
-def test_report_speed() -> None:
-    """Both made-up runs are reported whole: every pause and every requeue of theirs is found."""
-    result, _ = run_script("report_speed.py", "--json")
-    assert result["pauses"] == 8 * 3 * 50
-    assert result["requeues"] == 2
-    assert result["events"] > 8 * 3 * 50 * 5
-    assert result["report_events"] > 4 * 2 * 8 * 5
-    for key in ("report_s_50_pauses", "report_s_1m_events", "report_peak_mb_1m_events"):
-        assert result[key] > 0
-    for key in ("report_wall_s", "report_cpu_s", "report_peak_mb"):
-        assert result[key] > 0
+def _wanted(script: str) -> set[str]:
+    """The keys that the table has of a script. Those of a size of state are of another size."""
+    with (PROFILING / "figures.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["script"] == script]
+    keys = {key for row in rows for key in (row["key"], row["incumbent_key"])} - {""}
+    if script == "save":
+        return {f"{key.rpartition('.')[0]}.0.016gb" for key in keys}
+    if script in ("ranks_scale", "elastic_sim"):
+        return set()  # whose keys name thousands of ranks
+    return keys
 
 
-def test_fused_modules() -> None:
-    """Norms, attention and GELU are all found, and equal."""
-    result, _ = run_script("fused_modules.py", "--json")
-    assert result["modules"] == 17
-    assert 0 < result["modules_replaced"] <= 17
-    assert result["largest_difference"] < 1e-5
-    for key in ("step_ratio", "again_ratio", "model_ratio", "step_ms", "speedup_newgelu"):
-        assert result[key] > 0
+def _check(script: str, result: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert {key for key in _wanted(script) if result.get(key) is None} == set()
+    assert {key: result[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in EXPECTED],
+)
+def test_a_script_prints_its_figures(script: str, tmp_path: Path) -> None:
+    """Each figure of the table is there, and what depends on no machine is as it should be."""
+    result, _ = run_script(f"{script}.py", "--json", folder=tmp_path)
+    _check(script, result, EXPECTED[script])
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories[dict[str, Any]]]:
+    """Script -> the JSON of its last line. Several run at once: most of their time Slurm waits."""
+    require_slurm()
+    told = {script: functools.partial(_run, script) for script in ON_SLURM}
+    base = tmp_path_factory.mktemp("runs")
+    with stories(told, base, clusters=(), at_a_time=3) as under_way:
+        yield under_way
+
+
+def _run(script: str, folder: Path) -> dict[str, Any]:
+    folder.mkdir()
+    return run_script(f"{script}.py", "--json", folder=folder)[0]
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ON_SLURM)
+def test_a_script_on_slurm_prints_its_figures(
+    script: str, printed: Stories[dict[str, Any]]
+) -> None:
+    """The same on a real Slurm: nothing is lost, and little is asked."""
+    _check(script, printed.result(script, len(ON_SLURM) * LIMIT_S), ON_SLURM[script])
+
+
+def test_ranks_scale(tmp_path: Path) -> None:
+    """What thousands of ranks cost their coordinator, on a small scale."""
+    result, _ = run_script("ranks_scale.py", "--json", folder=tmp_path)
+    assert result["join_s_128"] > 0
+    assert result["pause_s_128"] > 0
+
+
+def test_steps_lost_are_those_that_the_next_attempt_does_not_begin_with(tmp_path: Path) -> None:
+    """An attempt that was killed counts too: its steps were written as they were made."""
+    for attempt, (begin, steps) in enumerate([(0, 7), (5, 4), (9, 0)]):
+        job = progress.Progress(tmp_path, begin, environ={"SLURM_RESTART_COUNT": str(attempt)})
+        for step in range(begin + 1, begin + 1 + steps):
+            job.made(step)
+    attempts = progress.read_progress(tmp_path)
+    assert [(attempt.begin, attempt.end) for attempt in attempts] == [(0, 7), (5, 9), (9, 9)]
+    assert progress.steps_lost(attempts) == [2, 0]
 
 
 def test_launch_ahead() -> None:
@@ -75,40 +126,6 @@ def test_launch_ahead() -> None:
         assert 0 < result[f"most_queued_ms_{bound_ms}"] <= bound_ms * 9 / 8 + 1.5
         assert result[f"throughput_ratio_{bound_ms}"] > 0
     assert result["most_queued_ms_0"] > 50
-
-
-def test_built_runs() -> None:
-    """Every rank of the made-up jobs is seen."""
-    result, _ = run_script("built_runs.py", "--json")
-    assert (result["jobs"], result["ranks"]) == (20, 8)
-    assert result["top_looks_until_complete"] == 1
-    assert result["list_ms_per_job"] > 0
-    assert result["top_cpu_s"] >= 0  # counted in ticks of 10 ms: a look at 20 jobs may take none
-
-
-@pytest.mark.slurm
-@pytest.mark.slow
-def test_storm() -> None:
-    """Jobs that are preempted or requeued together ask little, and nothing of accounting: what a
-    requeue by hand needs, and one question and the requeue for a preemption."""
-    require_slurm()
-    result, _ = run_script("storm.py", "--json")
-    assert result["rpcs_per_stop"] <= 2
-    assert result["sacct_per_stop"] == 0
-    assert 0 < result["rpcs_per_start_alone"] <= 3
-    assert result["storm_1000_s"] > 0
-
-
-@pytest.mark.slurm
-@pytest.mark.slow
-def test_suspend_latency() -> None:
-    """A job on a real Slurm parks before SIGSTOP at every suspend, and runs after every resume."""
-    require_slurm()
-    result, _ = run_script("suspend_latency.py", "--json")
-    assert result["suspends"] == 2
-    assert result["parked_before_sigstop"] == 1.0
-    assert result["command_to_parked_ms_p50"] > 0
-    assert result["resume_command_to_running_ms_p50"] > 0
 
 
 def test_gpu_check_without_a_gpu() -> None:
@@ -155,16 +172,6 @@ def test_percentiles_are_values_that_were_seen() -> None:
     assert harness.median_ratio({"a": [2.0, 6.0, 3.0], "b": [1.0, 2.0, 3.0]}, "a", "b") == 2.0
 
 
-def test_elastic_sim() -> None:
-    """Up to 1,000 members in a storm: nobody is lost, and the messages of a change grow at most as
-    n log n, which is 10 ** 1.176 from 100 to 1,000."""
-    result, _ = run_script("elastic_sim.py", "--json", "--quick")
-    assert (result["members_lost"], result["split_brains"]) == (0, 0)
-    assert result["messages_growth_exponent"] <= 1.176
-    assert result["growth_exponent"] < 2
-    assert result["storm_generations"] > result["storms"] == 3
-
-
 def test_the_table_has_a_line_per_figure_and_says_where_it_was_measured() -> None:
     """Figures, goals and the incumbent's come from the results; what was not measured is absent."""
     where = {"date": "2025-01-31", "cpu_count": 2, "cpu_model": "X", "python": "3.11", "torch": "2"}
@@ -191,18 +198,3 @@ def test_only_what_is_between_the_markers_is_replaced() -> None:
     assert readme_table.replace_between(text, "new") == f"before\n{begin}\nnew\n{end}\nafter\n"
     with pytest.raises(ValueError, match="wanted one"):
         readme_table.replace_between("no markers", "new")
-
-
-@pytest.mark.slurm
-@pytest.mark.slow
-def test_startup() -> None:
-    """Every start has a figure, and its peer or its noise beside it."""
-    require_slurm()
-    result, _ = run_script("startup.py", "--json")
-    for key in ("python_start_ratio", "python_start_ratio_bare_again", "python_start_ms", "help_s"):
-        assert result[key] > 0
-    assert result["submit_to_first_operator_s"] > 0
-    assert result["sbatch_to_first_operator_s"] > 0
-    assert result["submit_ratio_to_sbatch"] > 0
-    assert result["first_step_ratio_to_bare"] > 0
-    assert (result["starts"], result["submissions"]) == (10, 1)
