@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from hydroslurm.errors import UsageError
 
@@ -49,7 +50,8 @@ def write_dcp(value: Any, folder: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     metadata = dcp.Metadata(said, storage_data=places)
-    metadata.version = CURRENT_DCP_VERSION
+    if version := getattr(filesystem, "CURRENT_DCP_VERSION", ""):  # torch 2.4's metadata has none
+        metadata.version = version
     with (folder / METADATA).open("xb") as file:
         pickle.dump(metadata, file)
         file.flush()
