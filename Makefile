@@ -9,7 +9,7 @@ help:
 	@echo 'make elastic     every case of runs whose size changes, of which make test runs a third'
 	@echo 'make frameworks  every combination with Lightning and Hugging Face, of which make test runs a third'
 	@echo 'make faults  200 randomised fault rounds of runs of 2 to 4 ranks (about ten minutes)'
-	@echo 'make gpu     what only a machine with a GPU can show: tests and figures, into build/gpu (about an hour)'
+	@echo 'make gpu     what only a machine with a GPU can show, into build/gpu (at most eight minutes)'
 	@echo 'make lint    format, lint and type checks'
 	@echo 'make docs    build the site into build/site; broken links and anchors fail'
 	@echo 'make bench   measure every figure in README and docs, peers included (about an hour and a half)'
@@ -33,14 +33,9 @@ frameworks: setup
 faults: setup
 	@$(PY) tests/faults/run.py $(ARGS)
 
-# one after the other, whatever fails: the exit status is that of all. A torch with CUDA: TORCH=... make setup
+# a torch with CUDA: TORCH=... make setup. Without a network: profiling/gpu.sh, which needs no setup
 gpu: setup
-	@mkdir -p build/gpu; status=0; \
-	$(PY) -m pytest -n 0 -m gpu $(ARGS) || status=1; \
-	for script in gpu_check launch_ahead; do \
-	    $(PY) profiling/$$script.py --json >build/gpu/$$script.json || status=1; \
-	    cat build/gpu/$$script.json; \
-	done; exit $$status
+	@PYTHON=$(PY) profiling/gpu.sh $(ARGS)
 
 lint: setup
 	@$(PY) -m ruff format --check .

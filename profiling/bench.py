@@ -39,11 +39,9 @@ SCRIPTS = (
     "frameworks",
     "host_reduce",
     "fused_modules",
-    "launch_ahead",
     "elastic",
     "elastic_sim",
     "compare",
-    "gpu_check",
 )
 LIMIT_S = 3600.0
 

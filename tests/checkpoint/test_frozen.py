@@ -350,19 +350,3 @@ def test_signs_of_two_values_are_seen() -> None:
         assert int(mixed(tensor)) != before
         tensor[first : first + 2].neg_()
     assert int(mixed(tensor)) == before
-
-
-@pytest.mark.gpu
-def test_a_base_model_on_a_gpu(tmp_path: Path) -> None:
-    """It is not copied to be compared, and one value that changes is seen."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    store, training = CheckpointStore(tmp_path), Training()
-    training.base = {name: one.cuda() for name, one in training.base.items()}
-    training.adapter = training.adapter.cuda()
-    training.frozen = {one.data_ptr() for one in training.base.values()}
-    found = [write(store, training, step) for step in range(3)]
-    training.base["w"][3, 3] += 1
-    found.append(write(store, training, 3))
-    assert linked(*found) == [[], [], [0], []]
-    assert torch.equal(store.load(found[3]).shared["model"]["w"], training.base["w"].cpu())

@@ -85,23 +85,6 @@ def test_another_generator_behind_numpy() -> None:
         numpy.random.set_bit_generator(before)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_numbers_of_every_device() -> None:
-    """Each CUDA device draws the same again; one without a saved state is named."""
-    devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
-    for device in devices:
-        torch.rand(5, device=device)
-    state = rng.capture()
-    expected = [torch.rand(5, device=device).tolist() for device in devices]
-    torch.cuda.manual_seed_all(9)
-    rng.restore(state)
-    assert [torch.rand(5, device=device).tolist() for device in devices] == expected
-    del state["devices"]["cuda:0"]
-    with pytest.warns(UserWarning, match="nothing for cuda:0, in use here"):
-        rng.restore(state)
-
-
 def test_a_new_rank() -> None:
     """A rank that had no part in the save draws numbers of its own, the same at each load."""
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)

@@ -156,7 +156,7 @@ def test_the_real_helper_on_a_node_without_a_driver() -> None:
     """It starts, cannot reach CUDA, and says so in one line; the process that asks imports nothing
     of CUDA."""
     if not why_not_here():
-        pytest.skip("this node has a driver; profiling/gpu_check.py uses it")
+        pytest.skip("this node has a driver; profiling/gpu.sh uses it")
     code = (
         "import sys, hydroslurm.vacate.cuda_checkpoint as c, hydroslurm.vacate.communicators as n\n"
         "one = c.CudaCheckpoint(used_bytes=int, devices=1, communicators=n.Communicators())\n"
