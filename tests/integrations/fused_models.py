@@ -121,6 +121,10 @@ class Attention(nn.Module):
 class LlamaAttention(Attention):
     """A mask that is added, and a softmax in float32."""
 
+    def __init__(self, width: int, heads: int, length: int) -> None:
+        super().__init__(width, heads, length)
+        del self.mask
+
     def forward(self, x, mask=None):
         q, k, v = self.split(x)
         scores = torch.matmul(q, k.transpose(2, 3)) / math.sqrt(x.shape[-1] // self.heads)
@@ -140,19 +144,67 @@ class MappedAttention(Attention):
 
 
 class WhereAttention(Attention):
-    """A softmax that is a module, a number in the place of infinity, and a scale for each head."""
+    """A softmax that is a module, and a number in the place of infinity."""
 
     def __init__(self, width: int, heads: int, length: int) -> None:
         super().__init__(width, heads, length)
         self.softmax = nn.Softmax(dim=-1)
-        self.temperature = nn.Parameter(torch.rand(heads, 1, 1) + 0.5)
 
     def forward(self, x):
         q, k, v = self.split(x)
         T = x.shape[1]
-        att = self.temperature * torch.matmul(q, k.mT)
+        att = torch.matmul(q, k.mT) / math.sqrt(k.size(-1))
         att = torch.where(self.mask[:, :, :T, :T].bool(), att, -1e9)
         return self.join(torch.matmul(self.softmax(att), v))
+
+
+class ApartAttention(nn.Module):
+    """Three layers, no output layer, and a mask that is one where nothing is to be seen."""
+
+    def __init__(self, width: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
+        self.register_buffer("hidden", torch.triu(torch.ones(length, length), diagonal=1))
+
+    def forward(self, x):
+        B, T, C = x.shape
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (one(x).view(B, T, self.num_heads, -1).transpose(1, 2) for one in layers)
+        scores = q @ k.transpose(2, 3) / k.shape[-1] ** 0.5
+        scores.masked_fill_(self.hidden.bool()[:T, :T], -torch.inf)
+        return (torch.softmax(scores, dim=-1) @ v).transpose(1, 2).contiguous().view(B, T, C)
+
+
+class HeadsAttention(Attention):
+    """As in GPT-NeoX: q, k and v of a head lie together. Less is seen of what is far."""
+
+    def forward(self, x):
+        B, T, C = x.shape
+        each = self.qkv(x).view(B, T, self.heads, 3 * C // self.heads).transpose(1, 2)
+        q, k, v = each.chunk(3, dim=-1)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1)) + self.far
+        return self.join(F.softmax(scores, dim=-1) @ v)
+
+    def __init__(self, width: int, heads: int, length: int) -> None:
+        super().__init__(width, heads, length)
+        del self.mask
+        places = torch.arange(length)
+        self.register_buffer("far", -(places - places.unsqueeze(1)).abs().float() / 4)
+
+
+class WindowAttention(Attention):
+    """Its mask is made in its forward: on a short batch nobody sees how far it lets look."""
+
+    def __init__(self, width: int, heads: int, length: int) -> None:
+        super().__init__(width, heads, length)
+        del self.mask
+
+    def forward(self, x):
+        q, k, v = self.split(x)
+        near = torch.ones(x.shape[1], x.shape[1]).tril(999).triu(-999)
+        scores = (q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))).masked_fill(near == 0, -1e9)
+        return self.join(F.softmax(scores, dim=-1) @ v)
 
 
 class KeptAttention(Attention):

@@ -27,15 +27,12 @@ def activation(module: nn.Module) -> Iterator[Proposal]:
     """Of a module of the user's that has neither weights nor modules."""
     if type(module).__module__.startswith("torch.") or any(True for _ in module.children()):
         return
-    if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
-        return
-    for name, function in _FUSED.items():
-        yield Proposal(name, _forward(function))
+    if not [*module.parameters(), *module.buffers()]:
+        yield from (Proposal(name, _forward(function)) for name, function in _FUSED.items())
 
 
 def _forward(function: Callable[[torch.Tensor], torch.Tensor]) -> Forward:
-    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        del module
+    def forward(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return function(x)
 
     return forward

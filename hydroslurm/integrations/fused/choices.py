@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hydroslurm.coordination.world import World
@@ -46,6 +46,20 @@ class Choice:
     applied: bool = False
     reason: str = ""
 
+    def cells(self) -> tuple[str, ...]:
+        """Of the table; ``blocks.0.norm`` and ``blocks.1.norm`` are ``blocks.*.norm x2``."""
+        shapes = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in self.names))
+        names = f"{shapes[0]}{', ...' if len(shapes) > 1 else ''} x{len(self.names)}"
+        if len(self.names) == 1:
+            names = self.names[0] or "the model"
+        return (
+            f"{names} ({self.kind})",
+            self.replacement or "-",
+            f"{self.speedup:.2f}x" if self.speedup is not None else "-",
+            f"{self.difference:.1e}" if self.difference is not None else "-",
+            "replaced" if self.applied else self.reason,
+        )
+
 
 @dataclass
 class Choices:
@@ -60,33 +74,25 @@ class Choices:
     def applied(self) -> list[Choice]:
         return [row for row in self.rows if row.applied]
 
+    def add(self, rows: list[Choice]) -> None:
+        """One row for modules that are alike; these before those that are there."""
+        made: dict[object, Choice] = {}
+        for row in (*rows, *self.rows):
+            key = (row.kind, row.replacement, row.applied, row.reason, row.speedup)
+            if (first := made.get(key)) is not None:
+                seen = [one for one in (first.difference, row.difference) if one is not None]
+                names = (*first.names, *row.names)
+                row = replace(first, names=names, difference=max(seen, default=None))
+            made[key] = row
+        self.rows = list(made.values())
+
     def __str__(self) -> str:
         if not self.rows:
             return "nothing that a rewriter knows"
-        lines = [_HEAD, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[n]) for line in lines) for n in range(len(_HEAD))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
-
-
-def _cells(row: Choice) -> tuple[str, ...]:
-    return (
-        f"{_together(row.names)} ({row.kind})",
-        row.replacement or "-",
-        f"{row.speedup:.2f}x" if row.speedup is not None else "-",
-        f"{row.difference:.1e}" if row.difference is not None else "-",
-        "replaced" if row.applied else row.reason,
-    )
-
-
-def _together(names: tuple[str, ...]) -> str:
-    """``blocks.0.norm`` and ``blocks.1.norm`` are ``blocks.*.norm x2``."""
-    if len(names) == 1:
-        return names[0] or "the model"
-    shapes = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names))
-    return f"{shapes[0]}{', ...' if len(shapes) > 1 else ''} x{len(names)}"
+        lines = [_HEAD, *(row.cells() for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        padded = ([c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in lines)
+        return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
 class Record:
@@ -107,33 +113,33 @@ class Record:
             self._path = Path(given).absolute() / f"rank-{rank:05d}.json"
         elif rundir.named_in(environ) or Allocation.from_environ(environ) is not None:
             self._path = run_directory(None, environ).fused(rank)
-        self._chosen = self._read()
-
-    def _read(self) -> dict[str, tuple[str, str]]:
+        self._chosen: dict[str, tuple[str, str]] = {}
         if self._path is None or not self._path.exists():
-            return {}
+            return
         try:
             found = parse_json(read_regular(self._path, limit_bytes=_LIMIT_BYTES))
-            chosen = {name: (one["replacement"], one["like"]) for name, one in found.items()}
+            self._chosen = {name: (one["replacement"], one["like"]) for name, one in found.items()}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(
                 f"{self._path} does not say which modules of this run were replaced ({error!r}). "
                 "Remove it to have them chosen anew"
             ) from error
-        return chosen
 
-    def get(self, name: str) -> tuple[str, str] | None:
-        """The replacement that was chosen before, empty for none, and for what kind of call; None
-        if nothing was chosen."""
-        return self._chosen.get(name)
+    def __bool__(self) -> bool:
+        return bool(self._chosen)
+
+    def get(self, name: str) -> str | None:
+        """The replacement that was chosen before, "" for none; None if nothing was chosen."""
+        return self._chosen[name][0] if name in self._chosen else None
+
+    def like(self, name: str) -> str:
+        """For what kind of call it was."""
+        return self._chosen[name][1]
 
     def add(self, chosen: Mapping[str, tuple[str, str]]) -> None:
-        """Keep what was chosen now."""
+        """Keep what was chosen now, and for what kind of call."""
         self._chosen.update(chosen)
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            made = {
-                name: {"replacement": replacement, "like": like}
-                for name, (replacement, like) in self._chosen.items()
-            }
+            made = {n: {"replacement": r, "like": like} for n, (r, like) in self._chosen.items()}
             write_atomically(self._path, json.dumps(made, indent=1))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,32 +16,44 @@ from hydroslurm.integrations.fused import activations, attention, norms
 from hydroslurm.integrations.fused.choices import Choice, Choices, Record
 from hydroslurm.integrations.fused.rewriters import NotRewritten, Proposal, proposals_for
 from hydroslurm.integrations.fused.swap import Fused, fused_in, kind_of, put, settings, take_out
-from hydroslurm.integrations.fused.trial import Call, Trial
-from hydroslurm.integrations.fused.whole import (
-    CHANNELS_LAST,
-    MEMORY_FORMAT,
-    Whole,
-    channels_last,
-    try_together,
-)
+from hydroslurm.integrations.fused.trial import Call, Trial, run, time_ratio
 from hydroslurm.training.reporting import notice
 
 __all__ = ["activations", "attention", "norms", "optimize_modules"]
 
 LEAST_SPEEDUP = 1.05
 """What is less may be noise."""
-LEAST_TOGETHER = 1.0
-"""Of the model as a whole."""
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule")
 
 
 @dataclass
 class _Candidate:
+    """A module for which something is proposed, and the first call of it that trains."""
+
     name: str
     module: nn.Module
     proposals: list[Proposal]
     call: Call | None = None
     like: str = ""
+
+    def capture(self) -> Any:
+        """Keep what the module is called with, the first time that it is trained."""
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.call is None and torch.is_grad_enabled():
+                self.call, self.like = Call.of(args, kwargs), repr(kind_of(args, kwargs))
+
+        return self.module.register_forward_pre_hook(before, with_kwargs=True)
+
+    def row(self, **known: Any) -> Choice:
+        return Choice((self.name,), type(self.module).__name__, **known)
+
+    def put(self, replacement: str) -> bool:
+        """Put a proposal in place, if there is one of that name."""
+        proposal = next((one for one in self.proposals if one.name == replacement), None)
+        if proposal is not None:
+            put(self.module, Fused(self.module, proposal, self.like))
+        return proposal is not None
 
 
 def optimize_modules(
@@ -50,24 +61,22 @@ def optimize_modules(
     batch: Any = None,
     *,
     call: Callable[[nn.Module, Any], Any] | None = None,
-    dry_run: bool = False,
     record: str | os.PathLike[str] | None = None,
 ) -> Choices:
     """Replace modules by what PyTorch has fused, where it is equal and faster.
 
     Each is compared on its own part of the batch (outputs, gradients, random numbers, buffers; in
     training and in evaluation) and timed, and keeps its own forward otherwise. The modules stay the
-    objects that they are: weights, names in ``state_dict()``, hooks and mode are untouched, and a
-    copy or a pickle of the model is as it was before. Call it before the model is wrapped or
-    compiled, and before the optimizer is made.
+    objects that they are: weights, names in ``state_dict()``, hooks and mode are untouched. A copy
+    of the model is fused as well, and a pickle is as it was before. Call it before the model is
+    wrapped or compiled, and before the optimizer is made.
 
     Args:
         batch: a tensor, a tuple of arguments, or a dict of them. Without one, modules are compared
-            on the first batch that is trained, and replaced behind the first step of an optimizer;
+            on the first batch that is trained, and replaced after the first step of an optimizer;
             the result is filled in then, and said in one notice.
         call: calls the model with the batch, where ``model(batch)`` is not right:
             ``lambda model, batch: model.training_step(batch, 0)``.
-        dry_run: compare and time, and replace nothing.
         record: a folder where each rank keeps what it has chosen, so that the next attempt chooses
             the same; by default in that of the job, if there is one.
 
@@ -77,41 +86,35 @@ def optimize_modules(
     Raises:
         UsageError: a model that is wrapped or compiled; a file of ``record`` that is not one.
     """
-    wrapped = {type(one).__name__ for one in model.modules() if _is_wrapper(one)}
-    if wrapped:
+    classes = {kind.__name__ for one in model.modules() for kind in type(one).__mro__}
+    if wrapped := sorted(classes.intersection(_WRAPPERS)):
         raise UsageError(
-            f"optimize_modules(): the model is wrapped already ({', '.join(sorted(wrapped))}); "
+            f"optimize_modules(): the model is wrapped already ({', '.join(wrapped)}); "
             "give the model itself, before it is wrapped"
         )
-    kept = Record(None, {}) if dry_run else Record(record, os.environ)
+    kept = Record(record, os.environ)
     candidates, choices = _candidates(model)
     if batch is None:
-        _Later(candidates, choices, kept, dry_run=dry_run)
+        _choose_later(candidates, choices, kept)
         return choices
-    whole = Whole(model, batch, call)
-    with _capturing(candidates):
-        whole.run()
-    chosen, fused = _choose(candidates, kept)
-    if fused:
-        chosen = _judge(whole, chosen, fused, known=kept.get(fused[0][0].name) is not None)
-    chosen += _lay_out(whole, kept, dry_run=dry_run)
-    choices.rows = [*chosen, *choices.rows]
-    if dry_run:
-        _switch(fused)(False)
-        choices.rows = [_undone(row) for row in choices.rows]
-    else:
-        _keep(kept, candidates)
+    whole = _whole(model, batch, call or _call)
+    hooks = [one.capture() for one in candidates]
+    try:
+        whole()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    rows = _choose(candidates, kept)
+    if any(row.applied for row in rows):
+        rows = _judge(model, whole, candidates, rows, is_known=bool(kept))
+    kept.add({one.name: (_name_of(one), one.like) for one in candidates})
+    choices.add(rows)
     return choices
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return any(one.__name__ in _WRAPPERS for one in type(module).__mro__)
 
 
 def _candidates(model: nn.Module) -> tuple[list[_Candidate], Choices]:
     """Those for which something is proposed, and those of a known kind for which nothing can be."""
-    found: list[_Candidate] = []
-    left = Choices()
+    found, left = [], Choices()
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) or fused_in(module) is not None:
             continue
@@ -120,56 +123,28 @@ def _candidates(model: nn.Module) -> tuple[list[_Candidate], Choices]:
             if proposals and "forward" in vars(module):
                 raise NotRewritten("its forward was replaced by somebody else")
         except NotRewritten as error:
-            left.rows.append(Choice((name,), type(module).__name__, reason=str(error)))
+            left.add([Choice((name,), type(module).__name__, reason=str(error))])
             continue
         if proposals:
             found.append(_Candidate(name, module, proposals))
-    left.rows = _merged(left.rows)
     return found, left
 
 
-@contextmanager
-def _capturing(candidates: list[_Candidate]) -> Iterator[None]:
-    hooks = [_capture(candidate) for candidate in candidates]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _capture(candidate: _Candidate) -> Any:
-    """Keep what the module is called with, the first time that it is trained."""
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del module
-        if candidate.call is None and torch.is_grad_enabled():
-            candidate.call = Call.of(args, kwargs)
-            candidate.like = repr(kind_of(args, kwargs))
-
-    return candidate.module.register_forward_pre_hook(before, with_kwargs=True)
-
-
-def _choose(
-    candidates: list[_Candidate], kept: Record
-) -> tuple[list[Choice], list[tuple[_Candidate, Fused]]]:
-    """For each module; those that are alike are timed once."""
+def _choose(candidates: list[_Candidate], kept: Record) -> list[Choice]:
+    """Compare, and put in place what is equal and faster; modules that are alike are timed once."""
     rows: list[Choice] = []
-    fused: list[tuple[_Candidate, Fused]] = []
     timed: dict[Any, Choice] = {}
     for one in candidates:
         if one.call is None:
-            rows.append(_row(one, reason="not trained with this batch"))
+            rows.append(one.row(reason="not trained with this batch"))
             continue
-        known = kept.get(one.name)
-        alike = (type(one.module), settings(one.module), one.like, one.call.shapes)
-        choice = _decide(one, timed.get(alike), known and known[0])
-        timed.setdefault(alike, choice)
-        rows.append(choice)
-        if choice.applied:
-            proposal = next(p for p in one.proposals if p.name == choice.replacement)
-            fused.append((one, Fused(one.module, proposal, one.like)))
-    return _merged(rows), fused
+        key = (type(one.module), settings(one.module), one.like)
+        row = _decide(one, timed.get(key), kept.get(one.name))
+        timed.setdefault(key, row)
+        if row.applied:
+            one.put(row.replacement)
+        rows.append(row)
+    return rows
 
 
 def _decide(one: _Candidate, alike: Choice | None, known: str | None) -> Choice:
@@ -179,7 +154,7 @@ def _decide(one: _Candidate, alike: Choice | None, known: str | None) -> Choice:
         alike: the choice for one that takes the same time. known: that of an earlier attempt.
     """
     if known == "":
-        return _row(one, reason="its own was chosen before")
+        return one.row(reason="its own was chosen before")
     if known is None and alike is not None and not alike.applied:
         return replace(alike, names=(one.name,))
     wanted = known or (alike.replacement if alike else "")
@@ -198,128 +173,114 @@ def _decide(one: _Candidate, alike: Choice | None, known: str | None) -> Choice:
         except NotRewritten as error:
             reasons.append(str(error))
             continue
-        equal.append(_row(one, proposal.name, gain, difference))
+        equal.append(one.row(replacement=proposal.name, speedup=gain, difference=difference))
     if not equal:
-        reason = reasons[0] if len(reasons) == 1 else f"none of {len(reasons)} fused forms is equal"
-        return _row(one, reason=reason)
+        of_all = f"none of {len(reasons)} fused forms is equal"
+        return one.row(reason=reasons[0] if len(set(reasons)) == 1 else of_all)
     best = max(equal, key=lambda row: row.speedup or 0.0)
     is_faster = bool(wanted) or (best.speedup or 0.0) >= LEAST_SPEEDUP
     return replace(best, applied=is_faster, reason="" if is_faster else "not faster")
 
 
-def _row(
-    one: _Candidate,
-    replacement: str = "",
-    speedup: float | None = None,
-    difference: float | None = None,
-    *,
-    reason: str = "",
-) -> Choice:
-    kind = type(one.module).__name__
-    return Choice((one.name,), kind, replacement, speedup, difference, reason=reason)
-
-
-def _merged(rows: list[Choice]) -> list[Choice]:
-    """One row for modules that are alike."""
-    made: dict[Any, Choice] = {}
-    for row in rows:
-        key = (row.kind, row.replacement, row.applied, row.reason, row.speedup)
-        if (first := made.get(key)) is not None:
-            largest = max((first.difference or 0.0, row.difference or 0.0))
-            difference = None if row.difference is None else largest
-            row = replace(first, names=(*first.names, *row.names), difference=difference)
-        made[key] = row
-    return list(made.values())
-
-
-def _switch(fused: list[tuple[_Candidate, Fused]]) -> Callable[[bool], None]:
-    def switch(on: bool) -> None:
-        for candidate, one in fused:
-            if on and fused_in(candidate.module) is None:
-                put(candidate.module, one)
-            elif not on and fused_in(candidate.module) is not None:
-                take_out(candidate.module)
-
-    return switch
-
-
 def _judge(
-    whole: Whole, rows: list[Choice], fused: list[tuple[_Candidate, Fused]], *, known: bool
+    model: nn.Module,
+    whole: Callable[[], Any],
+    candidates: list[_Candidate],
+    rows: list[Choice],
+    *,
+    is_known: bool,
 ) -> list[Choice]:
-    """Put them in place, unless the model as a whole is not better with them."""
-    least = 0.0 if known else LEAST_TOGETHER
-    together = try_together(whole, _switch(fused), names="all of these", least=least)
-    if not together.applied:
-        reason = f"{together.reason} in the model"
-        rows = [replace(row, applied=False, reason=row.reason or reason) for row in rows]
-    return [*rows, together]
+    """Take all out again, unless the model as a whole is equal and no slower with them."""
+    in_place = [(one.module, fused) for one in candidates if (fused := fused_in(one.module))]
+
+    def switch(on: bool) -> None:
+        for module, fused in in_place:
+            if on and fused_in(module) is None:
+                put(module, fused)
+            elif not on and fused_in(module) is not None:
+                take_out(module)
+
+    def step(on: bool) -> Callable[[], Any]:
+        def with_or_without() -> Any:
+            switch(on)
+            return whole()
+
+        return with_or_without
+
+    own = step(False)()
+    difference = own.difference(step(True)())
+    devices = {one.device.type for one in own.outputs}
+    used = [one.dtype for one in own.outputs if one.is_floating_point()]
+    used += [torch.get_autocast_dtype(one) for one in devices if torch.is_autocast_enabled(one)]
+    allowed = max((torch.finfo(one).eps ** 0.5 for one in used), default=0.0)
+    speedup = time_ratio(step(False), step(True))
+    reason = "" if is_known or speedup >= 1.0 else "not faster"
+    if difference > allowed:
+        reason = f"the model's result differs by more than {allowed:.0e}"
+    switch(not reason)
+    if reason:
+        in_model = f"{reason} in the model"
+        rows = [replace(row, applied=False, reason=row.reason or in_model) for row in rows]
+    kind, name = type(model).__name__, "all of these"
+    return [*rows, Choice(("",), kind, name, speedup, difference, not reason, reason)]
 
 
-def _lay_out(whole: Whole, kept: Record, *, dry_run: bool) -> list[Choice]:
-    switch, known = channels_last(whole.model), kept.get(MEMORY_FORMAT)
-    if switch is None or (known is not None and not known[0]):
-        return []
-    choice = try_together(whole, switch, names=CHANNELS_LAST, least=0.0 if known else LEAST_SPEEDUP)
-    if dry_run:
-        switch(False)
-    kept.add({MEMORY_FORMAT: (CHANNELS_LAST if choice.applied else "", "")})
-    return [choice]
+def _whole(
+    model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any]
+) -> Callable[[], Any]:
+    """Runs the model on the batch, and changes nothing of it: gradients are not accumulated,
+    buffers and random numbers are put back."""
+
+    def once() -> Any:
+        buffers = [(one, one.detach().clone()) for one in model.buffers()]
+        try:
+            trained = [one for one in model.parameters() if one.requires_grad]
+            return run(lambda: call(model, batch), trained)
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+    return once
 
 
-def _undone(row: Choice) -> Choice:
-    return replace(row, applied=False, reason=row.reason or "dry run")
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(**batch) if isinstance(batch, dict) else model(batch)
 
 
-def _keep(kept: Record, candidates: list[_Candidate]) -> None:
-    """What is in place now, and what is not."""
-    chosen = {}
-    for one in candidates:
-        found = fused_in(one.module)
-        chosen[one.name] = (found.name, one.like) if found is not None else ("", one.like)
-    kept.add(chosen)
+def _name_of(one: _Candidate) -> str:
+    fused = fused_in(one.module)
+    return "" if fused is None else fused.name
 
 
-class _Later:
-    """Without a batch: what an earlier attempt has chosen is put in place at once, all else behind
+def _choose_later(candidates: list[_Candidate], choices: Choices, kept: Record) -> None:
+    """Without a batch: what an earlier attempt has chosen is put in place at once, all else after
     the first step of an optimizer. Not before, because what is recomputed in a backward has to be
     what was computed, and not within a forward, because the caller may have it under hooks.
     """
+    for one in candidates:
+        if (known := kept.get(one.name)) is not None:
+            one.like = kept.like(one.name)
+            is_put = one.put(known)
+            reason = "" if is_put else "its own was chosen before"
+            choices.add([one.row(replacement=known, applied=is_put, reason=reason)])
+    left = [one for one in candidates if kept.get(one.name) is None]
 
-    def __init__(
-        self, candidates: list[_Candidate], choices: Choices, kept: Record, *, dry_run: bool
-    ) -> None:
-        self._choices, self._kept, self._dry_run = choices, kept, dry_run
-        self._candidates = [one for one in candidates if kept.get(one.name) is None]
-        for one in candidates:
-            if (known := kept.get(one.name)) is not None:
-                choices.rows.append(_put_known(one, *known))
-        if self._candidates:
-            self._hooks = [_capture(one) for one in self._candidates]
-            self._hooks.append(register_optimizer_step_post_hook(self._after_step))
-        elif choices.rows:
-            self._say()
+    def say() -> None:
+        notice(f"modules, and what PyTorch has fused in their place:\n{choices}")
 
-    def _after_step(self, *_: Any) -> None:
-        if not any(one.call for one in self._candidates):
-            return  # that of another model
-        for hook in self._hooks:
-            hook.remove()
-        rows, fused = _choose(self._candidates, self._kept)
-        if self._dry_run:
-            rows = [_undone(row) for row in rows]
-        else:
-            _switch(fused)(True)
-            _keep(self._kept, self._candidates)
-        self._choices.rows = [*rows, *self._choices.rows]
-        self._say()
+    def after_step(*_: Any) -> None:
+        if any(one.call for one in left):  # else it is the step of another model
+            for hook in hooks:
+                hook.remove()
+            choices.add(_choose(left, kept))
+            kept.add({one.name: (_name_of(one), one.like) for one in left})
+            say()
 
-    def _say(self) -> None:
-        notice(f"modules, and what PyTorch has fused in their place:\n{self._choices}")
-
-
-def _put_known(one: _Candidate, replacement: str, like: str) -> Choice:
-    proposal = next((p for p in one.proposals if p.name == replacement), None)
-    if proposal is None:
-        return _row(one, reason="its own was chosen before")
-    put(one.module, Fused(one.module, proposal, like))
-    return replace(_row(one, proposal.name, reason=""), applied=True)
+    if left:
+        hooks = [one.capture() for one in left]
+        hooks.append(register_optimizer_step_post_hook(after_step))
+    elif choices.rows:
+        say()

@@ -26,16 +26,12 @@ def norm(module: nn.Module) -> Iterator[Proposal]:
     """Of a module with nothing but one weight for each place of the last dimension, or with a bias
     as well, and with an eps."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
-    if (
-        type(module) is nn.LayerNorm
-        or len(names) not in (1, 2)
-        or any(True for _ in module.children())
-    ):
+    if type(module) is nn.LayerNorm or len(names) not in (1, 2):
         return
     parameters = [module.get_parameter(name) for name in names]
     if any(one.dim() != 1 or one.shape != parameters[0].shape for one in parameters):
         return
-    if any(True for _ in module.children()) or any(True for _ in module.buffers()):
+    if [*module.children(), *module.buffers()]:
         return
     names.sort(key=lambda name: any(word in name.lower() for word in _BIASES))
     eps_s = _eps_of(module)

@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.fused.choices import Choice, Choices
-from hydroslurm.integrations.fused.equality import relative
 from hydroslurm.integrations.fused.rewriters import NotRewritten, first_line
-from hydroslurm.integrations.fused.trial import seeded, time_ratio
+from hydroslurm.integrations.fused.trial import relative, seeded, time_ratio
 
 LEAST_SPEEDUP = 1.05
 _WAYS = ("fused", "foreach")
@@ -20,15 +19,12 @@ _STEPS = 3
 _MOST_ULPS = 64
 
 
-def optimize_optimizer(optimizer: Optimizer, *, dry_run: bool = False) -> Choices:
+def optimize_optimizer(optimizer: Optimizer) -> Choices:
     """Let an optimizer of PyTorch's use its ``fused=True`` or ``foreach=True``, where that is equal
     and faster. It is tried on a copy of the weights, with made-up gradients.
 
     The optimizer stays the object that it is. The choice is part of its ``state_dict()``, so that a
     resumed run goes on with the choice of its first attempt.
-
-    Args:
-        dry_run: compare and time, and change nothing.
 
     Returns:
         One row for each way. Its text is a table.
@@ -38,79 +34,54 @@ def optimize_optimizer(optimizer: Optimizer, *, dry_run: bool = False) -> Choice
     """
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimize_optimizer({type(optimizer).__name__}): wanted an optimizer")
-    rows = [_tried(optimizer, way) for way in _WAYS if _has(optimizer, way)]
-    best = max(rows, key=lambda row: row.speedup or 0.0, default=None)
-    if best is None:
-        return Choices([_row(optimizer, reason="it has neither fused nor foreach")])
-    if not best.reason and not dry_run:
-        _use(optimizer, best.replacement.partition("=")[0])
+    is_torch = type(optimizer).__module__.startswith("torch.optim")
+    ways = [one for one in _WAYS if is_torch and all(one in g for g in optimizer.param_groups)]
+    none = Choice(("optimizer",), type(optimizer).__name__)
+    if not ways:
+        return Choices([replace(none, reason="it has neither fused nor foreach")])
+    rows = [_tried(optimizer, way, replace(none, replacement=f"{way}=True")) for way in ways]
+    best = max(rows, key=lambda row: row.speedup or 0.0)
     for number, row in enumerate(rows):
         if row is best and not row.reason:
-            rows[number] = replace(row, applied=not dry_run, reason="dry run" if dry_run else "")
+            _use(optimizer, ways[number])
+            rows[number] = replace(row, applied=True)
         elif not row.reason:
             rows[number] = replace(row, reason="slower than the other")
     return Choices(rows)
 
 
-def _has(optimizer: Optimizer, way: str) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim") and all(
-        way in group for group in optimizer.param_groups
-    )
-
-
-def _row(
-    optimizer: Optimizer,
-    replacement: str = "",
-    speedup: float | None = None,
-    difference: float | None = None,
-    *,
-    reason: str = "",
-) -> Choice:
-    kind = type(optimizer).__name__
-    return Choice(("optimizer",), kind, replacement, speedup, difference, reason=reason)
-
-
-def _tried(optimizer: Optimizer, way: str) -> Choice:
+def _tried(optimizer: Optimizer, way: str, row: Choice) -> Choice:
     """Compared with the optimizer as it is, and timed."""
-    name = f"{way}=True"
     if all(group[way] for group in optimizer.param_groups):
-        return _row(optimizer, name, reason="in use already")
+        return replace(row, reason="in use already")
     try:
         own, new = _copied(optimizer), _copied(optimizer)
         _use(new, way)
         difference = _stepped_alike(own, new)
         speedup = time_ratio(own.step, new.step)
     except NotRewritten as error:
-        return _row(optimizer, name, reason=str(error))
+        return replace(row, reason=str(error))
     except Exception as error:
-        return _row(optimizer, name, reason=first_line(error))
+        return replace(row, reason=first_line(error))
     reason = "" if speedup >= LEAST_SPEEDUP else "not faster"
-    return _row(optimizer, name, speedup, difference, reason=reason)
+    return replace(row, speedup=speedup, difference=difference, reason=reason)
 
 
 def _copied(optimizer: Optimizer) -> Optimizer:
-    """With weights of its own, and gradients that are the same for each copy."""
+    """With weights of its own, and gradients that are the same for each copy; without hooks, and
+    without the ``step`` that a scheduler has wrapped."""
     made = copy.copy(optimizer)
-    vars(made).update(copy.copy(vars(optimizer)))
-    for name, value in vars(made).items():
-        if name.startswith("_optimizer_") and hasattr(value, "clear"):  # hooks
+    own = {name: one for name, one in vars(optimizer).items() if name != "step"}
+    vars(made).clear()
+    vars(made).update(own)
+    for name, value in own.items():
+        if name.startswith("_optimizer_") and hasattr(value, "clear"):
             setattr(made, name, type(value)())
-    own: dict[torch.Tensor, torch.Tensor] = {}
+    made.param_groups, made.state = copy.deepcopy((optimizer.param_groups, optimizer.state))
     with seeded():
-        for group in optimizer.param_groups:
+        for group in made.param_groups:
             for weight in group["params"]:
-                own[weight] = weight.detach().clone().requires_grad_(weight.requires_grad)
-                if weight.requires_grad:
-                    own[weight].grad = torch.randn_like(weight)
-    made.param_groups = [
-        {**group, "params": [own[one] for one in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    made.state = copy.copy(optimizer.state)
-    made.state.clear()
-    for weight, state in optimizer.state.items():
-        made.state[own[weight]] = copy.deepcopy(state)
-    vars(made).pop("step", None)  # a scheduler has wrapped that of the original
+                weight.grad = torch.randn_like(weight) if weight.requires_grad else None
     return made
 
 
@@ -120,10 +91,9 @@ def _use(optimizer: Optimizer, way: str) -> None:
         group.update({one: one == way for one in _WAYS if one in group})
         for weight in group["params"]:
             step = optimizer.state.get(weight, {}).get("step")
-            if isinstance(step, torch.Tensor):
+            if isinstance(step, torch.Tensor) and not group.get("capturable"):
                 device = weight.device if way == "fused" else torch.device("cpu")
-                if not group.get("capturable"):
-                    optimizer.state[weight]["step"] = step.to(torch.float32).to(device)
+                optimizer.state[weight]["step"] = step.to(torch.float32).to(device)
 
 
 def _stepped_alike(own: Optimizer, new: Optimizer) -> float:

@@ -1,13 +1,8 @@
-"""A module with another forward: the same object, with its weights, hooks, names and mode.
-
-Its class is replaced by one made from it that bears its name, so that ``isinstance``, wrapping
-policies that go by the class, and other people's changes of ``__class__`` (FSDP2) work as before.
-"""
+"""A module with another forward: the same object, with its weights, hooks, names and mode."""
 
 from __future__ import annotations
 
-import copyreg
-import functools
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +11,6 @@ from torch import nn
 
 from hydroslurm.integrations.fused.rewriters import Proposal
 
-_KEY = "_hydroslurm_fused"
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -74,46 +68,24 @@ def _kind(value: Any) -> Any:
 
 
 def put(module: nn.Module, fused: Fused) -> None:
-    """Have the module use this forward."""
-    vars(module)[_KEY] = fused
-    own: Any = type(module)
-    module.__class__ = _class_for(own)
+    """Have the module use this forward. A copy of it does, too; a pickle names the method alone,
+    which is that of the class where it is read."""
+    own = type(module).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if fused.fits(self, args, kwargs):
+            return fused.forward(self, *args, **kwargs)
+        return own(self, *args, **kwargs)
+
+    forward.fused = fused  # type: ignore[attr-defined]
+    module.forward = types.MethodType(forward, module)
 
 
 def take_out(module: nn.Module) -> None:
     """Have it use its own again."""
-    del vars(module)[_KEY]
-    module.__class__ = type(module).__mro__[2]
+    del vars(module)["forward"]
 
 
 def fused_in(module: nn.Module) -> Fused | None:
-    found: Fused | None = vars(module).get(_KEY)
+    found: Fused | None = getattr(vars(module).get("forward"), "fused", None)
     return found
-
-
-class _Swapped:
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        fused: Fused = self.__dict__[_KEY]
-        if fused.fits(self, args, kwargs):  # type: ignore[arg-type]
-            return fused.forward(self, *args, **kwargs)
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle or a copy is the module as it was, and needs no hydroslurm to be read."""
-        reduced = list(super().__reduce_ex__(protocol))
-        made = type(self)
-        own = made.__mro__[2]
-        if reduced[0] is copyreg.__newobj__ and len(reduced[1]) == 1:  # type: ignore[attr-defined]
-            # pickle wants that one to be called with the object's own class
-            reduced[:2] = [copyreg._reconstructor, (own, object, None)]  # type: ignore[attr-defined]
-        reduced[1] = tuple(own if one is made else one for one in reduced[1])
-        if len(reduced) > 2 and isinstance(reduced[2], dict):
-            reduced[2] = {name: value for name, value in reduced[2].items() if name != _KEY}
-        return tuple(reduced)
-
-
-@functools.cache
-def _class_for(own: type[nn.Module]) -> type[nn.Module]:
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    made: type[nn.Module] = type(own.__name__, (_Swapped, own), names)
-    return made
