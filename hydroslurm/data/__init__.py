@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from hydroslurm.data.global_batches import GlobalBatchSampler
 from hydroslurm.data.position import LoaderPosition, position_of
-from hydroslurm.data.record_files import RecordFile, RecordWriter
-from hydroslurm.data.records import RecordDataset, RecordLoader
+from hydroslurm.data.records import RecordDataset, RecordFile, RecordLoader, RecordWriter
 from hydroslurm.data.sampler import ResumableSampler, SampleIndex
 from hydroslurm.data.seeding import SeededDataset
 from hydroslurm.runtime.child_signals import shielded
