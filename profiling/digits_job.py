@@ -26,14 +26,13 @@ from torch.utils.data import DataLoader
 
 
 class StockTraining(submitit.helpers.Checkpointable):
-    """As the docs say: saves when submitit asks for a checkpoint; with ``every_epoch`` also then.
+    """As the docs say: saves when submitit asks for a checkpoint; and after every epoch.
 
     In the rank ``checkpoint`` runs inside a signal handler, wherever the training is.
     """
 
-    def __init__(self, config: Config, *, every_epoch: bool) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self.every_epoch = every_epoch
         self.parts: Parts | None = None
         self.step = 0
 
@@ -47,8 +46,7 @@ class StockTraining(submitit.helpers.Checkpointable):
                     parts.learn(batch)
                     self.step += 1
                     progress.made(self.step)
-                if self.every_epoch:
-                    self.save()
+                self.save()
         return outcome(parts, self.step)
 
     def observed(self) -> AbstractContextManager[Progress]:
@@ -58,8 +56,7 @@ class StockTraining(submitit.helpers.Checkpointable):
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
         if self.parts is not None:
             self.save()
-        fresh = type(self)(self.config, every_epoch=self.every_epoch)
-        return submitit.helpers.DelayedSubmission(fresh)
+        return submitit.helpers.DelayedSubmission(type(self)(self.config))
 
     def save(self) -> None:
         assert self.parts is not None
@@ -90,10 +87,10 @@ def run_training(config: Config) -> dict[str, Any]:
 
 
 def stock(config: Config) -> dict[str, Any]:
-    return StockTraining(config, every_epoch=True)()
+    return StockTraining(config)()
 
 
-ALONE: dict[str, Callable[[Config], dict[str, Any]]] = {"stock": stock, "run": run_training}
+ALONE: dict[str, Callable[[Config], dict[str, Any]]] = {"stock": stock, "executor": run_training}
 
 
 def main() -> None:

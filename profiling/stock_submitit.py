@@ -1,13 +1,11 @@
 """The same training with stock submitit and with hydroslurm, preempted in the same ways, side by
 side: what is trained twice, and whether the final weights are those of a run left alone.
 
-Four jobs, each on a node of its own of one dev cluster, are preempted at the same moments:
+Two jobs, each on a node of its own of one dev cluster, are preempted at the same moments:
 
     stock        submitit's AutoExecutor and a callable with `checkpoint()`, as its docs say, that
                  also saves after every epoch, as a careful user would
-    stock_docs   the same without the saves after epochs: the docs' own example
     executor     a function with hydroslurm.Run, submitted with hydroslurm.Executor
-    preemptible  the same function, wrapped, submitted with submitit's AutoExecutor
 
 Ways: `grace` (an urgent job, PreemptMode=REQUEUE with GraceTime), `gang` (an urgent job under gang
 scheduling), `requeue` (scontrol requeue), `signal` (submitit's signal, as before a time limit: the
@@ -15,9 +13,6 @@ one for which stock submitit saves). Limits are one hour, so that its rule for 1
 does not count. Not measured: sites with PreemptParameters=send_user_signal, where a preemption
 sends submitit its signal too, provided that jobs ask for it (`--signal`, as submitit's do): there
 `grace` would be like `signal`.
-
-`stock_after_a_killed_dump`: what becomes of a stock job at its signal when an earlier attempt was
-killed while submitit pickled, and left its `.save_tmp` behind.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import submitit
-from digits import BATCH_SIZE, Config
+from digits import Config
 from digits_job import StockTraining, run_training
 from harness import finish, parser, scratch
 from progress import read_progress, steps_lost
@@ -49,7 +44,7 @@ STOPS: dict[Profile, tuple[str, ...]] = {
     "requeue": ("grace", "requeue", "signal"),
     "gang-requeue": ("gang",),
 }
-ARMS = ("stock", "stock_docs", "executor", "preemptible")
+ARMS = ("stock", "executor")
 
 
 @dataclass
@@ -104,15 +99,12 @@ def submit(name: str, node: str, folder: Path, epochs: int) -> Arm:
     executor: Any
     if name == "executor":
         executor = hydroslurm.Executor(folder / "submitit")
+        work: tuple[Any, ...] = (run_training, config)
     else:
         executor = submitit.AutoExecutor(folder / "submitit", cluster="slurm")
+        work = (StockTraining(config),)
     executor.update_parameters(**parameters, slurm_nodelist=node)
-    if name.startswith("stock"):
-        job = executor.submit(StockTraining(config, every_epoch=name != "stock_docs"))
-    else:
-        function = run_training if name == "executor" else hydroslurm.preemptible(run_training)
-        job = executor.submit(function, config)
-    return Arm(name, node, config, job)
+    return Arm(name, node, config, executor.submit(*work))
 
 
 def compare(profile: Profile, folder: Path, epochs: int) -> list[Arm]:
@@ -146,19 +138,6 @@ def preempt_all(arms: Sequence[Arm], way: str, attempt: int) -> None:
     )
     for command in commands:
         command.communicate(timeout=LIMIT_S)
-
-
-def after_a_killed_dump(folder: Path, epochs: int) -> str:
-    """What stock submitit does at its signal when there is a `.save_tmp`."""
-    with DevCluster.up(ClusterSpec(nodes=1, profile="requeue", kill_wait_s=5)) as cluster:
-        lead_here(cluster)
-        arm = submit("stock", "n1", folder / "leftover", epochs)
-        wait(lambda: arm.attempts == 1, "the job makes steps", [arm])
-        pickled = arm.job.paths.submitted_pickle
-        pickled.with_suffix(pickled.suffix + ".save_tmp").touch()
-        arm.preempt("signal").communicate(timeout=LIMIT_S)
-        wait(lambda: arm.attempts == 2 or arm.is_over, "the job goes on or ends", [arm])
-        return "failed" if arm.is_over and arm.result() is None else "went on"
 
 
 def lead_here(cluster: DevCluster) -> None:
@@ -197,47 +176,20 @@ def wait(condition: Callable[[], bool], what: str, arms: Sequence[Arm]) -> None:
         time.sleep(0.1)
 
 
-def figures(arms: Sequence[Arm], ways: Sequence[str], wanted: dict[str, Any]) -> dict[str, Any]:
-    """Per job: steps lost in each way, and whether it ended with the bits of a run left alone."""
-    result: dict[str, Any] = {}
-    for arm in arms:
-        for way, lost in zip(ways, arm.lost(), strict=False):
-            result[f"steps_lost_{way}_{arm.name}"] = lost
-        kind = "stock" if arm.name.startswith("stock") else "run"
-        found = arm.result()
-        result[f"finished_{'_'.join(ways)}_{arm.name}"] = found is not None
-        result[f"same_bits_{'_'.join(ways)}_{arm.name}"] = found == wanted[kind]
-    return result
-
-
 def main() -> None:
     chosen = parser("Stock submitit and hydroslurm, side by side.", directory=True).parse_args()
     epochs = 12 if chosen.quick else 40
     profiles: list[Profile] = ["gang-requeue"] if chosen.quick else list(STOPS)
-    result: dict[str, Any] = {"submitit": submitit.__version__}
+    result: dict[str, Any] = {f"steps_lost_{name}": 0 for name in ARMS}
+    result |= {f"same_bits_{name}": True for name in ARMS}
     with scratch("stock", chosen) as folder:
-        wanted = {kind: alone(kind, folder / f"alone-{kind}", epochs) for kind in ("stock", "run")}
-        result["steps"] = wanted["run"]["steps"]
-        result["steps_per_epoch"] = result["steps"] // epochs
-        result["batch_size"] = BATCH_SIZE
+        wanted = {name: alone(name, folder / f"alone-{name}", epochs) for name in ARMS}
         for profile in profiles:
-            result |= figures(compare(profile, folder, epochs), STOPS[profile], wanted)
-        if not chosen.quick:
-            result["stock_after_a_killed_dump"] = after_a_killed_dump(folder, epochs)
-    for arm in ARMS:
-        lost = [value for key, value in result.items() if is_loss(key, arm)]
-        result[f"steps_lost_{arm}"] = sum(lost)
-        result[f"preemptions_{arm}"] = len(lost)
-    finish(
-        chosen,
-        "stock submitit and hydroslurm: steps trained twice, per preemption",
-        result,
-    )
-
-
-def is_loss(key: str, arm: str) -> bool:
-    ways = (way for of_profile in STOPS.values() for way in of_profile)
-    return key in {f"steps_lost_{way}_{arm}" for way in ways}
+            for arm in compare(profile, folder, epochs):
+                result[f"steps_lost_{arm.name}"] += sum(arm.lost())
+                result[f"same_bits_{arm.name}"] &= arm.result() == wanted[arm.name]
+    result["preemptions"] = sum(len(STOPS[profile]) for profile in profiles)
+    finish(chosen, "stock submitit and hydroslurm: steps trained twice", result)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def main() -> None:
         slurm_nodelist=node,
         slurm_additional_parameters=more,
     )
-    print(executor.submit(Training(config(Path(folder), int(epochs)), every_epoch=True)).job_id)
+    print(executor.submit(Training(config(Path(folder), int(epochs)))).job_id)
 
 
 if __name__ == "__main__":
