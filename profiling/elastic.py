@@ -3,21 +3,12 @@
 Three members, each a process of this machine that trains a small network with gloo, steps of
 0.2 s. A *stall* is the longest time between two steps of a survivor around the change, less the
 median step. ``announced_leave_stall_s``: one gets SIGTERM; ``sigkill_stall_s``: SIGKILL, from the
-signal to the survivors' next step, less a step; ``join_stall_steps``: one joins, in steps;
-``join_s``: from the start of a process that has torch loaded to its first step.
+signal to the survivors' next step, less a step; ``join_stall_steps``: one joins, in steps.
 ``torchrun_shrink_s``: the same three under torchrun with the rendezvous tuned
 (``last_call_timeout=1, keep_alive_interval=1, keep_alive_max_attempt=3``), SIGKILL of one agent and
 its worker; from the signal to the first step of the survivors, which restart and read a checkpoint
-that is made at each step.
-``spare_stall_steps``: two train and one is a spare, which takes the place of one that gets SIGKILL
-(``spare_leave_stall_steps``: SIGTERM); the survivor's stall.
-
-``restart_shrink_s``: the same worker, signal and clock below our agents, ``engine: restart``;
-``restart_leave_s``: one agent gets SIGTERM, and its workers and the others', with a ``Run``, stop
-together, save, and those that stay are started anew: to their first step, less a step.
-
-``steps_lost_*`` are those of the ledger; ``samples_wrong``: samples of an epoch that were trained
-on more than once, or never. All times are medians over the rounds.
+that is made at each step. ``restart_shrink_s``: the same worker, signal and clock below our agents,
+``engine: restart``. All times are medians over the rounds.
 
 The 0.2 s are spent asleep behind a step's own work of some milliseconds, so that a signal rarely
 falls within a step: what repeating one costs is not in these figures. On a machine that has other
@@ -27,6 +18,7 @@ work they come out right under ``chrt -r 5`` (all arms inherit it).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -35,16 +27,18 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import harness  # noqa: F401 - puts the tests on the path
-from elasticstory import SAMPLES, ElasticStory, times_seen
-from harness import PROFILING, finish, parser, scratch
+from harness import PROFILING, finish, interleaved, parser, scratch  # makes the tests importable
+
+# isort: split
+from elasticstory import ElasticStory
 from processes import wait_until
-from restartstory import TRAIN, RestartStory
+from restartstory import RestartStory
 
 STEP_S = 0.2
 
@@ -60,12 +54,6 @@ def stall_s(steps: list[dict[str, Any]]) -> float:
     return max(all_gaps) - statistics.median(all_gaps)
 
 
-def wrong(story: ElasticStory) -> int:
-    """Samples of an epoch that did not come once."""
-    epochs = times_seen(*story.all_steps("BEGUN")).values()
-    return sum(sum(1 for one in range(SAMPLES) if seen[one] != 1) for seen in epochs)
-
-
 def members(folder: Path) -> ElasticStory:
     story = ElasticStory(folder, max=3)
     for name in "abc":
@@ -74,46 +62,45 @@ def members(folder: Path) -> ElasticStory:
     return story
 
 
-def leave(folder: Path, signo: int) -> dict[str, float]:
-    """One of three goes."""
+def leave(folder: Path) -> float:
+    """One of three gets SIGTERM."""
     story = members(folder)
     try:
-        asked_s = time.monotonic()
-        story.signal("b", signo)
+        story.signal("b", signal.SIGTERM)
         for name in "ac":
             story.done(name)
-        logs = [story.steps(name) for name in "ac"]
-        change = story.entries("generation")[1]
-        found = {"steps_lost": change["steps_lost"], "pause_s": change["pause_s"]}
-        if signo == signal.SIGKILL:
-            median_s = statistics.median(gaps(logs[0]))
-            first_s = min(one["at_s"] for log in logs for one in log if one["size"] == 2)
-            found["stall_s"] = first_s - asked_s - median_s
-        else:
-            found["stall_s"] = max(map(stall_s, logs))
-        return {**found, "wrong": wrong(story)}
+        return max(stall_s(story.steps(name)) for name in "ac")
     finally:
         story.close()
 
 
-def join(folder: Path) -> dict[str, float]:
+def kill(folder: Path) -> float:
+    """One of three gets SIGKILL."""
+    story = members(folder)
+    try:
+        asked_s = time.monotonic()
+        story.signal("b", signal.SIGKILL)
+        for name in "ac":
+            story.done(name)
+        logs = [story.steps(name) for name in "ac"]
+        first_s = float(min(one["at_s"] for log in logs for one in log if one["size"] == 2))
+        return first_s - asked_s - statistics.median(gaps(logs[0]))
+    finally:
+        story.close()
+
+
+def join(folder: Path) -> float:
     """A third one comes."""
     story = ElasticStory(folder, max=3)
     try:
         for name in "ab":
             story.start(name, step_s=STEP_S)
         story.wait_for_step("a", size=2, times=4)
-        began_s = time.monotonic()
         story.start("c", step_s=STEP_S)
         for name in "abc":
             story.done(name)
-        logs = [story.steps(name) for name in "abc"]
-        median_s = statistics.median(gaps(logs[0]))
-        return {
-            "stall_steps": max(stall_s(logs[0]), stall_s(logs[1])) / median_s,
-            "join_s": logs[2][0]["at_s"] - began_s,
-            "wrong": wrong(story),
-        }
+        logs = [story.steps(name) for name in "ab"]
+        return max(map(stall_s, logs)) / statistics.median(gaps(logs[0]))
     finally:
         story.close()
 
@@ -127,61 +114,37 @@ runpy.run_path({str(PROFILING / "elastic_torchrun.py")!r}, run_name="__main__")
 """
 
 
-def restart(folder: Path, signo: int) -> float:
-    """Three agents, of which one gets the signal; SIGKILL also its worker."""
-    killed = signo == signal.SIGKILL
-    (folder / "steps").touch()
-    story = RestartStory(folder, script=SAME_WORKER if killed else TRAIN, max=3, gather_s=60.0)
-
-    def steps(size: int) -> list[dict[str, Any]]:
-        if not killed:
-            return story.said("step", size=size)
-        lines = [json.loads(line) for line in (folder / "steps").read_text().splitlines()]
-        return [one for one in lines if one["size"] == size]
-
+def restart(folder: Path) -> float:
+    """Three agents, of which one is killed, and its worker."""
+    log = folder / "steps"
+    log.touch()
+    story = RestartStory(folder, script=SAME_WORKER, max=3, gather_s=60.0)
     try:
         for name in "abc":
             story.start(name, step_s=STEP_S, samples=10_000)
-        wait_until(lambda: len(steps(3)) > 12, lambda: str(story))
+        wait_until(lambda: len(steps_of(log, 3)) > 12, lambda: str(story))
         asked_s = time.monotonic()
-        story.signal("c", signo)
-        for path in folder.glob("worker-*") if killed else ():
-            if path.read_text() == str(story.members["c"].pid):
-                os.kill(int(path.name.removeprefix("worker-")), signal.SIGKILL)
-        wait_until(lambda: steps(2), lambda: str(story))
-        return float(min(one["at_s"] for one in steps(2)) - asked_s - STEP_S)
+        story.signal("c", signal.SIGKILL)
+        kill_workers(folder, story.members["c"].pid)
+        wait_until(lambda: steps_of(log, 2), lambda: str(story))
+        return float(min(one["at_s"] for one in steps_of(log, 2)) - asked_s - STEP_S)
     finally:
         story.close()
-        for path in folder.glob("worker-*"):
+        kill_workers(folder)
+
+
+def steps_of(log: Path, size: int) -> list[dict[str, Any]]:
+    """What workers have written of their steps in a world of this size."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [one for one in lines if one["size"] == size]
+
+
+def kill_workers(folder: Path, parent: int | None = None) -> None:
+    """Those of one agent, or all."""
+    for path in folder.glob("worker-*"):
+        if parent is None or path.read_text() == str(parent):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(path.name.removeprefix("worker-")), signal.SIGKILL)
-
-
-def spare(folder: Path, signo: int) -> dict[str, float]:
-    """One of two goes, and a spare takes its place."""
-    story = ElasticStory(folder, max=2, spares=1)
-    try:
-        for name in "abc":
-            story.start(name, step_s=STEP_S, epochs=1)
-        trained = list(story.wait_for("generation")["members"])
-        (waiting,) = set("abc") - set(trained)
-
-        def is_ready() -> bool:
-            return '"Ready"' in json.dumps(story.folder.read(story.folder.status_json))
-
-        wait_until(is_ready, lambda: f"the spare\n{story}")
-        story.wait_for_step(trained[0], size=2, times=4)
-        story.signal(trained[1], signo)
-        for name in (trained[0], waiting):
-            story.done(name)
-        survivor = story.steps(trained[0])
-        assert {one["size"] for one in survivor} == {2}, story
-        return {
-            "stall_steps": stall_s(survivor) / statistics.median(gaps(survivor)),
-            "wrong": wrong(story),
-        }
-    finally:
-        story.close()
 
 
 def torchrun(folder: Path) -> float:
@@ -215,22 +178,16 @@ def torchrun(folder: Path) -> float:
                 )
             )
 
-    def steps(size: int) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
-        return [one for one in lines if one["size"] == size]
-
     def said() -> str:
         return "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("agent-*")))
 
     try:
-        wait_until(lambda: len(steps(3)) > 12, said)
+        wait_until(lambda: len(steps_of(log, 3)) > 12, said)
         asked_s = time.monotonic()
         os.killpg(agents[2].pid, signal.SIGKILL)
-        for path in folder.glob("worker-*"):
-            if path.read_text() == str(agents[2].pid):
-                os.kill(int(path.name.removeprefix("worker-")), signal.SIGKILL)
-        wait_until(lambda: steps(2), said)
-        return float(min(one["at_s"] for one in steps(2)) - asked_s - STEP_S)
+        kill_workers(folder, agents[2].pid)
+        wait_until(lambda: steps_of(log, 2), said)
+        return float(min(one["at_s"] for one in steps_of(log, 2)) - asked_s - STEP_S)
     finally:
         for agent in agents:
             agent.send_signal(signal.SIGTERM)
@@ -239,64 +196,26 @@ def torchrun(folder: Path) -> float:
 
 
 ROUNDS = 5
-OURS: dict[str, Callable[[Path], dict[str, float]]] = {
-    "leave": lambda folder: leave(folder, signal.SIGTERM),
-    "kill": lambda folder: leave(folder, signal.SIGKILL),
-    "join": join,
-    "spare": lambda folder: spare(folder, signal.SIGKILL),
-    "spare_leave": lambda folder: spare(folder, signal.SIGTERM),
-}
-TIMES: dict[str, Callable[[Path], float]] = {
+CASES: dict[str, Callable[[Path], float]] = {
+    "announced_leave_stall_s": leave,
+    "sigkill_stall_s": kill,
+    "join_stall_steps": join,
     "torchrun_shrink_s": torchrun,
-    "restart_shrink_s": lambda folder: restart(folder, signal.SIGKILL),
-    "restart_leave_s": lambda folder: restart(folder, signal.SIGTERM),
+    "restart_shrink_s": restart,
 }
 
 
 def main() -> None:
-    made = parser(__doc__)
-    words = "a file to which what is measured is appended; what it holds is not measured again, so"
-    made.add_argument("--kept-in", type=Path, help=f"{words} that a run that was ended goes on")
-    chosen = made.parse_args()
-    cases: dict[str, Callable[[Path], Any]] = {**OURS, **TIMES}
-    found: dict[str, list[Any]] = {case: [] for case in cases}
-    if chosen.kept_in is not None and chosen.kept_in.exists():
-        for line in chosen.kept_in.read_text().splitlines():
-            for case, value in json.loads(line).items():
-                found[case].append(value)
-    rounds = 1 if chosen.quick else ROUNDS
+    chosen = parser(__doc__).parse_args()
     with scratch("elastic", chosen) as folder:
-        while any(len(values) < rounds for values in found.values()):
-            case = min(
-                found, key=lambda one: len(found[one])
-            )  # the first of a round's that are left
-            place = folder / f"{case}-{len(found[case])}"
-            place.mkdir()
-            found[case].append(cases[case](place))
-            if chosen.kept_in is not None:
-                with chosen.kept_in.open("a") as file:
-                    file.write(json.dumps({case: found[case][-1]}) + "\n")
-    finish(chosen, "a change of size", figures(found))
 
+        def in_a_place(name: str, case: Callable[[Path], float]) -> float:
+            return case(Path(tempfile.mkdtemp(prefix=name, dir=folder)))
 
-def figures(found: dict[str, list[Any]]) -> dict[str, Any]:
-    def median(what: str, key: str) -> float:
-        return round(statistics.median(one[key] for one in found[what]), 4)
-
-    return {
-        "rounds": min(map(len, found.values())),
-        "step_s": STEP_S,
-        "announced_leave_stall_s": median("leave", "stall_s"),
-        "sigkill_stall_s": median("kill", "stall_s"),
-        "join_stall_steps": median("join", "stall_steps"),
-        "join_s": median("join", "join_s"),
-        "spare_stall_steps": median("spare", "stall_steps"),
-        "spare_leave_stall_steps": median("spare_leave", "stall_steps"),
-        "steps_lost_announced": sum(int(one["steps_lost"]) for one in found["leave"]),
-        "steps_lost_unannounced": max(int(one["steps_lost"]) for one in found["kill"]),
-        "samples_wrong": sum(int(one["wrong"]) for what in OURS for one in found[what]),
-        **{name: round(statistics.median(found[name]), 3) for name in TIMES if name in found},
-    }
+        arms = {name: functools.partial(in_a_place, name, case) for name, case in CASES.items()}
+        found = interleaved(arms, rounds=1 if chosen.quick else ROUNDS)
+    result = {name: round(statistics.median(values), 4) for name, values in found.items()}
+    finish(chosen, "a change of size", {"step_s": STEP_S, **result})
 
 
 if __name__ == "__main__":

@@ -4,32 +4,26 @@ Two processes train, one with hydroslurm and one with the incumbent's hooks; thi
 and SIGUSR2 at random moments, in turns of ten, while the other process is stopped. All stamps are
 CLOCK_MONOTONIC, the sender's taken just before kill().
 
-``floor_us``: a C program that does nothing but compute, and whose handler stores the time, is sent
-the same signals in turns of its own (busy.c). That is what the machine takes, and what is above it
-(``pause_above_floor_us_p50``) is what a pause costs.
-
-Then both are paused during backwards of more than two seconds, through one module
-of many operators: was it held before the backward ended? Where the incumbent was not, the end is
-what counts for it.
+Then both are paused during backwards of more than two seconds, through one module of many
+operators: was it held before the backward ended?
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import PROFILING, EventTail, finish, options, p50_p99, percentile, scratch
+from harness import PROFILING, EventTail, finish, options, p50_p99, scratch
 
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.rundir import RunDir
@@ -48,15 +42,6 @@ class Pause:
     held_ns: int
     resume_sent_ns: int = 0
     released_ns: int = 0
-    handler_ns: int = 0
-
-
-@dataclass
-class Seen:
-    """What was measured of one way."""
-
-    pauses: list[Pause] = field(default_factory=list)
-    inside: list[bool] = field(default_factory=list)
 
 
 class Victim:
@@ -65,14 +50,7 @@ class Victim:
     def __init__(self, way: str, folder: Path, what: str, seconds: float) -> None:
         self.way = way
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                str(Path(__file__).with_name("victim.py")),
-                way,
-                str(folder),
-                what,
-                str(seconds),
-            ],
+            [sys.executable, str(PROFILING / "victim.py"), way, str(folder), what, str(seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -102,9 +80,9 @@ class Victim:
         """Wait until it is held after a pause that was sent at ``sent_ns``."""
         if self.way == "incumbent":
             return Pause(sent_ns, self._stamp("held"))
-        received = self._event(EventKind.SIGNAL_RECEIVED, after_ns=sent_ns)
+        self._event(EventKind.SIGNAL_RECEIVED, after_ns=sent_ns)
         held = self._event(EventKind.FIRST_OPERATOR_HELD, EventKind.LATE_OPERATOR_HELD)
-        return Pause(sent_ns, held.mono_ns, handler_ns=received.mono_ns)
+        return Pause(sent_ns, held.mono_ns)
 
     def released(self) -> int:
         if self.way == "incumbent":
@@ -153,44 +131,6 @@ def send(pid: int, signo: int) -> int:
     return sent_ns
 
 
-class Floor:
-    """The C program that does nothing but compute."""
-
-    def __init__(self, program: Path, folder: Path) -> None:
-        file = folder / "stamp"
-        self._process = subprocess.Popen([program, file], stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"{program} did not start")
-        self._stamp = memoryview(mmap.mmap(os.open(file, os.O_RDWR), 8)).cast("q")
-        send(self._process.pid, signal.SIGSTOP)
-
-    def handler_us(self, count: int) -> list[float]:
-        """What so many signals took from kill() to the first line of its handler."""
-        send(self._process.pid, signal.SIGCONT)
-        time.sleep(0.05)
-        took_us = []
-        for _ in range(count):
-            time.sleep(random.uniform(0.005, 0.03))
-            sent_ns = send(self._process.pid, signal.SIGUSR1)
-            while self._stamp[0] < sent_ns:
-                time.sleep(0.001)
-            took_us.append(_us(sent_ns, self._stamp[0]))
-        send(self._process.pid, signal.SIGSTOP)
-        return took_us
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-def compile_busy(folder: Path) -> Path:
-    program = folder / "busy"
-    source = PROFILING / "busy.c"
-    subprocess.run(["cc", "-O2", "-o", str(program), str(source)], check=True)
-    return program
-
-
 @contextlib.contextmanager
 def victims(folder: Path, what: str, seconds: float = 0.0) -> Iterator[list[Victim]]:
     """One process per way; gone after the block."""
@@ -208,23 +148,17 @@ def victims(folder: Path, what: str, seconds: float = 0.0) -> Iterator[list[Vict
             victim.process.communicate()
 
 
-def pause_while_training(folder: Path, count: int) -> tuple[dict[str, Seen], list[float]]:
-    """Pause each way ``count`` times, in turns; and what the same signals took to the floor's
-    handler (us)."""
-    seen = {way: Seen() for way in WAYS}
-    floor, floor_us = Floor(compile_busy(folder), folder), list[float]()
-    try:
-        with victims(folder, "train") as both:
-            for turn in [min(TURN, count - done) for done in range(0, count, TURN)]:
-                for victim in both:
-                    pause_some(victim, turn, seen[victim.way])
-                floor_us += floor.handler_us(turn)
-    finally:
-        floor.close()
-    return seen, floor_us
+def pause_while_training(folder: Path, count: int) -> dict[str, list[Pause]]:
+    """Pause each way ``count`` times, in turns."""
+    seen: dict[str, list[Pause]] = {way: [] for way in WAYS}
+    with victims(folder, "train") as both:
+        for turn in [min(TURN, count - done) for done in range(0, count, TURN)]:
+            for victim in both:
+                pause_some(victim, turn, seen[victim.way])
+    return seen
 
 
-def pause_some(victim: Victim, count: int, seen: Seen) -> None:
+def pause_some(victim: Victim, count: int, seen: list[Pause]) -> None:
     """Let one that is stopped go on for so many pauses."""
     victim.signal(signal.SIGCONT)
     time.sleep(0.05)
@@ -234,13 +168,13 @@ def pause_some(victim: Victim, count: int, seen: Seen) -> None:
         time.sleep(random.uniform(0.005, 0.03))
         pause.resume_sent_ns = victim.signal(signal.SIGUSR2)
         pause.released_ns = victim.released()
-        seen.pauses.append(pause)
+        seen.append(pause)
     victim.signal(signal.SIGSTOP)
 
 
-def pause_inside_backward(folder: Path, count: int, seconds: float) -> dict[str, Seen]:
+def inside_backward(folder: Path, count: int, seconds: float) -> dict[str, list[bool]]:
     """Pause each way ``count`` times during a backward; was it held before that backward ended?"""
-    seen = {way: Seen() for way in WAYS}
+    seen: dict[str, list[bool]] = {way: [] for way in WAYS}
     with victims(folder, "backward", seconds) as both:
         for _ in range(count):
             for victim in both:
@@ -249,46 +183,31 @@ def pause_inside_backward(folder: Path, count: int, seconds: float) -> dict[str,
                 victim.expect("begin")
                 time.sleep(random.uniform(0.1, 0.6) * seconds)
                 sent_ns = victim.signal(signal.SIGUSR1)
-                if victim.way == "hydroslurm":
-                    seen[victim.way].pauses.append(victim.held(sent_ns))
+                held_ns = victim.held(sent_ns).held_ns if victim.way == "hydroslurm" else None
+                if held_ns is not None:
                     time.sleep(0.05)
                     victim.signal(signal.SIGUSR2)
                 # the incumbent's module ends first; there is nothing to be held at before that
                 ended_ns = int(victim.expect("end"))
                 victim.signal(signal.SIGUSR2)
-                if victim.way == "incumbent":
-                    seen[victim.way].pauses.append(
-                        Pause(sent_ns, victim.first_stamp(after_ns=sent_ns, or_else_ns=ended_ns))
-                    )
-                seen[victim.way].inside.append(seen[victim.way].pauses[-1].held_ns < ended_ns)
+                if held_ns is None:
+                    held_ns = victim.first_stamp(after_ns=sent_ns, or_else_ns=ended_ns)
+                seen[victim.way].append(held_ns < ended_ns)
                 victim.signal(signal.SIGSTOP)
     return seen
 
 
-def figures(training: dict[str, Seen], backward: dict[str, Seen]) -> dict[str, float]:
+def figures(training: dict[str, list[Pause]], inside: dict[str, list[bool]]) -> dict[str, float]:
     """All pauses -> the figures; those of the incumbent carry its name."""
-    result: dict[str, float] = {"pauses": len(training["hydroslurm"].pauses)}
-    for way in WAYS:
+    result: dict[str, float] = {"pauses": len(training["hydroslurm"])}
+    for way, pauses in training.items():
         prefix = "" if way == "hydroslurm" else "incumbent_"
-        pauses, inside = training[way].pauses, backward[way].inside
-        result |= p50_p99(f"{prefix}pause_us", _paused_us(training[way]))
-        result |= p50_p99(
-            f"{prefix}resume_us", [_us(p.resume_sent_ns, p.released_ns) for p in pauses]
-        )
-        result[f"{prefix}parked_inside_backward"] = sum(inside) / len(inside)
-        result |= p50_p99(f"{prefix}pause_in_backward_us", _paused_us(backward[way]))
-    handlers = [_us(p.sent_ns, p.handler_ns) for p in training["hydroslurm"].pauses]
-    result |= p50_p99("handler_us", handlers)
+        to_held_us = [_us(pause.sent_ns, pause.held_ns) for pause in pauses]
+        to_released_us = [_us(pause.resume_sent_ns, pause.released_ns) for pause in pauses]
+        result |= p50_p99(f"{prefix}pause_us", to_held_us)
+        result |= p50_p99(f"{prefix}resume_us", to_released_us)
+        result[f"{prefix}parked_inside_backward"] = sum(inside[way]) / len(inside[way])
     return result
-
-
-def with_floor(result: dict[str, float], floor_us: Sequence[float]) -> dict[str, float]:
-    above_us = result["pause_us_p50"] - percentile(floor_us, 50)
-    return {**result, **p50_p99("floor_us", floor_us), "pause_above_floor_us_p50": above_us}
-
-
-def _paused_us(seen: Seen) -> list[float]:
-    return [_us(pause.sent_ns, pause.held_ns) for pause in seen.pauses]
 
 
 def _us(begin_ns: int, end_ns: int) -> float:
@@ -298,19 +217,12 @@ def _us(begin_ns: int, end_ns: int) -> float:
 def main() -> None:
     chosen = options("How long a pause and a resume take, from kill() on.")
     random.seed(0)
+    count, backwards, seconds = (6, 1, 0.3) if chosen.quick else (300, 8, 2.5)
     with scratch("pause", chosen) as folder:
-        training, floor_us = pause_while_training(folder, 6 if chosen.quick else 300)
-        backward = pause_inside_backward(
-            folder, 1 if chosen.quick else 8, 0.3 if chosen.quick else 2.5
-        )
-    finish(
-        chosen,
-        "pause latency: kill -> first operator held, kill -> first operator released",
-        {
-            **with_floor(figures(training, backward), floor_us),
-            "backwards": len(backward["hydroslurm"].inside),
-        },
-    )
+        training = pause_while_training(folder, count)
+        inside = inside_backward(folder, backwards, seconds)
+    title = "pause latency: kill -> first operator held, kill -> first operator released"
+    finish(chosen, title, figures(training, inside))
 
 
 if __name__ == "__main__":

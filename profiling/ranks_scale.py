@@ -1,43 +1,28 @@
-"""What coordination costs as the number of ranks grows.
+"""What coordination costs with 4,096 ranks.
 
 The coordinator is the real process; its ranks are simulated, all in the process of this script:
 real connections that authenticate, and speak the real protocol with the real framing. Counted are
-the CPU seconds of the coordinator's process alone, of all its threads, in each phase of one
-attempt:
+the CPU seconds of the coordinator's process alone, of all its threads:
 
 join     from the first connection until every rank knows that all have joined
-agree    one agreement on what every rank has written: a value of its own, for the ranks that commit
 pause    a rank is paused, all are parked in two rounds, with three process groups per rank (all
          ranks, those of its node, those at its place on every node), and released
-commit   the agreement that tells all ranks what rank 0 has committed: a summary of the manifest of
-         this many ranks' files
-tell     the same with 64 bytes
-stop     a stop barrier: called, proposed for by all, agreed on
-leave    every rank leaves
-
-`growth_exponent` is the worst of join, agree, pause, commit and tell: log(cost ratio) / log(size
-ratio) from the smallest size to 4,096 ranks; 1 is a cost that grows as the number of ranks does.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import os
-import re
-import resource
 import secrets
 import selectors
 import signal
 import socket
 from collections import Counter, deque
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from harness import finish, options
 
-from hydroslurm.checkpoint.manifest import FileEntry, begun
 from hydroslurm.coordination.authentication import RankGreeting
 from hydroslurm.coordination.frames import Sealer, Unsealer, pack, unpack
 from hydroslurm.coordination.messages import Runs, check_from_coordinator, runs_of
@@ -46,10 +31,6 @@ from hydroslurm.coordination.rendezvous import _started, start_coordinator
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 
-SIZES = (256, 1024, 2048, 4096)
-QUICK_SIZES = (32, 128)
-PHASES = ("join", "agree", "pause", "commit", "tell", "stop")
-GROWING = ("join", "agree", "pause", "commit", "tell")
 NODE = 8
 AT_ONCE = 128
 """Greetings under way: more than a coordinator can answer, fewer than it closes as idle."""
@@ -125,43 +106,11 @@ class SimulatedRanks:
                     self._join(line)
         self._wait("all_joined")
 
-    def agree(self) -> None:
-        for rank in range(self.size):
-            index = [10_000_000 + rank, secrets.token_hex(4)]
-            value = {"index": index, "took_s": 1.25}
-            self._put(rank, self._agree_message("written", value, collect_at=[0, 1, 2, 3]))
-        self._wait("agreed")
-
-    def commit(self) -> None:
-        files = {
-            f"part-{rank:05}.{end}": FileEntry(10_000_000 + rank, secrets.token_hex(4))
-            for rank in range(self.size)
-            for end in ("safetensors", "json")
-        }
-        header = begun(step=1000, epoch=1, kind="periodic", meta={}, torch_version="2.13.0")
-        committed = replace(header, files=files, world_size=self.size)
-        self._tell("commit", {"manifest": committed.summary().to_json()})
-
-    def tell(self) -> None:
-        self._tell("tell", "x" * 64)
-
     def pause(self) -> None:
         self._put(0, {"type": "pause"})
         self._wait("all_parked")
         self._put(0, {"type": "resume"})
         self._wait("release")
-
-    def stop(self) -> None:
-        self._put(0, {"type": "call_barrier", "kind": "stop", "message": "SIGTERM"})
-        self._wait("barrier_agreed")
-
-    def leave(self) -> None:
-        for rank in range(self.size):
-            self._put(rank, {"type": "leave", "done": True})
-        for line in self._lines:
-            line.flush()
-            line.connection.close()
-        _started[os.getpid(), self.attempt][0].wait(LIMIT_S)
 
     # --- the parts of it
 
@@ -186,19 +135,6 @@ class SimulatedRanks:
 
     def _put(self, rank: int, message: dict[str, Any]) -> None:
         self._lines[rank].put(message)
-
-    def _tell(self, topic: str, value: Any) -> None:
-        for rank in range(self.size):
-            self._put(rank, self._agree_message(topic, None if rank else value))
-        self._wait("agreed")
-
-    def _agree_message(
-        self, topic: str, value: Any, *, collect_at: list[int] | None = None
-    ) -> dict[str, Any]:
-        text = pack(value).decode()
-        return {
-            "type": "agree", "topic": topic, "value": text, "among": None, "collect_at": collect_at,
-        }  # fmt: skip
 
     def _wait(self, kind: str) -> None:
         """Until every rank has heard a message of this kind since the last wait."""
@@ -227,9 +163,6 @@ class SimulatedRanks:
             line.put({"type": "members", "groups": wanted})
         elif kind in ("hold", "count"):
             line.put(self._counts(line.rank, message))
-        elif kind == "barrier_called":
-            number = message["barrier"]
-            line.put({"type": "propose", "barrier": number, "safe_point_index": 1000})
 
     def _groups(self, rank: int) -> dict[str, Runs]:
         """Key -> ranks."""
@@ -265,55 +198,20 @@ def cpu_s(pid: int) -> float:
     return spent_ns / 1e9
 
 
-def children_cpu_s() -> float:
-    """Of all that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def rss_mb(pid: int) -> float:
-    """The most that it ever held."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(found[1]) / 1024 if found else math.nan
-
-
-def measure(size: int) -> dict[str, float]:
-    """Figure, with its unit, of one attempt of so many ranks."""
-    ranks = SimulatedRanks(size)
-    seen: dict[str, float] = {}
-    try:
-        for phase in PHASES:
-            before_s = cpu_s(ranks.pid)
-            getattr(ranks, phase)()
-            seen[f"{phase}_s"] = cpu_s(ranks.pid) - before_s
-        seen["rss_mb"] = rss_mb(ranks.pid)
-        before_s = cpu_s(ranks.pid)
-        ended_s = children_cpu_s()
-        ranks.leave()
-        seen["leave_s"] = children_cpu_s() - ended_s - before_s
-    except BaseException:
-        os.kill(ranks.pid, signal.SIGKILL)
-        raise
-    return seen
-
-
 def main() -> None:
-    chosen = options("What coordination costs as the number of ranks grows.")
-    sizes = QUICK_SIZES if chosen.quick else SIZES
-    allow_descriptors(max(sizes) + 64)
-    seen = {size: measure(size) for size in sizes}
-    first, last = min(sizes), max(sizes)
-
-    def growth(phase: str) -> float:
-        ratio = seen[last][f"{phase}_s"] / seen[first][f"{phase}_s"]
-        return math.log(ratio) / math.log(last / first)
-
-    exponents = {
-        "growth_exponent": max(map(growth, GROWING)),
-    }
-    result = {f"{name}_{size}": one for size, of in seen.items() for name, one in of.items()}
-    title = "ranks_scale: CPU seconds of the coordinator"
-    finish(chosen, title, {**exponents, **result})
+    chosen = options("What coordination costs with thousands of ranks.")
+    size = 128 if chosen.quick else 4096
+    allow_descriptors(size + 64)
+    ranks = SimulatedRanks(size)
+    result: dict[str, float] = {}
+    try:
+        for phase in (ranks.join, ranks.pause):
+            before_s = cpu_s(ranks.pid)
+            phase()
+            result[f"{phase.__name__}_s_{size}"] = cpu_s(ranks.pid) - before_s
+    finally:
+        os.kill(ranks.pid, signal.SIGKILL)
+    finish(chosen, "ranks_scale: CPU seconds of the coordinator", result)
 
 
 if __name__ == "__main__":

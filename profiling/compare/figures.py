@@ -30,17 +30,13 @@ def of_course(
     result: dict[str, Any] = {
         "finished": not course.failure,
         "failure": course.failure.splitlines()[0] if course.failure else "",
-        "events": len(course.strikes),
         "events_struck": len(pauses) + len(stops),
-        "attempts": len(attempts),
         "by_hand": list(course.by_hand),
         **_pauses(pauses, attempts),
         **_stops(stops, attempts, steps_per_epoch),
-        "steps_trained_twice": sum(a.step - b.begin for a, b in itertools.pairwise(attempts)),
     }
     wall_s = (course.done_ns - course.submitted_ns) / 1e9
     useful = steps if not course.failure else max((attempt.step for attempt in attempts), default=0)
-    result["wall_s"] = wall_s
     result["goodput"] = useful * bare_step_s / wall_s
     return result
 
@@ -74,57 +70,38 @@ def _trained(attempts: Sequence[Attempt]) -> dict[int, tuple[int, ...]]:
 
 
 def _pauses(pauses: Sequence[Strike], attempts: Sequence[Attempt]) -> dict[str, Any]:
-    to_signal, to_parked, to_operator = [], [], []
+    to_parked, to_operator = [], []
     for strike in pauses:
         silence = _silence(strike, attempts)
         signalled_ns = _signal(strike, attempts, PAUSE_SIGNALS)
         if silence is None or signalled_ns is None:
             continue
-        to_signal.append((signalled_ns - strike.sent_ns) / 1e6)
         # frozen inside an operator: its begin is the last stamp, and it did not go on
         to_parked.append(max(0, silence[0] - signalled_ns) / 1e6)
         to_operator.append((silence[1] - strike.resume_sent_ns) / 1e6)
     return {
-        "pauses": len(pauses),
-        "pauses_measured": len(to_parked),
-        "command_to_signal_ms_p50": _p50(to_signal),
         "signal_to_parked_ms_p50": _p50(to_parked),
-        "signal_to_parked_ms_max": max(to_parked, default=None),
         "resume_command_to_first_operator_ms_p50": _p50(to_operator),
-        "resume_command_to_first_operator_ms_max": max(to_operator, default=None),
     }
 
 
 def _stops(stops: Sequence[Strike], attempts: Sequence[Attempt], epoch: int) -> dict[str, Any]:
-    lost = {"preempt": 0, "requeue": 0}
-    to_durable, to_step = [], []
-    worst = 0
+    lost, to_durable = 0, []
     for before, after in itertools.pairwise(attempts):
         came = [strike for strike in stops if strike.sent_ns < after.began_ns]
-        if not came:  # it died of something else: that counts for none, but is trained twice
+        if not came:  # it died of something else: that counts for none
             continue
         strike = came[-1]
         steps = before.step - after.begin
-        lost[strike.event.kind] += steps
-        worst = max(worst, steps)
-        if after.first_step_ns:
-            to_step.append((after.first_step_ns - strike.sent_ns) / 1e9)
+        lost += steps
         signalled_ns = _signal(strike, attempts, STOP_SIGNALS)
         # an attempt that goes on with the begin of an epoch has not found a save made for this stop
         for_it = after.begin % epoch != 0 or steps == 0
         if strike.saves and signalled_ns is not None and for_it:
             to_durable.append((strike.saves[-1] - signalled_ns) / 1e6)
-    counts = {kind: sum(strike.event.kind == kind for strike in stops) for kind in lost}
     return {
-        "preemptions": len(stops),
-        "preemptions_saved": len(to_durable),
-        "steps_lost_per_preemption": _ratio(sum(lost.values()), len(stops)),
-        "steps_lost_per_urgent_job": _ratio(lost["preempt"], counts["preempt"]),
-        "steps_lost_per_requeue": _ratio(lost["requeue"], counts["requeue"]),
-        "steps_lost_max": worst,
+        "steps_lost_per_preemption": lost / len(stops) if stops else None,
         "signal_to_durable_ms_p50": _p50(to_durable),
-        "signal_to_durable_ms_max": max(to_durable, default=None),
-        "preempted_to_first_step_s_p50": _p50(to_step),
     }
 
 
@@ -154,7 +131,3 @@ def _signal(strike: Strike, attempts: Sequence[Attempt], wanted: Sequence[int]) 
 
 def _p50(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
-
-
-def _ratio(total: float, count: int) -> float | None:
-    return total / count if count else None

@@ -38,8 +38,7 @@ class Observer(TorchDispatchMode):
     Args:
         folder: of the training; the stamps go into ``folder/attempts``.
         begin: the steps that were done when this attempt began.
-        environ: where ``COMPARE_CORE`` names the core to stay on, and ``COMPARE_TURN`` how many
-            steps are a turn, for which this process then waits each time (see pairs.py).
+        environ: where ``COMPARE_CORE`` names the core to stay on.
     """
 
     def __init__(
@@ -49,22 +48,14 @@ class Observer(TorchDispatchMode):
         attempts = folder / "attempts"
         attempts.mkdir(parents=True, exist_ok=True)
         self._path = attempts / f"attempt-{len(list(attempts.glob('attempt-*.bin'))):05d}.bin"
-        self._turns = (
-            Turns(folder, int(environ["COMPARE_TURN"])) if "COMPARE_TURN" in environ else None
-        )
         self._core = environ.get("COMPARE_CORE")
         self._begin = self._step = begin
         self._samples: list[int] = []
         self._first_step_ns = self._step_ns = self._operator_ns = self._count = 0
 
     def __enter__(self) -> Observer:
-        witness = [
-            sys.executable,
-            "-I",
-            "-S",
-            str(_WITNESS),
-            str(self._path.with_suffix(".signals")),
-        ]
+        signals = str(self._path.with_suffix(".signals"))
+        witness = [sys.executable, "-I", "-S", str(_WITNESS), signals]
         self._witness = subprocess.Popen(witness, stdin=subprocess.DEVNULL)
         if self._core is not None:
             os.sched_setaffinity(0, {int(self._core)})
@@ -107,9 +98,6 @@ class Observer(TorchDispatchMode):
         self._write()
         print(step, *self._samples, file=self._seen)
         self._samples = []
-        if self._turns is not None:
-            self._turns.stepped()
-            self._operator_ns = time.monotonic_ns()
 
     def _see(self, module: torch.nn.Module, inputs: Any) -> None:
         """The outermost module is called first."""
@@ -135,24 +123,3 @@ class Observer(TorchDispatchMode):
             self._operator_ns,
             self._count,
         )
-
-
-class Turns:
-    """Lets this process train only when it is its turn: ``folder/turn`` is a FIFO with a byte for
-    each, ``folder/turns`` gets how long each took, in nanoseconds."""
-
-    def __init__(self, folder: Path, steps: int) -> None:
-        self._steps, self._done = steps, 0
-        self._begin_ns = 0
-        self._mine = os.open(folder / "turn", os.O_RDWR)
-        self._took = os.open(folder / "turns", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-
-    def stepped(self) -> None:
-        if self._begin_ns and self._done < self._steps - 1:
-            self._done += 1
-            return
-        if self._begin_ns:
-            took_ns = time.monotonic_ns() - self._begin_ns
-            os.write(self._took, f"{took_ns}\n".encode())
-        os.read(self._mine, 1)
-        self._done, self._begin_ns = 0, time.monotonic_ns()

@@ -99,7 +99,7 @@ PEERS = {
             ("hpc_ckpt_*.ckpt", "epochs/last.ckpt"),
             "Saves inside its handler of SIGUSR1 and trains on until SIGTERM, which it minds at "
             "the end of a batch without saving. It goes on in mid-epoch with the loader's first "
-            "samples again. Its step time is that of its whole loop. Suspended it is frozen.",
+            "samples again. Suspended it is frozen.",
             signal="USR1@90",
             versions=("lightning",),
         ),
@@ -108,8 +108,7 @@ PEERS = {
             "Lightning + hydroslurm",
             "peer_lightning.py",
             ("run/checkpoints/step-*",),
-            "The script of the row above, unchanged, with hydroslurm in its process. Its step time "
-            "is that of its whole loop.",
+            "The script of the row above, unchanged, with hydroslurm in its process.",
             signal="URG@90",
             versions=("lightning",),
             preempt=True,
@@ -120,7 +119,7 @@ PEERS = {
             "peer_transformers.py",
             ("trainer/checkpoint-*/trainer_state.json",),
             "enable_jit_checkpoint: waits 3 s after SIGTERM, training on, and saves at the end of "
-            "a step. Its step time is that of its whole loop. Suspended it is frozen.",
+            "a step. Suspended it is frozen.",
             signal="TERM@90",
             versions=("transformers", "accelerate"),
         ),
@@ -130,7 +129,7 @@ PEERS = {
             "peer_transformers.py",
             ("run/checkpoints/step-*",),
             "The script of the row above, unchanged, with hydroslurm in its process, which has "
-            "enable_jit_checkpoint stand down. Its step time is that of its whole loop.",
+            "enable_jit_checkpoint stand down.",
             signal="URG@90",
             versions=("transformers", "accelerate"),
             preempt=True,

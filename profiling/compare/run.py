@@ -1,18 +1,26 @@
 """The same training, the same storm of preemptions, eight ways to meet it: one run, one JSON line,
 one table, one picture.
 
-    run.py                       everything, about half an hour; into profiling/results/
+    run.py                       everything, about half an hour; into profiling/results/ and
+                                 docs/images/
     run.py --quick --out DIR     one suspend and one requeue each: to see that it runs
     run.py --peers hydroslurm,bare --seed 2
-    run.py --resume              after one that ended early: peers that are done are kept
 
 The storm has suspends, preemptions by an urgent job (PreemptMode=REQUEUE without grace, with
 preempt_send_user_signal) and an operator's requeues, at moments that are the seed's. Two peers
 train at a time, each on one core and one node of its own. All save once per epoch, each in its own
 way.
 
-    goodput   the time that bare takes for these steps, undisturbed, over the time from the
-              submission to the last step
+    goodput                   the time that bare takes for these steps, undisturbed, over the time
+                              from the submission to the last step
+    signal                    the moment at which it reached the job step, by a witness inside of it
+    parked                    the end of the last operator; 0 when it did not come to the end of
+                              that in which the signal found it: frozen inside of it, or held at an
+                              operator that it is made of
+    durable                   what the next attempt loads has its name; the driver looks every 3 ms
+    steps_lost                made by an attempt and not in what the next one began with
+    samples_seen_twice        in the steps that count, summed over the epochs; so samples_never_seen
+    equal_bits                the weights at the end are those of an undisturbed run of the script
 
 A peer whose packages are missing is left out, with a word.
 """
@@ -20,24 +28,186 @@ A peer whose packages are missing is left out, with a word.
 from __future__ import annotations
 
 import json
+import math
+import os
+import queue
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from comparison import FULL, QUICK, compare
-from harness import environment, finish, parser
-from peers import PEERS
-from picture import draw
+import drive
+import figures
+from attempts import read_attempts
+from harness import PROFILING, environment, finish, parser, rounded
+from interruptions import Event, Kind, storm
+from peers import PEERS, Peer, absent
 from readme_table import text_of
-from table import table
+from slurm_jobs import BEGIN_DELAY_S, Place, cluster_spec
+from table import draw, table
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
-IMAGES = RESULTS.parent.parent / "docs/images"
-_WHOLE, _PART = "compare.json", "compare.json.tmp"
+from hydroslurm.devcluster import DevCluster
+
+RESULTS, IMAGES = PROFILING / "results", PROFILING.parent / "docs/images"
+STEPS_PER_EPOCH = 360
+COUNTS: dict[Kind, int] = {"suspend": 14, "preempt": 4, "requeue": 2}
+MEAN_GAP_S = 2.5
+UNDISTURBED_S = 130.0
+"""Of the training without a storm, at least: all events then strike one that loses nothing, too."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is done.
+
+    Attributes:
+        epochs: of each training.
+        limit_s: after its first step a peer is given up.
+        side_by_side: so many train at a time.
+        width: of the network; a step of 96 takes 4 to 20 ms.
+    """
+
+    events: tuple[Event, ...]
+    epochs: int
+    limit_s: float
+    side_by_side: int
+    width: int
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * STEPS_PER_EPOCH
+
+
+def plan_of(*, quick: bool, seed: int) -> Plan:
+    if quick:
+        events = (Event(0.2, "suspend", 2.2), Event(3.2, "requeue"))
+        return Plan(events, epochs=2, limit_s=120.0, side_by_side=3, width=24)
+    events = storm(seed=seed, counts=COUNTS, mean_gap_s=MEAN_GAP_S)
+    return Plan(events, epochs=12, limit_s=500.0, side_by_side=2, width=96)
+
+
+def compare(wanted: Sequence[Peer], plan: Plan, folder: Path, *, seed: int) -> dict[str, Any]:
+    """The whole result. A peer that fails is in it as such, and does not take the others along."""
+    present = [peer for peer in wanted if _is_here(peer)]
+    with DevCluster.up(cluster_spec(plan.side_by_side)) as cluster:
+        places = _places(cluster, plan)
+        place = places.get()
+        bare_step_s = _bare_step_s(place, folder / "alone", plan)
+        places.put(place)
+        needed = math.ceil(UNDISTURBED_S / (bare_step_s * STEPS_PER_EPOCH))
+        if plan.width == 96:  # all events come while it trains, also on a quick machine
+            plan = replace(plan, epochs=max(plan.epochs, needed))
+
+        def take(peer: Peer) -> dict[str, Any]:
+            place = places.get()
+            try:
+                say(f"{peer.title} ...")
+                return _through_storm(peer, place, folder, plan, bare_step_s)
+            finally:
+                places.put(place)
+
+        with ThreadPoolExecutor(plan.side_by_side) as pool:
+            found = dict(zip([p.name for p in present], pool.map(take, present), strict=True))
+        result = {
+            "title": f"One training, one storm of {len(plan.events)} preemptions (seed {seed}), "
+            f"{len(present)} ways to meet it",
+            "seed": seed,
+            "events": [vars(event) for event in plan.events],
+            "steps": plan.steps,
+            "bare_step_ms": 1e3 * bare_step_s,
+            "goodput_limit": _limit(plan.events, plan.steps * bare_step_s),
+            "slurm_version": cluster.run(["sinfo", "--version"]).stdout.split()[-1],
+            "peers": found,
+        }
+    return dict(rounded(result))
+
+
+def _is_here(peer: Peer) -> bool:
+    if missing := absent(peer):
+        say(f"{peer.title} is left out: not installed: {', '.join(missing)}")
+    return not missing
+
+
+def _places(cluster: DevCluster, plan: Plan) -> queue.Queue[Place]:
+    cores = sorted(os.sched_getaffinity(0))
+    places: queue.Queue[Place] = queue.Queue()
+    for number in range(plan.side_by_side):
+        core = cores[number % len(cores)]
+        places.put(Place(cluster, f"n{number + 1}", core, plan.width))
+    return places
+
+
+def _bare_step_s(place: Place, folder: Path, plan: Plan) -> float:
+    """A step of the bare script, undisturbed."""
+    epochs = min(plan.epochs, 4)
+    course = drive.through(
+        PEERS["bare"], place, folder, events=(), epochs=epochs, limit_s=plan.limit_s
+    )
+    if course.failure:
+        raise RuntimeError(f"bare, undisturbed: {course.failure}")
+    (attempt,) = read_attempts(folder)
+    return (attempt.step_ns - attempt.first_step_ns) / 1e9 / (attempt.step - 1)
+
+
+def _through_storm(
+    peer: Peer, place: Place, folder: Path, plan: Plan, bare_step_s: float
+) -> dict[str, Any]:
+    """The figures of one peer, and the same training undisturbed beside them."""
+    found: dict[str, Any] = {
+        "name": peer.name,
+        "title": peer.title,
+        "version": peer.version(),
+        "remark": peer.remark,
+    }
+    where, alone = folder / peer.name, folder / f"{peer.name}-undisturbed"
+    more: dict[str, Any] = {"epochs": plan.epochs, "limit_s": plan.limit_s}
+    try:
+        course = drive.through(peer, place, where, events=plan.events, **more)
+        attempts = read_attempts(where)
+        found |= figures.of_course(
+            course,
+            attempts,
+            steps_per_epoch=STEPS_PER_EPOCH,
+            steps=plan.steps,
+            bare_step_s=bare_step_s,
+        )
+        undisturbed = drive.through(peer, place, alone, events=(), **more)
+        if undisturbed.failure:
+            raise RuntimeError(f"undisturbed: {undisturbed.failure}")
+        whole = read_attempts(alone)
+        found |= figures.of_samples(attempts, whole, steps_per_epoch=STEPS_PER_EPOCH)
+        ends = _weights(where)
+        found["equal_bits"] = None if ends is None else ends == _weights(alone)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        found |= {"finished": False, "failure": str(error), "by_hand": []}
+    if not found["finished"]:
+        say(f"{peer.title} did not come to its end: {found['failure']}")
+    return found
+
+
+def _limit(events: Sequence[Event], bare_s: float) -> float:
+    """The goodput of somebody who loses nothing but what Slurm takes."""
+    held_s = sum(event.hold_s for event in events)
+    queued_s = BEGIN_DELAY_S * sum(event.kind != "suspend" for event in events)
+    return bare_s / (bare_s + held_s + queued_s)
+
+
+def _weights(folder: Path) -> str | None:
+    """The hash that a training has left at its end."""
+    mark = folder / "done.json"
+    return str(json.loads(mark.read_text())["weights_sha256"]) if mark.exists() else None
+
+
+def say(words: str) -> None:
+    """To people who wait: not a part of the result."""
+    print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -45,48 +215,23 @@ def main() -> None:
     options.add_argument("--peers", default=",".join(PEERS), help="some of %(default)s")
     options.add_argument("--seed", type=int, default=6, help="of the storm (6)")
     options.add_argument("--out", type=Path, help="folder for compare.json and compare.png")
-    options.add_argument(
-        "--resume", action="store_true", help="do not run peers again that are done in --out"
-    )
     options.add_argument("--directory", type=Path, help="of the runs, kept; else a temporary one")
     chosen = options.parse_args()
     unknown = set(chosen.peers.split(",")) - set(PEERS)
     if unknown:
         options.error(f"no such peer: {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
-    out = chosen.out or (None if chosen.quick else RESULTS)
-    earlier = _earlier(out) if chosen.resume else None
-    if chosen.resume and earlier is None:
-        options.error(f"nothing to resume: wanted compare.json, or its .tmp, in --out ({out})")
     wanted = [peer for name, peer in PEERS.items() if name in chosen.peers.split(",")]
+    plan = plan_of(quick=chosen.quick, seed=chosen.seed)
     with tempfile.TemporaryDirectory(prefix="hydroslurm-compare-") as temporary:
-        result = compare(
-            wanted,
-            QUICK if chosen.quick else FULL,
-            chosen.directory or Path(temporary),
-            seed=chosen.seed,
-            keep=None if out is None else out / _PART,
-            earlier=earlier,
-        )
-    if out is not None:
-        _publish({"script": "run.py", "quick": chosen.quick, **result}, out)
+        result = compare(wanted, plan, chosen.directory or Path(temporary), seed=chosen.seed)
+    if chosen.out is not None or not chosen.quick:
+        line = {"script": "run.py", "quick": chosen.quick, **result, "environment": environment()}
+        ((chosen.out or RESULTS) / "compare.json").write_text(text_of(line))
+        draw(result, (chosen.out or IMAGES) / "compare.png")
     if not chosen.json:
         print(table({**result, "environment": environment()}))
         chosen.json = True
     finish(chosen, "", result)
-
-
-def _earlier(out: Path | None) -> dict[str, Any] | None:
-    """What a run has left that ended early, or with fewer peers."""
-    found = [path for name in (_PART, _WHOLE) if out and (path := out / name).exists()]
-    return dict(json.loads(found[0].read_text())) if found else None
-
-
-def _publish(result: Mapping[str, Any], out: Path) -> None:
-    """The result and its picture, in the place of older ones."""
-    part = out / _PART
-    part.write_text(text_of({**result, "environment": environment()}))
-    part.replace(out / _WHOLE)
-    draw(result, (IMAGES if out == RESULTS else out) / "compare.png")
 
 
 if __name__ == "__main__":

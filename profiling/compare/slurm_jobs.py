@@ -74,12 +74,9 @@ class Job:
 
     Args:
         folder: of this training alone; made here.
-        turn: so many steps are a turn (pairs.py); 0: it trains without waiting.
     """
 
-    def __init__(
-        self, peer: Peer, place: Place, folder: Path, *, epochs: int, turn: int = 0
-    ) -> None:
+    def __init__(self, peer: Peer, place: Place, folder: Path, *, epochs: int) -> None:
         self.peer, self.place, self.folder, self.epochs = peer, place, folder, epochs
         folder.mkdir(parents=True)
         self._settings = {
@@ -87,10 +84,7 @@ class Job:
             "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
             "COMPARE_CORE": str(place.core),
             "COMPARE_WIDTH": str(place.width),
-            **({"COMPARE_TURN": str(turn)} if turn else {}),
         }
-        if turn:
-            os.mkfifo(folder / "turn")
         self.job_id = self._submit()
         self.by_hand: list[str] = []
         self._next_look = 0.0
@@ -155,10 +149,8 @@ class Job:
         if not self.peer.script:
             return self._submit_callable(more)
         if self.peer.name == "hydroslurm":
-            program = HERE / self.peer.script
-            text = requeue_script(
-                RequeueScript(command=f'"$PYTHON" -u {program} "$@"', time_min=60, warning_s=90)
-            )
+            command = f'"$PYTHON" -u {HERE / self.peer.script} "$@"'
+            text = requeue_script(RequeueScript(command=command, time_min=60, warning_s=90))
         else:
             signal = f"#SBATCH --signal={self.peer.signal}" if self.peer.signal else ""
             text = _SCRIPT.format(signal=signal, script=HERE / self.peer.script)

@@ -1,12 +1,16 @@
-"""The comparison in docs/comparison.md: a Markdown table, and what cannot be read off it. Pure."""
+"""The comparison in docs/comparison.md: a Markdown table with a remark on each peer, and a picture
+with a panel per figure and a bar per peer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 BEGIN, END = "<!-- compare -->", "<!-- /compare -->"
+OURS, THEIRS = "#0072B2", "#C8C8C8"  # told apart in grey print, too: dark and light
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,6 @@ class Column:
         axis: of the picture.
         absent: what is said where there was nothing to measure.
         zero: what is said of 0.
-        digits: that count.
         logarithmic: the picture's axis.
         drawn: whether the picture has a panel for it.
     """
@@ -28,7 +31,6 @@ class Column:
     axis: str
     absent: str = "–"
     zero: str = "0"
-    digits: int = 3
     logarithmic: bool = False
     drawn: bool = True
 
@@ -40,7 +42,7 @@ class Column:
             return "yes" if value else "no"
         if value == 0:
             return self.zero
-        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.{self.digits}g}"
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 COLUMNS = (
@@ -68,28 +70,19 @@ COLUMNS = (
         absent="never",
         logarithmic=True,
     ),
-    Column("step_time_ratio", "step time / bare", "step time, undisturbed / bare", digits=4),
 )
-
-
-def measured(result: Mapping[str, Any]) -> list[Column]:
-    """The columns that this result has something of: an older one knows nothing of newer figures,
-    and an empty cell would say that there was nothing to measure."""
-    there = {"times_by_hand"}.union(*result["peers"].values())
-    return [column for column in COLUMNS if column.key in there]
 
 
 def table(result: Mapping[str, Any]) -> str:
     """The table, where it was measured, and a remark on each peer."""
-    columns = measured(result)
     lines = [
-        f"| | version | {' | '.join(column.head for column in columns)} |",
-        f"| --- | --- |{' --- |' * len(columns)}",
+        f"| | version | {' | '.join(column.head for column in COLUMNS)} |",
+        f"| --- | --- |{' --- |' * len(COLUMNS)}",
     ]
     peers = result["peers"]
     for peer in peers.values():
         shown = {**peer, "times_by_hand": len(peer["by_hand"])}
-        cells = [column.text(shown.get(column.key)) for column in columns]
+        cells = [column.text(shown.get(column.key)) for column in COLUMNS]
         if not peer["finished"]:
             cells[0] = "did not finish"
         lines.append(f"| {peer['title']} | {peer['version']} | {' | '.join(cells)} |")
@@ -127,3 +120,63 @@ def _storm(result: Mapping[str, Any]) -> str:
 def _by_hand(peer: Mapping[str, Any]) -> str:
     states = sorted({how.rpartition(" ")[2] for how in peer["by_hand"]})
     return f" It was left {', '.join(states)}, and started again by hand." if states else ""
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Write a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 7.2), layout="constrained")
+    figure.suptitle(result["title"], fontsize=12)
+    drawn = [column for column in COLUMNS if column.drawn]
+    axes = list(figure.subplots(2, math.ceil(len(drawn) / 2), sharey=True).flat)
+    for panel, column in zip(axes, drawn, strict=False):
+        _panel(panel, column, result)
+    for unused in axes[len(drawn) :]:
+        unused.set_visible(False)
+    part = path.with_suffix(".part")
+    figure.savefig(part, format="png", dpi=150)
+    part.replace(path)
+
+
+def _panel(panel: Any, column: Column, result: Mapping[str, Any]) -> None:
+    peers = list(result["peers"].values())
+    values = [peer.get(column.key) for peer in peers]
+    there = [value for value in values if value is not None and value > 0]
+    # a bar on a logarithmic axis has no natural foot: it stands one decade below the shortest
+    top = max(there, default=1.0)
+    foot = 10 ** (math.floor(math.log10(min(there, default=1.0))) - 0.3) * column.logarithmic
+    if column.logarithmic:
+        panel.set_xscale("log")
+        panel.set_xlim(foot, top * (top / foot) ** 0.25)
+    else:
+        panel.set_xlim(0, top * 1.25)
+    for row, (peer, value) in enumerate(zip(peers, values, strict=True)):
+        shown = max(value or 0.0, foot)
+        color = OURS if peer["name"].endswith("hydroslurm") else THEIRS
+        panel.barh(row, shown - foot, left=foot, color=color, edgecolor="black", linewidth=0.6)
+        panel.annotate(
+            column.text(value),
+            (max(shown, foot), row),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"},
+        )
+    if column.key == "goodput" and result.get("goodput_limit"):
+        panel.set_xlim(0, max(top, result["goodput_limit"]) * 1.25)
+        panel.axvline(result["goodput_limit"], color="black", linewidth=0.9, linestyle="--")
+        panel.annotate(
+            "most that Slurm leaves",
+            (result["goodput_limit"], 1.0),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            va="bottom",
+            fontsize=8,
+        )
+    panel.set_yticks(range(len(peers)), [peer["title"] for peer in peers])
+    panel.set_ylim(len(peers) - 0.4, -0.6)
+    panel.set_xlabel(column.axis, fontsize=9)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)

@@ -18,11 +18,8 @@ COMPARE = Path(__file__).resolve().parents[2] / "profiling/compare"
 sys.path[:0] = [str(COMPARE), str(COMPARE.parent)]
 
 import attempts  # noqa: E402
-import comparison  # noqa: E402
 import drive  # noqa: E402 - scripts of a folder, not a package
 import figures  # noqa: E402
-import harness  # noqa: E402
-import picture  # noqa: E402
 import table  # noqa: E402
 from interruptions import Event, storm  # noqa: E402
 
@@ -88,12 +85,10 @@ def test_figures_of_a_pause_and_a_stop() -> None:
     course = drive.Course(strikes, submitted_ns=0, done_ns=20_000 * MS, by_hand=())
     got = figures.of_course(course, course_attempts, steps_per_epoch=40, steps=100, bare_step_s=0.1)
     assert got["events_struck"] == 2
-    assert got["command_to_signal_ms_p50"] == 3.0
     assert got["signal_to_parked_ms_p50"] == 2.0
     assert got["resume_command_to_first_operator_ms_p50"] == 8.0
     assert got["signal_to_durable_ms_p50"] == 50.0
-    assert got["steps_lost_per_preemption"] == got["steps_trained_twice"] == 3
-    assert got["preempted_to_first_step_s_p50"] == pytest.approx(8.02)
+    assert got["steps_lost_per_preemption"] == 3
     assert got["goodput"] == pytest.approx(0.5)
 
 
@@ -156,38 +151,14 @@ def test_the_table_says_what_is_absent(tmp_path: Path) -> None:
     can be drawn of it."""
     text = table.table(_result())
     ours, theirs = text.splitlines()[2:4]
-    assert ours == "| ours | 1 | 12.3 | 12.3 | 3 | 0 | yes | 0 | 12.3 | 12.3 | 12.3 | 12.35 |"
+    assert ours == "| ours | 1 | 12.3 | 12.3 | 3 | 0 | yes | 0 | 12.3 | 12.3 | 12.3 |"
     assert theirs.startswith("| theirs | 1 | did not finish |")
     assert "| never |" in theirs
     assert "left FAILED, and started again by hand" in text
     assert "1 suspends" in text
     assert "0.50 is what" in text
-    picture.draw(_result(), tmp_path / "compare.png")
+    table.draw(_result(), tmp_path / "compare.png")
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_figure_that_was_not_measured_is_no_column(tmp_path: Path) -> None:
-    """Of a result from before there was that figure; table and picture can still be made."""
-    result = _result()
-    for peer in result["peers"].values():
-        del peer["samples_never_seen"]
-    text = table.table(result)
-    assert "samples seen twice" in text
-    assert "samples never seen" not in text
-    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
-    picture.draw(result, tmp_path / "compare.png")
-
-
-def test_a_comparison_goes_on_with_its_own_storm_only() -> None:
-    """Peers that came to their end are kept; a result of other events or steps is refused."""
-    events = storm(seed=1, counts={"suspend": 3}, mean_gap_s=2.0)
-    ended = {"ours": {"finished": True}, "theirs": {"finished": False}}
-    earlier = {"events": [vars(event) for event in events], "steps": 9, "peers": ended}
-    earlier = json.loads(json.dumps(harness.rounded(earlier)))
-    assert comparison._done(earlier, events=events, steps=9) == {"ours": {"finished": True}}
-    assert comparison._done(None, events=events, steps=9) == {}
-    with pytest.raises(ValueError, match="3 events in 8 steps"):
-        comparison._done(earlier, events=events, steps=8)
 
 
 @pytest.mark.slurm
@@ -210,11 +181,10 @@ def test_two_peers_in_a_small_storm(tmp_path: Path) -> None:
     assert list(result["peers"]) == list(peers), done.stderr
     for peer in result["peers"].values():
         assert peer["finished"], peer["failure"]
-        assert peer["events"] == peer["events_struck"] == 2
-        assert peer["pauses_measured"] == 1
+        assert peer["events_struck"] == 2
+        assert peer["signal_to_parked_ms_p50"] is not None
         assert 0 < peer["goodput"] < 1
     ours, theirs = result["peers"].values()
-    assert theirs["step_time_ratio"] > 0
     assert ours["steps_lost_per_preemption"] == 0
     assert ours["signal_to_durable_ms_p50"] > 0
     assert theirs["signal_to_durable_ms_p50"] is None
