@@ -23,8 +23,6 @@ from typing import Any
 import hydroslurm
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.files import Tail
-from hydroslurm.gate import GateKind
-from hydroslurm.gate.marks import NVTX_ENV
 
 PROFILING = Path(__file__).resolve().parent
 TESTS = PROFILING.parent / "tests"
@@ -65,9 +63,9 @@ def scratch(name: str, chosen: Namespace) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def installed(run_dir: Path, gate: GateKind = "native", *, nvtx: str = "on") -> Iterator[None]:
+def installed(run_dir: Path) -> Iterator[None]:
     """hydroslurm, as ``hydroslurm.install()`` sets it up."""
-    hydroslurm.install(run_dir=run_dir, gate=gate, environ={**os.environ, NVTX_ENV: nvtx})
+    hydroslurm.install(run_dir=run_dir, gate="native")
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydroslurm.coordination.agreements import PendingAgreements
 from hydroslurm.coordination.channel import (
@@ -25,7 +25,10 @@ from hydroslurm.coordination.stop_barrier import StopBarriers
 from hydroslurm.coordination.world import World
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import CoordinatorLost, NoSecret
-from hydroslurm.gate.protocol import Gate, GateEvent
+from hydroslurm.gate.protocol import GateEvent
+
+if TYPE_CHECKING:
+    from hydroslurm.gate.native_gate import NativeGate
 
 JOIN_S = 600.0
 """How long a rank looks for the others: nodes boot, containers are fetched, imports go over a slow
@@ -51,7 +54,7 @@ class CoordinatorClient:
     def __init__(
         self,
         world: World,
-        gate: Gate,
+        gate: NativeGate,
         *,
         secret: Callable[[], Secret],
         emit: Emit,

@@ -11,13 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydroslurm.coordination import collectives
 from hydroslurm.coordination.messages import runs_of
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import CoordinatorLost
-from hydroslurm.gate.protocol import Action, Cause, Gate, GateEvent, GateState
+from hydroslurm.gate.protocol import Action, Cause, GateEvent, GateState
+
+if TYPE_CHECKING:
+    from hydroslurm.gate.native_gate import NativeGate
 
 AGREE_S = 1.5
 """After this long without an agreement an event says that a suspend may find collectives in flight:
@@ -53,7 +56,7 @@ class PauseBarrier:
 
     def __init__(
         self,
-        gate: Gate,
+        gate: NativeGate,
         *,
         send: Callable[[Any], None],
         emit: Emit,
@@ -151,8 +154,7 @@ class PauseBarrier:
             if late:
                 self._undecided = False
         if late:
-            if self._gate.stops_at_collectives:
-                self._gate.hold_here()  # a rank that reaches no collective would train on
+            self._gate.hold_here()  # a rank that reaches no collective would train on
             in_flight = collectives.in_flight()
             self._emit(
                 EventKind.AGREEMENT_FAILED,
@@ -180,7 +182,7 @@ class PauseBarrier:
     def _let_collectives_through(self, n: int) -> None:
         """Only what is missing: a rank that waits for its data may have an allowance left."""
         more = n - self._gate.status().allowance
-        if more > 0 and self._gate.stops_at_collectives:
+        if more > 0:
             self._gate.let_through(more)
             self._let_through += more
 

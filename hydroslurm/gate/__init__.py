@@ -5,25 +5,34 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 from hydroslurm.errors import GateError, UsageError
 
 if TYPE_CHECKING:
     import torch
 
-    from hydroslurm.gate.protocol import Gate
+    from hydroslurm.gate.hooks import HooksGate
+    from hydroslurm.gate.native_gate import NativeGate
+
+    Gate: TypeAlias = NativeGate | HooksGate
 
 GATE_ENV = "HYDROSLURM_GATE"
 """Environment variable that overrides the kind: ``native``, ``hooks`` or ``auto``."""
 
 GateKind = Literal["auto", "native", "hooks"]
 
+REMEDIES = (
+    "Load a compiler (`module load gcc`, or apt-get install g++), or run `hydroslurm gate build` "
+    "once on a login node (with --out DIR for all, and HYDROSLURM_GATE_DIR=DIR in the jobs)"
+)
+
 
 def open_gate(
     kind: GateKind = "auto",
     *,
     model: torch.nn.Module | None = None,
+    ranks: int = 1,
     environ: Mapping[str, str] | None = None,
 ) -> Gate:
     """The gate for this process, not started. The first native one builds its library, in seconds.
@@ -32,13 +41,20 @@ def open_gate(
         kind: ``auto`` is native if that is available, else hooks with a warning that says what is
             lost. ``HYDROSLURM_GATE`` overrides it.
         model: for the hooks, the model whose leaf modules are hooked; default: every module.
+        ranks: how many pause together. Hooks do not see collectives: they hold one rank only.
         environ: instead of ``os.environ``.
 
     Raises:
-        GateError: ``native`` was requested and cannot be built, loaded or trusted.
-        UsageError: no such kind.
+        GateError: ``native`` was requested, or several ranks need it, and it cannot be built,
+            loaded or trusted.
+        UsageError: no such kind, or hooks for several ranks.
     """
     chosen = _chosen(kind, os.environ if environ is None else environ)
+    if chosen == "hooks" and ranks > 1:
+        raise UsageError(
+            f"module hooks hold one rank, and {ranks} pause together here: leave out {GATE_ENV}="
+            "hooks. They need the native gate, which sees collectives"
+        )
     if chosen != "hooks":
         from hydroslurm.gate.native_gate import NativeGate
 
@@ -47,6 +63,11 @@ def open_gate(
         except GateError as error:
             if chosen == "native":
                 raise
+            if ranks > 1:
+                raise GateError(
+                    f"{ranks} ranks that pause together need the native gate, which cannot be used "
+                    f"({error}). {REMEDIES}"
+                ) from error
             _warn_of_loss(error)
     from hydroslurm.gate.hooks import HooksGate
 
@@ -66,10 +87,9 @@ def _warn_of_loss(error: GateError) -> None:
     warnings.warn(
         f"hydroslurm: the native gate cannot be used ({error}). Module hooks are used instead: the "
         "rank is held at module boundaries only, not in functional operators, the loss, the "
-        "optimizer or copies, nor in a long backward between two modules; earlier Python signal "
-        "handlers run only between bytecodes; and each module call costs some microseconds. "
-        "To get the native gate: install g++, or let the site build it with `hydroslurm gate build "
-        "--out DIR` and set HYDROSLURM_GATE_DIR. HYDROSLURM_GATE=hooks silences this.",
+        "optimizer or copies, nor in a long backward between two modules; signals are noticed "
+        "between two lines of Python; and each module call costs some microseconds. "
+        f"{REMEDIES}. {GATE_ENV}=hooks silences this.",
         RuntimeWarning,
         stacklevel=3,
     )

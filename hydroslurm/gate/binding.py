@@ -20,7 +20,7 @@ from hydroslurm.gate.protocol import (
 )
 
 _TEXT_BYTES = 64
-_EVEN_IF_IGNORED, _NO_CHAIN, _ONLY_IF_HANDLED = 1, 2, 4
+_EVEN_IF_IGNORED, _ONLY_IF_HANDLED = 1, 4
 
 
 class Signal(ctypes.Structure):
@@ -141,10 +141,8 @@ def bind(path: Path) -> ctypes.CDLL:
 
 def signal_line(rule: SignalRule) -> Signal:
     """One line of the signal table."""
-    flags = (
-        (_EVEN_IF_IGNORED if rule.even_if_ignored else 0)
-        | (0 if rule.chain else _NO_CHAIN)
-        | (_ONLY_IF_HANDLED if rule.only_if_handled else 0)
+    flags = (_EVEN_IF_IGNORED if rule.even_if_ignored else 0) | (
+        _ONLY_IF_HANDLED if rule.only_if_handled else 0
     )
     return Signal(signo=rule.signo, action=rule.action, causes=rule.causes, flags=flags)
 

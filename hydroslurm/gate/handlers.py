@@ -28,15 +28,6 @@ from hydroslurm.gate.protocol import Action, Handler, Owner, OwnerKind, SignalRu
 NOBODY = (signal.SIG_DFL, signal.SIG_IGN)
 
 
-def owner_shown(signo: int, ours: Handler) -> Owner:
-    """Whose a signal is as far as Python knows. ``ours``: the gate's Python handler."""
-    handler = signal.getsignal(signo)
-    if handler in NOBODY:
-        kind = OwnerKind.DEFAULT if handler == signal.SIG_DFL else OwnerKind.IGNORED
-        return Owner(kind)
-    return Owner(OwnerKind.OURS) if handler == ours else Owner(OwnerKind.PYTHON, handler)
-
-
 def is_hydroslurms(handler: Handler) -> bool:
     """Whether hydroslurm had put it there before (``autoload.keep_alive``)."""
     return str(getattr(handler, "__module__", None)).startswith("hydroslurm.")
@@ -200,19 +191,6 @@ class _SharedObject(ctypes.Structure):
         ("symbol", ctypes.c_char_p),
         ("address", ctypes.c_void_p),
     ]
-
-
-def block_all_during(signo: int) -> None:
-    """Keep other signals off while CPython's C handler for this one runs.
-
-    CPython installs it with an empty mask. Of two that are pending at once the kernel then
-    interrupts the first handler, before its first instruction, with the second: USR1 and USR2
-    arrive in the pipe as USR2 and USR1, and the rank stays paused. With a full mask they arrive
-    by number.
-    """
-    if (action := _read(signo)) is not None:
-        ctypes.memset(ctypes.addressof(action) + ctypes.sizeof(ctypes.c_void_p), 0xFF, 128)
-        _libc.sigaction(signo, action, None)
 
 
 def _read(signo: int) -> ctypes.Array[ctypes.c_char] | None:

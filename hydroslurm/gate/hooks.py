@@ -1,232 +1,300 @@
-"""The module-hook gate: for machines without a compiler. Pure Python, the same rules as native.
+"""HydroJobSche's hook interface, and the gate of one rank for which no native gate can be built.
 
-    signal -> CPython's C handler -> pipe -> watcher thread: close or open (hook_signals.py,
-    request -> queue, pipe        ->                                        hook_watcher.py)
-    training thread: waits at its next module boundary (ophooks.py, hook_threads.py)
+    pre_fwd_exec -> module.forward -> post_fwd_exec        the module's own hooks
+    pre_bwd_exec -> its autograd nodes -> post_bwd_exec    pre-hooks of the nodes around it
 
-What it misses: everything that is not a module. Functional operators, the loss, the optimizer and
-copies are not held; a backward is held only at the modules that it passes; a compiled region is
-one piece. And the hooks cost time while nothing is paused.
+Torch's full backward hooks pass every tensor through an autograd Function of their own, and what
+comes out of it may not be modified in place: ``Linear`` then ``ReLU(inplace=True)`` raises. A
+pre-hook on the node that made a tensor leaves the graph as it is. A module whose inputs need no
+gradient (the first one) has no ``post_bwd_exec``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.modules import module as module_hooks
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.errors import AlreadyInstalled, InstallError
-from hydroslurm.gate.handlers import in_main_thread, owner_shown
-from hydroslurm.gate.hook_signals import SignalPipe
-from hydroslurm.gate.hook_threads import Holds
-from hydroslurm.gate.hook_watcher import EventQueue, Watcher
+from hydroslurm.errors import InstallError
+from hydroslurm.gate import protocol
 from hydroslurm.gate.marks import NvtxMarks
-from hydroslurm.gate.protocol import (
-    Action,
-    Cause,
-    GateEvent,
-    GateStatus,
-    Owner,
-    SignalOutcome,
-    SignalRule,
-    Trace,
-)
+from hydroslurm.gate.protocol import NO_CAUSE, Action, Cause, GateEvent, GateState, Phase
+from hydroslurm.gate.python_handlers import PythonHandlers
+from hydroslurm.gate.python_threads import Inbox, RestWatch
 
-if TYPE_CHECKING:
-    import torch
+_POLL_S = 0.002
+"""How often a held thread looks whether it may go on, and the gate whether all are at rest."""
+_cuda: Any = torch.cuda
+_registrations = itertools.count()
+"""Tells the marks of one registration from those of the next on a node that outlives both."""
+
+
+class BaseOpHook:
+    """What is called around each module. Override what you need.
+
+    The calls come from the thread that runs the forward, and from autograd's threads, with the
+    GIL held. An exception ends that forward or backward.
+    """
+
+    def pre_fwd_exec(self, module: torch.nn.Module) -> None:
+        """Before ``module.forward``."""
+
+    def post_fwd_exec(self, module: torch.nn.Module) -> None:
+        """After ``module.forward``; not when it raised."""
+
+    def pre_bwd_exec(self, module: torch.nn.Module) -> None:
+        """Before the gradient goes into the module; at least once per backward through it."""
+
+    def post_bwd_exec(self, module: torch.nn.Module) -> None:
+        """After the gradient came out of the module; absent where no input needs one."""
+
+
+def register_ophooks_recursively(
+    module: torch.nn.Module | None, hooks: Sequence[BaseOpHook]
+) -> contextlib.ExitStack:
+    """Register the hooks on every leaf module in ``module`` that has parameters or buffers, once;
+    ``None``: on every module of this process, those made later included. ``close()`` of what is
+    returned removes them, and those on nodes of older graphs do nothing any more.
+    """
+    hooks, key = list(hooks), f"hydroslurm.hooks.{next(_registrations)}"
+
+    # torch.compile traces through hooks; what is compiled is one operator and is left alone
+    def before(module: torch.nn.Module, _args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            for hook in hooks:
+                hook.pre_fwd_exec(module)
+
+    def after(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for hook in hooks:
+            hook.post_fwd_exec(module)
+        if _has_state(module) and torch.is_grad_enabled():
+            before_nodes(output, module, "pre_bwd_exec")
+            before_nodes(args, module, "post_bwd_exec")
+
+    def before_nodes(value: Any, module: torch.nn.Module, call: str) -> None:
+        """Once per node and module: one that outlives its step (a retained graph) would collect a
+        pre-hook per forward."""
+        for node in filter(None, (tensor.grad_fn for tensor in _tensors(value))):
+            known = node.metadata.setdefault(f"{key}.{call}", set())  # type: ignore[attr-defined]
+            if module not in known:
+                known.add(module)
+                node.register_prehook(partial(before_node, module, call))
+
+    def before_node(module: torch.nn.Module, call: str, _gradients: Any) -> None:
+        for hook in hooks:
+            getattr(hook, call)(module)
+
+    handles = contextlib.ExitStack()
+    handles.callback(hooks.clear)
+    if module is None:
+        handles.callback(module_hooks.register_module_forward_pre_hook(before).remove)
+        handles.callback(module_hooks.register_module_forward_hook(after).remove)
+        return handles
+    for leaf in module.modules():
+        if next(leaf.children(), None) is None and _has_state(leaf):
+            handles.callback(leaf.register_forward_pre_hook(before).remove)
+            handles.callback(leaf.register_forward_hook(after).remove)
+    return handles
+
+
+def _has_state(module: torch.nn.Module) -> bool:
+    return bool(module._parameters or module._buffers)
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    """The tensors in a tensor, and in tuples, lists and dictionaries of tensors, one level deep."""
+    values = value.values() if isinstance(value, dict) else value
+    values = values if isinstance(value, (dict, tuple, list)) else (value,)
+    return [one for one in values if isinstance(one, torch.Tensor)]
+
+
+class ExecutionOpHook(BaseOpHook):
+    """Has every thread that comes by while it is closed call ``hold``; default: it sleeps.
+
+    Attributes:
+        closed: the number of this closing, counted from 1; 0 while it is open.
+        threads: those that have come by.
+    """
+
+    def __init__(self, hold: Callable[[str, Phase], None] | None = None) -> None:
+        self.closed = self.closings = 0
+        self.threads = RestWatch()
+        self._hold = hold or (lambda _name, _phase: self.sleep())
+
+    def close(self) -> None:
+        """Hold every thread at its next hook."""
+        self.closings += 1
+        self.closed = self.closings
+
+    def open(self) -> None:
+        """Let all go."""
+        self.closed = 0
+
+    def sleep(self) -> None:
+        """Until this closing is over. Python's signal handlers run meanwhile."""
+        closing = self.closed
+        while closing and self.closed == closing:
+            time.sleep(_POLL_S)
+
+    def pre_fwd_exec(self, module: torch.nn.Module, phase: Phase = Phase.FORWARD) -> None:
+        self.threads.see()
+        if self.closed:
+            self._hold(type(module).__name__, phase)
+
+    post_fwd_exec = pre_fwd_exec
+
+    def pre_bwd_exec(self, module: torch.nn.Module) -> None:
+        self.pre_fwd_exec(module, Phase.BACKWARD)
+
+    post_bwd_exec = pre_bwd_exec
 
 
 class HooksGate:
-    """Holds training threads at module boundaries; for the methods see ``protocol.Gate``.
-
-    :meth:`start` with signals, and the :meth:`stop` after it, belong to the main thread; the rest
-    may be called from any.
+    """Holds the threads of a rank that is alone between modules. Its methods are those of
+    :class:`NativeGate`; its state changes in the thread that reads the events, the controller's.
     """
+
+    name = "hooks"
+    granularity = "module boundaries; not functional operators, the loss, the optimizer or copies"
 
     def __init__(self, *, model: torch.nn.Module | None = None) -> None:
         """``model``: hook its leaf modules; default: every module of the process."""
         self.marks = NvtxMarks()
-        self._events = EventQueue()
-        self._holds = Holds(
-            model=model, emit=self._events.emit, marks=self.marks, on_held=self._nudge
-        )
-        self._watcher = Watcher(holds=self._holds, events=self._events, marks=self.marks)
-        self._pipe: SignalPipe | None = None
-        self._rules: Sequence[SignalRule] = ()
+        self._model, self._running_in, self._inbox = model, 0, Inbox()
+        self._hook, self._handles = ExecutionOpHook(self._reached), contextlib.ExitStack()
+        handlers = self._handlers = PythonHandlers(self._ask)
+        self.claim, self.unclaim = handlers.claim, handlers.unclaim
+        self.check_handlers = handlers.count_replaced
+        self._state, self._causes, self._is_stopping = GateState.RUNNING, NO_CAUSE, False
+        self._asked_ns = self._closed_ns = self._passed = self._quiet = 0
+        self._holds = self._releases = itertools.count()  # next() is atomic
+        self._held, self._exempt, self._capturing = set[int](), set[int](), set[int]()
 
-    @property
-    def name(self) -> str:
-        return "hooks"
-
-    @property
-    def granularity(self) -> str:
-        return (
-            "module boundaries, forward and backward (not functional operators, loss, optimizer or "
-            "copies; a backward between two modules runs on; compiled regions are one piece)"
-        )
-
-    def start(self, rules: Sequence[SignalRule]) -> dict[int, SignalOutcome]:
-        """Install hooks and handlers, start the watcher; on failure leave nothing behind.
-
-        Raises:
-            AlreadyInstalled: this or another module-hook gate runs in this process.
-            InstallError: signals were asked for off the main thread, or cannot be taken.
-        """
-        global _running
-        with _start_lock:
-            if _running is not None:
-                raise AlreadyInstalled(
-                    "a module-hook gate runs in this process already; stop() it first"
-                )
-            pipe = SignalPipe()
-            with contextlib.ExitStack() as undo:
-                undo.callback(pipe.close)
-                outcomes = pipe.install(rules)
-                undo.callback(pipe.restore)
-                self._holds.add_hooks()
-                undo.callback(self._holds.remove_hooks)
-                self._pipe, self._rules = pipe, rules
-                self._watcher.start(pipe, {rule.signo: rule for rule in rules})
-                undo.pop_all()
-            _running = self
+    def start(self, rules: Sequence[protocol.SignalRule]) -> dict[int, protocol.SignalOutcome]:
+        """Install hooks and handlers; raises as :class:`PythonHandlers`."""
+        outcomes = self._handlers.install(rules)
+        self._hook.open()
+        self._state, self._is_stopping, self._running_in = GateState.RUNNING, False, os.getpid()
+        self._handles = register_ophooks_recursively(self._model, [self._hook])
         return outcomes
 
     def stop(self) -> int:
-        """Open, restore, remove the hooks; 0 also when not running.
-
-        Raises:
-            InstallError: not the main thread while handlers are installed; nothing was changed.
-        """
-        global _running
-        with _start_lock:
-            pipe = self._pipe
-            if _running is not self or pipe is None:
-                return 0
-            replaced = pipe.restore()
-            self._watcher.stop(pipe)
-            self._holds.remove_hooks()
-            self._pipe = _running = None
-            pipe.close()
+        """Open, and remove hooks and handlers. Returns how many handlers others had replaced."""
+        replaced, self._running_in, self._causes = self._handlers.restore(), 0, NO_CAUSE
+        if self._hook.closed:
+            self._move(time.monotonic_ns())
+        self._state = GateState.RUNNING
+        self._handles.close()
+        self.wake()
         return replaced
 
     def request(self, action: Action, causes: Cause) -> None:
-        """Ask from inside the process; returns at once.
+        """Ask for a pause, a resume or a stop from inside the process. Returns at once."""
+        if self._running_in != os.getpid():
+            raise InstallError(f"the gate refuses {action.name}: it was not started here")
+        self._ask(action, causes)
 
-        Raises:
-            InstallError: the gate does not run in this process.
-        """
-        if self._pipe is None:
-            raise InstallError(
-                f"the gate refuses {action.name}: it was not started in this process; start() it"
-            )
-        self._watcher.add_request(action, causes)
-        self._nudge()
-
-    @property
-    def stops_at_collectives(self) -> bool:
-        return False
-
-    @property
-    def hears_beside_others(self) -> bool:
-        return True  # by the wakeup descriptor
-
-    def let_through(self, n: int) -> None:
-        """Raises:
-        InstallError: always; a hook on a module does not see a collective.
-        """
-        raise InstallError(
-            f"the module-hook gate cannot let {n} collectives through: it does not see them. Ranks "
-            "that have to be parked at the same one need the native gate (install g++)"
-        )
-
-    def hold_here(self) -> None:
-        """Nothing to do: nobody is ever let through."""
-        self._started_pipe("hold here")
-
-    def claim(self, action: Action) -> int:
-        """As in the protocol; in the main thread only."""
-        return self._started_pipe("take signals over").claim(self._rules_for(action))
-
-    def unclaim(self, action: Action) -> None:
-        """As in the protocol; in the main thread only."""
-        self._started_pipe("give signals back").unclaim(self._rules_for(action))
-
-    def status(self) -> GateStatus:
-        return GateStatus(
-            state=self._watcher.state,
-            causes=self._watcher.causes,
-            held=self._holds.held_count,
-            quiet=self._holds.quiet,
-            armed=self._holds.closed,
-            capturing=len(self._holds.capturing),
-            passed=self._holds.passed_exempt,
-            closes=self._watcher.closes,
-            closed_mono_ns=self._watcher.closed_mono_ns,
-        )
+    def status(self) -> protocol.GateStatus:
+        """The gate at this moment."""
+        return protocol.GateStatus(
+            state=self._state, causes=self._causes, held=len(self._held), quiet=self._quiet,
+            armed=self._hook.closed > 0, capturing=len(self._capturing), passed=self._passed,
+            closes=self._hook.closings, closed_mono_ns=self._closed_ns,
+        )  # fmt: skip
 
     def wait_events(self, timeout_s: float | None) -> list[GateEvent]:
-        return self._events.wait(timeout_s)
+        """Wait for an event, :meth:`wake` or the end of the time; oldest first, maybe none."""
+        parking = self._state is GateState.PARKING
+        events = self._inbox.read(_POLL_S if parking and timeout_s != 0 else timeout_s)
+        quiet = self._hook.threads.quiet(but=self._held | self._exempt) if parking else None
+        if quiet is not None and self._state is GateState.PARKING:
+            self._state, self._quiet, held = GateState.PARKED, quiet, len(self._held)
+            self._emit(EventKind.PARKED, value_ns=self._asked_ns, held=held, quiet=quiet)
+        return events
 
     def wake(self) -> None:
-        self._events.wake()
+        """Make a blocked :meth:`wait_events` return."""
+        self._inbox.put(None)
 
-    def exempt(self) -> AbstractContextManager[None]:
-        return self._holds.exempt()
+    @contextlib.contextmanager
+    def exempt(self) -> Iterator[None]:
+        """Within it the calling thread is never held."""
+        tid = threading.get_native_id()
+        mine = {tid} - self._exempt
+        self._exempt |= mine
+        try:
+            yield
+        finally:
+            self._exempt -= mine
 
-    def trace(self, keep: int) -> AbstractContextManager[Trace]:
-        """As in the protocol; counts modules, each when its forward and its backward begin."""
-        return self._holds.trace(keep)
+    def _ask(self, action: Action, causes: Cause, signo: int = 0) -> None:
+        self._inbox.put(partial(self._answer, action, causes, signo, time.monotonic_ns()))
 
-    def check_handlers(self) -> int:
-        replaced = [] if self._pipe is None else self._pipe.replaced_by_others()
-        for signo in replaced:
-            self._events.emit(EventKind.HANDLER_REPLACED, signo=signo)
-        return len(replaced)
+    def _answer(self, action: Action, causes: Cause, signo: int, asked_ns: int) -> None:
+        if self._running_in != os.getpid():
+            return
+        self._causes = self._causes | causes if action is Action.PAUSE else self._causes & ~causes
+        self._is_stopping |= action is Action.STOP
+        kind = EventKind.STOP_REQUESTED if action is Action.STOP else EventKind.SIGNAL_RECEIVED
+        what = {"signo": signo, "count": 1, "text": action.name.lower()}
+        self._emit(kind, mono_ns=asked_ns, value_ns=asked_ns, **what)
+        self._move(asked_ns)
 
-    def owner(self, signo: int) -> Owner:
-        return owner_shown(signo, self._pipe.handler if self._pipe is not None else None)
+    def _move(self, asked_ns: int) -> None:
+        wanted = self._causes & Cause.VACATED if self._is_stopping else self._causes
+        if wanted and not self._hook.closed and not self._is_stopping:
+            self._state, self._asked_ns = GateState.PARKING, asked_ns
+            self._closed_ns, self._passed, self._quiet = time.monotonic_ns(), 0, 0
+            self._holds, self._releases = itertools.count(), itertools.count()
+            self._capturing.clear()
+            self._emit(EventKind.GATE_CLOSED, value_ns=asked_ns)  # before anybody is held
+            self._hook.close()
+        elif self._hook.closed and not wanted:
+            self._state, self._closed_ns, held = GateState.RUNNING, 0, len(self._held)
+            self._emit(EventKind.RESUMED, value_ns=asked_ns, held=held, passed=self._passed)
+            self._hook.open()
+        else:  # also when nothing changed: whoever asked waits for an answer
+            self._emit(EventKind.CAUSES_CHANGED)
+        if self._is_stopping and not self._hook.closed:
+            self._state = GateState.STOPPING
 
-    def take_back(self, signo: int) -> None:
-        """As in the protocol; by the main thread, at its next bytecode."""
-        if (pipe := self._pipe) is not None:
-            in_main_thread(lambda: pipe.take_back(signo))
+    def _reached(self, name: str, phase: Phase) -> None:
+        """In a thread that comes to a closed hook."""
+        tid = threading.get_native_id()
+        while self._hook.closed and not self._may_pass(tid):
+            releases, late = self._releases, self._state is GateState.PARKED
+            self._held.add(tid)
+            if next(self._holds) == 0 or late:
+                kind = EventKind.LATE_OPERATOR_HELD if late else EventKind.FIRST_OPERATOR_HELD
+                self._emit(kind, tid=tid, text=name, phase=phase)
+            try:
+                self._hook.sleep()
+            finally:  # Ctrl-C raises KeyboardInterrupt out of it
+                self._held.discard(tid)
+                if next(releases) == 0:
+                    self._emit(EventKind.FIRST_OPERATOR_RELEASED, tid=tid)
 
-    def _started_pipe(self, what: str) -> SignalPipe:
-        if self._pipe is None:
-            raise InstallError(f"the gate cannot {what}: it was not started in this process")
-        return self._pipe
+    def _may_pass(self, tid: int) -> bool:
+        """Exempt threads, forked children, and a CUDA graph capture, which waiting would break."""
+        if tid in self._exempt:
+            self._passed += 1
+        elif _cuda.is_initialized() and _cuda.is_current_stream_capturing():
+            self._capturing.add(tid)
+        else:
+            return os.getpid() != self._running_in
+        return True
 
-    def _rules_for(self, action: Action) -> list[SignalRule]:
-        return [rule for rule in self._rules if rule.action is action]
-
-    def _nudge(self) -> None:
-        if (pipe := self._pipe) is not None:
-            pipe.nudge()
-
-    def _end_in_child(self) -> None:
-        if self._pipe is not None:
-            self._pipe.after_fork_in_child()
-        self._pipe = None
-        self._events.reset_after_fork()
-        self._holds.reset_after_fork()
-        self._watcher.reset_after_fork()
-
-
-_running: HooksGate | None = None
-_start_lock = threading.Lock()
-
-
-def _after_fork_in_child() -> None:
-    """No watcher came along. The handlers stay; they look at the process id, and only chain."""
-    global _running, _start_lock
-    _start_lock = threading.Lock()
-    gate, _running = _running, None
-    if gate is not None:
-        gate._end_in_child()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+    def _emit(self, kind: EventKind, *, mono_ns: int = 0, **fields: Any) -> None:
+        now_ns, epoch_ns = mono_ns or time.monotonic_ns(), time.time_ns()
+        self._inbox.put(GateEvent(kind, now_ns, epoch_ns, causes=self._causes, **fields))

@@ -1,6 +1,6 @@
 """NVTX marks and ranges of this process, in the domain ``hydroslurm``; ``gate/native/marks.h`` says
-what each means. The native gate's library emits them; the module-hook gate uses the package
-``nvtx``.
+what each means. The native gate's library emits them; without it the package ``nvtx`` marks steps,
+saves and restores.
 
 That package also gives a script ranges of its own in the same domain, beside those of pauses:
 
@@ -17,18 +17,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum, IntFlag
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from hydroslurm.core.signals import signal_name
 from hydroslurm.errors import UsageError
-
-if TYPE_CHECKING:
-    from hydroslurm.gate.protocol import Action
 
 _Key = TypeVar("_Key")
 
@@ -140,40 +136,22 @@ class Marks:
 
 
 class NvtxMarks(Marks):
-    """The same marks through the ``nvtx`` package, for the gate of module hooks, whose watcher and
-    threads emit here what the native watcher emits itself.
-
-    Ranges of operators need the native gate: module hooks see no operators. Payloads are the same
-    numbers, as signed 64-bit integers.
-    """
+    """Steps, saves and what else is begun from Python, through the package ``nvtx``: for a rank
+    without the native gate, which marks the pauses. Operators get no ranges."""
 
     def __init__(self) -> None:
         super().__init__()
         self._domain: Any = None
-        self._pausing = self._resuming = NO_RANGE
-        self._pause = 0
-        self._lock = threading.RLock()  # the watcher and the first released thread both end ranges
 
-    def start(self, wanted: Emit, *, signals: Iterable[int]) -> None:
+    def start(self, wanted: Emit, *, signals: Iterable[int]) -> None:  # noqa: ARG002
         if not wanted:
             return
         import nvtx  # only where marks are wanted: it takes a while to import
 
         # without a profiler in the process the package returns a domain that does nothing
         domain = nvtx.get_domain(DOMAIN)
-        if isinstance(domain, nvtx.nvtx.DummyDomain):
-            return
-        if wanted & Emit.OPERATORS:
-            warnings.warn(
-                "hydroslurm: operators get no NVTX ranges from the module-hook gate; get the "
-                "native gate (install g++)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        self._domain, self.emitting = domain, wanted & ~Emit.OPERATORS
-        # the package numbers categories itself; requests carry these
-        self._categories = {signo: domain.get_category_id(signal_name(signo)) for signo in signals}
-        self._clock()
+        if not isinstance(domain, nvtx.nvtx.DummyDomain):
+            self._domain, self.emitting = domain, wanted & ~Emit.OPERATORS
 
     def stop(self) -> None:
         self.emitting = Emit.NOTHING
@@ -181,68 +159,9 @@ class NvtxMarks(Marks):
     def begin(self, name: Range, payload: int) -> int:
         if not self.emitting:
             return NO_RANGE
-        self._clock()
+        self._domain.mark(message="clock", payload=time.monotonic_ns())  # see native/marks.h
         return int(self._domain.start_range(message=name.name.lower(), payload=payload))
 
     def end(self, range_id: int) -> None:
         if range_id != NO_RANGE and self.emitting:
             self._domain.end_range(range_id)
-            self._clock()
-
-    # --- for the watcher of the module-hook gate
-
-    def requested(self, action: Action, signo: int, stamp_ns: int) -> None:
-        """A pause, a resume or a stop was requested."""
-        if self.emitting:
-            self._clock()
-            category = self._categories.get(signo, 0)
-            self._mark(f"{action.name.lower()}_request", stamp_ns, category=category)
-
-    def gate_closed(self, pause: int, requested_ns: int) -> None:
-        if self.emitting:
-            self._pause = pause
-            self._end_all()
-            self._pausing = self.begin(Range.PAUSING, pause)
-            self._mark("gate_closed", requested_ns)
-
-    def at_rest(self, stamp_ns: int) -> None:
-        if self.emitting:
-            self._end_all()
-            self._mark("at_rest", stamp_ns)
-
-    def gate_opened(self, requested_ns: int, *, held: int) -> None:
-        if self.emitting:
-            self._end_all()
-            if held:
-                self._resuming = self.begin(Range.RESUMING, self._pause)
-            self._mark("gate_opened", requested_ns)
-
-    def running(self) -> None:
-        """The first held thread runs again."""
-        if self.emitting:
-            self._end_all()
-
-    def held(self) -> bool:
-        """Begin the range ``parked`` of this thread; False if it was not emitted."""
-        if not self.emitting:
-            return False
-        self._clock()
-        self._domain.push_range(message="parked", payload=self._pause)
-        return True
-
-    def released(self) -> None:
-        """End what :meth:`held` began, in the same thread."""
-        self._domain.pop_range()
-
-    def _end_all(self) -> None:
-        with self._lock:
-            pausing, self._pausing = self._pausing, NO_RANGE
-            resuming, self._resuming = self._resuming, NO_RANGE
-        self.end(pausing)
-        self.end(resuming)
-
-    def _clock(self) -> None:
-        self._mark("clock", time.monotonic_ns())
-
-    def _mark(self, message: str, payload: int, *, category: int = 0) -> None:
-        self._domain.mark(message=message, payload=payload, category=category or None)

@@ -41,8 +41,6 @@ class NativeGate:
     granularity = (
         "every operator; one compiled region, or one replay of a CUDA graph, counts as one"
     )
-    stops_at_collectives = True
-    hears_beside_others = False
 
     def __init__(self, library: Path | None = None) -> None:
         """Load the gate; build it when there is none for this torch yet (ten seconds, once).
@@ -86,8 +84,7 @@ class NativeGate:
         outcomes = {line.signo: SignalOutcome(line.result) for line in table}
         self._rules = tuple(rules)
         installed = [r for r in rules if outcomes[r.signo] is SignalOutcome.INSTALLED]
-        if rules:  # a child that follows its rank handles none, and shows what it has inherited
-            VIEW.show(installed, self._library.hs_gate_deliver)
+        VIEW.show(installed, self._library.hs_gate_deliver)
         return outcomes
 
     def stop(self) -> int:
@@ -115,7 +112,13 @@ class NativeGate:
             )
 
     def let_through(self, n: int) -> None:
-        """Let ``n`` more collectives be issued while the gate stays closed. Returns at once.
+        """Let the training threads run, while the gate stays closed, until ``n`` more collectives
+        of torch.distributed have been issued. Returns at once.
+
+        Each thread is then held before the first collective beyond that allowance; all its other
+        operators pass. Further calls add to the allowance, which is lost when the gate opens. With
+        0, or an open gate, nothing happens. A LET_THROUGH event says when it is in force, and a
+        PARKED after it that all threads have come to rest.
 
         Raises:
             InstallError: the gate does not run in this process, or ``n`` is out of range.
@@ -129,12 +132,16 @@ class NativeGate:
             )
 
     def hold_here(self) -> None:
-        """End what :meth:`let_through` began; raises as it does. Returns at once."""
+        """Undo :meth:`let_through`: what is left of the allowance is lost, and every thread that is
+        not held is held at its next operator of any kind. Raises as it does. Returns at once."""
         if self._library.hs_gate_hold_here() < 0:
             raise InstallError("the gate holds nobody: it was not started in this process")
 
     def claim(self, action: Action) -> int:
-        """Handle all signals of an action and chain none of them; returns how many.
+        """Handle every signal of the table that has this action, including those that were left
+        alone because nobody handled them, and call no old handler: the caller is responsible for
+        what follows. A handler that somebody put over ours since is replaced. Returns how many
+        signals are handled.
 
         Raises:
             InstallError: the gate does not run in this process.
@@ -144,7 +151,7 @@ class NativeGate:
         return listening
 
     def unclaim(self, action: Action) -> None:
-        """Undo :meth:`claim`."""
+        """Undo :meth:`claim`: chain again, and restore the default where it was before."""
         self._claim(action, 0)
         VIEW.hide(r for r in self._rules if r.action is action and not _is_caught(r))
 
@@ -165,10 +172,6 @@ class NativeGate:
                 os.eventfd_read(self._event_fd)
         return self._read_all()
 
-    def fileno(self) -> int:
-        """For callers that poll other descriptors as well."""
-        return self._event_fd
-
     def wake(self) -> None:
         """Make a blocked :meth:`wait_events` return."""
         if self._event_fd >= 0:
@@ -176,7 +179,7 @@ class NativeGate:
 
     @contextlib.contextmanager
     def exempt(self) -> Iterator[None]:
-        """Within it the calling thread is never held. Nests."""
+        """Within it the calling thread is never held: for savers, drains and agreement. Nests."""
         before = self._library.hs_gate_exempt(1)
         try:
             yield
@@ -192,7 +195,9 @@ class NativeGate:
         return Owner(OwnerKind.OURS) if self._library.hs_gate_owns(signo) else VIEW.owner(signo)
 
     def take_back(self, signo: int) -> None:
-        """Put our handler back; see ``protocol.Gate``.
+        """Put our handler back over the one that is there. A Python handler is called after it, as
+        if it had been there before us; one of C code is not, for it may call ours in turn, without
+        end.
 
         Raises:
             InstallError: the gate does not run in this process.

@@ -1,23 +1,14 @@
-"""What a gate is: the values that pass between it and the controller.
-
-There are two gates: :mod:`hydroslurm.gate.native_gate` (every operator, armed only while a pause is
-wanted) and :mod:`hydroslurm.gate.hooks` (module boundaries, for machines without a compiler).
-Numbers are those of ``native/gate.h``.
-"""
+"""What passes between a gate and the controller. Numbers are those of ``native/gate.h``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, IntEnum, IntFlag, auto
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from hydroslurm.core.events import EventKind
-
-if TYPE_CHECKING:
-    from hydroslurm.gate.marks import Marks
 
 
 class Action(IntEnum):
@@ -103,7 +94,6 @@ class SignalRule:
         action: what it asks for.
         causes: added by PAUSE, removed by RESUME, unused by STOP.
         even_if_ignored: install although the process was started with the signal ignored.
-        chain: call the previous handler as well.
         only_if_handled: leave the default disposition alone.
     """
 
@@ -111,7 +101,6 @@ class SignalRule:
     action: Action
     causes: Cause = NO_CAUSE
     even_if_ignored: bool = False
-    chain: bool = True
     only_if_handled: bool = False
 
 
@@ -199,124 +188,3 @@ class Trace:
 
     count: int = 0
     operators: Sequence[Operator] = ()
-
-
-class Gate(Protocol):
-    """Holds the training threads of this process at their next operator.
-
-    All methods may be called from any thread, except where an implementation says otherwise.
-    """
-
-    @property
-    def name(self) -> str:
-        """``native`` or ``hooks``."""
-        ...
-
-    @property
-    def granularity(self) -> str:
-        """In words, where a rank can be held: for people who read reports."""
-        ...
-
-    def start(self, rules: Sequence[SignalRule]) -> dict[int, SignalOutcome]:
-        """Start the watcher, install the handlers; on failure leave nothing behind.
-
-        Raises:
-            AlreadyInstalled: it runs in this process.
-            InstallError: a handler could not be installed.
-        """
-        ...
-
-    def stop(self) -> int:
-        """Open, disarm, end the watcher, restore. Returns how many handlers somebody else had
-        replaced."""
-        ...
-
-    def request(self, action: Action, causes: Cause) -> None:
-        """Ask for a pause, a resume or a stop from inside the process. Returns at once."""
-        ...
-
-    @property
-    def stops_at_collectives(self) -> bool:
-        """Can :meth:`let_through` be used: does the gate see collectives before they are issued?"""
-        ...
-
-    def let_through(self, n: int) -> None:
-        """Let the training threads run, while the gate stays closed, until ``n`` more collectives
-        of torch.distributed have been issued. Returns at once.
-
-        Each thread is then held before the first collective beyond that allowance; all its other
-        operators pass. Further calls add to the allowance, which is lost when the gate opens. With
-        0, or an open gate, nothing happens. A LET_THROUGH event says when it is in force, and a
-        PARKED after it that all threads have come to rest.
-
-        Raises:
-            InstallError: the gate does not run here, cannot see collectives, or ``n`` is negative.
-        """
-        ...
-
-    def hold_here(self) -> None:
-        """Undo :meth:`let_through`: what is left of the allowance is lost, and every thread that is
-        not held is held at its next operator of any kind. Returns at once.
-
-        Raises:
-            InstallError: the gate does not run here.
-        """
-        ...
-
-    def claim(self, action: Action) -> int:
-        """Handle every signal of the table that has this action, including those that were left
-        alone because nobody handled them, and call no old handler: the caller is responsible for
-        what follows. A handler that somebody put over ours since is replaced. Returns how many
-        signals are handled."""
-        ...
-
-    def unclaim(self, action: Action) -> None:
-        """Undo :meth:`claim`: chain again, and restore the default where it was before."""
-        ...
-
-    def status(self) -> GateStatus: ...
-
-    def wait_events(self, timeout_s: float | None) -> list[GateEvent]:
-        """Block until there are events, :meth:`wake` was called or the time is over; oldest first,
-        maybe none.
-
-        For one thread only, the controller's. The GIL is given up while waiting.
-        """
-        ...
-
-    def wake(self) -> None:
-        """Make a blocked :meth:`wait_events` return."""
-        ...
-
-    def exempt(self) -> AbstractContextManager[None]:
-        """Within it the calling thread is never held: for savers, drains and agreement."""
-        ...
-
-    def check_handlers(self) -> int:
-        """How many of our handlers were replaced by others; one HANDLER_REPLACED event each."""
-        ...
-
-    def owner(self, signo: int) -> Owner:
-        """Who owns the installed handler of this signal."""
-        ...
-
-    @property
-    def hears_beside_others(self) -> bool:
-        """Does the gate see signals whose handler belongs to somebody else?"""
-        ...
-
-    def take_back(self, signo: int) -> None:
-        """Put our handler back over the one that is there. A Python handler is called after it, as
-        if it had been there before us; one of C code is not, for it may call ours in turn, without
-        end."""
-        ...
-
-    @property
-    def marks(self) -> Marks:
-        """The NVTX marks of this process; a gate without a library emits none."""
-        ...
-
-    def trace(self, keep: int) -> AbstractContextManager[Trace]:
-        """Within it nothing is held, every operator is counted and the first ``keep`` are written
-        down."""
-        ...

@@ -1,7 +1,7 @@
 """Which signal means what.
 
-The table is data. A gate installs it (:meth:`hydroslurm.gate.protocol.Gate.start`). The native
-gate's handlers run at once, even while the main thread is inside a long C++ ``backward()``.
+The table is data, and a gate installs it. The native gate's handlers run at once, even while the
+main thread is inside a long C++ ``backward()``.
 
 How each kind of process is covered:
 

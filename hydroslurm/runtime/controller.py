@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydroslurm.coordination import collectives
 from hydroslurm.coordination.client import CoordinatorClient
@@ -31,11 +32,11 @@ from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.signals import signal_name
 from hydroslurm.errors import AckTimeout, InstallError
 from hydroslurm.gate.marks import Emit, Range
+from hydroslurm.gate.native_gate import NativeGate
 from hydroslurm.gate.protocol import (
     NO_CAUSE,
     Action,
     Cause,
-    Gate,
     GateEvent,
     GateState,
     GateStatus,
@@ -51,6 +52,9 @@ from hydroslurm.runtime.recorder import Recorder
 from hydroslurm.runtime.status_writer import StatusWriter
 from hydroslurm.runtime.vacating import Vacating, say
 from hydroslurm.vacate.policy import VacatePolicy
+
+if TYPE_CHECKING:
+    from hydroslurm.gate import Gate
 
 MOST_ERROR = 300
 """Characters of the error by which a script has ended."""
@@ -184,7 +188,7 @@ class Controller:
         self._running = threading.Event()
         self._running.set()
         self._leaving = False
-        self._guard = Guard(gate, plan)
+        self._guard = Guard(gate, plan) if isinstance(gate, NativeGate) else None
         self._faults: set[str] = set()
         self._stop_lock = threading.Lock()
         self._claimed = self.had_saver = False
@@ -243,6 +247,7 @@ class Controller:
             secret: how this rank proves itself to them.
             warn: tells a person that they cannot be reached (any more).
         """
+        assert isinstance(self.gate, NativeGate), "hooks hold one rank"
         ranks = CoordinatorClient(
             world,
             self.gate,
@@ -429,7 +434,8 @@ class Controller:
         due_s = self._status.wait_s(), self._log.retry_s
         self._take_events(min(s for s in (*due_s, CHECK_S) if s is not None))
         self._log.retry()
-        self._guard.check()
+        if self._guard is not None:
+            self._guard.check()
         self._report_drains()
         self._children.stop_again()
         if self._may_vacate:
@@ -445,8 +451,8 @@ class Controller:
 
     def _handle(self, seen: GateEvent) -> None:
         if seen.kind is EventKind.HANDLER_REPLACED:
-            replaced = self.guarding and self._guard.see(seen.signo, claimed=self._claimed)
-            if replaced:
+            guard = self._guard if self.guarding else None
+            if guard and (replaced := guard.see(seen.signo, claimed=self._claimed)):
                 self._write(EventKind.HANDLER_REPLACED, vars(replaced))
             return
         if seen.kind is EventKind.GATE_CLOSED:  # what ends the pause must be ours

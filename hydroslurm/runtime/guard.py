@@ -10,8 +10,7 @@ taken back.
   called any more.
 - **Given to a handler of the user's own script** (defined in ``__main__``): left alone, for that
   was on purpose; the line says what it means. Signals that end a pause are taken back even so: a
-  parked main thread runs no Python handler, and the pause would never end. So are all signals with
-  the module-hook gate, which sees a signal whoever owns the handler.
+  parked main thread runs no Python handler, and the pause would never end.
 
 Runs in the controller's thread, also while the main thread is held. So it takes no lock of another
 thread: the lines go to stderr's descriptor.
@@ -24,11 +23,15 @@ import functools
 import os
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hydroslurm.core.signals import signal_name
 from hydroslurm.errors import InstallError
-from hydroslurm.gate.protocol import Action, Gate, Owner, OwnerKind, SignalRule
+from hydroslurm.gate.protocol import Action, Owner, OwnerKind, SignalRule
 from hydroslurm.gate.signals import SIGNALS_ENV, SignalPlan
+
+if TYPE_CHECKING:
+    from hydroslurm.gate.native_gate import NativeGate
 
 CHECK_S = 2.0
 """How often the installed handlers are compared with ours."""
@@ -58,7 +61,7 @@ class Replaced:
 class Guard:
     """Decides what to do about a signal whose handler the gate has found replaced."""
 
-    def __init__(self, gate: Gate, plan: SignalPlan) -> None:
+    def __init__(self, gate: NativeGate, plan: SignalPlan) -> None:
         self._gate = gate
         self._names = {v: k for k, v in vars(plan).items() if type(v) is int}
         self._rules = {rule.signo: rule for rule in plan.rules()}
@@ -105,7 +108,6 @@ class Guard:
     def _judge(self, rule: SignalRule, owner: Owner, *, helps_only: bool) -> Replaced:
         python = owner.kind is OwnerKind.PYTHON
         may_leave = rule.action is not Action.RESUME and not helps_only
-        may_leave &= not self._gate.hears_beside_others
         left = python and may_leave and _is_of_script(owner.handler)
         called = left or rule.action is not Action.STOP or helps_only
         return Replaced(

@@ -92,8 +92,8 @@ def install(
             that goes when the process ends.
         signals: which signal means what; default :class:`SignalPlan`, changed by
             ``HYDROSLURM_SIGNALS``.
-        gate: ``native``, ``hooks`` (module boundaries only), or ``auto``: native where it can be
-            built.
+        gate: ``native``, ``hooks`` (module boundaries only, and one rank), or ``auto``: native
+            where it can be built.
         model: for the hooks gate, the model whose leaf modules are hooked; default: every module.
         alone: do not look for the other ranks of the job: a signal pauses and stops this one only.
             Default: ``HYDROSLURM_ALONE``, else False. For tasks that do not train together.
@@ -105,14 +105,28 @@ def install(
     Raises:
         AlreadyInstalled: a second call without :func:`uninstall`.
         TorchMissing: torch cannot be imported.
-        GateError: ``gate="native"`` and it cannot be built or trusted.
+        GateError: the native gate cannot be built or trusted, and was asked for or is needed:
+            several ranks need it.
         InstallError: a handler could not be installed.
         UsageError: bad signals, or a bad ``HYDROSLURM_NVTX``, ``HYDROSLURM_VACATE`` or
             ``HYDROSLURM_LAUNCH_AHEAD_MS``.
     """
-    global _installed
     environ = os.environ if environ is None else environ
-    plan = (signals or SignalPlan()).with_environment(environ)
+    world = _world_of_several(alone, environ)
+    return _install(run_dir, signals or SignalPlan(), gate, model, world, environ)
+
+
+def _install(
+    run_dir: str | os.PathLike[str] | None,
+    signals: SignalPlan,
+    gate: GateKind,
+    model: torch.nn.Module | None,
+    world: World | None,
+    environ: Mapping[str, str],
+) -> Controller:
+    """As :func:`install`. ``world``: the ranks to pause with; None: this one is alone."""
+    global _installed
+    plan = signals.with_environment(environ)
     emit = Emit.from_environ(environ)
     autoload.stand_down()
     autoload.take_rank()
@@ -128,12 +142,12 @@ def install(
         above = autoload.rank_above(os.environ)
         held = signal.pthread_sigmask(signal.SIG_BLOCK, ()) | (above.signals if above else set())
         autoload.keep_alive(plan.killing() & held)
-        _installed = _set_up(run_dir, plan, emit, gate, model, environ)
+        ranks = world.world_size if world is not None else 1
+        _installed = _set_up(run_dir, plan, emit, gate, model, environ, ranks=ranks)
         _installed.over_unasked = over_unasked
         for one in numa.bindings:  # what was bound before there was a log
             _record_binding(one)
-        if not _is_alone(alone, environ):
-            world = World.from_environ(environ)
+        if world is not None:
             _join(_installed.controller, world, environ=environ, run_dir=run_dir)
         atexit.register(_uninstall_at_exit)
         return _installed.controller
@@ -147,14 +161,13 @@ def install_unasked() -> None:
     """
     if is_installed():
         return
-    mine = install(alone=True)
-    _require_installed().unasked = True
-    if not _is_alone(None, os.environ):
+    world = _world_of_several(None, os.environ)
+    if world is not None:
         # An incarnation of its own: a rank that has left one cannot rejoin it, and the call that
         # replaces this installation has to find the others under the usual id.
-        world = World.from_environ(os.environ)
-        incarnation_id = f"{world.incarnation_id} unasked"
-        _join(mine, replace(world, incarnation_id=incarnation_id), environ=os.environ)
+        world = replace(world, incarnation_id=f"{world.incarnation_id} unasked")
+    _install(None, SignalPlan(), "auto", None, world, os.environ)
+    _require_installed().unasked = True
 
 
 def _set_up(
@@ -164,6 +177,8 @@ def _set_up(
     gate: GateKind,
     model: torch.nn.Module | None,
     environ: Mapping[str, str],
+    *,
+    ranks: int,
 ) -> _Installed:
     """Everything that :func:`install` puts in place, or nothing of it."""
     from hydroslurm.gate import open_gate
@@ -178,7 +193,7 @@ def _set_up(
         look=Watch(environ).look,
     )
     with contextlib.ExitStack() as undo, contextlib.ExitStack() as beside:
-        opened = open_gate(gate, model=model)
+        opened = open_gate(gate, model=model, ranks=ranks)
         controller = Controller(
             gate=opened,
             plan=plan,
@@ -355,10 +370,12 @@ def _ignore(signals: Collection[int]) -> None:
             signal.signal(signo, signal.SIG_IGN)
 
 
-def _is_alone(alone: bool | None, environ: Mapping[str, str]) -> bool:
-    if alone is not None:
-        return alone
-    return environ.get(ALONE_ENV, "").strip().lower() in ("1", "true", "yes", "on")
+def _world_of_several(alone: bool | None, environ: Mapping[str, str]) -> World | None:
+    """The ranks that pause together; None where this one is alone, or to be."""
+    world = World.from_environ(environ)
+    if alone is None:
+        alone = environ.get(ALONE_ENV, "").strip().lower() in ("1", "true", "yes", "on")
+    return None if alone or world.world_size == 1 else world
 
 
 def _join(
@@ -368,9 +385,7 @@ def _join(
     environ: Mapping[str, str],
     run_dir: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Connect with the other ranks, where there are any."""
-    if world.world_size == 1:
-        return
+    """Connect with the other ranks."""
     environ = dict(environ)  # of now: they are looked for in a thread
     folder = key_folder(world, environ, run_dir=run_dir)
     secret = partial(find_secret, world, environ, folder=folder)

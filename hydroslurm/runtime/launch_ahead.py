@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydroslurm.errors import InstallError, UsageError
 from hydroslurm.gate.native_gate import NativeGate
-from hydroslurm.gate.protocol import Gate
+
+if TYPE_CHECKING:
+    from hydroslurm.gate import Gate
 
 LAUNCH_AHEAD_ENV = "HYDROSLURM_LAUNCH_AHEAD_MS"
 LEAST_MS, MOST_MS = 0.1, 10_000.0

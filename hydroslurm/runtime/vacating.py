@@ -20,7 +20,7 @@ from hydroslurm.core.events import EventKind
 from hydroslurm.core.memory import room
 from hydroslurm.errors import HydroslurmError, InstallError, UsageError
 from hydroslurm.gate.marks import Range
-from hydroslurm.gate.protocol import Action, Cause, Gate, GateState
+from hydroslurm.gate.protocol import Action, Cause, GateState
 from hydroslurm.runtime import device
 from hydroslurm.vacate.communicators import Communicators
 from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint, why_not_here
@@ -36,6 +36,7 @@ from hydroslurm.vacate.round import Agree, Limits, Outcome, VacateRound, alone
 
 if TYPE_CHECKING:
     from hydroslurm.coordination.client import CoordinatorClient
+    from hydroslurm.gate import Gate
 
 _POLL_S = 0.5
 _LOOK_S = 2.0

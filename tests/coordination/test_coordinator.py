@@ -39,8 +39,6 @@ from hydroslurm.gate.protocol import Action, Cause, GateState, GateStatus
 class OpenGate:
     """A gate that never closes: nothing here is about pausing."""
 
-    stops_at_collectives = True
-
     def status(self) -> GateStatus:
         return GateStatus(GateState.RUNNING, Cause(0), 0, 0, False, 0, 0, 0, 0)
 

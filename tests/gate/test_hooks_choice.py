@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.errors import NoCompiler, UsageError
+from hydroslurm.errors import GateError, NoCompiler, UsageError
 from hydroslurm.gate import GATE_ENV, open_gate
 
 
@@ -34,8 +34,16 @@ def test_without_a_compiler_hooks_with_one_warning(no_compiler: None) -> None:
         gate = open_gate()
     assert gate.name == "hooks"
     (message,) = [str(warning.message) for warning in caught]
-    for word in ("module boundaries", "optimizer", "backward", "g++", "HYDROSLURM_GATE_DIR"):
+    for word in ("module boundaries", "optimizer", "backward", "g++", "hydroslurm gate build"):
         assert word in message
+
+
+def test_several_ranks_need_the_native_gate(no_compiler: None) -> None:
+    """Hooks do not see collectives: several ranks are refused, with the two remedies."""
+    with pytest.raises(GateError, match=r"2 ranks.*Load a compiler.*hydroslurm gate build"):
+        open_gate(ranks=2)
+    with pytest.raises(UsageError, match="module hooks hold one rank"):
+        open_gate("hooks", ranks=2)
 
 
 def test_native_on_demand_or_an_error(no_compiler: None) -> None:

@@ -7,15 +7,10 @@ import threading
 import weakref
 
 import torch
-from processes import wait_until
 from torch import nn
 
-from hydroslurm.gate.ophooks import (
-    BaseOpHook,
-    ExecutionOpHook,
-    register_global_ophooks,
-    register_ophooks_recursively,
-)
+from hydroslurm.gate import open_gate
+from hydroslurm.gate.hooks import BaseOpHook, ExecutionOpHook, register_ophooks_recursively
 
 
 class Recorder(BaseOpHook):
@@ -47,7 +42,7 @@ def _model() -> nn.Module:
 def test_the_four_calls_come_in_order_on_leaves_with_parameters() -> None:
     """Forward in order, backward in reverse; ReLU and the containers have no hooks."""
     model, recorder = _model(), Recorder()
-    handles = register_ophooks_recursively(model, [recorder])
+    register_ophooks_recursively(model, [recorder])
     model(torch.ones(2, 4)).sum().backward()
     assert recorder.calls == [
         ("pre_fwd", "Linear"),
@@ -62,7 +57,6 @@ def test_the_four_calls_come_in_order_on_leaves_with_parameters() -> None:
         ("post_bwd", "LayerNorm"),
         ("pre_bwd", "Linear"),
     ]
-    assert len(handles) == 6
 
 
 def test_the_graph_and_the_gradients_are_left_as_they_are() -> None:
@@ -80,12 +74,12 @@ def test_the_graph_and_the_gradients_are_left_as_they_are() -> None:
 
 
 def test_remove_leaves_nothing() -> None:
-    """After remove() no call comes any more, from a graph that was built before neither."""
+    """After close() no call comes any more, from a graph that was built before neither."""
     model, recorder = _model(), Recorder()
     handles = register_ophooks_recursively(model, [recorder])
     output = model(torch.ones(2, 4))
-    handles.remove()
-    handles.remove()
+    handles.close()
+    handles.close()
     recorder.calls.clear()
     output.sum().backward()
     model(torch.ones(2, 4)).sum().backward()
@@ -96,9 +90,9 @@ def test_remove_leaves_nothing() -> None:
 def test_global_hooks_see_modules_made_later() -> None:
     """Without a model every module is seen, and removal is complete."""
     recorder = Recorder()
-    handles = register_global_ophooks([recorder])
+    handles = register_ophooks_recursively(None, [recorder])
     nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
-    handles.remove()
+    handles.close()
     nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
     assert [name for name, _ in recorder.calls] == ["pre_fwd", "post_fwd", "pre_bwd"]
 
@@ -126,17 +120,31 @@ def test_hooks_keep_no_graph_and_no_model_alive() -> None:
     assert dead() is None
 
 
-def test_execution_hook_holds_without_an_observer() -> None:
+def test_execution_hook_holds() -> None:
     """close() holds a thread at its next module, open() lets it go; a second close() holds anew."""
     hook, model, steps = ExecutionOpHook(), _model(), list[torch.Tensor]()
     register_ophooks_recursively(model, [hook])
-    hook.close()
-    assert hook.closed
-    thread = threading.Thread(target=lambda: steps.append(model(torch.ones(2, 4))))
-    thread.start()
-    waiters = hook._condition.__dict__["_waiters"]
-    wait_until(lambda: waiters, "the thread waits on the condition")
-    assert not steps
-    hook.open()
-    thread.join(30)
-    assert len(steps) == 1
+    reached = threading.Event()
+    model.register_forward_pre_hook(lambda *_: reached.set())
+    for n in (1, 2):
+        hook.close()
+        assert hook.closed == n
+        reached.clear()
+        thread = threading.Thread(target=lambda: steps.append(model(torch.ones(2, 4))))
+        thread.start()
+        assert reached.wait(30)
+        thread.join(0.05)
+        assert len(steps) == n - 1
+        hook.open()
+        thread.join(30)
+        assert len(steps) == n
+
+
+def test_hooks_beside_the_native_gate() -> None:
+    """HydroJobSche's hooks and the native gate work side by side: a module's hooks are called once
+    the operator before them is let go."""
+    model, recorder = _model(), Recorder()
+    register_ophooks_recursively(model, [recorder, ExecutionOpHook()])
+    with open_gate("native").trace(0) as trace:
+        model(torch.ones(2, 4)).sum().backward()
+    assert trace.count > len(recorder.calls) == 11

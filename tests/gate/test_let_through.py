@@ -10,7 +10,6 @@ from processes import Child, child
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import InstallError
-from hydroslurm.gate.hooks import HooksGate
 from hydroslurm.gate.native_gate import NativeGate
 from hydroslurm.gate.protocol import Action, Cause
 
@@ -37,7 +36,6 @@ def test_ranks_meet_at_one_collective(ranks: Child, scene: str) -> None:
 def test_let_through_wants_a_number_and_a_started_gate() -> None:
     """A negative number, one that is no 64-bit number, and a gate that does not run are refused."""
     gate = NativeGate()
-    assert gate.stops_at_collectives
     with pytest.raises(InstallError, match="not started"):
         gate.let_through(1)
     with pytest.raises(InstallError, match="not started"):
@@ -77,18 +75,3 @@ def test_peers_is_a_cause_of_its_own() -> None:
         gate.request(Action.RESUME, Cause.PEERS)
         until(EventKind.RESUMED)
     gate.stop()
-
-
-def test_module_hooks_cannot_stop_at_collectives() -> None:
-    """The fallback says so, and refuses instead of letting anybody run on."""
-    gate = HooksGate()
-    assert not gate.stops_at_collectives
-    gate.start([])
-    try:
-        with pytest.raises(InstallError, match="native gate"):
-            gate.let_through(1)
-        gate.hold_here()
-    finally:
-        gate.stop()
-    with pytest.raises(InstallError, match="not started"):
-        gate.hold_here()

@@ -348,30 +348,6 @@ TEST(forked_child_starts_its_own) {
     hs_gate_stop();
 }
 
-/* One that listens to no signal, because it follows its parent, has a gate and still does not act on the parent's. */
-TEST(forked_child_that_follows) {
-    start_usual();
-    const pid_t child = fork_child();
-    if (child == 0) {
-        std::vector<hs_signal> none;
-        CHECK_EQ(start(none), 0);
-        for (const int signo : {SIGUSR1, SIGUSR2, SIGTSTP}) raise(signo);
-        CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_PEERS), 0);
-        until_event(HS_EVENT_GATE_CLOSED);
-        CHECK_EQ(status().causes, HS_CAUSE_PEERS);
-        CHECK_EQ(hs_gate_stop(), 0);
-        raise(SIGUSR1);
-        start_usual(); /* a rank after all */
-        raise(SIGUSR1);
-        until_event(HS_EVENT_GATE_CLOSED);
-        CHECK_EQ(hs_gate_stop(), 0);
-        CHECK(installed(SIGUSR1).sa_handler == SIG_DFL);
-        _exit(0);
-    }
-    CHECK_EQ(exit_of(child), 0);
-    hs_gate_stop();
-}
-
 /* Forking while the gate opens and closes never leaves a child with a lock taken. */
 TEST(fork_in_mid_arming) {
     start_usual();

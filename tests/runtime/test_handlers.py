@@ -48,7 +48,7 @@ def print(*words):  # whole lines, from several threads
 
 torch.set_num_threads(1)
 model = torch.nn.Linear(4, 4)
-controller = hydroslurm.install(run_dir="run", gate=sys.argv[1])
+controller = hydroslurm.install(run_dir="run", gate="native")
 loop = asyncio.new_event_loop()
 shown = [signal.getsignal(signo) for signo in controller.plan.pausing()]
 
@@ -124,19 +124,18 @@ class Rank:
         return [line for line in self.process.lines if line.startswith("hydroslurm: ")]
 
 
-@pytest.fixture(params=["native", "hooks"])
-def rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rank]:
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
     (tmp_path / "library.py").write_text(LIBRARY)
-    with child(PROGRAM, tmp_path, str(request.param)) as process:
+    with child(PROGRAM, tmp_path) as process:
         yield Rank(process, tmp_path)
 
 
 def test_signals_that_others_take_pause_all_the_same(rank: Rank) -> None:
     """Python shows handlers that lead to ours, also when they were saved and restored; whoever
     takes a signal is named in one line, and loses it; only the script's own handler stays."""
-    native = rank.asks("sys.argv[1]") == "native"
     assert rank.asks("list(map(callable, shown))") == str([True] * 4)
-    assert rank.asks("signal.getsignal(signal.SIGINT) is signal.default_int_handler") == str(native)
+    assert rank.asks("signal.getsignal(signal.SIGINT) is signal.default_int_handler") == "True"
 
     rank.do("library.save()")
     rank.do("library.restore(); os.kill(os.getpid(), signal.SIGUSR1); library.restore()")
@@ -168,31 +167,27 @@ def test_signals_that_others_take_pause_all_the_same(rank: Rank) -> None:
     rank.pauses()  # a look at its start: what ends it must not kill
     rank.hears("SIGUSR2 was given its default action")
 
-    if native:
-        rank.do("faulthandler.register(signal.SIGUSR1, chain=False)")
-        rank.hears("SIGUSR1 was given to C code in ")
-        rank.pauses()
-        rank.do("faulthandler.unregister(signal.SIGUSR1)")
-        rank.pauses()
+    rank.do("faulthandler.register(signal.SIGUSR1, chain=False)")
+    rank.hears("SIGUSR1 was given to C code in ")
+    rank.pauses()
+    rank.do("faulthandler.unregister(signal.SIGUSR1)")
+    rank.pauses()
 
     rank.do("pool = multiprocessing.get_context('fork').Pool(1)")
     assert rank.asks("pool.map(nothing, [1, 2])") == "[1, 2]"
     rank.do("pool.terminate()")
 
     rank.do("before = signal.signal(signal.SIGUSR1, on_purpose)")
-    if native:
-        rank.hears("SIGUSR1 now calls on_purpose()")
-        rank.process.signal(signal.SIGUSR1)
-        rank.process.expect("on purpose")
-        assert rank.events("handler_replaced")[-1]["taken_back"] is False
-        rank.do("passes_on = True")
-        rank.pauses()
-        rank.do("signal.signal(signal.SIGUSR1, before)")
-        rank.do("controller.gate.check_handlers()")
-        wait_until(lambda: rank.events("handler_replaced")[-1]["taken_back"], "it is back")
-        rank.do("signal.signal(signal.SIGUSR1, on_purpose)")
-    else:
-        rank.hears("SIGUSR1 was given to on_purpose()")
+    rank.hears("SIGUSR1 now calls on_purpose()")
+    rank.process.signal(signal.SIGUSR1)
+    rank.process.expect("on purpose")
+    assert rank.events("handler_replaced")[-1]["taken_back"] is False
+    rank.do("passes_on = True")
+    rank.pauses()
+    rank.do("signal.signal(signal.SIGUSR1, before)")
+    rank.do("controller.gate.check_handlers()")
+    wait_until(lambda: rank.events("handler_replaced")[-1]["taken_back"], "it is back")
+    rank.do("signal.signal(signal.SIGUSR1, on_purpose)")
     rank.pauses()
     rank.process.expect("on purpose")
 

@@ -6,17 +6,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-from processes import wait_until
 
 from hydroslurm.errors import UsageError
 from hydroslurm.gate.compiler import NVTX_HEADER, installed_torch, nvtx_headers
-from hydroslurm.gate.hooks import HooksGate
-from hydroslurm.gate.marks import NO_RANGE, Emit, Marks, Range
-from hydroslurm.gate.protocol import Action, Cause
+from hydroslurm.gate.marks import NO_RANGE, Emit, Marks, NvtxMarks, Range
 
 
 @pytest.mark.parametrize(
@@ -60,13 +56,8 @@ class RecordingDomain:
         self.seen: list[tuple[str, str, int]] = []
         self.open: dict[int, str] = {}
 
-    def get_category_id(self, name: str) -> int:
-        return 1 + ["SIGUSR1", "SIGUSR2"].index(name)
-
-    def mark(self, *, message: str, payload: int, category: int | None) -> None:
-        assert category is None or message.endswith("_request")
-        if message != "clock":
-            self.seen.append(("mark", message, payload))
+    def mark(self, *, message: str, payload: int) -> None:
+        self.seen.append(("mark", message, 0 if message == "clock" else payload))
 
     def start_range(self, *, message: str, payload: int) -> int:
         number = len(self.seen)
@@ -77,42 +68,26 @@ class RecordingDomain:
     def end_range(self, number: int) -> None:
         self.seen.append(("end", self.open.pop(number), 0))
 
-    def push_range(self, *, message: str, payload: int) -> None:
-        self.seen.append(("push", message, payload))
 
-    def pop_range(self) -> None:
-        self.seen.append(("pop", "parked", 0))
-
-
-def test_module_hooks_emit_the_same_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pause of the module-hook gate is seen by a profiler under the native gate's names;
-    there are no ranges of operators."""
+def test_without_the_native_gate_saves_and_steps_are_marked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The package nvtx emits the ranges that are begun from Python, under the same names."""
     import nvtx
-    import torch
 
     domain = RecordingDomain()
     monkeypatch.setattr(nvtx, "get_domain", lambda name: {"hydroslurm": domain}[name])
-    gate = HooksGate()
-    with pytest.warns(RuntimeWarning, match="operators get no NVTX ranges"):
-        gate.marks.start(Emit.EVENTS | Emit.OPERATORS, signals=[10, 12])
-    assert gate.marks.emitting == Emit.EVENTS
-    gate.start([])
-    try:
-        gate.request(Action.PAUSE, Cause.API)
-        wait_until(lambda: gate.status().armed, "the gate to close")
-        threading.Timer(0.3, gate.request, (Action.RESUME, Cause.API)).start()
-        torch.nn.Linear(1, 1)(torch.ones(1, 1))
-        wait_until(lambda: not domain.open, "the last range to end")
-    finally:
-        gate.stop()
-    gate.marks.stop()
-    names = [f"{what} {name}" for what, name, _ in domain.seen]
-    assert names[:4] == ["mark pause_request", "begin pausing", "mark gate_closed", "push parked"]
-    assert names[4:6] == ["end pausing", "mark at_rest"]
-    assert names[6:9] == ["mark resume_request", "begin resuming", "mark gate_opened"]
-    assert sorted(names[9:]) == ["end resuming", "pop parked"]
-    pauses = {n: p for _, n, p in domain.seen if n in ("pausing", "parked", "resuming") and p}
-    assert pauses == {"pausing": 1, "parked": 1, "resuming": 1}
+    marks = NvtxMarks()
+    with marks.range(Range.SAVING, 1):
+        pass
+    assert domain.seen == []
+    marks.start(Emit.EVENTS | Emit.OPERATORS, signals=[10, 12])
+    assert marks.emitting == Emit.EVENTS
+    with marks.range(Range.SAVING, 7):
+        pass
+    marks.stop()
+    assert marks.begin(Range.STEP, 8) == NO_RANGE
+    assert domain.seen == [("mark", "clock", 0), ("begin", "saving", 7), ("end", "saving", 0)]
 
 
 def test_the_headers_come_with_the_package(tmp_path: Path) -> None:

@@ -94,14 +94,12 @@ int start(hs_signal *table, int n, int event_fd) noexcept {
     if (gate.owner.load() == getpid()) return -EALREADY;
     if (const int error = signals_check(table, n); error < 0) return error;
     if (const int error = watch_forks(); error < 0) return error;
-    /* A child that listens to no signal follows its rank: what shields it from those of the plan stays. */
-    const bool follows = n == 0 && signals.owner.load() == kForkedChild;
-    if (!follows && signals.owner.exchange(0) == kForkedChild) signals_restore(); /* or ours would be chained to itself */
+    if (signals.owner.exchange(0) == kForkedChild) signals_restore(); /* or ours would be chained to itself */
     if (gate.stale_callback.exchange(false)) arming().hold_off();
     signals_clear_latches();
     window_clear();
     gate.closes_before.store(gate.closes.load());
-    if (const int error = follows ? 0 : signals_prepare(table, n); error < 0) return error;
+    if (const int error = signals_prepare(table, n); error < 0) return error;
     hold_find_python();
     events_use_fd(event_fd);
     if (const int error = watcher_start(); error < 0) {
@@ -109,7 +107,6 @@ int start(hs_signal *table, int n, int event_fd) noexcept {
         return error;
     }
     gate.owner.store(getpid());
-    if (follows) return 0;
     signals.owner.store(getpid()); /* before the handlers, which ask for it */
     const int error = signals_install(table, n);
     if (error < 0) {

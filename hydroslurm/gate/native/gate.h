@@ -20,7 +20,7 @@
  * Ranks that wait for each other inside collectives have to be parked at the same one. hs_gate_let_through() opens a
  * COLLECTIVE WINDOW in a closed gate: training threads run on, and are held before the first collective beyond its allowance.
  *
- * A forked child has an open gate, no watcher, and may start its own. Until then, and after a start without signals, it
+ * A forked child has an open gate, no watcher, and may start its own. Until then it
  * neither acts on a pause or a resume nor dies of one; a STOP signal, and one with HS_SIGNAL_ONLY_IF_HANDLED, does in it
  * what it did before we came, but for a STOP that is claimed: that counts when it comes from the child's parent or from
  * the process that was started, or when the parent is gone.

@@ -1,0 +1,84 @@
+"""What the gate of module hooks knows of threads: what they tell it, and whether they sleep."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from hydroslurm.gate.protocol import GateEvent
+
+_QUIET_NS = 20_000_000
+"""Longer than a wait for the GIL (5 ms), or for the other threads of an operator, usually takes."""
+
+
+class Inbox:
+    """Events, and what is to be done before they are read, by the one thread that reads them.
+
+    :meth:`put` may be called in a signal handler, also in one that interrupts it.
+    """
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[GateEvent | Callable[[], None] | None] = queue.SimpleQueue()
+
+    def put(self, item: GateEvent | Callable[[], None] | None) -> None:
+        """``None`` makes a blocked :meth:`read` return."""
+        self._items.put(item)
+
+    def read(self, timeout_s: float | None) -> list[GateEvent]:
+        """Wait for the first item, then take all: oldest first, maybe no event among them."""
+        events: list[GateEvent] = []
+        with contextlib.suppress(queue.Empty):
+            item = self._items.get(timeout=timeout_s)
+            while True:
+                if isinstance(item, GateEvent):
+                    events.append(item)
+                elif item is not None:
+                    item()
+                item = self._items.get_nowait()
+        return events
+
+
+class RestWatch:
+    """Whether the main thread and all that run modules are quiet: they sleep, and have had no
+    processor time for a while. A thread that waits for data, or for a device, issues nothing."""
+
+    def __init__(self) -> None:
+        self._native_ids: dict[int, int] = {}  # by Python's ident
+        self._seen: dict[int, object] = {}
+        self._since_ns = 0
+
+    def see(self) -> None:
+        """The calling thread runs modules."""
+        ident = threading.get_ident()
+        if ident not in self._native_ids:
+            self._native_ids[ident] = threading.get_native_id()
+
+    def quiet(self, *, but: Collection[int]) -> int | None:
+        """How many are quiet, when all but these native ids, and the calling thread, are; None
+        while one is busy. Needs at least two calls, 20 ms apart, before a thread is quiet."""
+        for ident, tid in list(self._native_ids.items()):
+            if not _task(tid).exists():  # the ident may come back with another native id
+                self._native_ids.pop(ident, None)
+        known = {threading.main_thread().native_id or 0, *list(self._native_ids.values())}
+        others = known - {*but, threading.get_native_id()}
+        seen, now_ns = {tid: _run_of(tid) for tid in others}, time.monotonic_ns()
+        if seen != self._seen:
+            self._seen, self._since_ns = seen, now_ns
+        return len(seen) if not seen or now_ns - self._since_ns >= _QUIET_NS else None
+
+
+def _task(tid: int) -> Path:
+    return Path(f"/proc/self/task/{tid}")
+
+
+def _run_of(tid: int) -> object:
+    """The same while the thread sleeps, new while it runs; None once it is gone."""
+    try:
+        sleeps = (_task(tid) / "stat").read_text().rpartition(") ")[2][0] in "SD"
+        return (_task(tid) / "schedstat").read_text() if sleeps else object()
+    except OSError:
+        return None
