@@ -25,7 +25,7 @@ from typing import Any
 
 from hydroslurm.core.files import parse_json, read_end, read_regular, write_atomically
 from hydroslurm.errors import RunFolderError
-from hydroslurm.jobs.supervisor.conditions import FORMAT, is_current_format
+from hydroslurm.jobs.supervisor.conditions import FORMAT
 from hydroslurm.jobs.supervisor.exit_policy import (
     DEADLINE_EXCEEDED,
     SRUN_KILLED,
@@ -118,10 +118,10 @@ class Attempts:
         self.folder = folder
 
     def all(self) -> tuple[Attempt, ...]:
-        """Oldest first; files that hold no attempt are skipped.
+        """Oldest first; files that hold no attempt, or one of another version, are skipped.
 
         Raises:
-            RunFolderError: the folder cannot be read, or an older version wrote it.
+            RunFolderError: the folder cannot be read.
         """
         try:
             names = sorted(path.name for path in self.folder.iterdir())
@@ -136,7 +136,7 @@ class Attempts:
                 ended = self._read(f"{stem}.ended.json") or {}
                 started = self._read(f"{stem}.srun.json") or {}
                 attempt = _attempt({**begun, **started, **ended})
-                if attempt is not None and is_current_format(begun, self.folder / name):
+                if attempt is not None and begun.get("v") == FORMAT:
                     found.append(attempt)
         return tuple(found)
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from hydroslurm.core.files import open_regular, parse_json, read_end
 from hydroslurm.errors import RunFolderError
@@ -97,31 +97,23 @@ def add_condition(
 
 
 def read_conditions(path: Path) -> tuple[Condition, ...]:
-    """Oldest first; torn lines and those of a later version are skipped.
-
-    Raises:
-        RunFolderError: an older version wrote them.
-    """
+    """Oldest first; torn lines and those of another version are skipped."""
     try:
         lines = read_end(path, most_bytes=_MOST_BYTES).splitlines()
     except OSError:
         return ()
-    return tuple(_conditions(lines, path))
+    return tuple(_conditions(lines))
 
 
 def newest_conditions(path: Path) -> tuple[Condition, ...]:
     """The last few of :func:`read_conditions`, the verdict among them once there is one, in a
-    hundredth of the time that all of a job take that was often preempted.
-
-    Raises:
-        RunFolderError: an older version wrote them.
-    """
+    hundredth of the time that all of a job take that was often preempted."""
     try:
         lines = read_end(path, most_bytes=_END_BYTES).splitlines()[-_LAST:]
     except OSError:
         return ()
     # one line may be longer than that
-    return tuple(_conditions(lines, path)) or read_conditions(path)
+    return tuple(_conditions(lines)) or read_conditions(path)
 
 
 def final_condition(conditions: Iterable[Condition]) -> Condition | None:
@@ -129,22 +121,7 @@ def final_condition(conditions: Iterable[Condition]) -> Condition | None:
     return next((one for one in conditions if one.type in FINAL), None)
 
 
-def is_current_format(row: Mapping[str, Any], path: Path) -> bool:
-    """Whether this version wrote a row; False: a later one did.
-
-    Raises:
-        RunFolderError: an older version did.
-    """
-    version = row.get("v")
-    if type(version) is not int or version < FORMAT:
-        raise RunFolderError(
-            f"{path} was written by an older version of hydroslurm (format {version!r}, wanted "
-            f"{FORMAT}). Finish the job with that version, or submit it again"
-        )
-    return version == FORMAT
-
-
-def _conditions(lines: Iterable[bytes], path: Path) -> Iterator[Condition]:
+def _conditions(lines: Iterable[bytes]) -> Iterator[Condition]:
     for line in lines:
         try:
             row = parse_json(line)
@@ -153,7 +130,7 @@ def _conditions(lines: Iterable[bytes], path: Path) -> Iterator[Condition]:
             condition = Condition(**known) if right and known["type"] in _TYPES else None
         except (ValueError, TypeError, KeyError):
             continue
-        if condition is not None and is_current_format(row, path):
+        if condition is not None and row.get("v") == FORMAT:
             yield condition
 
 
