@@ -12,7 +12,7 @@ help:
 	@echo 'make gpu     what only a machine with a GPU can show, into build/gpu (at most eight minutes)'
 	@echo 'make lint    format, lint and type checks'
 	@echo 'make docs    build the site into build/site; broken links and anchors fail'
-	@echo 'make bench   measure every figure in README and docs, peers included (about an hour and a half)'
+	@echo 'make bench   measure every figure in README and docs, peers included (about forty minutes)'
 	@echo 'make setup   only install what the others need'
 
 setup:

@@ -1,8 +1,8 @@
 """Run every profiling script, keep its figures in profiling/results/, and update the tables in
 README and docs/.
 
-    bench.py                    everything, about three quarters of an hour
-    bench.py --only overhead    one of them
+    bench.py                    everything but the comparison, about forty minutes
+    bench.py --only compare     one of them; the comparison takes half an hour
     bench.py --readme           only the tables, from the results that are there
     bench.py --quick --out DIR  to see that it all runs; changes no page
 """
@@ -89,7 +89,7 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.quick and chosen.out == RESULTS and not chosen.readme:
         parser.error("--quick measures nothing worth keeping; give it an --out of its own")
-    wanted = () if chosen.readme else chosen.only or SCRIPTS
+    wanted = () if chosen.readme else chosen.only or [name for name in SCRIPTS if name != "compare"]
     failed = [name for name in wanted if not run(name, quick=chosen.quick, out=chosen.out)]
     if not chosen.quick and chosen.out == RESULTS:
         update_pages(ROOT, RESULTS)

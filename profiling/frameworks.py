@@ -1,15 +1,9 @@
-"""What being preemptible costs a framework's training, and whether stops cost it a step.
+"""What being preemptible costs a framework's training.
 
 ``*_step_ratio``: the median time of a step with the adapter, over that of the bare framework.
 Processes of both train at the same time and take turns of some steps, so that what else the machine
 does meets both; the median over the turns of several such pairs. Nothing is saved meanwhile.
-``*_again_ratio``: bare over bare, measured in the same way. ``*_step_us``: what a step costs more.
-``*_short_*``: of the shortest steps that are worth a training, which show what does not grow with
-the model.
-
-``runs_equal`` of ``runs``: scripts that know nothing of hydroslurm, stopped by SIGTERM at random
-steps and started again (``hydroslurm prove``), whose steps were all those of the undisturbed run;
-``steps_lost``: trained again or never.
+``*_again_ratio``: bare over bare, measured in the same way.
 """
 
 from __future__ import annotations
@@ -29,22 +23,17 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from harness import PROFILING, finish, parser
+from harness import finish, parser
 
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
-SCRIPTS = PROFILING.parent / "tests" / "integration" / "scripts"
-STOCK = {
-    "lightning": ("lightning_digits.py", "--epochs", "2", "--workers", "0"),
-    "transformers": ("hf_causal_lm.py", "out", "--epochs", "2"),
-}
 TURN = 40
 """Steps until it is another process's turn."""
 COLD = 8
 """Steps at the beginning of a turn that are not counted: another process had the caches."""
 ARMS = {"bare": "off", "adapter": "requeue", "again": "off"}
-WIDTHS = {"": 512, "short_": 256}
-"""Of the network's layers. A step takes some 5 ms, and 1.5 ms, on one core."""
+WIDTH = 512
+"""Of the network's layers. A step takes some 5 ms on one core."""
 
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 """glibc would give gradients back to the kernel and take them again in each step, or not, as the
@@ -73,7 +62,7 @@ class Turns:
         self._moments = [time.perf_counter()]
 
 
-def train_lightning(steps: int, width: int) -> None:
+def train_lightning(steps: int) -> None:
     import lightning
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -81,7 +70,7 @@ def train_lightning(steps: int, width: int) -> None:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = network(torch, width)
+            self.net = network(torch)
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             del index
@@ -100,17 +89,17 @@ def train_lightning(steps: int, width: int) -> None:
         accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[Clock()],
     )  # fmt: skip
-    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(32 * steps, width)), 32))
+    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(32 * steps, WIDTH)), 32))
 
 
-def train_transformers(steps: int, width: int) -> None:
+def train_transformers(steps: int) -> None:
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = network(torch, width)
+            self.net = network(torch)
 
         def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"loss": self.net(inputs).square().mean()}
@@ -124,18 +113,19 @@ def train_transformers(steps: int, width: int) -> None:
         output_dir="out", max_steps=steps, per_device_train_batch_size=32, save_strategy="no",
         logging_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
-    rows = [{"inputs": row} for row in torch.randn(32 * steps, width)]
+    rows = [{"inputs": row} for row in torch.randn(32 * steps, WIDTH)]
     Trainer(Model(), arguments, train_dataset=rows, callbacks=[Clock()]).train()
 
 
-def network(torch: Any, width: int) -> Any:
-    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(width, width), torch.nn.GELU())]
+def network(torch: Any) -> Any:
+    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU())]
     return torch.nn.Sequential(*layers)
 
 
-def turns_of(
-    framework: str, steps: int, names: Sequence[str], *, width: int
-) -> dict[str, list[float]]:
+TRAIN = {"lightning": train_lightning, "transformers": train_transformers}
+
+
+def turns_of(framework: str, steps: int, names: Sequence[str]) -> dict[str, list[float]]:
     """The median step of each turn of each arm, but for the first turn, which warms up.
 
     Args:
@@ -143,8 +133,7 @@ def turns_of(
     """
     with contextlib.ExitStack() as stack:
         trainings = {
-            name: stack.enter_context(training(framework, steps, ARMS[name], width=width))
-            for name in names
+            name: stack.enter_context(training(framework, steps, ARMS[name])) for name in names
         }
         found: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(steps // TURN):
@@ -163,9 +152,7 @@ def turns_of(
 
 
 @contextlib.contextmanager
-def training(
-    framework: str, steps: int, preempt: str, *, width: int
-) -> Iterator[subprocess.Popen[str]]:
+def training(framework: str, steps: int, preempt: str) -> Iterator[subprocess.Popen[str]]:
     """A process that trains in turns, and begins with one."""
     with tempfile.TemporaryDirectory(prefix="hydroslurm-frameworks-") as folder:
         environ = {
@@ -176,10 +163,7 @@ def training(
             **KEEP_MEMORY,
         }
         with subprocess.Popen(
-            [
-                sys.executable, __file__, "--one", framework,
-                "--steps", str(steps), "--width", str(width),
-            ],
+            [sys.executable, __file__, "--one", framework, "--steps", str(steps)],
             cwd=folder, env=environ, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         ) as process:  # fmt: skip
@@ -189,69 +173,29 @@ def training(
                 process.kill()
 
 
-def prove(framework: str, *, steps: int, stops: int, seed: int) -> dict[str, Any]:
-    """What ``hydroslurm prove`` finds out about a stock script."""
-    script, *arguments = STOCK[framework]
-    with tempfile.TemporaryDirectory(prefix="hydroslurm-frameworks-") as folder:
-        done = subprocess.run(
-            [
-                sys.executable, "-m", "hydroslurm.cli", "prove", "--json", "--steps", str(steps),
-                "--stops", str(stops), "--seed", str(seed), str(SCRIPTS / script), *arguments,
-            ],
-            cwd=folder, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def costs(prefix: str, pairs: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
-    """The figures of one framework and width, from the turns of each pair."""
-
-    def ratio(name: str) -> float:
-        return statistics.median(
-            one / bare
-            for turns in pairs
-            for one, bare in zip(turns[name], turns["bare"], strict=True)
-        )
-
-    bare_s = statistics.median(itertools.chain.from_iterable(turns["bare"] for turns in pairs))
-    return {
-        f"{prefix}step_ratio": ratio("adapter"),
-        f"{prefix}again_ratio": ratio("again"),
-        f"{prefix}step_ms": 1e3 * bare_s,
-        f"{prefix}step_us": 1e6 * bare_s * (ratio("adapter") - 1),
-    }
+def ratio(pairs: Sequence[Mapping[str, list[float]]], name: str) -> float:
+    """Of an arm to bare, the median over the turns of all pairs."""
+    both = [(turns[name], turns["bare"]) for turns in pairs]
+    return statistics.median(a / b for one, bare in both for a, b in zip(one, bare, strict=True))
 
 
 def main() -> None:
     made = parser("The cost of being preemptible in Lightning and transformers.")
-    made.add_argument("--one", choices=sorted(STOCK), help="only train, and print turns")
+    made.add_argument("--one", choices=sorted(TRAIN), help="only train, and print turns")
     made.add_argument("--steps", type=int, default=5 * TURN, help="steps of each process")
-    made.add_argument("--width", type=int, default=WIDTHS[""], help="of the layers, with --one")
     chosen = made.parse_args()
     if chosen.one:
         warnings.filterwarnings("ignore")
-        train = {"lightning": train_lightning, "transformers": train_transformers}[chosen.one]
-        train(chosen.steps + 1, chosen.width)
+        TRAIN[chosen.one](chosen.steps + 1)
         return
     figures: dict[str, Any] = {}
     # many processes tell more than many turns: see Turns
     orders = [*itertools.permutations(ARMS)]
-    orders, steps = (orders[:1], 4 * TURN) if chosen.quick else (4 * orders, chosen.steps)
-    for framework, (length, width) in itertools.product(STOCK, WIDTHS.items()):
-        turns = [turns_of(framework, steps, names, width=width) for names in orders]
-        figures |= costs(f"{framework}_{length}", turns)
-    seeds = range(1 if chosen.quick else 3)
-    results = [
-        prove(framework, steps=12 if chosen.quick else 60, stops=1 if chosen.quick else 6, seed=n)
-        for framework in STOCK
-        for n in seeds
-    ]
-    figures["runs"] = len(results)
-    figures["runs_equal"] = sum(bool(one["holds"]) for one in results)
-    figures["steps_lost"] = sum(
-        (one["steps_repeated"] or 0) + (one["steps_left_out"] or 0) for one in results
-    )
+    orders, steps = (orders[:1], 4 * TURN) if chosen.quick else (2 * orders, chosen.steps)
+    for framework in TRAIN:
+        pairs = [turns_of(framework, steps, names) for names in orders]
+        figures[f"{framework}_step_ratio"] = ratio(pairs, "adapter")
+        figures[f"{framework}_again_ratio"] = ratio(pairs, "again")
     finish(chosen, "Frameworks: with the adapter, against bare", figures)
 
 

@@ -99,7 +99,6 @@ def time_interleaved(
     *,
     rounds: int,
     segment_s: float,
-    limit_s: float = math.inf,
 ) -> dict[str, list[float]]:
     """Seconds per step of each arm in each round.
 
@@ -118,19 +117,13 @@ def time_interleaved(
             return (time.perf_counter() - begin) / steps
 
     timed_arms = {name: functools.partial(timed, arm) for name, arm in arms.items()}
-    return interleaved(timed_arms, rounds=rounds, limit_s=limit_s)
+    return interleaved(timed_arms, rounds=rounds)
 
 
-def interleaved(
-    arms: Mapping[str, Callable[[], float]], *, rounds: int, limit_s: float = math.inf
-) -> dict[str, list[float]]:
-    """What each arm gives in each round; every round begins with another arm, none after
-    ``limit_s``."""
+def interleaved(arms: Mapping[str, Callable[[], float]], *, rounds: int) -> dict[str, list[float]]:
+    """What each arm gives in each round; every round begins with another arm."""
     seen: dict[str, list[float]] = {name: [] for name in arms}
-    deadline = time.monotonic() + limit_s
     for index in range(rounds):
-        if time.monotonic() > deadline:
-            break
         first = index % len(arms)
         for name in [*list(arms)[first:], *list(arms)[:first]]:
             seen[name].append(arms[name]())

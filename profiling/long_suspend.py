@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import finish, options, percentile, scratch
+from harness import finish, options, scratch
 from progress import read_progress
 
 from hydroslurm.core.events import Event, EventKind, read_events
@@ -59,13 +59,10 @@ class Kind:
 
 @dataclass(frozen=True)
 class Round:
-    """One suspend. Times are None where the job did not go on, or nobody was there to park."""
+    """One suspend."""
 
     kind: Kind
     continued: bool
-    timed_out: bool
-    to_all_trained_s: float | None
-    to_all_parked_ms: float | None
     in_flight_ranks: int
 
 
@@ -91,23 +88,12 @@ class SuspendedJob:
         self._cluster.run(["scontrol", "suspend", self._id])
         time.sleep(self._plan.suspended_s)
         steps = self._steps()
-        begin_s = time.monotonic()
         self._cluster.run(["scontrol", "resume", self._id])
         trained = self._wait_until_trained(max(steps) + STEPS_AFTER)
-        took_s = time.monotonic() - begin_s
         parked = self._events(EventKind.ALL_PARKED, after_ns=asked_ns)
         failed = self._events(EventKind.AGREEMENT_FAILED, after_ns=asked_ns)
-        all_parked = len(parked) == self._plan.ranks
-        return Round(
-            kind=self._kind,
-            continued=trained,
-            timed_out=not trained and "imed out" in self._log.read_text(),
-            to_all_trained_s=took_s if trained else None,
-            to_all_parked_ms=(
-                (max(event.mono_ns for event in parked) - asked_ns) / 1e6 if all_parked else None
-            ),
-            in_flight_ranks=sum(bool(event.data["in_flight"]) for event in [*parked, *failed]),
-        )
+        in_flight = sum(bool(event.data["in_flight"]) for event in [*parked, *failed])
+        return Round(self._kind, trained, in_flight)
 
     def end(self) -> None:
         """At once: nothing of it is wanted."""
@@ -217,28 +203,15 @@ def measure(folder: Path, plan: Plan) -> list[Round]:
         return [round_ for one in running for round_ in one.result()]
 
 
-def figures(rounds: Sequence[Round], plan: Plan) -> dict[str, Any]:
+def figures(rounds: Sequence[Round]) -> dict[str, Any]:
     ours = [one for one in rounds if one.kind.way == "with"]
     theirs = [one for one in rounds if one.kind.way == "without"]
-    trained_s = [one.to_all_trained_s for one in ours if one.to_all_trained_s is not None]
-    parked_ms = [one.to_all_parked_ms for one in ours if one.to_all_parked_ms is not None]
     return {
-        "ranks": plan.ranks,
-        "collective_timeout_s": plan.timeout_s,
-        "suspended_s": plan.suspended_s,
-        "rounds_ddp": sum(one.kind.how == "ddp" for one in ours),
         "continued_ddp": sum(one.continued for one in ours if one.kind.how == "ddp"),
-        "rounds_fsdp": sum(one.kind.how == "fsdp" for one in ours),
         "continued_fsdp": sum(one.continued for one in ours if one.kind.how == "fsdp"),
         "rounds_without": len(theirs),
         "continued_without": sum(one.continued for one in theirs),
-        "timed_out_without": sum(one.timed_out for one in theirs),
-        "all_parked": len(parked_ms),
         "in_flight_ranks": sum(one.in_flight_ranks for one in ours),
-        "suspend_command_to_all_parked_ms_p50": percentile(parked_ms, 50),
-        "suspend_command_to_all_parked_ms_max": max(parked_ms, default=None),
-        "resume_command_to_all_trained_s_p50": percentile(trained_s, 50),
-        "resume_command_to_all_trained_s_max": max(trained_s, default=None),
     }
 
 
@@ -256,7 +229,7 @@ def main() -> None:
     finish(
         chosen,
         f"long suspend: {plan.suspended_s:g} s, collectives time out after {plan.timeout_s:g} s",
-        figures(rounds, plan),
+        figures(rounds),
     )
 
 
