@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hydroslurm.coordination.authentication import KEY_BYTES
-from hydroslurm.core.files import parse_json, read_regular, write_atomically
+from hydroslurm.core.files import open_regular, parse_json, read_regular, write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.elastic.autoscale import AutoscalePolicy
@@ -43,7 +43,6 @@ SUMMATIONS = ("all_reduce", "fixed_order")
 RECOVERIES = ("checkpoint", "log_replay")
 ENGINES = ("in_place", "restart")
 _FILE_BYTES = 1 << 20
-_LEDGER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,16 +176,17 @@ class ElasticFolder:
             os.close(descriptor)
 
     def ledger(self) -> Iterator[dict[str, Any]]:
-        """The lines so far; one that is torn or is no line of ours is passed over."""
+        """The lines so far, however many; one that is torn or is no line of ours is skipped."""
         try:
-            text = read_regular(self.ledger_jsonl, limit_bytes=_LEDGER_BYTES)
+            file = os.fdopen(open_regular(self.ledger_jsonl), "rb")
         except FileNotFoundError:
             return
-        for line in text.splitlines():
-            with contextlib.suppress(ValueError):
-                entry = parse_json(line)
-                if isinstance(entry, dict) and isinstance(entry.get("kind"), str):
-                    yield entry
+        with file:
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    entry = parse_json(line)
+                    if isinstance(entry, dict) and isinstance(entry.get("kind"), str):
+                        yield entry
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Autoscaling in a coordinator: what it sees and does."""
+"""Autoscaling in a coordinator: what it sees and does; and files that fill the disk."""
 
 from __future__ import annotations
 
@@ -138,3 +138,15 @@ def test_a_full_disk_does_not_end_the_run(
         coordinator.close()
     assert written == [folder.status_json] * 3
     assert capsys.readouterr().err.count("the status cannot be written") == 1
+
+
+def test_a_ledger_of_any_length_is_read(tmp_path: Path) -> None:
+    """A run that has lasted for years still has a coordinator that starts."""
+    folder = ElasticFolder(run=tmp_path)
+    folder.record("wanted", {"size": 2})
+    with folder.ledger_jsonl.open("r+b") as file:
+        for number in range(1, 300):
+            file.seek(number << 20)
+            file.write(b"\n")
+    folder.record("wanted", {"size": 3})
+    assert [one["size"] for one in folder.ledger()] == [2, 3]
