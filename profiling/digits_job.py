@@ -1,9 +1,7 @@
 """The training that stock_submitit.py has preempted, in the ways that it compares.
 
-    digits_job.py ARM FOLDER EPOCHS    the same, without Slurm and submitit, never interrupted
-
-The stock ones are what submitit's docs/checkpointing.md asks for: a callable with a ``checkpoint``
-method, which saves and returns a fresh callable. They save all that they can think of (model,
+The stock one is what submitit's docs/checkpointing.md asks for: a callable with a ``checkpoint``
+method, which saves and returns a fresh callable. It saves all that one can think of (model,
 optimizer, scheduler, position in the epoch, random numbers), into a file that is replaced in one
 step.
 """
@@ -12,11 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import submitit
@@ -84,19 +78,3 @@ def run_training(config: Config) -> dict[str, Any]:
             parts.learn(batch)
             progress.made(run.step + 1)
         return outcome(parts, run.step)
-
-
-def stock(config: Config) -> dict[str, Any]:
-    return StockTraining(config)()
-
-
-ALONE: dict[str, Callable[[Config], dict[str, Any]]] = {"stock": stock, "executor": run_training}
-
-
-def main() -> None:
-    arm, folder, epochs = sys.argv[1:]
-    print(json.dumps(ALONE[arm](Config(Path(folder), int(epochs), think_s=0.0))))
-
-
-if __name__ == "__main__":
-    main()

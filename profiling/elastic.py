@@ -7,8 +7,7 @@ signal to the survivors' next step, less a step; ``join_stall_steps``: one joins
 ``torchrun_shrink_s``: the same three under torchrun with the rendezvous tuned
 (``last_call_timeout=1, keep_alive_interval=1, keep_alive_max_attempt=3``), SIGKILL of one agent and
 its worker; from the signal to the first step of the survivors, which restart and read a checkpoint
-that is made at each step. ``restart_shrink_s``: the same worker, signal and clock below our agents,
-``engine: restart``. All times are medians over the rounds.
+that is made at each step. All times are medians over the rounds.
 
 The 0.2 s are spent asleep behind a step's own work of some milliseconds, so that a signal rarely
 falls within a step: what repeating one costs is not in these figures. On a machine that has other
@@ -17,7 +16,6 @@ work they come out right under ``chrt -r 5`` (all arms inherit it).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -38,7 +36,6 @@ from harness import PROFILING, finish, interleaved, parser, scratch  # makes the
 # isort: split
 from elasticstory import ElasticStory
 from processes import wait_until
-from restartstory import RestartStory
 
 STEP_S = 0.2
 
@@ -105,46 +102,10 @@ def join(folder: Path) -> float:
         story.close()
 
 
-SAME_WORKER = f"""
-import json, os, runpy, sys
-options = json.loads(sys.argv[1])
-os.environ["STEP_S"] = str(options["step_s"])
-sys.argv = ["elastic_torchrun.py", options["folder"]]
-runpy.run_path({str(PROFILING / "elastic_torchrun.py")!r}, run_name="__main__")
-"""
-
-
-def restart(folder: Path) -> float:
-    """Three agents, of which one is killed, and its worker."""
-    log = folder / "steps"
-    log.touch()
-    story = RestartStory(folder, script=SAME_WORKER, max=3, gather_s=60.0)
-    try:
-        for name in "abc":
-            story.start(name, step_s=STEP_S, samples=10_000)
-        wait_until(lambda: len(steps_of(log, 3)) > 12, lambda: str(story))
-        asked_s = time.monotonic()
-        story.signal("c", signal.SIGKILL)
-        kill_workers(folder, story.members["c"].pid)
-        wait_until(lambda: steps_of(log, 2), lambda: str(story))
-        return float(min(one["at_s"] for one in steps_of(log, 2)) - asked_s - STEP_S)
-    finally:
-        story.close()
-        kill_workers(folder)
-
-
 def steps_of(log: Path, size: int) -> list[dict[str, Any]]:
     """What workers have written of their steps in a world of this size."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     return [one for one in lines if one["size"] == size]
-
-
-def kill_workers(folder: Path, parent: int | None = None) -> None:
-    """Those of one agent, or all."""
-    for path in folder.glob("worker-*"):
-        if parent is None or path.read_text() == str(parent):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(path.name.removeprefix("worker-")), signal.SIGKILL)
 
 
 def torchrun(folder: Path) -> float:
@@ -185,7 +146,9 @@ def torchrun(folder: Path) -> float:
         wait_until(lambda: len(steps_of(log, 3)) > 12, said)
         asked_s = time.monotonic()
         os.killpg(agents[2].pid, signal.SIGKILL)
-        kill_workers(folder, agents[2].pid)
+        for path in folder.glob("worker-*"):
+            if path.read_text() == str(agents[2].pid):
+                os.kill(int(path.name.removeprefix("worker-")), signal.SIGKILL)
         wait_until(lambda: steps_of(log, 2), said)
         return float(min(one["at_s"] for one in steps_of(log, 2)) - asked_s - STEP_S)
     finally:
@@ -201,7 +164,6 @@ CASES: dict[str, Callable[[Path], float]] = {
     "sigkill_stall_s": kill,
     "join_stall_steps": join,
     "torchrun_shrink_s": torchrun,
-    "restart_shrink_s": restart,
 }
 
 

@@ -39,7 +39,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 ON_SLURM: dict[str, dict[str, Any]] = {
     "stop": {"stops": 1, "committed": 1, "steps_lost": 0},
     "killwait": {"stops": 2, "committed": 2, "steps_lost": 0},
-    "stock_submitit": {"steps_lost_executor": 0, "same_bits_executor": True},
+    "stock_submitit": {"steps_lost_executor": 0, "finished_executor": True},
     "suspend_latency": {"parked_before_sigstop": 1.0},
     "storm": {"rpcs_per_start_alone": 3.0, "rpcs_per_stop_preempted": 2.0},
     "startup": {},
