@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from hydroslurm.core.events import MOST_NS, MOST_RANK, Event, EventKind
+from hydroslurm.core.events import MOST_NS, MOST_RANK, Event, EventKind, is_count
 from hydroslurm.core.files import check_depth, read_regular
 
 SCHEMA = 1
@@ -44,7 +44,7 @@ class Moment(NamedTuple):
         return cls(event.mono_ns, event.epoch_ns)
 
 
-_NEVER = Moment(0, 0)
+NEVER = Moment(0, 0)
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,16 @@ class RankStatus:
         job_id: Slurm's, None outside of a job.
         restart_count: how often the job had been requeued.
         causes: why it is held; empty while running.
+        request_mono_ns: when the latest request came that closed or opened the gate, changed the
+            causes or asked for a stop; 0 before the first.
         pauses: how many pauses this attempt has had.
         park_us: latency of the latest park, microseconds; None before the first.
+        held: threads that were held at the gate, at the latest park or resume.
+        resume_us: latency of the latest resume, until the first operator ran; None before that.
         world_size: ranks that this one is joined with, itself included; 1 while it is alone.
         all_parked: since when all of them are parked at the same collectives; None while they are
             not.
+        in_flight: collectives that were in flight then.
         vacated_bytes: device memory that is on the host now; 0 while it is not.
         vacate_s, restore_s: how long the latest move took, there and back; None before the first.
         not_vacated: why the memory of the present pause, or of the latest, is where it is.
@@ -99,6 +104,7 @@ class RankStatus:
             copied.
         preempted: restart counts of the attempts of this job that were preempted, each with when
             the rank heard of it (epoch ns).
+        requeue: why the job could not be requeued, empty once it has been; None before that.
         finished: its training is done.
         pause_counts: how many pauses took how long until the rank was parked, over all attempts:
             one count per bucket of :data:`PAUSE_BOUNDS_S`.
@@ -108,18 +114,22 @@ class RankStatus:
     rank: int
     state: str
     since: Moment
-    started: Moment = _NEVER
-    as_of: Moment = _NEVER
+    started: Moment = NEVER
+    as_of: Moment = NEVER
     host: str = ""
     boot_id: str = ""
     pid: int = 0
     job_id: int | None = None
     restart_count: int = 0
     causes: tuple[str, ...] = ()
+    request_mono_ns: int = 0
     pauses: int = 0
     park_us: float | None = None
+    held: int = 0
+    resume_us: float | None = None
     world_size: int = 1
     all_parked: Moment | None = None
+    in_flight: int = 0
     vacated_bytes: int = 0
     vacate_s: float | None = None
     restore_s: float | None = None
@@ -147,6 +157,7 @@ class RankStatus:
     save_s: float | None = None
     not_copied: str | None = None
     preempted: tuple[tuple[int, int], ...] = ()
+    requeue: str | None = None
     finished: bool = False
     pause_counts: tuple[int, ...] = (0,) * (len(PAUSE_BOUNDS_S) + 1)
     pause_sum_s: float = 0.0
@@ -212,6 +223,12 @@ _ENTERS = {
     EventKind.STOP_REQUESTED: "stopping",
     EventKind.UNINSTALLED: "ended",
 }
+_ANSWERS = (
+    EventKind.GATE_CLOSED,
+    EventKind.CAUSES_CHANGED,
+    EventKind.RESUMED,
+    EventKind.STOP_REQUESTED,
+)
 _SAVERS = (EventKind.ATTEMPT_BEGAN, EventKind.STOPS_TAKEN)
 
 
@@ -227,7 +244,7 @@ def after(status: RankStatus | None, event: Event) -> RankStatus:
     if status is None or event.kind is EventKind.INSTALLED:
         status = _begin(status, event)
     status = replace(
-        _with_step(status, event),
+        _with_request(_with_step(status, event), event),
         as_of=Moment.of(event),
         pid=event.pid,
         host=event.host,
@@ -279,6 +296,17 @@ def _begin(before: RankStatus | None, event: Event) -> RankStatus:
     )
 
 
+def _with_request(status: RankStatus, event: Event) -> RankStatus:
+    """When it came. A rank whose memory is given back first opens its gate by a request of its own,
+    long after the one that asked for it."""
+    if event.kind not in _ANSWERS:
+        return status
+    if event.kind is EventKind.RESUMED and "vacated" in status.causes:
+        return status
+    at_ns = event.data.get("requested_mono_ns") or event.mono_ns
+    return replace(status, request_mono_ns=at_ns)
+
+
 def _with_step(status: RankStatus, event: Event) -> RankStatus:
     """Without a heartbeat, two events with different steps tell the rate."""
     now, since, rate = Moment.of(event), status.step_since, status.steps_per_s
@@ -291,8 +319,13 @@ def _with_step(status: RankStatus, event: Event) -> RankStatus:
 
 
 def _with_pause(status: RankStatus, event: Event) -> RankStatus:
-    """How long it took to park."""
+    """How long it took to park, and to run again."""
     kind, data = event.kind, event.data
+    if kind in (EventKind.PARKED, EventKind.RESUMED):
+        held = data.get("held")
+        status = replace(status, held=held if is_count(held) else 0, resume_us=None)
+    elif kind is EventKind.FIRST_OPERATOR_RELEASED and status.request_mono_ns:
+        return replace(status, resume_us=(event.mono_ns - status.request_mono_ns) / 1e3)
     # a rank that is let through to a collective parks again: the first time is what was measured
     if kind is EventKind.PARKED and status.state != "parked":
         park_us = None if "park_us" not in data else float(data["park_us"])
@@ -332,7 +365,8 @@ def _with_ranks(status: RankStatus, event: Event) -> RankStatus:
     if kind is EventKind.COORDINATOR_LOST:
         return replace(status, all_parked=None)
     if kind is EventKind.ALL_PARKED:
-        return replace(status, all_parked=Moment.of(event))
+        in_flight = event.data.get("in_flight") or 0
+        return replace(status, all_parked=Moment.of(event), in_flight=in_flight)
     since = status.all_parked
     # two threads write: the line of a closing may follow that of the agreement which came of it
     if kind in (EventKind.GATE_CLOSED, EventKind.RESUMED) and since and event.mono_ns > since[0]:
@@ -377,6 +411,10 @@ def _with_training(status: RankStatus, event: Event) -> RankStatus:
         others = [one for one in status.preempted if one[0] != event.restart_count]
         told = [*others, (event.restart_count, event.epoch_ns)][-_MOST_PREEMPTIONS:]
         status = replace(status, preempted=tuple(told))
+    elif kind is EventKind.REQUEUED:
+        status = replace(status, requeue="")
+    elif kind is EventKind.REQUEUE_FAILED:
+        status = replace(status, requeue=(data.get("reason") or "unknown")[:_MOST_TEXT])
     elif kind is EventKind.RUN_FINISHED:
         status = replace(status, finished=True)
     return status
@@ -509,10 +547,14 @@ _READERS: Mapping[str, _Reader] = {
     "job_id": _integer_or_none,
     "restart_count": _small,
     "causes": _many(_text),
+    "request_mono_ns": _nanoseconds,
     "pauses": _nanoseconds,
     "park_us": _duration_us,
+    "held": _nanoseconds,
+    "resume_us": _duration_us,
     "world_size": _count(MOST_RANK),
     "all_parked": _moment_or_none,
+    "in_flight": _nanoseconds,
     "vacated_bytes": lambda value: 0 if value is None else _nanoseconds(value),
     "vacate_s": _or_none(_number),
     "restore_s": _or_none(_number),
@@ -540,6 +582,7 @@ _READERS: Mapping[str, _Reader] = {
     "save_s": _or_none(_number),
     "not_copied": _or_none(_text),
     "preempted": _many(_many(_nanoseconds, exactly=2)),
+    "requeue": _or_none(_text),
     "finished": _flag,
     "pause_counts": _many(_nanoseconds, exactly=len(PAUSE_BOUNDS_S) + 1),
     "pause_sum_s": _number,

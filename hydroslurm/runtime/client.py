@@ -19,15 +19,15 @@ from typing import Literal
 from hydroslurm.core import registry
 from hydroslurm.core.ack import (
     Answer,
-    EventTail,
-    JudgePause,
-    JudgeResume,
-    JudgeVacate,
+    judge_pause,
+    judge_resume,
+    judge_vacate,
     wait_for_answers,
 )
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.files import clean
 from hydroslurm.core.signals import signal_name
+from hydroslurm.core.status import NEVER, RankStatus, read_status, status_of
 from hydroslurm.errors import AckTimeout, HydroslurmError, TargetError, UsageError
 from hydroslurm.gate.signals import SignalPlan, is_ours_alone
 from hydroslurm.vacate.request import ask_to_vacate
@@ -113,20 +113,23 @@ def _ask(
             "it, or it runs as another user "
             "or on another machine. It was not signalled. For a Slurm job use --job"
         )
-    tail = EventTail(Path(entry.events))
+    path = status_of(Path(entry.events))
+    before = read_status(path)
+    if before is None or before.pid != pid:  # it has only just been installed
+        before = RankStatus(entry.rank, "running", NEVER, pid=pid)
     if vacate:
         _ask_to_vacate(Path(entry.events))
     _send(pid, _signal_for(verb, entry), entry)
     answers = wait_for_answers(
-        {entry.rank: tail},
-        JudgeResume if verb == "resume" else JudgeVacate if vacate else JudgePause,
+        {entry.rank: (path, before)},
+        judge_resume if verb == "resume" else judge_vacate if vacate else judge_pause,
         timeout_s=timeout_s,
     )
     if entry.rank not in answers:
         raise AckTimeout(
             f"process {pid} was signalled and did not answer within {timeout_s:g} s. It may be "
             "inside one long operator "
-            f"(it parks when that ends), stopped, or unable to write {entry.events}"
+            f"(it parks when that ends), stopped, or unable to write {path}"
         )
     return answers[entry.rank]
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from hydroslurm.core import agentstate, rundir
 from hydroslurm.core.ack import (
     Answer,
-    EventTail,
     Judge,
-    JudgePause,
-    JudgeResume,
-    JudgeStop,
-    JudgeVacate,
+    judge_pause,
+    judge_resume,
+    judge_stop,
+    judge_vacate,
     wait_for_answers,
 )
 from hydroslurm.core.agentstate import AgentState
@@ -181,7 +180,7 @@ def pause_job(
             )
 
     if not vacate:
-        return _ask(job, act, JudgePause, timeout_s)
+        return _ask(job, act, judge_pause, timeout_s)
     grace_s = client.config().suspend_grace_time_s
     number = time.time_ns()
 
@@ -193,7 +192,7 @@ def pause_job(
                 f"job {job_id} was left alone: a rank cannot be asked to vacate: {error}"
             ) from error
 
-    return _ask(job, act, JudgeVacate, timeout_s, prepare=prepare)
+    return _ask(job, act, judge_vacate, timeout_s, prepare=prepare)
 
 
 def resume_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> JobAnswer:
@@ -207,7 +206,7 @@ def resume_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> 
         _must_be(job, JobState.RUNNING, "resume")
         return _signal(client, job, "resume")
 
-    return _ask(job, act, JudgeResume, timeout_s)
+    return _ask(job, act, judge_resume, timeout_s)
 
 
 def requeue_job(client: SlurmClient, job_id: int, *, timeout_s: float = 60.0) -> JobAnswer:
@@ -240,7 +239,7 @@ def requeue_job(client: SlurmClient, job_id: int, *, timeout_s: float = 60.0) ->
         client.signal(job_id, "URG")
         return _Act("scancel --signal=URG, and a requeue once the state is committed")
 
-    return _ask(job, act, JudgeStop, timeout_s)
+    return _ask(job, act, judge_stop, timeout_s)
 
 
 @dataclass(frozen=True)
@@ -299,17 +298,15 @@ def _event_files(job: Job, run: RunDir) -> dict[int, Path]:
 def _ask(
     job: Job,
     act: Callable[[], _Act],
-    judge: Callable[[Path], Judge],
+    judge: Judge,
     timeout_s: float,
     *,
     prepare: Callable[[Path], None] | None = None,
 ) -> JobAnswer:
     run = run_dir_of(job)
-    alive = {
-        rank: EventTail(path)
-        for rank, path in _event_files(job, run).items()
-        if _is_alive(read_status(status_of(path)), job)
-    }
+    logs = _event_files(job, run)
+    read = {rank: read_status(status_of(path)) for rank, path in logs.items()}
+    alive = {rank: now for rank, now in read.items() if now is not None and _is_alive(now, job)}
     if not alive:
         raise TargetError(
             f"no rank of job {job.job_id} has announced itself in {run.events}. It may still be "
@@ -317,12 +314,13 @@ def _ask(
             "installed in it (start it with `hydroslurm submit`). It was left alone"
         )
     if prepare is not None:
-        for tail in alive.values():
-            prepare(tail.path)
+        for rank in alive:
+            prepare(logs[rank])
     done = act()
     if done.ranks is not None:
-        alive = {rank: tail for rank, tail in alive.items() if rank in done.ranks}
-    answers = wait_for_answers(alive, judge, timeout_s=timeout_s)
+        alive = {rank: now for rank, now in alive.items() if rank in done.ranks}
+    before = {rank: (status_of(logs[rank]), now) for rank, now in alive.items()}
+    answers = wait_for_answers(before, judge, timeout_s=timeout_s)
     return JobAnswer(
         job.job_id,
         done.how,
@@ -331,11 +329,9 @@ def _ask(
     )
 
 
-def _is_alive(status: RankStatus | None, job: Job) -> bool:
+def _is_alive(status: RankStatus, job: Job) -> bool:
     """Whether the rank wrote this in the present attempt; one that was killed wrote no end."""
-    if status is None or status.state == "ended":
-        return False
-    return status.restart_count == job.restart_count
+    return status.state != "ended" and status.restart_count == job.restart_count
 
 
 def _must_be(job: Job, state: JobState, verb: str) -> None:
