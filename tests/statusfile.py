@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hydroslurm.core.events import Event, EventLog, read_events
+from hydroslurm.core.events import read_events
 from hydroslurm.core.files import write_atomically
 from hydroslurm.core.status import fold, status_of
 
@@ -14,12 +14,3 @@ def write_status(log: Path) -> None:
     status = fold(read_events(log))
     if status is not None:
         write_atomically(status_of(log), status.to_json())
-
-
-class StatusLog(EventLog):
-    """An event log that keeps the status beside it up to date."""
-
-    def append(self, event: Event) -> None:
-        super().append(event)
-        assert self.path is not None
-        write_status(self.path)

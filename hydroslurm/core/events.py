@@ -4,13 +4,6 @@ One event is one line of JSON. Every line carries both clocks: ``mono_ns`` (CLOC
 durations within one boot of one machine) and ``epoch_ns`` (CLOCK_REALTIME, for moments and for
 lining ranks up). A line is written with one ``write`` to a file opened with O_APPEND, so that a
 crash tears the last line at the most; :func:`read_events` passes over a torn one.
-
-On a disk that is full nothing can be appended. What could not be is written into a *spare* file
-beside the log, whose room was taken when the log was opened, until the disk has room again: what
-waits for a rank's answer reads both.
-
-    rank-00000.jsonl     the log
-    rank-00000.spare     16 KiB, written over in place; newlines as long as all is well
 """
 
 from __future__ import annotations
@@ -21,14 +14,13 @@ import json
 import os
 import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.core.files import SPARE_BYTES, Spare, open_regular, parse_json, read_spare, spare_of
+from hydroslurm.core.files import open_regular, parse_json
 
 SCHEMA = 1
 
@@ -267,112 +259,65 @@ one that is absent was not told."""
 class EventLog:
     """Appends events to one file; a disk that is full costs one warning and never the training.
 
-    Opened at the first event. What cannot be appended is kept, the newest :data:`SPARE_BYTES` of
-    it, and tried again with every event and by :meth:`retry`; what had to be let go is counted in
-    an ``events_dropped``. May be used from any thread: the lock is held for one write, never
-    across an operator of torch's, so that no thread is parked with it.
+    Opened at the first event. Events that cannot be appended are lost; an ``events_dropped`` counts
+    them once there is room again. May be used from any thread: the lock is held for one write,
+    never across an operator of torch's, so that no thread is parked with it.
     """
 
     def __init__(self, path: Path | None) -> None:
         """``path=None`` makes a log that keeps nothing."""
         self.path = path
         self._fd: int | None = None
-        self._spare = Spare(spare_of(path)) if path is not None else None
-        self._held: deque[bytes] = deque()
         self._dropped = 0
-        self._last: Event | None = None
-        self._fails = False
         self._lock = threading.Lock()
 
-    @property
-    def retry_s(self) -> float | None:
-        """How soon :meth:`retry` is worth a call; None: nothing is held."""
-        return RETRY_S if self._held else None
-
     def append(self, event: Event) -> None:
-        """Write one line, and those that could not be written before."""
+        """Write one line."""
         if self.path is None:
             return
         with self._lock:
-            self._held.append(event.to_json().encode() + b"\n")
-            self._last = event
-            self._flush()
-
-    def retry(self) -> None:
-        """Write what is held, if there is room by now."""
-        with self._lock:
-            if self._held:
-                self._flush()
+            try:
+                if self._fd is None:
+                    self._fd = self._open(self.path)
+                _write(self._fd, self._dropped_line(event) + event.to_json().encode() + b"\n")
+            except OSError as error:
+                self._close()  # the next try looks whether a line was torn
+                self._dropped += 1
+                if self._dropped == 1:
+                    self._say(
+                        f"hydroslurm: events cannot be written to {self.path} ({error}); training "
+                        "goes on and pausing still works. Until there is room again they are lost"
+                    )
+                return
+            if self._dropped:
+                self._dropped = 0
+                self._say(f"hydroslurm: events are written to {self.path} again")
 
     def close(self) -> None:
-        self.retry()
         with self._lock:
             self._close()
-            if self._spare is not None:
-                self._spare.close()
 
-    def _flush(self) -> None:
-        assert self._spare is not None
-        try:
-            if self._fd is None:
-                self._open()
-            while self._held:
-                self._write(self._dropped_line() + self._held[0])
-                self._held.popleft()
-                self._dropped = 0
-        except OSError as error:
-            self._close()  # the next try looks whether a line was torn
-            self._drop()
-            self._spare.fill(self._held)
-            if not self._fails:
-                self._fails = True
-                self._say(
-                    f"hydroslurm: events cannot be written to {self.path} ({error}); training goes "
-                    "on and pausing still works. The newest are kept, and written when there is "
-                    "room again"
-                )
-            return
-        self._spare.fill(())
-        if self._fails:
-            self._fails = False
-            self._say(f"hydroslurm: events are written to {self.path} again")
-
-    def _open(self) -> None:
-        assert self.path is not None
-        assert self._spare is not None
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = open_regular(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    @staticmethod
+    def _open(path: Path) -> int:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
             size_bytes = os.fstat(fd).st_size
             # glued to a line that a kill or a full disk tore, the next one would be lost with it
-            if size_bytes and os.pread(fd, 1, size_bytes - 1) != b"\n" and os.write(fd, b"\n") != 1:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if size_bytes and os.pread(fd, 1, size_bytes - 1) != b"\n":
+                _write(fd, b"\n")
         except BaseException:
             os.close(fd)
             raise
-        self._fd = fd
-        # of an attempt that ended while the disk was full
-        self._held.extendleft(reversed(self._spare.take_room()))
+        return fd
 
-    def _write(self, line: bytes) -> None:
-        assert self._fd is not None
-        if os.write(self._fd, line) != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _dropped_line(self) -> bytes:
-        if not self._dropped or self._last is None:
+    def _dropped_line(self, event: Event) -> bytes:
+        if not self._dropped:
             return b""
-        told = replace(
-            self._last, kind=EventKind.EVENTS_DROPPED, step=None, data={"count": self._dropped}
+        dropped = replace(
+            event, kind=EventKind.EVENTS_DROPPED, step=None, data={"count": self._dropped}
         )
-        return told.to_json().encode() + b"\n"
-
-    def _drop(self) -> None:
-        """Keep the newest that the spare file has room for."""
-        held_bytes = sum(map(len, self._held))
-        while held_bytes > SPARE_BYTES:
-            held_bytes -= len(self._held.popleft())
-            self._dropped += 1
+        return dropped.to_json().encode() + b"\n"
 
     def _close(self) -> None:
         if self._fd is not None:
@@ -381,17 +326,19 @@ class EventLog:
 
     def _say(self, message: str) -> None:
         with contextlib.suppress(RuntimeWarning):  # an error by -W would end a thread of ours
-            warnings.warn(message, RuntimeWarning, stacklevel=5)
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
-RETRY_S = 1.0
+def _write(fd: int, data: bytes) -> None:
+    if os.write(fd, data) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read_events(
     path: Path, *, kinds: Collection[EventKind] | None = None, most_bytes: int = MOST_READ_BYTES
 ) -> Iterator[Event]:
-    """The events of one file in order, those in its last ``most_bytes``, and of the spare one
-    beside it; lines that are torn or foreign are passed over.
+    """The events of one file in order, those in its last ``most_bytes``; lines that are torn or
+    foreign are passed over.
 
     Args:
         kinds: only these, which is much quicker: other lines are not parsed.
@@ -400,7 +347,6 @@ def read_events(
         OSError: there is no such file, or it cannot be read.
     """
     wanted = None if kinds is None else [f'"{kind.value}"'.encode() for kind in kinds]
-    spare = read_spare(spare_of(path))  # first: what leaves it is in the log by then
     with os.fdopen(open_regular(path), "rb") as file:
         # no further than it is now: somebody may write faster than we read
         left = min(most_bytes, os.fstat(file.fileno()).st_size)
@@ -408,8 +354,6 @@ def read_events(
         while left > 0 and (line := file.readline(min(left, MOST_LINE_BYTES))):
             left -= len(line)
             yield from _event_in(line, wanted)
-    for line in spare:
-        yield from _event_in(line, wanted)
 
 
 def _event_in(line: bytes, wanted: Sequence[bytes] | None) -> Iterator[Event]:

@@ -30,9 +30,6 @@ _CHUNK_BYTES = 1 << 20
 _FIRST_BYTES = 16 << 10
 """Nearly all small files are shorter."""
 
-SPARE_BYTES = 16 * 1024
-"""Some fifty events: half a dozen pauses."""
-
 
 def open_regular(
     path: Path | str,
@@ -234,20 +231,14 @@ class Tail:
     nor the lines after it.
     """
 
-    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        """``last_bytes``: begin behind the first newline among so many bytes before the end (0:
-        only what is appended from now on); None: at the beginning."""
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.rest = b""
         """What follows the last newline that was read: a line still being written, or torn."""
         self.offset = 0
         """Where the next read begins."""
-        self.bytes_read = 0
-        """In all reads together, of all files that were in this place."""
         self._file_id: tuple[int, int] | None = None
         self._skipping = False
-        if last_bytes is not None:
-            self._begin_near_end(last_bytes)
 
     def read(self, *, most_bytes: int = _CHUNK_BYTES) -> bytes:
         """Return the next bytes as they are, at most so many; empty: nothing new.
@@ -270,7 +261,6 @@ class Tail:
         finally:
             os.close(fd)
         self.offset += len(data)
-        self.bytes_read += len(data)
         return data
 
     def lines(self, *, most_bytes: int = 1 << 30) -> Iterator[bytes]:
@@ -298,84 +288,6 @@ class Tail:
             rest, self._skipping = b"", True
         self.rest = b"" if self._skipping else rest
         return [line + b"\n" for line in lines if len(line) < MOST_LINE_BYTES]
-
-    def _begin_near_end(self, last_bytes: int) -> None:
-        try:
-            status = os.lstat(self.path)
-        except OSError:
-            return
-        self._file_id = (status.st_dev, status.st_ino)
-        self.offset = max(0, status.st_size - last_bytes)
-        self._skipping = self.offset > 0 and last_bytes > 0
-
-
-class Spare:
-    """Room for a few lines of a log on a disk that is full: a small file beside the log.
-
-    A log cannot grow on a full disk, and yet others wait for its next line. The room is taken while
-    the disk has some; writing over it in place needs no more, on every file system that does not
-    copy on write.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd: int | None = None
-        self._is_filled = False
-
-    def take_room(self) -> list[bytes]:
-        """Make the file, whole. The lines that another process left in it are returned.
-
-        Where there is no room, or never will be, the log is as good as it is without.
-        """
-        if self._fd is not None:
-            return []
-        left = read_spare(self._path)
-        try:
-            self._fd = open_regular(self._path, os.O_RDWR | os.O_CREAT)
-            if os.fstat(self._fd).st_size < SPARE_BYTES:
-                self._put(b"\n" * SPARE_BYTES)
-        except OSError:
-            self.close()
-            return []
-        self._is_filled = bool(left)
-        return left
-
-    def fill(self, lines: Iterable[bytes]) -> None:
-        """Have exactly these lines in it; costs nothing as long as there are none."""
-        text = b"".join(lines)
-        was_filled, self._is_filled = self._is_filled, bool(text)
-        if self._fd is None or not (text or was_filled):
-            return
-        try:
-            self._put(text.ljust(SPARE_BYTES, b"\n"))
-        except OSError:
-            self.close()
-
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def _put(self, text: bytes) -> None:
-        assert self._fd is not None
-        if os.pwrite(self._fd, text, 0) != len(text):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def spare_of(path: Path) -> Path:
-    """The file beside a log that has what could not be appended."""
-    return path.with_suffix(".spare")
-
-
-def read_spare(path: Path) -> list[bytes]:
-    """The lines in a spare file, each with its newline; none where all is well."""
-    try:
-        text = read_regular(path, limit_bytes=SPARE_BYTES)
-    except OSError:
-        return []
-    # all is well: SPARE_BYTES of newlines, which would be as many empty lines
-    lines = text.strip(b"\n").split(b"\n")
-    return [line + b"\n" for line in lines if line.strip(b"\0 ")]
 
 
 def clean(text: str, *, most: int = 400) -> str:

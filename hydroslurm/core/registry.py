@@ -1,7 +1,7 @@
 """Where a process can be found: one small file per pausable process of this user on this machine.
 
 A client that knows only a pid (``hydroslurm pause --pid N``) reads from it which signals the
-process listens to and where it writes its events, which carry the acknowledgement. The file says
+process listens to and where it writes its events and its status. The file says
 when the process started, so that a recycled pid is never taken for it.
 
     $XDG_RUNTIME_DIR/hydroslurm/<pid>.json      or  <temporary folder>/hydroslurm-<uid>/<pid>.json

@@ -11,7 +11,6 @@
   events/rank-00000.jsonl      everything that happened, both clocks, in order
   events/rank-00000.json       where it is now: replaced at changes and every few seconds
   events/rank-00000.vacate       that a pause is to free the device: see vacate/request.py
-  events/rank-00000.spare      room for what could not be appended to it on a full disk
   events/agent-00000.jsonl     the same of a node's agent, above torchrun's ranks
   events/told-123              job 123 was told that nobody saves for it
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before

@@ -15,13 +15,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from json.scanner import make_scanner
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydroslurm.core.events import MOST_LINE_BYTES, MOST_RANK, SCHEMA, Event, EventKind
-from hydroslurm.core.files import clean, open_regular, parse_json, read_spare, spare_of
+from hydroslurm.core.files import clean, open_regular, parse_json
 
 _MOST_CHARACTERS = 1 << 30
 """Of one file: three million events."""
@@ -75,8 +74,7 @@ def lines_of(events: Iterable[Event]) -> Iterator[Line]:
 
 
 def read_lines(path: Path, unread: Unread) -> Iterator[Line]:
-    """The events of one file in order, and then of the spare one beside it; the lines that are
-    passed over are counted in ``unread``.
+    """The events of one file in order; the lines that are passed over are counted in ``unread``.
 
     Raises:
         OSError: the file cannot be read.
@@ -84,11 +82,10 @@ def read_lines(path: Path, unread: Unread) -> Iterator[Line]:
     known: dict[str, Who] = {}
     kinds = {kind.value: kind for kind in EventKind}
     taken, decode = _HEAD.match, make_scanner(json.JSONDecoder())  # type: ignore[arg-type]
-    spare = read_spare(spare_of(path))
     with os.fdopen(open_regular(path), encoding="utf-8", errors="replace", newline="\n") as file:
         left = _MOST_CHARACTERS
         lines: Iterator[str] = iter(partial(file.readline, MOST_LINE_BYTES), "")
-        for text in chain(lines, (line.decode(errors="replace") for line in spare)):
+        for text in lines:
             left -= len(text)
             if left < 0:
                 unread.torn += 1

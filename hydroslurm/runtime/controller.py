@@ -431,9 +431,8 @@ class Controller:
         return True
 
     def _turn(self) -> None:
-        due_s = self._status.wait_s(), self._log.retry_s
-        self._take_events(min(s for s in (*due_s, CHECK_S) if s is not None))
-        self._log.retry()
+        due_s = self._status.wait_s()
+        self._take_events(CHECK_S if due_s is None else min(due_s, CHECK_S))
         if self._guard is not None:
             self._guard.check()
         self._report_drains()

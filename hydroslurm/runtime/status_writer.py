@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hydroslurm.core.dates import clocks
-from hydroslurm.core.events import RETRY_S, Event
+from hydroslurm.core.events import Event
 from hydroslurm.core.files import open_regular, write_atomically
 from hydroslurm.core.status import (
     LIMIT_BYTES,
@@ -31,8 +31,8 @@ HEARTBEAT_ENV = "HYDROSLURM_HEARTBEAT_S"
 DEFAULT_EVERY_S = 10.0
 LEAST_EVERY_S = 0.1
 _SETTLE_S = 0.002
-"""A change is written so much later: the events of one pause come together, and the one that
-acknowledges it shall not wait for a file."""
+"""A change is written so much later: the events of one pause come together."""
+_RETRY_S = 1.0
 
 
 def interval_s(environ: Mapping[str, str]) -> float:
@@ -125,7 +125,7 @@ class StatusWriter:
         try:
             _put(self._path, self._status.to_json().encode())
         except OSError:
-            self._changed_mono_s = now_mono_s + RETRY_S
+            self._changed_mono_s = now_mono_s + _RETRY_S
 
     def close(self, step: int | None) -> None:
         """Write what has not been written yet, and nothing any more."""

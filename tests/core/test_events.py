@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydroslurm.core import agentstate, events
-from hydroslurm.core.ack import EventTail, JudgePause, JudgeResume, JudgeStop
+from hydroslurm.core.ack import judge_pause, judge_resume, judge_stop, judge_vacate
 from hydroslurm.core.events import Event, EventKind, EventLog, read_events
-from hydroslurm.core.files import SPARE_BYTES, clean, read_spare, spare_of
+from hydroslurm.core.files import clean
 from hydroslurm.core.status import RankStatus, after, fold
 
 _JSON = st.recursive(
@@ -79,7 +79,6 @@ def test_a_missing_folder_costs_one_warning_and_nothing_else(tmp_path: Path) -> 
     with pytest.warns(RuntimeWarning, match="cannot be written"):
         log.append(Event(EventKind.PARKED, 1, 1))
     log.append(Event(EventKind.RESUMED, 2, 2))  # a second warning would fail the test
-    assert log.retry_s is not None
 
 
 @contextmanager
@@ -95,61 +94,39 @@ def _no_growth(path: Path, *, most_more: int = 20) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, ignored)
 
 
-def test_a_full_disk_costs_one_warning_and_no_event(tmp_path: Path) -> None:
-    """While the file cannot grow the log warns once; with the next event after that, all are there,
-    and the torn line is glued to none."""
+def test_a_full_disk_costs_one_warning(tmp_path: Path) -> None:
+    """While the file cannot grow the log warns once, and keeps nothing; the next event after that
+    tells how many were lost, and the torn line is glued to none."""
     path = tmp_path / "rank-00000.jsonl"
     log = EventLog(path)
-    log.append(Event(EventKind.INSTALLED, 1, 1, data={"message": "x" * SPARE_BYTES}))
+    log.append(Event(EventKind.INSTALLED, 1, 1))
     with _no_growth(path):
         with pytest.warns(RuntimeWarning, match="training goes on"):
             log.append(Event(EventKind.PARKED, 2, 2))
-        log.append(Event(EventKind.ALL_PARKED, 3, 3))  # a second warning would fail the test
-        assert log.retry_s is not None
-        # what asks meanwhile is answered by the spare file
-        assert [e.kind.value for e in read_events(path)] == ["installed", "parked", "all_parked"]
+        for number in range(3, 1003):
+            log.append(Event(EventKind.SAFE_POINT, number, 3))  # no second warning
     with pytest.warns(RuntimeWarning, match="again"):
-        log.append(Event(EventKind.RESUMED, 4, 4))
-    assert log.retry_s is None
+        log.append(Event(EventKind.RESUMED, 2000, 4))
     log.close()
-    kinds = [Event.from_json(line).kind.value for line in path.read_bytes().splitlines()[:1]]
-    kinds += [Event.from_json(line).kind.value for line in path.read_bytes().splitlines()[2:]]
-    assert kinds == ["installed", "parked", "all_parked", "resumed"]
-    assert read_spare(spare_of(path)) == []
-
-
-def test_a_full_disk_costs_no_memory(tmp_path: Path) -> None:
-    """However many events there are, the newest are kept, and those that were not are counted."""
-    path = tmp_path / "rank-00000.jsonl"
-    log = EventLog(path)
-    log.append(Event(EventKind.INSTALLED, 1, 1, data={"message": "x" * SPARE_BYTES}))
-    with _no_growth(path):
-        with pytest.warns(RuntimeWarning):
-            log.append(Event(EventKind.SAFE_POINT, 0, 2, step=0))
-        for number in range(1, 1000):
-            log.append(Event(EventKind.SAFE_POINT, number, 2, step=number))
-    assert spare_of(path).stat().st_size == SPARE_BYTES
-    with pytest.warns(RuntimeWarning, match="again"):
-        log.retry()
-    _, dropped, *kept = read_events(path)
-    assert dropped.kind is EventKind.EVENTS_DROPPED
-    assert dropped.data["count"] + len(kept) == 1000
-    assert [event.step for event in kept] == list(range(1000 - len(kept), 1000))
-    assert 30 < len(kept) < 200
+    installed, dropped, resumed = read_events(path)
+    assert (installed.kind, resumed.kind) == (EventKind.INSTALLED, EventKind.RESUMED)
+    assert (dropped.kind, dropped.data) == (EventKind.EVENTS_DROPPED, {"count": 1001})
+    _, torn, *_ = path.read_bytes().splitlines()
+    assert torn == Event(EventKind.PARKED, 2, 2).to_json().encode()[: len(torn)]
 
 
 def test_an_attempt_begins_with_a_line_of_its_own(tmp_path: Path) -> None:
     """After an attempt that a full disk ended in the middle of a line, the next one's first line is
-    whole, and so are the events that had been kept in the spare file."""
+    whole."""
     path = tmp_path / "rank-00000.jsonl"
     first = EventLog(path)
-    first.append(Event(EventKind.INSTALLED, 1, 1, data={"message": "x" * SPARE_BYTES}))
+    first.append(Event(EventKind.INSTALLED, 1, 1))
     with _no_growth(path), pytest.warns(RuntimeWarning):
         first.append(Event(EventKind.PARKED, 2, 2))
     del first  # killed
     assert not path.read_bytes().endswith(b"\n")
     EventLog(path).append(Event(EventKind.INSTALLED, 3, 3))
-    assert [event.mono_ns for event in read_events(path)] == [1, 2, 3]
+    assert [event.mono_ns for event in read_events(path)] == [1, 3]
 
 
 _ANY = st.recursive(
@@ -187,7 +164,8 @@ def test_whatever_stands_in_a_line(rows: list[dict[str, object]]) -> None:
     """Any line is an event or ValueError; no event ends what is told of a rank, of a node, of an
     answer or of a job."""
     state = node = None
-    judges = [JudgePause(Path("/no")), JudgeResume(Path("/no")), JudgeStop(Path("/no"))]
+    before: RankStatus | None = None
+    judges = (judge_pause, judge_vacate, judge_resume, judge_stop)
     for row in rows:
         try:
             event = Event.from_json(json.dumps(row))
@@ -195,7 +173,8 @@ def test_whatever_stands_in_a_line(rows: list[dict[str, object]]) -> None:
             continue
         state, node = after(state, event), agentstate.fold([event])
         assert RankStatus.from_json(state.to_json()) == state
-        answers = [judge(event) or judge.when_late() for judge in judges]
+        before = before or state
+        answers = [judge(before, state, late) for judge in judges for late in (False, True)]
         words = [answer.message for answer in answers if answer]
         json.dumps([vars(state), vars(node), words], allow_nan=False)
         shown = clean(" ".join([state.host, state.state, *state.causes, *words]))
@@ -233,7 +212,6 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.jsonl"
         with pytest.raises(OSError, match="where a regular file was expected"):
             list(read_events(path))
-        assert EventTail(path).new() == []
         with pytest.warns(RuntimeWarning, match="cannot be written"):
             EventLog(path).append(Event(EventKind.INSTALLED, 1, 1))
 
@@ -255,7 +233,8 @@ def test_a_log_without_a_file_keeps_nothing() -> None:
     """EventLog(None) takes events and says that it keeps none."""
     log = EventLog(None)
     log.append(Event(EventKind.INSTALLED, 1, 1))
-    assert (log.path, log.retry_s) == (None, None)
+    log.close()
+    assert log.path is None
 
 
 def test_events_are_readable_by_their_owner_only(tmp_path: Path) -> None:

@@ -132,19 +132,6 @@ def test_a_tail_yields_complete_lines_once(tmp_path: Path) -> None:
     assert list(tail.lines()) == []
 
 
-def test_a_tail_begins_where_it_is_told(tmp_path: Path) -> None:
-    """At the end, or at the first whole line of the last bytes."""
-    path = tmp_path / "log"
-    path.write_bytes(b"first\nsecond\nthird\n")
-    at_end = Tail(path, last_bytes=0)
-    assert list(Tail(path, last_bytes=14).lines()) == [b"second\n", b"third\n"]
-    assert list(Tail(path, last_bytes=13).lines()) == [b"third\n"]
-    assert len(list(Tail(path, last_bytes=100).lines())) == 3
-    with path.open("ab") as file:
-        file.write(b"fourth\n")
-    assert list(at_end.lines()) == [b"fourth\n"]
-
-
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_tail_survives_truncation_and_replacement(tmp_path: Path, *, replaced: bool) -> None:
     """A file that became shorter, or is another one, is read from its beginning."""

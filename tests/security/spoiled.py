@@ -14,7 +14,7 @@ SPOIL = r"""
              "restart_count": 0, "pid": 7, "host": "n1", "step": 3, "data": {}}
     NASTY = ("\x1b[2J\x1b]0;owned\x07\u202e$\\frac{$ <script>alert(1)</script> [bold] \ud800 "
              "\0\n\x9b")
-    FILES = ["events/rank-00000.jsonl", "events/rank-00001.jsonl", "events/rank-00000.spare",
+    FILES = ["events/rank-00000.jsonl", "events/rank-00001.jsonl",
              "events/agent-00000.jsonl", "events/rank-00000.json", "attempts.jsonl",
              "conditions.jsonl", "submission.json", "plan.json", "job.yaml", "finished.json",
              "tensorboard.json", "active.json", "attempts/000001.began.json", "logs/task-0.log",

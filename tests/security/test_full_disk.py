@@ -13,7 +13,6 @@ from processes import wait_until
 from zygote import forked
 
 from hydroslurm.core.events import Event, EventKind, read_events
-from hydroslurm.core.files import read_spare, spare_of
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import read_status
 from hydroslurm.runtime import client
@@ -80,8 +79,8 @@ def _whole_lines(path: Path) -> tuple[list[Event], list[bytes]]:
 
 
 def test_a_pause_is_answered_on_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
-    """As often as one asks, each with the latency of its own; and once there is room the log has
-    every event, in order, none glued to the one that was torn."""
+    """As often as one asks, each with the latency of its own; once there is room events are written
+    again, none glued to the one that was torn, and the lost ones are counted."""
     run = RunDir(small_disk / "run")
     log = run.rank_events(0)
     with forked(
@@ -96,17 +95,13 @@ def test_a_pause_is_answered_on_a_full_disk(small_disk: Path, tmp_path: Path) ->
                 assert parked.latency_us is not None
                 wait_until(lambda: _pause(run) == ("parked", number), "its status")  # noqa: B023
                 assert client.resume(trainer.pid).done
-            assert read_spare(spare_of(log))
-        # nothing happens now, and still it is written
-        wait_until(lambda: not read_spare(spare_of(log)), "what was kept is written")
         assert client.pause(trainer.pid).done
         assert client.resume(trainer.pid).done
         found, torn = _whole_lines(log)
         assert len(torn) <= 2, torn
-        kinds = [event.kind for event in found if event.kind is not EventKind.EVENTS_DROPPED]
-        newest = [event.data["pause"] for event in found if event.kind is EventKind.PARKED][-4:]
-        assert newest == [13, 14, 15, 16]
-        assert kinds[-3:] == [
+        assert any(event.kind is EventKind.EVENTS_DROPPED for event in found)
+        assert [e.data["pause"] for e in found if e.kind is EventKind.PARKED][-1] == 16
+        assert [event.kind for event in found][-3:] == [
             EventKind.SIGNAL_RECEIVED,
             EventKind.RESUMED,
             EventKind.FIRST_OPERATOR_RELEASED,
@@ -118,8 +113,7 @@ def test_a_pause_is_answered_on_a_full_disk(small_disk: Path, tmp_path: Path) ->
 
 
 def test_the_next_attempt_begins_with_a_whole_line(small_disk: Path, tmp_path: Path) -> None:
-    """Of an attempt that is killed while the disk is full, the last events are kept, and the next
-    attempt's first line is whole."""
+    """The first line after an attempt that was killed while the disk was full is whole."""
     run = RunDir(small_disk / "run")
     log = run.rank_events(0)
     with forked(TRAIN, tmp_path, str(run.root)) as trainer:
@@ -133,9 +127,6 @@ def test_the_next_attempt_begins_with_a_whole_line(small_disk: Path, tmp_path: P
             trainer.process.wait()
     with forked(TRAIN, tmp_path, str(run.root)) as trainer:
         trainer.expect("ready")
-        wait_until(lambda: not read_spare(spare_of(log)), "what was kept is written")
         found, _ = _whole_lines(log)
         assert [event.kind for event in found].count(EventKind.INSTALLED) == 2
-        parked = [event.data["pause"] for event in found if event.kind is EventKind.PARKED]
-        assert parked == [1, 2, 3, 4, 5, 6]
         assert [event.kind for event in read_events(log)][-1] is EventKind.INSTALLED

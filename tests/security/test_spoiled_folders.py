@@ -20,9 +20,10 @@ from security.spoiled import KINDS, SPOIL, folder_of
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.cli.describe import plain_job_lines
 from hydroslurm.core import agentstate, rundir
-from hydroslurm.core.ack import EventTail, JudgePause, wait_for_answers
+from hydroslurm.core.ack import judge_pause, wait_for_answers
 from hydroslurm.core.files import clean
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.status import NEVER, RankStatus
 from hydroslurm.errors import NoSuchJob, RunFolderError, TargetError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.control.listing import my_jobs
@@ -164,8 +165,9 @@ def test_pause(run: RunDir) -> None:
     except TargetError:
         return
     assert answer.silent or answer.answers
-    path = run.rank_events(0)
-    assert wait_for_answers({0: EventTail(path)}, JudgePause, timeout_s=0.05) == {}
+    before = RankStatus(0, "running", NEVER)
+    path = run.rank_status(0)
+    assert wait_for_answers({0: (path, before)}, judge_pause, timeout_s=0.05) == {}
 
 
 def test_report(run: RunDir, tmp_path: Path) -> None:
