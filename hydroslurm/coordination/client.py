@@ -278,6 +278,10 @@ class CoordinatorClient:
                 self._emit(EventKind.RANK_GONE, {"of_rank": rank})
         elif kind == "all_joined":
             self._connect(message)
+        elif kind == "fault":
+            self._warn(
+                f"the coordinator of the ranks has failed on a message: {message['message']}"
+            )
 
     def _connect(self, message: Message) -> None:
         took_s = time.monotonic() - self._began_s

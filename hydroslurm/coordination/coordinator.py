@@ -23,12 +23,19 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hydroslurm.coordination.frames import pack, unpack
-from hydroslurm.coordination.messages import BadMessage, Message, Outbox, check_from_rank
+from hydroslurm.coordination.messages import (
+    MAX_TEXT,
+    BadMessage,
+    Message,
+    Outbox,
+    check_from_rank,
+)
 from hydroslurm.coordination.network import allow_descriptors, listen
 from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
 from hydroslurm.coordination.server import MAX_UNAUTHENTICATED, SPARE_DESCRIPTORS, Server
@@ -103,6 +110,12 @@ class Coordinator(Server):
 
     def on_round(self) -> None:
         self._announce()
+
+    def on_fault(self) -> None:
+        """Tell one of the ranks: this process has no output."""
+        if self._joined:
+            message = traceback.format_exc()[-MAX_TEXT:]
+            self._send([(min(self._joined), {"type": "fault", "message": message})])
 
     # --- messages of ranks
 

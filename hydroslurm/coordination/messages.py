@@ -179,6 +179,7 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
 
 FROM_COORDINATOR: Mapping[str, Mapping[str, Check]] = {
     "welcome": {},
+    "fault": {"message": is_text},
     "refused": {"reason": is_text, "same_incarnation": is_bool},
     "all_joined": {"cut_off": list_of(is_text)},
     "ranks_gone": {"died": _is_runs, "left": _is_runs},

@@ -13,13 +13,17 @@ import errno
 import selectors
 import socket
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from hydroslurm.coordination.authentication import GreetingFailed
+from hydroslurm.coordination.frames import BadFrame
 from hydroslurm.coordination.network import configure_socket
 from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
+from hydroslurm.slurm.munge import MungeError
 
 GREETING_S = 10.0
 """A connection that has not authenticated and joined by then is closed."""
@@ -29,6 +33,8 @@ milliseconds, so whoever floods the listener drives out its own connections."""
 ACCEPT_AGAIN_S = 0.5
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 SPARE_DESCRIPTORS = 32
+OF_A_PEER = (OSError, ValueError, BadFrame, GreetingFailed, MungeError)
+"""What a peer can make go wrong; anything else is a fault of ours."""
 ACCEPTS = 64
 """Connections taken between two looks at those that exist: these must not wait for a flood."""
 
@@ -57,6 +63,10 @@ class Server:
     def on_drop(self, peer: PeerConnection) -> None:
         """The connection has ended."""
         raise NotImplementedError
+
+    def on_fault(self) -> None:
+        """A fault of our own has ended a connection; the exception is the one being handled."""
+        traceback.print_exc()
 
     def on_round(self) -> None:
         """All that has arrived has been served; what is sent now goes out with its answers."""
@@ -171,8 +181,10 @@ class Server:
         """Whatever goes wrong on one connection ends that connection and nothing else."""
         try:
             act(*arguments)
-        except Exception:
+        except Exception as error:
             self.drop(peer)
+            if not isinstance(error, OF_A_PEER):
+                self.on_fault()
 
     def _serve(self, peer: PeerConnection) -> None:
         """Read what has arrived; what is left to write is written at the end of the round."""

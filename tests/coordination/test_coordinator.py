@@ -564,6 +564,21 @@ def test_a_frame_that_is_changed_or_repeated_ends_the_connection(
         assert visitor.receive() == []
 
 
+def test_a_fault_of_the_coordinators_own_is_told(
+    team: Team, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It ends the connection of the rank whose message it was, and a rank says what it was."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from hydroslurm.coordination.state import CoordinatorState\n"
+        "CoordinatorState._call_barrier = lambda self, rank, message: 1 // 0\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ranks = team.join(3)
+    ranks[0].call("save")
+    wait_until(lambda: ranks[1].gone == {0: True}, "the end of rank 0")
+    wait_until(lambda: any("ZeroDivisionError" in one for one in team.warned), "the fault")
+
+
 def test_a_silent_connection_keeps_nobody_out_and_nothing_alive(
     team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:

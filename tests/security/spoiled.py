@@ -60,8 +60,8 @@ SPOIL = r"""
     make("numbers", lambda path: path.write_bytes(numbers))
     STATUS = {"v": 1, "rank": 0, "state": "parked", "since": [5, NOW], "started": [5, NOW],
               "as_of": [5, NOW], "host": "n1", "boot_id": "", "pid": 7, "job_id": 7,
-              "restart_count": 0, "causes": [], "pauses": 1, "park_us": 1.0, "world_size": 1,
-              "all_parked": None, "step": 3,
+              "restart_count": 0, "causes": [], "request_mono_ns": 4, "pauses": 1, "park_us": 1.0,
+              "held": 1, "world_size": 1, "all_parked": None, "in_flight": 0, "step": 3,
               "step_since": [5, NOW], "steps_per_s": 1.0, "heartbeat_s": 1.0, "saver": "",
               "saver_restart_count": 0, "attempt_step": 0, "attempt_began": [5, NOW],
               "attempt_restart_count": 0, "committed_step": 2, "committed": [5, NOW],
@@ -73,7 +73,8 @@ SPOIL = r"""
 
     MOST = (1 << 63) - 1
     status("numbers", step=-MOST, since=[MOST, MOST], as_of=[1, 0], step_since=[0, MOST],
-           steps_per_s=9e11, heartbeat_s=9e11, pauses=MOST, park_us=-9e19, committed_step=MOST,
+           steps_per_s=9e11, heartbeat_s=9e11, pauses=MOST, park_us=-9e19, resume_us=-9e19,
+           held=MOST, in_flight=MOST, request_mono_ns=MOST, committed_step=MOST,
            committed=[MOST, MOST], save_s=9e11, attempt_step=-MOST, pause_counts=[MOST] * 10)
     words = lines(
         line(kind="installed", host=NASTY),
@@ -92,7 +93,7 @@ SPOIL = r"""
              data={"pause": 1, "park_us": 1.0, "causes": [NASTY]}),
     )
     make("words", lambda path: path.write_bytes(words))
-    status("words", host=NASTY, causes=[NASTY], not_copied=NASTY, boot_id=NASTY)
+    status("words", host=NASTY, causes=[NASTY], not_copied=NASTY, boot_id=NASTY, requeue=NASTY)
     condition = {"v": 1, "type": "Running", "epoch_ns": NOW, "reason": NASTY, "message": NASTY}
     (home / "words/conditions.jsonl").write_text(json.dumps(condition) + "\n")
     dollars = home / "$\\frac{$ \x1b[31m<b>"
