@@ -189,13 +189,12 @@ def _integer(row: Mapping[str, Any], name: str, most: int) -> int:
     return value
 
 
-def is_count(value: object) -> bool:
-    """Whether a field of an event is a number of something."""
+def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
 def _is_count_or_none(value: object) -> bool:
-    return value is None or is_count(value)
+    return value is None or _is_count(value)
 
 
 def _is_duration(value: object) -> bool:
@@ -216,7 +215,7 @@ def _are_texts(value: object) -> bool:
 
 
 def _are_counts(value: object) -> bool:
-    return isinstance(value, dict) and all(is_count(one) for one in value.values())
+    return isinstance(value, dict) and all(_is_count(one) for one in value.values())
 
 
 _FIELDS: Mapping[str, Callable[[object], bool]] = {
@@ -224,18 +223,18 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
     "answered": lambda value: value is None or isinstance(value, bool),
     "causes": _are_texts,
     "checkpoint_step": _is_count_or_none,
-    "children": is_count,
+    "children": _is_count,
     "counts": _are_counts,
     "deaf": _are_texts,
     "held_for": _are_texts,
     "in_flight": _is_count_or_none,
     "meaning": _is_text,
     "lost": lambda value: isinstance(value, bool),
-    "moved_bytes": is_count,
+    "moved_bytes": _is_count,
     "moved_s": _is_duration,
     "node_name": _is_text_or_none,
     "park_us": _is_duration,
-    "pause": is_count,
+    "pause": _is_count,
     "pids": _are_counts,
     "reason": _is_text_or_none,
     "requested_mono_ns": _is_count_or_none,
@@ -244,8 +243,8 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
     "seconds": lambda value: value is None or _is_duration(value),
     "state": _is_text,
     "step_id": _is_count_or_none,
-    "step_tasks": is_count,
-    "task": is_count,
+    "step_tasks": _is_count,
+    "task": _is_count,
     "status": lambda value: value is None or type(value) is int,
     "vacate_s": _is_duration,
     "what": _is_text,

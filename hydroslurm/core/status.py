@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from hydroslurm.core.events import MOST_NS, MOST_RANK, Event, EventKind, is_count
+from hydroslurm.core.events import MOST_NS, MOST_RANK, Event, EventKind
 from hydroslurm.core.files import check_depth, read_regular
 
 SCHEMA = 1
@@ -322,8 +322,8 @@ def _with_pause(status: RankStatus, event: Event) -> RankStatus:
     """How long it took to park, and to run again."""
     kind, data = event.kind, event.data
     if kind in (EventKind.PARKED, EventKind.RESUMED):
-        held = data.get("held")
-        status = replace(status, held=held if is_count(held) else 0, resume_us=None)
+        held = data.get("held")  # a flag in other events
+        status = replace(status, held=max(0, held) if type(held) is int else 0, resume_us=None)
     elif kind is EventKind.FIRST_OPERATOR_RELEASED and status.request_mono_ns:
         return replace(status, resume_us=(event.mono_ns - status.request_mono_ns) / 1e3)
     # a rank that is let through to a collective parks again: the first time is what was measured
