@@ -1,5 +1,5 @@
 """Draining, with torch's CUDA calls replaced: the real ones are exercised by
-profiling/gpu_check.py."""
+profiling/gpu.sh."""
 
 from __future__ import annotations
 
