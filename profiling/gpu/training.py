@@ -247,7 +247,7 @@ def run(*, run: str, ranks: str = "", steps: int, every: int) -> None:
 
     deterministic()
     torch.manual_seed(0)
-    size = Size(1024, 8, 8, 256) if not DRY and not ranks else size_for("small")
+    size = Size(768, 6, 8, 256) if not DRY and not ranks else size_for("small")
     with torch.device(DEVICE):
         layer = nn.TransformerEncoderLayer(
             size.width, size.width // 64, 4 * size.width, dropout=0.1, batch_first=True
@@ -298,8 +298,8 @@ def run(*, run: str, ranks: str = "", steps: int, every: int) -> None:
                     scaler.scale(loss).backward()
                     scaler.step(optimizer)
                     scaler.update()
-                if DRY or ranks:
-                    time.sleep(0.05)  # long enough to be stopped in the middle
+                # long enough to be stopped in the middle, and for a save before the next one
+                time.sleep(0.05 if DRY or ranks else 0.1)
                 say(step=training.step, loss=loss.item().hex())
             say(weights=digest(model.parameters()), scale=scaler.get_scale())
             if not ranks:
