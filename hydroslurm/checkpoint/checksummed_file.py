@@ -66,13 +66,6 @@ def checksum_of(blocks: Iterable[int]) -> str:
     return f"{first:08x}"
 
 
-def entry_of(data: bytes | memoryview) -> FileEntry:
-    """The entry of a file with these bytes."""
-    sums = BlockSums()
-    sums.update(memoryview(data))
-    return sums.entry
-
-
 class ChecksummedFile:
     """Writes one new file in chunks, each checksummed just before.
 
@@ -187,16 +180,15 @@ def copy_file(
     *,
     storage: Storage,
     cancel: threading.Event | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
 ) -> FileEntry:
     """Copy one file durably; returns the entry of what was read.
 
     Raises:
         CheckpointCorrupt: the source cannot be read. OSError: the target cannot be written.
     """
-    part = ChecksummedFile(target, storage=storage, cancel=cancel, chunk_bytes=chunk_bytes)
+    part = ChecksummedFile(target, storage=storage, cancel=cancel)
     try:
-        pieces = chunks(source, storage=storage, chunk_bytes=chunk_bytes)
+        pieces = chunks(source, storage=storage)
         while True:
             try:
                 piece = next(pieces, None)

@@ -102,7 +102,7 @@ class Choice:
     reason: str
 
 
-def choose(now: Situation, *, safety: float = SAFETY) -> Choice:
+def choose(now: Situation) -> Choice:
     """The most that is expected to be committed in time.
 
     In order: a save of this step, after the one in flight if there is time for both (finished work
@@ -111,11 +111,11 @@ def choose(now: Situation, *, safety: float = SAFETY) -> Choice:
     if now.is_committed:
         return _choice(now, Action.NOTHING, f"step {now.step} is committed already")
     if now.in_flight is not None and now.in_flight.is_this:
-        return _flight_of_this_state(now, safety)
-    full_s = now.save_s * safety
-    flight_s = 0.0 if now.in_flight is None else now.in_flight.remaining_s * safety
+        return _flight_of_this_state(now)
+    full_s = now.save_s * SAFETY
+    flight_s = 0.0 if now.in_flight is None else now.in_flight.remaining_s * SAFETY
     if flight_s + full_s <= now.left_s:
-        return _full(now, safety)
+        return _full(now)
     if full_s <= now.left_s:
         return _abandon(now)
     if now.in_flight is not None and flight_s <= now.left_s:
@@ -133,7 +133,7 @@ def _of(left_s: float) -> str:
     return "" if math.isinf(left_s) else f" of the {max(0.0, left_s):.1f} s that are left"
 
 
-def _full(now: Situation, safety: float) -> Choice:
+def _full(now: Situation) -> Choice:
     flight = now.in_flight
     if flight is None:
         reason = f"a full save needs about {now.save_s:.1f} s{_of(now.left_s)}"
@@ -147,7 +147,7 @@ def _full(now: Situation, safety: float) -> Choice:
         Action.WAIT_THEN_FULL,
         reason,
         before=Before.WAIT,
-        patience_s=now.left_s - now.save_s * safety,
+        patience_s=now.left_s - now.save_s * SAFETY,
         give_up=True,
     )
 
@@ -177,10 +177,10 @@ def _wait_only(now: Situation, flight: InFlight) -> Choice:
     )
 
 
-def _flight_of_this_state(now: Situation, safety: float) -> Choice:
+def _flight_of_this_state(now: Situation) -> Choice:
     """The save in flight is the one that the stop would make: it is never given up."""
     assert now.in_flight is not None
-    if now.in_flight.remaining_s * safety <= now.left_s:
+    if now.in_flight.remaining_s * SAFETY <= now.left_s:
         action, risk, end = Action.WAIT_ONLY, 0, "is in time"
     else:
         action, risk, end = Action.KEEP, _at_risk(now, None), "may be late"

@@ -51,7 +51,6 @@ class DeadlineSave:
         self._round = save_round
         self._request = request
         self._deadline_s = deadline_mono_s
-        self._begin_s = time.monotonic()
 
     def choose(self) -> Choice:
         """What to do, given what all ranks know now.
@@ -60,11 +59,10 @@ class DeadlineSave:
             SaveFailed: the ranks could not agree. UnsavableState: one cannot save its state.
         """
         flight = self._saves.current()
-        estimate = self._writer.estimate(self._request.state_bytes)
         here = Situation(
             step=self._request.step,
             left_s=self._left_s(),
-            save_s=estimate.seconds,
+            save_s=self._writer.expect_s(self._request.state_bytes),
             in_flight=None if flight is None else flight.status(self._request.state),
             committed_step=self._writer.durable_step(),
             is_committed=self._is_durable(),
@@ -119,7 +117,7 @@ class DeadlineSave:
             work,
             step=self._request.step,
             state=self._request.state,
-            expected_s=self._writer.estimate(self._request.state_bytes).seconds,
+            expected_s=self._writer.expect_s(self._request.state_bytes),
         )
 
     def _saved(
@@ -146,7 +144,6 @@ class DeadlineSave:
             steps_at_risk=step - (0 if newest is None else newest.step),
             reason=came if choice is None else f"{came}; {choice.reason}",
             choice=None if choice is None else choice.action,
-            took_s=time.monotonic() - self._begin_s,
             still_writing=is_writing,
         )
 

@@ -4,30 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
 
 from hydroslurm.checkpoint.storage import TimedSyncs
 from hydroslurm.checkpoint.store import Checkpoint
 
-Source = Literal["this attempt", "earlier attempts", "assumed"]
-
 SAMPLES = 5
 """How many of the last saves count; the slowest of them decides."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What one save is expected to take.
-
-    Attributes:
-        seconds: how long.
-        source: measured in this attempt or earlier ones, or assumed for lack of a measurement.
-    """
-
-    seconds: float
-    source: Source
-
 
 ASSUMED_FIXED_S = 1.0
 """Pessimistic duration of saving an empty state, until something is measured."""
@@ -65,29 +47,24 @@ class Pace:
         self._seen.append((seconds, state_bytes))
         self._syncs_of_one = syncs or self._syncs_of_one
 
-    def expect(self, state_bytes: int) -> Estimate:
-        """How long a state of this size will take.
+    def expect_s(self, state_bytes: int) -> float:
+        """How long a state of this size will take, in seconds.
 
-        The slowest of the last saves counts. A larger state takes proportionally longer, or longer
-        by the extra bytes at the assumed throughput, whichever is less: most of a tiny save does
-        not depend on its size. For the same reason a smaller one is not expected to be faster. The
-        latest syncs are a lower bound, including those of saves that failed, were given up or are
-        still under way.
+        The slowest of the last saves counts, of this attempt or, without any, of earlier ones. A
+        larger state takes proportionally longer, or longer by the extra bytes at the assumed
+        throughput, whichever is less: most of a tiny save does not depend on its size. For the same
+        reason a smaller one is not expected to be faster. The latest syncs are a lower bound,
+        including those of saves that failed, were given up or are still under way.
         """
-        expected = self._by_saves(state_bytes)
         synced_s = 0.0 if self._syncs is None else self._syncs.latest_s(self._syncs_of_one)
-        return expected if synced_s <= expected.seconds else Estimate(synced_s, "this attempt")
-
-    def _by_saves(self, state_bytes: int) -> Estimate:
-        source: Source = "this attempt" if self._seen else "earlier attempts"
-        samples = tuple(self._seen) or tuple(self._earlier)
+        samples = tuple(self._seen or self._earlier)
         if not samples:
-            return Estimate(ASSUMED_FIXED_S + state_bytes / ASSUMED_BYTES_PER_S, "assumed")
-        slowest = max(
+            return max(synced_s, ASSUMED_FIXED_S + state_bytes / ASSUMED_BYTES_PER_S)
+        slowest_s = max(
             min(
                 seconds * max(1.0, state_bytes / max(1, size)),
                 seconds + max(0, state_bytes - size) / ASSUMED_BYTES_PER_S,
             )
             for seconds, size in samples
         )
-        return Estimate(slowest, source)
+        return max(synced_s, slowest_s)

@@ -3,7 +3,7 @@ lie in one piece in memory, else over a copy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +84,6 @@ class Landing:
 
 
 def land(
-    wholes: Mapping[int, Sequence[Chunk]],
     landings: Iterable[Landing],
     *,
     index: Callable[[int], PartIndex],
@@ -94,7 +93,6 @@ def land(
     """Read all pieces; the tensors by key.
 
     Args:
-        wholes: rank -> what is wanted of its file as it is, in the order of that file.
         index, tensors: of a rank.
 
     Raises:
@@ -102,21 +100,11 @@ def land(
         CheckpointError: someone else may have written it.
     """
     landings = tuple(landings)
-    ranks = {rank for one in landings for rank, _, _ in one.pieces}.union(wholes)
+    ranks = {rank for one in landings for rank, _, _ in one.pieces}
     for rank in sorted(ranks):
         require_size(*tensors(rank), storage=storage)
     found: dict[str, torch.Tensor] = {}
     ranges: dict[int, list[Range]] = {rank: [] for rank in sorted(ranks)}
-    for rank, chunks in wholes.items():
-        for chunk in chunks:
-            # Of its own, not a view of the file: what an optimizer keeps of a tensor should not
-            # keep the others. And it begins where torch puts tensors, on a multiple of 64 bytes: a
-            # matrix product adds in another order where its operands lie otherwise, and the bits of
-            # a resumed training would not be those of an undisturbed one (seen, with a batch of
-            # 18 x 20 values that had been fetched ahead).
-            tensor = torch.empty(chunk.shape, dtype=chunk.torch_dtype)
-            found[chunk.key] = tensor
-            ranges[rank].append(Range(chunk.at_bytes, bytes_of(tensor)))
     copies: dict[int, _Later] = {rank: _Later() for rank in ranks}
     finals = _Later()
     for one in landings:
@@ -175,6 +163,11 @@ def _memory_for(wanted: Wanted, finals: _Later) -> tuple[torch.Tensor, torch.Ten
     """The tensor, and its local values as a contiguous tensor on the CPU. Where these are not the
     same memory, ``finals`` gets the copying."""
     if wanted.template is None:
+        # Of its own, not a view of the file: what an optimizer keeps of a tensor should not keep
+        # the others. And it begins where torch puts tensors, on a multiple of 64 bytes: a matrix
+        # product adds in another order where its operands lie otherwise, and the bits of a resumed
+        # training would not be those of an undisturbed one (seen, with a batch of 18 x 20 values
+        # that had been fetched ahead).
         found = torch.empty(wanted.shape, dtype=wanted.dtype)
         return found, found
     found = torch.empty_like(wanted.template, dtype=wanted.dtype)

@@ -69,7 +69,6 @@ class Saved:
             an earlier save of the same step.
         reason: what was chosen and what came of it, for people.
         choice: what was chosen at a deadline; None without one.
-        took_s: how long the call took.
         still_writing: a save continues in the background. It can still be committed while
             the process lives (``Saver.wait``), and an interpreter that shuts down waits for it. It
             reads the state itself: leave that alone until then.
@@ -81,7 +80,6 @@ class Saved:
     steps_at_risk: int
     reason: str
     choice: Action | None = None
-    took_s: float = 0.0
     still_writing: bool = False
 
 

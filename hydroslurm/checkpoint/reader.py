@@ -8,7 +8,6 @@ bytes of it are known to be stored.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from hydroslurm.checkpoint.landing import Landing, Wanted, land
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_file import (
-    Chunk,
     PartIndex,
     frozen_part,
     index_name,
@@ -152,8 +150,8 @@ def read_state(
     layouts: dict[str, torch.Tensor | None] = {}
     for name, value in state.items():
         layouts |= tensor_keys(value, (like or {}).get(name))
-    plain, wanted = _wanted_of_shared(layouts, shared, files)
-    tensors = _read_tensors(files, plain | _wanted_of_own(own, rank, files), wanted, first=rank)
+    wanted = [*_wanted_of_shared(layouts, shared, files), *_wanted_of_own(own, rank, files)]
+    tensors = _read_tensors(files, wanted, first=rank)
     return State(
         shared={name: decode(value, tensors) for name, value in state.items()},
         own={name: decode(value, tensors) for name, value in own.items()},
@@ -172,7 +170,7 @@ def read_own(files: CheckpointFiles, *, rank: int) -> dict[str, Any]:
             f"{files.folder} has nothing of rank {rank}: {len(files.ranks)} ranks saved it"
         )
     own = files.index(rank).own
-    tensors = _read_tensors(files, _wanted_of_own(own, rank, files), (), first=rank)
+    tensors = _read_tensors(files, _wanted_of_own(own, rank, files), first=rank)
     return {name: decode(value, tensors) for name, value in own.items()}
 
 
@@ -193,95 +191,59 @@ def tensors_of(files: CheckpointFiles) -> dict[str, tuple[tuple[int, ...], torch
 
 def _wanted_of_shared(
     layouts: Mapping[str, torch.Tensor | None], shared: Shared, files: CheckpointFiles
-) -> tuple[dict[str, SharedTensor], list[Wanted]]:
-    """The tensors that are wanted as they are, and those that are laid out over the ranks."""
-    plain, wanted = {}, []
+) -> list[Wanted]:
+    wanted = []
     for key, template in layouts.items():
         one = shared.tensors.get(key)
         if one is None:
             raise CheckpointCorrupt(f"{files.folder / SHARED_JSON} has no tensor {key!r:.80}")
-        if template is None:
-            plain[key] = one
-        else:
-            wanted.append(Wanted.of(key, one, template=template))
-    return plain, wanted
+        wanted.append(Wanted.of(key, one, template=template))
+    return wanted
 
 
-def _wanted_of_own(
-    own: Mapping[str, JsonValue], rank: int, files: CheckpointFiles
-) -> dict[str, SharedTensor]:
+def _wanted_of_own(own: Mapping[str, JsonValue], rank: int, files: CheckpointFiles) -> list[Wanted]:
     keys = tensor_keys(list(own.values()))
     there = {one.key: one for one in files.index(rank).chunks if one.key in keys} if keys else {}
     for key in keys:
         if key not in there:
             raise CheckpointCorrupt(f"{files.index_path(rank)} has no {key!r:.80}")
-    return {key: SharedTensor(one.shape, one.dtype, rank) for key, one in there.items()}
+    return [
+        Wanted.of(key, SharedTensor(one.shape, one.dtype, rank), template=None)
+        for key, one in there.items()
+    ]
 
 
 def _read_tensors(
-    files: CheckpointFiles,
-    plain: Mapping[str, SharedTensor],
-    wanted: Iterable[Wanted],
-    *,
-    first: int,
+    files: CheckpointFiles, wanted: Iterable[Wanted], *, first: int
 ) -> dict[str, torch.Tensor]:
     """Find all pieces, then take memory, then read.
 
     Args:
-        plain: wanted as they are. wanted: laid out over the ranks.
         first: the rank whose part holds, if nothing has changed since the save, what this process
             holds of sharded tensors.
     """
     landings = {one.key: Landing(one) for one in wanted}
-    open_plain = {}
-    for key, one in plain.items():
-        if 0 in one.shape:  # nobody need have written anything of it
-            landings[key] = Landing(Wanted.of(key, one, template=None))
-        else:
-            open_plain[key] = one
-    open_ones = {key: one for key, one in landings.items() if one.lacking}
-    wholes: dict[int, list[Chunk]] = {}
     there, asked = set(files.parts), set[int]()
-    while open_plain or open_ones:
-        likely = _likely(open_plain.values(), open_ones.values(), first)
-        parts = likely & there - asked or there - asked
+    while lacking := {key: one for key, one in landings.items() if one.lacking}:
+        parts = _likely(lacking.values(), first) & there - asked or there - asked
         if not parts:
-            break
+            key, one = next(iter(lacking.items()))
+            raise CheckpointCorrupt(
+                f"the files of {files.folder} lack {one.lacking} of the values of {key!r:.80}"
+            )
         part = min(parts)
         asked.add(part)
         where = files.index_path(part)
         for chunk in files.index(part).chunks:
-            key = chunk.key
-            simple = open_plain.pop(key, None)
-            if simple is not None:
-                if chunk.sizes == simple.shape == chunk.shape and chunk.dtype == simple.dtype:
-                    wholes.setdefault(part, []).append(chunk)
-                    continue
-                # in pieces, or wrong
-                landings[key] = open_ones[key] = Landing(Wanted.of(key, simple, template=None))
-            landing = open_ones.get(key)
-            if landing is not None:
-                landing.take(part, chunk, where=where)
-        open_ones = {key: one for key, one in open_ones.items() if one.lacking}
-    lacking = {key: math.prod(one.shape) for key, one in open_plain.items()}
-    for key, count in (lacking | {key: one.lacking for key, one in open_ones.items()}).items():
-        raise CheckpointCorrupt(
-            f"the files of {files.folder} lack {count} of the values of {key!r:.80}"
-        )
-    return land(
-        wholes, landings.values(), index=files.index, tensors=files.tensors, storage=files.storage
-    )
+            if chunk.key in lacking:
+                lacking[chunk.key].take(part, chunk, where=where)
+    return land(landings.values(), index=files.index, tensors=files.tensors, storage=files.storage)
 
 
-def _likely(plain: Iterable[SharedTensor], landings: Iterable[Landing], first: int) -> set[int]:
+def _likely(landings: Iterable[Landing], first: int) -> set[int]:
     """The parts that have what is lacking, if nothing has changed since the save: so that with
     thousands of ranks not everybody reads the indexes of all."""
     found, ranks = set[int](), set[int]()
-    for one in plain:
-        if one.writer is None:
-            ranks.add(first)
-        else:
-            found.add(one.writer)
     for landing in landings:
         wanted = landing.wanted
         if wanted.writer is None:

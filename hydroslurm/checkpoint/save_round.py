@@ -89,16 +89,7 @@ class Solo:
     rank = 0
     world_size = 1
 
-    def agree(
-        self,
-        topic: str,  # noqa: ARG002 - nobody is asked
-        value: Any,
-        *,
-        timeout_s: float | None = None,  # noqa: ARG002 - as above
-        cancel: threading.Event | None = None,  # noqa: ARG002 - as above
-        among: Sequence[int] | None = None,  # noqa: ARG002 - as above
-        collect_at: Collection[int] | None = None,  # noqa: ARG002 - as above
-    ) -> Mapping[int, Any]:
+    def agree(self, topic: str, value: Any, **_: Any) -> Mapping[int, Any]:  # noqa: ARG002
         return {0: value}
 
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from hydroslurm.checkpoint.async_save import AsyncSave, AsyncSaves
 from hydroslurm.checkpoint.deadline_save import DeadlineSave
-from hydroslurm.checkpoint.estimate import Estimate
 from hydroslurm.checkpoint.frozen import with_fingerprint
 from hydroslurm.checkpoint.outcome import (
     Saved,
@@ -182,7 +181,6 @@ class Saver:
             SaveFailed: it could not be written; earlier checkpoints are intact.
         """
         self._check_ours()
-        begin_s = time.monotonic()
         save_round = self._next_round(step)
         try:
             plan = self._plan(state)
@@ -206,7 +204,6 @@ class Saver:
             checkpoint=self._writer.newest,
             steps_at_risk=0,
             reason=f"step {step} is committed",
-            took_s=time.monotonic() - begin_s,
         )
 
     def save_by(
@@ -302,9 +299,9 @@ class Saver:
         self._saves.wait()
         self.poll()
 
-    def estimate(self) -> Estimate:
-        """How long saving a state of the last one's size should take."""
-        return self._writer.estimate()
+    def expect_s(self) -> float:
+        """How long saving a state of the last one's size should take, in seconds."""
+        return self._writer.expect_s()
 
     @property
     def durable_step(self) -> int | None:
@@ -377,7 +374,7 @@ class Saver:
             work,
             step=request.step,
             state=request.state,
-            expected_s=self._writer.estimate(request.state_bytes).seconds,
+            expected_s=self._writer.expect_s(request.state_bytes),
         )
 
     def _excuse(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydroslurm.checkpoint.estimate import Estimate, Pace
+from hydroslurm.checkpoint.estimate import Pace
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
 from hydroslurm.checkpoint.write_plan import WritePlan
@@ -90,9 +90,9 @@ class StateWriter:
         """Whether the state of this number, or a later one, is committed."""
         return self._newest is not None and self._newest[0] >= state
 
-    def estimate(self, size_bytes: int | None = None) -> Estimate:
+    def expect_s(self, size_bytes: int | None = None) -> float:
         """How long saving a state of this size should take; None: of the last one's size."""
-        return self._pace.expect(self._state_bytes if size_bytes is None else size_bytes)
+        return self._pace.expect_s(self._state_bytes if size_bytes is None else size_bytes)
 
     def take_problems(self) -> list[str]:
         """Messages about what went wrong since the last call without costing a save, such as an old

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hydroslurm.core.files import open_regular
 from hydroslurm.core.trust import check_trusted
@@ -28,83 +28,31 @@ MOST_BUFFERS = 1024
 """In one call of ``read``: Linux's IOV_MAX."""
 
 
-class Storage(Protocol):
-    """A file system as a save uses it. Paths are absolute or relative to the working directory;
-    numbers are file descriptors. Every method raises OSError and leaves cleaning up to its caller.
-    """
-
-    def mkdir(self, path: Path) -> None:
-        """Make one folder; FileExistsError when there is one."""
-
-    def create(self, path: Path) -> int:
-        """Make a file for writing; FileExistsError when there is one."""
-
-    def write(self, fd: int, data: memoryview) -> None:
-        """Append all of ``data``."""
-
-    def write_back(self, fd: int, *, offset: int, size_bytes: int) -> None:
-        """Hint that the disk may begin with what was written; returns at once."""
-
-    def fsync(self, fd: int) -> None:
-        """Wait until everything written is on the disk."""
-
-    def close(self, fd: int) -> None:
-        """Give the descriptor back."""
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Atomic; replaces a file or an empty folder, and nothing else."""
-
-    def link(self, source: Path, target: Path) -> None:
-        """Give a file another name; FileExistsError when something has it."""
-
-    def fsync_dir(self, path: Path) -> None:
-        """Wait until the names in a folder are on the disk."""
-
-    def unlink(self, path: Path) -> None:
-        """Remove a file."""
-
-    def rmdir(self, path: Path) -> None:
-        """Remove an empty folder."""
-
-    def listdir(self, path: Path) -> list[str]:
-        """The names in a folder, sorted."""
-
-    def check_trusted(self, path: Path) -> None:
-        """Raise UntrustedFile for a folder or a file that someone else may have written."""
-
-    def open(self, path: Path) -> int:
-        """Open a regular file for reading; a link, FIFO or device is an error, not waited for."""
-
-    def size(self, fd: int) -> int:
-        """Of an open file, in bytes."""
-
-    def read_ahead(self, fd: int, *, offset: int, size_bytes: int) -> None:
-        """Hint that this will be read soon."""
-
-    def read(self, fd: int, into: Sequence[memoryview], *, offset: int) -> int:
-        """Read into one buffer after the other, up to all of them; 0 at the end of the file.
-        Thread-safe. At most MOST_BUFFERS of them."""
-
-
-class LocalStorage:
-    """The mounted file systems of this machine, including parallel and network ones.
+class Storage:
+    """The mounted file systems of this machine, including parallel and network ones. Paths are
+    absolute or relative to the working directory; numbers are file descriptors. Every method raises
+    OSError and leaves cleaning up to its caller.
 
     On NFS, ``listdir`` opens the folder, and close-to-open consistency makes the client ask the
     server: it sees what another node has committed.
     """
 
     def mkdir(self, path: Path) -> None:
+        """Make one folder; FileExistsError when there is one."""
         path.mkdir(mode=FOLDER_MODE)
 
     def create(self, path: Path) -> int:
+        """Make a file for writing; FileExistsError when there is one."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
 
     def write(self, fd: int, data: memoryview) -> None:
+        """Append all of ``data``."""
         while data:
             # a full disk can take a part first, and say so at the next call only
             data = data[os.write(fd, data) :]
 
     def write_back(self, fd: int, *, offset: int, size_bytes: int) -> None:
+        """Hint that the disk may begin with what was written; returns at once."""
         # Without this the disk idles until fsync, and then the CPU does: on ext4 over NVMe, 500 MB
         # took 0.29 to 0.6 s without and 0.22 to 0.26 s with it. For DONTNEED, Linux starts writing
         # dirty pages back before it drops clean ones (mm/fadvise.c: generic_fadvise): a
@@ -112,18 +60,23 @@ class LocalStorage:
         os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_DONTNEED)
 
     def fsync(self, fd: int) -> None:
+        """Wait until everything written is on the disk."""
         os.fsync(fd)
 
     def close(self, fd: int) -> None:
+        """Give the descriptor back."""
         os.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
+        """Atomic; replaces a file or an empty folder, and nothing else."""
         source.rename(target)
 
     def link(self, source: Path, target: Path) -> None:
+        """Give a file another name; FileExistsError when something has it."""
         os.link(source, target, follow_symlinks=False)
 
     def fsync_dir(self, path: Path) -> None:
+        """Wait until the names in a folder are on the disk."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -131,31 +84,40 @@ class LocalStorage:
             os.close(fd)
 
     def unlink(self, path: Path) -> None:
+        """Remove a file."""
         path.unlink()
 
     def rmdir(self, path: Path) -> None:
+        """Remove an empty folder."""
         path.rmdir()
 
     def listdir(self, path: Path) -> list[str]:
+        """The names in a folder, sorted."""
         return sorted(entry.name for entry in path.iterdir())
 
     def check_trusted(self, path: Path) -> None:
+        """Raise UntrustedFile for a folder or a file that someone else may have written."""
         check_trusted(path, what="the checkpoint", shared=True)
 
     def open(self, path: Path) -> int:
+        """Open a regular file for reading; a link, FIFO or device is an error, not waited for."""
         return open_regular(path)
 
     def size(self, fd: int) -> int:
+        """Of an open file, in bytes."""
         return os.fstat(fd).st_size
 
     def read_ahead(self, fd: int, *, offset: int, size_bytes: int) -> None:
+        """Hint that this will be read soon."""
         os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_WILLNEED)
 
     def read(self, fd: int, into: Sequence[memoryview], *, offset: int) -> int:
+        """Read into one buffer after the other, up to all of them; 0 at the end of the file.
+        Thread-safe. At most MOST_BUFFERS of them."""
         return os.preadv(fd, into, offset)
 
 
-class AnyonesStorage(LocalStorage):
+class AnyonesStorage(Storage):
     """For checkpoints that a person has named, whoever wrote them: a colleague's, to start from or
     inspect. Nothing in a checkpoint is ever executed. What a restarted job picks up by itself is
     different: it could train on forged weights without anybody noticing."""

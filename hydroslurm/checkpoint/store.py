@@ -17,7 +17,7 @@ from hydroslurm.checkpoint.frozen import FrozenFiles
 from hydroslurm.checkpoint.retention import Pins
 from hydroslurm.checkpoint.save import Save
 from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers, SaveRound
-from hydroslurm.checkpoint.storage import LocalStorage, Storage, TimedSyncs
+from hydroslurm.checkpoint.storage import Storage, TimedSyncs
 from hydroslurm.checkpoint.write_plan import State, WritePlan
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.garbage import without_gc
@@ -50,7 +50,7 @@ class CheckpointStore:
             patience_s: how long :meth:`write` waits for the peers at each agreement.
         """
         self.directory = directory
-        self.syncs = TimedSyncs(LocalStorage() if storage is None else storage)
+        self.syncs = TimedSyncs(Storage() if storage is None else storage)
         self._storage = cast("Storage", self.syncs)
         self._peers = SOLO if peers is None or peers.world_size == 1 else peers
         self._rank = self._peers.rank
@@ -76,7 +76,6 @@ class CheckpointStore:
         meta: Mapping[str, Any] | None = None,
         cancel: threading.Event | None = None,
         topic: str | None = None,
-        timeout_s: float | None = None,
         written: Callable[[], None] | None = None,
         again: bool = False,
     ) -> Checkpoint:
@@ -93,7 +92,6 @@ class CheckpointStore:
             cancel: checked between chunks; setting it ends the save before its commit.
             topic: of this save in the peers' agreements, used once; made of the step and the kind
                 when None, so that the same save cannot be tried twice.
-            timeout_s: instead of the store's ``patience_s``.
             written: called when this rank's part is on the disk, before the commit; not if the
                 step is already committed. It must not raise.
             again: the state may have changed since this step was saved: write a new checkpoint,
@@ -112,7 +110,7 @@ class CheckpointStore:
             self._peers,
             topic=f"save/{step}/{kind}" if topic is None else topic,
             step=step,
-            timeout_s=self._patience_s if timeout_s is None else timeout_s,
+            timeout_s=self._patience_s,
             cancel=cancel,
         )
         return Save(

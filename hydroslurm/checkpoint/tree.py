@@ -33,9 +33,6 @@ MOST_DEPTH = 150
 """Containers inside one another. Each takes up to four levels of JSON, of which a reader accepts a
 limited number."""
 
-_TENSOR, _STRIDED = torch.Tensor, torch.strided
-"""Looked up for every tensor while the training waits."""
-
 _NUMPY_KINDS = "biufcSUmM"
 """All but object arrays and structured ones."""
 
@@ -171,12 +168,7 @@ class _Encoder:
         if kind is dict:
             if not all(type(key) is str and key[:1] != "$" for key in value):
                 return {"$dict": self._pairs(value, path)}
-            return {
-                key: self._tensor(one, f"{path}.{key}")
-                if type(one) is _TENSOR  # of a model's state_dict all are: a call less for each
-                else self.encode(one, f"{path}.{key}")
-                for key, one in value.items()
-            }
+            return {key: self.encode(one, f"{path}.{key}") for key, one in value.items()}
         if kind in (tuple, set, frozenset):
             return {f"${kind.__name__}": self._items(value, path)}
         if kind is deque:
@@ -231,8 +223,8 @@ def _plain(tensor: torch.Tensor, path: str) -> torch.Tensor:
     DTensors pass: each rank writes its part of them.
     """
     if (
-        type(tensor) is _TENSOR
-        and tensor.layout is _STRIDED
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_meta)
         and not (tensor.is_conj() or tensor.is_neg())
     ):
@@ -260,7 +252,7 @@ def _plain(tensor: torch.Tensor, path: str) -> torch.Tensor:
 def _address(tensor: torch.Tensor) -> int:
     """Equal for two tensors that show the same memory; of those without memory of their own, each
     has another one."""
-    if type(tensor) is _TENSOR and tensor.numel():
+    if type(tensor) is torch.Tensor and tensor.numel():
         return tensor.data_ptr()
     return -id(tensor)
 

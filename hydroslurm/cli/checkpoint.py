@@ -110,7 +110,7 @@ def export(where: Where, out: Out, only: Only = None) -> None:
 def _open(where: Path) -> tuple[CheckpointStore, frozenset[str] | None]:
     """The store, and the name of the one checkpoint that is meant; None for all."""
     from hydroslurm.checkpoint import folders
-    from hydroslurm.checkpoint.storage import AnyonesStorage, LocalStorage
+    from hydroslurm.checkpoint.storage import AnyonesStorage, Storage
     from hydroslurm.checkpoint.store import CheckpointStore
     from hydroslurm.core.rundir import RunDir
     from hydroslurm.errors import CheckpointMissing
@@ -124,7 +124,7 @@ def _open(where: Path) -> tuple[CheckpointStore, frozenset[str] | None]:
     _require_run(run)
     folder = run.checkpoints if run.checkpoints.is_dir() else where
     # in our own run, a stranger's checkpoint is shown as untrusted and is never the newest
-    storage = LocalStorage() if where.stat().st_uid == os.getuid() else AnyonesStorage()
+    storage = Storage() if where.stat().st_uid == os.getuid() else AnyonesStorage()
     return CheckpointStore(folder, storage=storage), None
 
 

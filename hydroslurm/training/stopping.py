@@ -83,7 +83,7 @@ class Stopping:
         mine = {
             "step": step,
             "certain_s": _to_json(self._certain_mono_s() - now_s),
-            "needs_s": SAFETY * self._saver.estimate().seconds,
+            "needs_s": SAFETY * self._saver.expect_s(),
         }
         values = self._rank_group.exchange("stop", mine)
         _require_one_step({rank: int(value["step"]) for rank, value in values.items()})

@@ -6,10 +6,10 @@ import errno
 import threading
 from pathlib import Path
 
-from hydroslurm.checkpoint.storage import LocalStorage
+from hydroslurm.checkpoint.storage import Storage
 
 
-class HeldDisk(LocalStorage):
+class HeldDisk(Storage):
     """Holds every file of the steps it is told to, until it is let go, as a disk that hangs does.
 
     Attributes:
@@ -32,7 +32,7 @@ class HeldDisk(LocalStorage):
         return super().create(path)
 
 
-class SlowSync(LocalStorage):
+class SlowSync(Storage):
     """Holds the first sync of the steps it is told to, until it is let go, and fails then.
 
     Attributes:
@@ -58,7 +58,7 @@ class SlowSync(LocalStorage):
         super().fsync(fd)
 
 
-class SlowRemoval(LocalStorage):
+class SlowRemoval(Storage):
     """Removes no file until it is let go."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class SlowRemoval(LocalStorage):
         super().unlink(path)
 
 
-class BrokenDisk(LocalStorage):
+class BrokenDisk(Storage):
     """Has no space left for the steps it is told to."""
 
     def __init__(self, *steps: int) -> None:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.checkpoint.storage import LocalStorage
+from hydroslurm.checkpoint.storage import Storage
 
 READS = frozenset({"listdir", "open", "size", "read_ahead", "read"})
 
 
-class CountingStorage(LocalStorage):
+class CountingStorage(Storage):
     """Calls ``before(n, name)`` ahead of its n-th call, from 1; a write is met half-way through."""
 
     def __init__(self, before: Callable[[int, str], None] | None = None) -> None:

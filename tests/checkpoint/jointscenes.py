@@ -203,7 +203,8 @@ def patience(folder: Path) -> int:
     words: dict[str, Any] = {}
 
     def work(peers: PipePeers) -> int:
-        store = CheckpointStore(folder / "c", peers=peers)
+        patience_s = 0.3 if peers.rank == 0 else 60
+        store = CheckpointStore(folder / "c", peers=peers, patience_s=patience_s)
         state = joint_state(1, peers.rank)
         if peers.rank == 2:
             # comes when the first has given up
@@ -212,7 +213,7 @@ def patience(folder: Path) -> int:
             except Exception:
                 return 1
         try:
-            store.write(state, step=1, kind="manual", timeout_s=0.3 if peers.rank == 0 else 60)
+            store.write(state, step=1, kind="manual")
         except SaveFailed as error:
             words[str(peers.rank)] = str(error)
             (folder / f"words-{peers.rank}").write_text(str(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from hydroslurm.checkpoint import folders, manifest
-from hydroslurm.checkpoint.checksummed_file import entry_of
+from hydroslurm.checkpoint.checksummed_file import BlockSums
 from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.staging import Staging
@@ -80,8 +81,9 @@ def seal(folder: Path, change: Callable[[dict[str, Any]], object] = dict.items) 
     del body["checksum"]
     for name in body["files"]:
         if (folder / name).is_file() and not (folder / name).is_symlink():
-            entry = entry_of((folder / name).read_bytes())
-            body["files"][name] = {"size_bytes": entry.size_bytes, "checksum": entry.checksum}
+            sums = BlockSums()
+            sums.update(memoryview((folder / name).read_bytes()))
+            body["files"][name] = asdict(sums.entry)
     change(body)
     text = json.dumps(body, indent=1) + "\n"
     body["checksum"] = manifest.checksum(text.encode())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hydroslurm.checkpoint.estimate import Estimate, Pace
+from hydroslurm.checkpoint.estimate import Pace
 from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.store import Checkpoint
 
@@ -24,11 +24,11 @@ def saved(seconds: float, state_bytes: int) -> Checkpoint:
 
 def test_assumed_then_earlier_attempts_then_this_one() -> None:
     """What is nearer replaces what is farther away."""
-    assert Pace().expect(10**8) == Estimate(2.0, "assumed")
+    assert Pace().expect_s(10**8) == 2.0
     pace = Pace([saved(5.0, 10**8)])
-    assert pace.expect(10**8) == Estimate(5.0, "earlier attempts")
+    assert pace.expect_s(10**8) == 5.0
     pace.add(3.0, state_bytes=10**8)
-    assert pace.expect(10**8) == Estimate(3.0, "this attempt")
+    assert pace.expect_s(10**8) == 3.0
 
 
 def test_the_slowest_of_the_last_counts() -> None:
@@ -36,9 +36,9 @@ def test_the_slowest_of_the_last_counts() -> None:
     pace = Pace()
     for seconds in (9.0, 1.0, 1.0, 1.0, 1.0):
         pace.add(seconds, state_bytes=10)
-    assert pace.expect(10).seconds == 9.0
+    assert pace.expect_s(10) == 9.0
     pace.add(1.0, state_bytes=10)
-    assert pace.expect(10).seconds == 1.0
+    assert pace.expect_s(10) == 1.0
 
 
 def test_another_size() -> None:
@@ -46,8 +46,8 @@ def test_another_size() -> None:
     a smaller state is not expected to be faster."""
     pace = Pace()
     pace.add(1.0, state_bytes=10**9)
-    assert pace.expect(2 * 10**9).seconds == 2.0
-    assert pace.expect(10).seconds == 1.0
+    assert pace.expect_s(2 * 10**9) == 2.0
+    assert pace.expect_s(10) == 1.0
     tiny = Pace()
     tiny.add(0.5, state_bytes=10)
-    assert tiny.expect(10**8).seconds < 2.0
+    assert tiny.expect_s(10**8) < 2.0

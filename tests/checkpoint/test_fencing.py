@@ -14,13 +14,13 @@ from checkpoint.states import holds, revoked_from_anybody, state_of
 
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.newest import newest_good
-from hydroslurm.checkpoint.storage import LocalStorage
+from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.core.fence import Fence
 from hydroslurm.errors import StaleAttempt
 
 
-def fenced(folder: Path, storage: LocalStorage | None = None) -> tuple[CheckpointStore, Fence]:
+def fenced(folder: Path, storage: Storage | None = None) -> tuple[CheckpointStore, Fence]:
     """The store of an attempt that has not claimed yet."""
     fence = Fence(folder / "claim.json")
     return CheckpointStore(folder / "c", storage=storage, fence=fence), fence
@@ -159,7 +159,7 @@ def test_the_pin_of_a_dead_process_keeps_nothing(tmp_path: Path) -> None:
 def test_who_cannot_pin_can_load(tmp_path: Path) -> None:
     """A colleague's folder, a read-only file system."""
 
-    class ReadOnly(LocalStorage):
+    class ReadOnly(Storage):
         def mkdir(self, path: Path) -> None:
             raise PermissionError(13, "Permission denied", str(path))
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from hydroslurm.checkpoint import manifest
 from hydroslurm.checkpoint.catalog import look
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest
-from hydroslurm.checkpoint.storage import LocalStorage
+from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
 from hydroslurm.checkpoint.tensor_file import PartIndex
 from hydroslurm.checkpoint.writer import SHARED_JSON
@@ -304,7 +304,7 @@ def test_a_folder_of_anything(tmp_path: Path) -> None:
     (tmp_path / "step-000000003").symlink_to("/dev/zero")
     (tmp_path / f"step-{'9' * 240}").mkdir()
     (tmp_path / "step-٠٠٠٠٠٠٠٠٤").mkdir()
-    found = look(tmp_path, storage=LocalStorage())
+    found = look(tmp_path, storage=Storage())
     assert [one.key for one in found] == [(1, 1), (2, 1), (3, 1)]
     assert not any(isinstance(one, Checkpoint) for one in found)
 

@@ -17,7 +17,7 @@ import hydroslurm
 from hydroslurm.checkpoint import catalog, manifest
 from hydroslurm.checkpoint.catalog import Checkpoint, as_told, read_again
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest, WrittenBy
-from hydroslurm.checkpoint.storage import LocalStorage
+from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld
 
@@ -164,7 +164,7 @@ def test_a_summary_is_small_whatever_the_number_of_files(tmp_path: Path) -> None
         (ONE.step, ONE.kind, ONE.created_epoch_ns)
     )
     (tmp_path / manifest.NAME).write_text(whole.to_json())
-    assert read_again(heard, storage=LocalStorage()) == whole
+    assert read_again(heard, storage=Storage()) == whole
 
 
 def test_a_manifest_that_is_seen_late_is_waited_for(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_manifest_that_is_seen_late_is_waited_for(tmp_path: Path) -> None:
     heard = Checkpoint(tmp_path, ONE.summary())
     late = threading.Timer(0.2, (tmp_path / manifest.NAME).write_text, [ONE.to_json()])
     late.start()
-    assert read_again(heard, storage=LocalStorage()) == ONE
+    assert read_again(heard, storage=Storage()) == ONE
     late.join()
 
 
@@ -184,8 +184,8 @@ def test_another_manifest_than_the_one_that_was_told_of(
     monkeypatch.setattr(catalog, "VISIBLE_S", 0.1)
     heard = Checkpoint(tmp_path, ONE.summary())
     with pytest.raises(CheckpointCorrupt, match="it was never committed"):
-        read_again(heard, storage=LocalStorage())
+        read_again(heard, storage=Storage())
     (tmp_path / manifest.NAME).write_text(replace(ONE, save_s=9.0).to_json())
     for one in (heard, Checkpoint(tmp_path, ONE)):
         with pytest.raises(CheckpointCorrupt, match="is not the one that was there before"):
-            read_again(one, storage=LocalStorage())
+            read_again(one, storage=Storage())

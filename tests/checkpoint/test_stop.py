@@ -69,18 +69,18 @@ def test_a_disk_that_has_just_become_slow(tmp_path: Path) -> None:
     disk = SlowSync(2)
     saver = Saver(CheckpointStore(tmp_path, storage=disk))
     saver.save(state_of(1.0), step=1)
-    quick_s = saver.estimate().seconds
+    quick_s = saver.expect_s()
     saver.start(state_of(2.0), step=2)
     assert disk.reached.wait(60)
     wait_s = 10 * quick_s
     time.sleep(wait_s)
-    assert saver.estimate().seconds >= wait_s
+    assert saver.expect_s() >= wait_s
     disk.let_go.set()
     assert saver.wait(timeout_s=60)
     with pytest.warns(RuntimeWarning, match="Input/output error"):
         saver.poll()
     assert steps(CheckpointStore(tmp_path)) == [1]
-    assert saver.estimate().seconds >= wait_s
+    assert saver.expect_s() >= wait_s
     saver.close()
 
 

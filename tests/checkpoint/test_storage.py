@@ -15,7 +15,7 @@ from checkpoint.faulty import PowerCut, PowerCutStorage
 from checkpoint.states import holds, newest_in, state_of
 
 from hydroslurm.checkpoint import commit
-from hydroslurm.checkpoint.storage import LocalStorage
+from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore
 
 CUTS = 400
@@ -94,7 +94,7 @@ def test_a_short_write_is_continued(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     os.set_blocking(read_end, False)
     data = os.urandom(1 << 14)
-    LocalStorage().write(write_end, memoryview(data))
+    Storage().write(write_end, memoryview(data))
     assert os.read(read_end, 1 << 16) == data
     os.close(read_end)
     os.close(write_end)
@@ -112,7 +112,7 @@ def cut_short(work: Callable[[], None]) -> bool:
 def test_a_folder_of_many_files_is_removed_by_several_threads(tmp_path: Path) -> None:
     """Also while another process removes some of them."""
 
-    class Counting(LocalStorage):
+    class Counting(Storage):
         threads: ClassVar[set[str]] = set()
 
         def unlink(self, path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_link_in_a_folder_is_removed_and_not_what_it_leads_to(tmp_path: Path) 
     (folder / "001").mkdir(parents=True)
     (folder / "001" / "part-00256.json").touch()
     (folder / "000").symlink_to(precious)
-    commit.remove_tree(folder, storage=LocalStorage())
+    commit.remove_tree(folder, storage=Storage())
     assert not folder.exists()
     assert (precious / "part-00000.json").exists()
 
@@ -151,5 +151,5 @@ def test_folders_that_no_checkpoint_has_stay(tmp_path: Path) -> None:
     deep.mkdir(parents=True)
     (deep / "part-00000.json").touch()
     with pytest.raises(OSError, match="not empty"):
-        commit.remove_tree(tmp_path / "checkpoint", storage=LocalStorage())
+        commit.remove_tree(tmp_path / "checkpoint", storage=Storage())
     assert (deep / "part-00000.json").exists()

@@ -24,7 +24,7 @@ from checkpoint.states import holds, newest_in, same, seal, state_of
 
 from hydroslurm.checkpoint import folders, layout, reader
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES
-from hydroslurm.checkpoint.storage import LocalStorage
+from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.errors import (
     CheckpointCorrupt,
@@ -401,7 +401,7 @@ def test_reads_every_byte_once(tmp_path: Path) -> None:
     assert read.size_bytes < done.manifest.size_bytes / 3 + 2 * BLOCK_BYTES + 10_000
 
 
-class ReadBytes(LocalStorage):
+class ReadBytes(Storage):
     """Counts what is read."""
 
     def __init__(self) -> None:

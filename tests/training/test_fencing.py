@@ -30,10 +30,10 @@ import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT / "tests")!r})
 from training.loop import Training
-from hydroslurm.checkpoint.storage import LocalStorage
+from hydroslurm.checkpoint.storage import Storage
 
 directory, epochs, hold_at = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-read = LocalStorage.read
+read = Storage.read
 MOMENTS = {{"state": "shared.json", "tensors": "part-00000.safetensors"}}
 
 def held(self, fd, into, *, offset):
@@ -43,11 +43,11 @@ def held(self, fd, into, *, offset):
         sys.stdin.readline()
     return read(self, fd, into, offset=offset)
 
-LocalStorage.read = held
+Storage.read = held
 training = Training(directory, keep=1)
 with training.run as run:
     run.resume()
-    LocalStorage.read = read
+    Storage.read = read
     print("resumed", run.step, flush=True)
     for batch in run.batches(epochs=epochs):
         training.step(batch)
