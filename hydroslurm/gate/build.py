@@ -51,7 +51,6 @@ from hydroslurm.gate.compiler import (
 )
 from hydroslurm.gate.self_test import self_test_in_child
 
-LIBRARY = GATE.library
 LOCK_TIMEOUT_S = 900.0
 
 

@@ -54,44 +54,33 @@ class LaunchAhead:
 
     def __init__(self, gate: Gate, bound_s: float | None, *, warn: Callable[[str], None]) -> None:
         """``warn``: tells a person."""
-        self.bound_s = bound_s
-        self._gate = gate
+        self._gate = gate if bound_s is not None and isinstance(gate, NativeGate) else None
+        self.bound_s = bound_s if self._gate is not None else None
         self._warn = warn
-        self._ended = False
+        if bound_s is not None and self._gate is None:
+            warn(f"{LAUNCH_AHEAD_ENV} needs the native gate: launches are not bounded")
 
     def start(self) -> None:
         """Bound the launches, from the moment on when the process comes to use its device."""
-        if self.bound_s is None:
-            return
-        if not isinstance(self._gate, NativeGate):
-            self._warn(
-                f"{LAUNCH_AHEAD_ENV} needs the native gate, and this is the {self._gate.name} "
-                "gate: launches are not bounded"
-            )
-            return
         # calls back when CUDA is initialised, at once where it has been: to ask it for its streams
         # before would initialise it
-        sys.modules["torch"].cuda._lazy_call(self._bound)
+        if self._gate is not None:
+            sys.modules["torch"].cuda._lazy_call(self._bound)
 
     def end(self) -> dict[str, Any]:
         """Take the bound back; what it has done, for an event: nothing where there was none."""
-        self._ended = True
-        if self.bound_s is None or not isinstance(self._gate, NativeGate):
+        gate, self._gate = self._gate, None
+        if gate is None:
             return {}
-        seen = self._gate.launches()
-        self._gate.bound_launches(0.0)
-        return {
-            "launch_ahead": {
-                "events": seen.events,
-                "waits": seen.waits,
-                "waited_s": seen.waited_ns / 1e9,
-            }
-        }
+        seen = gate.launches()
+        gate.bound_launches(0.0)
+        waited = {"waits": seen.waits, "waited_s": seen.waited_ns / 1e9}
+        return {"launch_ahead": {"events": seen.events, **waited}}
 
     def _bound(self) -> None:
-        if self._ended or self.bound_s is None or not isinstance(self._gate, NativeGate):
+        if self._gate is None:  # it has ended
             return
         try:
-            self._gate.bound_launches(self.bound_s, device_type=_CUDA)
+            self._gate.bound_launches(self.bound_s or 0.0, device_type=_CUDA)
         except InstallError as error:  # it is raised in the middle of CUDA's initialisation
             self._warn(f"{LAUNCH_AHEAD_ENV}: {error}")
