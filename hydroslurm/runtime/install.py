@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from hydroslurm import numa
 from hydroslurm.coordination.rendezvous import key_folder
@@ -28,6 +28,7 @@ from hydroslurm.core import registry
 from hydroslurm.core.events import EventKind, EventLog
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, TorchMissing
+from hydroslurm.gate import GateKind, open_gate
 from hydroslurm.gate.marks import Emit
 from hydroslurm.gate.protocol import Action
 from hydroslurm.gate.signals import SignalPlan
@@ -46,8 +47,6 @@ from hydroslurm.vacate.policy import VacatePolicy, grace_from
 
 if TYPE_CHECKING:
     import torch
-
-GateKind = Literal["auto", "native", "hooks"]
 
 ALONE_ENV = "HYDROSLURM_ALONE"
 """Environment variable: 1 keeps the ranks of a job apart."""
@@ -181,8 +180,6 @@ def _set_up(
     ranks: int,
 ) -> _Installed:
     """Everything that :func:`install` puts in place, or nothing of it."""
-    from hydroslurm.gate import open_gate
-
     identity = _identity(environ, plan)
     base = _registry_base(environ)
     folder = _run_folder(run_dir, environ, base)
