@@ -50,12 +50,6 @@ def on_failure(cluster: DevCluster, folder: Path) -> Scene:
     return played(cluster, folder, acts, replicas(1) + limit)
 
 
-def exit_code(cluster: DevCluster, folder: Path) -> Scene:
-    acts = {"worker-0": [*ENDINGS[1:], 1]}
-    limit = f"runPolicy: {{backoffLimit: {len(ENDINGS)}}}\n"
-    return played(cluster, folder, acts, replicas(1, "ExitCode") + limit)
-
-
 def exit_code_torchrun(cluster: DevCluster, folder: Path) -> Scene:
     acts: dict[str, list[int | str]] = {"worker-0": [138, "kill SIGKILL", 1]}
     agent = "torchrunConfig: {enable: true}\nrunPolicy: {backoffLimit: 5}\n"
@@ -67,10 +61,6 @@ def always(cluster: DevCluster, folder: Path) -> Scene:
     return played(cluster, folder, acts, replicas(1, "Always") + "runPolicy: {backoffLimit: 2}\n")
 
 
-def never(cluster: DevCluster, folder: Path) -> Scene:
-    return played(cluster, folder, {"worker-0": [138, 0]}, replicas(1, "Never"))
-
-
 def unrequested_exit(cluster: DevCluster, folder: Path) -> Scene:
     acts: dict[str, list[int | str]] = {"worker-0": [75, 75, 75]}
     return played(cluster, folder, acts, replicas(1) + "runPolicy: {backoffLimit: 1}\n")
@@ -78,10 +68,6 @@ def unrequested_exit(cluster: DevCluster, folder: Path) -> Scene:
 
 def unasked_never(cluster: DevCluster, folder: Path) -> Scene:
     return played(cluster, folder, {"worker-0": [75, 0]}, replicas(1, "Never"))
-
-
-def never_killed(cluster: DevCluster, folder: Path) -> Scene:
-    return played(cluster, folder, {"worker-0": ["kill SIGKILL", 0]}, replicas(1, "Never"))
 
 
 def srun_killed(cluster: DevCluster, folder: Path) -> Scene:
@@ -316,7 +302,6 @@ SCENES: dict[str, Callable[[DevCluster, Path], Scene]] = {
     # the longest first
     "preempted": preempted,
     "on_failure": on_failure,
-    "exit_code": exit_code,
     "exit_code_torchrun": exit_code_torchrun,
     "preempted_too_often": preempted_too_often,
     "suspended": suspended,
@@ -330,8 +315,6 @@ SCENES: dict[str, Callable[[DevCluster, Path], Scene]] = {
     },
     "shared_limit": shared_limit,
     "always": always,
-    "never": never,
-    "never_killed": never_killed,
     "srun_killed": srun_killed,
     "unrequested_exit": unrequested_exit,
     "unasked_never": unasked_never,

@@ -41,15 +41,6 @@ def test_on_failure_restarts_whatever_the_status(scene: Scene) -> None:
     assert slurms_state(scene) == "COMPLETED|0:0"
 
 
-@pytest.mark.scene("exit_code")
-def test_exit_code_restarts_after_signals_only(scene: Scene) -> None:
-    """130, 137, 138, 140 and 143, as statuses and as signals; a plain 1 is final."""
-    assert statuses(scene) == [*STATUSES[1:], 1]
-    verdict = scene.final_condition()
-    assert (verdict.type, verdict.reason) == ("Failed", "MasterFailed")
-    assert slurms_state(scene) == "FAILED|93:0"
-
-
 @pytest.mark.scene("exit_code_torchrun")
 def test_exit_code_sees_through_torchrun(scene: Scene) -> None:
     """What a worker of the agent ended with is what the policy judges: 138 and a SIGKILL are
@@ -81,21 +72,6 @@ def test_never_takes_75_for_final_where_nobody_asked(scene: Scene) -> None:
     assert statuses(scene) == [75]
     assert scene.final_condition().reason == "StoppedUnasked"
     assert slurms_state(scene) == "FAILED|93:0"
-
-
-@pytest.mark.scene("never")
-def test_never_takes_a_status_for_final(scene: Scene) -> None:
-    """Even 138, which asks for a restart elsewhere."""
-    assert statuses(scene) == [138]
-    assert scene.final_condition().reason == "MasterFailed"
-    assert "138 (SIGUSR1)" in scene.final_condition().message
-
-
-@pytest.mark.scene("never_killed")
-def test_never_takes_a_signal_for_final(scene: Scene) -> None:
-    """A SIGKILL counts as 137."""
-    assert statuses(scene) == [137]
-    assert scene.final_condition().reason == "MasterFailed"
 
 
 @pytest.mark.scene("srun_killed")
