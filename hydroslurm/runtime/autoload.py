@@ -223,12 +223,6 @@ def keep_alive(signals: Iterable[int]) -> None:
 
 def _go_on(signo: int, _: FrameType | None) -> None:
     """A pause of a process that cannot be paused now."""
-    if came is not None:
-        came.append(signo)
-
-
-came: list[int] | None = None
-"""Collects those pauses, in order, while one installation replaces another."""
 
 
 def ignore(signals: Iterable[int]) -> None:

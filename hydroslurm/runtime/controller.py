@@ -34,7 +34,6 @@ from hydroslurm.errors import AckTimeout, InstallError
 from hydroslurm.gate.marks import Emit, Range
 from hydroslurm.gate.native_gate import NativeGate
 from hydroslurm.gate.protocol import (
-    NO_CAUSE,
     Action,
     Cause,
     GateEvent,
@@ -195,7 +194,6 @@ class Controller:
         self._stop_of_peer: tuple[int, str] | None = None
         self._on_stop: list[Callable[[StopRequest], None]] = []
         self._owner_pid = os.getpid()
-        self.causes_at_stop = NO_CAUSE
         self._thread = threading.Thread(
             target=self._loop, name="hydroslurm-controller", daemon=True
         )
@@ -262,7 +260,6 @@ class Controller:
     def stop(
         self,
         *,
-        hands_over: bool = False,
         replaced: int | None = None,
         error: BaseException | None = None,
     ) -> int:
@@ -270,8 +267,6 @@ class Controller:
         replaced.
 
         Args:
-            hands_over: another one takes its place at once. So no event says that this rank is no
-                longer preemptible: who waits for its answer gets that of the next one.
             replaced: how many they were before the caller replaced ours itself; None: as now.
             error: that nobody has caught, and by which the script ends.
         """
@@ -284,7 +279,6 @@ class Controller:
         launched = self._launch_ahead.end()
         if self.ranks is not None:
             self.ranks.leave()
-        self.causes_at_stop = self.gate.status().causes
         replaced_now = self.gate.stop()
         if replaced is None:
             replaced = replaced_now
@@ -295,9 +289,8 @@ class Controller:
             self._thread.join(timeout=DRAIN_LIMIT_S)
         self._take_events(0.0)
         self._children.resume()
-        if not hands_over:
-            data = {"handlers_replaced_by_others": replaced, **launched, **_told_of(error)}
-            self._write(EventKind.UNINSTALLED, data)
+        data = {"handlers_replaced_by_others": replaced, **launched, **_told_of(error)}
+        self._write(EventKind.UNINSTALLED, data)
         self._log.close()
         self._status.close(self.step)
         return replaced

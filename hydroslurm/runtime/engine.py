@@ -108,7 +108,7 @@ def od_execution_wrapper(model: torch.nn.Module, **options: Any) -> Engine:
             f"expected a torch.nn.Module, got {type(model).__name__}; wrap the model, not the "
             "optimizer or its output"
         )
-    if installation.is_installed() and not installation.gives_way():
+    if installation.is_installed() and not (options and installation.gives_way()):
         if options:
             raise UsageError(
                 f"options {', '.join(sorted(options))} were given, but pausing is installed in "

@@ -24,13 +24,13 @@ from hydroslurm import numa
 from hydroslurm.coordination.rendezvous import key_folder
 from hydroslurm.coordination.secret import find_secret
 from hydroslurm.coordination.world import World
-from hydroslurm.core import registry
+from hydroslurm.core import registry, rundir
 from hydroslurm.core.events import EventKind, EventLog
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, TorchMissing
 from hydroslurm.gate import GateKind, open_gate
 from hydroslurm.gate.marks import Emit
-from hydroslurm.gate.protocol import Action
+from hydroslurm.gate.protocol import NO_CAUSE, Action
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import autoload
 from hydroslurm.runtime.child_signals import SpawnShield, WorkerShield
@@ -59,10 +59,10 @@ class _Installed:
     beside: contextlib.ExitStack
     """What else ends with it."""
     registry_base: Path | None
+    asked: tuple[object, ...]
+    """What for: run folder, signals, gate, and the ranks to find."""
     unasked: bool = False
     """By ``srun --preempt``, not by a call in the script."""
-    over_unasked: bool = False
-    """In the place of one that was, which comes back after it."""
 
 
 _lock = threading.Lock()
@@ -84,6 +84,9 @@ def install(
     From now on SIGTSTP (``scontrol suspend``), SIGUSR1 and :meth:`Controller.pause` park it;
     SIGCONT, SIGUSR2 and :meth:`Controller.resume` let it go on. Earlier handlers are chained. May
     be called from any thread where the gate is native.
+
+    Where ``srun --preempt`` made the process pausable already, this returns its controller; with
+    other options than it has, a new one takes its place.
 
     Args:
         run_dir: where the events go. Default: ``HYDROSLURM_RUN_DIR``; in a Slurm job
@@ -110,27 +113,27 @@ def install(
         UsageError: bad signals, or a bad ``HYDROSLURM_NVTX``, ``HYDROSLURM_VACATE`` or
             ``HYDROSLURM_LAUNCH_AHEAD_MS``.
     """
-    environ = os.environ if environ is None else environ
-    world = _world_of_several(alone, environ)
-    return _install(run_dir, signals or SignalPlan(), gate, model, world, environ)
-
-
-def _install(
-    run_dir: str | os.PathLike[str] | None,
-    signals: SignalPlan,
-    gate: GateKind,
-    model: torch.nn.Module | None,
-    world: World | None,
-    environ: Mapping[str, str],
-) -> Controller:
-    """As :func:`install`. ``world``: the ranks to pause with; None: this one is alone."""
     global _installed
-    plan = signals.with_environment(environ)
+    environ = os.environ if environ is None else environ
+    plan = (signals or SignalPlan()).with_environment(environ)
     emit = Emit.from_environ(environ)
     autoload.stand_down()
     autoload.take_rank()
-    over_unasked = gives_way()
-    with _handover() if over_unasked else contextlib.nullcontext(), _lock:
+    world = _world_of_several(alone, environ)
+    ranks = world.world_size if world is not None else 1
+    place = rundir.from_environment(environ) if run_dir is None else RunDir(Path(run_dir))
+    asked = (place, plan, gate, world)
+    causes = NO_CAUSE
+    if gives_way():
+        ours = _require_installed()
+        if model is None and asked == ours.asked:
+            ours.unasked = False
+            return ours.controller
+        if world is not None:  # a rank that has left the others cannot rejoin them
+            world = replace(world, incarnation_id=f"{world.incarnation_id} again")
+        causes = ours.controller.status().causes
+        _take_out()
+    with _lock:
         if _installed is not None and _installed.pid == os.getpid():
             raise AlreadyInstalled(
                 "hydroslurm is installed in this process already; use hydroslurm.controller(), or "
@@ -141,32 +144,26 @@ def _install(
         above = autoload.rank_above(os.environ)
         held = signal.pthread_sigmask(signal.SIG_BLOCK, ()) | (above.signals if above else set())
         autoload.keep_alive(plan.killing() & held)
-        ranks = world.world_size if world is not None else 1
-        _installed = _set_up(run_dir, plan, emit, gate, model, environ, ranks=ranks)
-        _installed.over_unasked = over_unasked
+        controller, beside, base = _set_up(run_dir, plan, emit, gate, model, environ, ranks=ranks)
+        _installed = _Installed(os.getpid(), controller, beside, base, asked)
         for one in numa.bindings:  # what was bound before there was a log
             _record_binding(one)
+        if causes:
+            controller.gate.request(Action.PAUSE, causes)
         if world is not None:
-            _join(_installed.controller, world, environ=environ, run_dir=run_dir)
+            _join(controller, world, environ=environ, run_dir=run_dir)
         atexit.register(_uninstall_at_exit)
-        return _installed.controller
+        return controller
 
 
 def install_unasked() -> None:
-    """:func:`install` on behalf of ``srun --preempt``, until the script makes a call of its own:
-    that one then counts, with all its options. Does nothing where there was one already.
+    """:func:`install` on behalf of ``srun --preempt``. Does nothing where there was a call already.
 
     Raises as :func:`install` does.
     """
-    if is_installed():
-        return
-    world = _world_of_several(None, os.environ)
-    if world is not None:
-        # An incarnation of its own: a rank that has left one cannot rejoin it, and the call that
-        # replaces this installation has to find the others under the usual id.
-        world = replace(world, incarnation_id=f"{world.incarnation_id} unasked")
-    _install(None, SignalPlan(), "auto", None, world, os.environ)
-    _require_installed().unasked = True
+    if not is_installed():
+        install()
+        _require_installed().unasked = True
 
 
 def _set_up(
@@ -178,7 +175,7 @@ def _set_up(
     environ: Mapping[str, str],
     *,
     ranks: int,
-) -> _Installed:
+) -> tuple[Controller, contextlib.ExitStack, Path | None]:
     """Everything that :func:`install` puts in place, or nothing of it."""
     identity = _identity(environ, plan)
     base = _registry_base(environ)
@@ -220,15 +217,11 @@ def _set_up(
             warning.start()
             beside.callback(warning.stop)
         undo.pop_all()
-        return _Installed(os.getpid(), controller, beside.pop_all(), base)
+        return controller, beside.pop_all(), base
 
 
 def uninstall() -> int:
     """Let the process go on if it is paused, put the old handlers back, end the controller.
-
-    Where ``srun --preempt`` had made the process pausable before :func:`install` was called, it is
-    so again: what follows a ``Run`` (an evaluation, an export) can be paused, too. Each rank then
-    pauses alone: the others may have left.
 
     Returns:
         How many of our handlers somebody else had replaced meanwhile; those are left alone.
@@ -236,46 +229,17 @@ def uninstall() -> int:
     Raises:
         NotInstalled: nothing is installed in this process.
     """
-    ours = _require_installed()
-    if not ours.over_unasked:
-        return _take_out()
-    replaced = 0
-    try:
-        with _handover() as replaced:
-            install(alone=True).step = ours.controller.step
-            _require_installed().unasked = True
-    except Exception as error:  # what has ended well stays so
-        _warn(f"this process cannot be paused any more: {error}")
-    return replaced
+    return _take_out()
 
 
-@contextlib.contextmanager
-def _handover() -> Iterator[int]:
-    """One installation goes and another comes: a pause that is on, and one that is asked for just
-    then, hold for the new one. Yields how many handlers others had replaced."""
-    before = controller()
-    came: list[int] = []
-    autoload.came = came
-    try:
-        yield _take_out(hands_over=True)
-    finally:
-        autoload.came = None
-    if before.causes_at_stop:
-        controller().gate.request(Action.PAUSE, before.causes_at_stop)
-    for signo in came:
-        signal.raise_signal(signo)
-
-
-def _take_out(
-    *, hands_over: bool = False, replaced: int | None = None, error: BaseException | None = None
-) -> int:
+def _take_out(*, replaced: int | None = None, error: BaseException | None = None) -> int:
     global _installed
     with _lock:
         ours = _require_installed()
         _installed = None
         atexit.unregister(_uninstall_at_exit)
         try:
-            return ours.controller.stop(hands_over=hands_over, replaced=replaced, error=error)
+            return ours.controller.stop(replaced=replaced, error=error)
         finally:
             ours.beside.close()
             if ours.registry_base is not None:
@@ -297,8 +261,8 @@ def is_installed() -> bool:
 
 
 def gives_way() -> bool:
-    """Whether this process is pausable by ``srun --preempt`` only, so that :func:`install` would
-    take its place."""
+    """Whether ``srun --preempt`` made this process pausable, and no call of the script's has yet
+    asked for it."""
     return is_installed() and _require_installed().unasked
 
 

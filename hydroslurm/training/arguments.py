@@ -108,9 +108,11 @@ def fence_of(run: RunDir, allocation: Allocation | None) -> Fence:
 
 def controller_for(run: RunDir, environ: Mapping[str, str]) -> tuple[Controller, bool]:
     """The controller of this process, and whether it was installed for this run."""
-    if installation.is_installed() and not installation.gives_way():
-        return installation.controller(), False
+    before = installation.controller() if installation.is_installed() else None
+    if before is not None and not installation.gives_way():
+        return before, False
     # a pause that comes behind the run, from Slurm or a person, must not end what has ended well
     autoload.keep_alive(autoload.killing(environ))
     of_job = rundir.from_environment(environ) is not None
-    return installation.install(run_dir=None if of_job else run.root, environ=environ), True
+    made = installation.install(run_dir=None if of_job else run.root, environ=environ)
+    return made, made is not before

@@ -267,7 +267,7 @@ def main():
     except hydroslurm.HydroslurmError as error:
         seen["again"] = type(error).__name__
     hydroslurm.uninstall()
-    seen["back"] = hydroslurm.controller() is not before, installation.gives_way()
+    seen["then"] = installation.is_installed()
     print(json.dumps(seen), flush=True)
     os.execv(sys.executable, [sys.executable, __file__, "again"])
 
@@ -283,9 +283,8 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_a_rank_and_its_children(tmp_path: Path) -> None:
     """Two threads import torch at once, and it is installed once. DataLoader workers of every kind
-    and other Pythons are not, and survive the pause signal. A call of the script's own takes its
-    place, with its options, a second one is refused, and what it replaced comes back. After exec
-    the process is still a rank."""
+    and other Pythons are not, and survive the pause signal. A call of the script's own with other
+    options takes its place, and a second one is refused. After exec the process is still a rank."""
     with child(PROGRAM, tmp_path, environ=ASKED) as program:
         seen: dict[str, Any] = json.loads("{" + program.expect("{"))
         assert seen["installed"] == [True, True]
@@ -294,7 +293,7 @@ def test_a_rank_and_its_children(tmp_path: Path) -> None:
             assert seen[method] == [[0.0, 0.0, 1.0]] * 2, method
         assert seen["explicit"] == [True, False]
         assert seen["again"] == "AlreadyInstalled"
-        assert seen["back"] == [True, True]
+        assert seen["then"] is False
         assert program.expect("after exec") == "True"
         assert program.wait() == 0
 
@@ -321,35 +320,29 @@ while True:
 """
 
 
-HANDOVER = """
-import os, signal, time
+CALLS = """
+import os, signal, sys, time
 import torch, hydroslurm
-from hydroslurm.runtime import install as place
 
 def causes():
     time.sleep(0.2)
     return hydroslurm.controller().status().causes.names()
 
-def asked_in_between(*arguments):
-    os.kill(os.getpid(), signal.SIGUSR1)
-    return set_up(*arguments)
-
-set_up, place._set_up = place._set_up, asked_in_between
-hydroslurm.install()
-place._set_up = set_up
-print(hydroslurm.is_installed(), *causes())
-hydroslurm.uninstall()
-print(hydroslurm.is_installed(), *causes())
+before = hydroslurm.controller()
+os.kill(os.getpid(), signal.SIGUSR1)
+print(hydroslurm.install(**eval(sys.argv[1])) is before, *causes())
 os.kill(os.getpid(), signal.SIGUSR2)
 print("then", *causes())
 """
 
 
-def test_a_pause_while_a_call_takes_the_place_of_the_option() -> None:
-    """A SIGUSR1 between the two installations is not lost, and a pause that is on stays on, when
-    the script's own call takes over and when it gives back."""
-    done = python("-c", HANDOVER, **ASKED)
-    assert done.stdout.splitlines() == ["True user", "True user", "then"], done.stderr
+@pytest.mark.parametrize(("options", "is_same"), [("{}", True), ("{'alone': True}", False)])
+def test_a_call_of_the_scripts_own(options: str, *, is_same: bool) -> None:
+    """Without other options it returns the controller that is there. With them it has its own, and
+    a pause that is on stays on."""
+    alone = {} if is_same else {"RANK": "0", "WORLD_SIZE": "2"}
+    done = python("-c", CALLS, options, **ASKED, **alone)
+    assert done.stdout.splitlines() == [f"{is_same} user", "then"], done.stderr
 
 
 @pytest.mark.parametrize("mode", ["pause", "requeue"])
