@@ -189,7 +189,6 @@ def test_every_public_name_exists() -> None:
 def test_only_the_command_line_prints() -> None:
     """No module outside cli/ calls print, except those that are programs themselves."""
     programs = {
-        "runtime/client.py",
         "jobs/control/attached.py",
         "jobs/task.py",
         "jobs/supervisor/main.py",

@@ -85,7 +85,7 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     raises."""
     environ = os.environ if environ is None else environ
     if environ.get(_PROVE_ENV):
-        after_torch(_record)
+        _after("torch", _record)
     mode = environ.get(PREEMPT_ENV, "").strip().lower()
     if mode in _OFF or _is_taken(environ):
         live_below_rank(environ)
@@ -102,27 +102,31 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     if mode == "requeue":
         adapt()
     if "torch" in sys.modules:  # nobody's start-up is that early but a test's
-        _install()
+        _install(sys.modules["torch"])
     else:
-        after_torch(_install)
+        _after("torch", _install)
 
 
 def adapt() -> None:
     """Give each framework to its adapter: those that are imported now, others when they are."""
-    for name in _ADAPTED.keys() & sys.modules.keys():
-        _give(sys.modules[name], _ADAPTED[name])
-    is_waiting = any(isinstance(one, _AdaptedFinder) for one in sys.meta_path)
-    if not is_waiting and not _ADAPTED.keys() <= sys.modules.keys():
-        sys.meta_path.insert(0, _AdaptedFinder())
+    for name in _ADAPTED:
+        if name in sys.modules:
+            _give(sys.modules[name])
+        else:
+            _after(name, _give)
 
 
-def after_torch(call: Callable[[], None]) -> None:
-    """Have this called at the end of the coming ``import torch``, after what waits already."""
-    waiting = next((one for one in sys.meta_path if isinstance(one, _TorchFinder)), None)
+def _after(name: str, call: Callable[[ModuleType], None]) -> None:
+    """Have this called at the end of the coming import of a module, after what waits already."""
+    waiting = next((one for one in _finders() if one.name == name), None)
     if waiting is None:
-        sys.meta_path.insert(0, _TorchFinder(call))
+        sys.meta_path.insert(0, _Finder(name, call))
     elif call not in waiting.calls:
         waiting.calls.append(call)
+
+
+def _finders() -> list[_Finder]:
+    return [one for one in sys.meta_path if isinstance(one, _Finder)]
 
 
 class RankAbove(NamedTuple):
@@ -233,8 +237,9 @@ def ignore(signals: Iterable[int]) -> None:
 
 def stand_down() -> None:
     """Do not install when torch comes: somebody calls ``install()`` themselves."""
-    for finder in [one for one in sys.meta_path if isinstance(one, _TorchFinder)]:
-        finder.calls[:] = [call for call in finder.calls if call is _record]
+    for finder in _finders():
+        if _install in finder.calls:
+            finder.calls.remove(_install)
         if not finder.calls:
             sys.meta_path.remove(finder)
 
@@ -262,15 +267,16 @@ def is_launcher() -> bool:
     return _program().removesuffix(".__main__") in _LAUNCHERS
 
 
-class _TorchFinder:
-    """Lets the other finders find torch, and adds our call after its execution.
+class _Finder:
+    """Lets the other finders find a module, and makes calls after its execution.
 
-    It stays until torch has been executed: programs check whether torch exists
-    (``importlib.util.find_spec``) long before they import it, or try to in vain.
+    It stays until the module has been executed: programs check whether torch exists
+    (``importlib.util.find_spec``) long before they import it, or try to in vain. Then it goes:
+    transformers looks for packages that are not there at every step, through all finders.
     """
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.calls = [call]
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self.name, self.calls = name, [call]
 
     def find_spec(
         self,
@@ -278,38 +284,40 @@ class _TorchFinder:
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        if fullname != "torch":
+        if fullname != self.name:
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find and find(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    _follow(spec.loader, self.calls)
+                    self._follow(spec.loader)
                 return spec
         return None
 
+    def _follow(self, loader: importlib.abc.Loader) -> None:
+        """Add the calls after ``exec_module`` of this loader, which is this module's alone. Its
+        type, source and resources stay what they are."""
+        execute = loader.exec_module
 
-def _follow(loader: importlib.abc.Loader, calls: Sequence[Callable[[], None]]) -> None:
-    """Add calls after ``exec_module`` of this loader, which is torch's alone. Its type, source and
-    resources stay what they are."""
-    execute = loader.exec_module
+        def exec_module(module: ModuleType) -> None:
+            if self.name == "torch":
+                _without_collections(execute, module)
+            else:
+                execute(module)
+            del loader.exec_module
+            sys.meta_path[:] = [one for one in sys.meta_path if one is not self]
+            # threads that install() starts import torch too. As long as the module counts as being
+            # initialised they would wait for this thread, which may wait for them
+            assert module.__spec__ is not None
+            module.__spec__._initializing = False  # type: ignore[attr-defined]
+            for call in self.calls:
+                call(module)
 
-    def exec_module(module: ModuleType) -> None:
-        _without_collections(execute, module)
-        del loader.exec_module
-        sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _TorchFinder)]
-        # threads that install() starts import torch too. As long as the module counts as being
-        # initialised they would wait for this thread, which may wait for them
-        assert module.__spec__ is not None
-        module.__spec__._initializing = False  # type: ignore[attr-defined]
-        for call in calls:
-            call()
-
-    try:
-        loader.exec_module = exec_module  # type: ignore[method-assign]
-    except AttributeError as error:
-        say(f"this process could not be made preemptible: torch has an odd loader ({error})")
+        try:
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+        except AttributeError as error:
+            say(f"{self.name} was not made preemptible: it has an odd loader ({error})")
 
 
 def _without_collections(execute: Callable[[ModuleType], object], module: ModuleType) -> None:
@@ -334,62 +342,23 @@ def _without_collections(execute: Callable[[ModuleType], object], module: Module
             gc.enable()
 
 
-class _AdaptedFinder:
-    """Lets the other finders find a framework's module, and gives it to our adapter after its
-    execution. It imports nothing before that."""
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        if fullname not in _ADAPTED:
-            return None
-        for finder in sys.meta_path:
-            find = None if finder is self else getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = find and find(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    _adapt(spec.loader, _ADAPTED[fullname])
-                return spec
-        return None
-
-
-def _adapt(loader: importlib.abc.Loader, adapter: str) -> None:
-    """Call the adapter's ``install(module)`` after ``exec_module`` of this loader."""
-    execute = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        # transformers looks for packages that are not there at every step, through all finders
-        if _ADAPTED.keys() <= sys.modules.keys():
-            sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _AdaptedFinder)]
-        _give(module, adapter)
-
-    try:
-        loader.exec_module = exec_module  # type: ignore[method-assign]
-    except AttributeError as error:
-        say(f"{loader} was not made preemptible: it is an odd loader ({error})")
-
-
-def _give(module: ModuleType, adapter: str) -> None:
+def _give(module: ModuleType) -> None:
     try:
         import importlib
 
-        importlib.import_module(adapter).install(module)
+        importlib.import_module(_ADAPTED[module.__name__]).install(module)
     except Exception as error:
         say(f"{module.__name__} was not made preemptible: {error}")
 
 
-def _record() -> None:
+def _record(_: ModuleType) -> None:
     """Of ``hydroslurm prove``: this process's optimizer steps are written down."""
     from hydroslurm.prove.recorder import start
 
     start()
 
 
-def _install() -> None:
+def _install(_: ModuleType) -> None:
     if is_launcher():
         return
     take_rank()

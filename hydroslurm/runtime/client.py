@@ -1,6 +1,5 @@
 """Pause and resume a process of this machine by its pid.
 
-    python -m hydroslurm.runtime.client --pid 1234 --action pause
     hydroslurm.send_signal(1234, "pause")
 
 A signal whose default action is to kill is never sent to a process that does not listen to it.
@@ -8,11 +7,9 @@ A signal whose default action is to kill is never sent to a process that does no
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -25,10 +22,9 @@ from hydroslurm.core.ack import (
     wait_for_answers,
 )
 from hydroslurm.core.events import EventKind, read_events
-from hydroslurm.core.files import clean
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.status import NEVER, RankStatus, read_status, status_of
-from hydroslurm.errors import AckTimeout, HydroslurmError, TargetError, UsageError
+from hydroslurm.errors import AckTimeout, TargetError, UsageError
 from hydroslurm.gate.signals import SignalPlan, is_ours_alone
 from hydroslurm.vacate.request import ask_to_vacate
 
@@ -77,24 +73,6 @@ def resume(
 ) -> Answer:
     """Undo :func:`pause` and wait until the process runs; raises as that does."""
     return _ask(pid, "resume", timeout_s, environ)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line of ``python -m hydroslurm.runtime.client``; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hydroslurm.runtime.client", description=__doc__
-    )
-    parser.add_argument("--pid", type=int, required=True, help="the process to signal")
-    parser.add_argument("--action", choices=("pause", "resume"), required=True)
-    parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="default 10")
-    chosen = parser.parse_args(arguments)
-    try:
-        answer = _ask(chosen.pid, chosen.action, chosen.timeout, None)
-    except (HydroslurmError, UsageError) as error:
-        print(f"hydroslurm: {clean(str(error), most=2000)}", file=sys.stderr)
-        return 1
-    print(f"pid {chosen.pid} rank {answer.rank}: {clean(answer.message)}")
-    return 0 if answer.done else 1
 
 
 def _ask(
@@ -222,7 +200,3 @@ def _caught(pid: int) -> int:
         raise TargetError(f"there is no process {pid}") from None
     (mask,) = (line.split()[1] for line in lines if line.startswith("SigCgt:"))
     return int(mask, 16)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -32,7 +32,7 @@ from hydroslurm.gate import GateKind, open_gate
 from hydroslurm.gate.marks import Emit
 from hydroslurm.gate.protocol import NO_CAUSE, Action
 from hydroslurm.gate.signals import SignalPlan
-from hydroslurm.runtime import autoload
+from hydroslurm.runtime import autoload, unsaved_warning
 from hydroslurm.runtime.child_signals import SpawnShield, WorkerShield
 from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.jobstep import jobstep_of
@@ -40,7 +40,6 @@ from hydroslurm.runtime.launch_ahead import launch_ahead_from
 from hydroslurm.runtime.out_of_reach import OutOfReach
 from hydroslurm.runtime.standing import Watch
 from hydroslurm.runtime.status_writer import StatusWriter, interval_s
-from hydroslurm.runtime.unsaved_warning import UnsavedWarning
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.vacate.policy import VacatePolicy, grace_from
@@ -213,9 +212,7 @@ def _set_up(
         controller.vacating.get_ready(environ, identity.job_id)
         _announce(base, identity, log, plan)
         if folder is not None and identity.rank == 0 and identity.job_id is not None:
-            warning = UnsavedWarning(controller, folder, identity.job_id, environ)
-            warning.start()
-            beside.callback(warning.stop)
+            beside.callback(unsaved_warning.watch(controller, folder, identity.job_id, environ))
         undo.pop_all()
         return controller, beside.pop_all(), base
 

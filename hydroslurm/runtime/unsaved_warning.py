@@ -1,11 +1,9 @@
 """One line of warning for a script that would lose work: it trains where jobs are preempted, and
 nothing in it saves when the job is stopped.
 
-The first rank of a job checks, once per job, with one question to slurmctld, and two more where
-nobody on the node has asked them lately. It waits until
-there is an optimizer, and a while longer: a script with a ``Run`` makes that next, and one that has
-neither will train. So the training loop may have begun by then, but not for long. Nothing waits for
-slurmctld's answer: the thread is a daemon, issues no operator and holds nothing.
+The first rank of a job checks, once per job, after the script has an optimizer and had some time
+for the ``Run`` that a script with one makes next. The check asks slurmctld in a daemon thread that
+issues no operator and holds nothing, so nothing waits for the answer.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from hydroslurm.errors import HydroslurmError, UsageError
@@ -31,68 +29,53 @@ FIRST_S, SPREAD_S = 10.0, 5.0
 """How long to wait for a Run after that; the jobs of an array must not all ask in one second."""
 ANSWER_S = 10.0
 
-_had_saver = False
-"""Something in this process has saved, and is gone."""
 
+def watch(
+    controller: Controller, run: RunDir, job_id: int, environ: Mapping[str, str]
+) -> Callable[[], None]:
+    """Start the check; returns what ends it at once."""
+    ended = threading.Event()
+    environ = dict(environ)
 
-class UnsavedWarning:
-    """Of one installation; ends with it, or once the warning was printed."""
+    def is_over(after_s: float) -> bool:
+        return ended.wait(after_s) or controller.had_saver or handles_sigterm()
 
-    def __init__(
-        self, controller: Controller, run: RunDir, job_id: int, environ: Mapping[str, str]
-    ) -> None:
-        self._controller = controller
-        self._run = run
-        self._job_id = job_id
-        self._environ = dict(environ)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch, name="hydroslurm-unsaved-warning", daemon=True
-        )
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """At once; an answer that is still to come is dropped."""
-        global _had_saver
-        _had_saver = _had_saver or self._controller.had_saver
-        self._ended.set()
-
-    def _watch(self) -> None:
+    def check() -> None:
         while not has_optimizer():
-            if self._ended.wait(CHECK_S) or self._is_settled():
+            if is_over(CHECK_S):
                 return
-        if self._ended.wait(FIRST_S + random.uniform(0.0, SPREAD_S)) or self._is_settled():
+        if is_over(FIRST_S + random.uniform(0.0, SPREAD_S)):
             return
         # Slurm's programs are missing in a container, slurmctld is busy: not worth a message
         with contextlib.suppress(HydroslurmError, UsageError, OSError):
-            policy = self._policy() if self._is_first() else None
-            message = None if policy is None else what_is_lost(policy, self._job_id)
-            if message is not None and not self._ended.is_set() and not self._is_settled():
+            policy = _policy(job_id, environ) if _is_first(run, job_id) else None
+            message = None if policy is None else what_is_lost(policy, job_id)
+            if message is not None and not is_over(0.0):
                 sys.stderr.write(f"hydroslurm: {message}\n")
                 sys.stderr.flush()
 
-    def _policy(self) -> SitePolicy | None:
-        from hydroslurm.slurm.client import open_client  # every start would pay for it
-        from hydroslurm.slurm.policies import Policies
-        from hydroslurm.slurm.refusals import RetryPolicy
+    threading.Thread(target=check, name="hydroslurm-unsaved-warning", daemon=True).start()
+    return ended.set
 
-        retry_policy = RetryPolicy(call_timeout_s=ANSWER_S, give_up_after_s=0.0)
-        client = open_client(environ=self._environ, retry_policy=retry_policy)
-        return Policies.read(client).of(client.job(self._job_id))
 
-    def _is_settled(self) -> bool:
-        return _had_saver or self._controller.had_saver or handles_sigterm()
+def _policy(job_id: int, environ: Mapping[str, str]) -> SitePolicy | None:
+    from hydroslurm.slurm.client import open_client  # every start would pay for it
+    from hydroslurm.slurm.policies import Policies
+    from hydroslurm.slurm.refusals import RetryPolicy
 
-    def _is_first(self) -> bool:
-        """Whether no other job step and no earlier attempt of this job has checked."""
-        mark = self._run.told(self._job_id)
-        with contextlib.suppress(FileExistsError):
-            mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            mark.touch(mode=0o600, exist_ok=False)
-            return True
-        return False
+    retry_policy = RetryPolicy(call_timeout_s=ANSWER_S, give_up_after_s=0.0)
+    client = open_client(environ=environ, retry_policy=retry_policy)
+    return Policies.read(client).of(client.job(job_id))
+
+
+def _is_first(run: RunDir, job_id: int) -> bool:
+    """Whether no other job step and no earlier attempt of this job has checked."""
+    mark = run.told(job_id)
+    with contextlib.suppress(FileExistsError):
+        mark.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mark.touch(mode=0o600, exist_ok=False)
+        return True
+    return False
 
 
 def has_optimizer() -> bool:

@@ -4,7 +4,6 @@ same."""
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 import sys
 import threading
@@ -243,18 +242,6 @@ def test_a_process_that_is_gone_is_an_error(tmp_path: Path) -> None:
             client.send_signal(ended.pid, "pause")
         with pytest.raises(TargetError, match="no process"):
             client.pause(ended.pid)
-
-
-def test_the_module_speaks_as_its_users_know_it(
-    rank: Child, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The module as a program pauses and resumes a process, and answers with the latency."""
-    assert client.main(["--pid", str(rank.pid), "--action", "pause"]) == 0
-    assert "parked after" in capsys.readouterr().out
-    assert client.main(["--pid", str(rank.pid), "--action", "resume"]) == 0
-    assert "running again" in capsys.readouterr().out
-    assert client.main(["--pid", str(os.getpid()), "--action", "pause"]) == 1
-    assert "has not announced itself" in capsys.readouterr().err
 
 
 def test_events_that_cannot_be_written_do_not_stop_pausing(tmp_path: Path) -> None:
