@@ -30,8 +30,8 @@ HEARTBEAT_ENV = "HYDROSLURM_HEARTBEAT_S"
 
 DEFAULT_EVERY_S = 10.0
 LEAST_EVERY_S = 0.1
-_SETTLE_S = 0.002
-"""A change is written so much later: the events of one pause come together."""
+_SETTLE_S = 0.0005
+"""A change is written so much later: events that come together are written once."""
 _RETRY_S = 1.0
 
 
