@@ -51,7 +51,7 @@ def test_any_script_may_be_elastic(requeue_cluster: DevCluster, tmp_path: Path) 
     assert base in scene.members
     described = scene.hydroslurm("describe", str(scene.job_id))
     told = described.stdout
-    assert "Engine:       restart (the spec names it)" in told, described.stderr
+    assert "Engine:       restart" in told, described.stderr
     assert "1 preempted, 1 failed" in told
 
     (scene.folder / "finish").touch()
