@@ -24,7 +24,7 @@ from harness import finish, interleaved, median_ratio, options
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hydroslurm.parallel import host_reduce_hook, library
+from hydroslurm.parallel import host_reduce_hook
 
 NODES, LOCAL_RANKS = 2, 4
 WIDTH, LAYERS = 1024, 8
@@ -33,7 +33,6 @@ WIDTH, LAYERS = 1024, 8
 
 def main() -> None:
     chosen = options(__doc__ or "")
-    library.load()
     rounds, steps = (2, 1) if chosen.quick else (9, 2)
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="hydroslurm-reduce-") as folder:

@@ -34,21 +34,18 @@ Arguments = Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...")]
 
 @app.command("build")
 def build_gate(out: Out = None, force: Force = False) -> None:
-    """Build the gate for the installed torch and the sums of hydroslurm.parallel, and test them.
-    Needs a C++ compiler and 30 seconds."""
+    """Build the gate for the installed torch, and test it. Needs a C++ compiler and 30 seconds."""
     from hydroslurm.errors import GateError
     from hydroslurm.gate import build, compiler
-    from hydroslurm.parallel.library import RECIPE
 
     torch = compiler.installed_torch()
     try:
         root = out.absolute() if out else build.cache_root(os.environ)
-        for recipe in (compiler.GATE, RECIPE):
-            folder = root / build.key_of(torch, recipe)
-            if not force and build.is_usable(folder, recipe=recipe):
-                typer.echo(f"{folder / recipe.library} exists already (--force rebuilds it)")
-                continue
-            built = build.build(root, environ=os.environ, torch=torch, recipe=recipe)
+        folder = root / build.key_of(torch)
+        if not force and build.is_usable(folder):
+            typer.echo(f"{folder / build.LIBRARY} exists already (--force rebuilds it)")
+        else:
+            built = build.build(root, environ=os.environ, torch=torch)
             typer.echo(f"{built.path} built and tested in {built.built_s:.1f} s")
     except OSError as error:
         raise GateError(f"cannot write the gate: {error}; choose a folder with --out") from error

@@ -1,7 +1,5 @@
 """Find a native library for the torch that is installed, or build it: once per user and torch.
 
-Most of it is said of the gate; the sums of :mod:`hydroslurm.parallel` are built the same way.
-
 Looked for in this order; each folder holds one sub-folder per key:
 
 1. ``$HYDROSLURM_GATE_DIR``, which a site fills with ``hydroslurm gate build --out DIR``;
@@ -78,9 +76,6 @@ def key_of(torch: Torch, recipe: Recipe = GATE) -> str:
         facts.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     libc = "-".join(platform.libc_ver())
     has_nvtx = torch.nvtx is not None
-    if not recipe.with_torch:
-        facts.update(repr((FLAGS, recipe.flags, STANDARDS, abi_number(recipe), libc)).encode())
-        return f"{Path(recipe.library).stem}-{platform.machine()}-{facts.hexdigest()[:16]}"
     facts.update(repr((FLAGS, STANDARDS, abi_number(), torch.cxx11_abi, libc, has_nvtx)).encode())
     version = re.sub(r"[^0-9A-Za-z.+]", "_", torch.version)
     return f"torch-{version}-{platform.machine()}-{facts.hexdigest()[:16]}"

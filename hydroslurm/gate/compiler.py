@@ -35,8 +35,6 @@ class Recipe:
         sources: the folder of its sources.
         abi_of: the header there that defines ``HS_..._ABI``.
         self_test: the module whose ``self_test(PATH)`` tries what was built.
-        with_torch: it is made for one torch, and needs its headers and libraries.
-        flags: more of them.
     """
 
     what: str
@@ -44,8 +42,6 @@ class Recipe:
     sources: Path
     abi_of: str
     self_test: str
-    with_torch: bool = True
-    flags: tuple[str, ...] = ()
 
     @property
     def manifest(self) -> str:
@@ -106,7 +102,7 @@ def nvtx_headers(environ: Mapping[str, str]) -> Path | None:
 
 def source_files(recipe: Recipe = GATE) -> list[Path]:
     """All sources, the headers included, in a fixed order."""
-    ends = ("cpp", "h", "inc")
+    ends = ("cpp", "h")
     return sorted(file for end in ends for file in recipe.sources.glob(f"*.{end}"))
 
 
@@ -172,11 +168,10 @@ def compile_command(
 ) -> list[str]:
     """The one command line. torch's headers count as system headers: only our code may warn."""
     sources = [str(source) for source in source_files(recipe) if source.suffix == ".cpp"]
-    plain = [*compiler, standard, *FLAGS, *recipe.flags]
-    if not recipe.with_torch:
-        return [*plain, *sources, "-o", str(target), "-Wl,-z,defs"]
     return [
-        *plain,
+        *compiler,
+        standard,
+        *FLAGS,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.cxx11_abi)}",
         "-isystem",
         str(torch.root / "include"),

@@ -4,13 +4,16 @@ same as a communication hook."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import json
 import os
 import secrets
 import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,16 +24,16 @@ from torch.nn import parallel
 
 from hydroslurm.coordination import collectives
 from hydroslurm.errors import HydroslurmError, ReductionFailed, UsageError
-from hydroslurm.parallel import library, nodes, segment
-from hydroslurm.parallel.copies import CudaCopies, HostCopies
-from hydroslurm.parallel.network import Network, timeout_of
-from hydroslurm.parallel.pieces import Arithmetic, Job
-from hydroslurm.parallel.reduction import Reduction
+from hydroslurm.parallel import node_memory, nodes
+from hydroslurm.parallel.network import Network
+from hydroslurm.parallel.reduction import Arithmetic, CudaCopies, Job, Reduction
+from hydroslurm.parallel.sums import TYPES
 
 PIECE_ELEMENTS = 1 << 20
 SLOTS = 4
-_WIDEST_BYTES = 8
 _SETUP_S = 300.0
+_TOLD_BYTES = 4096
+"""What a rank tells the others while they set up, as JSON."""
 
 Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
@@ -90,7 +93,6 @@ def host_reduce_hook(
         UsageError: a type that cannot be, or ranks that do not fit together.
         ReductionFailed: the ranks of a node could not be given shared memory, or the nodes not be
             connected. All ranks raise it.
-        NoCompiler, GateError: the sums could not be compiled.
     """
     _check(accumulate, wire, piece_elements)
     group = process_group or distributed_c10d._get_default_group()
@@ -110,8 +112,8 @@ def _check(accumulate: Any, wire: Any, piece_elements: int) -> None:
             f"accumulate={accumulate}; wanted torch.float32 or torch.float64: sums in 16 bits "
             "would lose small gradients"
         )
-    if wire is not None and wire not in library.TYPES:
-        kinds = ", ".join(str(kind) for kind in library.TYPES)
+    if wire is not None and wire not in TYPES:
+        kinds = ", ".join(str(kind) for kind in TYPES)
         raise UsageError(f"wire={wire}; wanted one of {kinds}")
     if isinstance(piece_elements, bool) or not 0 < piece_elements <= 1 << 28:
         raise UsageError(f"piece_elements={piece_elements}; wanted 1 to {1 << 28}")
@@ -132,27 +134,24 @@ class _Reducer:
         _reducers[self.key] = self
 
     def _set_up(self, group: dist.ProcessGroup, environ: Mapping[str, str]) -> None:
-        self._library = library.load()
         rank = dist.get_rank(group)
-        me = (nodes.here(rank, environ), self._arithmetic, secrets.token_hex(16))
-        told = _gather(me, group)
-        mine = nodes.group([one for one, _, _ in told], rank)
-        if len({one for _, one, _ in told}) > 1:
+        where, arithmetic = dataclasses.asdict(nodes.here(rank, environ)), str(self._arithmetic)
+        told = _gather([where, arithmetic, secrets.token_hex(16)], group)
+        mine = nodes.group([nodes.Where(**one) for one, _, _ in told], rank)
+        if len(different := sorted({str(one) for _, one, _ in told})) > 1:
             raise UsageError(
-                f"the ranks do not agree: {', '.join(sorted({str(one) for _, one, _ in told}))}. "
+                f"the ranks do not agree: {', '.join(different)}. "
                 "Give all ranks the same accumulate, wire and piece_elements"
             )
-        token = told[0][2]
-        timeout = timeout_of(group)
-        self._segment = _share(mine, token, len(mine.members), self._arithmetic, group)
+        token, timeout = str(told[0][2]), _timeout_of(group)
+        self._memory = _share(mine, token, self._arithmetic, group)
         network, problem = None, ""
         if mine.local_rank == 0 and len(mine.members) > 1:
             try:
+                store = distributed_c10d._get_default_store()
                 network = Network(
-                    *(self._library, self._segment),
-                    store=distributed_c10d.PrefixStore(
-                        f"hydroslurm/{token}", distributed_c10d._get_default_store()
-                    ),
+                    self._memory,
+                    store=distributed_c10d.PrefixStore(f"hydroslurm/{token}", store),
                     node=mine.node,
                     nodes=len(mine.members),
                     timeout=timeout,
@@ -161,7 +160,7 @@ class _Reducer:
                 problem = f"rank {rank} cannot reach the other nodes: {error}"
         _raise_together(problem, group)
         reduction = self._reduction = Reduction(
-            *(self._library, self._segment, mine, network),
+            *(self._memory, mine, network),
             arithmetic=self._arithmetic,
             timeout_s=timeout.total_seconds(),
             exempt=_exempt,
@@ -185,7 +184,7 @@ class _Reducer:
             UsageError: gradients that this cannot add.
             ReductionFailed: an earlier reduction failed.
         """
-        if bucket.layout is not torch.strided or bucket.dtype not in library.TYPES:
+        if bucket.layout is not torch.strided or bucket.dtype not in TYPES:
             raise UsageError(
                 f"gradients of {bucket.dtype} ({bucket.layout}) cannot be reduced on the host; "
                 "wanted dense ones of float32, float64, bfloat16 or float16. Sparse gradients "
@@ -196,20 +195,14 @@ class _Reducer:
         if self._reduction is None:
             done.set_result(bucket)
             return done
-        failures: list[ReductionFailed] = []
 
-        def finish(failure: ReductionFailed | None) -> None:
-            if failure is not None:
-                failures.append(failure)
-            done.set_result(bucket)
-
-        def result(_: torch.futures.Future[Any]) -> torch.Tensor:
-            if failures:
-                raise ReductionFailed(*failures[0].args)  # without the other thread's lines
+        def result(done: torch.futures.Future[Any]) -> torch.Tensor:
+            if failure := done.value():
+                raise ReductionFailed(failure)
             return bucket
 
         answer = done.then(result)
-        self._finish = finish
+        self._finish = done.set_result
         # an operator of torch's, for a pause holds a rank there: see collectives.add_group()
         torch.ops.c10d.hydroslurm_host_reduce(bucket, self.key)
         return answer
@@ -217,12 +210,13 @@ class _Reducer:
     def submit(self, bucket: torch.Tensor) -> None:
         """What the operator does."""
         assert self._reduction is not None
-        copies: HostCopies | CudaCopies = HostCopies(self._library, self._segment)
+        job = Job(bucket, self._finish)
         if bucket.is_cuda:
             if bucket.device not in self._copies:
-                self._copies[bucket.device] = CudaCopies(self._segment, bucket.device)
-            copies = self._copies[bucket.device]
-        self._reduction.submit(Job(bucket, copies.begin(), copies, self._finish))
+                self._copies[bucket.device] = CudaCopies(self._memory, bucket.device)
+            job.copies = self._copies[bucket.device]
+            job.begun = job.copies.event()
+        self._reduction.submit(job)
 
 
 _keys = itertools.count()
@@ -239,9 +233,30 @@ _operators.impl(  # type: ignore[no-untyped-call]
 
 
 def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, mine, group=group)
-    return told
+    """What each rank says. As JSON: all_gather_object() would unpickle what the others send."""
+    text = json.dumps(mine).encode().ljust(_TOLD_BYTES)
+    device, _ = _backend_of(group)
+    sent = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    told = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(told, sent, group=group)
+    return [json.loads(bytes(one.tolist())) for one in told]
+
+
+def _backend_of(group: dist.ProcessGroup) -> tuple[torch.device, Any]:
+    """Where the group's collectives work, and what does them."""
+    with contextlib.suppress(RuntimeError):
+        return torch.device("cpu"), group._get_backend(torch.device("cpu"))
+    device = torch.device("cuda", torch.cuda.current_device())
+    return device, group._get_backend(device)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of this group may take."""
+    with contextlib.suppress(RuntimeError, AttributeError):
+        timeout = _backend_of(group)[1].options._timeout
+        if isinstance(timeout, timedelta):
+            return timeout
+    return timedelta(minutes=30)
 
 
 def _raise_together(problem: str, group: dist.ProcessGroup) -> None:
@@ -250,36 +265,35 @@ def _raise_together(problem: str, group: dist.ProcessGroup) -> None:
     Raises:
         ReductionFailed: there is one.
     """
-    found = [one for one in _gather(problem, group) if one]
-    if found:
-        raise ReductionFailed(found[0])
+    if found := [one for one in _gather(problem[:500], group) if one]:
+        raise ReductionFailed(str(found[0]))
 
 
 def _share(
-    mine: nodes.Nodes, token: str, count: int, arithmetic: Arithmetic, group: dist.ProcessGroup
-) -> segment.Segment:
+    mine: nodes.Nodes, token: str, arithmetic: Arithmetic, group: dist.ProcessGroup
+) -> node_memory.NodeMemory:
     """Give the ranks of this node their memory."""
     ranks = len(mine.mine)
     # the exchange rounds a piece up to a multiple of the nodes
-    room = (arithmetic.piece_elements + count) * _WIDEST_BYTES
-    layout = segment.Layout(ranks=ranks, slots=SLOTS, area_bytes=-(-room // 4096) * 4096)
+    room = (arithmetic.piece_elements + len(mine.members)) * torch.float64.itemsize
+    layout = node_memory.Layout(ranks=ranks, slots=SLOTS, area_bytes=-(-room // 4096) * 4096)
     name, problem, found = f"hydroslurm-{token}-{mine.node}", "", None
     with contextlib.ExitStack() as stack:
         listener = None
-        if ranks > segment.MOST_LOCAL_RANKS:
-            problem = f"{ranks} ranks on one node; at most {segment.MOST_LOCAL_RANKS} can share"
+        if ranks > node_memory.MOST_LOCAL_RANKS:
+            problem = f"{ranks} ranks on one node; at most {node_memory.MOST_LOCAL_RANKS} can share"
         elif mine.local_rank == 0:
             try:
-                listener = stack.enter_context(segment.listen(name, layout))
+                listener = stack.enter_context(node_memory.listen(name, layout))
             except OSError as error:
                 problem = f"no socket for the node's memory: {error}"
         _raise_together(problem, group)
         try:
             if listener is not None:
-                found = segment.offer(listener, layout, timeout_s=_SETUP_S)
+                found = node_memory.offer(listener, layout, timeout_s=_SETUP_S)
             else:
-                found = segment.take(name, layout, mine.local_rank, timeout_s=_SETUP_S)
-        except HydroslurmError as error:
+                found = node_memory.take(name, layout, mine.local_rank, timeout_s=_SETUP_S)
+        except (HydroslurmError, OSError) as error:
             problem = str(error)
         _raise_together(problem, group)
     assert found is not None

@@ -8,7 +8,6 @@ sum of an element does not depend on its place in a bucket, unlike that of a rin
 
 from __future__ import annotations
 
-import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hydroslurm.parallel.library import Library
-from hydroslurm.parallel.segment import Segment
+from hydroslurm.parallel.node_memory import NodeMemory
+from hydroslurm.parallel.sums import add
 
 _Gloo: Any = dist.ProcessGroupGloo  # of its methods torch's types know no names
 
@@ -26,14 +25,7 @@ class Network:
     """The connections of one node's first rank with those of the other nodes."""
 
     def __init__(
-        self,
-        library: Library,
-        segment: Segment,
-        *,
-        store: Any,
-        node: int,
-        nodes: int,
-        timeout: timedelta,
+        self, memory: NodeMemory, *, store: Any, node: int, nodes: int, timeout: timedelta
     ) -> None:
         """Connect; all first ranks call this at once.
 
@@ -41,15 +33,14 @@ class Network:
             RuntimeError: gloo cannot connect them.
         """
         self.node, self.nodes = node, nodes
-        self._library = library
-        self._segment = segment
+        self._memory = memory
         # Backends of our own: no groups of torch.distributed, so that the other ranks have no part.
         # Two, for a piece may be on its way out while another one of its slot's number comes back.
         self._scatters, self._gathers = (
             _Gloo(distributed_c10d.PrefixStore(name, store), node, nodes, timeout)
             for name in ("scatter", "gather")
         )
-        self._received = torch.empty(segment.layout.area_bytes, dtype=torch.uint8)
+        self._received = torch.empty(memory.layout.area_bytes, dtype=torch.uint8, device="cpu")
 
     def add(self, slot: int, count: int, kind: torch.dtype, accumulate: torch.dtype) -> None:
         """Add this node's part of a piece, of ``count`` elements of ``kind``, from all nodes' sums,
@@ -58,26 +49,18 @@ class Network:
         Raises:
             RuntimeError: a connection broke, or the time-out passed.
         """
-        layout, part_bytes = self._segment.layout, self._part(count) * kind.itemsize
-        sums, result = layout.area(slot, layout.node_sum), layout.area(slot, layout.result)
-        parts = [self._received.data_ptr() + node * part_bytes for node in range(self.nodes)]
-        parts[self.node] = self._segment.address + sums + self.node * part_bytes
+        sums = self._parts(slot, self._memory.layout.node_sum, count, kind)
+        each = len(sums[self.node])
+        received = torch.split(self._received[: each * self.nodes * kind.itemsize].view(kind), each)
         works = []
         for other in self._others():
-            received = self._received[other * part_bytes : (other + 1) * part_bytes]
-            works.append(self._scatters.recv([received], other, slot))
-            sent = self._bytes(sums + other * part_bytes, part_bytes)
-            works.append(self._scatters.send([sent], other, slot))
+            works.append(self._scatters.recv([received[other]], other, slot))
+            works.append(self._scatters.send([sums[other]], other, slot))
         for work in works:
             work.wait()
-        self._library.sum(
-            self._segment.address + result + self.node * part_bytes,
-            kind,
-            parts,
-            kind,
-            count=self._part(count),
-            accumulate=accumulate,
-        )
+        parts = [*received[: self.node], sums[self.node], *received[self.node + 1 :]]
+        result = self._parts(slot, self._memory.layout.result, count, kind)
+        add(result[self.node], parts, accumulate=accumulate)
 
     def gather(self, slot: int, count: int, kind: torch.dtype) -> None:
         """Bring the parts of all nodes together as the slot's result.
@@ -85,20 +68,13 @@ class Network:
         Raises:
             RuntimeError: as for :meth:`add`.
         """
-        layout, part_bytes = self._segment.layout, self._part(count) * kind.itemsize
-        result = layout.area(slot, layout.result)
-        mine = self._bytes(result + self.node * part_bytes, part_bytes)
+        result = self._parts(slot, self._memory.layout.result, count, kind)
         works = []
         for other in self._others():
-            theirs = self._bytes(result + other * part_bytes, part_bytes)
-            works.append(self._gathers.recv([theirs], other, slot))
-            works.append(self._gathers.send([mine], other, slot))
+            works.append(self._gathers.recv([result[other]], other, slot))
+            works.append(self._gathers.send([result[self.node]], other, slot))
         for work in works:
             work.wait()
-
-    def _others(self) -> list[int]:
-        """The other nodes, each one's nearest first: not all begin with the same."""
-        return [(self.node + step) % self.nodes for step in range(1, self.nodes)]
 
     def abort(self) -> None:
         """Have the other nodes notice that this one has failed, where torch can do that."""
@@ -106,19 +82,13 @@ class Network:
             if (abort := getattr(gloo, "abort", None)) is not None:
                 abort()
 
-    def _part(self, count: int) -> int:
-        """Elements of a piece that each node adds; the last part may end behind the piece."""
-        return -(-count // self.nodes)
+    def _others(self) -> list[int]:
+        """The other nodes, each one's nearest first: not all begin with the same."""
+        return [(self.node + step) % self.nodes for step in range(1, self.nodes)]
 
-    def _bytes(self, offset: int, count: int) -> torch.Tensor:
-        return self._segment.tensor(offset, count, torch.uint8)
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective of this group may take."""
-    for device in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError, AttributeError):
-            timeout = group._get_backend(torch.device(device)).options._timeout
-            if isinstance(timeout, timedelta):
-                return timeout
-    return timedelta(minutes=30)
+    def _parts(
+        self, slot: int, which: int, count: int, kind: torch.dtype
+    ) -> tuple[torch.Tensor, ...]:
+        """What each node adds of a piece; the last part may end behind the piece."""
+        each = -(-count // self.nodes)
+        return torch.split(self._memory.piece(slot, which, each * self.nodes, kind), each)

@@ -11,9 +11,6 @@ from hydroslurm.coordination.world import World
 from hydroslurm.core.dates import boot_id
 from hydroslurm.errors import UsageError
 
-_NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID")
-"""torchrun's and srun's names for the number of a node; torchrun's is closer to the rank."""
-
 
 @dataclass(frozen=True)
 class Where:
@@ -60,7 +57,7 @@ def here(rank: int, environ: Mapping[str, str]) -> Where:
         UsageError: the variables of its launcher contradict each other.
     """
     world = World.from_environ(environ)
-    number = next((environ[name] for name in _NODE_NUMBERS if environ.get(name)), "")
+    number = environ.get("GROUP_RANK") or environ.get("SLURM_NODEID") or ""  # torchrun's is closer
     space = ""
     with contextlib.suppress(OSError):  # memory is handed over through a socket of this network
         space = str(Path("/proc/self/ns/net").readlink())

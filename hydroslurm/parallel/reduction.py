@@ -2,16 +2,16 @@
 
 A bucket is cut into pieces, which follow each other through the slots of the node's memory:
 
-    bring    each rank copies its piece into the slot                     counter ARRIVED
-    sum      each rank adds one slice of all ranks' pieces                counter SUMMED
+    bring    each rank copies its piece into the slot                     then posts ARRIVED
+    sum      each rank adds one slice of all ranks' pieces                then posts SUMMED
     exchange the first rank exchanges the node's sum with other nodes,
-    gather   and gathers what the nodes have added                        counter READY
-    take     each rank copies the result into its bucket                  counter TAKEN
+    gather   and gathers what the nodes have added                        then posts READY
+    take     each rank copies the result into its bucket                  then posts TAKEN
 
 One thread brings and sums, one takes, and the first rank has one more for each of the other two, so
-that the next piece is sent while one is on its way back. A counter of a slot rises with each of its
-uses; all ranks number their pieces alike, as DDP gives every rank the same buckets in the same
-order.
+that the next piece is sent while one is on its way back. All ranks number their pieces alike, as
+DDP gives every rank the same buckets in the same order. A rank brings a piece only once all have
+taken the slot's last one, so that no post is mistaken for that of another piece.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hydroslurm.errors import ReductionFailed
-from hydroslurm.parallel.library import Library
 from hydroslurm.parallel.network import Network
+from hydroslurm.parallel.node_memory import ARRIVED, READY, SUMMED, TAKEN, NodeMemory
 from hydroslurm.parallel.nodes import Nodes
-from hydroslurm.parallel.pieces import Arithmetic, Job, Piece
-from hydroslurm.parallel.segment import ARRIVED, READY, SUMMED, TAKEN, Segment
+from hydroslurm.parallel.sums import add, copy
 
 _LOOK_S = 0.1
 """How often a rank that waits looks whether its peers live."""
@@ -38,13 +39,90 @@ _ALIGN = 64
 """Elements: slices of two ranks do not meet in one cache line."""
 
 
+@dataclass(frozen=True)
+class Arithmetic:
+    """In what types gradients are added and sent.
+
+    Attributes:
+        accumulate: the type of the sums; None: float32, and float64 for gradients of float64.
+        wire: what travels between nodes; None: the gradients' own type.
+        piece_elements: how many elements a piece has.
+    """
+
+    accumulate: torch.dtype | None
+    wire: torch.dtype | None
+    piece_elements: int
+
+    def sums(self, kind: torch.dtype) -> torch.dtype:
+        return self.accumulate or (kind if kind is torch.float64 else torch.float32)
+
+    def sent(self, kind: torch.dtype) -> torch.dtype:
+        return self.wire or kind
+
+
+class CudaCopies:
+    """Between a GPU's memory and the node's, which is pinned for that: on two streams of their own,
+    one for each direction. It has not been run on a GPU."""
+
+    def __init__(self, memory: NodeMemory, device: torch.device) -> None:
+        self._device = device
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = runtime.cudaHostRegister(memory.address, memory.layout.size_bytes, 0)
+        if int(error) not in (0, 712):  # 712: registered already, by another model's copies
+            torch.cuda.check_error(int(error))
+        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def event(self) -> Any:
+        """What the thread of the backward has launched up to here."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def down(self, host: torch.Tensor, bucket: torch.Tensor, begun: Any) -> None:
+        self._down.wait_event(begun)
+        with torch.cuda.stream(self._down):
+            host.copy_(bucket, non_blocking=True)
+        self._down.synchronize()
+
+    def up(self, bucket: torch.Tensor, host: torch.Tensor) -> None:
+        with torch.cuda.stream(self._up):  # a conversion is the GPU's
+            bucket.copy_(host.to(self._device, non_blocking=True))
+        self._up.synchronize()
+
+
+@dataclass(eq=False)
+class Job:
+    """One bucket under way.
+
+    Attributes:
+        finish: called once, with the reason of a failure or an empty text.
+        copies: for a bucket in a GPU's memory, with the event after which it is complete.
+    """
+
+    bucket: torch.Tensor
+    finish: Callable[[str], None]
+    copies: CudaCopies | None = None
+    begun: Any = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a job's bucket, which is a view; pieces are numbered from 0."""
+
+    job: Job
+    part: torch.Tensor
+    number: int
+    slot: int
+    is_last: bool
+
+
 class Reduction:
     """Reduces buckets in the order in which they are given, in the background."""
 
     def __init__(
         self,
-        library: Library,
-        segment: Segment,
+        memory: NodeMemory,
         nodes: Nodes,
         network: Network | None,
         *,
@@ -54,10 +132,11 @@ class Reduction:
     ) -> None:
         """``exempt``: a block whose operators no pause holds: what is under way is finished."""
         self.issued = 0
-        self._library, self._segment, self._nodes = library, segment, nodes
-        self._network, self._arithmetic, self._timeout_s = network, arithmetic, timeout_s
-        self._exempt = exempt
+        self._memory, self._nodes, self._network = memory, nodes, network
+        self._arithmetic, self._timeout_s, self._exempt = arithmetic, timeout_s, exempt
         self._scale = 1.0 / sum(len(members) for members in nodes.members)
+        self._local_ranks, self._slots = range(len(nodes.mine)), memory.layout.slots
+        self._is_only_node = len(nodes.members) == 1
         self._number = 0
         self._unfinished: list[Job] = []
         self._failure: ReductionFailed | None = None
@@ -95,7 +174,7 @@ class Reduction:
         self._jobs.put(None)
         for pieces in (self._to_exchange, self._to_gather, self._to_take):
             pieces.put(None)
-        self._segment.close()
+        self._memory.close()
 
     # --- the threads
 
@@ -115,10 +194,11 @@ class Reduction:
 
     def _bring_all(self) -> None:
         while (job := self._jobs.get()) is not None:
-            total = job.bucket.numel()
-            for start in range(0, total, self._arithmetic.piece_elements):
-                stop = min(total, start + self._arithmetic.piece_elements)
-                piece = Piece(job, start, stop, self._number, stop == total)
+            with self._exempt():
+                parts = torch.split(job.bucket, self._arithmetic.piece_elements)
+            for part in parts:
+                slot, is_last = self._number % self._slots, part is parts[-1]
+                piece = Piece(job, part, self._number, slot, is_last)
                 self._number += 1
                 with self._exempt():
                     self._bring(piece)
@@ -128,128 +208,111 @@ class Reduction:
                 self._to_take.put(piece)
 
     def _bring(self, piece: Piece) -> None:
-        slot, use = self._place(piece)
-        ranks = len(self._nodes.mine)
-        self._wait(slot, TAKEN, ranks * use, piece)
-        area = self._segment.layout.area(slot, self._nodes.local_rank)
-        job = piece.job
-        job.copies.bring(
-            job.bucket, job.begun, piece.start, piece.stop, area=area, skip=self._slice(piece)
-        )
-        self._segment.note_entered(self._nodes.local_rank, piece.number + 1)
-        self._count(slot, ARRIVED, ranks * (use + 1))
+        if piece.number >= self._slots:
+            self._wait(TAKEN, piece, posts=len(self._local_ranks))
+        own, job = self._nodes.local_rank, piece.job
+        area, part = self._area(piece, own), piece.part
+        if job.copies is not None:
+            job.copies.down(area, part, job.begun)
+        else:  # this rank's own slice is added where it is
+            mine = self._slice(piece)
+            copy(area[: mine.start], part[: mine.start])
+            copy(area[mine.stop :], part[mine.stop :])
+        self._memory.note_entered(own, piece.number + 1)
+        self._memory.post(piece.slot, ARRIVED, self._local_ranks)
 
     def _sum(self, piece: Piece) -> None:
-        slot, use = self._place(piece)
-        layout, mine = self._segment.layout, self._slice(piece)
-        ranks, kind = len(self._nodes.mine), piece.job.bucket.dtype
-        self._wait(slot, ARRIVED, ranks * (use + 1), piece)
-        starts = [self._segment.address + layout.area(slot, rank) for rank in range(ranks)]
-        own, job = self._nodes.local_rank, piece.job
-        starts[own] = job.copies.own(job.bucket, piece.start, layout.area(slot, own))
-        result, offset = self._kind_of_result(kind), mine.start
-        out = self._segment.address + layout.area(slot, layout.node_sum)
-        self._library.sum(
-            out + offset * result.itemsize,
-            result,
-            [start + offset * kind.itemsize for start in starts],
-            kind,
-            count=len(mine),
-            accumulate=self._arithmetic.sums(kind),
+        self._wait(ARRIVED, piece, posts=len(self._local_ranks))
+        sources = [self._area(piece, rank) for rank in self._local_ranks]
+        if piece.job.copies is None:
+            sources[self._nodes.local_rank] = piece.part
+        out, mine = self._area(piece, self._memory.layout.node_sum), self._slice(piece)
+        add(
+            out[mine.start : mine.stop],
+            [one[mine.start : mine.stop] for one in sources],
+            accumulate=self._arithmetic.sums(piece.part.dtype),
             scale=self._scale,
         )
-        self._count(slot, SUMMED, ranks * (use + 1))
+        waiting = self._local_ranks if self._is_only_node else (0,)
+        self._memory.post(piece.slot, SUMMED, waiting)
 
     def _exchange(self, piece: Piece) -> None:
         assert self._network is not None
-        slot, use = self._place(piece)
-        self._wait(slot, SUMMED, len(self._nodes.mine) * (use + 1), piece)
-        kind = piece.job.bucket.dtype
+        self._wait(SUMMED, piece, posts=len(self._local_ranks))
+        kind, count, types = piece.part.dtype, len(piece.part), self._arithmetic
         with _of_the_network():
-            self._network.add(
-                slot, piece.count, self._arithmetic.sent(kind), self._arithmetic.sums(kind)
-            )
+            self._network.add(piece.slot, count, types.sent(kind), types.sums(kind))
         self._to_gather.put(piece)
 
     def _gather(self, piece: Piece) -> None:
         assert self._network is not None
-        slot, use = self._place(piece)
+        kind = self._arithmetic.sent(piece.part.dtype)
         with _of_the_network():
-            kind = piece.job.bucket.dtype
-            self._network.gather(slot, piece.count, self._arithmetic.sent(kind))
-        self._count(slot, READY, use + 1)
+            self._network.gather(piece.slot, len(piece.part), kind)
+        self._memory.post(piece.slot, READY, self._local_ranks)
 
     def _take(self, piece: Piece) -> None:
-        slot, use = self._place(piece)
-        layout, ranks, job = self._segment.layout, len(self._nodes.mine), piece.job
-        if len(self._nodes.members) == 1:
-            self._wait(slot, SUMMED, ranks * (use + 1), piece)
-            area = layout.area(slot, layout.node_sum)
+        layout, job = self._memory.layout, piece.job
+        if self._is_only_node:
+            self._wait(SUMMED, piece, posts=len(self._local_ranks))
+            found = self._area(piece, layout.node_sum)
         else:
-            self._wait(slot, READY, use + 1, piece)
-            area = layout.area(slot, layout.result)
-        kind = self._kind_of_result(job.bucket.dtype)
-        job.copies.take(job.bucket, piece.start, piece.stop, area=area, kind=kind)
-        self._count(slot, TAKEN, ranks * (use + 1))
+            self._wait(READY, piece, posts=1)
+            found = self._area(piece, layout.result)
+        if job.copies is not None:
+            job.copies.up(piece.part, found)
+        else:
+            copy(piece.part, found)
+        self._memory.post(piece.slot, TAKEN, self._local_ranks)
         if piece.is_last:
-            self._finish(job, None)
+            self._finish(job, "")
 
     # --- inside
 
-    def _kind_of_result(self, kind: torch.dtype) -> torch.dtype:
-        """Within one node nothing is rounded for the wire."""
-        return kind if len(self._nodes.members) == 1 else self._arithmetic.sent(kind)
-
-    def _place(self, piece: Piece) -> tuple[int, int]:
-        """The slot of a piece, and how often it was used before."""
-        use, slot = divmod(piece.number, self._segment.layout.slots)
-        return slot, use
+    def _area(self, piece: Piece, which: int) -> torch.Tensor:
+        """A piece as a rank has brought it, or its sum. Within one node no sum is rounded for the
+        wire."""
+        kind = piece.part.dtype
+        if which not in self._local_ranks and not self._is_only_node:
+            kind = self._arithmetic.sent(kind)
+        return self._memory.piece(piece.slot, which, len(piece.part), kind)
 
     def _slice(self, piece: Piece) -> range:
         """The elements of a piece that this rank adds."""
-        ranks = len(self._nodes.mine)
-        each = -(-piece.count // (ranks * _ALIGN)) * _ALIGN
-        start = min(piece.count, self._nodes.local_rank * each)
-        return range(start, min(piece.count, start + each))
+        count = len(piece.part)
+        each = -(-count // (len(self._local_ranks) * _ALIGN)) * _ALIGN
+        start = min(count, self._nodes.local_rank * each)
+        return range(start, min(count, start + each))
 
-    def _count(self, slot: int, which: int, target: int) -> None:
-        word = self._segment.address + self._segment.layout.word(slot, which)
-        self._library.count(word, target & 0xFFFFFFFF)
-
-    def _wait(self, slot: int, which: int, target: int, piece: Piece) -> None:
-        """Until a counter is at its target.
+    def _wait(self, which: int, piece: Piece, *, posts: int) -> None:
+        """Until so many posts have come to this rank.
 
         Raises:
             ReductionFailed: a rank has died or failed, or the time-out has passed.
         """
-        segment = self._segment
-        word = segment.address + segment.layout.word(slot, which)
+        memory, own = self._memory, self._nodes.local_rank
         deadline = time.monotonic() + self._timeout_s
-        while True:
-            with contextlib.suppress(InterruptedError):
-                if self._library.wait(
-                    word, target & 0xFFFFFFFF, failed=segment.failed, slice_s=_LOOK_S
-                ):
-                    return
-                if dead := segment.dead():
+        for _ in range(posts):
+            while not memory.wait(piece.slot, which, own, limit_s=_LOOK_S):
+                if reason := memory.read_failure():
+                    raise ReductionFailed(reason)
+                if dead := memory.dead():
                     ranks = ", ".join(str(self._nodes.mine[local]) for local in dead)
                     raise ReductionFailed(
                         f"rank {ranks} ended while gradients were being reduced on its node"
                     )
                 if time.monotonic() > deadline:
                     raise ReductionFailed(self._late(piece))
-                continue
-            raise ReductionFailed(segment.read_failure() or "another rank of this node failed")
 
     def _late(self, piece: Piece) -> str:
-        missing = [self._nodes.mine[local] for local in self._segment.behind(piece.number + 1)]
+        missing = [self._nodes.mine[local] for local in self._memory.behind(piece.number + 1)]
         who = f"ranks {missing} have" if missing else "another node has"
         return (
             f"{who} not brought their gradients within the process group's time-out of "
             f"{self._timeout_s:g} s. Do all ranks call backward equally often?"
         )
 
-    def _finish(self, job: Job, failure: ReductionFailed | None) -> None:
+    def _finish(self, job: Job, failure: str) -> None:
         with self._lock:
             if job not in self._unfinished:
                 return
@@ -263,13 +326,9 @@ class Reduction:
         with self._lock:
             self._failure = self._failure or error
             unfinished = list(self._unfinished)
-        segment = self._segment
-        segment.write_failure(str(error))
-        self._library.fail(
-            segment.failed, 1, words=segment.words, count=segment.layout.words, stride=16
-        )
+        self._memory.write_failure(str(error))
         for job in unfinished:
-            self._finish(job, self._failure)
+            self._finish(job, str(self._failure))
         if self._network is not None:
             self._network.abort()
 
@@ -286,5 +345,4 @@ def _of_the_network() -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -26,7 +26,7 @@ from forkedranks import serve
 from torch import nn
 
 import hydroslurm
-from hydroslurm.parallel import DistributedDataParallel, ddp, host_reduce_hook, library
+from hydroslurm.parallel import DistributedDataParallel, ddp, host_reduce_hook
 
 KINDS = {torch.float32: 3e-7, torch.float64: 1e-14, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 """How far a gradient may be from the average of the ranks' own, calculated in float64."""
@@ -292,5 +292,4 @@ SCENARIOS = {
 }
 
 if __name__ == "__main__":
-    library.load()  # compiled once, not by each rank
     serve(be_rank)

@@ -8,14 +8,12 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from parallel.conftest import Begin, Ranks
 from processes import wait_until
 
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import UsageError
-from hydroslurm.parallel import library
 from hydroslurm.parallel.nodes import Where, group
 
 
@@ -140,41 +138,7 @@ def assert_asleep(ranks: Ranks) -> None:
     assert ticks() - before < 60  # of a second's 100 for each of three
 
 
-# --- sums and nodes
-
-
-@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
-def test_all_numbers_of_16_bits(kind: torch.dtype) -> None:
-    """Each is read as PyTorch reads it, and written back from what it becomes."""
-    numbers = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(kind)
-    wide = torch.empty(65536)
-    narrow = torch.empty(65536, dtype=kind)
-    sums = library.load()
-    options = {"count": 65536, "accumulate": torch.float32}
-    sums.sum(wide.data_ptr(), torch.float32, [numbers.data_ptr()], kind, **options)
-    assert torch.equal(wide.nan_to_num(7.0), numbers.float().nan_to_num(7.0))
-    assert torch.equal(wide.isnan(), numbers.isnan())
-    sums.sum(narrow.data_ptr(), kind, [numbers.data_ptr()], kind, **options)
-    assert torch.equal(narrow.nan_to_num(7.0), numbers.nan_to_num(7.0))
-
-
-@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
-def test_rounding_is_pytorchs(kind: torch.dtype) -> None:
-    """To nearest, ties to even; overflow to infinity; what is too small to zero."""
-    one = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(kind).float().nan_to_num(0)
-    bits = torch.randint(-(2**31), 2**31, (1 << 18,), dtype=torch.int64).to(torch.int32)
-    numbers = torch.cat(
-        [one * (1 + 2**-11), one * (1 + 2**-8), one * (1 + 2**-9), bits.view(torch.float32)]
-    )
-    found = torch.empty(len(numbers), dtype=kind)
-    library.load().sum(
-        *(found.data_ptr(), kind, [numbers.data_ptr()], torch.float32),
-        count=len(numbers),
-        accumulate=torch.float32,
-    )
-    wanted = numbers.to(kind)
-    assert torch.equal(found.isnan(), wanted.isnan())
-    assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+# --- nodes
 
 
 def test_ranks_by_node() -> None:

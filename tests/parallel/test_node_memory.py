@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import ReductionFailed
-from hydroslurm.parallel.segment import Layout, Segment, listen, offer, take
+from hydroslurm.parallel.node_memory import Layout, NodeMemory, listen, offer, take
 
 LAYOUT = Layout(ranks=2, slots=2, area_bytes=4096)
 
 
 @contextlib.contextmanager
-def shared(name: str) -> Iterator[list[Segment]]:
+def shared(name: str) -> Iterator[list[NodeMemory]]:
     """The first rank's side, in a thread; its memory is in the list once it has been handed out."""
-    made: list[Segment] = []
+    made: list[NodeMemory] = []
     with listen(name, LAYOUT) as listener:
         thread = threading.Thread(target=lambda: made.append(offer(listener, LAYOUT, timeout_s=30)))
         thread.start()

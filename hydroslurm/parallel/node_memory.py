@@ -9,13 +9,18 @@ take the memory away below another.
 
 The connections stay open: by them, and by a descriptor of the process at the other end where the
 kernel gives one, each rank learns of the death of the first one, which learns of every other's.
+
+The ranks wait for each other at semaphores of the C library in that memory, one for each rank that
+waits; they also order what was written before a post and is read after the wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
+import functools
 import mmap
 import os
 import select
@@ -23,19 +28,20 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import IO, Any
 
 import torch
 
 from hydroslurm.errors import ReductionFailed
 
-_PAGE = 4096
-_FAILED, _TEXT, _TEXT_BYTES, _ENTERED = 0, 64, 1024, 2048
-_WORDS, _WORD_BYTES, _WORDS_PER_SLOT = _PAGE, 64, 4
-MOST_LOCAL_RANKS = (_PAGE - _ENTERED) // 4
+ARRIVED, SUMMED, READY, TAKEN = range(4)
+"""What a rank waits for in a slot."""
+MOST_LOCAL_RANKS = 512
+_PAGE, _TEXT_BYTES, _ENTERED = 4096, 1024, 2048
+_SEMAPHORES, _SEMAPHORE_BYTES = _PAGE, 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_RETRY_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -54,24 +60,20 @@ class Layout:
 
     @property
     def size_bytes(self) -> int:
-        return self._first + self.slots * (self.ranks + 2) * self.area_bytes
+        return self.area(self.slots, 0)
 
     @property
-    def _first(self) -> int:
-        words = self.slots * _WORDS_PER_SLOT * _WORD_BYTES
-        return _WORDS + -(-words // _PAGE) * _PAGE
+    def semaphores(self) -> int:
+        return self.slots * 4 * self.ranks
 
-    @property
-    def words(self) -> int:
-        return self.slots * _WORDS_PER_SLOT
-
-    def word(self, slot: int, which: int) -> int:
-        """Where a counter of a slot is: ARRIVED, SUMMED, READY or TAKEN."""
-        return _WORDS + (slot * _WORDS_PER_SLOT + which) * _WORD_BYTES
+    def semaphore(self, slot: int, which: int, rank: int) -> int:
+        """Where a rank waits for ARRIVED, SUMMED, READY or TAKEN of a slot."""
+        return _SEMAPHORES + ((slot * 4 + which) * self.ranks + rank) * _SEMAPHORE_BYTES
 
     def area(self, slot: int, which: int) -> int:
         """Where a piece is: that of a local rank, or :attr:`node_sum` or :attr:`result`."""
-        return self._first + (slot * (self.ranks + 2) + which) * self.area_bytes
+        first = _SEMAPHORES + -(-self.semaphores * _SEMAPHORE_BYTES // _PAGE) * _PAGE
+        return first + (slot * (self.ranks + 2) + which) * self.area_bytes
 
     @property
     def node_sum(self) -> int:
@@ -82,11 +84,8 @@ class Layout:
         return self.ranks + 1
 
 
-ARRIVED, SUMMED, READY, TAKEN = range(_WORDS_PER_SLOT)
-
-
 @dataclass
-class Segment:
+class NodeMemory:
     """The memory, as one rank has it.
 
     Attributes:
@@ -101,36 +100,42 @@ class Segment:
     _processes: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self.address = self._bytes.data_ptr()
+        self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
         for local_rank, connection in self.peers.items():
             pid = _credentials(connection)[0]
             with contextlib.suppress(OSError):  # of another container, or before Linux 5.3
                 self._processes[local_rank] = os.pidfd_open(pid)
 
-    def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """A view of the memory. Issues no operator."""
+    def piece(self, slot: int, which: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first elements of an area, as :meth:`Layout.area` names it; a view."""
+        offset = self.layout.area(slot, which)
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
 
-    @property
-    def failed(self) -> int:
-        """The address of the word that is not 0 once the node has failed."""
-        return self.address + _FAILED
+    def post(self, slot: int, which: int, ranks: Iterable[int]) -> None:
+        """Tell these local ranks."""
+        for rank in ranks:
+            _libc().sem_post(self.address + self.layout.semaphore(slot, which, rank))
 
-    @property
-    def words(self) -> int:
-        """The address of the counters, which are 64 bytes apart."""
-        return self.address + _WORDS
+    def wait(self, slot: int, which: int, local_rank: int, *, limit_s: float) -> bool:
+        """Wait for one post to this rank; False: none came in that time."""
+        # on a wall clock, as nothing else is everywhere: one that is set back delays the False only
+        until = time.clock_gettime(time.CLOCK_REALTIME) + limit_s
+        limit = _Timespec(int(until), int(until % 1 * 1e9))
+        word = self.address + self.layout.semaphore(slot, which, local_rank)
+        if _libc().sem_timedwait(word, ctypes.byref(limit)) == 0:
+            return True
+        assert ctypes.get_errno() in (errno.ETIMEDOUT, errno.EINTR)
+        return False
 
     def write_failure(self, text: str) -> None:
-        """Leave a reason for the others, unless there is one; before they are woken."""
-        if not self.memory[_TEXT]:
+        """Leave a reason for the others, unless there is one."""
+        if not self.memory[0]:
             words = text.encode()[: _TEXT_BYTES - 1]
-            self.memory[_TEXT : _TEXT + len(words)] = words
+            self.memory[: len(words)] = words
 
     def read_failure(self) -> str:
-        text = self.memory[_TEXT : _TEXT + _TEXT_BYTES].split(b"\0")[0]
-        return text.decode(errors="replace")
+        """Why the node has failed; empty if it has not."""
+        return self.memory[:_TEXT_BYTES].split(b"\0")[0].decode(errors="replace")
 
     def note_entered(self, local_rank: int, number: int) -> None:
         """A rank has brought so many pieces; only for what is said when one is missing."""
@@ -143,12 +148,9 @@ class Segment:
 
     def dead(self) -> list[int]:
         """The local ranks that have ended, as far as this one can see."""
+        of = {connection.fileno(): rank for rank, connection in self.peers.items()}
+        of |= {process: rank for rank, process in self._processes.items()}
         poll = select.poll()
-        of: dict[int, int] = {}
-        for local_rank, connection in self.peers.items():
-            of[connection.fileno()] = local_rank
-        for local_rank, process in self._processes.items():
-            of[process] = local_rank
         for descriptor in of:
             poll.register(descriptor, select.POLLIN)  # nobody ever writes: readable is the end
         return sorted({of[descriptor] for descriptor, _ in poll.poll(0)})
@@ -165,7 +167,7 @@ def listen(name: str, layout: Layout) -> socket.socket:
     """Where the other ranks of a node get the memory.
 
     Raises:
-        OSError: there is no such socket to be had.
+        OSError: the socket cannot be made.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -177,16 +179,19 @@ def listen(name: str, layout: Layout) -> socket.socket:
     return listener
 
 
-def offer(listener: socket.socket, layout: Layout, *, timeout_s: float) -> Segment:
+def offer(listener: socket.socket, layout: Layout, *, timeout_s: float) -> NodeMemory:
     """Make the memory, and hand it to the other ranks of this node and to nobody else.
 
     Raises:
-        ReductionFailed: they did not all come in time, or there is no such memory to be had.
+        ReductionFailed: they did not all come in time, or the memory cannot be made.
     """
     deadline = time.monotonic() + timeout_s
     peers: dict[int, socket.socket] = {}
-    with contextlib.ExitStack() as undo, _closing(_make(layout)) as descriptor:
-        undo.callback(_close_all, peers)
+    with contextlib.ExitStack() as undo, _make(layout) as file:
+        memory = NodeMemory(layout, mmap.mmap(file.fileno(), layout.size_bytes), {})
+        for number in range(layout.semaphores):
+            word = memory.address + _SEMAPHORES + number * _SEMAPHORE_BYTES
+            _libc().sem_init(word, 1, 0)
         while len(peers) < layout.ranks - 1:
             listener.settimeout(max(0.001, deadline - time.monotonic()))
             try:
@@ -196,23 +201,20 @@ def offer(listener: socket.socket, layout: Layout, *, timeout_s: float) -> Segme
                 raise ReductionFailed(
                     f"local ranks {missing} did not ask for the node's memory in {timeout_s:g} s"
                 ) from None
-            if _credentials(connection)[1] != os.getuid():
-                connection.close()
-                continue
             connection.settimeout(max(0.001, deadline - time.monotonic()))
-            told = connection.recv(4)
+            is_ours = _credentials(connection)[1] == os.getuid()
+            told = connection.recv(4) if is_ours else b""
             number = struct.unpack("=I", told)[0] if len(told) == 4 else 0
             if not 0 < number < layout.ranks or number in peers:
                 connection.close()
                 continue
-            peers[number] = connection
-            socket.send_fds(connection, [b"memory"], [descriptor])
-        segment = Segment(layout, mmap.mmap(descriptor, layout.size_bytes), peers)
+            peers[number] = undo.enter_context(connection)
+            socket.send_fds(connection, [b"memory"], [file.fileno()])
         undo.pop_all()
-        return segment
+    return NodeMemory(layout, memory.memory, peers)
 
 
-def take(name: str, layout: Layout, local_rank: int, *, timeout_s: float) -> Segment:
+def take(name: str, layout: Layout, local_rank: int, *, timeout_s: float) -> NodeMemory:
     """Get the memory from the first rank of this node.
 
     Raises:
@@ -228,58 +230,55 @@ def take(name: str, layout: Layout, local_rank: int, *, timeout_s: float) -> Seg
         _, descriptors, _, _ = socket.recv_fds(connection, 16, 1)
         if not descriptors:
             raise ReductionFailed("the first rank of this node handed out no memory")
-        with _closing(descriptors[0]) as descriptor:
-            found = os.fstat(descriptor)
+        with os.fdopen(descriptors[0], "rb+", buffering=0) as file:
+            found = os.fstat(file.fileno())
             if found.st_size != layout.size_bytes or not stat.S_ISREG(found.st_mode):
                 raise ReductionFailed(
                     f"the node's memory has {found.st_size} bytes, wanted {layout.size_bytes}"
                 )
-            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise ReductionFailed("the node's memory could be cut off: its size is not sealed")
-            return Segment(layout, mmap.mmap(descriptor, layout.size_bytes), {0: connection})
+            return NodeMemory(layout, mmap.mmap(file.fileno(), layout.size_bytes), {0: connection})
     except BaseException as error:
         connection.close()
         if isinstance(error, OSError):
             raise ReductionFailed(
-                f"the node's memory could not be had from its first rank: {error}. Can the ranks "
+                f"the first rank of this node did not hand out its memory: {error}. Can the ranks "
                 "of this node reach each other (one network namespace)?"
             ) from error
         raise
 
 
-def _make(layout: Layout) -> int:
+def _make(layout: Layout) -> IO[bytes]:
     try:
         descriptor = os.memfd_create("hydroslurm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as error:
-        raise ReductionFailed(f"no shared memory is to be had: {error}") from error
-    try:
+        file = os.fdopen(descriptor, "rb+", buffering=0)
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, layout.size_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:
-        os.close(descriptor)
         raise ReductionFailed(
-            f"{layout.size_bytes} bytes of shared memory are not to be had: {error}"
+            f"{layout.size_bytes} bytes of shared memory cannot be made: {error}"
         ) from error
-    return descriptor
-
-
-def _close_all(connections: Mapping[int, socket.socket]) -> None:
-    for connection in connections.values():
-        connection.close()
-
-
-@contextlib.contextmanager
-def _closing(descriptor: int) -> Iterator[int]:
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    return file
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
     """Process and user at the other end, from the kernel."""
-    size = ctypes.sizeof(ctypes.c_int) * 3
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", packed)
     return pid, uid
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+@functools.cache
+def _libc() -> Any:
+    """The C library's semaphores. Each call gives up the GIL while it runs."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+    library.sem_post.argtypes = [ctypes.c_void_p]
+    library.sem_timedwait.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Timespec)]
+    return library
