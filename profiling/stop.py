@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from batchscripts import requeue_script
 from harness import PROFILING, finish, p50_p99, parser, scratch
 from processes import wait_until
 from progress import read_progress
@@ -32,7 +33,6 @@ from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.spec import Profile
-from hydroslurm.jobs.launch.batch_script import RequeueScript, requeue_script
 
 Way = Literal["urgent", "requeue"]
 """An urgent job that wants the node, or an operator's ``scontrol requeue``."""
@@ -77,7 +77,7 @@ class RequeuedTraining:
         self._attempt = 1
         folder.mkdir(parents=True)
         script = folder / "job.sbatch"
-        script.write_text(requeue_script(RequeueScript(command=f'"$PYTHON" -u {JOB} "$@"')))
+        script.write_text(requeue_script(f'"$PYTHON" -u {JOB} "$@"'))
         arguments = [str(script), str(state_bytes), str(folder / "progress")]
         self._job_id = self._slurm("sbatch", "--parsable", f"--nodelist={NODE}", *arguments)
         self._wait_for_first_step()

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchscripts import requeue_script
 from peers import HERE, Peer
 
 from hydroslurm.core.rundir import RUN_DIR_ENV
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.jobs.launch.batch_script import RequeueScript, requeue_script
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 BEGIN_DELAY_S = 6
@@ -150,7 +150,8 @@ class Job:
             return self._submit_callable(more)
         if self.peer.name == "hydroslurm":
             command = f'"$PYTHON" -u {HERE / self.peer.script} "$@"'
-            text = requeue_script(RequeueScript(command=command, time_min=60, warning_s=90))
+            text = requeue_script(command)
+            more = ("--time=60", "--signal=URG@90", *more)
         else:
             signal = f"#SBATCH --signal={self.peer.signal}" if self.peer.signal else ""
             text = _SCRIPT.format(signal=signal, script=HERE / self.peer.script)

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from batchscripts import multi_node_script
 from processes import wait_until
 
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.jobs.launch.batch_script import RequeueScript, requeue_script
 from hydroslurm.slurm.client import JobState, open_client
 
 pytestmark = pytest.mark.slurm
@@ -60,7 +60,7 @@ def test_a_failed_rank_is_no_preemption(
     """The job ends as failed, in its first attempt, whether the other rank had a Run or not: it
     would be requeued, and fail again, for ever."""
     (tmp_path / "train.py").write_text(program)
-    script = requeue_script(RequeueScript(command='"$PYTHON" -u train.py', nodes=2))
+    script = multi_node_script('"$PYTHON" -u train.py', nodes=2)
     (tmp_path / "job.sh").write_text(script)
     environ = {
         **os.environ,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batchscripts import requeue_script
 from integration.manyranks import acts
 from integration.manyranks.conftest import trained_alone as ranks_trained_alone
 from processes import is_stopped, wait_until
@@ -27,7 +28,6 @@ from training.trainings import ALONE_LIMIT_S, Training, steps_lost, trained_alon
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.jobs.launch.batch_script import RequeueScript, requeue_script
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -48,7 +48,7 @@ class Large(Training):
         self.folder.mkdir(parents=True)
         command = f'"$PYTHON" -u {LARGE} {self.out} {LARGE_STEPS}'
         script = self.folder / "job.sbatch"
-        script.write_text(requeue_script(RequeueScript(command=command)))
+        script.write_text(requeue_script(command))
         limit_kib = int(TIMES_ITS_OWN * self.own_bytes / 1024)
         options = ("--parsable", f"--mem={limit_kib}K", *sbatch_options)
         self.job_id = self.slurm("sbatch", *options, str(script))

@@ -10,15 +10,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from batchscripts import MULTI_NODE, multi_node_script
 from processes import is_stopped
 from training.trainings import LIMIT_S, ROOT, Training
 
 from hydroslurm.core.events import Event, EventKind, read_events
-from hydroslurm.jobs.launch.batch_script import MULTI_NODE, requeue_script
 
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 """The nodes of a dev cluster have no names that could be looked up."""
@@ -28,7 +28,7 @@ EVERY_STEPS = 60
 LOOK_S = 0.06
 CURTAIN = threading.Event()
 """Nobody wants to know any more."""
-AS_IT_IS = MULTI_NODE.command
+AS_IT_IS = MULTI_NODE
 FSDP = AS_IT_IS.replace("train_ddp", "train_fsdp")
 AGENT = AS_IT_IS.replace(
     "-u",
@@ -62,9 +62,7 @@ class RanksTraining(Training):
         self.folder.mkdir(parents=True)
         (self.folder / "examples").symlink_to(ROOT / "examples")
         script = self.folder / "job.sbatch"
-        script.write_text(
-            requeue_script(replace(MULTI_NODE, command=self.command, nodes=self.nodes))
-        )
+        script.write_text(multi_node_script(self.command, nodes=self.nodes))
         self.job_id = self.slurm(
             "sbatch",
             "--parsable",

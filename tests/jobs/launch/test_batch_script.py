@@ -1,93 +1,29 @@
-"""The batch script of a requeueable job: what it says, and what its last lines do."""
+"""The end of the batch scripts of requeueable jobs: where it stands, and what it does."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from batchscripts import SBATCH
 
-from hydroslurm.errors import UsageError
-from hydroslurm.jobs.launch.batch_script import (
-    MULTI_NODE,
-    TORCHRUN,
-    RequeueScript,
-    requeue_lines,
-    requeue_script,
-)
-
-ROOT = Path(__file__).resolve().parents[3]
+from hydroslurm.jobs.launch.batch_script import requeue_lines
 
 
-@pytest.mark.parametrize(
-    "script", [RequeueScript(), MULTI_NODE, TORCHRUN], ids=lambda script: script.file
-)
-def test_the_file_in_sbatch_is_the_generated_one(script: RequeueScript) -> None:
-    """It is never edited by hand, and names itself and the example that it runs."""
-    text = (ROOT / script.file).read_text()
-    assert text == requeue_script(script)
-    assert f"#   sbatch {script.file} --epochs 30 " in text
-    assert f"examples/{script.example} " in script.command
-    assert (ROOT / "examples" / script.example).exists()
-    shell = subprocess.run(["bash", "-n", ROOT / script.file], timeout=60, check=False)
+@pytest.mark.parametrize("name", ["requeue", "multi-node", "torchrun"])
+def test_the_scripts_in_sbatch_end_with_these_lines(name: str) -> None:
+    """Each names itself and the example that it runs, and bash can read it."""
+    path = SBATCH / f"{name}.sbatch"
+    text = path.read_text()
+    assert text.endswith("\ndone\n\n" + "\n".join(requeue_lines()) + "\n")
+    example = "train_run.py" if name == "requeue" else "train_ddp.py"
+    assert f"#   sbatch sbatch/{name}.sbatch --epochs 30 " in text
+    assert f'examples/{example} "$@" &' in text
+    assert (SBATCH.parent / "examples" / example).exists()
+    shell = subprocess.run(["bash", "-n", path], timeout=60, check=False)
     assert shell.returncode == 0
-
-
-def test_several_ranks() -> None:
-    """srun is told nodes and tasks, from what this attempt has been given, not from what was asked
-    for when the job was submitted."""
-    one_each = requeue_script(MULTI_NODE).splitlines()
-    assert "#SBATCH --nodes=4" in one_each
-    assert not any(line.startswith("#SBATCH --ntasks") for line in one_each)
-    assert '    --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\' in one_each
-    two_each = requeue_script(replace(MULTI_NODE, tasks_per_node=2)).splitlines()
-    assert "#SBATCH --ntasks-per-node=2" in two_each
-    assert "#   scontrol update JobId=JOBID NumNodes=N NumTasks=2*N" in two_each
-    (line,) = [line for line in two_each if "SLURM_JOB_NUM_NODES" in line]
-    assert '--ntasks="$((SLURM_JOB_NUM_NODES * 2))" --ntasks-per-node=2' in line
-
-
-def test_values_reach_the_script() -> None:
-    """Every field stands where Slurm reads it."""
-    text = requeue_script(
-        RequeueScript(
-            command="python train.py",
-            job_name="big",
-            partition="spot",
-            time_min=150,
-            warning_s=300,
-            cpus_per_task=8,
-        )
-    )
-    for line in (
-        "#SBATCH --job-name=big",
-        "#SBATCH --partition=spot",
-        "#SBATCH --time=02:30:00",
-        "#SBATCH --signal=URG@300",
-        "#SBATCH --cpus-per-task=8",
-        "#SBATCH --open-mode=append",
-        "    python train.py &",
-    ):
-        assert line in text.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"time_min": 0}, "time_min=0"),
-        ({"warning_s": 1800, "time_min": 30}, "at the start"),
-        ({"cpus_per_task": True}, "cpus_per_task=True"),
-        ({"nodes": 0}, "nodes=0"),
-        ({"tasks_per_node": 2.0}, "tasks_per_node=2.0"),
-    ],
-)
-def test_values_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
-    """A warning that is longer than the limit, or no time at all."""
-    with pytest.raises(UsageError, match=words):
-        RequeueScript(**options)
 
 
 SCONTROL = """#!/bin/bash
