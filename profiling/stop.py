@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from batchscripts import requeue_script
 from harness import PROFILING, finish, p50_p99, parser, scratch
 from processes import wait_until
 from progress import read_progress
+from sbatchfiles import requeue_script
 
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchscripts import requeue_script
 from peers import HERE, Peer
 
 from hydroslurm.core.rundir import RUN_DIR_ENV
@@ -23,6 +22,7 @@ BEGIN_DELAY_S = 6
 """What Slurm makes a requeued job wait here (AuthInfo=cred_expire=5). A job that ended instead and
 is submitted again by hand waits as long: none is to gain by dying."""
 COMMAND_LIMIT_S = 60.0
+_REQUEUE = HERE.parent.parent / "sbatch/requeue.sbatch"
 LOOK_EVERY_S = 1.0
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 
@@ -149,8 +149,8 @@ class Job:
         if not self.peer.script:
             return self._submit_callable(more)
         if self.peer.name == "hydroslurm":
-            command = f'"$PYTHON" -u {HERE / self.peer.script} "$@"'
-            text = requeue_script(command)
+            text = _REQUEUE.read_text()
+            text = text.replace("examples/train_run.py", str(HERE / self.peer.script))
             more = ("--time=60", "--signal=URG@90", *more)
         else:
             signal = f"#SBATCH --signal={self.peer.signal}" if self.peer.signal else ""

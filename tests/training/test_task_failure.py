@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from batchscripts import multi_node_script
 from processes import wait_until
+from sbatchfiles import multi_node_script
 
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.slurm.client import JobState, open_client

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batchscripts import requeue_script
 from integration.manyranks import acts
 from integration.manyranks.conftest import trained_alone as ranks_trained_alone
 from processes import is_stopped, wait_until
+from sbatchfiles import requeue_script
 from stories import Stories
 from stories import stories as all_under_way
 from training.trainings import ALONE_LIMIT_S, Training, steps_lost, trained_alone

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchscripts import MULTI_NODE, multi_node_script
 from processes import is_stopped
+from sbatchfiles import MULTI_NODE, multi_node_script
 from training.trainings import LIMIT_S, ROOT, Training
 
 from hydroslurm.core.events import Event, EventKind, read_events

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from batchscripts import SBATCH
+from sbatchfiles import SBATCH
 
 from hydroslurm.jobs.launch.batch_script import requeue_lines
 
