@@ -91,7 +91,12 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories[dict[s
 
 def _run(script: str, folder: Path) -> dict[str, Any]:
     folder.mkdir()
-    return run_script(f"{script}.py", "--json", folder=folder)[0]
+    if script not in ("stop", "killwait", "stock_submitit"):
+        return run_script(f"{script}.py", "--json", folder=folder)[0]
+    # their jobs make a user's own folder for temporary files, which stays
+    result, _ = run_script(f"{script}.py", "--json", "--directory", str(folder))
+    assert not list(folder.iterdir()), "nothing stays of a run"
+    return result
 
 
 @pytest.mark.slurm
