@@ -43,7 +43,7 @@ def build_gate(out: Out = None, force: Force = False) -> None:
         root = out.absolute() if out else build.cache_root(os.environ)
         folder = root / build.key_of(torch)
         if not force and build.is_usable(folder):
-            typer.echo(f"{folder / build.LIBRARY} exists already (--force rebuilds it)")
+            typer.echo(f"{folder / compiler.LIBRARY} exists already (--force rebuilds it)")
         else:
             built = build.build(root, environ=os.environ, torch=torch)
             typer.echo(f"{built.path} built and tested in {built.built_s:.1f} s")

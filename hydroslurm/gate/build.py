@@ -1,4 +1,4 @@
-"""Find a native library for the torch that is installed, or build it: once per user and torch.
+"""Find the native gate for the torch that is installed, or build it: once per user and torch.
 
 Looked for in this order; each folder holds one sub-folder per key:
 
@@ -36,10 +36,10 @@ from hydroslurm.core.trust import check_trusted, is_trusted
 from hydroslurm.errors import GateError, UntrustedFile
 from hydroslurm.gate.compiler import (
     FLAGS,
-    GATE,
+    LIBRARY,
+    MANIFEST,
     SITE_DIR_ENV,
     STANDARDS,
-    Recipe,
     Torch,
     abi_number,
     compile_library,
@@ -69,10 +69,10 @@ class Library:
     built_s: float | None = None
 
 
-def key_of(torch: Torch, recipe: Recipe = GATE) -> str:
+def key_of(torch: Torch) -> str:
     """The name of the folder that a gate for this torch and this machine lies in."""
     facts = hashlib.sha256()
-    for source in source_files(recipe):
+    for source in source_files():
         facts.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     libc = "-".join(platform.libc_ver())
     has_nvtx = torch.nvtx is not None
@@ -96,19 +96,19 @@ def cache_root(environ: Mapping[str, str]) -> Path:
         raise OSError(str(error)) from error
 
 
-def find(environ: Mapping[str, str], *, torch: Torch, recipe: Recipe = GATE) -> Library | None:
+def find(environ: Mapping[str, str], *, torch: Torch) -> Library | None:
     """The gate that is there, whole and nobody else's, without building one.
 
     A site's folder that others could write to is skipped with a warning: somebody has set the
     variable. The cache is skipped silently, for the gate is then built again.
     """
-    key = key_of(torch, recipe)
+    key = key_of(torch)
     if site := environ.get(SITE_DIR_ENV):
         try:
             # the owner of this very file already decides what runs here: a site's account
             owner = Path(__file__).stat().st_uid
-            if is_usable(Path(site) / key, owners={owner}, recipe=recipe):
-                return Library(Path(site) / key / recipe.library, key, "site")
+            if is_usable(Path(site) / key, owners={owner}):
+                return Library(Path(site) / key / LIBRARY, key, "site")
         except UntrustedFile as error:
             _warn_once(
                 f"hydroslurm: {error}. {SITE_DIR_ENV} is passed over; the gate of your own cache "
@@ -116,26 +116,22 @@ def find(environ: Mapping[str, str], *, torch: Torch, recipe: Recipe = GATE) -> 
             )
     with contextlib.suppress(OSError, UntrustedFile):
         folder = cache_root(environ) / key
-        if is_usable(folder, recipe=recipe):
-            return Library(folder / recipe.library, key, "cache")
+        if is_usable(folder):
+            return Library(folder / LIBRARY, key, "cache")
     return None
 
 
-def is_usable(folder: Path, *, owners: Collection[int] = (), recipe: Recipe = GATE) -> bool:
+def is_usable(folder: Path, *, owners: Collection[int] = ()) -> bool:
     """Whether it has an intact library; raises UntrustedFile before anything in it is read.
 
     Args:
         owners: trusted besides this user and root.
     """
     try:
-        check_trusted(folder / recipe.library, what=_library_of(recipe), owners=owners)
+        check_trusted(folder / LIBRARY, what="the gate library", owners=owners)
     except OSError:
         return False
-    return is_whole(folder, recipe)
-
-
-def _library_of(recipe: Recipe) -> str:
-    return "the gate library" if recipe is GATE else f"the library of {recipe.what}"
+    return is_whole(folder)
 
 
 @functools.cache
@@ -143,7 +139,7 @@ def _warn_once(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
-def ensure(environ: Mapping[str, str], *, torch: Torch, recipe: Recipe = GATE) -> Library:
+def ensure(environ: Mapping[str, str], *, torch: Torch) -> Library:
     """The gate for this torch, built and self-tested when there is none yet.
 
     Any number of processes may call this at once: one builds, the others wait for it. A library of
@@ -156,31 +152,31 @@ def ensure(environ: Mapping[str, str], *, torch: Torch, recipe: Recipe = GATE) -
         GateError: the compiler failed; the message has its last lines. Or there is no folder where
             nobody else could replace it.
     """
-    found = find(environ, torch=torch, recipe=recipe)
+    found = find(environ, torch=torch)
     if found:
         return found
-    key = key_of(torch, recipe)
+    key = key_of(torch)
     try:
         root = cache_root(environ)
         for folder in (root.parent.parent, root.parent, root):  # whatever the umask says
             folder.mkdir(mode=0o700, parents=folder is root.parent.parent, exist_ok=True)
         check_trusted(root, what="the gate's cache")
         with _locked(root / f"{key}.lock"):
-            there = find(environ, torch=torch, recipe=recipe)
-            return there or build(root, environ=environ, torch=torch, recipe=recipe)
+            there = find(environ, torch=torch)
+            return there or build(root, environ=environ, torch=torch)
     except (OSError, UntrustedFile) as error:
         where = environ.get("XDG_CACHE_HOME") or "~/.cache"
         warnings.warn(
-            f"hydroslurm: {recipe.what} cannot be kept in {where} ({error}); it is built again in "
-            "every process, which takes about ten seconds. Point XDG_CACHE_HOME at a folder that "
-            "only you can write, or let the site run `hydroslurm gate build --out DIR` and set "
-            f"{SITE_DIR_ENV}=DIR",
+            f"hydroslurm: the native gate cannot be kept in {where} ({error}); it is built again "
+            "in every process, which takes about ten seconds. Point XDG_CACHE_HOME at a folder "
+            "that only you can write, or let the site run `hydroslurm gate build --out DIR` and "
+            f"set {SITE_DIR_ENV}=DIR",
             RuntimeWarning,
             stacklevel=2,
         )
     private = _private_folder()
     try:
-        built = build(private, environ=environ, torch=torch, recipe=recipe)
+        built = build(private, environ=environ, torch=torch)
     except BaseException:
         shutil.rmtree(private, ignore_errors=True)
         raise
@@ -188,10 +184,10 @@ def ensure(environ: Mapping[str, str], *, torch: Torch, recipe: Recipe = GATE) -
 
 
 @contextlib.contextmanager
-def to_load(recipe: Recipe) -> Iterator[Library]:
+def to_load() -> Iterator[Library]:
     """The library for this process, as :func:`ensure`, which is gone from disk after the block if
     it is a private one: to be loaded within."""
-    found = ensure(os.environ, torch=installed_torch(), recipe=recipe)
+    found = ensure(os.environ, torch=installed_torch())
     try:
         yield found
     finally:
@@ -218,9 +214,7 @@ def _private_folder() -> Path:
     )
 
 
-def build(
-    root: Path, *, environ: Mapping[str, str], torch: Torch, recipe: Recipe = GATE
-) -> Library:
+def build(root: Path, *, environ: Mapping[str, str], torch: Torch) -> Library:
     """Build into ``root/<key>``, replacing what is there; self-tested before it is put in place.
 
     Raises:
@@ -229,45 +223,45 @@ def build(
         UntrustedFile: others can write it.
     """
     started = time.monotonic()
-    compiler = find_compiler(environ, recipe)
-    key = key_of(torch, recipe)
+    compiler = find_compiler(environ)
+    key = key_of(torch)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_trusted(root, what="the folder for the gate")  # a child of ours loads it there
     workshop = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=root))
     try:
-        library = workshop / recipe.library
-        command = compile_library(compiler, library, torch=torch, recipe=recipe)
-        self_test_in_child(library, recipe)
+        library = workshop / LIBRARY
+        command = compile_library(compiler, library, torch=torch)
+        self_test_in_child(library)
         built_s = time.monotonic() - started
         manifest = {
             "sha256": checksum(library),
             "torch": torch.version,
-            "abi": abi_number(recipe),
+            "abi": abi_number(),
             "command": command,
             "built_s": round(built_s, 3),
         }
-        (workshop / recipe.manifest).write_text(json.dumps(manifest, indent=1) + "\n")
-        _put_in_place(workshop, root / key, recipe)
-        check_trusted(root / key / recipe.library, what=_library_of(recipe))
+        (workshop / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        _put_in_place(workshop, root / key)
+        check_trusted(root / key / LIBRARY, what="the gate library")
     finally:
         shutil.rmtree(workshop, ignore_errors=True)
-    return Library(root / key / recipe.library, key, "cache", built_s)
+    return Library(root / key / LIBRARY, key, "cache", built_s)
 
 
-def is_whole(folder: Path, recipe: Recipe = GATE) -> bool:
+def is_whole(folder: Path) -> bool:
     """Whether the library in the folder is the one that its manifest describes."""
     try:
-        manifest = json.loads((folder / recipe.manifest).read_text())
-        return bool(manifest["sha256"] == checksum(folder / recipe.library))
+        manifest = json.loads((folder / MANIFEST).read_text())
+        return bool(manifest["sha256"] == checksum(folder / LIBRARY))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _put_in_place(workshop: Path, target: Path, recipe: Recipe) -> None:
+def _put_in_place(workshop: Path, target: Path) -> None:
     """The manifest becomes visible last: readers use a library only with its manifest."""
     target.mkdir(mode=0o755, exist_ok=True)
-    (workshop / recipe.library).chmod(0o755)  # whatever the umask says: others must not write it
-    for name in (recipe.library, recipe.manifest):
+    (workshop / LIBRARY).chmod(0o755)  # whatever the umask says: others must not write it
+    for name in (LIBRARY, MANIFEST):
         with (workshop / name).open("rb") as file:
             os.fsync(file.fileno())
         (workshop / name).replace(target / name)

@@ -1,4 +1,4 @@
-"""The one command that compiles native code: which compiler, which torch, which sources."""
+"""The one command that compiles the native gate: which compiler, which torch, which sources."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from hydroslurm.errors import GateError, NoCompiler
 
 SITE_DIR_ENV = "HYDROSLURM_GATE_DIR"
 SOURCES = Path(__file__).parent / "native"
+LIBRARY = "hs_gate.so"
+MANIFEST = "hs_gate.json"
+"""Beside the library: its checksum, and what it was built from."""
 COMPILERS = ("c++", "g++", "clang++")
 STANDARDS = ("-std=c++17", "-std=c++20")
 FLAGS = (
@@ -23,32 +26,6 @@ FLAGS = (
     *("-Wall", "-Wextra"),
 )
 COMPILE_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A library of ours that is built where it is used.
-
-    Attributes:
-        what: for messages: "the native gate".
-        library: its file.
-        sources: the folder of its sources.
-        abi_of: the header there that defines ``HS_..._ABI``.
-        self_test: the module whose ``self_test(PATH)`` tries what was built.
-    """
-
-    what: str
-    library: str
-    sources: Path
-    abi_of: str
-    self_test: str
-
-    @property
-    def manifest(self) -> str:
-        return f"{Path(self.library).stem}.json"
-
-
-GATE = Recipe("the native gate", "hs_gate.so", SOURCES, "gate.h", "hydroslurm.gate.self_test")
 
 
 NVTX_HEADER = "nvtx3/nvToolsExt.h"
@@ -100,20 +77,19 @@ def nvtx_headers(environ: Mapping[str, str]) -> Path | None:
     return next((folder for folder in folders if (folder / NVTX_HEADER).is_file()), None)
 
 
-def source_files(recipe: Recipe = GATE) -> list[Path]:
+def source_files() -> list[Path]:
     """All sources, the headers included, in a fixed order."""
-    ends = ("cpp", "h")
-    return sorted(file for end in ends for file in recipe.sources.glob(f"*.{end}"))
+    return sorted(file for end in ("cpp", "h") for file in SOURCES.glob(f"*.{end}"))
 
 
-def abi_number(recipe: Recipe = GATE) -> int:
-    """``HS_GATE_ABI`` of the sources, or what it is called there."""
-    match = re.search(r"#define HS_\w+_ABI (\d+)", (recipe.sources / recipe.abi_of).read_text())
-    assert match, f"{recipe.abi_of} defines the number of its ABI"
+def abi_number() -> int:
+    """``HS_GATE_ABI`` of the sources."""
+    match = re.search(r"#define HS_GATE_ABI (\d+)", (SOURCES / "gate.h").read_text())
+    assert match, "gate.h defines the number of its ABI"
     return int(match[1])
 
 
-def find_compiler(environ: Mapping[str, str], recipe: Recipe = GATE) -> list[str]:
+def find_compiler(environ: Mapping[str, str]) -> list[str]:
     """``$CXX`` (which may bring flags), else the first of c++, g++ and clang++ on PATH.
 
     Raises:
@@ -125,7 +101,7 @@ def find_compiler(environ: Mapping[str, str], recipe: Recipe = GATE) -> list[str
         if found:
             return [found, *flags]
     raise NoCompiler(
-        f"{recipe.what} has to be built and no C++ compiler was found (looked for "
+        "the native gate has to be built and no C++ compiler was found (looked for "
         f"{wanted[0] if wanted else ', '.join(COMPILERS)}). Install one (apt-get install g++), or "
         "on a machine that has one run `hydroslurm gate build --out DIR` and set "
         f"{SITE_DIR_ENV}=DIR here"
@@ -133,16 +109,18 @@ def find_compiler(environ: Mapping[str, str], recipe: Recipe = GATE) -> list[str
 
 
 def compile_library(
-    compiler: Sequence[str], target: Path, *, torch: Torch, recipe: Recipe = GATE
+    compiler: Sequence[str], target: Path, *, torch: Torch, sources: Sequence[Path] | None = None
 ) -> list[str]:
-    """Compile all sources into one shared library; returns the command that worked.
+    """Compile sources, the gate's by default, into one shared library; returns the command that
+    worked.
 
     Raises:
         GateError: no standard that we know compiles.
     """
     said = ""
+    sources = source_files() if sources is None else sources
     for standard in STANDARDS:
-        command = compile_command(compiler, target, standard=standard, torch=torch, recipe=recipe)
+        command = compile_command(compiler, target, sources, standard=standard, torch=torch)
         try:
             done = subprocess.run(
                 command,
@@ -152,22 +130,21 @@ def compile_library(
                 stdin=subprocess.DEVNULL,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise GateError(f"{recipe.what} could not be compiled: {error}") from error
+            raise GateError(f"the native gate could not be compiled: {error}") from error
         if done.returncode == 0:
             return command
         said = said or done.stderr
     tail = "\n".join(said.strip().splitlines()[-20:])
     raise GateError(
-        f"{recipe.what} does not compile with {compiler[0]} against torch {torch.version}:\n"
+        f"the native gate does not compile with {compiler[0]} against torch {torch.version}:\n"
         f"{tail}\nTry another compiler (CXX=g++), or report this with the lines above"
     )
 
 
 def compile_command(
-    compiler: Sequence[str], target: Path, *, standard: str, torch: Torch, recipe: Recipe = GATE
+    compiler: Sequence[str], target: Path, sources: Sequence[Path], *, standard: str, torch: Torch
 ) -> list[str]:
     """The one command line. torch's headers count as system headers: only our code may warn."""
-    sources = [str(source) for source in source_files(recipe) if source.suffix == ".cpp"]
     return [
         *compiler,
         standard,
@@ -176,7 +153,7 @@ def compile_command(
         "-isystem",
         str(torch.root / "include"),
         *(["-DHS_WITH_NVTX", "-isystem", str(torch.nvtx)] if torch.nvtx else []),
-        *sources,
+        *(str(source) for source in sources if source.suffix == ".cpp"),
         "-o",
         str(target),
         f"-L{torch.root / 'lib'}",

@@ -305,7 +305,7 @@ def _load() -> tuple[Path, ctypes.CDLL]:
     A library that is intact and still cannot be loaded (built on another machine of a shared home)
     is built again, once.
     """
-    with build.to_load(compiler.GATE) as found:
+    with build.to_load() as found:
         try:
             return found.path, binding.bind(found.path)
         except GateError:

@@ -10,14 +10,13 @@ from pathlib import Path
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import GateSelfTestFailed
-from hydroslurm.gate.compiler import GATE, Recipe
 from hydroslurm.gate.protocol import Action, Cause
 
 TIMEOUT_S = 180.0
 
 
-def self_test_in_child(library: Path, recipe: Recipe = GATE) -> None:
-    """Have a child process try a library: hold and release an operator, for the gate.
+def self_test_in_child(library: Path) -> None:
+    """Have a child process hold and release an operator with a library.
 
     Raises:
         GateSelfTestFailed: it does not; the message has what the child said.
@@ -25,7 +24,7 @@ def self_test_in_child(library: Path, recipe: Recipe = GATE) -> None:
     # `python -m` would first look for modules in the working directory, which may be anybody's
     program = (
         "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv.pop(1)]; "
-        f"from {recipe.self_test} import self_test; self_test(sys.argv[1])"
+        "from hydroslurm.gate.self_test import self_test; self_test(sys.argv[1])"
     )
     command = [sys.executable, "-c", program, str(Path(__file__).parents[2]), str(library)]
     try:
@@ -38,11 +37,11 @@ def self_test_in_child(library: Path, recipe: Recipe = GATE) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise GateSelfTestFailed(
-            f"the self-test of {recipe.what} did not end in {TIMEOUT_S:.0f} s"
+            f"the self-test of the native gate did not end in {TIMEOUT_S:.0f} s"
         ) from error
     if done.returncode != 0:
         raise GateSelfTestFailed(
-            f"{recipe.what} was built, but its self-test ended with {done.returncode}: "
+            f"the native gate was built, but its self-test ended with {done.returncode}: "
             f"{(done.stderr or done.stdout).strip()[-1000:]}"
         )
 

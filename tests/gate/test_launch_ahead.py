@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.errors import UsageError
-from hydroslurm.gate.compiler import Recipe, compile_library, installed_torch
+from hydroslurm.gate.compiler import compile_library, installed_torch
 from hydroslurm.runtime.launch_ahead import launch_ahead_from
 
 SCRIPT = """
@@ -54,12 +54,9 @@ def test_torchs_events_are_recorded_and_asked_for(
 ) -> None:
     """On the stream of the thread, in forward and backward; never before there is a bound, nor
     after. A device that torch does not have is refused; one that fails ends no training."""
-    (tmp_path / "source").mkdir()
     source = Path(__file__).with_name("launch_device.cpp")
-    (tmp_path / "source" / source.name).write_text(source.read_text())
-    recipe = Recipe("the test's device", "device.so", tmp_path / "source", source.name, "")
     target = tmp_path / "device.so"
-    compile_library(native_compiler, target, torch=installed_torch(), recipe=recipe)
+    compile_library(native_compiler, target, torch=installed_torch(), sources=[source])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(target)], capture_output=True, text=True, timeout=120
     )
