@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.signals import signal_name
@@ -22,22 +22,18 @@ Verb = Literal["pause", "resume"]
 
 
 @dataclass
-class _Rank:
-    """One process, as it announced itself."""
-
-    rank: int
-    pid: int
-    host: str
-    told: Mapping[str, Any]
-    replaced: set[str] = field(default_factory=set)
-
-
-@dataclass
 class _Step:
-    """All that is known of one job step; ``tasks``: that have come so far, ended ones too."""
+    """All that is known of one job step.
 
-    ranks: dict[int, _Rank] = field(default_factory=dict)
+    Attributes:
+        ranks: how each announced itself.
+        tasks: that have come so far, ended ones too.
+        replaced: per rank the signals that others have a handler for.
+    """
+
+    ranks: dict[int, Event] = field(default_factory=dict)
     tasks: set[int] = field(default_factory=set)
+    replaced: dict[int, set[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,25 +41,20 @@ class Listeners:
     """Whom a signal may be sent to.
 
     Attributes:
-        signals: job step -> the number of the signal that its ranks take. None stands for all job
-            steps: the ranks are of a release that did not tell theirs.
+        signals: job step -> the number of the signal that its ranks take.
         ranks: that will hear it.
         refusals: of each other step why it is left alone.
     """
 
-    signals: Mapping[int | None, int]
+    signals: Mapping[int, int]
     ranks: frozenset[int]
     refusals: tuple[str, ...]
-
-
-_UNTOLD = {"pause": 10, "resume": 12}
-"""SIGUSR1 and SIGUSR2, of a release that did not write them down."""
 
 
 def listeners(files: Mapping[int, Path], verb: Verb, *, restart_count: int) -> Listeners:
     """Read who has announced itself in the present attempt. Who wrote a file that cannot be
     read is not among them."""
-    signals: dict[int | None, int] = {}
+    signals: dict[int, int] = {}
     ranks: set[int] = set()
     refusals: list[str] = []
     for step_id, step in _steps(files, restart_count).items():
@@ -71,8 +62,7 @@ def listeners(files: Mapping[int, Path], verb: Verb, *, restart_count: int) -> L
         if reason:
             refusals.append(reason)
             continue
-        first = next(iter(step.ranks.values())).told
-        signals[step_id] = first["asked_by"][verb] if "asked_by" in first else _UNTOLD[verb]
+        signals[step_id] = _asked_by(next(iter(step.ranks.values())))[verb]
         ranks |= step.ranks.keys()
     return Listeners(signals, frozenset(ranks), tuple(refusals))
 
@@ -81,10 +71,10 @@ _BATCH = -1
 """In the place of a step, for what runs in the batch script."""
 
 
-def _steps(files: Mapping[int, Path], restart_count: int) -> dict[int | None, _Step]:
-    steps: dict[int | None, _Step] = {}
+def _steps(files: Mapping[int, Path], restart_count: int) -> dict[int, _Step]:
+    steps: dict[int, _Step] = {}
     for rank, path in files.items():
-        of_pid: dict[tuple[str, int], int | None] = {}
+        of_pid: dict[tuple[str, int], _Step] = {}
         with contextlib.suppress(OSError):
             for event in read_events(path):
                 if event.restart_count == restart_count:
@@ -93,85 +83,78 @@ def _steps(files: Mapping[int, Path], restart_count: int) -> dict[int | None, _S
 
 
 def _take(
-    steps: dict[int | None, _Step],
-    of_pid: dict[tuple[str, int], int | None],
-    rank: int,
-    event: Event,
+    steps: dict[int, _Step], of_pid: dict[tuple[str, int], _Step], rank: int, event: Event
 ) -> None:
     process = event.host, event.pid
     if event.kind is EventKind.INSTALLED:
-        told = event.data
-        step_id = _step_of(told)
-        of_pid[process] = step_id
-        step = steps.setdefault(step_id, _Step())
-        step.ranks[rank] = _Rank(rank, event.pid, event.host, told)
-        step.tasks.add(told.get("task", rank))
+        step_id = event.data.get("step_id")
+        step = steps.setdefault(_BATCH if step_id is None else int(step_id), _Step())
+        of_pid[process] = step
+        step.ranks[rank], step.replaced[rank] = event, set()
+        step.tasks.add(event.data.get("task", rank))
         return
-    if process not in of_pid:
-        return
-    known = steps[of_pid[process]].ranks.get(rank)
+    step = of_pid.get(process, _Step())
+    known = step.ranks.get(rank)
     if known is None or (known.host, known.pid) != process:
         return
     if event.kind is EventKind.HANDLER_REPLACED:
         of_others = {str(event.data.get("signal"))}
-        known.replaced -= of_others
+        step.replaced[rank] -= of_others
         if not is_ours_alone(event.data):
-            known.replaced |= of_others
+            step.replaced[rank] |= of_others
     elif event.kind is EventKind.UNINSTALLED:
-        del steps[of_pid[process]].ranks[rank]
+        del step.ranks[rank]
 
 
-def _step_of(told: Mapping[str, Any]) -> int | None:
-    if "step_id" not in told:
-        return None
-    step_id = told["step_id"]
-    return _BATCH if step_id is None else int(step_id)
+def _asked_by(announced: Event) -> Mapping[str, int]:
+    """Verb -> the number of the signal that the rank takes for it."""
+    asked_by: Mapping[str, int] = announced.data.get("asked_by", {})
+    return asked_by
 
 
-def _why_not(step_id: int | None, step: _Step, verb: Verb) -> str:
+def _why_not(step_id: int, step: _Step, verb: Verb) -> str:
     """Empty where the signal harms nobody and every rank takes it."""
     if step_id == _BATCH:
         return (
             "its ranks run in the batch script without srun, where a signal would reach the batch "
             "shell too; start them with srun"
         )
-    ranks = step.ranks.values()
-    reasons = (_of_rank(rank, verb) for rank in ranks)
+    reasons = (_of_rank(rank, step, verb) for rank in step.ranks)
     reason = next(filter(None, reasons), "") or _of_signals(step, verb) or _of_tasks(step)
-    return f"step {step_id}: {reason}" if reason and step_id is not None else reason
+    return f"step {step_id}: {reason}" if reason else ""
 
 
-def _of_rank(rank: _Rank, verb: Verb) -> str:
-    told = rank.told
-    who = f"rank {rank.rank} (pid {rank.pid} on {rank.host})"
-    number = told["asked_by"].get(verb) if "asked_by" in told else _UNTOLD[verb]
+def _of_rank(rank: int, step: _Step, verb: Verb) -> str:
+    told = step.ranks[rank]
+    who = f"rank {rank} (pid {told.pid} on {told.host})"
+    number = _asked_by(told).get(verb)
     if number is None:
         return f"{who} takes no signal for a {verb}: HYDROSLURM_SIGNALS, or it was ignored before"
     name = signal_name(number)
-    if name in rank.replaced:
+    if name in step.replaced[rank]:
         return (
             f"{who} has another handler for {name} than hydroslurm's. What that does is not known: "
             "Lightning saves and requeues. Choose another signal, "
             f"HYDROSLURM_SIGNALS=user_{verb}=..., or have the library leave this one alone"
         )
-    if told.get("deaf"):
+    if deaf := told.data.get("deaf"):
         return (
-            f"{name} would kill {', '.join(told['deaf'])}, above {who}; start the script with "
+            f"{name} would kill {', '.join(deaf)}, above {who}; start the script with "
             "srun itself, `exec` in the wrapper, or `hydroslurm agent` in the place of torchrun"
         )
     return ""
 
 
 def _of_signals(step: _Step, verb: Verb) -> str:
-    told = [rank.told["asked_by"][verb] for rank in step.ranks.values() if "asked_by" in rank.told]
-    if len(set(told)) > 1:
-        names = ", ".join(sorted({signal_name(number) for number in told}))
-        return f"its ranks take different signals for a {verb} ({names})"
-    return ""
+    numbers = {_asked_by(told)[verb] for told in step.ranks.values()}
+    if len(numbers) == 1:
+        return ""
+    names = ", ".join(sorted(map(signal_name, numbers)))
+    return f"its ranks take different signals for a {verb} ({names})"
 
 
 def _of_tasks(step: _Step) -> str:
-    told = [rank.told for rank in step.ranks.values()]
+    told = [one.data for one in step.ranks.values()]
     tasks = max((one.get("step_tasks", 0) for one in told), default=0)
     if len(step.tasks) >= tasks or all(one.get("held") for one in told):
         return ""

@@ -267,8 +267,7 @@ def _signal(client: SlurmClient, job: Job, verb: Verb) -> _Act:
     for step_id, number in found.signals.items():
         client.signal(job.job_id, number, step=step_id)
     message = ", ".join(
-        f"scancel --signal={signal_name(number).removeprefix('SIG')}"
-        + ("" if step_id is None else f" {job.job_id}.{step_id}")
+        f"scancel --signal={signal_name(number).removeprefix('SIG')} {job.job_id}.{step_id}"
         for step_id, number in found.signals.items()
     )
     left = "".join(f" (left alone: {reason})" for reason in found.refusals)

@@ -118,9 +118,3 @@ def test_a_handler_of_somebody_else(job: Job) -> None:
     found = job.hear()
     assert (found.signals, found.ranks) == ({1: USR1}, {1})
     assert "Lightning saves and requeues" in found.refusals[0]
-
-
-def test_ranks_of_an_older_release(job: Job) -> None:
-    """They told neither step nor signal: all steps get what that release listens to."""
-    job.tell(EventKind.INSTALLED, gate="native")
-    assert job.hear().signals == {None: USR1}
