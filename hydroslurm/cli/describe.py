@@ -9,7 +9,7 @@ import typer
 
 from hydroslurm.cli.elastic import elastic_lines, member_lines
 from hydroslurm.cli.job import Which
-from hydroslurm.cli.status import echo, rank_line
+from hydroslurm.cli.status import echo, moment, rank_line
 from hydroslurm.core.files import clean
 
 if TYPE_CHECKING:
@@ -222,11 +222,6 @@ def condition_lines(found: Found) -> list[str]:
         message = f": {clean(one.message)}" if one.message else ""
         lines.append(f"  {moment(one.epoch_ns)}  {one.type}{reason}{message}")
     return lines if found.conditions else [*lines, "  none"]
-
-
-def moment(epoch_ns: int) -> str:
-    """Local time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(epoch_ns / 1e9))
 
 
 def _saver(found: PlainJob) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hydroslurm.cli.job import Which
-from hydroslurm.cli.status import echo
+from hydroslurm.cli.status import echo, moment, size_line, sizes
 from hydroslurm.core.files import clean
 from hydroslurm.errors import RunFolderError, UntrustedFile
 
@@ -57,7 +57,7 @@ def scale(
         _check(control.status(folder).status, size, leave or [])
         return
     answer = control.scale(folder, size, leave=leave or ())
-    echo(f"{which}: {answer.message}; {_sizes(answer.status)}")
+    echo(f"{which}: {answer.message}; {sizes(answer.status)}")
 
 
 def _check(status: dict[str, Any], size: int, leave: list[str]) -> None:
@@ -75,16 +75,9 @@ def _check(status: dict[str, Any], size: int, leave: list[str]) -> None:
     stay = [name for name in names if name not in leave]
     gone = [*leave, *reversed(stay[size:])]
     more = max(0, size - len(names) + len(leave))
-    echo(f"now {_sizes(status)}")
+    echo(f"now {sizes(status)}")
     echo(f"would leave: {', '.join(gone) or 'none'}")
     echo(f"would be submitted: {more} member{'' if more == 1 else 's'}")
-
-
-def _sizes(status: dict[str, Any]) -> str:
-    return (
-        f"{status['size']} train, {status['wanted']} are wanted, {status['min']} to "
-        f"{status['max']} are allowed"
-    )
 
 
 def elastic_lines(run: RunDir) -> list[str]:
@@ -99,7 +92,7 @@ def elastic_lines(run: RunDir) -> list[str]:
     else:
         pace = f", {status['samples_per_s']:.1f} samples/s" if status["samples_per_s"] else ""
         lines = [
-            f"Members:      {_sizes(status)}",
+            f"Members:      {sizes(status)}",
             f"Generation:   {status['generation']}, {status['state']}, step {status['step']}{pace}",
             f"Engine:       {clean(status['engine'])}",
             *(f"  {clean(_member_line(one))}" for one in status["members"]),
@@ -119,7 +112,6 @@ def elastic_lines(run: RunDir) -> list[str]:
 
 def member_lines(run: RunDir, name: str) -> list[str]:
     """What describe and status print about the job of one member of an elastic run."""
-    from hydroslurm.cli.status import size_line
     from hydroslurm.elastic.folder import ElasticFolder
     from hydroslurm.jobs import submission
 
@@ -139,8 +131,6 @@ def member_lines(run: RunDir, name: str) -> list[str]:
 
 
 def _member_now(folder: ElasticFolder, name: str) -> str:
-    from hydroslurm.cli.describe import moment
-
     status = folder.read(folder.status_json) or {}
     for one in status.get("members", ()):
         if one["id"] == name:
@@ -201,8 +191,6 @@ def _taken_lines(entries: list[dict[str, Any]]) -> list[str]:
 
 def _change_line(one: dict[str, Any], cost: dict[str, Any] | None) -> str:
     """``cost``: what has told how long the training paused; None: nobody has yet, or can."""
-    from hydroslurm.cli.describe import moment
-
     at = moment(one["epoch_ns"])
     if one["kind"] == "wanted":
         by = f" by {one['by']}" if one.get("by") else ""

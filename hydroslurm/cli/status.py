@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from hydroslurm.core.agentstate import AgentState
     from hydroslurm.core.rundir import RunDir
     from hydroslurm.core.status import RankStatus
-    from hydroslurm.jobs.control.requests import JobStatus
-    from hydroslurm.jobs.supervisor.conditions import Condition
-    from hydroslurm.slurm.values import Job
+    from hydroslurm.jobs.control.overview import JobStatus
 
 
 def status(
@@ -33,7 +31,7 @@ def status(
     """Show a job's state in Slurm and what its ranks report."""
     import getpass
 
-    from hydroslurm.jobs.control.overview import job_of_id
+    from hydroslurm.jobs.control.overview import job_of_id, job_status
     from hydroslurm.slurm.client import open_client
 
     client = open_client()
@@ -41,11 +39,11 @@ def status(
         jobs = list(client.jobs(user=getpass.getuser()))
     else:
         jobs = [job_of_id(client, job_id)]
-    for seen in map(_look, jobs):
+    for found in map(job_status, jobs):
         if as_json:
-            typer.echo(json.dumps(_as_json(seen)))
+            typer.echo(json.dumps(_as_json(found)))
         else:
-            _print_status(seen)
+            _print_status(found)
     if not jobs:
         typer.echo("no jobs")
 
@@ -61,38 +59,9 @@ _MOST = 2000
 """Characters of a line."""
 
 
-class _Seen(NamedTuple):
-    """All that is read of a job before it is printed: of many jobs side by side.
-
-    Attributes:
-        condition: what it is now. problem: why its run folder cannot be read, if so.
-        members: of an elastic job, in lines.
-    """
-
-    status: JobStatus
-    condition: Condition | None
-    problem: str | None
-    members: Sequence[str]
-
-
-def _look(job: Job) -> _Seen:
-    from hydroslurm.cli.elastic import member_lines
-    from hydroslurm.errors import RunFolderError
-    from hydroslurm.jobs.control.overview import condition_now
-    from hydroslurm.jobs.control.requests import job_status, member_of
-
-    found = job_status(job)
-    condition, problem = None, found.problem
-    try:
-        condition = condition_now(found.run_dir, job, next(iter(found.ranks), None))
-    except RunFolderError as error:
-        problem = problem or str(error)
-    members: Sequence[str] = ()
-    if (member := member_of(job)) is not None:
-        members = tuple(member_lines(*member))
-    elif problem is None and (size := size_line(found.run_dir)) is not None:
-        members = (size,)
-    return _Seen(found, condition, problem, members)
+def moment(epoch_ns: int) -> str:
+    """Local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(epoch_ns / 1e9))
 
 
 def size_line(run: RunDir) -> str | None:
@@ -109,16 +78,22 @@ def size_line(run: RunDir) -> str | None:
         return None
     return (
         f"{status['state']}, generation {status['generation']}, step {status['step']}: "
+        f"{sizes(status)}"
+    )
+
+
+def sizes(status: Mapping[str, Any]) -> str:
+    """How many members an elastic job has, wants and may have."""
+    return (
         f"{status['size']} train, {status['wanted']} are wanted, {status['min']} to "
         f"{status['max']} are allowed"
     )
 
 
-def _print_status(seen: _Seen) -> None:
+def _print_status(found: JobStatus) -> None:
     from hydroslurm.slurm.text import compress_nodes, format_duration
 
-    found, condition, problem, members = seen
-    job = found.job
+    job, condition, members = found.job, found.condition, _member_lines(found)
     where = f"on {compress_nodes(job.nodes)}" if job.nodes else f"({job.reason})"
     limit = f"time limit {format_duration(job.time_limit_s)}"
     echo(
@@ -126,13 +101,13 @@ def _print_status(seen: _Seen) -> None:
         f"{limit}, restarts {job.restart_count}"
     )
     if condition is not None:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(condition.epoch_ns / 1e9))
         message = f": {condition.message}" if condition.message else ""
+        since = moment(condition.epoch_ns)
         echo(f"  {condition.type} {condition.reason} since {since}{message}")
     for line in members:
         echo(f"  {line}")
-    if problem is not None and not members:
-        echo(f"  its run folder cannot be read: {problem}")
+    if found.problem is not None and not members:
+        echo(f"  its run folder cannot be read: {found.problem}")
     elif not members and not found.ranks and not found.silent:
         echo(f"  no rank has announced itself in {found.run_dir.events}")
     for node in found.nodes:
@@ -141,6 +116,17 @@ def _print_status(seen: _Seen) -> None:
         echo(f"  {rank_line(rank, now_epoch_ns=time.time_ns())}")
     for number, why in found.silent:
         echo(f"  rank {number}: {why}")
+
+
+def _member_lines(found: JobStatus) -> list[str]:
+    """What an elastic run, or that of a member, is told of itself; nothing of any other job."""
+    from hydroslurm.cli.elastic import member_lines
+    from hydroslurm.jobs.control.requests import member_of
+
+    if (member := member_of(found.job)) is not None:
+        return member_lines(*member)
+    size = size_line(found.run_dir) if found.problem is None else None
+    return [] if size is None else [size]
 
 
 def _node_line(node: AgentState, *, now_epoch_ns: int) -> str:
@@ -184,11 +170,10 @@ def _since(epoch_ns: int, now_epoch_ns: int) -> str:
     return f"since {max(0.0, since_s):.1f} s"
 
 
-def _as_json(seen: _Seen) -> dict[str, object]:
+def _as_json(found: JobStatus) -> dict[str, object]:
     from hydroslurm.jobs.control.requests import member_of
 
-    found, condition, problem, _ = seen
-    job = found.job
+    job, condition = found.job, found.condition
     member = member_of(job)
     return {
         "job_id": job.job_id,
@@ -199,7 +184,7 @@ def _as_json(seen: _Seen) -> dict[str, object]:
         "restart_count": job.restart_count,
         "run_dir": str(found.run_dir.root),
         "member": None if member is None else member[1],
-        "problem": problem,
+        "problem": found.problem,
         "condition": None if condition is None else vars(condition),
         "agents": [vars(node) for node in found.nodes],
         "ranks": [_rank_as_json(rank) for rank in found.ranks],

@@ -8,7 +8,7 @@ from hydroslurm.core import agentstate
 from hydroslurm.core.agentstate import fold
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.rundir import RunDir, comment_for
-from hydroslurm.jobs.control.requests import job_status
+from hydroslurm.jobs.control.overview import job_status
 from hydroslurm.slurm.client import Job, JobState
 
 

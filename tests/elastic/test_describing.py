@@ -13,13 +13,14 @@ from typer.testing import CliRunner
 from hydroslurm.cli import app
 from hydroslurm.cli.describe import plain_job_lines
 from hydroslurm.cli.elastic import member_lines
-from hydroslurm.cli.status import _look, _print_status, size_line
+from hydroslurm.cli.status import _print_status, size_line
 from hydroslurm.core.rundir import RunDir, comment_for_members
 from hydroslurm.elastic.coordinator import Coordinator, start
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
 from hydroslurm.elastic.roster import Size
+from hydroslurm.jobs.control.overview import job_status
 from hydroslurm.jobs.control.plain_job import PlainJob
-from hydroslurm.jobs.control.requests import job_status, ranks_dir_of
+from hydroslurm.jobs.control.requests import ranks_dir_of
 from hydroslurm.slurm.values import Job, JobState
 
 
@@ -117,7 +118,7 @@ def test_a_job_of_a_member(
         array_task_id=task,
     )
     assert job_status(job).run_dir.root == tmp_path / "elastic" / "members" / f"124_{task}"
-    _print_status(_look(job))
+    _print_status(job_status(job))
     told = capsys.readouterr().out
     found = PlainJob(
         run=ranks_dir_of(job),

@@ -28,9 +28,9 @@ from hydroslurm.errors import NoSuchJob, RunFolderError, TargetError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.control.listing import my_jobs
 from hydroslurm.jobs.control.logs import follow_files
-from hydroslurm.jobs.control.overview import condition_now
+from hydroslurm.jobs.control.overview import job_status
 from hydroslurm.jobs.control.plain_job import PlainJob, job_of
-from hydroslurm.jobs.control.requests import job_status, pause_job
+from hydroslurm.jobs.control.requests import pause_job
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.tensorboard import read_address
 from hydroslurm.observe.metrics import JobCollector
@@ -117,8 +117,7 @@ def test_status(run: RunDir) -> None:
     """Ranks, nodes, conditions, attempts, attempts: what is typed is told, all else is absent."""
     found = job_status(_job(run))
     assert found.problem is None or found.problem.startswith(str(run.events))
-    condition = condition_now(run, found.job, next(iter(found.ranks), None))
-    for one in (*found.ranks, *found.nodes, *filter(None, [condition])):
+    for one in (*found.ranks, *found.nodes, *filter(None, [found.condition])):
         json.dumps(vars(one), allow_nan=False)
     assert bool(found.ranks) == (run.root.name not in (*NO_FILES, "endless", "deep"))
     assert agentstate.latest(run.agent_events(0)) is None or run.agent_events(0).is_file()

@@ -14,8 +14,7 @@ from itertools import starmap
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import RankStatus, read_status
 from hydroslurm.errors import RunFolderError
-from hydroslurm.jobs import submission
-from hydroslurm.jobs.control.overview import in_order, newest, pause_now
+from hydroslurm.jobs.control.overview import in_order, newest, pause_now, submission_of
 from hydroslurm.jobs.control.plain_job import of_slurm, preempted, started
 from hydroslurm.jobs.control.requests import run_dir_of
 from hydroslurm.jobs.submission import Submission
@@ -60,7 +59,7 @@ def _listed(slurm: Job) -> ListedJob | None:
     """None for a job that hydroslurm has no part in, or whose folder cannot be read."""
     run = run_dir_of(slurm)
     try:
-        asked = _submission(run)
+        asked = submission_of(run)
         files = run.rank_status_names()
         first = read_status(files[min(files)]) if files else None
         if asked is not None and asked.replicas is not None:
@@ -70,13 +69,6 @@ def _listed(slurm: Job) -> ListedJob | None:
             return None
         return _without_spec(slurm, asked, first, ranks=len(files))
     except (RunFolderError, OSError):
-        return None
-
-
-def _submission(run: RunDir) -> Submission | None:
-    try:
-        return submission.read(run.root)
-    except RunFolderError:
         return None
 
 

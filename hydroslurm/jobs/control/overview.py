@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from hydroslurm.core import agentstate
+from hydroslurm.core.agentstate import AgentState
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.files import read_regular
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.core.status import RankStatus
+from hydroslurm.core.status import RankStatus, load_status, status_of
 from hydroslurm.errors import (
     ControllerUnreachable,
     NoSuchJob,
@@ -28,6 +30,7 @@ from hydroslurm.jobs.control.requests import find_job, ranks_dir_of, run_dir_of
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.spec.reading import loads
+from hydroslurm.jobs.submission import Submission
 from hydroslurm.jobs.supervisor.attempts import (
     Attempt,
     Attempts,
@@ -105,6 +108,27 @@ class Overview(Found):
         return count_preemptions(self.attempts)
 
 
+@dataclass(frozen=True)
+class JobStatus:
+    """A job as Slurm sees it, and its ranks as they see themselves.
+
+    Attributes:
+        ranks: in order of rank.
+        silent: ranks that have written events, and why their status is not known.
+        nodes: as their agents see them, where ranks were started by ``hydroslurm agent``.
+        condition: what it is now; None while nobody has said anything.
+        problem: why its run folder cannot be looked at.
+    """
+
+    job: Job
+    run_dir: RunDir
+    ranks: tuple[RankStatus, ...]
+    silent: tuple[tuple[int, str], ...] = ()
+    nodes: tuple[AgentState, ...] = ()
+    condition: Condition | None = None
+    problem: str | None = None
+
+
 def locate(client: SlurmClient, which: str) -> tuple[RunDir, Job | None]:
     """The run folder and the job of a job id (``12``, ``12_3``) or a run folder; of the latter also
     where there is no Slurm.
@@ -161,10 +185,41 @@ def read_overview(run: RunDir, slurm: Job | None) -> Overview:
     )
 
 
-def condition_now(run: RunDir, slurm: Job | None, first: RankStatus | None) -> Condition | None:
-    """What a job is now, with or without a spec; of one that no rank tells of, what its supervisor
-    and Slurm say."""
-    return newest(in_order((*newest_conditions(run.conditions_jsonl), *pause_now(first)), slurm))
+def job_status(job: Job) -> JobStatus:
+    """Slurm's state beside the ranks' own; a rank that wrote no end of an ended job was killed."""
+    run = ranks_dir_of(job)
+    ranks: list[RankStatus] = []
+    silent: list[tuple[int, str]] = []
+    files: Mapping[int, Path] = {}
+    nodes: tuple[AgentState, ...] = ()
+    condition = problem = None
+    try:
+        files, nodes = run.rank_event_files(), _agents(job, run)
+    except OSError as error:
+        problem = f"{run.events}: {error.strerror}"
+    for rank, path in files.items():
+        try:
+            ranks.append(load_status(status_of(path)))
+        except FileNotFoundError:
+            silent.append((rank, "no status yet"))
+        except OSError as error:
+            silent.append((rank, f"its status cannot be read: {error.strerror}"))
+        except ValueError as error:
+            silent.append((rank, str(error)))
+    if job.state.has_ended:
+        ranks = [one if one.state == "ended" else replace(one, state="killed") for one in ranks]
+    try:
+        said = (*newest_conditions(run.conditions_jsonl), *pause_now(next(iter(ranks), None)))
+        condition = newest(in_order(said, job))
+    except RunFolderError as error:
+        problem = problem or str(error)
+    return JobStatus(job, run, tuple(ranks), tuple(silent), nodes, condition, problem)
+
+
+def _agents(job: Job, run: RunDir) -> tuple[AgentState, ...]:
+    """Of the present attempt; another may have had more nodes."""
+    found = (agentstate.latest(run.agent_events(node)) for node in range(len(job.nodes)))
+    return tuple(one for one in found if one and one.restart_count == job.restart_count)
 
 
 def in_order(conditions: Iterable[Condition], slurm: Job | None) -> tuple[Condition, ...]:
@@ -241,12 +296,20 @@ def first_rank_events(run: RunDir) -> list[Event]:
         return []
 
 
-def _job_id(run: RunDir) -> int | None:
+def submission_of(run: RunDir) -> Submission | None:
+    """What was asked for; None where hydroslurm did not submit it."""
     try:
-        text = submission.read(run.root).job_id
+        return submission.read(run.root)
     except RunFolderError:
+        return None
+
+
+def _job_id(run: RunDir) -> int | None:
+    asked = submission_of(run)
+    if asked is None:
         owner = read_owner(run)  # of a default folder
         return owner.job_id if owner is not None else None
+    text = asked.job_id
     return int(text) if text is not None and text.isdecimal() else None
 
 

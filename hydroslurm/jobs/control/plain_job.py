@@ -11,17 +11,18 @@ from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import RankStatus, read_status
 from hydroslurm.errors import RunFolderError, SlurmError
-from hydroslurm.jobs import submission
 from hydroslurm.jobs.control.overview import (
     Found,
     Overview,
     all_pauses,
     first_rank_events,
     in_order,
+    job_status,
     locate,
     read_overview,
+    submission_of,
 )
-from hydroslurm.jobs.control.requests import job_status, member_of, ranks_dir_of
+from hydroslurm.jobs.control.requests import member_of, ranks_dir_of
 from hydroslurm.jobs.submission import Submission
 from hydroslurm.jobs.supervisor.attempts import Attempt
 from hydroslurm.jobs.supervisor.conditions import Condition, ConditionType
@@ -146,19 +147,12 @@ def _read(run: RunDir, slurm: Job | None, records: Sequence[Job]) -> PlainJob:
         run=run,
         slurm=slurm,
         conditions=in_order((*_conditions(events), *all_pauses(events), *of_slurm(slurm)), slurm),
-        submission=_submission(run),
+        submission=submission_of(run),
         ranks=_ranks(run, slurm),
         attempts=tuple(_attempts(run, events, records)),
         saver=next((kind for kind in savers if kind in kinds), None),
         committed=next(reversed(saves), None),
     )
-
-
-def _submission(run: RunDir) -> Submission | None:
-    try:
-        return submission.read(run.root)
-    except RunFolderError:
-        return None
 
 
 def _ranks(run: RunDir, slurm: Job | None) -> tuple[RankStatus, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydroslurm.core import agentstate, rundir
+from hydroslurm.core import rundir
 from hydroslurm.core.ack import (
     Answer,
     Judge,
@@ -18,10 +18,9 @@ from hydroslurm.core.ack import (
     judge_vacate,
     wait_for_answers,
 )
-from hydroslurm.core.agentstate import AgentState
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.signals import signal_name
-from hydroslurm.core.status import RankStatus, load_status, read_status, status_of
+from hydroslurm.core.status import RankStatus, read_status, status_of
 from hydroslurm.errors import NoSuchJob, NotPermitted, SlurmError, TargetError, WrongJobState
 from hydroslurm.jobs.control.listeners import Verb, listeners
 from hydroslurm.slurm import run_folders
@@ -47,25 +46,6 @@ class JobAnswer:
     how: str
     answers: tuple[Answer, ...]
     silent: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class JobStatus:
-    """A job as Slurm sees it, and its ranks as they see themselves.
-
-    Attributes:
-        ranks: in order of rank.
-        silent: ranks that have written events, and why their status is not known.
-        nodes: as their agents see them, where ranks were started by ``hydroslurm agent``.
-        problem: why its run folder cannot be looked at.
-    """
-
-    job: Job
-    run_dir: RunDir
-    ranks: tuple[RankStatus, ...]
-    silent: tuple[tuple[int, str], ...] = ()
-    nodes: tuple[AgentState, ...] = ()
-    problem: str | None = None
 
 
 def run_dir_of(job: Job) -> RunDir:
@@ -120,34 +100,6 @@ def _commented(client: SlurmClient, job: Job) -> Job:
     if match is None:
         return job
     return replace(job, comment=rundir.comment_for(RunDir(Path(match[1]))))
-
-
-def job_status(job: Job) -> JobStatus:
-    """Slurm's state beside the ranks' own; a rank that wrote no end of an ended job was killed."""
-    run = ranks_dir_of(job)
-    try:
-        files = run.rank_event_files()
-    except OSError as error:
-        return JobStatus(job, run, (), problem=f"{run.events}: {error.strerror}")
-    ranks, silent = [], []
-    for rank, path in files.items():
-        try:
-            ranks.append(load_status(status_of(path)))
-        except FileNotFoundError:
-            silent.append((rank, "no status yet"))
-        except OSError as error:
-            silent.append((rank, f"its status cannot be read: {error.strerror}"))
-        except ValueError as error:
-            silent.append((rank, str(error)))
-    if job.state.has_ended:
-        ranks = [one if one.state == "ended" else replace(one, state="killed") for one in ranks]
-    return JobStatus(job, run, tuple(ranks), tuple(silent), _agents(job, run))
-
-
-def _agents(job: Job, run: RunDir) -> tuple[AgentState, ...]:
-    """Of the present attempt; another may have had more nodes."""
-    found = (agentstate.latest(run.agent_events(node)) for node in range(len(job.nodes)))
-    return tuple(one for one in found if one and one.restart_count == job.restart_count)
 
 
 def pause_job(

@@ -19,7 +19,8 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import read_status
 from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.control.requests import job_status, pause_job, requeue_job, resume_job
+from hydroslurm.jobs.control.overview import job_status
+from hydroslurm.jobs.control.requests import pause_job, requeue_job, resume_job
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
 from hydroslurm.slurm.client import JobState, SlurmClient, open_client
 
