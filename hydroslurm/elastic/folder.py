@@ -15,7 +15,6 @@ file and not MUNGE's, because members come and go for weeks, on nodes that do no
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -27,6 +26,7 @@ from typing import Any, Literal
 
 from hydroslurm.coordination.authentication import KEY_BYTES
 from hydroslurm.core.files import open_regular, parse_json, read_regular, write_atomically
+from hydroslurm.core.journal import append_entry, entries_of
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.elastic.autoscale import AutoscalePolicy
@@ -165,15 +165,9 @@ class ElasticFolder:
 
     def record(self, kind: str, data: Mapping[str, Any]) -> None:
         """Append one line, durably: what follows from it is not undone by a power cut."""
-        line = json.dumps({"kind": kind, "epoch_ns": time.time_ns(), **data}).encode() + b"\n"
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-        descriptor = os.open(self.ledger_jsonl, flags, 0o600)
-        try:
-            os.write(descriptor, line)
-            os.fdatasync(descriptor)
-        finally:
-            os.close(descriptor)
+        entry = {"kind": kind, "epoch_ns": time.time_ns(), **data}
+        append_entry(self.ledger_jsonl, entry)
 
     def ledger(self) -> Iterator[dict[str, Any]]:
         """The lines so far, however many; one that is torn or is no line of ours is skipped."""
@@ -182,11 +176,7 @@ class ElasticFolder:
         except FileNotFoundError:
             return
         with file:
-            for line in file:
-                with contextlib.suppress(ValueError):
-                    entry = parse_json(line)
-                    if isinstance(entry, dict) and isinstance(entry.get("kind"), str):
-                        yield entry
+            yield from (one for one in entries_of(file) if isinstance(one.get("kind"), str))
 
 
 @dataclass(frozen=True, kw_only=True)

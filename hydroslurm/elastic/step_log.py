@@ -11,10 +11,8 @@ arrives at the same bits; the log says whether it did, and if not, at which step
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from hydroslurm.core.files import parse_json, read_regular, write_atomically
+from hydroslurm.core.files import read_regular, write_atomically
+from hydroslurm.core.journal import append_entry, entries_of
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.elastic.engine import InPlaceEngine
 
@@ -69,8 +68,6 @@ class StepLog:
         behind = [one for one in self._lines if one > step]
         self._first, self._last = step + 1, max(behind, default=step)
         self._committed = 0
-        if self._path.exists():
-            self._write()  # a last line that is torn would spoil the next
         return range(self._first, self._last + 1)
 
     def completed(self, entry: Mapping[str, Any]) -> Replayed | None:
@@ -108,12 +105,7 @@ class StepLog:
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         self._lines[int(entry["step"])] = dict(entry)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-        descriptor = os.open(self._path, flags, 0o600)
-        try:
-            os.write(descriptor, json.dumps(dict(entry)).encode() + b"\n")
-        finally:
-            os.close(descriptor)
+        append_entry(self._path, entry, durable=False)
 
     def _write(self) -> None:
         lines = [json.dumps(one) + "\n" for _, one in sorted(self._lines.items())]
@@ -220,13 +212,8 @@ def _read(path: Path) -> dict[int, dict[str, Any]]:
     Raises:
         UntrustedFile: others could have written it.
     """
-    found: dict[int, dict[str, Any]] = {}
     if not path.exists():
-        return found
+        return {}
     check_trusted(path, what="the log of an elastic run's steps", shared=True)
-    for line in read_regular(path, limit_bytes=_BYTES).splitlines():
-        with contextlib.suppress(ValueError):
-            entry = parse_json(line)
-            if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-                found[entry["step"]] = entry
-    return found
+    entries = entries_of(read_regular(path, limit_bytes=_BYTES).splitlines())
+    return {entry["step"]: entry for entry in entries if isinstance(entry.get("step"), int)}

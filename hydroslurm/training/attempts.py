@@ -7,15 +7,14 @@ last line, and torn lines are skipped.
 
 from __future__ import annotations
 
-import json
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hydroslurm.core.files import open_regular, parse_json, read_regular
+from hydroslurm.core.files import parse_json, read_regular
+from hydroslurm.core.journal import append_entry
 from hydroslurm.core.rundir import ATTEMPT_ENV, ATTEMPTS_ENV, GENERATION_ENV, SUPERVISED_ENV
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import RunEnded, RunFolderError, UntrustedFile, UsageError
@@ -196,18 +195,9 @@ class AttemptLog:
         )
 
     def _append(self, row: dict[str, Any]) -> None:
-        line = json.dumps({"v": FORMAT, **row}).encode() + b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            fd = open_regular(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-            try:
-                size = os.fstat(fd).st_size
-                if size and os.pread(fd, 1, size - 1) != b"\n":
-                    line = b"\n" + line  # a kill tore the line before
-                os.write(fd, line)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            append_entry(self.path, {"v": FORMAT, **row})
         except OSError as error:
             raise RunFolderError(
                 f"cannot write {self.path}: {error.strerror}. The run's folder must be on a file "

@@ -150,3 +150,13 @@ def test_a_ledger_of_any_length_is_read(tmp_path: Path) -> None:
             file.write(b"\n")
     folder.record("wanted", {"size": 3})
     assert [one["size"] for one in folder.ledger()] == [2, 3]
+
+
+def test_a_torn_line_of_the_ledger_takes_no_other_with_it(tmp_path: Path) -> None:
+    """What a coordinator records after a power cut is there for the next one."""
+    folder = ElasticFolder(run=tmp_path)
+    folder.record("wanted", {"size": 2})
+    with folder.ledger_jsonl.open("ab") as file:
+        file.write(b'{"kind": "wan')
+    folder.record("wanted", {"size": 3})
+    assert [one["size"] for one in folder.ledger()] == [2, 3]

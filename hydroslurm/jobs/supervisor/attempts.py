@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.core.files import parse_json, read_end, read_regular, write_atomically
+from hydroslurm.core.journal import entries_of
 from hydroslurm.errors import RunFolderError
 from hydroslurm.jobs.supervisor.conditions import FORMAT
 from hydroslurm.jobs.supervisor.exit_policy import (
@@ -299,11 +300,8 @@ def last_recorded(attempts_jsonl: Path) -> int:
         lines = read_end(attempts_jsonl, most_bytes=_MOST_BYTES).splitlines()
     except OSError:
         return 0
-    numbers = [0]
-    for line in lines:
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            numbers.append(int(parse_json(line)["attempt"]))
-    return max(numbers)
+    numbers = (entry.get("attempt") for entry in entries_of(lines))
+    return max((number for number in numbers if type(number) is int), default=0)
 
 
 LONGEST_TICK_S = 2.0

@@ -8,15 +8,14 @@ a supervisor that is suspended with its ranks can write nothing, so that is read
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from hydroslurm.core.files import open_regular, parse_json, read_end
+from hydroslurm.core.files import read_end
+from hydroslurm.core.journal import append_entry, entries_of
 from hydroslurm.errors import RunFolderError
 
 ConditionType = Literal[
@@ -82,15 +81,8 @@ def add_condition(
         RunFolderError: the file cannot be written.
     """
     condition = Condition(kind, time.time_ns(), reason, message, restart_count)
-    line = json.dumps({"v": FORMAT, **asdict(condition)}, ensure_ascii=False) + "\n"
     try:
-        handle = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        try:
-            os.write(handle, line.encode())
-            if durable:
-                os.fsync(handle)
-        finally:
-            os.close(handle)
+        append_entry(path, {"v": FORMAT, **asdict(condition)}, durable=durable)
     except OSError as error:
         raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
     return condition
@@ -122,16 +114,12 @@ def final_condition(conditions: Iterable[Condition]) -> Condition | None:
 
 
 def _conditions(lines: Iterable[bytes]) -> Iterator[Condition]:
-    for line in lines:
-        try:
-            row = parse_json(line)
-            known = {name: row[name] for name in _KINDS if name in row}
-            right = all(type(known[name]) is _KINDS[name] for name in known)
-            condition = Condition(**known) if right and known["type"] in _TYPES else None
-        except (ValueError, TypeError, KeyError):
-            continue
-        if condition is not None and row.get("v") == FORMAT:
-            yield condition
+    for row in entries_of(lines):
+        known = {name: row[name] for name in _KINDS if name in row}
+        right = all(type(known[name]) is _KINDS[name] for name in known)
+        is_ours = row.get("v") == FORMAT and {"type", "epoch_ns"} <= known.keys()
+        if is_ours and right and known["type"] in _TYPES:
+            yield Condition(**known)
 
 
 _KINDS = {"type": str, "epoch_ns": int, "reason": str, "message": str, "restart_count": int}
