@@ -7,6 +7,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -130,14 +131,5 @@ def _as_dict(proof: Proof) -> dict[str, object]:
         "stops": [{"step": one.step, "status": one.status} for one in proof.stops],
         "steps_repeated": result.repeated if result else None,
         "steps_left_out": result.left_out if result else None,
-        "differences": [
-            {
-                "rank": one.rank,
-                "attempt": one.attempt,
-                "step": one.step,
-                "what": one.what,
-                "cause": one.cause,
-            }
-            for one in found
-        ],
+        "differences": [asdict(one) for one in found],
     }

@@ -19,10 +19,9 @@ from prometheus_client.registry import Collector
 
 from hydroslurm.core.status import PAUSE_BOUNDS_S
 from hydroslurm.observe.folder import RunFacts
-from hydroslurm.observe.row import row_of, shown_id
+from hydroslurm.observe.row import Row, row_of
 from hydroslurm.observe.watcher import View, Watcher
 from hydroslurm.observe.work_at_risk import unsaved_steps
-from hydroslurm.slurm.values import Job
 
 LABELS = ("job_id", "name", "user", "partition")
 """Of every metric of one job."""
@@ -122,20 +121,18 @@ class JobCollector(Collector):
         made.up.add_metric((), float(view.error is None))
         if view.answered_epoch_s is not None:
             made.answered.add_metric((), view.answered_epoch_s)
-        for state, count in Counter(job.state.value for job, _ in view.jobs).items():
+        for state, count in Counter(row.job.state.value for row in view.jobs).items():
             made.jobs.add_metric((state,), count)
-        for job, facts in view.jobs:
-            labels = (shown_id(job), job.name, job.user, job.partition)
-            _add_job(made, labels, job, facts, now_epoch_s=view.epoch_s)
-            if facts.ranks and any(facts.pause_counts):
-                made.park.add_metric(labels, _buckets(facts), sum_value=facts.pause_sum_s)
+        for row in view.jobs:
+            # one that Slurm has forgotten stays as it was last
+            now = row_of(row.job, row.facts, None, now_epoch_s=view.epoch_s)
+            _add_job(made, now, now_epoch_s=view.epoch_s)
         return list(made.all())
 
 
-def _add_job(
-    made: _Families, labels: tuple[str, ...], job: Job, facts: RunFacts, *, now_epoch_s: float
-) -> None:
-    row = row_of(job, facts, None, now_epoch_s=now_epoch_s)
+def _add_job(made: _Families, row: Row, *, now_epoch_s: float) -> None:
+    job, facts = row.job, row.facts
+    labels = (row.job_id, job.name, job.user, job.partition)
     values: tuple[tuple[GaugeMetricFamily, float | None], ...] = (
         (made.step, row.step),
         (made.rate, row.steps_per_s),
@@ -155,6 +152,8 @@ def _add_job(
     made.preemptions.add_metric(labels, job.restart_count)
     if row.pauses is not None:
         made.pauses.add_metric(labels, row.pauses)
+    if facts.ranks and any(facts.pause_counts):
+        made.park.add_metric(labels, _buckets(facts), sum_value=facts.pause_sum_s)
 
 
 def _slowest(times_s: Iterable[float | None]) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +33,7 @@ class Row:
     """What is shown of one job; None where it is not known or makes no sense.
 
     Attributes:
+        job, facts: what the rest was made from.
         job_id: as a person writes it: ``12_3`` for the task of an array, ``12_[*]`` for those of
             its tasks that have not started.
         state: Slurm's; or PARKED (all ranks) and STOPPING, which only its
@@ -41,21 +41,16 @@ class Row:
         parked, ranks: of this attempt.
         commit_step, commit_age_s: newest durable checkpoint.
         size: members of an elastic job that train now, that are wanted, and at most.
-        preemptions: how often it was requeued.
         pauses: how often it was paused in this attempt.
         left_s: until its time limit.
         stuck: no step for a long time, or no heartbeat from the first rank.
     """
 
+    job: Job
+    facts: RunFacts
     job_id: str
-    key: int
-    name: str
-    user: str
-    partition: str
     state: str
-    slurm_state: JobState
     reason: str
-    nodes: tuple[str, ...] = ()
     parked: int | None = None
     ranks: int | None = None
     size: tuple[int, int, int] | None = None
@@ -63,7 +58,6 @@ class Row:
     steps_per_s: float | None = None
     commit_step: int | None = None
     commit_age_s: float | None = None
-    preemptions: int = 0
     pauses: int | None = None
     vacated_bytes: int = 0
     left_s: float | None = None
@@ -73,24 +67,24 @@ class Row:
 
     @property
     def is_over(self) -> bool:
-        return self.forgotten or self.slurm_state.has_ended
+        return self.forgotten or self.job.state.has_ended
 
     def attention(self) -> tuple[object, ...]:
         """Sorts the job that needs somebody first: what loses work while it cannot be saved, what
         failed or stands still, what would lose the most; then what runs, waits, has ended."""
-        held = self.slurm_state is JobState.SUSPENDED or self.state == "STOPPING"
+        held = self.job.state is JobState.SUSPENDED or self.state == "STOPPING"
         at_stake_s = 0.0
         if self.loss is not None and not self.loss.is_nothing:
             at_stake_s = self.loss.seconds or 0.0
         if held and at_stake_s:
             urgency = 0
-        elif self.stuck or (self.slurm_state in LOUD and not self.forgotten):
+        elif self.stuck or (self.job.state in LOUD and not self.forgotten):
             urgency = 1
         elif self.loss is not None:
             urgency = 2
         else:
             urgency = 4 if self.is_over else 3
-        return (urgency, -at_stake_s, not self.parked, self.key)
+        return (urgency, -at_stake_s, not self.parked, self.job.job_id)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; durations in seconds."""
@@ -98,20 +92,20 @@ class Row:
         size = self.size or (None, None, None)
         return {
             "job": self.job_id,
-            "name": self.name,
-            "user": self.user,
-            "partition": self.partition,
+            "name": self.job.name,
+            "user": self.job.user,
+            "partition": self.job.partition,
             "state": self.state,
-            "slurm_state": self.slurm_state.value,
+            "slurm_state": self.job.state.value,
             "reason": self.reason,
-            "nodes": list(self.nodes),
+            "nodes": list(self.job.nodes),
             "parked": self.parked,
             "ranks": self.ranks,
             "step": self.step,
             "steps_per_s": self.steps_per_s,
             "commit_step": self.commit_step,
             "commit_age_s": self.commit_age_s,
-            "preemptions": self.preemptions,
+            "preemptions": self.job.restart_count,
             "pauses": self.pauses,
             "vacated_bytes": self.vacated_bytes,
             "left_s": self.left_s,
@@ -138,15 +132,11 @@ def row_of(
     commit = facts.commit
     has_ranks = alive and bool(facts.ranks)
     return Row(
-        job_id=shown_id(job),
-        key=job.job_id,
-        name=job.name,
-        user=job.user,
-        partition=job.partition,
+        job=job,
+        facts=facts,
+        job_id=_shown_id(job),
         state="FORGOTTEN" if forgotten else _state(job, facts),
-        slurm_state=job.state,
         reason="" if job.reason in ("None", "") else job.reason,
-        nodes=job.nodes,
         parked=facts.parked if has_ranks else None,
         ranks=facts.n_ranks if has_ranks else None,
         size=facts.size if alive else None,
@@ -154,7 +144,6 @@ def row_of(
         steps_per_s=_rate(job, facts, now_epoch_s=now_epoch_s) if alive else None,
         commit_step=commit[0] if commit else None,
         commit_age_s=max(0.0, now_epoch_s - commit[1] / 1e9) if commit else None,
-        preemptions=job.restart_count,
         pauses=max(rank.pauses for rank in facts.ranks) if has_ranks else None,
         vacated_bytes=facts.vacated_bytes if has_ranks else 0,
         left_s=max(0.0, job.end_epoch_s - now_epoch_s) if alive and job.end_epoch_s else None,
@@ -164,16 +153,11 @@ def row_of(
     )
 
 
-def shown_id(job: Job) -> str:
+def _shown_id(job: Job) -> str:
     if job.array_job_id is None:
         return str(job.job_id)
     task = "[*]" if job.array_task_id is None else job.array_task_id
     return f"{job.array_job_id}_{task}"
-
-
-def in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """What needs attention first."""
-    return tuple(sorted(rows, key=Row.attention))
 
 
 def _state(job: Job, facts: RunFacts) -> str:

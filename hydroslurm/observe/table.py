@@ -82,9 +82,9 @@ def _number(value: int | None) -> str:
 
 COLUMNS = (
     Column("JOB", lambda row: row.job_id, 0, 5),
-    Column("NAME", lambda row: clean(row.name), 5, 6),
-    Column("USER", lambda row: clean(row.user), 13),
-    Column("PARTITION", lambda row: clean(row.partition), 12),
+    Column("NAME", lambda row: clean(row.job.name), 5, 6),
+    Column("USER", lambda row: clean(row.job.user), 13),
+    Column("PARTITION", lambda row: clean(row.job.partition), 12),
     Column("STATE", lambda row: row.state, 1, 9),
     Column("PARK", _parked, 3, 4, right=True),
     Column("SIZE", _size, 3, 4, right=True),
@@ -92,7 +92,7 @@ COLUMNS = (
     Column("STEP/S", lambda row: rate(row.steps_per_s), 7, right=True),
     Column("SAVED", lambda row: _number(row.commit_step), 10, right=True),
     Column("AGO", lambda row: duration(row.commit_age_s), 6, 4, right=True),
-    Column("PRE", lambda row: str(row.preemptions), 8, right=True),
+    Column("PRE", lambda row: str(row.job.restart_count), 8, right=True),
     Column("LEFT", lambda row: duration(row.left_s), 9, 5, right=True),
     Column("LOST", lambda row: lost(row.loss), 2, 7, right=True),
     Column("WHY", lambda row: clean(row.loss.why if row.loss else row.reason), 14, 20),
@@ -156,7 +156,7 @@ def layout(rows: Sequence[Row], width: int) -> tuple[str, list[str]]:
 
 def style(row: Row) -> str:
     """For rich: what is urgent is seen, without a colour too."""
-    if row.slurm_state in LOUD or row.stuck:
+    if row.job.state in LOUD or row.stuck:
         return "bold red"
     if row.is_over:
         return "dim"

@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import SlurmError, SlurmMissing
 from hydroslurm.jobs.control.requests import run_dir_of
-from hydroslurm.observe.folder import FollowedRun, RunFacts
-from hydroslurm.observe.row import Row, in_order, row_of
+from hydroslurm.observe.folder import FollowedRun
+from hydroslurm.observe.row import Row, row_of
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policies import Policies, read_policies
 from hydroslurm.slurm.values import Job
@@ -28,20 +29,23 @@ class View:
     """All jobs as of one moment.
 
     Attributes:
-        rows: what needs attention first.
-        jobs: Slurm's answer that they rest on, and what each run folder says.
+        jobs: in Slurm's order.
         epoch_s: when it was made.
         answered_epoch_s: when Slurm last answered; None before it ever did.
         error: why it did not answer this time, in words.
         missing: ids that were asked for, and of which Slurm knows nothing.
     """
 
-    rows: tuple[Row, ...]
-    jobs: tuple[tuple[Job, RunFacts], ...]
+    jobs: tuple[Row, ...]
     epoch_s: float
     answered_epoch_s: float | None
     error: str | None = None
     missing: tuple[int, ...] = ()
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """What needs attention first."""
+        return tuple(sorted(self.jobs, key=Row.attention))
 
 
 @dataclass
@@ -155,24 +159,19 @@ class Watcher:
                 return
 
     def _view(self, now_epoch_s: float, error: str | None) -> View:
-        found, rows = [], []
-        for seen in self._seen.values():
-            facts = seen.run.facts(seen.job.restart_count)
-            found.append((seen.job, facts))
-            rows.append(
-                row_of(
-                    seen.job,
-                    facts,
-                    self._policies.of(seen.job) if self._policies else None,
-                    now_epoch_s=now_epoch_s,
-                    forgotten=seen.forgotten_epoch_s is not None,
-                )
+        jobs = tuple(
+            row_of(
+                seen.job,
+                seen.run.facts(seen.job.restart_count),
+                self._policies.of(seen.job) if self._policies else None,
+                now_epoch_s=now_epoch_s,
+                forgotten=seen.forgotten_epoch_s is not None,
             )
+            for seen in self._seen.values()
+        )
         known = {i for one in self._seen.values() for i in (one.job.job_id, one.job.array_job_id)}
         missing = tuple(i for i in self._ids if i not in known) if error is None else ()
-        return View(
-            in_order(rows), tuple(found), now_epoch_s, self._answered_epoch_s, error, missing
-        )
+        return View(jobs, now_epoch_s, self._answered_epoch_s, error, missing)
 
 
 def _is_still(job: Job) -> bool:

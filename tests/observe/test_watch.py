@@ -21,7 +21,7 @@ from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import ControllerUnreachable
 from hydroslurm.observe.folder import FollowedRun, RunFacts
 from hydroslurm.observe.metrics import JobCollector
-from hydroslurm.observe.row import in_order, row_of
+from hydroslurm.observe.row import row_of
 from hydroslurm.observe.screen import screen
 from hydroslurm.observe.table import COLUMNS, FIELDS, duration, for_programs, layout, lost
 from hydroslurm.observe.watcher import View, Watcher
@@ -226,8 +226,9 @@ def test_order() -> None:
         (job(10), replace(SAVED, step_epoch_ns=int((NOW_S - 100) * 1e9), told_every_s=10.0)),
         (job(8, JobState.SUSPENDED), SAVED),
     ]
-    rows = [row_of(one, facts, REQUEUED, now_epoch_s=NOW_S) for one, facts in jobs]
-    assert [row.key for row in in_order(rows)] == [8, 6, 7, 10, 5, 4, 3, 9, 2, 1]
+    rows = tuple(row_of(one, facts, REQUEUED, now_epoch_s=NOW_S) for one, facts in jobs)
+    order = [row.job.job_id for row in View(rows, NOW_S, NOW_S).rows]
+    assert order == [8, 6, 7, 10, 5, 4, 3, 9, 2, 1]
 
 
 def test_an_elastic_job_has_a_size(tmp_path: Path) -> None:
@@ -277,7 +278,7 @@ def test_lines_fit_every_width() -> None:
 def test_screen_has_the_size_of_the_terminal() -> None:
     """Every size is filled exactly, with Slurm's absence in the second line."""
     rows = tuple(row_of(job(n), RunFacts(), None, now_epoch_s=NOW_S) for n in range(1, 50))
-    view = View(rows, (), NOW_S, NOW_S - 35, error="slurm_load_jobs error: \x1b[2J")
+    view = View(rows, NOW_S, NOW_S - 35, error="slurm_load_jobs error: \x1b[2J")
     for width, height in itertools.product((1, 20, 80), (1, 2, 5, 24, 70)):
         shown = screen(view, width=width, height=height, now_epoch_s=NOW_S)
         lines = [line.plain for line in shown.renderables]  # type: ignore[attr-defined, union-attr]

@@ -148,7 +148,7 @@ def test_top_and_metrics(home: Path) -> None:
     watcher = Watcher(Slurm(jobs), user=None, policies=False)  # type: ignore[arg-type]
     for _ in range(2):
         view = watcher.look()
-        assert {row.key for row in view.rows} == set(range(1, len(KINDS) + 1))
+        assert {row.job.job_id for row in view.rows} == set(range(1, len(KINDS) + 1))
         for row in view.rows:
             json.dumps(row.as_json(), allow_nan=False)
             assert all(part.isprintable() for part in for_programs(row).split("\t"))

@@ -180,7 +180,8 @@ def requeue_job(client: SlurmClient, job_id: int, *, timeout_s: float = 60.0) ->
         )
     _must_be(job, JobState.RUNNING, "requeue")
     run = run_dir_of(job)
-    if not any(_saves(path, job) for path in _event_files(job, run).values()):
+    read = (read_status(status_of(path)) for path in _event_files(job, run).values())
+    if not any(one and one.saver and one.saver_restart_count == job.restart_count for one in read):
         raise TargetError(
             f"nobody in job {job_id} would save: its ranks use no hydroslurm.Run and no "
             f"receive_suspend_command(), or have not come to it yet ({run.events}). "
@@ -224,16 +225,6 @@ def _signal(client: SlurmClient, job: Job, verb: Verb) -> _Act:
     )
     left = "".join(f" (left alone: {reason})" for reason in found.refusals)
     return _Act(message + left, found.ranks)
-
-
-def _saves(path: Path, job: Job) -> bool:
-    """Whether the rank has a Run in the present attempt, or made the two calls."""
-    status = read_status(status_of(path))
-    return (
-        status is not None
-        and bool(status.saver)
-        and status.saver_restart_count == job.restart_count
-    )
 
 
 def _event_files(job: Job, run: RunDir) -> dict[int, Path]:

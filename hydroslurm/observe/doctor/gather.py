@@ -103,22 +103,22 @@ def saver_of(job: Job, run: Path | None = None) -> Saver:
     another job in the same folder does not.
     """
     folder = run_dir_of(job) if run is None else RunDir(run)
+    wanted = (EventKind.ATTEMPT_BEGAN, EventKind.STOPS_TAKEN, EventKind.INSTALLED)
+    told: set[tuple[EventKind, int]] = set()
     try:
-        files = folder.rank_event_files().values()
-        events = [event for path in files for event in read_events(path)]
+        for path in folder.rank_event_files().values():
+            events = read_events(path, kinds=wanted)
+            told |= {(one.kind, one.restart_count) for one in events if one.job_id == job.job_id}
     except OSError:
         return Saver.UNKNOWN
-    mine = [event for event in events if event.job_id == job.job_id]
-    kinds = {event.kind for event in mine}
-    for kind, saver in (
-        (EventKind.ATTEMPT_BEGAN, Saver.RUN),
-        (EventKind.STOPS_TAKEN, Saver.TWO_CALLS),
-    ):
-        if kind in kinds:
-            return saver
+    kinds = {kind for kind, _ in told}
+    if EventKind.ATTEMPT_BEGAN in kinds:
+        return Saver.RUN
+    if EventKind.STOPS_TAKEN in kinds:
+        return Saver.TWO_CALLS
     if job.state not in (JobState.RUNNING, JobState.SUSPENDED):
         return Saver.UNKNOWN
-    here = any(event.restart_count == job.restart_count for event in mine)
+    here = any(restart_count == job.restart_count for _, restart_count in told)
     return Saver.NO_RUN if here else Saver.NOBODY
 
 
