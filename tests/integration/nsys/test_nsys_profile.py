@@ -1,4 +1,4 @@
-"""profiling/nsys_profile.sh: the command below nsys is what it would be without it."""
+"""sbatch/nsys_profile.sh: the command below nsys is what it would be without it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from processes import child
 
-SCRIPT = str(Path(__file__).resolve().parents[3] / "profiling" / "nsys_profile.sh")
+SCRIPT = str(Path(__file__).resolve().parents[3] / "sbatch" / "nsys_profile.sh")
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from hydroslurm.report.nsys.reader import read_profile
 pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).resolve().parents[3]
-PROFILE_SH = str(ROOT / "profiling" / "nsys_profile.sh")
+PROFILE_SH = str(ROOT / "sbatch" / "nsys_profile.sh")
 AGREEMENT_NS = 1_000_000
 SUSPENDS, SIGNALLED = 2, 3
 

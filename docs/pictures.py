@@ -16,12 +16,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import harness  # noqa: F401 - makes the tests importable
-from integrations.stockjobs import submitted
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))
 
-from hydroslurm.devcluster import ClusterSpec, DevCluster
+from integrations.stockjobs import submitted  # noqa: E402
 
-IMAGES = Path(__file__).resolve().parent.parent / "docs/images"
+from hydroslurm.devcluster import ClusterSpec, DevCluster  # noqa: E402
+
+IMAGES = ROOT / "docs/images"
 NODE = "n1"
 STEPS = 5
 """So many at least in each attempt: fewer cannot be seen."""

@@ -2,8 +2,8 @@
 # A rank below NVIDIA's nsys: each rank of each life writes a report of its own into the run folder, where
 # `hydroslurm report RUN_FOLDER` finds it.
 #
-#   srun --preempt profiling/nsys_profile.sh python train.py              a rank per task: what is meant to be used
-#   srun profiling/nsys_profile.sh torchrun --nproc-per-node=8 train.py   one report for all ranks of the node
+#   srun --preempt sbatch/nsys_profile.sh python train.py              a rank per task: what is meant to be used
+#   srun sbatch/nsys_profile.sh torchrun --nproc-per-node=8 train.py   one report for all ranks of the node
 #
 # Written are <run folder>/profile/rank-<SLURM_PROCID>-restart-<SLURM_RESTART_COUNT>.nsys-rep: over requeues none replaces
 # another. The run folder is $HYDROSLURM_RUN_DIR, else hydroslurm-runs/JOBID in the folder that the job was submitted from.
