@@ -104,7 +104,7 @@ app.command("report", short_help="Show every pause and stop of a run with its la
 app.command(
     "prove",
     short_help="Find out whether a script survives stops bit for bit.",
-    context_settings=prove.CONTEXT,
+    context_settings=submit.RUN_CONTEXT,
 )(prove.prove)
 app.add_typer(
     checkpoint.checkpoint_app,

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from hydroslurm.observe.doctor.facts import Facts, Finding, SaveFacts, Severity
+    from hydroslurm.observe.doctor.facts import Facts, Finding, SaveFacts
 
 JobId = Annotated[
     int | None, typer.Argument(metavar="[JOBID]", help="A job. Default: a planned one.")
@@ -65,17 +66,20 @@ def doctor(
             job_id=job_id,
             partition=partition,
             qos=qos,
-            save=save,
             script=None if script is None else read_file(script),
-            suspend_s=suspend_s,
             run=run,
-            no_munge=why_no_munge(os.environ),
-            no_vacate=why_not_here(),
         )
     except (HydroslurmError, UsageError) as error:
         # not the usual 1, which means that work would be lost
         typer.echo(f"hydroslurm: {error}", err=True)
         raise typer.Exit(2) from error
+    facts = replace(
+        facts,
+        save=save,
+        suspend_s=suspend_s,
+        no_munge=why_no_munge(os.environ),
+        no_vacate=why_not_here(),
+    )
     found = findings.diagnose(facts)
     if as_json:
         typer.echo(json.dumps(findings.as_json(facts, found)))
@@ -107,20 +111,20 @@ def _print(facts: Facts, found: tuple[Finding, ...]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from hydroslurm.observe.doctor.findings import label
+    from hydroslurm.observe.doctor.findings import LABELS
 
     console = Console(highlight=False)
     console.print(_headline(facts), markup=False)
     times = Table("stop", "seconds", "because", box=None, pad_edge=False)
     for kind, left in facts.stops():
-        times.add_row(label(kind), f"{left.seconds:.1f}", left.why)
+        times.add_row(LABELS[kind], f"{left.seconds:.1f}", left.why)
     console.print()
     console.print("Minimum time from the first signal to SIGKILL:")
     console.print(times)
     console.print()
     for finding in found:
-        style = _style(finding.severity)
-        console.print(f"[{style}]{finding.severity.value:<5}[/] {finding.title}")
+        severity = finding.severity.value
+        console.print(f"[{_STYLES[severity]}]{severity:<5}[/] {finding.title}")
         for message in filter(None, (finding.explanation, finding.fix and f"-> {finding.fix}")):
             console.print(Padding(Text(message), (0, 0, 0, 6)))
 
@@ -133,5 +137,4 @@ def _headline(facts: Facts) -> str:
     return f"{what} in partition {facts.partition.name}{qos} of {cluster} (Slurm {version})"
 
 
-def _style(severity: Severity) -> str:
-    return {"ok": "green", "note": "cyan", "risk": "yellow", "loss": "bold red"}[severity.value]
+_STYLES = {"ok": "green", "note": "cyan", "risk": "yellow", "loss": "bold red"}

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hydroslurm.cli.top import AllUsers, OnlyPartition
+
 if TYPE_CHECKING:
     from hydroslurm.observe.metrics import JobCollector
 
@@ -33,12 +35,8 @@ def metrics(
             f"once). With --port: ask Slurm no more often than this (default: {EVERY_S:g}).",
         ),
     ] = None,
-    all_users: Annotated[
-        bool, typer.Option("--all-users", "-a", help="Jobs of all users.")
-    ] = False,
-    partition: Annotated[
-        str | None, typer.Option("--partition", "-p", help="Only jobs in it.")
-    ] = None,
+    all_users: AllUsers = False,
+    partition: OnlyPartition = None,
 ) -> None:
     """Export Prometheus metrics for my jobs: step, rate, ranks parked, newest checkpoint,
     preemptions, how long ranks took to park. One request to Slurm each time, however many jobs

@@ -18,9 +18,6 @@ from hydroslurm.core.files import clean
 if TYPE_CHECKING:
     from hydroslurm.prove.trial import Proof
 
-CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""Everything from the script on belongs to it."""
-
 
 def prove(
     command: Annotated[

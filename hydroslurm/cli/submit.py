@@ -165,7 +165,7 @@ def _wait(job: PausableJob) -> None:
 
 
 RUN_CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""Everything from the command on belongs to it."""
+"""Everything from the command on belongs to it; of ``prove`` from the script on."""
 
 
 def run(

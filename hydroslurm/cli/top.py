@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from hydroslurm.observe.watcher import View, Watcher
 
+AllUsers = Annotated[bool, typer.Option("--all-users", "-a", help="Jobs of all users.")]
+OnlyPartition = Annotated[str | None, typer.Option("--partition", "-p", help="Only jobs in it.")]
 EVERY_S = 5.0
 LEAST_EVERY_S = 0.2
 _SLOW_S = 5.0
@@ -31,12 +33,8 @@ def top(
     jobs: Annotated[
         list[int] | None, typer.Argument(help="Only these jobs, or tasks of these arrays.")
     ] = None,
-    all_users: Annotated[
-        bool, typer.Option("--all-users", "-a", help="Jobs of all users.")
-    ] = False,
-    partition: Annotated[
-        str | None, typer.Option("--partition", "-p", help="Only jobs in it.")
-    ] = None,
+    all_users: AllUsers = False,
+    partition: OnlyPartition = None,
     interval_s: Annotated[
         float | None,
         typer.Option(

@@ -216,12 +216,7 @@ def save_fix(facts: Facts) -> str:
     return "; ".join(lines)
 
 
-def label(kind: StopKind) -> str:
-    """A kind of stop, in words."""
-    return _LABELS[kind]
-
-
-_LABELS = {
+LABELS = {
     StopKind.PREEMPTED: "preempted",
     StopKind.TIME_LIMIT_WARNED: "time limit, warned",
     StopKind.TIME_LIMIT: "time limit, no warning",
@@ -231,3 +226,4 @@ _LABELS = {
     StopKind.ASKED: "a person's signal",
     StopKind.UNKNOWN: "unknown",
 }
+"""Each kind of stop, in words."""

@@ -25,21 +25,16 @@ def gather(
     job_id: int | None = None,
     partition: str = "",
     qos: str = "",
-    save: SaveFacts | None = None,
     script: ScriptOptions | None = None,
-    suspend_s: float | None = None,
     run: Path | None = None,
-    no_munge: str | None = None,
-    no_vacate: str = "",
 ) -> Facts:
-    """Collect the facts about one job, or about a partition for a planned one.
+    """Collect what Slurm and a run folder tell about one job, or about a partition for a planned
+    one.
 
     Args:
         partition: "" for the default one; not together with a job.
         script: of a planned job; that of an existing one comes from Slurm, if it may be read.
         run: the run folder; None if unknown.
-        no_munge: the result of :func:`why_no_munge`; None if it was not called.
-        no_vacate: why this node cannot give device memory back.
 
     Raises:
         SlurmError: Slurm did not answer.
@@ -64,14 +59,10 @@ def gather(
         qos=name,
         job=job,
         script=_script_of(client, job) if job else script,
-        save=save,
-        suspend_s=suspend_s,
         untrusted=why_untrusted(run, shared=True),
         shared=why_untrusted(run, shared=False),
-        no_munge=no_munge,
         saver=Saver.UNKNOWN if job is None else saver_of(job, run),
         vacate=slowest_vacate(run if job is None or run is not None else run_dir_of(job).root),
-        no_vacate=no_vacate,
     )
 
 
