@@ -193,10 +193,9 @@ class _Screen:
         if not keys or b"q" in keys or b"Q" in keys:
             return True
         page = page_rows(height)
-        for key, lines in ((b"j", 1), (b"\x1b[B", 1), (b"k", -1), (b"\x1b[A", -1), (b" ", page)):
-            self._first += lines * keys.count(key)
-        for key, lines in ((b"\x1b[6~", page), (b"\x1b[5~", -page), (b"b", -page)):
-            self._first += lines * keys.count(key)
+        lines = {b"j": 1, b"\x1b[B": 1, b"k": -1, b"\x1b[A": -1}
+        pages = {b" ": page, b"\x1b[6~": page, b"b": -page, b"\x1b[5~": -page}
+        self._first += sum(n * keys.count(key) for key, n in (lines | pages).items())
         return False
 
     def _ask(self) -> None:

@@ -139,29 +139,24 @@ class FollowedRun:
         if not known:
             return RunFacts()
         ranks = tuple(one for one in known if one.restart_count == restart_count)
-        began = min(
-            (
-                (one.attempt_step or 0, one.attempt_began.epoch_ns)
-                for one in known
-                if one.attempt_began and one.attempt_restart_count == restart_count
-            ),
-            default=None,
-        )
+        begins = [
+            (one.attempt_step or 0, one.attempt_began.epoch_ns)
+            for one in known
+            if one.attempt_began and one.attempt_restart_count == restart_count
+        ]
+        commits = [
+            (one.committed_step, one.committed.epoch_ns)
+            for one in known
+            if one.committed_step is not None and one.committed
+        ]
         lead = next((one for one in ranks if one.step is not None), None)
         since = lead.step_since if lead else None
         return RunFacts(
             ranks=ranks,
             n_ranks=max([len(ranks), *(rank.world_size for rank in ranks)]),
-            has_run=True if began else (False if ranks else None),
-            began=began,
-            commit=max(
-                (
-                    (one.committed_step, one.committed.epoch_ns)
-                    for one in known
-                    if one.committed_step is not None and one.committed
-                ),
-                default=None,
-            ),
+            has_run=True if begins else (False if ranks else None),
+            began=min(begins, default=None),
+            commit=max(commits, default=None),
             save_s=max((one.save_s for one in known if one.save_s is not None), default=None),
             step=lead.step if lead else None,
             step_epoch_ns=lead.as_of.epoch_ns if lead else None,

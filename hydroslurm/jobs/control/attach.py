@@ -94,10 +94,9 @@ def _of_rank(found: PlainJob, slurm: Job, replica: str | None) -> tuple[str, lis
 
 def _announced(found: PlainJob, slurm: Job) -> dict[int, Event]:
     """Rank -> how it announced itself in the present attempt."""
-    ranks: dict[int, Event] = {}
-    for rank, path in found.run.rank_event_files().items():
-        for event in read_events(path, most_bytes=_MOST_BYTES):
-            is_mine = (event.job_id, event.restart_count) == (slurm.job_id, slurm.restart_count)
-            if is_mine and event.kind is EventKind.INSTALLED:
-                ranks[rank] = event
-    return ranks
+    return {
+        rank: event
+        for rank, path in found.run.rank_event_files().items()
+        for event in read_events(path, kinds=(EventKind.INSTALLED,), most_bytes=_MOST_BYTES)
+        if (event.job_id, event.restart_count) == (slurm.job_id, slurm.restart_count)
+    }
