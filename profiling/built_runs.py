@@ -82,7 +82,7 @@ def _describe(run: RunDir, number: int, *, with_spec: bool) -> None:
         intent = replace(intent, replicas=RANKS, backoff_limit=3)
         job = loads(_SPEC, name="job.yaml", folder=run.root).job
         run.job_yaml.write_text(dumps(job))
-        attempts = Attempts(run.attempts)
+        attempts = Attempts(run.starts_jsonl)
         for count in range(PREEMPTIONS):
             attempts.end(attempts.begin(count), Ending.PREEMPTED)
             add_condition(run.conditions_jsonl, "Running", restart_count=count)

@@ -4,7 +4,7 @@
   job.sbatch, submission.json  what was submitted (an intent line before sbatch, the id after)
   job.yaml, plan.json          of a TrainingJob: the resolved spec, and what each task runs
   conditions.jsonl             what became of it, and when
-  attempts/                    each start of its replicas, and how it ended
+  starts.jsonl                 each start of its replicas, and how it ended
   active.json                  how long it has held its nodes
   tensorboard.json             where its TensorBoard answers, while it does
   scratch/worker-2/            a replica's own, removed by cleanPolicy All
@@ -95,8 +95,8 @@ class RunDir:
         return self.root / "conditions.jsonl"
 
     @property
-    def attempts(self) -> Path:
-        return self.root / "attempts"
+    def starts_jsonl(self) -> Path:
+        return self.root / "starts.jsonl"
 
     @property
     def active_json(self) -> Path:

@@ -17,7 +17,7 @@ SPOIL = r"""
     FILES = ["events/rank-00000.jsonl", "events/rank-00001.jsonl",
              "events/agent-00000.jsonl", "events/rank-00000.json", "attempts.jsonl",
              "conditions.jsonl", "submission.json", "plan.json", "job.yaml", "finished.json",
-             "tensorboard.json", "active.json", "attempts/000001.began.json", "logs/task-0.log",
+             "tensorboard.json", "active.json", "starts.jsonl", "logs/task-0.log",
              "profile/rank-0-restart-0.sqlite",
              "checkpoints/step-000000001/manifest.json", "checkpoints/step-000000002",
              "checkpoints/step-000000003/manifest.json"]

@@ -227,19 +227,18 @@ def test_writers_follow_no_links(
 def test_temporary_files_follow_no_links(
     lab: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither do those that are renamed, even where a stranger guessed their random names: of the
-    marker, of attempts."""
+    """Neither do those that are renamed, even where a stranger guessed their random names, nor the
+    journal of attempts."""
     victim = lab / "mine"
     victim.write_text("ours")
     monkeypatch.setattr(os, "urandom", bytes)
-    attempt = f".000001.began.json.{os.getpid()}"
     random = bytes(4).hex()
-    for name in (f".finished.json.{os.getpid()}-{random}", attempt, f"{attempt}-{random}"):
+    for name in (f".finished.json.{os.getpid()}-{random}", "starts.jsonl"):
         stranger.run("ln", "-s", str(victim), str(lab / name))
     with pytest.raises(RunFolderError):
         finished.write(RunDir(lab), step=1)
     with pytest.raises(RunFolderError):
-        Attempts(lab).begin(0)
+        Attempts(lab / "starts.jsonl").begin(0)
     assert victim.read_text() == "ours"
 
 

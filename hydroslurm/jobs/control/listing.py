@@ -18,7 +18,7 @@ from hydroslurm.jobs.control.overview import in_order, newest, pause_now, submis
 from hydroslurm.jobs.control.plain_job import of_slurm, preempted, started
 from hydroslurm.jobs.control.requests import run_dir_of
 from hydroslurm.jobs.submission import Submission
-from hydroslurm.jobs.supervisor.attempts import Attempts
+from hydroslurm.jobs.supervisor.attempts import Attempts, count_preemptions, count_restarts
 from hydroslurm.jobs.supervisor.conditions import Condition, newest_conditions
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.values import Job
@@ -73,16 +73,16 @@ def _listed(slurm: Job) -> ListedJob | None:
 
 
 def _with_spec(run: RunDir, slurm: Job, asked: Submission, first: RankStatus | None) -> ListedJob:
-    counts = Attempts(run.attempts).counts()
+    attempts = Attempts(run.starts_jsonl).all()
     conditions = (*newest_conditions(run.conditions_jsonl), *pause_now(first))
     return ListedJob(
         slurm=slurm,
         name=asked.name,
         condition=newest(in_order(conditions, slurm)),
         replicas=asked.replicas or 0,
-        restarts=counts.restarts,
+        restarts=count_restarts(attempts),
         backoff_limit=asked.backoff_limit,
-        preemptions=counts.preemptions,
+        preemptions=count_preemptions(attempts),
     )
 
 

@@ -180,7 +180,7 @@ def read_overview(run: RunDir, slurm: Job | None) -> Overview:
         job=_job_in(run),
         plan=_plan(run),
         conditions=in_order((*read_conditions(run.conditions_jsonl), *pauses), slurm),
-        attempts=Attempts(run.attempts).all(),
+        attempts=Attempts(run.starts_jsonl).all(),
         tensorboard=read_address(run.tensorboard_json),
     )
 

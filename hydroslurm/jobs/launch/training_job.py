@@ -3,7 +3,7 @@
     run folder/
       job.yaml      the resolved spec
       plan.json     what each task runs (holds the environment: 0600, in a folder of 0700)
-      conditions.jsonl, attempts/    how it went: see hydroslurm.jobs.supervisor
+      conditions.jsonl, starts.jsonl how it went: see hydroslurm.jobs.supervisor
 
 The batch script (:mod:`hydroslurm.jobs.launch.job_script`) runs the supervisor, without srun; the
 supervisor starts the job step with the ranks. No string of the spec is part of a shell command:

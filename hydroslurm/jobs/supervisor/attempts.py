@@ -6,16 +6,15 @@ number as ``HYDROSLURM_ATTEMPT``, and a Run records it as its own. torchrun may 
 within an attempt, and a Run counts those starts too; the next attempt gets the number after the
 last one recorded by either, so that a number always means one start.
 
-An attempt has a file written before it begins and one written when it has ended, each put in place
-whole and once: whatever is killed, every attempt is counted once. An attempt without an end is
-still running, or died with its supervisor or node.
+An attempt has an entry in the journal that is written before it begins, one with the process of its
+job step, and one when it has ended. An attempt without an end is still running, or died with its
+supervisor or node.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,8 +22,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.core.files import parse_json, read_end, read_regular, write_atomically
-from hydroslurm.core.journal import entries_of
+from hydroslurm.core.files import read_end, write_atomically
+from hydroslurm.core.journal import append_entry, entries_of
 from hydroslurm.errors import RunFolderError
 from hydroslurm.jobs.supervisor.conditions import FORMAT
 from hydroslurm.jobs.supervisor.exit_policy import (
@@ -35,8 +34,8 @@ from hydroslurm.jobs.supervisor.exit_policy import (
     FinalDecision,
 )
 
-_MOST_BYTES = 1 << 20
-_COUNTS = "counts.json"
+_MOST_BYTES = 16 << 20
+"""An attempt takes about 500 bytes."""
 
 
 class Ending(str, Enum):
@@ -103,43 +102,31 @@ def count_preemptions(attempts: Sequence[Attempt]) -> int:
     return len({one.restart_count for one in attempts if one.ending is Ending.PREEMPTED})
 
 
-@dataclass(frozen=True)
-class Counts:
-    """How many attempts there were of some kinds, as :func:`count_restarts` and
-    :func:`count_preemptions` say."""
-
-    restarts: int
-    preemptions: int
-
-
 class Attempts:
-    """The attempts of one job, in a folder of their own. Written by one supervisor at a time."""
+    """The attempts of one job, in a journal. Written by one supervisor at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def all(self) -> tuple[Attempt, ...]:
-        """Oldest first; files that hold no attempt, or one of another version, are skipped.
+        """Oldest first; what is no attempt, or one of another version, is skipped.
 
         Raises:
-            RunFolderError: the folder cannot be read.
+            RunFolderError: the journal cannot be read.
         """
         try:
-            names = sorted(path.name for path in self.folder.iterdir())
+            lines = read_end(self.path, most_bytes=_MOST_BYTES).splitlines()
         except FileNotFoundError:
             return ()
         except OSError as error:
-            raise RunFolderError(f"cannot read {self.folder}: {error.strerror}") from error
-        found = []
-        for name in names:
-            if name.endswith(".began.json") and (begun := self._read(name)) is not None:
-                stem = name.removesuffix(".began.json")
-                ended = self._read(f"{stem}.ended.json") or {}
-                started = self._read(f"{stem}.srun.json") or {}
-                attempt = _attempt({**begun, **started, **ended})
-                if attempt is not None and begun.get("v") == FORMAT:
-                    found.append(attempt)
-        return tuple(found)
+            raise RunFolderError(f"cannot read {self.path}: {error.strerror}") from error
+        rows: dict[int, dict[str, Any]] = {}
+        for entry in entries_of(lines):
+            number = entry.get("number")
+            if type(number) is int and entry.get("v") == FORMAT:
+                rows[number] = {**entry, **rows.get(number, {})}
+        found = (_attempt(rows[number]) for number in sorted(rows))
+        return tuple(attempt for attempt in found if attempt is not None)
 
     def begin(self, restart_count: int, *, after: int = 0) -> Attempt:
         """Record durably that an attempt begins.
@@ -148,25 +135,16 @@ class Attempts:
             after: the greatest number in use elsewhere: :func:`last_recorded`.
 
         Raises:
-            RunFolderError: the folder cannot be written.
+            RunFolderError: the journal cannot be read or written.
         """
-        number = max((one.number for one in self.all()), default=0)
-        number = max(number, after) + 1
-        attempt = Attempt(number, restart_count, time.time_ns())
-        row = {
-            "v": FORMAT,
-            "number": number,
-            "restart_count": restart_count,
-            "began_epoch_ns": attempt.began_epoch_ns,
-        }
-        self._write(f"{number:06d}.began.json", row, new=True)
-        self._write_counts()
+        last = max((one.number for one in self.all()), default=0)
+        attempt = Attempt(max(last, after) + 1, restart_count, time.time_ns())
+        self._append(attempt, restart_count=restart_count, began_epoch_ns=attempt.began_epoch_ns)
         return attempt
 
     def started(self, attempt: Attempt, *, srun_pid: int, srun_started: int) -> Attempt:
         """Record which process runs its job step."""
-        row = {"srun_pid": srun_pid, "srun_started": srun_started}
-        self._write(f"{attempt.number:06d}.srun.json", row)
+        self._append(attempt, srun_pid=srun_pid, srun_started=srun_started)
         return replace(attempt, srun_pid=srun_pid, srun_started=srun_started)
 
     def end(
@@ -179,15 +157,15 @@ class Attempts:
         final_decision: FinalDecision | None = None,
     ) -> Attempt:
         """Record how it ended; of two ends the first counts."""
-        row: dict[str, Any] = {
-            "ending": ending.value,
-            "replica": replica,
-            "status": status,
-            "ended_epoch_ns": time.time_ns(),
-            "final_decision": None if final_decision is None else asdict(final_decision),
-        }
-        self._write(f"{attempt.number:06d}.ended.json", row, new=True, quietly=True)
-        return next(one for one in self._write_counts() if one.number == attempt.number)
+        self._append(
+            attempt,
+            ending=ending.value,
+            replica=replica,
+            status=status,
+            ended_epoch_ns=time.time_ns(),
+            final_decision=None if final_decision is None else asdict(final_decision),
+        )
+        return next(one for one in self.all() if one.number == attempt.number)
 
     def restarts(self) -> int:
         """Those that count against backoffLimit, including restarts after a success (Always)."""
@@ -197,66 +175,15 @@ class Attempts:
         """How many allocations ended because somebody else wanted the nodes."""
         return count_preemptions(self.all())
 
-    def counts(self) -> Counts:
-        """Of all attempts, from one small file if that is up to date.
-
-        Raises:
-            RunFolderError: as :meth:`all`.
-        """
+    def _append(self, attempt: Attempt, **facts: Any) -> None:
         try:
-            files = self._count_files()
-        except OSError:
-            return Counts(0, 0)
-        row = self._read(_COUNTS) or {}
-        restarts, preemptions = row.get("restarts"), row.get("preemptions")
-        # a supervisor that was killed between two files has left it behind
-        is_current = row.get("v") == FORMAT and row.get("files") == files
-        if is_current and isinstance(restarts, int) and isinstance(preemptions, int):
-            return Counts(restarts, preemptions)
-        attempts = self.all()
-        return Counts(count_restarts(attempts), count_preemptions(attempts))
-
-    def _write_counts(self) -> tuple[Attempt, ...]:
-        attempts = self.all()
-        row = {
-            "v": FORMAT,
-            "restarts": count_restarts(attempts),
-            "preemptions": count_preemptions(attempts),
-        }
-        with contextlib.suppress(OSError):
-            row["files"] = self._count_files()
-            write_atomically(self.folder / _COUNTS, json.dumps(row))
-        return attempts
-
-    def _count_files(self) -> int:
-        """Those that begin and end attempts; both are written once and never taken away."""
-        ends = (".began.json", ".ended.json")
-        return sum(entry.name.endswith(ends) for entry in os.scandir(self.folder))
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        try:
-            value = parse_json(read_regular(self.folder / name, limit_bytes=_MOST_BYTES))
-        except (OSError, ValueError):
-            return None
-        return value if isinstance(value, dict) else None
-
-    def _write(
-        self, name: str, row: Mapping[str, Any], *, new: bool = False, quietly: bool = False
-    ) -> None:
-        """Write a file atomically; with ``new`` it must not exist yet."""
-        path = self.folder / name
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(row), durable=True, exclusive=new)
-        except FileExistsError as error:
-            if not quietly:
-                raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
+            append_entry(self.path, {"v": FORMAT, "number": attempt.number, **facts})
         except OSError as error:
-            raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
+            raise RunFolderError(f"cannot write {self.path}: {error.strerror}") from error
 
 
 def _attempt(row: Mapping[str, Any]) -> Attempt | None:
-    """None if a field has another type: we did not write it."""
+    """None if a field is missing or has another type: we did not write it."""
     known = {name: row[name] for name in Attempt.__dataclass_fields__ if row.get(name) is not None}
     try:
         if "ending" in known:

@@ -73,10 +73,10 @@ def clean(root: Path, *, environ: Mapping[str, str]) -> str:
         last = _last_record(run, environ)
         state = "UNKNOWN" if last is None else last.state.value
         cancelled = state == "CANCELLED"
-        for attempt in Attempts(run.attempts).all():
+        for attempt in Attempts(run.starts_jsonl).all():
             if attempt.ending is None:
                 ending = Ending.CANCELLED if cancelled else Ending.FAILED
-                Attempts(run.attempts).end(attempt, ending)
+                Attempts(run.starts_jsonl).end(attempt, ending)
         message = f"the job ended {state}, and its supervisor with it"
         reason = "Cancelled" if cancelled else "SupervisorLost"
         add_condition(run.conditions_jsonl, "Failed", reason=reason, message=message)

@@ -101,7 +101,7 @@ class Supervisor:
     log: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        self._attempts = Attempts(self.run.attempts)
+        self._attempts = Attempts(self.run.starts_jsonl)
         self._active = ActiveTime(self.run.active_json)
         self._stop_requested = False
         self._start = Start(

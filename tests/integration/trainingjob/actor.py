@@ -19,8 +19,8 @@ from typing import Any
 def main() -> int:
     acts: dict[str, list[Any]] = json.loads(Path(sys.argv[1]).read_text())
     replica = os.environ["HYDROSLURM_REPLICA"]
-    begun = (Path(os.environ["HYDROSLURM_RUN_DIR"]) / "attempts").glob("*.began.json")
-    attempt = len(list(begun))
+    starts = Path(os.environ["HYDROSLURM_RUN_DIR"]) / "starts.jsonl"
+    attempt = starts.read_text().count('"began_epoch_ns"')
     mine = acts.get(replica, [])
     act = mine[attempt - 1] if attempt <= len(mine) else 0
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURMD_NODENAME")

@@ -85,7 +85,7 @@ class Scene:
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
-        return Attempts(self.run.attempts).all()
+        return Attempts(self.run.starts_jsonl).all()
 
     def final_condition(self) -> Condition:
         """Wait for it."""

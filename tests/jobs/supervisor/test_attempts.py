@@ -14,7 +14,6 @@ from hydroslurm.jobs.supervisor.attempts import (
     LONGEST_TICK_S,
     ActiveTime,
     Attempts,
-    Counts,
     Ending,
     last_recorded,
 )
@@ -23,19 +22,19 @@ from hydroslurm.jobs.supervisor.conditions import FORMAT, add_condition, read_co
 
 def test_attempts_are_numbered_over_requeues(tmp_path: Path) -> None:
     """After a requeue the count continues."""
-    attempts = Attempts(tmp_path / "attempts")
+    attempts = Attempts(tmp_path / "starts.jsonl")
     one = attempts.begin(0)
     attempts.end(one, Ending.FAILED, replica="worker-1", status=3)
-    two = Attempts(tmp_path / "attempts").begin(1)
+    two = Attempts(tmp_path / "starts.jsonl").begin(1)
     assert (one.number, two.number, two.restart_count) == (1, 2, 1)
-    kept = Attempts(tmp_path / "attempts").all()
+    kept = Attempts(tmp_path / "starts.jsonl").all()
     assert [one.ending for one in kept] == [Ending.FAILED, None]
     assert (kept[0].replica, kept[0].status) == ("worker-1", 3)
 
 
 def test_failures_and_preemptions_are_two_budgets(tmp_path: Path) -> None:
     """Preemptions do not count against backoffLimit; a requeue is one preemption."""
-    attempts = Attempts(tmp_path / "attempts")
+    attempts = Attempts(tmp_path / "starts.jsonl")
     for restart_count, ending in enumerate([Ending.PREEMPTED] * 10 + [Ending.FAILED] * 2):
         attempts.end(attempts.begin(restart_count), ending)
     attempts.end(attempts.begin(9), Ending.PREEMPTED)
@@ -45,7 +44,7 @@ def test_failures_and_preemptions_are_two_budgets(tmp_path: Path) -> None:
 
 def test_the_first_end_counts(tmp_path: Path) -> None:
     """A janitor that comes late does not turn a success into a failure."""
-    attempts = Attempts(tmp_path / "attempts")
+    attempts = Attempts(tmp_path / "starts.jsonl")
     attempt = attempts.begin(0)
     attempts.end(attempt, Ending.SUCCEEDED)
     assert attempts.end(attempt, Ending.FAILED).ending is Ending.SUCCEEDED
@@ -54,7 +53,7 @@ def test_the_first_end_counts(tmp_path: Path) -> None:
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """Killed while it writes, again and again: every attempt is there whole, numbers are never used
     twice, nothing that was ended is open again."""
-    folder = tmp_path / "attempts"
+    path = tmp_path / "starts.jsonl"
     program = textwrap.dedent(
         """
         import sys
@@ -71,17 +70,17 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     seen = 0
     for _ in range(8):
         child = subprocess.Popen(
-            [sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True
         )
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         more = seen + 3
-        while len(Attempts(folder).all()) < more:
+        while len(Attempts(path).all()) < more:
             pass
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
         child.stdout.close()
-        kept = Attempts(folder).all()
+        kept = Attempts(path).all()
         assert [one.number for one in kept] == list(range(1, len(kept) + 1))
         assert len(kept) >= more
         assert sum(one.ending is None for one in kept[seen:]) <= 1
@@ -100,18 +99,17 @@ def test_attempts_that_only_a_run_has_recorded_are_counted_too(tmp_path: Path) -
     )
     recorded.write_text("\n".join(rows))
     assert last_recorded(recorded) == 3
-    attempts = Attempts(tmp_path / "attempts")
+    attempts = Attempts(tmp_path / "starts.jsonl")
     assert attempts.begin(0).number == 1
     assert attempts.begin(1, after=last_recorded(recorded)).number == 4
 
 
 def test_files_of_another_version_are_skipped(tmp_path: Path) -> None:
     """What another version means by its words is not known."""
-    attempts, conditions = Attempts(tmp_path / "attempts"), tmp_path / "conditions.jsonl"
+    attempts, conditions = Attempts(tmp_path / "starts.jsonl"), tmp_path / "conditions.jsonl"
     attempts.begin(0)
     add_condition(conditions, "Running")
-    began = next(attempts.folder.glob("*.began.json"))
-    for file in (began, conditions):
+    for file in (attempts.path, conditions):
         row = json.loads(file.read_text())
         assert row["v"] == FORMAT
         file.write_text(json.dumps(row | {"v": FORMAT + 1}) + "\n")
@@ -167,20 +165,3 @@ def test_a_file_that_cannot_be_read_counts_for_nothing(tmp_path: Path) -> None:
     path.write_text('{"active_s": ')
     assert ActiveTime(path).seconds == 0.0
     assert ActiveTime(tmp_path / "no" / "such" / "folder").tick() < 60.0
-
-
-def test_counts_are_those_of_the_attempts(tmp_path: Path) -> None:
-    """Also where the supervisor was killed between the end of an attempt and the file of counts, or
-    somebody else wrote it."""
-    attempts = Attempts(tmp_path / "attempts")
-    assert attempts.counts() == Counts(0, 0)
-    for count, ending in enumerate((Ending.FAILED, Ending.PREEMPTED, Ending.FAILED)):
-        attempts.end(attempts.begin(count), ending)
-    counts = attempts.folder / "counts.json"
-    written = counts.read_text()
-    assert attempts.counts() == Counts(restarts=1, preemptions=1)
-    attempts.begin(3)
-    assert attempts.counts() == Counts(restarts=2, preemptions=1)
-    for spoiled in (written, "{}", "[1", '{"v": 1, "files": 7, "restarts": "9", "preemptions": 0}'):
-        counts.write_text(spoiled)
-        assert attempts.counts() == Counts(restarts=2, preemptions=1)

@@ -113,7 +113,7 @@ def test_neither_is_a_failure_of_the_training(
     )
     assert client.asked == [("signal", 7, 9, 4), ("requeue", 7)]
     assert outcome.status == RUN_AGAIN
-    attempts = Attempts(run.attempts).all()
+    attempts = Attempts(run.starts_jsonl).all()
     assert [one.ending for one in attempts] == [Ending.LOST, Ending.PREEMPTED]
     said = [(one.type, one.reason) for one in read_conditions(run.conditions_jsonl)]
     assert said == [
