@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import LaunchError, RunFolderError, SlurmError, SlurmTimeout, UsageError
+from hydroslurm.errors import (
+    LaunchError,
+    RunFolderError,
+    SlurmError,
+    SlurmMissing,
+    SlurmTimeout,
+    UsageError,
+)
 from hydroslurm.slurm.programs import sbatch
 
 if TYPE_CHECKING:  # what is not needed before sbatch has the job does not delay it
@@ -94,6 +101,10 @@ def submit_script(script: Path, run: RunDir, *, is_new: bool) -> int:
         done = sbatch(script)
     except SlurmTimeout as error:
         raise LaunchError(_refusal(str(error), run, is_refused=False, is_new=is_new)) from error
+    except SlurmMissing:
+        if is_new:
+            shutil.rmtree(run.root, ignore_errors=True)
+        raise
     said = done.stderr.strip()
     found = _SUBMITTED.search(done.stdout)
     if done.returncode or found is None:
@@ -110,7 +121,7 @@ def removing_on_refusal(base: Path) -> Iterator[None]:
     created = [path for path in (base, *base.parents) if not path.exists()]
     try:
         yield
-    except LaunchError:
+    except (LaunchError, SlurmMissing):
         for path in created:
             with contextlib.suppress(OSError):  # not empty: Slurm may have that job
                 path.rmdir()

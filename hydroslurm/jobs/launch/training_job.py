@@ -128,13 +128,16 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
                     run.conditions_jsonl, "Failed", reason="SubmissionRefused", message=str(error)
                 )
             raise
-    submission.write(run, replace(intent, job_id=str(job_id)))
-    add_condition(run.conditions_jsonl, "Queued", reason="Pending", message=f"as job {job_id}")
+    try:
+        submission.write(run, replace(intent, job_id=str(job_id)))
+        add_condition(run.conditions_jsonl, "Queued", reason="Pending", message=f"as job {job_id}")
+    except RunFolderError as error:
+        notes = (*notes, f"Slurm has job {job_id}, but its run folder does not say so: {error}")
     try:
         janitor = _submit(
             janitor_script(spec.job, run, job_id), run.janitor_sbatch, run, is_new=False
         )
-    except LaunchError as error:
+    except (LaunchError, RunFolderError) as error:
         notes = (*notes, f"the job that cleans up after it could not be submitted: {error}")
     else:
         notes = (*notes, f"job {janitor} cleans up after it, however it ends")
