@@ -75,6 +75,11 @@ class Alignment:
             return within_ns
         return between_ns + (within_ns or 0)
 
+    @property
+    def message(self) -> str:
+        """For people, in one line."""
+        return " ".join(self.sentences())
+
     def sentences(self) -> list[str]:
         """For people; always at least one."""
         said = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,8 +22,8 @@ from hydroslurm.report.goodput import Goodput, goodput_of
 from hydroslurm.report.history import History, Summary, summary
 from hydroslurm.report.nsys.profile import Profile
 from hydroslurm.report.pauses import Outcome, Pause
-from hydroslurm.report.rows import PauseRow, Profiled, Rows, StopLinks, StopRow, fields_of
-from hydroslurm.report.stops import KILLED, Stop, steps_lost_total
+from hydroslurm.report.rows import PauseRow, Profiled, Rows, StopFigures, StopRow, fields_of
+from hydroslurm.report.stops import KILLED, steps_lost_total
 
 MOST_ROWS = 10_000
 """Of ``every_pause`` and ``every_stop``, so that the file can still be opened."""
@@ -70,19 +70,6 @@ class PauseFigures(Pause):
     asked_us: float | None
     stopped_us: float | None
     nsys: Profiled | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopFigures(StopLinks, Stop):
-    """One stop of one rank with its whole chain.
-
-    Attributes:
-        slurm_before: the attempt that was stopped, in Slurm's accounting.
-        slurm_after: the one that followed.
-    """
-
-    slurm_before: SlurmAttempt | None
-    slurm_after: SlurmAttempt | None
 
 
 class StopsFigures(_Part):
@@ -284,7 +271,6 @@ def figures_of(
     rows = rows or Rows.of(history, sources)
     pauses = history.pauses
     saves = [s for one in history.attempts if one.progress for s in one.progress.saves]
-    accounting = sources.accounting
     return Figures(
         run=history.name,
         job_ids=history.job_ids,
@@ -299,11 +285,7 @@ def figures_of(
         stop_requests=len(history.stop_requests),
         parked_total_s=math.fsum(pause.parked_s or 0.0 for pause in pauses),
         in_flight=sum(bool(pause.in_flight) for pause in pauses),
-        park_us=summary(pause.park_us for pause in pauses),
-        all_parked_us=summary(pause.all_parked_us for pause in pauses),
-        drain_us=summary(pause.drain_us for pause in pauses),
-        resume_us=summary(pause.resume_us for pause in pauses),
-        parked_s=summary(pause.parked_s for pause in pauses),
+        **_summaries(Figures, pauses, but=("asked_us", "save_ms")),
         asked_us=summary(row.asked_us for row in rows.pauses),
         save_ms=summary(save.durable_ms for save in saves),
         by_cause=_by_cause(pauses),
@@ -311,10 +293,8 @@ def figures_of(
         every_pause_left_out=max(0, len(rows.pauses) - MOST_ROWS),
         stops=_stops(rows.stops),
         goodput=goodput_of(history, sources),
-        clocks=_clocks(history),
-        slurm=SlurmFigures(
-            suspend_grace_s=accounting.suspend_grace_s, attempts=accounting.attempts
-        ),
+        clocks=ClockFigures.model_validate(history.alignment, from_attributes=True),
+        slurm=SlurmFigures.model_validate(sources.accounting, from_attributes=True),
         nsys=_nsys(rows.pauses, sources),
         missing=tuple(sources.sentences(history)),
     )
@@ -340,6 +320,17 @@ def _object(value: Mapping[str, Any], indent: str) -> str:
     return "{\n" + ",\n".join(parts) + f"\n{indent[:-1]}}}"
 
 
+def _summaries(
+    model: type[BaseModel], values: Sequence[object], *, but: Collection[str] = ()
+) -> dict[str, Any]:
+    """A summary for each field of a model that is one, of what these values have by its name."""
+    return {
+        name: summary(getattr(value, name) for value in values)
+        for name, described in model.model_fields.items()
+        if described.annotation is Summary and name not in but
+    }
+
+
 def _by_cause(pauses: Iterable[Pause]) -> dict[str, CauseFigures]:
     groups: dict[str, list[Pause]] = {}
     for pause in pauses:
@@ -347,9 +338,7 @@ def _by_cause(pauses: Iterable[Pause]) -> dict[str, CauseFigures]:
     return {
         cause: CauseFigures(
             pauses=len(group),
-            park_us=summary(pause.park_us for pause in group),
-            resume_us=summary(pause.resume_us for pause in group),
-            parked_s=summary(pause.parked_s for pause in group),
+            **_summaries(CauseFigures, group),
         )
         for cause, group in sorted(groups.items())
     }
@@ -368,49 +357,21 @@ def _pause(row: PauseRow) -> PauseFigures:
 
 
 def _stops(rows: list[StopRow]) -> StopsFigures:
-    stops = [row.stop for row in rows]
     per_rank: dict[int, int] = {}
     for row in rows:
-        per_rank[row.stop.rank] = per_rank.get(row.stop.rank, 0) + (row.samples_lost or 0)
+        per_rank[row.rank] = per_rank.get(row.rank, 0) + (row.samples_lost or 0)
     known = any(row.samples_lost is not None for row in rows)
     return StopsFigures(
-        count=len(stops),
-        incomplete=sum(not stop.complete for stop in stops),
-        killed=sum(stop.left == KILLED for stop in stops),
-        by_reason=dict(sorted(Counter(stop.reason or stop.left for stop in stops).items())),
-        safe_point_ms=summary(stop.safe_point_ms for stop in stops),
-        staged_ms=summary(stop.staged_ms for stop in stops),
-        written_ms=summary(stop.written_ms for stop in stops),
-        durable_ms=summary(stop.durable_ms for stop in stops),
-        requeued_ms=summary(stop.requeued_ms for stop in stops),
-        eligible_s=summary(row.eligible_s for row in rows),
-        queued_s=summary(row.queued_s for row in rows),
-        start_s=summary(row.start_s for row in rows),
-        waited_s=summary(stop.waited_s for stop in stops),
-        first_step_s=summary(stop.first_step_s for stop in stops),
-        steps_lost_total=steps_lost_total(stops),
+        count=len(rows),
+        incomplete=sum(not stop.complete for stop in rows),
+        killed=sum(stop.left == KILLED for stop in rows),
+        by_reason=dict(sorted(Counter(stop.reason or stop.left for stop in rows).items())),
+        **_summaries(StopsFigures, rows),
+        steps_lost_total=steps_lost_total(rows),
         samples_lost_total=max(per_rank.values()) if known else None,
-        at_least=any(not stop.steps_lost_exactly for stop in stops),
-        every_stop=tuple(_stop(row) for row in rows[:MOST_ROWS]),
+        at_least=any(not stop.steps_lost_exactly for stop in rows),
+        every_stop=tuple(rows[:MOST_ROWS]),
         every_stop_left_out=max(0, len(rows) - MOST_ROWS),
-    )
-
-
-def _stop(row: StopRow) -> StopFigures:
-    links = fields_of(row, StopLinks)
-    return StopFigures(
-        **fields_of(row.stop), **links, slurm_before=row.before, slurm_after=row.after
-    )
-
-
-def _clocks(history: History) -> ClockFigures:
-    alignment = history.alignment
-    return ClockFigures(
-        error_ns=alignment.error_ns,
-        within_ns=alignment.within_ns,
-        between_ns=alignment.between_ns,
-        hosts=alignment.hosts,
-        message=" ".join(alignment.sentences()),
     )
 
 
@@ -421,11 +382,7 @@ def _nsys(rows: list[PauseRow], sources: ExternalSources) -> NsysFigures | None:
     return NsysFigures(
         profiles=tuple(_profile(profile) for profile in sources.profiles),
         joined=len(seen),
-        park_us=summary(one.park_us for one in seen),
-        resume_us=summary(one.resume_us for one in seen),
-        last_kernel_us=summary(one.last_kernel_us for one in seen),
-        first_kernel_us=summary(one.first_kernel_us for one in seen),
-        difference_us=summary(one.difference_us for one in seen),
+        **_summaries(NsysFigures, seen),
     )
 
 

@@ -58,8 +58,8 @@ class PauseRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopLinks:
-    """What is known of a stop besides its own rank's log.
+class StopFigures(Stop):
+    """One stop of one rank with its whole chain.
 
     Attributes:
         at_s: since the run's first event.
@@ -72,6 +72,8 @@ class StopLinks:
         nsys_durable_ms: from the request to parts on disk, or to the save's failure, by nsys.
         nsys_committed_ms: from the request to the commit, by nsys.
         nsys_requeued_ms: from the request until Slurm had the job again, by nsys.
+        slurm_before: the attempt that was stopped, in Slurm's accounting.
+        slurm_after: the one that followed.
     """
 
     at_s: float
@@ -84,20 +86,15 @@ class StopLinks:
     nsys_durable_ms: float | None
     nsys_committed_ms: float | None
     nsys_requeued_ms: float | None
+    slurm_before: SlurmAttempt | None
+    slurm_after: SlurmAttempt | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopRow(StopLinks):
-    """One stop of one rank; ``before`` and ``after`` are the attempt that was stopped and the one
-    that followed, in Slurm's accounting."""
+class StopRow(StopFigures):
+    """The same, with the attempt that was stopped."""
 
-    stopped: Stopped
-    before: SlurmAttempt | None
-    after: SlurmAttempt | None
-
-    @property
-    def stop(self) -> Stop:
-        return self.stopped.stop
+    stopped: Attempt
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ class Rows:
 
     @cached_property
     def stops_in_time(self) -> list[StopRow]:
-        return sorted(self.stops, key=lambda row: (row.at_s, row.stop.rank))
+        return sorted(self.stops, key=lambda row: (row.at_s, row.rank))
 
 
 def pause_rows(history: History, sources: ExternalSources) -> list[PauseRow]:
@@ -152,10 +149,9 @@ def stop_rows(history: History, sources: ExternalSources) -> list[StopRow]:
     return [_stop_row(history, sources, stopped) for stopped in history.stopped]
 
 
-def fields_of(value: Any, kind: type[Any] | None = None) -> dict[str, Any]:
-    """The fields of a flat dataclass, or those of its base ``kind``; ``asdict`` would copy each
-    value."""
-    return {one.name: getattr(value, one.name) for one in fields(kind or value)}
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a flat dataclass; ``asdict`` would copy each value."""
+    return {one.name: getattr(value, one.name) for one in fields(value)}
 
 
 def _stopped_us(pause: Pause, grace_s: int | None) -> float | None:
@@ -236,11 +232,12 @@ def _stop_row(history: History, sources: ExternalSources, stopped: Stopped) -> S
     per_step = progress.samples_per_step if progress else None
     lost = stop.steps_lost
     return StopRow(
-        stopped=stopped,
+        **fields_of(stop),
+        stopped=attempt,
         at_s=history.since_begin_s(attempt, stopped.begin_mono_ns),
-        left_s=_since_us(seen_ns=stop.requested_mono_ns, end_ns=attempt.last_mono_ns, unit=1e6),
-        before=before,
-        after=after if after != before else None,
+        left_s=span(stop.requested_mono_ns, attempt.last_mono_ns, 1e9),
+        slurm_before=before,
+        slurm_after=after if after != before else None,
         eligible_s=_later_s(end_s, eligible_s, within_s=gap_s),
         queued_s=_later_s(eligible_s, started_s, within_s=gap_s),
         start_s=_later_s(started_s, first_s),
@@ -250,11 +247,6 @@ def _stop_row(history: History, sources: ExternalSources, stopped: Stopped) -> S
         nsys_committed_ms=_nsys_ms(seen, "committed_mono_ns"),
         nsys_requeued_ms=_nsys_ms(seen, "requeued_mono_ns"),
     )
-
-
-def _since_us(*, seen_ns: int | None, end_ns: int | None, unit: float) -> float | None:
-    taken_us = span(seen_ns, end_ns, 1e3)
-    return None if taken_us is None else taken_us / unit
 
 
 def _by_slurms_date(attempt: Attempt, started_s: float | None) -> float:
@@ -277,6 +269,4 @@ def _later_s(
 
 
 def _nsys_ms(seen: ProfiledStop | None, name: str) -> float | None:
-    if seen is None:
-        return None
-    return _since_us(seen_ns=seen.requested_mono_ns, end_ns=getattr(seen, name), unit=1e3)
+    return span(seen.requested_mono_ns, getattr(seen, name), 1e6) if seen else None

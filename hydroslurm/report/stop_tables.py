@@ -19,26 +19,26 @@ def stops_table(
     """Why each attempt was stopped, how fast it was saved, and what was lost."""
     columns: list[Column[StopRow]] = [
         Column("at\n(s)", lambda row: f"{row.at_s:.1f}" if row.at_s < 1e4 else f"{row.at_s:.0f}"),
-        Column("rank", lambda row: str(row.stop.rank)),
-        Column("attempt", lambda row: str(history.attempt_number(row.stopped.attempt))),
-        Column("stopped by", lambda row: _why(row.stop), left=True),
-        Column("signal", lambda row: row.stop.signal, optional=True, left=True, wide=True),
-        Column("safe\npoint\n(ms)", lambda row: number(row.stop.safe_point_ms, ",.0f")),
-        Column("saved\n(ms)", lambda row: _saved(row.stop)),
-        Column("re-\nqueued\n(ms)", lambda row: number(row.stop.requeued_ms, ",.0f")),
-        Column("next\nbegan\n(s)", lambda row: number(row.stop.waited_s, ".1f")),
-        Column("first\nstep\n(s)", lambda row: number(row.stop.first_step_s, ".1f")),
-        Column("at\nstep", lambda row: _step(row.stop)),
-        Column("steps\nlost", lambda row: lost(row.stop)),
+        Column("rank", lambda row: str(row.rank)),
+        Column("attempt", lambda row: str(history.attempt_number(row.stopped))),
+        Column("stopped by", lambda row: _why(row), left=True),
+        Column("signal", lambda row: row.signal, optional=True, left=True, wide=True),
+        Column("safe\npoint\n(ms)", lambda row: number(row.safe_point_ms, ",.0f")),
+        Column("saved\n(ms)", lambda row: number(row.durable_ms, ",.0f")),
+        Column("re-\nqueued\n(ms)", lambda row: number(row.requeued_ms, ",.0f")),
+        Column("next\nbegan\n(s)", lambda row: number(row.waited_s, ".1f")),
+        Column("first\nstep\n(s)", lambda row: number(row.first_step_s, ".1f")),
+        Column("at\nstep", lambda row: _step(row)),
+        Column("steps\nlost", lambda row: lost(row)),
         Column(
             "state (MB)",
-            lambda row: number(row.stop.state_bytes, ",.1f", 1e6),
+            lambda row: number(row.state_bytes, ",.1f", 1e6),
             optional=True,
             wide=True,
         ),
         Column(
             "not in the log",
-            lambda row: ", ".join(row.stop.missing) or None,
+            lambda row: ", ".join(row.missing) or None,
             optional=True,
             left=True,
             wide=True,
@@ -51,18 +51,16 @@ def stop_chains(history: History, rows: Sequence[StopRow], *, most: int) -> Tabl
     """Each stop from the request to the next attempt's first step."""
     columns: list[Column[StopRow]] = [
         _stop_column(history),
-        Column(
-            "safe point (ms)", lambda row: number(row.stop.safe_point_ms, ",.0f"), optional=True
-        ),
-        Column("written (ms)", lambda row: number(row.stop.written_ms, ",.0f"), optional=True),
-        Column("commit (ms)", lambda row: number(row.stop.durable_ms, ",.0f")),
-        Column("requeue (ms)", lambda row: number(row.stop.requeued_ms, ",.0f"), optional=True),
+        Column("safe point (ms)", lambda row: number(row.safe_point_ms, ",.0f"), optional=True),
+        Column("written (ms)", lambda row: number(row.written_ms, ",.0f"), optional=True),
+        Column("commit (ms)", lambda row: number(row.durable_ms, ",.0f")),
+        Column("requeue (ms)", lambda row: number(row.requeued_ms, ",.0f"), optional=True),
         Column("left (ms)", lambda row: number(row.left_s, ",.0f", 1e-3), optional=True),
         Column("eligible (s)", lambda row: number(row.eligible_s, ".0f"), optional=True),
         Column("start (s)", lambda row: number(row.queued_s, ".0f"), optional=True),
         Column("runs (s)", lambda row: number(row.start_s, ".1f"), optional=True),
-        Column("first step (s)", lambda row: number(row.stop.first_step_s, ".1f"), optional=True),
-        Column("steps lost", lambda row: lost(row.stop), optional=True),
+        Column("first step (s)", lambda row: number(row.first_step_s, ".1f"), optional=True),
+        Column("steps lost", lambda row: lost(row), optional=True),
         Column("samples lost", lambda row: number(row.samples_lost, ",d"), optional=True),
     ]
     note = (
@@ -81,9 +79,9 @@ def profiled_stops(history: History, rows: Sequence[StopRow], *, most: int) -> T
     columns: list[Column[StopRow]] = [
         _stop_column(history),
         Column("saving, nsys (ms)", lambda row: number(row.nsys_saving_ms, ",.1f")),
-        Column("commit (ms)", lambda row: number(row.stop.durable_ms, ",.1f")),
+        Column("commit (ms)", lambda row: number(row.durable_ms, ",.1f")),
         Column("commit, nsys (ms)", lambda row: number(row.nsys_committed_ms, ",.1f")),
-        Column("requeue (ms)", lambda row: number(row.stop.requeued_ms, ",.1f"), optional=True),
+        Column("requeue (ms)", lambda row: number(row.requeued_ms, ",.1f"), optional=True),
         Column(
             "requeue, nsys (ms)", lambda row: number(row.nsys_requeued_ms, ",.1f"), optional=True
         ),
@@ -102,7 +100,7 @@ def lost(stop: Stop) -> str:
 def _stop_column(history: History) -> Column[StopRow]:
     return Column(
         "attempt",
-        lambda row: f"r{row.stop.rank} {history.attempt_number(row.stopped.attempt)}",
+        lambda row: f"r{row.rank} {history.attempt_number(row.stopped)}",
         left=True,
     )
 
@@ -115,10 +113,6 @@ def _why(stop: Stop) -> str:
         told = stop.left if stop.of_rank is None else f"rank {stop.of_rank}"
         return stop.signal or told
     return f"{stop.reason}, {stop.left}" if stop.left == "finished" else str(stop.reason)
-
-
-def _saved(stop: Stop) -> str | None:
-    return number(stop.durable_ms, ",.0f")
 
 
 def _step(stop: Stop) -> str | None:

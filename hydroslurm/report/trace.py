@@ -41,7 +41,7 @@ def trace_of(history: History) -> dict[str, Any]:
         "attempts_left_out": len(history.attempts) - len(attempts),
         "pauses_left_out": pauses,
         "saves_left_out": saves,
-        "clocks": " ".join(history.alignment.sentences()),
+        "clocks": history.alignment.message,
     }
     return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": other}
 

@@ -117,21 +117,21 @@ def stop_sentences(
     history: History, figures: Figures, rows: Rows | None = None, *, most: int = 5
 ) -> list[str]:
     """What was lost, and what is missing from the log."""
-    stops = [row.stopped for row in (rows or Rows.of(history, ExternalSources())).stops_in_time]
+    stops = (rows or Rows.of(history)).stops_in_time
     least = "at least " if figures.stops.at_least else ""
     said = [f"Steps lost: {least}{figures.stops.steps_lost_total}."]
-    torn = [one for one in stops if not one.stop.complete]
+    torn = [one for one in stops if not one.complete]
     for one in torn[:most]:
-        which = f"Attempt {history.attempt_number(one.attempt)} of rank {one.stop.rank}"
-        if one.stop.left == KILLED and one.stop.requested_mono_ns is None:
+        which = f"Attempt {history.attempt_number(one.stopped)} of rank {one.rank}"
+        if one.left == KILLED and one.requested_mono_ns is None:
             said.append(f"{which} was killed without warning.")
         else:
-            said.append(f"{which} wrote no {', '.join(one.stop.missing)}.")
+            said.append(f"{which} wrote no {', '.join(one.missing)}.")
     if len(torn) > most:
         said.append(f"{len(torn) - most} more stops are incomplete: see figures.json.")
     for one in stops:
-        if one.stop.requeue_error:
-            said.append(f"Not requeued by rank {one.stop.rank}: {one.stop.requeue_error}")
+        if one.requeue_error:
+            said.append(f"Not requeued by rank {one.rank}: {one.requeue_error}")
     return said
 
 
