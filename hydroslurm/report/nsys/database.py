@@ -89,13 +89,10 @@ class Database:
 
     def string_ids(self, names: Sequence[str]) -> dict[int, str]:
         """Those of the names that the report holds, by id."""
-        marks = ", ".join("?" * len(names))
-        sql = f"SELECT id, value FROM StringIds WHERE value IN ({marks})"
-        return (
-            dict(self.rows(sql, names, what="names", integers=(0,)))
-            if self.columns("StringIds")
-            else {}
-        )
+        if not self.columns("StringIds"):
+            return {}
+        sql = f"SELECT id, value FROM StringIds WHERE value IN ({', '.join('?' * len(names))})"
+        return dict(self.rows(sql, names, what="names", integers=(0,)))
 
     def event_type(self, name: str, number: int) -> int:
         """The number of an event type: by name where the report names them."""
@@ -106,28 +103,28 @@ class Database:
         return rows[0][0] if rows else number
 
     def host(self) -> str | None:
-        sql = "SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname'"
-        value = self._one("TARGET_INFO_SYSTEM_ENV", sql)
-        return None if value is None else clean(str(value))
+        return self._text("TARGET_INFO_SYSTEM_ENV", "Hostname")
 
     def session_epoch_ns(self) -> int | None:
         """Wall clock of the moment 0 of the report."""
-        sql = "SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME"
-        value = self._one("TARGET_INFO_SESSION_START_TIME", sql)
-        return value if type(value) is int else None
+        return self._integer("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")
 
     def end_ns(self) -> int | None:
         """When the recording ended, in the report's own time."""
-        value = self._one("ANALYSIS_DETAILS", "SELECT duration FROM ANALYSIS_DETAILS")
-        return value if type(value) is int else None
+        return self._integer("ANALYSIS_DETAILS", "duration")
 
     def version(self) -> str | None:
-        for table in ("EXPORT_META_DATA", "META_DATA_EXPORT"):
-            sql = f"SELECT value FROM {table} WHERE name = 'EXPORT_PRODUCT_VERSION'"
-            value = self._one(table, sql)
-            if value is not None:
-                return clean(str(value))
-        return None
+        tables = ("EXPORT_META_DATA", "META_DATA_EXPORT")
+        found = (self._text(table, "EXPORT_PRODUCT_VERSION") for table in tables)
+        return next((value for value in found if value is not None), None)
+
+    def _text(self, table: str, name: str) -> str | None:
+        value = self._one(table, f"SELECT value FROM {table} WHERE name = '{name}'")
+        return None if value is None else clean(str(value))
+
+    def _integer(self, table: str, column: str) -> int | None:
+        value = self._one(table, f"SELECT {column} FROM {table}")
+        return value if type(value) is int else None
 
     def _one(self, table: str, sql: str) -> Any:
         rows = self.rows(sql, what=table) if self.columns(table) else []
@@ -183,6 +180,7 @@ BLOCK = 8192
 class _Block:
     """One process's rows among :data:`BLOCK` that lie together."""
 
+    global_pid: int
     table: str
     first_row: int
     first_start_ns: int
@@ -193,56 +191,46 @@ class _Block:
 class Gpu:
     """What the device did for each process. Times are nsys's."""
 
-    def __init__(self, database: Database, blocks: dict[int, list[_Block]]) -> None:
-        """``blocks``: by globalPid."""
+    def __init__(self, database: Database, *, global_pids: Iterable[int]) -> None:
         self._database = database
-        self._global_pids = {pid_of(one): one for one, held in blocks.items() if held}
-        self._blocks = blocks
+        tables = [t for t in TABLES if {"start", "end", "globalPid"} <= database.columns(t)]
+        self._blocks = {
+            pid_of(one): [b for t in tables for b in _blocks(database, t, one)]
+            for one in global_pids
+        }
 
     @property
     def pids(self) -> frozenset[int]:
         """Processes that used a device."""
-        return frozenset(self._global_pids)
+        return frozenset(pid for pid, blocks in self._blocks.items() if blocks)
 
     def last_end(self, pid: int, *, before_ns: int) -> int | None:
         """When the last of what started before a moment had ended, which may be after it."""
         ends: list[int] = []
-        for block in self._of(pid):
+        for block in self._blocks.get(pid, ()):
             if block.last_start_ns < before_ns:
                 ends.append(block.last_end_ns)
             elif block.first_start_ns < before_ns:
-                ends += self._ask("MAX(end)", "start <", block, pid, before_ns)
+                ends += self._ask("MAX(end)", "start <", block, before_ns)
         return max(ends, default=None)
 
     def first_start(self, pid: int, *, since_ns: int) -> int | None:
         starts: list[int] = []
-        for block in self._of(pid):
+        for block in self._blocks.get(pid, ()):
             if block.first_start_ns >= since_ns:
                 starts.append(block.first_start_ns)
             elif block.last_start_ns >= since_ns:
-                starts += self._ask("MIN(start)", "start >=", block, pid, since_ns)
+                starts += self._ask("MIN(start)", "start >=", block, since_ns)
         return min(starts, default=None)
 
-    def _of(self, pid: int) -> list[_Block]:
-        return self._blocks[self._global_pids[pid]] if pid in self._global_pids else []
-
-    def _ask(self, what: str, where: str, block: _Block, pid: int, ns: int) -> list[int]:
+    def _ask(self, what: str, where: str, block: _Block, ns: int) -> list[int]:
         sql = (
             f"SELECT {what} FROM {block.table} "
             f"WHERE rowid BETWEEN ? AND ? AND globalPid = ? AND {where} ?"
         )
-        values = (block.first_row, block.first_row + BLOCK - 1, self._global_pids[pid], ns)
+        values = (block.first_row, block.first_row + BLOCK - 1, block.global_pid, ns)
         rows = self._database.rows(sql, values, what=TABLES[block.table], if_any=(0,))
         return [row[0] for row in rows if row[0] is not None]
-
-
-def read_gpu(database: Database, *, global_pids: Iterable[int]) -> Gpu:
-    """What these processes did, from the tables that are there."""
-    tables = [t for t in TABLES if {"start", "end", "globalPid"} <= database.columns(t)]
-    return Gpu(
-        database,
-        {pid: [b for t in tables for b in _blocks(database, t, pid)] for pid in global_pids},
-    )
 
 
 def _blocks(database: Database, table: str, global_pid: int) -> list[_Block]:
@@ -261,5 +249,5 @@ def _blocks(database: Database, table: str, global_pid: int) -> list[_Block]:
         values = (row, row + BLOCK - 1, global_pid)
         for found in database.rows(sql, values, what=what, if_any=(0, 1, 2)):
             if None not in found:
-                blocks.append(_Block(table, row, *found))
+                blocks.append(_Block(global_pid, table, row, *found))
     return blocks

@@ -22,6 +22,7 @@ OLD_REPORT_SUFFIX = ".qdrep"
 """What nsys wrote before 2021.4."""
 RAW_SUFFIX = ".qdstrm"
 SQLITE_SUFFIX = ".sqlite"
+_PREFIX = ".nsys-export-"
 
 
 def find_nsys() -> str | None:
@@ -60,7 +61,8 @@ def as_sqlite(path: Path) -> Iterator[Path]:
         yield path
         return
     beside = path.with_suffix(SQLITE_SUFFIX)
-    if _is_newer(beside, than=path) and _is_as_good_as(path, beside):
+    is_newer = beside.is_file() and beside.stat().st_mtime_ns >= path.stat().st_mtime_ns
+    if is_newer and _is_as_good_as(path, beside):
         yield beside
         return
     nsys = find_nsys()
@@ -69,21 +71,17 @@ def as_sqlite(path: Path) -> Iterator[Path]:
             f"{path}: only nsys can read it, and there is none on PATH; on a machine that has it "
             f"run `nsys export --type sqlite {path.name}` and give {beside.name} instead"
         )
-    with contextlib.ExitStack() as stack:
-        try:
-            beside_it = path.parent if is_trusted(path.parent, shared=True) else None
-            folder = stack.enter_context(_folder_in(beside_it))
-        except OSError:  # another user's report, or a full disk
-            folder = stack.enter_context(_folder_in(None))
-        made = folder / beside.name
+    try:
+        beside_it = path.parent if is_trusted(path.parent, shared=True) else None
+        temporary = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=beside_it)
+    except OSError:  # another user's report, or a full disk
+        temporary = tempfile.TemporaryDirectory(prefix=_PREFIX)
+    with temporary as folder:
+        made = Path(folder, beside.name)
         _export(nsys, path, made)
         with contextlib.suppress(OSError):
-            made = made.replace(beside) if folder.parent == path.parent else made
+            made = made.replace(beside) if made.parent.parent == path.parent else made
         yield made
-
-
-def _is_newer(beside: Path, *, than: Path) -> bool:
-    return beside.is_file() and beside.stat().st_mtime_ns >= than.stat().st_mtime_ns
 
 
 def _is_as_good_as(report: Path, beside: Path) -> bool:
@@ -93,16 +91,6 @@ def _is_as_good_as(report: Path, beside: Path) -> bool:
     owners = {os.getuid(), 0, report.stat().st_uid}
     others = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != report.stat().st_gid else 0)
     return stat.S_ISREG(status.st_mode) and status.st_uid in owners and not status.st_mode & others
-
-
-def _folder_in(parent: Path | None) -> contextlib.AbstractContextManager[Path]:
-    return _as_path(tempfile.TemporaryDirectory(prefix=".nsys-export-", dir=parent))
-
-
-@contextlib.contextmanager
-def _as_path(folder: tempfile.TemporaryDirectory[str]) -> Iterator[Path]:
-    with folder as name:
-        yield Path(name)
 
 
 def _export(nsys: str, report: Path, made: Path) -> None:

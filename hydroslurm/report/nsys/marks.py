@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,20 +34,13 @@ _MARK, _PUSH_POP, _START_END, _DOMAIN_CREATE = 34, 59, 60, 75
 
 
 @dataclass(frozen=True)
-class Request:
-    """A request: noticed by the watcher at ``nsys_ns``, by the handler at ``stamp_mono_ns``."""
+class Mark:
+    """A request or a moment: the watcher emitted it at ``nsys_ns``; the stamp is the handler's, or
+    that of the event log. ``signal``: of a request."""
 
     nsys_ns: int
     stamp_mono_ns: int
-    signal: int
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What the watcher emitted at ``nsys_ns``; the event log has the same stamp."""
-
-    nsys_ns: int
-    stamp_mono_ns: int
+    signal: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,11 +60,8 @@ class ProcessMarks:
     pid: int
     global_pid: int
     """What its kernels carry."""
-    requests: dict[str, list[Request]] = field(
-        default_factory=lambda: {name: [] for name in REQUESTS}
-    )
-    moments: dict[str, list[Moment]] = field(default_factory=lambda: {name: [] for name in MOMENTS})
-    ranges: dict[str, list[Range]] = field(default_factory=lambda: {name: [] for name in RANGES})
+    marks: defaultdict[str, list[Mark]] = field(default_factory=lambda: defaultdict(list))
+    ranges: defaultdict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
 
 
 @dataclass(frozen=True)
@@ -150,19 +141,15 @@ def _sorted_out(database: Database, domains: set[tuple[int, int]], *, has_catego
         if (global_pid_of(global_tid), domain) not in domains:
             continue
         process = by_pid[pid_of(global_tid)]
-        if kind != mark:
-            if name in process.ranges:
-                # nsys ends what was not ended with its recording
-                unended = end is None or end == last_ns
-                process.ranges[name].append(
-                    Range(start, None if unended else end, payload, tid_of(global_tid))
-                )
-        elif name == CLOCK:
+        if kind != mark and name in RANGES:
+            # nsys ends what was not ended with its recording
+            end_ns = None if end == last_ns else end
+            process.ranges[name].append(Range(start, end_ns, payload, tid_of(global_tid)))
+        elif kind == mark and name == CLOCK:
             clocks.append((start, payload))
-        elif name in process.requests:
-            process.requests[name].append(Request(start, payload, category or 0))
-        elif name in process.moments:
-            process.moments[name].append(Moment(start, payload))
+        elif kind == mark:
+            signal = (category or 0) if name in REQUESTS else 0
+            process.marks[name].append(Mark(start, payload, signal))
     return Marks(by_pid, clocks, ())
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from hydroslurm.report.nsys.database import Gpu, open_database, read_gpu
+from hydroslurm.report.nsys.database import Gpu, open_database
 from hydroslurm.report.nsys.export import as_sqlite
 from hydroslurm.report.nsys.marks import (
+    MOMENTS,
+    Mark,
     Marks,
-    Moment,
     ProcessMarks,
     Range,
-    Request,
     Timebase,
     read_marks,
 )
@@ -31,8 +34,8 @@ def read_profile(path: Path) -> Profile:
     with as_sqlite(path) as exported, open_database(exported) as database:
         marks = read_marks(database)
         timebase = Timebase(marks.clocks)
-        paused = [m.global_pid for m in marks.by_pid.values() if m.requests["pause_request"]]
-        gpu = read_gpu(database, global_pids=paused)
+        paused = [m.global_pid for m in marks.by_pid.values() if m.marks["pause_request"]]
+        gpu = Gpu(database, global_pids=paused)
         pauses = [p for pid in marks.pids for p in pauses_of(marks.by_pid[pid], timebase, gpu)]
         stops = [s for pid in marks.pids for s in stops_of(marks.by_pid[pid], timebase)]
         stated = [p.error_ns for p in pauses] + [s.error_ns for s in stops]
@@ -91,13 +94,10 @@ class _Between:
     """One pause in nsys's time, with what was emitted for it."""
 
     number: int | None
-    asked: Request | None
-    at_rest: Moment | None
-    resumed: Request | None
-    pausing: list[Range]
-    parked: list[Range]
-    resuming: list[Range]
-    draining: list[Range]
+    asked: Mark | None
+    at_rest: Mark | None = None
+    resumed: Mark | None = None
+    ranges: Mapping[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
 
 
 def pauses_of(marks: ProcessMarks, timebase: Timebase, gpu: Gpu) -> list[ProfiledPause]:
@@ -107,7 +107,7 @@ def pauses_of(marks: ProcessMarks, timebase: Timebase, gpu: Gpu) -> list[Profile
 
 def stops_of(marks: ProcessMarks, timebase: Timebase) -> list[ProfiledStop]:
     """At most one: a process ends with its stop. What it saves before is no part of one."""
-    requests, requeueing = marks.requests["stop_request"], marks.ranges["requeueing"]
+    requests, requeueing = marks.marks["stop_request"], marks.ranges["requeueing"]
     if not requests and not requeueing:
         return []
     first = requests[0] if requests else None
@@ -141,79 +141,54 @@ def _last(ranges: list[Range]) -> Range | None:
 
 
 def _pauses(marks: ProcessMarks) -> list[_Between]:
-    by_number: dict[int, dict[str, list[Range]]] = {}
+    by_number: dict[int, defaultdict[str, list[Range]]] = {}
     for name in ("pausing", "parked", "resuming", "draining"):
         for one in marks.ranges[name]:
-            by_number.setdefault(one.payload, {}).setdefault(name, []).append(one)
-    asked = marks.requests["pause_request"]
+            by_number.setdefault(one.payload, defaultdict(list))[name].append(one)
+    # a stop opens the gate, and is no resume
+    stops = {stop.stamp_mono_ns for stop in marks.marks["stop_request"]}
     pauses: list[_Between] = []
     since_ns = 0
     ordered = sorted(by_number.items())
-    for index, (number, ranges) in enumerate(ordered):
-        begin_ns = _begin(ranges)
-        next_ns = _begin(ordered[index + 1][1]) if index + 1 < len(ordered) else None
-        closer = _closer(marks, begin_ns, next_ns)
-        opener = _opener(marks, begin_ns, next_ns)
-        at_rest = _moments_between(marks.moments["at_rest"], begin_ns, next_ns)
-        pauses.append(
-            _Between(
-                number=number,
-                asked=closer,
-                at_rest=at_rest[-1] if at_rest else None,
-                resumed=opener,
-                pausing=ranges.get("pausing", []),
-                parked=ranges.get("parked", []),
-                resuming=ranges.get("resuming", []),
-                draining=ranges.get("draining", []),
-            )
+    begins_ns = [_begin(ranges) for _, ranges in ordered]
+    ends_ns = [*begins_ns[1:], math.inf]
+    for (number, ranges), begin_ns, end_ns in zip(ordered, begins_ns, ends_ns, strict=False):
+        closed, at_rest, opened = (
+            [mark for mark in marks.marks[name] if begin_ns <= mark.nsys_ns < end_ns]
+            for name in MOMENTS
         )
-        since_ns = opener.nsys_ns if opener else begin_ns
+        asked = _request_of(closed[0], marks.marks["pause_request"]) if closed else None
+        resumed = None
+        if opened and opened[0].stamp_mono_ns not in stops:
+            resumed = _request_of(opened[0], marks.marks["resume_request"])
+        last = at_rest[-1] if at_rest else None
+        pauses.append(_Between(number, asked, last, resumed, ranges))
+        since_ns = resumed.nsys_ns if resumed else begin_ns
     if not pauses or pauses[-1].resumed:
         # the recording ends before the gate had closed
-        pauses += [
-            _Between(None, r, None, None, [], [], [], []) for r in asked if r.nsys_ns > since_ns
-        ]
+        asked_since = (one for one in marks.marks["pause_request"] if one.nsys_ns > since_ns)
+        pauses += [_Between(None, one) for one in asked_since]
     return pauses
 
 
-def _begin(ranges: dict[str, list[Range]]) -> int:
+def _begin(ranges: Mapping[str, list[Range]]) -> int:
     """When the gate was closing: a thread may be held before the watcher emits ``pausing``."""
-    if "pausing" in ranges:
+    if ranges["pausing"]:
         return ranges["pausing"][0].begin_ns
     return min(one.begin_ns for several in ranges.values() for one in several)
 
 
-def _closer(marks: ProcessMarks, begin_ns: int, end_ns: int | None) -> Request | None:
-    """The request that closed the gate, as the gate itself recorded it."""
-    found = _moments_between(marks.moments["gate_closed"], begin_ns, end_ns)
-    return _request_of(found[0], marks.requests["pause_request"]) if found else None
-
-
-def _opener(marks: ProcessMarks, begin_ns: int, end_ns: int | None) -> Request | None:
-    """The request that opened it. None for one that did not open, and for a stop, which is no
-    resume."""
-    found = _moments_between(marks.moments["gate_opened"], begin_ns, end_ns)
-    stops = [request.stamp_mono_ns for request in marks.requests["stop_request"]]
-    if not found or found[0].stamp_mono_ns in stops:
-        return None
-    return _request_of(found[0], marks.requests["resume_request"])
-
-
-def _moments_between(moments: list[Moment], begin_ns: int, end_ns: int | None) -> list[Moment]:
-    return [m for m in moments if begin_ns <= m.nsys_ns and (end_ns is None or m.nsys_ns < end_ns)]
-
-
-def _request_of(moment: Moment, requests: list[Request]) -> Request:
+def _request_of(moment: Mark, requests: list[Mark]) -> Mark:
     """That with its stamp; a gate that is stopped opens by none."""
     found = (one for one in requests if one.stamp_mono_ns == moment.stamp_mono_ns)
-    return next(found, Request(moment.nsys_ns, moment.stamp_mono_ns, signal=0))
+    return next(found, moment)
 
 
 def _profiled(pid: int, pause: _Between, timebase: Timebase, gpu: Gpu) -> ProfiledPause:
     convert = _Converter(timebase)
     parked_ns, tid = _parked(pause)
     running_ns = _running(pause, timebase)
-    drained_ns = pause.draining[-1].end_ns if pause.draining else None
+    drained_ns = pause.ranges["draining"][-1].end_ns if pause.ranges["draining"] else None
     # what is vacated is copied after the drain, and what comes back is copied before threads run
     idle_ns = drained_ns if drained_ns is not None else running_ns
     last_end_ns = None
@@ -239,10 +214,10 @@ def _profiled(pid: int, pause: _Between, timebase: Timebase, gpu: Gpu) -> Profil
 def _parked(pause: _Between) -> tuple[int | None, int | None]:
     """When the last thread came to rest, and which. A thread that comes to the gate later, while
     all others are held, delays nothing."""
-    ended_ns = pause.pausing[-1].end_ns if pause.pausing else None
-    if pause.pausing and ended_ns is None:
+    ended_ns = pause.ranges["pausing"][-1].end_ns if pause.ranges["pausing"] else None
+    if pause.ranges["pausing"] and ended_ns is None:
         return None, None
-    held = [r for r in pause.parked if ended_ns is None or r.begin_ns <= ended_ns]
+    held = [r for r in pause.ranges["parked"] if ended_ns is None or r.begin_ns <= ended_ns]
     if not held:
         return ended_ns, None
     last = max(held, key=lambda r: r.begin_ns)
@@ -258,13 +233,15 @@ def _rest_of_quiet(pause: _Between, tid: int | None) -> int | None:
 def _running(pause: _Between, timebase: Timebase) -> int | None:
     """When the first thread ran again. It may do so before ``resuming`` is emitted: handlers open
     the gate. A thread that was let through for a collective before is not meant."""
-    since_ns = pause.resuming[-1].begin_ns if pause.resuming else None
+    since_ns = pause.ranges["resuming"][-1].begin_ns if pause.ranges["resuming"] else None
     if pause.resumed is not None:
         stamp_ns = timebase.nsys(pause.resumed.stamp_mono_ns)
         since_ns = min(x for x in (stamp_ns, since_ns) if x is not None) if stamp_ns else since_ns
     if since_ns is None:
         return None
-    ends = [r.end_ns for r in pause.parked if r.end_ns is not None and r.end_ns >= since_ns]
+    ends = [
+        r.end_ns for r in pause.ranges["parked"] if r.end_ns is not None and r.end_ns >= since_ns
+    ]
     if ends:
         return min(ends)
-    return pause.resuming[-1].end_ns if pause.resuming else None
+    return pause.ranges["resuming"][-1].end_ns if pause.ranges["resuming"] else None
