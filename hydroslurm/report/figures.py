@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -34,19 +34,12 @@ class _Part(BaseModel):
 
 
 class CauseFigures(_Part):
-    """The pauses of one cause.
+    """The pauses of one cause."""
 
-    Attributes:
-        pauses: how many.
-        park_us: request -> parked, µs.
-        resume_us: resume request -> running, µs.
-        parked_s: parked time, s.
-    """
-
-    pauses: int
-    park_us: Summary
-    resume_us: Summary
-    parked_s: Summary
+    pauses: Annotated[int, "how many."]
+    park_us: Annotated[Summary, "request -> parked, µs."]
+    resume_us: Annotated[Summary, "resume request -> running, µs."]
+    parked_s: Annotated[Summary, "parked time, s."]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,190 +66,122 @@ class PauseFigures(Pause):
 
 
 class StopsFigures(_Part):
-    """The stops of a run.
+    """The stops of a run."""
 
-    Attributes:
-        count: stops of all ranks, including killed attempts that were followed by another.
-        incomplete: those with events missing from the log.
-        killed: those that ended without any event.
-        by_reason: what ended them -> number; how they left, where Slurm gave no reason.
-        safe_point_ms: request -> end of the step in progress, ms.
-        staged_ms: request -> the state is copied, ms.
-        written_ms: request -> the files are on the disk, ms.
-        durable_ms: request -> committed, ms.
-        requeued_ms: request -> in Slurm's queue again, ms.
-        eligible_s: end of the job's attempt -> eligible, s, by Slurm.
-        queued_s: eligible -> started, s, by Slurm.
-        start_s: started by Slurm -> the process's first event, s.
-        waited_s: last event -> the next attempt's first event, s.
-        first_step_s: that first event -> end of its first step, s.
-        steps_lost_total: steps repeated, of the rank that lost the most.
-        samples_lost_total: samples of these; null: unknown.
-        at_least: true where more may have been lost.
-        every_stop: one object per stop, by rank, then time; at most 10,000.
-        every_stop_left_out: stops beyond those.
-    """
-
-    count: int
-    incomplete: int
-    killed: int
-    by_reason: dict[str, int]
-    safe_point_ms: Summary
-    staged_ms: Summary
-    written_ms: Summary
-    durable_ms: Summary
-    requeued_ms: Summary
-    eligible_s: Summary
-    queued_s: Summary
-    start_s: Summary
-    waited_s: Summary
-    first_step_s: Summary
-    steps_lost_total: int
-    samples_lost_total: int | None
-    at_least: bool
-    every_stop: tuple[StopFigures, ...]
-    every_stop_left_out: int
+    count: Annotated[
+        int, "stops of all ranks, including killed attempts that were followed by another."
+    ]
+    incomplete: Annotated[int, "those with events missing from the log."]
+    killed: Annotated[int, "those that ended without any event."]
+    by_reason: Annotated[
+        dict[str, int], "what ended them -> number; how they left, where Slurm gave no reason."
+    ]
+    safe_point_ms: Annotated[Summary, "request -> end of the step in progress, ms."]
+    staged_ms: Annotated[Summary, "request -> the state is copied, ms."]
+    written_ms: Annotated[Summary, "request -> the files are on the disk, ms."]
+    durable_ms: Annotated[Summary, "request -> committed, ms."]
+    requeued_ms: Annotated[Summary, "request -> in Slurm's queue again, ms."]
+    eligible_s: Annotated[Summary, "end of the job's attempt -> eligible, s, by Slurm."]
+    queued_s: Annotated[Summary, "eligible -> started, s, by Slurm."]
+    start_s: Annotated[Summary, "started by Slurm -> the process's first event, s."]
+    waited_s: Annotated[Summary, "last event -> the next attempt's first event, s."]
+    first_step_s: Annotated[Summary, "that first event -> end of its first step, s."]
+    steps_lost_total: Annotated[int, "steps repeated, of the rank that lost the most."]
+    samples_lost_total: Annotated[int | None, "samples of these; null: unknown."]
+    at_least: Annotated[bool, "true where more may have been lost."]
+    every_stop: Annotated[
+        tuple[StopFigures, ...], "one object per stop, by rank, then time; at most 10,000."
+    ]
+    every_stop_left_out: Annotated[int, "stops beyond those."]
 
 
 class ClockFigures(_Part):
-    """How times of several processes were aligned.
+    """How times of several processes were aligned."""
 
-    Attributes:
-        error_ns: of any two moments of the run; null: unknown.
-        within_ns: of two moments of one process; null: too few events to tell.
-        between_ns: of two hosts' dates; null with one host, or where nothing bounds it.
-        hosts: hosts other than the first rank's.
-        message: the same, for people.
-    """
-
-    error_ns: int | None
-    within_ns: int | None
-    between_ns: int | None
-    hosts: tuple[HostClock, ...]
-    message: str
+    error_ns: Annotated[int | None, "of any two moments of the run; null: unknown."]
+    within_ns: Annotated[int | None, "of two moments of one process; null: too few events to tell."]
+    between_ns: Annotated[
+        int | None, "of two hosts' dates; null with one host, or where nothing bounds it."
+    ]
+    hosts: Annotated[tuple[HostClock, ...], "hosts other than the first rank's."]
+    message: Annotated[str, "the same, for people."]
 
 
 class SlurmFigures(_Part):
-    """What Slurm's accounting knows.
+    """What Slurm's accounting knows."""
 
-    Attributes:
-        suspend_grace_s: between SIGTSTP and SIGSTOP on this site.
-        attempts: those of the run's jobs; empty where Slurm was not asked.
-    """
-
-    suspend_grace_s: int | None
-    attempts: tuple[SlurmAttempt, ...]
+    suspend_grace_s: Annotated[int | None, "between SIGTSTP and SIGSTOP on this site."]
+    attempts: Annotated[
+        tuple[SlurmAttempt, ...], "those of the run's jobs; empty where Slurm was not asked."
+    ]
 
 
 class ProfileFigures(_Part):
-    """One nsys report.
+    """One nsys report."""
 
-    Attributes:
-        path: where it was read.
-        host: where it was made.
-        pids: processes with marks of hydroslurm.
-        pauses: pauses in it.
-        stops: stops in it.
-        error_us: of its clock against the log's, µs.
-    """
-
-    path: str
-    host: str | None
-    pids: tuple[int, ...]
-    pauses: int
-    stops: int
-    error_us: float | None
+    path: Annotated[str, "where it was read."]
+    host: Annotated[str | None, "where it was made."]
+    pids: Annotated[tuple[int, ...], "processes with marks of hydroslurm."]
+    pauses: Annotated[int, "pauses in it."]
+    stops: Annotated[int, "stops in it."]
+    error_us: Annotated[float | None, "of its clock against the log's, µs."]
 
 
 class NsysFigures(_Part):
-    """What nsys recorded.
+    """What nsys recorded."""
 
-    Attributes:
-        profiles: the reports that were read.
-        joined: pauses that are in the log and in a profile.
-        park_us: request -> the last thread was put to sleep, µs.
-        resume_us: resume request -> the first thread ran, µs.
-        last_kernel_us: request -> end of the last kernel before it, µs.
-        first_kernel_us: resume request -> first kernel after it, µs.
-        difference_us: largest difference to the log's latencies, µs.
-    """
-
-    profiles: tuple[ProfileFigures, ...]
-    joined: int
-    park_us: Summary
-    resume_us: Summary
-    last_kernel_us: Summary
-    first_kernel_us: Summary
-    difference_us: Summary
+    profiles: Annotated[tuple[ProfileFigures, ...], "the reports that were read."]
+    joined: Annotated[int, "pauses that are in the log and in a profile."]
+    park_us: Annotated[Summary, "request -> the last thread was put to sleep, µs."]
+    resume_us: Annotated[Summary, "resume request -> the first thread ran, µs."]
+    last_kernel_us: Annotated[Summary, "request -> end of the last kernel before it, µs."]
+    first_kernel_us: Annotated[Summary, "resume request -> first kernel after it, µs."]
+    difference_us: Annotated[Summary, "largest difference to the log's latencies, µs."]
 
 
 class Figures(_Part):
-    """All figures of one run.
+    """All figures of one run."""
 
-    Attributes:
-        schema_version, schema: version of this format.
-        run: name of the run folder.
-        job_ids: Slurm's; empty outside of a job.
-        ranks: ranks that wrote events.
-        attempts: processes over all ranks and requeues.
-        restarts: how often the job was requeued.
-        begin_epoch_s: the run's first event, seconds since 1970.
-        observed_s: from the first event to the last.
-        events: lines that were read.
-        pauses: pauses, including incomplete ones.
-        incomplete: those with events missing from the log.
-        stop_requests: requests to save and leave; two for one preemption are normal.
-        parked_total_s: parked time of all ranks added up.
-        in_flight: pauses in which collectives were in flight when all ranks were parked.
-        park_us: request -> parked, µs.
-        all_parked_us: request -> all ranks parked, µs; several ranks only.
-        drain_us: parked -> devices idle, µs; accelerators only.
-        resume_us: resume request -> running, µs.
-        parked_s: parked time, s.
-        asked_us: signal of one rank -> another rank was told, µs.
-        save_ms: start of a save -> committed, ms.
-        by_cause: cause -> its pauses. A pause counts under its first cause; under `peers` only if
-            it has no other, and under `unknown` if that was lost.
-        every_pause: one object per pause, by rank, then time; at most 10,000.
-        every_pause_left_out: pauses beyond those.
-        stops: the attempts that were stopped, and how the run continued.
-        goodput: where the time went; null without events.
-        clocks: how times of several processes were aligned.
-        slurm: what Slurm's accounting knows.
-        nsys: what nsys recorded; null without a profile.
-        missing: what could not be read or learned, in sentences.
-    """
-
-    schema_version: Literal[3] = Field(default=3, serialization_alias="schema")
-    run: str
-    job_ids: tuple[int, ...]
-    ranks: int
-    attempts: int
-    restarts: int
-    begin_epoch_s: float
-    observed_s: float
-    events: int
-    pauses: int
-    incomplete: int
-    stop_requests: int
-    parked_total_s: float
-    in_flight: int
-    park_us: Summary
-    all_parked_us: Summary
-    drain_us: Summary
-    resume_us: Summary
-    parked_s: Summary
-    asked_us: Summary
-    save_ms: Summary
-    by_cause: dict[str, CauseFigures]
-    every_pause: tuple[PauseFigures, ...]
-    every_pause_left_out: int
-    stops: StopsFigures
-    goodput: Goodput | None
-    clocks: ClockFigures
-    slurm: SlurmFigures
-    nsys: NsysFigures | None
-    missing: tuple[str, ...]
+    schema_version: Annotated[Literal[3], "version of this format."] = Field(
+        default=3, serialization_alias="schema"
+    )
+    run: Annotated[str, "name of the run folder."]
+    job_ids: Annotated[tuple[int, ...], "Slurm's; empty outside of a job."]
+    ranks: Annotated[int, "ranks that wrote events."]
+    attempts: Annotated[int, "processes over all ranks and requeues."]
+    restarts: Annotated[int, "how often the job was requeued."]
+    begin_epoch_s: Annotated[float, "the run's first event, seconds since 1970."]
+    observed_s: Annotated[float, "from the first event to the last."]
+    events: Annotated[int, "lines that were read."]
+    pauses: Annotated[int, "pauses, including incomplete ones."]
+    incomplete: Annotated[int, "those with events missing from the log."]
+    stop_requests: Annotated[int, "requests to save and leave; two for one preemption are normal."]
+    parked_total_s: Annotated[float, "parked time of all ranks added up."]
+    in_flight: Annotated[
+        int, "pauses in which collectives were in flight when all ranks were parked."
+    ]
+    park_us: Annotated[Summary, "request -> parked, µs."]
+    all_parked_us: Annotated[Summary, "request -> all ranks parked, µs; several ranks only."]
+    drain_us: Annotated[Summary, "parked -> devices idle, µs; accelerators only."]
+    resume_us: Annotated[Summary, "resume request -> running, µs."]
+    parked_s: Annotated[Summary, "parked time, s."]
+    asked_us: Annotated[Summary, "signal of one rank -> another rank was told, µs."]
+    save_ms: Annotated[Summary, "start of a save -> committed, ms."]
+    by_cause: Annotated[
+        dict[str, CauseFigures],
+        "cause -> its pauses. A pause counts under its first cause; under `peers` only if it has "
+        "no other, and under `unknown` if that was lost.",
+    ]
+    every_pause: Annotated[
+        tuple[PauseFigures, ...], "one object per pause, by rank, then time; at most 10,000."
+    ]
+    every_pause_left_out: Annotated[int, "pauses beyond those."]
+    stops: Annotated[StopsFigures, "the attempts that were stopped, and how the run continued."]
+    goodput: Annotated[Goodput | None, "where the time went; null without events."]
+    clocks: Annotated[ClockFigures, "how times of several processes were aligned."]
+    slurm: Annotated[SlurmFigures, "what Slurm's accounting knows."]
+    nsys: Annotated[NsysFigures | None, "what nsys recorded; null without a profile."]
+    missing: Annotated[tuple[str, ...], "what could not be read or learned, in sentences."]
 
     def as_dict(self) -> dict[str, Any]:
         """What is written: an object that json can encode."""

@@ -1,7 +1,7 @@
 """The JSON Schema of figures.json, and the reference page made from it.
 
-Types come from the model in :mod:`hydroslurm.report.figures`, descriptions from the ``Attributes:``
-of its docstrings and of those of its rows: nothing is written twice.
+Types and descriptions come from the model in :mod:`hydroslurm.report.figures`, those of its rows
+from the ``Attributes:`` of their docstrings: nothing is written twice.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import re
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from hydroslurm.report.figures import Figures
@@ -38,18 +39,25 @@ def reference() -> str:
 
 
 def described(kind: type[Any]) -> dict[str, str]:
-    """Attribute -> its description in the docstrings of a class and its bases. Several attributes
-    may share one: ``a, b: description``."""
+    """Field -> its description: the text in its annotation, or in the docstrings of a class and its
+    bases, where several fields may share one: ``a, b: description``."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         _, _, attributes = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")
         for entry in re.split(r"\n(?=    \S)", "\n" + attributes):
             names, colon, text = entry.strip().partition(": ")
             if colon and re.fullmatch(r"\w+(, \w+)*", names):
-                sentence = " ".join(text.split()).replace("``", "`").replace(":attr:", "")
-                sentence = re.sub(r"\bNone\b", "null", sentence)  # in JSON's terms
-                found |= {name: sentence[:1].upper() + sentence[1:] for name in names.split(", ")}
-    return found
+                found |= dict.fromkeys(names.split(", "), text)
+    if issubclass(kind, BaseModel):
+        for name, field in kind.model_fields.items():
+            found[field.serialization_alias or name] = field.metadata[0]
+    return {name: _sentence(text) for name, text in found.items()}
+
+
+def _sentence(text: str) -> str:
+    text = " ".join(text.split()).replace("``", "`").replace(":attr:", "")
+    text = re.sub(r"\bNone\b", "null", text)  # in JSON's terms
+    return text[:1].upper() + text[1:]
 
 
 class _Generator(GenerateJsonSchema):

@@ -55,7 +55,7 @@ class Answers:
 def test_a_stop_up_to_the_next_start() -> None:
     """Eligible, queue, and start of the process come from Slurm's two attempts."""
     (row,) = Rows.of(history_of(*requeued()), ExternalSources(Accounting(ATTEMPTS, 2))).stops
-    assert (row.before, row.after) == ATTEMPTS
+    assert (row.slurm_before, row.slurm_after) == ATTEMPTS
     assert (row.eligible_s, row.queued_s) == (6.0, 11.0)
     assert row.start_s == pytest.approx(2.0)
     assert row.left_s == pytest.approx(0.1)
