@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.report.lines import Line, data_of, integer, span, stamp_of, step_of, text
@@ -30,16 +30,16 @@ OF_A_RUN = frozenset(
 """The kinds that only a ``Run`` writes."""
 
 _OF_SAVES = {
-    EventKind.SAVE_STARTED: "started",
-    EventKind.SAVE_STAGED: "staged",
-    EventKind.SAVE_WRITTEN: "written",
-    EventKind.SAVE_COMMITTED: "durable",
-    EventKind.SAVE_FAILED: "failed",
-    EventKind.SAVE_ABANDONED: "failed",
+    EventKind.SAVE_STARTED: "started_mono_ns",
+    EventKind.SAVE_STAGED: "staged_mono_ns",
+    EventKind.SAVE_WRITTEN: "written_mono_ns",
+    EventKind.SAVE_COMMITTED: "durable_mono_ns",
+    EventKind.SAVE_FAILED: "failed_mono_ns",
+    EventKind.SAVE_ABANDONED: "failed_mono_ns",
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Save:
     """One save of one rank; stamps are CLOCK_MONOTONIC nanoseconds, None where there is no line.
 
@@ -54,14 +54,21 @@ class Save:
         state_bytes: that were committed.
     """
 
-    step: int | None
-    kind: str | None
+    step: int | None = None
+    kind: str | None = None
     started_mono_ns: int | None = None
     staged_mono_ns: int | None = None
     durable_mono_ns: int | None = None
     failed_mono_ns: int | None = None
     state_bytes: int | None = None
     written_mono_ns: int | None = None
+
+    def note(self, name: str, mono_ns: int, size_bytes: int | None) -> None:
+        """A line of it was read; the first of each kind counts."""
+        if getattr(self, name) is None:
+            setattr(self, name, mono_ns)
+        if name == "durable_mono_ns":
+            self.state_bytes = size_bytes
 
     @property
     def durable_ms(self) -> float | None:
@@ -90,11 +97,8 @@ class Progress:
         message: the same, for people.
         safe_point_mono_ns: the stop was obeyed.
         safe_step: steps complete there, which is the state that was to be saved.
-        staged_mono_ns: that state was copied, and the training's memory is free to change.
-        written_mono_ns: all of it that the rank had to write was on the disk.
-        durable_mono_ns: that state was committed. Before the stop was asked for, where it had been
-            saved already.
-        state_bytes: that were committed.
+        saved: the save of that state, which may be older than the request to stop; an empty one
+            where there is none.
         requeued_mono_ns: Slurm has the job in its queue again.
         requeue_error: why not, as Slurm reports it.
         stop_of_rank: whose signal it was that the ranks agreed to stop for; None where that is not
@@ -113,10 +117,7 @@ class Progress:
     message: str | None = None
     safe_point_mono_ns: int | None = None
     safe_step: int | None = None
-    staged_mono_ns: int | None = None
-    written_mono_ns: int | None = None
-    durable_mono_ns: int | None = None
-    state_bytes: int | None = None
+    saved: Save = field(default_factory=Save)
     requeued_mono_ns: int | None = None
     requeue_error: str | None = None
     stop_of_rank: int | None = None
@@ -133,8 +134,8 @@ class ProgressBuilder:
         self._first: dict[EventKind, Line] = {}
         self._stop_of_rank: int | None = None
         self._last_step: int | None = None
-        self._saves: dict[object, _SaveBuilder] = {}
-        self._stop_save = _SaveBuilder(None, "stop")
+        self._saves: dict[object, Save] = {}
+        self._stop_save = Save(None, "stop")
 
     @property
     def has_run(self) -> bool:
@@ -162,11 +163,8 @@ class ProgressBuilder:
         step, kind = integer(data, "checkpoint_step"), text(data, "save_kind")
         self.note_step(step)
         name = _OF_SAVES[line.kind]
-        draft = self._saves.get(step)
-        if draft is None:
-            draft = self._saves[step] = _SaveBuilder(step, kind)
         size = integer(data, "state_bytes")
-        draft.note(name, line.mono_ns, size)
+        self._saves.setdefault(step, Save(step, kind)).note(name, line.mono_ns, size)
         if kind == "stop":
             self._stop_save.note(name, line.mono_ns, size)
 
@@ -181,7 +179,6 @@ class ProgressBuilder:
         safe_step = step_of(safe)
         # whatever it was made for; where the step is lost, the one that was made for the stop
         saved = self._saves.get(safe_step) if safe_step is not None else self._stop_save
-        of_stop = saved or _SaveBuilder(None, None)
         return Progress(
             attempt=integer(data_of(began), "attempt"),
             began_step=integer(data_of(began), "step"),
@@ -191,40 +188,15 @@ class ProgressBuilder:
             message=text(data_of(reason), "message"),
             safe_point_mono_ns=stamp_of(safe),
             safe_step=safe_step,
-            staged_mono_ns=of_stop.stamps.get("staged"),
-            written_mono_ns=of_stop.stamps.get("written"),
-            durable_mono_ns=of_stop.stamps.get("durable"),
-            state_bytes=of_stop.committed_bytes,
+            saved=saved or Save(),
             requeued_mono_ns=stamp_of(first.get(EventKind.REQUEUED)),
             requeue_error=text(data_of(first.get(EventKind.REQUEUE_FAILED)), "reason"),
             stop_of_rank=self._stop_of_rank,
             ending=text(data_of(ended), "ending"),
             ended_mono_ns=stamp_of(ended),
             samples_per_step=_positive(integer(data_of(stepped), "samples_per_step")),
-            saves=tuple(draft.finish() for draft in self._saves.values()),
+            saves=tuple(self._saves.values()),
         )
-
-
-class _SaveBuilder:
-    """A save while its lines are being collected: the first of each."""
-
-    NAMES = ("started", "staged", "durable", "failed", "written")
-    __slots__ = ("committed_bytes", "kind", "stamps", "step")
-
-    def __init__(self, step: int | None, kind: str | None) -> None:
-        self.step = step
-        self.kind = kind
-        self.stamps: dict[str, int] = {}
-        self.committed_bytes: int | None = None
-
-    def note(self, name: str, mono_ns: int, size_bytes: int | None) -> None:
-        self.stamps.setdefault(name, mono_ns)
-        if name == "durable":
-            self.committed_bytes = size_bytes
-
-    def finish(self) -> Save:
-        stamps = {f"{name}_mono_ns": self.stamps.get(name) for name in self.NAMES}
-        return Save(self.step, self.kind, state_bytes=self.committed_bytes, **stamps)
 
 
 def _positive(value: int | None) -> int | None:

@@ -32,8 +32,8 @@ def read_history(folder: Path) -> History:
         RunFolderError: the folder is missing, is not a run folder or cannot be read.
     """
     run_dir = RunDir(folder)
-    _check(run_dir)
     try:
+        _check(run_dir)
         files = list(run_dir.rank_event_files().values())
         parts = _read_all(files)
         failed = [error for part in parts for error in part.failed]
@@ -158,14 +158,8 @@ def _lost_signals(attempts: Iterable[Attempt]) -> Iterator[str]:
 def _check(run_dir: RunDir) -> None:
     """A job that has not started yet has no events, but it has a submission."""
     wanted = (run_dir.events, run_dir.submission_json)
-    try:
-        if any(path.exists() for path in wanted):
-            return
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot read {error.filename}: {error.strerror}. "
-            "A run folder is its owner's (0700): run this as that user"
-        ) from error
+    if any(path.exists() for path in wanted):
+        return
     seen = "there is no such folder"
     if run_dir.root.is_dir():
         names = sorted(path.name for path in run_dir.root.iterdir())

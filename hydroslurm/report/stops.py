@@ -168,12 +168,12 @@ def _stop(attempt: Attempt, following: Attempt | None) -> Stop:
         step=step,
         step_from=step_from,
         safe_point_ms=span(since_ns, seen.safe_point_mono_ns, 1e6),
-        staged_ms=span(since_ns, seen.staged_mono_ns, 1e6),
-        written_ms=span(since_ns, seen.written_mono_ns, 1e6),
-        durable_ms=_committed_ms(since_ns, seen, seen.durable_mono_ns),
+        staged_ms=span(since_ns, seen.saved.staged_mono_ns, 1e6),
+        written_ms=span(since_ns, seen.saved.written_mono_ns, 1e6),
+        durable_ms=_committed_ms(since_ns, seen, seen.saved.durable_mono_ns),
         requeued_ms=span(since_ns, seen.requeued_mono_ns, 1e6),
         requeue_error=seen.requeue_error,
-        state_bytes=seen.state_bytes,
+        state_bytes=seen.saved.state_bytes,
         left=left,
         waited_s=_waited_s(attempt, following),
         first_step_s=_first_step_s(following),
@@ -241,7 +241,7 @@ def _missing(attempt: Attempt, following: Attempt | None, left: str) -> Iterator
         if asks:
             wanted[EventKind.STOP_REASON] = seen.reason
         wanted[EventKind.SAFE_POINT] = seen.safe_point_mono_ns
-        wanted[EventKind.SAVE_COMMITTED] = seen.durable_mono_ns
+        wanted[EventKind.SAVE_COMMITTED] = seen.saved.durable_mono_ns
         if asks and left in _REQUEUES:
             wanted[EventKind.REQUEUED] = _first(seen.requeued_mono_ns, seen.requeue_error)
         wanted[EventKind.ATTEMPT_ENDED] = seen.ending

@@ -281,15 +281,21 @@ def _title(history: History) -> str:
     parts = [f"run {history.name}", *([f"job {jobs}"] if jobs else [])]
     if history.pauses or not history.stopped:
         parts.append(f"pauses: {len(history.pauses)}")
-    park_us = summary(pause.park_us for pause in history.pauses)
-    if park_us["count"]:
-        median_us, max_us = park_us["p50"], park_us["max"]
-        parts.append(f"request → parked: median {median_us:,.0f} µs, max {max_us:,.0f} µs")
-    all_parked_us = summary(pause.all_parked_us for pause in history.pauses)
-    if all_parked_us["count"]:
-        median_ms, max_ms = all_parked_us["p50"] / 1e3, all_parked_us["max"] / 1e3
-        parts.append(f"→ all ranks parked: median {median_ms:,.1f} ms, max {max_ms:,.1f} ms")
+    pauses = history.pauses
+    parts += _spread("request → parked", (one.park_us for one in pauses), ",.0f", "µs")
+    all_parked_ms = (
+        None if one.all_parked_us is None else one.all_parked_us / 1e3 for one in pauses
+    )
+    parts += _spread("→ all ranks parked", all_parked_ms, ",.1f", "ms")
     return "\n".join(["  ·  ".join(parts), *_stops_in_title(history)])
+
+
+def _spread(name: str, values: Iterable[float | None], spec: str, unit: str) -> list[str]:
+    """Nothing where nothing was measured."""
+    known = summary(values)
+    if not known["count"]:
+        return []
+    return [f"{name}: median {known['p50']:{spec}} {unit}, max {known['max']:{spec}} {unit}"]
 
 
 def _stops_in_title(history: History) -> list[str]:
@@ -297,10 +303,7 @@ def _stops_in_title(history: History) -> list[str]:
     if not history.stopped:
         return []
     parts = [f"stops: {len(history.stopped)}"]
-    durable_ms = summary(stop.durable_ms for stop in history.stops)
-    if durable_ms["count"]:
-        median_ms, max_ms = durable_ms["p50"], durable_ms["max"]
-        parts.append(f"request → saved: median {median_ms:,.0f} ms, max {max_ms:,.0f} ms")
+    parts += _spread("request → saved", (one.durable_ms for one in history.stops), ",.0f", "ms")
     exactly = all(stop.steps_lost_exactly for stop in history.stops)
     lost = steps_lost_total(history.stops)
     parts.append(f"steps lost: {'' if exactly else '≥ '}{lost}")

@@ -97,12 +97,10 @@ def draw_stops(axes: Axes, history: History, ranks: Sequence[int]) -> int:
     lanes = {rank: lane for lane, rank in enumerate(ranks)}
     _mark_stops(axes, history, lanes)
     saved = [
-        (
-            history.since_begin_s(one.attempt, one.attempt.progress.durable_mono_ns),
-            lanes[one.stop.rank],
-        )
+        (history.since_begin_s(one.attempt, stamp), lanes[one.stop.rank])
         for one in history.stopped
-        if one.stop.rank in lanes and one.attempt.progress and one.attempt.progress.durable_mono_ns
+        if one.stop.rank in lanes and one.attempt.progress
+        if (stamp := one.attempt.progress.saved.durable_mono_ns)
     ]
     marks(axes, saved, marker="D", ms=6, color=_SAVED, zorder=6)
     first_steps = [

@@ -74,11 +74,8 @@ class _Writer:
         if history.several_attempts:
             name += f", attempt {history.attempt_number(attempt)}"
         process = {"ph": "M", "pid": self._number, "tid": 0, "ts": 0}
-        yield {
-            **process,
-            "name": "process_name",
-            "args": {"name": f"{name} ({attempt.host}, pid {attempt.pid})"},
-        }
+        name += f" ({attempt.host}, pid {attempt.pid})"
+        yield {**process, "name": "process_name", "args": {"name": name}}
         yield {**process, "name": "process_sort_index", "args": {"sort_index": self._number}}
         for tid, thread in _THREADS.items():
             yield {**process, "tid": tid, "name": "thread_name", "args": {"name": thread}}
@@ -115,9 +112,8 @@ def _attempt(history: History, attempt: Attempt, number: int, *, room: int) -> I
             known = {"step": save.step, "kind": save.kind, "state_bytes": save.state_bytes}
             # save_written is missing where the save failed in between
             staged = save.written_mono_ns or save.staged_mono_ns or save.started_mono_ns
-            yield from write.slice(
-                _SAVING, "saving", save.started_mono_ns, save.end_mono_ns, **known
-            )
+            began, end = save.started_mono_ns, save.end_mono_ns
+            yield from write.slice(_SAVING, "saving", began, end, **known)
             yield from write.slice(_SAVING, "committing", staged, save.durable_mono_ns)
         yield from _leaving(write, attempt)
     for pause in attempt.pauses[:room]:
@@ -127,20 +123,13 @@ def _attempt(history: History, attempt: Attempt, number: int, *, room: int) -> I
 def _leaving(write: _Writer, attempt: Attempt) -> Iterator[Entry]:
     progress = attempt.progress
     assert progress is not None
+    left_ns, requeued_ns = progress.safe_point_mono_ns, progress.requeued_mono_ns
     yield from write.slice(
-        _TRAINING,
-        "leaving",
-        progress.safe_point_mono_ns,
-        attempt.last_mono_ns,
-        reason=progress.reason,
+        _TRAINING, "leaving", left_ns, attempt.last_mono_ns, reason=progress.reason
     )
-    yield from write.instant(_SAVING, "safe_point", progress.safe_point_mono_ns)
-    yield from write.slice(
-        _SAVING,
-        "requeueing",
-        progress.durable_mono_ns if progress.requeued_mono_ns else None,
-        progress.requeued_mono_ns,
-    )
+    yield from write.instant(_SAVING, "safe_point", left_ns)
+    saved_ns = progress.saved.durable_mono_ns if requeued_ns else None
+    yield from write.slice(_SAVING, "requeueing", saved_ns, requeued_ns)
 
 
 def _pause(write: _Writer, attempt: Attempt, pause: Pause) -> Iterator[Entry]:

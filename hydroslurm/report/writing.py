@@ -1,4 +1,7 @@
-"""Write all files of a report into the run folder; the only module here that writes."""
+"""Write all files of a report into the run folder; the only module here that writes.
+
+Each function raises RunFolderError where a file cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +47,6 @@ def write_all(
 
     Args:
         pictures: what :func:`start_pictures` returned; None: there are no pictures.
-
-    Raises:
-        RunFolderError: one of them cannot be written.
     """
     yield write_figures(figures, run.figures_json)
     yield write_trace(history, run.trace_json)
@@ -103,22 +103,14 @@ def _redraw_histograms(run_of: tuple[History, RunDir]) -> None:
 
 
 def write_figures(figures: Figures, path: Path) -> Path:
-    """Write figures.json; returns the path.
-
-    Raises:
-        RunFolderError: the file cannot be written.
-    """
+    """Write figures.json; returns the path."""
     from hydroslurm.report.figures import figures_text
 
     return _write(path, figures_text(figures).encode())
 
 
 def write_trace(history: History, path: Path) -> Path:
-    """Write trace.json; returns the path.
-
-    Raises:
-        RunFolderError: the file cannot be written.
-    """
+    """Write trace.json; returns the path."""
     from hydroslurm.report.trace import trace_of
 
     text = json.dumps(trace_of(history), separators=(",", ":"), allow_nan=False)
@@ -126,22 +118,14 @@ def write_trace(history: History, path: Path) -> Path:
 
 
 def write_timeline(history: History, path: Path) -> Path:
-    """Draw the run into a PNG; returns the path.
-
-    Raises:
-        RunFolderError: the file cannot be written.
-    """
+    """Draw the run into a PNG; returns the path."""
     from hydroslurm.report.timeline import timeline
 
     return _write(path, _png(timeline(history), _TIMELINE_DPI))
 
 
 def write_histograms(history: History, path: Path) -> Path | None:
-    """Draw the latencies into a PNG; returns the path, None when nothing was measured.
-
-    Raises:
-        RunFolderError: the file cannot be written.
-    """
+    """Draw the latencies into a PNG; returns the path, None when nothing was measured."""
     from hydroslurm.report.histograms import histograms, latencies
 
     found = latencies(history)
