@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -21,7 +20,7 @@ from hydroslurm.jobs.spec.sections import (
     TensorBoard,
     TorchrunConfig,
 )
-from hydroslurm.jobs.spec.source import KeyPath, path_text
+from hydroslurm.jobs.spec.source import Complaint, KeyPath, path_text
 
 DOES_NOT_FIT = "does_not_fit"
 """pydantic's type of the error whose context holds complaints under ``found``."""
@@ -125,21 +124,6 @@ MOST_RANKS = 65536
 _TORCHRUN = ("torchrunConfig",)
 _ENABLE = (*_TORCHRUN, "enable")
 _PROCS = (*_TORCHRUN, "procPerNode")
-
-
-@dataclass(frozen=True)
-class Complaint:
-    """A problem that no field has alone.
-
-    Attributes:
-        path: of the field that most likely has to change.
-        message: what was found, what was wanted, what to do.
-        because: the other fields that cause it.
-    """
-
-    path: KeyPath
-    message: str
-    because: tuple[KeyPath, ...] = ()
 
 
 def complaints(job: TrainingJob) -> tuple[Complaint, ...]:

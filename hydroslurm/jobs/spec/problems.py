@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.alias_generators import to_snake
 
 from hydroslurm.jobs.spec.fields import NotText
-from hydroslurm.jobs.spec.job import DOES_NOT_FIT, Complaint, TrainingJob
-from hydroslurm.jobs.spec.source import KeyPath, Source, path_text
+from hydroslurm.jobs.spec.job import DOES_NOT_FIT, TrainingJob
+from hydroslurm.jobs.spec.source import Complaint, KeyPath, Source, path_text
 from hydroslurm.jobs.spec.translation import nearest
 
 MOST_PROBLEMS = 60

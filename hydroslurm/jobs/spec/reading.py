@@ -18,8 +18,8 @@ from hydroslurm.errors import SpecError
 from hydroslurm.jobs.spec import t9k
 from hydroslurm.jobs.spec.fields import is_printable
 from hydroslurm.jobs.spec.job import TrainingJob, unused
-from hydroslurm.jobs.spec.source import KeyPath, Source, parse_source, path_text, read_source
-from hydroslurm.jobs.spec.translation import Misspelt, Translation
+from hydroslurm.jobs.spec.source import Complaint, Source, parse_source, path_text, read_source
+from hydroslurm.jobs.spec.translation import Translation
 
 if TYPE_CHECKING:  # a spec without problems needs none of it
     from hydroslurm.jobs.spec.problems import Problem
@@ -89,28 +89,28 @@ def read(source: Source, *, folder: Path) -> JobSpec:
 
 def _validated(translation: Translation, source: Source) -> TrainingJob:
     value = translation.value
-    wrong = tuple(_problem(one.path, one.message, source) for one in translation.refusals)
+    wrong = _problems(translation.refusals, source)
     try:
         job = TrainingJob.model_validate(value)
     except ValidationError as error:
         from hydroslurm.jobs.spec.problems import problems_of
 
         found = problems_of(error, value, source=source, place=translation.origin)
-        hints = tuple(_misspelt(one, source) for one in translation.misspelt)
+        hints = _problems(translation.misspelt, source)
         raise SpecError(_text((*wrong, *found, *hints), source.name)) from None
     if wrong:
         raise SpecError(_text(wrong, source.name))
     return job
 
 
-def _misspelt(one: Misspelt, source: Source) -> Problem:
-    return _problem(one.path, f"there is no such field; did you mean {one.meant!r}?", source)
-
-
-def _problem(path: KeyPath, message: str, source: Source) -> Problem:
+def _problems(complaints: tuple[Complaint, ...], source: Source) -> tuple[Problem, ...]:
+    if not complaints:
+        return ()
     from hydroslurm.jobs.spec.problems import Problem
 
-    return Problem(source.line_of(path), path_text(path), message)
+    return tuple(
+        Problem(source.line_of(one.path), path_text(one.path), one.message) for one in complaints
+    )
 
 
 def _text(problems: tuple[Problem, ...], name: str) -> str:

@@ -30,8 +30,23 @@ KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
+class Complaint:
+    """A problem that a value of the right type has, perhaps because of other fields.
+
+    Attributes:
+        path: of the field that most likely has to change.
+        message: what was found, what was wanted, what to do.
+        because: the other fields that cause it.
+    """
+
+    path: KeyPath
+    message: str
+    because: tuple[KeyPath, ...] = ()
+
+
+@dataclass(frozen=True)
 class Bounds:
-    """How much a document may hold after alias expansion.
+    """How much a document holds, or may hold, after alias expansion.
 
     Attributes:
         values: keys, scalars, lists and mappings.
@@ -40,6 +55,12 @@ class Bounds:
 
     values: int
     content_bytes: int
+
+    def __add__(self, other: Bounds) -> Bounds:
+        return Bounds(self.values + other.values, self.content_bytes + other.content_bytes)
+
+    def __sub__(self, other: Bounds) -> Bounds:
+        return Bounds(self.values - other.values, self.content_bytes - other.content_bytes)
 
 
 OF_A_FILE = Bounds(values=20_000, content_bytes=1 << 20)
@@ -210,26 +231,12 @@ def _scalar(node: yaml.Node, reading: _Reading) -> Any:
         raise reading.error(node, f"{shown!r} is not a valid {kind}") from error
 
 
-@dataclass(frozen=True)
-class _Size:
-    """The size so far, with aliases expanded."""
-
-    values: int = 0
-    content_bytes: int = 0
-
-    def __add__(self, other: _Size) -> _Size:
-        return _Size(self.values + other.values, self.content_bytes + other.content_bytes)
-
-    def __sub__(self, other: _Size) -> _Size:
-        return _Size(self.values - other.values, self.content_bytes - other.content_bytes)
-
-
 def _check_bounds(text: str, name: str, bounds: Bounds) -> None:
     """Check the limits before anything is built, on PyYAML's event stream, which needs no
     recursion."""
-    now = _Size()
-    sizes: dict[str, _Size] = {}
-    opened: list[tuple[str | None, _Size]] = []
+    now = Bounds(0, 0)
+    sizes: dict[str, Bounds] = {}
+    opened: list[tuple[str | None, Bounds]] = []
     documents = 0
     for event in yaml.parse(text, Loader=_Loader):
         where = f"{name}:{_line(event)}"
@@ -238,13 +245,13 @@ def _check_bounds(text: str, name: str, bounds: Bounds) -> None:
             raise SpecError(f"{where}: a second document begins here; wanted one job per file")
         if isinstance(event, yaml.CollectionStartEvent):
             opened.append((event.anchor, now))
-            now += _Size(1)
+            now += Bounds(1, 0)
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before = opened.pop()
             if anchor is not None:
                 sizes[anchor] = now - before
         elif isinstance(event, yaml.ScalarEvent):
-            size = _Size(1, len(event.value.encode(errors="replace")))
+            size = Bounds(1, len(event.value.encode(errors="replace")))
             now += size
             if event.anchor is not None:
                 sizes[event.anchor] = size
@@ -252,7 +259,7 @@ def _check_bounds(text: str, name: str, bounds: Bounds) -> None:
             anchor = str(event.anchor)
             if anchor in (one for one, _ in opened):
                 raise SpecError(f"{where}: *{anchor[:60]} contains itself")
-            now += sizes.get(anchor, _Size(1))
+            now += sizes.get(anchor, Bounds(1, 0))
         if len(opened) > DEEPEST:
             raise SpecError(f"{where}: nests deeper than {DEEPEST} levels; is it a job spec?")
         if now.values > bounds.values or now.content_bytes > bounds.content_bytes:

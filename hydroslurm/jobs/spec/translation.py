@@ -9,23 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydroslurm.jobs.spec.source import KeyPath, path_text
-
-
-@dataclass(frozen=True)
-class Misspelt:
-    """An unknown field, and the known one with a similar name that is missing."""
-
-    path: KeyPath
-    meant: str
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A setting in the document that cannot be honored, and why."""
-
-    path: KeyPath
-    message: str
+from hydroslurm.jobs.spec.source import Complaint, KeyPath, path_text
 
 
 @dataclass(frozen=True)
@@ -44,8 +28,8 @@ class Translation:
     value: Any
     origins: Mapping[KeyPath, KeyPath]
     meaningless: tuple[str, ...] = ()
-    misspelt: tuple[Misspelt, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
+    misspelt: tuple[Complaint, ...] = ()
+    refusals: tuple[Complaint, ...] = ()
 
     def origin(self, path: KeyPath) -> KeyPath:
         """Where in the document a path of ``value`` comes from."""
@@ -66,7 +50,7 @@ class Translator:
     _opened: set[KeyPath] = field(default_factory=set)
     _reasons: dict[KeyPath, str] = field(default_factory=dict)
     _known: dict[KeyPath, set[str]] = field(default_factory=lambda: defaultdict(set))
-    _refusals: list[Refusal] = field(default_factory=list)
+    _refusals: list[Complaint] = field(default_factory=list)
 
     def get(self, path: KeyPath) -> Any:
         """The value at this path, or None."""
@@ -131,7 +115,7 @@ class Translator:
     def refuse(self, path: KeyPath, message: str) -> None:
         """Record that a field cannot be honored: what was seen, and what was wanted."""
         self._used.add(path)
-        self._refusals.append(Refusal(path, message))
+        self._refusals.append(Complaint(path, message))
 
     def translation(self) -> Translation:
         """The result: what was written, and what is left over."""
@@ -143,7 +127,10 @@ class Translator:
             self._value,
             self._origins,
             tuple(self._message(path, meant.get(path)) for path in left),
-            tuple(Misspelt(path, name) for path, name in meant.items()),
+            tuple(
+                Complaint(path, f"there is no such field; did you mean {name!r}?")
+                for path, name in meant.items()
+            ),
             tuple(self._refusals),
         )
 
