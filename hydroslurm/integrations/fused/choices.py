@@ -102,6 +102,9 @@ class Record:
     Args:
         given: the folder; else one in that of the job, if there is one.
 
+    Attributes:
+        chosen: by the module's name, its replacement ("" for none), and for what kind of call.
+
     Raises:
         UsageError: what lies there is not one.
     """
@@ -113,33 +116,22 @@ class Record:
             self._path = Path(given).absolute() / f"rank-{rank:05d}.json"
         elif rundir.named_in(environ) or Allocation.from_environ(environ) is not None:
             self._path = run_directory(None, environ).fused(rank)
-        self._chosen: dict[str, tuple[str, str]] = {}
+        self.chosen: dict[str, tuple[str, str]] = {}
         if self._path is None or not self._path.exists():
             return
         try:
             found = parse_json(read_regular(self._path, limit_bytes=_LIMIT_BYTES))
-            self._chosen = {name: (one["replacement"], one["like"]) for name, one in found.items()}
+            self.chosen = {name: (one["replacement"], one["like"]) for name, one in found.items()}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UsageError(
                 f"{self._path} does not say which modules of this run were replaced ({error!r}). "
                 "Remove it to have them chosen anew"
             ) from error
 
-    def __bool__(self) -> bool:
-        return bool(self._chosen)
-
-    def get(self, name: str) -> str | None:
-        """The replacement that was chosen before, "" for none; None if nothing was chosen."""
-        return self._chosen[name][0] if name in self._chosen else None
-
-    def like(self, name: str) -> str:
-        """For what kind of call it was."""
-        return self._chosen[name][1]
-
     def add(self, chosen: Mapping[str, tuple[str, str]]) -> None:
-        """Keep what was chosen now, and for what kind of call."""
-        self._chosen.update(chosen)
+        """Keep what was chosen now."""
+        self.chosen.update(chosen)
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            made = {n: {"replacement": r, "like": like} for n, (r, like) in self._chosen.items()}
+            made = {n: {"replacement": r, "like": like} for n, (r, like) in self.chosen.items()}
             write_atomically(self._path, json.dumps(made, indent=1))

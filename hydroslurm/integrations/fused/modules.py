@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,17 +13,22 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hydroslurm.errors import UsageError
-from hydroslurm.integrations.fused import activations, attention, norms
+from hydroslurm.integrations.fused import attention
 from hydroslurm.integrations.fused.choices import Choice, Choices, Record
 from hydroslurm.integrations.fused.rewriters import NotRewritten, Proposal, proposals_for
 from hydroslurm.integrations.fused.swap import Fused, fused_in, kind_of, put, settings, take_out
-from hydroslurm.integrations.fused.trial import Call, Trial, run, time_ratio
+from hydroslurm.integrations.fused.trial import (
+    LEAST_SPEEDUP,
+    Call,
+    Result,
+    Trial,
+    run,
+    time_ratio,
+)
 from hydroslurm.training.reporting import notice
 
-__all__ = ["activations", "attention", "norms", "optimize_modules"]
+__all__ = ["attention", "optimize_modules"]
 
-LEAST_SPEEDUP = 1.05
-"""What is less may be noise."""
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule")
 
 
@@ -47,6 +53,12 @@ class _Candidate:
 
     def row(self, **known: Any) -> Choice:
         return Choice((self.name,), type(self.module).__name__, **known)
+
+    @property
+    def choice(self) -> tuple[str, str]:
+        """What is in place, "" for its own, and for what kind of call: for the record."""
+        fused = fused_in(self.module)
+        return "" if fused is None else fused.name, self.like
 
     def put(self, replacement: str) -> bool:
         """Put a proposal in place, if there is one of that name."""
@@ -97,7 +109,7 @@ def optimize_modules(
     if batch is None:
         _choose_later(candidates, choices, kept)
         return choices
-    whole = _whole(model, batch, call or _call)
+    whole = partial(_run_whole, model, batch, call or _call)
     hooks = [one.capture() for one in candidates]
     try:
         whole()
@@ -106,8 +118,8 @@ def optimize_modules(
             hook.remove()
     rows = _choose(candidates, kept)
     if any(row.applied for row in rows):
-        rows = _judge(model, whole, candidates, rows, is_known=bool(kept))
-    kept.add({one.name: (_name_of(one), one.like) for one in candidates})
+        rows = _judge(model, whole, candidates, rows, is_known=bool(kept.chosen))
+    kept.add({one.name: one.choice for one in candidates})
     choices.add(rows)
     return choices
 
@@ -139,7 +151,8 @@ def _choose(candidates: list[_Candidate], kept: Record) -> list[Choice]:
             rows.append(one.row(reason="not trained with this batch"))
             continue
         key = (type(one.module), settings(one.module), one.like)
-        row = _decide(one, timed.get(key), kept.get(one.name))
+        known, _ = kept.chosen.get(one.name, (None, ""))
+        row = _decide(one, timed.get(key), known)
         timed.setdefault(key, row)
         if row.applied:
             one.put(row.replacement)
@@ -184,7 +197,7 @@ def _decide(one: _Candidate, alike: Choice | None, known: str | None) -> Choice:
 
 def _judge(
     model: nn.Module,
-    whole: Callable[[], Any],
+    whole: Callable[[], Result],
     candidates: list[_Candidate],
     rows: list[Choice],
     *,
@@ -195,25 +208,22 @@ def _judge(
 
     def switch(on: bool) -> None:
         for module, fused in in_place:
-            if on and fused_in(module) is None:
+            if on:
                 put(module, fused)
-            elif not on and fused_in(module) is not None:
+            else:
                 take_out(module)
 
-    def step(on: bool) -> Callable[[], Any]:
-        def with_or_without() -> Any:
-            switch(on)
-            return whole()
+    def step(on: bool) -> Result:
+        switch(on)
+        return whole()
 
-        return with_or_without
-
-    own = step(False)()
-    difference = own.difference(step(True)())
+    own = step(False)
+    difference = own.difference(step(True))
     devices = {one.device.type for one in own.outputs}
     used = [one.dtype for one in own.outputs if one.is_floating_point()]
     used += [torch.get_autocast_dtype(one) for one in devices if torch.is_autocast_enabled(one)]
     allowed = max((torch.finfo(one).eps ** 0.5 for one in used), default=0.0)
-    speedup = time_ratio(step(False), step(True))
+    speedup = time_ratio(partial(step, False), partial(step, True))
     reason = "" if is_known or speedup >= 1.0 else "not faster"
     if difference > allowed:
         reason = f"the model's result differs by more than {allowed:.0e}"
@@ -225,23 +235,17 @@ def _judge(
     return [*rows, Choice(("",), kind, name, speedup, difference, not reason, reason)]
 
 
-def _whole(
-    model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any]
-) -> Callable[[], Any]:
-    """Runs the model on the batch, and changes nothing of it: gradients are not accumulated,
-    buffers and random numbers are put back."""
-
-    def once() -> Any:
-        buffers = [(one, one.detach().clone()) for one in model.buffers()]
-        try:
-            trained = [one for one in model.parameters() if one.requires_grad]
-            return run(lambda: call(model, batch), trained)
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-
-    return once
+def _run_whole(model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any]) -> Result:
+    """Run the model on the batch, and change nothing of it: gradients are not accumulated, buffers
+    and random numbers are put back."""
+    buffers = [(one, one.detach().clone()) for one in model.buffers()]
+    try:
+        trained = [one for one in model.parameters() if one.requires_grad]
+        return run(lambda: call(model, batch), trained)
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -250,23 +254,18 @@ def _call(model: nn.Module, batch: Any) -> Any:
     return model(**batch) if isinstance(batch, dict) else model(batch)
 
 
-def _name_of(one: _Candidate) -> str:
-    fused = fused_in(one.module)
-    return "" if fused is None else fused.name
-
-
 def _choose_later(candidates: list[_Candidate], choices: Choices, kept: Record) -> None:
     """Without a batch: what an earlier attempt has chosen is put in place at once, all else after
     the first step of an optimizer. Not before, because what is recomputed in a backward has to be
     what was computed, and not within a forward, because the caller may have it under hooks.
     """
+    left = [one for one in candidates if one.name not in kept.chosen]
     for one in candidates:
-        if (known := kept.get(one.name)) is not None:
-            one.like = kept.like(one.name)
+        if one.name in kept.chosen:
+            known, one.like = kept.chosen[one.name]
             is_put = one.put(known)
             reason = "" if is_put else "its own was chosen before"
             choices.add([one.row(replacement=known, applied=is_put, reason=reason)])
-    left = [one for one in candidates if kept.get(one.name) is None]
 
     def say() -> None:
         notice(f"modules, and what PyTorch has fused in their place:\n{choices}")
@@ -276,7 +275,7 @@ def _choose_later(candidates: list[_Candidate], choices: Choices, kept: Record) 
             for hook in hooks:
                 hook.remove()
             choices.add(_choose(left, kept))
-            kept.add({one.name: (_name_of(one), one.like) for one in left})
+            kept.add({one.name: one.choice for one in left})
             say()
 
     if left:

@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.fused.choices import Choice, Choices
 from hydroslurm.integrations.fused.rewriters import NotRewritten, first_line
-from hydroslurm.integrations.fused.trial import relative, seeded, time_ratio
+from hydroslurm.integrations.fused.trial import LEAST_SPEEDUP, relative, seeded, time_ratio
 
-LEAST_SPEEDUP = 1.05
 _WAYS = ("fused", "foreach")
 _STEPS = 3
 _MOST_ULPS = 64

@@ -83,7 +83,7 @@ def put(module: nn.Module, fused: Fused) -> None:
 
 def take_out(module: nn.Module) -> None:
     """Have it use its own again."""
-    del vars(module)["forward"]
+    vars(module).pop("forward", None)
 
 
 def fused_in(module: nn.Module) -> Fused | None:

@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 from hydroslurm.integrations.fused.rewriters import Forward, NotRewritten, Proposal, first_line
 from hydroslurm.integrations.fused.swap import Fused, put
 
+LEAST_SPEEDUP = 1.05
+"""What is less may be noise."""
 SAME_FORMULA = 1e-5
 """Of the largest value in a tensor; modules that compute some of it in float32, whatever they are
 given, are off by 1e-7, another approximation of GELU by 1e-4."""
@@ -85,18 +87,17 @@ def run(call: Callable[[], Any], sources: Sequence[torch.Tensor]) -> Result:
 class Call:
     """What a module was called with, and within which autocast: device, and type if it is on."""
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    given: tuple[tuple[Any, ...], dict[str, Any]]
     autocast: tuple[str, torch.dtype | None]
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """With tensors of its own: the training may write into those that it was given."""
         own = pytree.tree_map_only(torch.Tensor, _cloned, (args, dict(kwargs)))
-        tensors = [one for one in pytree.tree_leaves(own) if isinstance(one, torch.Tensor)]
+        tensors = _tensors_in(own)
         device = tensors[0].device.type if tensors else "cpu"
         is_on = torch.is_autocast_enabled(device)
-        return cls(own[0], own[1], (device, torch.get_autocast_dtype(device) if is_on else None))
+        return cls(own, (device, torch.get_autocast_dtype(device) if is_on else None))
 
     def exact(self, scale: float) -> Call:
         """In double precision, all of it multiplied by this."""
@@ -108,22 +109,21 @@ class Call:
                 return tensor
             return (tensor.detach().double() * scale).requires_grad_(tensor.requires_grad)
 
-        both = pytree.tree_map_only(torch.Tensor, exact, (self.args, dict(self.kwargs)))
-        return Call(both[0], both[1], (self.autocast[0], None))
+        return Call(pytree.tree_map_only(torch.Tensor, exact, self.given), (self.autocast[0], None))
 
     def prepare(
         self, forward: Forward, module: nn.Module
     ) -> tuple[Callable[[], Any], list[torch.Tensor]]:
         """The call of a forward, and all that has a gradient in it: its arguments, and weights."""
-        both = pytree.tree_map_only(torch.Tensor, _cloned, (self.args, dict(self.kwargs)))
-        given = [one for one in pytree.tree_leaves(both) if isinstance(one, torch.Tensor)]
+        args, kwargs = own = pytree.tree_map_only(torch.Tensor, _cloned, self.given)
         device, dtype = self.autocast
 
         def call() -> Any:
             with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
-                return forward(module, *both[0], **both[1])
+                return forward(module, *args, **kwargs)
 
-        return call, [one for one in (*given, *module.parameters()) if one.requires_grad]
+        sources = (*_tensors_in(own), *module.parameters())
+        return call, [one for one in sources if one.requires_grad]
 
 
 class Trial:
@@ -274,8 +274,8 @@ def _step(module: nn.Module, call: Call) -> Callable[[], object]:
 
     def step() -> None:
         with torch.enable_grad():
-            leaves = pytree.tree_leaves(forward_once())
-            outputs = [one for one in leaves if isinstance(one, torch.Tensor) and one.requires_grad]
+            leaves = _tensors_in(forward_once())
+            outputs = [one for one in leaves if one.requires_grad]
             if not made:
                 made.extend(torch.randn_like(one) for one in outputs)
             if outputs and sources:
@@ -284,6 +284,10 @@ def _step(module: nn.Module, call: Call) -> Callable[[], object]:
     with seeded():
         step()
     return step
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
 
 
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:
@@ -304,18 +308,18 @@ def _bare(module: nn.Module, training: bool) -> nn.Module:
 
 
 def _uses_cuda() -> bool:
-    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _seconds(call: Callable[[], object], repeats: int) -> float:
-    _synchronize()
-    begin_s = time.perf_counter()
+    begin_s = _now_s()
     for _ in range(repeats):
         call()
-    _synchronize()
-    return (time.perf_counter() - begin_s) / repeats
+    return (_now_s() - begin_s) / repeats
 
 
-def _synchronize() -> None:
+def _now_s() -> float:
+    """When the device has done what it was given."""
     if _uses_cuda():
         torch.cuda.synchronize()
+    return time.perf_counter()
