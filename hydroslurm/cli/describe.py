@@ -58,6 +58,7 @@ def list_jobs() -> None:
 def _row(found: ListedJob) -> tuple[str, ...]:
     condition = found.condition
     most = "" if found.backoff_limit is None else f"/{found.backoff_limit}"
+    least = "≥" if found.more_preemptions else ""
     return (
         str(found.slurm.job_id),
         found.name[:30],
@@ -65,15 +66,9 @@ def _row(found: ListedJob) -> tuple[str, ...]:
         found.slurm.state.value,
         str(found.replicas or "-"),
         f"{found.restarts}{most}",
-        _preemptions(found),
+        "-" if found.preemptions is None else f"{least}{found.preemptions}",
         moment(condition.epoch_ns) if condition else "-",
     )
-
-
-def _preemptions(found: ListedJob) -> str:
-    if found.preemptions is None:
-        return "-"
-    return f"{'≥' if found.more_preemptions else ''}{found.preemptions}"
 
 
 def training_job_lines(found: Overview) -> list[str]:

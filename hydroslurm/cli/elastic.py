@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 from hydroslurm.cli.job import Which
 from hydroslurm.cli.status import echo, moment, size_line, sizes
 from hydroslurm.core.files import clean
-from hydroslurm.errors import RunFolderError, UntrustedFile
+from hydroslurm.errors import UntrustedFile
 
 if TYPE_CHECKING:
     from hydroslurm.core.rundir import RunDir
@@ -113,12 +112,11 @@ def elastic_lines(run: RunDir) -> list[str]:
 def member_lines(run: RunDir, name: str) -> list[str]:
     """What describe and status print about the job of one member of an elastic run."""
     from hydroslurm.elastic.folder import ElasticFolder
-    from hydroslurm.jobs import submission
+    from hydroslurm.jobs.control.overview import submission_of
 
     folder = ElasticFolder(run=run.root)
-    more = ""
-    with contextlib.suppress(RunFolderError):  # of a run that was not submitted
-        more = f"; hydroslurm describe {submission.read(run.root).job_id}"
+    asked = submission_of(run)
+    more = "" if asked is None else f"; hydroslurm describe {asked.job_id}"
     try:
         now = _member_now(folder, name)
     except (OSError, UntrustedFile) as error:

@@ -91,16 +91,13 @@ class Watcher:
         self._turn = 0
         self._ranks_each_time = ranks_each_time
 
+    @without_gc()
     def look(self) -> View:
         """Ask Slurm, read what is new in the run folders. Slurm's absence is told in the view.
 
         Raises:
             SlurmMissing: there is no Slurm here.
         """
-        with without_gc():
-            return self._look()
-
-    def _look(self) -> View:
         error = None
         try:
             if self._wants_policies:

@@ -141,7 +141,7 @@ def locate(client: SlurmClient, which: str) -> tuple[RunDir, Job | None]:
         run = RunDir(Path(which).absolute())
         if not run.root.is_dir():
             raise NoSuchJob(f"{which!r} is neither the id of a job nor a run folder")
-        slurm = _slurm_job(client, _job_id(run))
+        slurm = _job_of_folder(client, run)
         # another cluster may have a job of that number
         is_its = slurm is not None and run_dir_of(slurm).root.resolve() == run.root.resolve()
         return run, slurm if is_its else None
@@ -304,13 +304,15 @@ def submission_of(run: RunDir) -> Submission | None:
         return None
 
 
-def _job_id(run: RunDir) -> int | None:
-    asked = submission_of(run)
-    if asked is None:
-        owner = read_owner(run)  # of a default folder
-        return owner.job_id if owner is not None else None
-    text = asked.job_id
-    return int(text) if text is not None and text.isdecimal() else None
+def _job_of_folder(client: SlurmClient, run: RunDir) -> Job | None:
+    asked, owner = submission_of(run), read_owner(run)  # an owner: of a default folder
+    job_id = owner.job_id if owner is not None else None
+    if asked is not None:
+        job_id = int(asked.job_id) if asked.job_id and asked.job_id.isdecimal() else None
+    try:
+        return find_job(client, job_id) if job_id is not None else None
+    except SlurmError:
+        return None
 
 
 def _array_task(client: SlurmClient, which: str) -> Job:
@@ -320,15 +322,6 @@ def _array_task(client: SlurmClient, which: str) -> Job:
         if job.array_task_id == int(task):
             return job
     raise NoSuchJob(f"Slurm knows no task {task} of an array {array} (any more)")
-
-
-def _slurm_job(client: SlurmClient, job_id: int | None) -> Job | None:
-    if job_id is None:
-        return None
-    try:
-        return find_job(client, job_id)
-    except SlurmError:
-        return None
 
 
 def replica_states(found: Overview) -> dict[str, str]:
