@@ -30,7 +30,6 @@ class RunFacts:
         steps_per_s: as last measured; None when not known.
         stuck_s: so long it had been at that step when it told.
         told_every_s: it tells so often; None where only events do.
-        finished: the training is done.
         size: members of an elastic run that train now, that are wanted, and at most.
         pause_counts, pause_sum_s: of all ranks and attempts, as in
             :class:`~hydroslurm.core.status.RankStatus`.
@@ -47,7 +46,6 @@ class RunFacts:
     steps_per_s: float | None = None
     stuck_s: float = 0.0
     told_every_s: float | None = None
-    finished: bool = False
     size: tuple[int, int, int] | None = None
     pause_counts: tuple[int, ...] = (0,) * (len(PAUSE_BOUNDS_S) + 1)
     pause_sum_s: float = 0.0
@@ -163,7 +161,6 @@ class FollowedRun:
             steps_per_s=lead.steps_per_s if lead else None,
             stuck_s=max(0.0, (lead.as_of.epoch_ns - since.epoch_ns) / 1e9) if lead and since else 0,
             told_every_s=lead.heartbeat_s if lead else None,
-            finished=any(one.finished for one in known),
             pause_counts=tuple(map(sum, zip(*(one.pause_counts for one in known), strict=True))),
             pause_sum_s=sum(one.pause_sum_s for one in known),
         )

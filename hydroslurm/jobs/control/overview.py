@@ -70,11 +70,6 @@ class Found:
     conditions: tuple[Condition, ...]
 
     @property
-    def condition(self) -> Condition | None:
-        """What it is now: the verdict, else the newest."""
-        return newest(self.conditions)
-
-    @property
     def is_over(self) -> bool:
         """Whether nothing of it will run any more."""
         ended = self.slurm is not None and self.slurm.state.has_ended
