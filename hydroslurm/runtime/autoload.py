@@ -226,7 +226,13 @@ def keep_alive(signals: Iterable[int]) -> None:
 
 
 def _go_on(signo: int, _: FrameType | None) -> None:
-    """A pause of a process that cannot be paused now."""
+    """Handle a pause signal of a process that cannot be paused now."""
+    if came is not None:
+        came.append(signo)
+
+
+came: list[int] | None = None
+"""Pause signals that arrive while one installation replaces another, in order."""
 
 
 def ignore(signals: Iterable[int]) -> None:

@@ -34,6 +34,7 @@ from hydroslurm.errors import AckTimeout, InstallError
 from hydroslurm.gate.marks import Emit, Range
 from hydroslurm.gate.native_gate import NativeGate
 from hydroslurm.gate.protocol import (
+    NO_CAUSE,
     Action,
     Cause,
     GateEvent,
@@ -194,6 +195,7 @@ class Controller:
         self._stop_of_peer: tuple[int, str] | None = None
         self._on_stop: list[Callable[[StopRequest], None]] = []
         self._owner_pid = os.getpid()
+        self.causes_at_stop = NO_CAUSE
         self._thread = threading.Thread(
             target=self._loop, name="hydroslurm-controller", daemon=True
         )
@@ -279,6 +281,7 @@ class Controller:
         launched = self._launch_ahead.end()
         if self.ranks is not None:
             self.ranks.leave()
+        self.causes_at_stop = self.gate.status().causes
         replaced_now = self.gate.stop()
         if replaced is None:
             replaced = replaced_now

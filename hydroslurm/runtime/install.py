@@ -122,7 +122,7 @@ def install(
     ranks = world.world_size if world is not None else 1
     place = rundir.from_environment(environ) if run_dir is None else RunDir(Path(run_dir))
     asked = (place, plan, gate, world)
-    causes = NO_CAUSE
+    causes, came = NO_CAUSE, []
     if gives_way():
         ours = _require_installed()
         if model is None and asked == ours.asked:
@@ -130,8 +130,9 @@ def install(
             return ours.controller
         if world is not None:  # a rank that has left the others cannot rejoin them
             world = replace(world, incarnation_id=f"{world.incarnation_id} again")
-        causes = ours.controller.status().causes
+        came = autoload.came = []
         _take_out()
+        causes = ours.controller.causes_at_stop
     with _lock:
         if _installed is not None and _installed.pid == os.getpid():
             raise AlreadyInstalled(
@@ -147,8 +148,11 @@ def install(
         _installed = _Installed(os.getpid(), controller, beside, base, asked)
         for one in numa.bindings:  # what was bound before there was a log
             _record_binding(one)
+        autoload.came = None
         if causes:
             controller.gate.request(Action.PAUSE, causes)
+        for signo in came:
+            signal.raise_signal(signo)
         if world is not None:
             _join(controller, world, environ=environ, run_dir=run_dir)
         atexit.register(_uninstall_at_exit)

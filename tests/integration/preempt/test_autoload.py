@@ -336,6 +336,28 @@ print("then", *causes())
 """
 
 
+BETWEEN = """
+import os, signal, time
+import torch, hydroslurm
+from hydroslurm.runtime import install as place
+
+def asked_in_between(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return set_up(*arguments, **options)
+
+set_up, place._set_up = place._set_up, asked_in_between
+hydroslurm.install(alone=True)
+time.sleep(0.2)
+print(*hydroslurm.controller().status().causes.names())
+"""
+
+
+def test_a_pause_while_a_call_takes_the_place_of_the_option() -> None:
+    """A SIGUSR1 between the two installations is not lost."""
+    done = python("-c", BETWEEN, **ASKED, RANK="0", WORLD_SIZE="2")
+    assert done.stdout.splitlines() == ["user"], done.stderr
+
+
 @pytest.mark.parametrize(("options", "is_same"), [("{}", True), ("{'alone': True}", False)])
 def test_a_call_of_the_scripts_own(options: str, *, is_same: bool) -> None:
     """Without other options it returns the controller that is there. With them it has its own, and
