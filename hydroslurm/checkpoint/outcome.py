@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from hydroslurm.checkpoint.deadline import Action
 from hydroslurm.checkpoint.store import Checkpoint
 from hydroslurm.errors import (
     CheckpointError,
@@ -68,7 +67,6 @@ class Saved:
         steps_at_risk: steps since the newest checkpoint, which would be lost now. 0 also if that is
             an earlier save of the same step.
         reason: what was chosen and what came of it, for people.
-        choice: what was chosen at a deadline; None without one.
         still_writing: a save continues in the background. It can still be committed while
             the process lives (``Saver.wait``), and an interpreter that shuts down waits for it. It
             reads the state itself: leave that alone until then.
@@ -79,7 +77,6 @@ class Saved:
     checkpoint: Checkpoint | None
     steps_at_risk: int
     reason: str
-    choice: Action | None = None
     still_writing: bool = False
 
 

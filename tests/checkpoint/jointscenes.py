@@ -32,7 +32,6 @@ from checkpoint.states import revoked_from_anybody, same
 
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint import save as save_module
-from hydroslurm.checkpoint.deadline import Action
 from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
@@ -330,7 +329,9 @@ def savers(folder: Path) -> int:
         saved = saver.save_by(
             lambda: joint_state(5, peers.rank), step=5, deadline_mono_s=time.monotonic() + left_s
         )
-        (folder / f"choice-{peers.rank}").write_text(str(saved.choice))
+        chosen = _until(events, "save_started", step=5).reason
+        assert chosen in saved.reason
+        (folder / f"choice-{peers.rank}").write_text(chosen)
         saver.give_up()
         disk.let_go.set()
         assert saver.wait(timeout_s=max(0.0, deadline_s - time.monotonic()))
@@ -341,7 +342,7 @@ def savers(folder: Path) -> int:
         again = saver.save_by(
             joint_state(7, peers.rank), step=6, deadline_mono_s=deadline_s, unchanged=True
         )
-        assert again.choice is Action.NOTHING
+        assert again.reason.endswith("step 6 is committed already")
         changed = saver.save_by(joint_state(6, peers.rank), step=6, deadline_mono_s=deadline_s)
         assert changed.checkpoint is not None
         assert changed.checkpoint.path.name == "step-000000006.2"

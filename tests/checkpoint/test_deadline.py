@@ -9,15 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydroslurm.checkpoint.deadline import (
-    Action,
-    Before,
-    Choice,
-    InFlight,
-    Situation,
-    choose,
-    remaining_s,
-)
+from hydroslurm.checkpoint.deadline import Choice, InFlight, Situation, choose, remaining_s
 
 SECONDS = (0.0, 0.5, 1.0, 3.0, 10.0, 60.0)
 ALL = [
@@ -46,31 +38,41 @@ def _fits(seconds: float, now: Situation) -> bool:
     return seconds * 1.5 <= now.left_s
 
 
+def _acts(now: Situation) -> tuple[bool, float, bool, int]:
+    choice = choose(now)
+    return choice.is_committed, choice.wait_s, choice.give_up, choice.steps_at_risk
+
+
 @pytest.mark.parametrize(
-    ("now", "action", "at_risk"),
+    ("now", "wait_s", "give_up", "at_risk"),
     [
-        (Situation(7, 30.0, 2.0), Action.FULL, 0),
-        (Situation(7, 2.0, 2.0), Action.KEEP, 7),
-        (Situation(7, 2.0, 2.0, committed_step=5), Action.KEEP, 2),
-        (Situation(7, 2.0, 2.0, committed_step=7, is_committed=True), Action.NOTHING, 0),
-        (Situation(7, 30.0, 2.0, committed_step=7), Action.FULL, 0),
-        (Situation(7, 2.0, 2.0, committed_step=7), Action.KEEP, 0),
-        (Situation(7, 30.0, 2.0, in_flight=InFlight(7, 1.0)), Action.WAIT_THEN_FULL, 0),
-        (Situation(7, 30.0, 2.0, in_flight=InFlight(6, 1.0)), Action.WAIT_THEN_FULL, 0),
-        (Situation(7, 5.0, 2.0, in_flight=InFlight(6, 4.0)), Action.ABANDON_THEN_FULL, 0),
-        (Situation(7, 2.0, 2.0, in_flight=InFlight(6, 1.0)), Action.WAIT_ONLY, 1),
-        (Situation(7, 2.0, 9.0, in_flight=InFlight(7, 1.0, is_this=True)), Action.WAIT_ONLY, 0),
+        (Situation(7, 30.0, 2.0), 0, False, 0),
+        (Situation(7, 2.0, 2.0), 0, False, 7),
+        (Situation(7, 2.0, 2.0, committed_step=5), 0, False, 2),
+        (Situation(7, 30.0, 2.0, committed_step=7), 0, False, 0),
+        (Situation(7, 2.0, 2.0, committed_step=7), 0, False, 0),
+        (Situation(7, 30.0, 2.0, in_flight=InFlight(7, 1.0)), 27, True, 0),
+        (Situation(7, 30.0, 2.0, in_flight=InFlight(6, 1.0)), 27, True, 0),
+        (Situation(7, 5.0, 2.0, in_flight=InFlight(6, 4.0)), 0, True, 0),
+        (Situation(7, 2.0, 2.0, in_flight=InFlight(6, 1.0)), 2, False, 1),
+        (Situation(7, 2.0, 9.0, in_flight=InFlight(6, 8.0)), 2, False, 7),
+        (Situation(7, 2.0, 8.0, in_flight=InFlight(6, 9.0)), 0, True, 7),
+        (Situation(7, 2.0, 9.0, in_flight=InFlight(7, 1.0, is_this=True)), 2, False, 0),
         (
             Situation(7, 2.0, 9.0, in_flight=InFlight(7, 8.0, is_this=True), committed_step=3),
-            Action.KEEP,
-            4,
+            *(2, False, 4),
         ),
     ],
 )
-def test_the_table(now: Situation, action: Action, at_risk: int) -> None:
-    """One line per case: what is done, and how many steps that leaves at risk."""
-    choice = choose(now)
-    assert (choice.action, choice.steps_at_risk) == (action, at_risk)
+def test_the_table(now: Situation, wait_s: float, give_up: bool, at_risk: int) -> None:
+    """One line per case: what becomes of the save in flight, and how many steps are at risk."""
+    assert _acts(now) == (False, wait_s, give_up, at_risk)
+
+
+def test_a_committed_state_leaves_nothing_to_do() -> None:
+    """It is neither saved nor waited for."""
+    now = Situation(7, 2.0, 2.0, InFlight(6, 1.0), committed_step=7, is_committed=True)
+    assert _acts(now) == (True, 0, False, 0)
 
 
 def test_a_save_is_chosen_whenever_it_fits() -> None:
@@ -86,7 +88,8 @@ def test_a_save_is_chosen_whenever_it_fits() -> None:
             is_kept = now.committed_step == now.step or (
                 now.in_flight is not None
                 and now.in_flight.step == now.step
-                and choice.action is Action.WAIT_ONLY
+                and _fits(now.in_flight.remaining_s, now)
+                and choice.wait_s == now.left_s
             )
             assert choice.steps_at_risk > 0 or is_kept, (now, choice)
             assert "lost" in choice.reason or ours, (now, choice)
@@ -95,11 +98,8 @@ def test_a_save_is_chosen_whenever_it_fits() -> None:
 def test_the_save_of_this_very_state_is_never_given_up() -> None:
     """Whatever the estimates say, the save in flight of the same state goes on."""
     for now in ALL:
-        if now.in_flight is None or not now.in_flight.is_this:
-            continue
-        choice = choose(now)
-        assert choice.before is not Before.ABANDON
-        assert not choice.give_up
+        if now.in_flight is not None and now.in_flight.is_this:
+            assert not choose(now).give_up
 
 
 def test_one_in_flight_is_given_up_only_for_one_of_this_step() -> None:
@@ -107,33 +107,29 @@ def test_one_in_flight_is_given_up_only_for_one_of_this_step() -> None:
     the older one either."""
     for now in ALL:
         choice = choose(now)
-        if choice.before is Before.ABANDON:
+        if choice.give_up:
             assert now.in_flight is not None
-            assert (
-                choice.steps_at_risk == 0
-                or not _fits(now.in_flight.remaining_s, now)
-                or choice.action is Action.KEEP
-            )
+            assert choice.steps_at_risk == 0 or not _fits(now.in_flight.remaining_s, now)
 
 
 def test_waiting_leaves_time_for_the_full_save() -> None:
-    """While the save in flight is waited for, the time of the full save stays untouched."""
+    """While a save that can be given up is waited for, the time of the full save stays
+    untouched."""
     for now in ALL:
         choice = choose(now)
-        if choice.action is Action.WAIT_THEN_FULL:
-            assert choice.give_up
-            assert choice.patience_s + now.save_s * 1.5 <= now.left_s + 1e-9
+        if choice.give_up and choice.wait_s:
+            assert choice.wait_s + now.save_s * 1.5 <= now.left_s + 1e-9
 
 
 def test_every_choice_has_its_sentence() -> None:
-    """A person reads why, with the seconds that were compared; no sentence is shared by mistake."""
-    sentences: dict[Action, str] = {}
+    """A person reads why, with the seconds that were compared; who loses more reads another one."""
+    at_risk: dict[str, int] = {}
     for now in ALL:
         choice = choose(now)
         assert len(choice.reason) > 20
         assert "None" not in choice.reason
-        sentences.setdefault(choice.action, choice.reason)
-    assert len(set(sentences.values())) == len(Action)
+        if "lost" in choice.reason:
+            assert at_risk.setdefault(choice.reason, choice.steps_at_risk) == choice.steps_at_risk
 
 
 @given(
@@ -159,8 +155,8 @@ def test_more_time_never_loses_more(
     sooner, later = at(left_s), at(left_s + more_s)
     assert later.steps_at_risk <= sooner.steps_at_risk
     for choice in (sooner, later):
-        assert 0 <= choice.patience_s < math.inf
-        assert (flight is None) <= (choice.before is Before.NONE)
+        assert 0 <= choice.wait_s < math.inf
+        assert flight is not None or not (choice.wait_s or choice.give_up)
 
 
 def test_a_late_save_is_not_expected_at_once() -> None:

@@ -10,7 +10,6 @@ import pytest
 from checkpoint.disks import BrokenDisk, HeldDisk, SlowRemoval, SlowSync
 from checkpoint.test_saver import state_of, steps, value_at
 
-from hydroslurm.checkpoint.deadline import Action
 from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.saver import Saver
@@ -37,7 +36,7 @@ def test_with_time_enough_the_stop_is_durable(tmp_path: Path) -> None:
     saved = saver.save_by(
         lambda: state_of(5.0), step=5, epoch=1, deadline_mono_s=in_s(600), meta={"why": "test"}
     )
-    assert (saved.is_committed, saved.choice, saved.steps_at_risk) == (True, Action.FULL, 0)
+    assert (saved.is_committed, saved.steps_at_risk) == (True, 0)
     assert not saved.still_writing
     assert saved.reason.startswith("step 5 is committed; a full save needs about 1.0 s of the")
     assert saved.checkpoint is not None
@@ -59,7 +58,8 @@ def test_one_under_way_is_waited_for_when_both_fit(tmp_path: Path) -> None:
     saver.start(state_of(4.0), step=4)
     assert disk.reached.wait(60)
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
-    assert (saved.is_committed, saved.choice) == (True, Action.WAIT_THEN_FULL)
+    assert saved.is_committed
+    assert saved.reason.endswith("both fit")
     committed = [event.step for event in told if event.kind is SaveEventKind.COMMITTED]
     assert committed == [4, 5]
 
@@ -94,7 +94,8 @@ def test_one_that_hangs_is_given_up(tmp_path: Path) -> None:
     saver.start(state_of(4.0), step=4)
     assert disk.reached.wait(60)
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(40))
-    assert (saved.is_committed, saved.choice) == (True, Action.ABANDON_THEN_FULL)
+    assert saved.is_committed
+    assert saved.reason.endswith("that one is given up")
     disk.let_go.set()
     saver.close()
     assert steps(store) == [5]
@@ -112,7 +113,8 @@ def test_one_that_takes_longer_than_it_should_is_given_up_in_time(tmp_path: Path
     saver.start(state_of(4.0), step=4)
     expect(saver, seconds=20.0)  # leaves 2 s for the one under way
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(32))
-    assert (saved.is_committed, saved.choice) == (True, Action.WAIT_THEN_FULL)
+    assert saved.is_committed
+    assert saved.reason.endswith("both fit")
     disk.let_go.set()
     saver.close()
     assert steps(store) == [5]
@@ -131,7 +133,8 @@ def test_the_save_of_this_state_is_the_stop(tmp_path: Path) -> None:
     saver = Saver(store, tell=tell)
     saver.start(state_of(5.0), step=5)
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600), unchanged=True)
-    assert (saved.is_committed, saved.choice) == (True, Action.WAIT_ONLY)
+    assert saved.is_committed
+    assert "the save in flight is of this very step 5" in saved.reason
     assert sum(event.kind is SaveEventKind.COMMITTED for event in told) == 1
 
 
@@ -158,11 +161,13 @@ def test_a_committed_state_is_not_saved_again(tmp_path: Path) -> None:
     saver = Saver(store)
     saver.save(state_of(5.0), step=5)
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(-1), unchanged=True)
-    assert (saved.is_committed, saved.choice) == (True, Action.NOTHING)
+    assert saved.is_committed
+    assert saved.reason.endswith("step 5 is committed already")
     later = Saver(store)
     later.continues_from(store.committed()[-1])
     saved = later.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(-1), unchanged=True)
-    assert (saved.is_committed, saved.choice) == (True, Action.NOTHING)
+    assert saved.is_committed
+    assert saved.reason.endswith("step 5 is committed already")
 
 
 def test_a_state_that_may_have_changed_is_saved_again_at_its_step(tmp_path: Path) -> None:
@@ -174,7 +179,7 @@ def test_a_state_that_may_have_changed_is_saved_again_at_its_step(tmp_path: Path
     Saver(store).save(state_of(5.0), step=5)
     saver = Saver(store)
     saved = saver.save_by(state_of(6.0), step=5, deadline_mono_s=in_s(600))
-    assert (saved.is_committed, saved.choice) == (True, Action.FULL)
+    assert saved.is_committed
     assert names(store) == ["step-000000005", "step-000000005.2"]
     found = newest_good(store)
     assert found is not None
@@ -183,7 +188,8 @@ def test_a_state_that_may_have_changed_is_saved_again_at_its_step(tmp_path: Path
     alone.continues_from(found.checkpoint)
     disk.let_go.clear()
     saved = alone.save_by(state_of(8.0), step=5, deadline_mono_s=in_s(-1))
-    assert (saved.is_committed, saved.choice, saved.steps_at_risk) == (False, Action.KEEP, 0)
+    assert (saved.is_committed, saved.steps_at_risk) == (False, 0)
+    assert "what was changed since then is lost" in saved.reason
     assert f"what is kept is an earlier save of this step ({found.checkpoint.path})" in saved.reason
     disk.let_go.set()
     alone.close()
@@ -197,7 +203,7 @@ def test_the_caller_has_control_at_the_deadline(tmp_path: Path) -> None:
     saver = Saver(store)
     saver.save(state_of(3.0), step=3)
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(-1))
-    assert (saved.is_committed, saved.choice, saved.still_writing) == (False, Action.KEEP, True)
+    assert (saved.is_committed, saved.still_writing) == (False, True)
     assert saved.steps_at_risk == 2
     assert saved.checkpoint is not None
     assert saved.checkpoint.step == 3
@@ -215,7 +221,7 @@ def test_a_late_stop_follows_what_is_under_way(tmp_path: Path) -> None:
     saver.start(state_of(4.0), step=4)
     assert disk.reached.wait(60)
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(0))
-    assert (saved.is_committed, saved.choice, saved.still_writing) == (False, Action.KEEP, True)
+    assert (saved.is_committed, saved.still_writing) == (False, True)
     disk.let_go.set()
     saver.close()
     assert [value_at(store, step)[0] for step in (4, 5)] == [4.0, 5.0]
