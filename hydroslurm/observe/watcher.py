@@ -14,7 +14,7 @@ from hydroslurm.jobs.control.requests import run_dir_of
 from hydroslurm.observe.folder import FollowedRun
 from hydroslurm.observe.row import Row, row_of
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.policies import Policies, read_policies
+from hydroslurm.slurm.policy import Policies, read_policies
 from hydroslurm.slurm.values import Job
 
 RANKS_EACH_TIME = 4000

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from hydroslurm.checkpoint.deadline import SAFETY
 from hydroslurm.observe.folder import RunFacts
-from hydroslurm.slurm.config import PreemptAction
-from hydroslurm.slurm.policy import SitePolicy, StopCase, StopKind
+from hydroslurm.slurm.policy import PreemptAction, SitePolicy, StopKind
 from hydroslurm.slurm.values import Job, JobState
 
 _HAS_PROCESSES = frozenset(
@@ -62,7 +61,9 @@ def loss_now(
         return WorkAtRisk("this site's grace is not known", unsaved.steps, unsaved.seconds)
     if facts.save_s is None:
         return WorkAtRisk("how long a save takes is not known yet", unsaved.steps, unsaved.seconds)
-    left_s = policy.time_left_s(_case(policy)).seconds
+    left_s = policy.time_left(StopKind.PREEMPTED).seconds
+    if policy.action is PreemptAction.NEVER:
+        left_s = policy.kill_after_s  # an operator may stop it: the least that any stop leaves
     needs_s = _step_s(facts) + SAFETY * facts.save_s
     if needs_s <= left_s:
         return WorkAtRisk(f"a save takes {facts.save_s:.1f} s, and has {left_s:.0f} s", 0, 0.0)
@@ -79,12 +80,6 @@ def unsaved_steps(facts: RunFacts, *, now_epoch_s: float) -> int | None:
     moving = not any(rank.state == "parked" for rank in facts.ranks)
     since_s = max(0.0, now_epoch_s - facts.step_epoch_ns / 1e9) if moving else 0.0
     return max(0, facts.step - base[0]) + math.ceil((facts.steps_per_s or 0.0) * since_s)
-
-
-def _case(policy: SitePolicy) -> StopCase:
-    """Where nothing preempts, an operator still may: what the shortest stop leaves."""
-    never = policy.action is PreemptAction.NEVER
-    return StopCase(kind=StopKind.UNKNOWN if never else StopKind.PREEMPTED)
 
 
 def _unsaved(job: Job, facts: RunFacts, *, now_epoch_s: float) -> WorkAtRisk:

@@ -60,7 +60,7 @@ def watch(
 
 def _policy(job_id: int, environ: Mapping[str, str]) -> SitePolicy | None:
     from hydroslurm.slurm.client import open_client  # every start would pay for it
-    from hydroslurm.slurm.policies import Policies
+    from hydroslurm.slurm.policy import Policies
     from hydroslurm.slurm.refusals import RetryPolicy
 
     retry_policy = RetryPolicy(call_timeout_s=ANSWER_S, give_up_after_s=0.0)

@@ -6,12 +6,11 @@ Every number is a lower bound: a process that finishes by then is in time. Measu
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from hydroslurm.errors import UsageError
-from hydroslurm.slurm.config import Config, PreemptAction, Rule, rule_for
+from hydroslurm.errors import SlurmError, UsageError
+from hydroslurm.slurm.client import Config, SlurmClient
 from hydroslurm.slurm.values import Job, Partition, Qos
 
 LEAST_KILL_WAIT_S = 5
@@ -23,8 +22,24 @@ WARNING_EARLY_S = 60
 """A ``--signal`` warning may come this much earlier than requested, never later."""
 
 
+class PreemptAction(str, Enum):
+    """What a preemption does to a job."""
+
+    NEVER = "never"
+    PAUSE = "pause"
+    REQUEUE = "requeue"
+    CANCEL = "cancel"
+
+
+_ACTIONS = {
+    "SUSPEND": PreemptAction.PAUSE,
+    "REQUEUE": PreemptAction.REQUEUE,
+    "CANCEL": PreemptAction.CANCEL,
+}
+
+
 class StopKind(str, Enum):
-    """What ends a job's processes; it determines how long they have."""
+    """What may end a job's processes; it determines how long they have."""
 
     PREEMPTED = "preempted"
     TIME_LIMIT_WARNED = "time_limit_warned"
@@ -32,29 +47,11 @@ class StopKind(str, Enum):
     CANCELLED = "cancelled"
     REQUEUED = "requeued"
     NODE_FAILURE = "node_failure"
-    ASKED = "asked"
-    """A user's signal to a job that continues: nothing will kill it."""
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopCase:
-    """The facts about a stop that determine how much time there is.
-
-    Attributes:
-        to_end_s: seconds from the first signal to the job's EndTime, which a preemption with grace
-            moves to the end of the grace. None if unknown, or for a stop yet to come.
-        warning_s: the T of ``--signal=X@T``, for a warning yet to come.
-    """
-
-    kind: StopKind
-    to_end_s: float | None = None
-    warning_s: float | None = None
 
 
 @dataclass(frozen=True)
 class TimeLeft:
-    """A lower bound on the seconds from the first signal to SIGKILL; infinite if none follows.
+    """A lower bound on the seconds from the first signal to SIGKILL.
 
     Attributes:
         why: what the bound is based on, as a sentence.
@@ -75,13 +72,9 @@ class SitePolicy:
         grace_s: GraceTime as configured for this job; applies unless ``gang``.
         grace_why: where that GraceTime is set.
         kill_wait_s: KillWait as slurmd applies it, at least 5.
-        send_user_signal: the ``--signal`` replaces the first SIGTERM of a preemption.
         is_batch: False for a job of srun or salloc; None for a planned job.
         may_requeue: whether Slurm will start it again.
         requeue_why: why, or why not.
-        requeue_wait_s: how long a requeued job waits at least.
-        suspend_grace_s: seconds between SIGTSTP and SIGSTOP of a suspend.
-        signals_children: a signal reaches every process of a job step, not the srun tasks only.
         preemptors: the partitions or QOS that may preempt it; None if unknown.
         unknown: what could not be read, as sentences.
     """
@@ -92,13 +85,9 @@ class SitePolicy:
     grace_s: int = 0
     grace_why: str = ""
     kill_wait_s: int = 30
-    send_user_signal: bool = False
     is_batch: bool | None = None
     may_requeue: bool = True
     requeue_why: str = ""
-    requeue_wait_s: int = 121
-    suspend_grace_s: int = 2
-    signals_children: bool = True
     preemptors: tuple[str, ...] | None = None
     unknown: tuple[str, ...] = ()
 
@@ -107,52 +96,32 @@ class SitePolicy:
         """The least time from the final SIGTERM to SIGKILL."""
         return kill_after_s(self.kill_wait_s)
 
-    def time_left_s(self, stop: StopCase) -> TimeLeft:
-        """The least time that the processes have, from their first signal."""
+    def time_left(self, kind: StopKind, *, warning_s: float = 0.0) -> TimeLeft:
+        """The least time that a stop yet to come leaves, from the first signal on.
+
+        Args:
+            warning_s: the T of ``--signal=X@T``, for TIME_LIMIT_WARNED.
+        """
         wait = f"KillWait={self.kill_wait_s}, of which slurmd uses all but {KILL_COMES_EARLY_S:g} s"
-        if stop.kind is StopKind.PREEMPTED:
-            return self._preempted(stop, wait)
-        if stop.kind is StopKind.TIME_LIMIT_WARNED:
-            return self._warned(stop, wait)
-        if stop.kind is StopKind.NODE_FAILURE:
+        if kind is StopKind.NODE_FAILURE:
             return TimeLeft(0.0, "a node that fails gives no notice")
-        if stop.kind is StopKind.ASKED:
-            if stop.to_end_s is None:
-                return TimeLeft(math.inf, "a user's signal: the job continues")
-            seconds = max(0.0, stop.to_end_s + self.kill_after_s)
-            return TimeLeft(seconds, "a user's signal: the job continues to its time limit")
+        if kind is StopKind.TIME_LIMIT_WARNED:
+            early = f"--signal comes {warning_s:g} s before the time limit or earlier"
+            return TimeLeft(warning_s + self.kill_after_s, f"{early}; {wait}")
+        if kind is StopKind.PREEMPTED and self.grace_s and not self.gang:
+            # Slurm counts the grace in whole seconds, including the one under way
+            seconds = self.grace_s - 1 + self.kill_after_s
+            return TimeLeft(seconds, f"{self.grace_why}, then {wait}")
+        ignored = f", which ignores {self.grace_why}" if self.grace_s else ""
         causes = {
+            StopKind.PREEMPTED: f"gang scheduling preempts here{ignored}"
+            if self.gang
+            else self.grace_why,
             StopKind.TIME_LIMIT: "SIGTERM comes when the time limit is over",
             StopKind.CANCELLED: "scancel ends the job at once",
             StopKind.REQUEUED: "scontrol requeue ends the job at once",
-            StopKind.UNKNOWN: "the least that any stop leaves",
         }
-        return TimeLeft(self.kill_after_s, f"{causes[stop.kind]}; {wait}")
-
-    def _preempted(self, stop: StopCase, wait: str) -> TimeLeft:
-        if stop.to_end_s is not None:
-            seconds = max(0.0, stop.to_end_s + self.kill_after_s)
-            ends = "the job's EndTime, which is that of its grace" if stop.to_end_s else "at once"
-            return TimeLeft(seconds, f"{ends}, then {wait}")
-        if self.gang:
-            heed = f", which ignores {self.grace_why}" if self.grace_s else ""
-            return TimeLeft(self.kill_after_s, f"gang scheduling preempts here{heed}; {wait}")
-        if not self.grace_s:
-            return TimeLeft(self.kill_after_s, f"{self.grace_why}; {wait}")
-        # Slurm counts the grace in whole seconds, including the one under way
-        seconds = self.grace_s - 1 + self.kill_after_s
-        return TimeLeft(seconds, f"{self.grace_why}, then {wait}")
-
-    def _warned(self, stop: StopCase, wait: str) -> TimeLeft:
-        if stop.to_end_s is not None:
-            seconds = max(0.0, stop.to_end_s + self.kill_after_s)
-            return TimeLeft(seconds, f"the job's EndTime, then {wait}")
-        if stop.warning_s is None:
-            return TimeLeft(self.kill_after_s, f"no warning was requested; {wait}")
-        seconds = stop.warning_s + self.kill_after_s
-        return TimeLeft(
-            seconds, f"--signal comes {stop.warning_s:g} s before the time limit or earlier; {wait}"
-        )
+        return TimeLeft(self.kill_after_s, f"{causes[kind]}; {wait}")
 
 
 def kill_after_s(kill_wait_s: int) -> float:
@@ -178,30 +147,27 @@ def site_policy(
         qoses: all of them; None if accounting could not be asked.
         job: None for a planned job.
     """
-    name = job.qos if job is not None and job.qos else qos
-    rule = rule_for(config, partition, partitions=partitions, qos=name, qoses=qoses)
     may_requeue, requeue_why = _requeue_rule(config, job)
-    action, why = rule.action, rule.action_why
-    if action is PreemptAction.REQUEUE and not may_requeue:
-        action = PreemptAction.CANCEL
-        why = f"{why}, but {requeue_why}: Slurm kills what it cannot requeue"
-    return SitePolicy(
-        action=action,
-        action_why=why,
-        gang=config.gang and action is not PreemptAction.NEVER,
-        grace_s=rule.grace_s,
-        grace_why=rule.grace_why,
+    never = SitePolicy(
+        action=PreemptAction.NEVER,
         kill_wait_s=max(config.kill_wait_s, LEAST_KILL_WAIT_S),
-        send_user_signal=config.send_user_signal,
         is_batch=None if job is None else job.is_batch,
         may_requeue=may_requeue,
         requeue_why=requeue_why,
-        requeue_wait_s=config.requeue_wait_s,
-        suspend_grace_s=config.suspend_grace_time_s,
-        signals_children=config.signals_children,
-        preemptors=rule.preemptors,
-        unknown=rule.unknown,
     )
+    if config.preempt_type == "preempt/partition_prio":
+        policy = _by_partition(never, config, partition, partitions)
+    elif config.preempt_type == "preempt/qos":
+        name = job.qos if job is not None and job.qos else qos
+        policy = _by_qos(never, config, name, qoses)
+    else:
+        shown = config.preempt_type or "(none)"
+        why = f"PreemptType={shown} of slurm.conf"
+        policy = replace(never, action_why=why, preemptors=())
+    if policy.action is PreemptAction.REQUEUE and not may_requeue:
+        why = f"{policy.action_why}, but {requeue_why}: Slurm kills what it cannot requeue"
+        policy = replace(policy, action=PreemptAction.CANCEL, action_why=why)
+    return replace(policy, gang=config.gang and policy.action is not PreemptAction.NEVER)
 
 
 def find_partition(partitions: tuple[Partition, ...], name: str) -> Partition:
@@ -218,6 +184,55 @@ def find_partition(partitions: tuple[Partition, ...], name: str) -> Partition:
     raise UsageError(f"no partition {wanted!r} in this cluster; its partitions: {names}")
 
 
+class Policies:
+    """The site's settings at the moment they were read."""
+
+    def __init__(
+        self, config: Config, partitions: tuple[Partition, ...], qoses: tuple[Qos, ...] | None
+    ) -> None:
+        self._config = config
+        self._partitions = partitions
+        self._qoses = qoses
+        self._known: dict[tuple[object, ...], SitePolicy] = {}
+
+    @classmethod
+    def read(cls, client: SlurmClient) -> Policies:
+        """Two requests to slurmctld, and one to slurmdbd where QOS decide.
+
+        Raises:
+            SlurmError: Slurm could not be asked.
+        """
+        config = client.config()
+        qoses = client.qoses() if config.preempt_type == "preempt/qos" else None
+        return cls(config, client.partitions(), qoses)
+
+    @property
+    def kill_after_s(self) -> float:
+        """As :attr:`SitePolicy.kill_after_s`, which is the same for all jobs."""
+        return kill_after_s(self._config.kill_wait_s)
+
+    def of(self, job: Job) -> SitePolicy | None:
+        """None for a job of a partition that is new since then."""
+        kind = (job.partition, job.qos, job.is_batch, job.may_requeue)
+        if kind not in self._known:
+            try:
+                partition = find_partition(self._partitions, job.partition)
+            except UsageError:
+                return None
+            self._known[kind] = site_policy(
+                self._config, partition, partitions=self._partitions, qoses=self._qoses, job=job
+            )
+        return self._known[kind]
+
+
+def read_policies(client: SlurmClient) -> Policies | None:
+    """As :meth:`Policies.read`; None where Slurm could not be asked."""
+    try:
+        return Policies.read(client)
+    except SlurmError:
+        return None
+
+
 def _requeue_rule(config: Config, job: Job | None) -> tuple[bool, str]:
     if job is not None and job.is_batch is False:
         return False, "it was started by srun or salloc, and Slurm requeues batch jobs only"
@@ -230,14 +245,69 @@ def _requeue_rule(config: Config, job: Job | None) -> tuple[bool, str]:
     return False, "JobRequeue=0 and no --requeue"
 
 
-__all__ = [
-    "PreemptAction",
-    "Rule",
-    "SitePolicy",
-    "StopCase",
-    "StopKind",
-    "TimeLeft",
-    "find_partition",
-    "kill_after_s",
-    "site_policy",
-]
+def _by_partition(
+    never: SitePolicy, config: Config, partition: Partition, partitions: tuple[Partition, ...]
+) -> SitePolicy:
+    name = partition.name
+    grace_why = f"GraceTime={partition.grace_time_s} of partition {name}"
+    # scontrol and pyslurm print the cluster's mode for a partition without one of its own
+    action = _action(partition.preempt_mode)
+    why = f"PreemptMode={partition.preempt_mode} of partition {name}"
+    if _action(config.preempt_mode) is PreemptAction.NEVER:
+        action, why = PreemptAction.NEVER, f"PreemptMode={config.preempt_mode} of slurm.conf"
+    preemptors = tuple(
+        other.name
+        for other in partitions
+        if other.priority_tier > partition.priority_tier and set(other.nodes) & set(partition.nodes)
+    )
+    if partitions and not preemptors:
+        action = PreemptAction.NEVER
+        why = (
+            f"no partition with a higher PriorityTier than {name}'s {partition.priority_tier} "
+            "shares its nodes"
+        )
+    return replace(
+        never,
+        action=action,
+        action_why=why,
+        grace_s=partition.grace_time_s,
+        grace_why=grace_why,
+        preemptors=preemptors if partitions else None,
+    )
+
+
+def _by_qos(
+    never: SitePolicy, config: Config, qos: str, qoses: tuple[Qos, ...] | None
+) -> SitePolicy:
+    cluster = f"PreemptMode={config.preempt_mode} of slurm.conf"
+    if _action(config.preempt_mode) is PreemptAction.NEVER:
+        return replace(never, action_why=cluster, preemptors=())
+    found = next((each for each in qoses or () if each.name == qos), None)
+    if found is None:
+        why = "accounting could not be asked" if qoses is None else "there is no such QOS"
+        return replace(
+            never,
+            action=_action(config.preempt_mode),
+            action_why=cluster,
+            grace_why=f"the GraceTime of QOS {qos or '(none)'} is not known, so none is counted on",
+            unknown=(f"PreemptMode and GraceTime of QOS {qos or '(none)'}: {why}",),
+        )
+    own = f"PreemptMode={found.preempt_mode} of QOS {qos}"
+    preemptors = tuple(each.name for each in qoses or () if qos in each.preempts)
+    nobody = f"no QOS has {qos} in its Preempt list"
+    return replace(
+        never,
+        action=_action(found.preempt_mode or config.preempt_mode)
+        if preemptors
+        else PreemptAction.NEVER,
+        action_why=(own if found.preempt_mode else cluster) if preemptors else nobody,
+        grace_s=found.grace_time_s,
+        grace_why=f"GraceTime={found.grace_time_s} of QOS {qos}",
+        preemptors=preemptors,
+    )
+
+
+def _action(mode: str) -> PreemptAction:
+    """``GANG,SUSPEND`` -> PAUSE. GANG, WITHIN and PRIORITY are not actions."""
+    parts = mode.upper().split(",")
+    return next((_ACTIONS[part] for part in parts if part in _ACTIONS), PreemptAction.NEVER)

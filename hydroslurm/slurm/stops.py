@@ -1,4 +1,4 @@
-"""Why a job was stopped: asked of Slurm, never guessed from the signal.
+"""Why a job was stopped, asked of Slurm and never guessed from the signal; and its requeue.
 
 What Slurm 22.05.8 shows while a rank is still alive:
 
@@ -16,14 +16,15 @@ Accounting is asked who cancelled, and whether that was a preemption after all.
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
-from hydroslurm.errors import SlurmError
+from hydroslurm.errors import SlurmError, StaleAttempt
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.policy import WARNING_EARLY_S, StopCase, StopKind
+from hydroslurm.slurm.policy import WARNING_EARLY_S
 from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState
 
@@ -49,13 +50,30 @@ class StopReason(str, Enum):
     """A user or a program sent the signal; Slurm would let the job continue."""
     UNKNOWN = "unknown"
 
+    @property
+    def requeue(self) -> bool:
+        """Whether to ask Slurm to start the job again; "already pending" is success.
 
-@dataclass(frozen=True, kw_only=True)
-class Stop(StopCase):
-    """Why the job was stopped, and what is known of the time left (see :class:`StopCase`).
+        A cancelled job must not be requeued: Slurm would do it while its processes live (measured),
+        and override the user.
+        """
+        return self is not StopReason.CANCELLED
+
+    @property
+    def exit_code(self) -> int:
+        """The status to exit with once the state is saved."""
+        return RUN_AGAIN if self.requeue else CANCELLED
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why the job was stopped, and what is known of the time left.
 
     Attributes:
         message: one sentence for a person.
+        to_end_s: seconds from the first signal to the job's EndTime, which a preemption with grace
+            moves to the end of the grace; 0.0 if only KillWait is left. None for a user's signal to
+            a job without an end: nothing will kill it.
         by_uid: who cancelled it, if accounting knows.
         pending_again: Slurm has already put the job back into the queue.
         needs_history: accounting may know better, but was not asked or has not answered.
@@ -64,45 +82,20 @@ class Stop(StopCase):
 
     reason: StopReason
     message: str
+    _: KW_ONLY
+    to_end_s: float | None = 0.0
     by_uid: int | None = None
     pending_again: bool = False
     needs_history: bool = False
     job: Job | None = None
 
+    def time_left_s(self, kill_after_s: float) -> float:
+        """The least time from the first signal to SIGKILL; infinite if none follows.
 
-@dataclass(frozen=True)
-class FollowUp:
-    """What happens after a stop, once the state is committed.
-
-    Attributes:
-        requeue: ask Slurm to start the job again; "already pending" is success.
-        exit_code: the exit code on success.
-        message: the same, for people.
-    """
-
-    requeue: bool
-    exit_code: int
-    message: str
-
-
-_FOLLOW_UPS = {
-    StopReason.PREEMPTED: FollowUp(True, RUN_AGAIN, "save, requeue, leave"),
-    StopReason.TIME_LIMIT: FollowUp(True, RUN_AGAIN, "save, requeue, leave"),
-    StopReason.ASKED: FollowUp(True, RUN_AGAIN, "save, requeue, leave"),
-    StopReason.UNKNOWN: FollowUp(True, RUN_AGAIN, "save, requeue, leave"),
-    StopReason.CANCELLED: FollowUp(False, CANCELLED, "save, leave; the job is not started again"),
-    StopReason.REQUEUED: FollowUp(True, RUN_AGAIN, "save, leave; the job is pending already"),
-    StopReason.NODE_FAILING: FollowUp(True, RUN_AGAIN, "save if possible, requeue, leave"),
-}
-
-
-def follow_up(reason: StopReason) -> FollowUp:
-    """What happens after the save.
-
-    A cancelled job must not be requeued: Slurm would do it while its processes live (measured), and
-    override the user.
-    """
-    return _FOLLOW_UPS[reason]
+        Args:
+            kill_after_s: as :attr:`SitePolicy.kill_after_s`.
+        """
+        return math.inf if self.to_end_s is None else max(0.0, self.to_end_s + kill_after_s)
 
 
 def ask_why(
@@ -125,7 +118,7 @@ def ask_why(
         job = client.job(job_id)
     except SlurmError as error:
         message = f"Slurm could not be asked why: {error}"
-        return Stop(kind=StopKind.UNKNOWN, reason=StopReason.UNKNOWN, message=message)
+        return Stop(StopReason.UNKNOWN, message)
     stop = why_stopped(job, now_epoch_s=asked_epoch_s, warning_s=warning_s)
     deadline_s = time.monotonic() + history_within_s
     while stop.needs_history:
@@ -159,84 +152,41 @@ def why_stopped(
     if JobState.CANCELLED in told:
         by_uid = attempt.cancelled_by_uid if attempt else None
         who = "" if by_uid is None else f" by user id {by_uid}"
-        return _ending(StopReason.CANCELLED, f"cancelled{who}", by_uid=by_uid)
+        return Stop(StopReason.CANCELLED, f"cancelled{who}", by_uid=by_uid)
     if JobState.PREEMPTED in told or job.preempt_epoch_s is not None:
         # a job cancelled within its grace has a PreemptTime as well
-        doubtful = attempt is None and not is_pending(job)
-        return _ending(
-            StopReason.PREEMPTED,
-            "preempted",
-            pending_again=is_pending(job),
-            needs_history=doubtful,
+        pending = is_pending(job)
+        doubtful = attempt is None and not pending
+        return Stop(
+            StopReason.PREEMPTED, "preempted", pending_again=pending, needs_history=doubtful
         )
     if job.reason == "TimeLimit" or {JobState.TIMEOUT, JobState.DEADLINE} & told:
-        return _ending(StopReason.TIME_LIMIT, "its time limit is over")
+        return Stop(StopReason.TIME_LIMIT, "its time limit is over")
     if {JobState.NODE_FAIL, JobState.BOOT_FAIL} & told or job.reason == "NodeDown":
         pending = is_pending(job)
-        return _ending(StopReason.NODE_FAILING, "a node of the job failed", pending_again=pending)
+        return Stop(StopReason.NODE_FAILING, "a node of the job failed", pending_again=pending)
     if is_pending(job):
         by_hand = JobState.REQUEUED in told and attempt is not None
         message = "requeued by hand" if by_hand else "requeued, by hand or by a preemption"
-        return _ending(StopReason.REQUEUED, message, pending_again=True)
+        return Stop(StopReason.REQUEUED, message, pending_again=True)
     message = "it is being ended and is not requeued: cancelled, or its batch script has ended"
-    return _ending(StopReason.CANCELLED, message, needs_history=attempt is None)
+    return Stop(StopReason.CANCELLED, message, needs_history=attempt is None)
 
 
 def _why_running(job: Job, to_end_s: float | None, warning_s: float | None) -> Stop:
     if job.preempt_epoch_s is not None:
-        message = f"preempted, with a grace that ends in {to_end_s or 0:.0f} s"
-        return Stop(
-            kind=StopKind.PREEMPTED,
-            reason=StopReason.PREEMPTED,
-            message=message,
-            # no EndTime: the grace is unknown
-            to_end_s=0.0 if to_end_s is None else to_end_s,
-        )
+        # no EndTime: the grace is unknown
+        left_s = 0.0 if to_end_s is None else to_end_s
+        message = f"preempted, with a grace that ends in {left_s:.0f} s"
+        return Stop(StopReason.PREEMPTED, message, to_end_s=left_s)
     near_s = (USUAL_WARNING_S if warning_s is None else warning_s) + WARNING_EARLY_S
     if to_end_s is not None and to_end_s <= near_s:
         message = f"its time limit ends it in {max(0.0, to_end_s):.0f} s"
-        return Stop(
-            kind=StopKind.TIME_LIMIT_WARNED,
-            reason=StopReason.TIME_LIMIT,
-            message=message,
-            to_end_s=to_end_s,
-        )
-    return Stop(
-        kind=StopKind.ASKED,
-        reason=StopReason.ASKED,
-        message="a person or a program sent it: the job is not preempted, and its time limit is "
-        "not near",
-        to_end_s=to_end_s,
+        return Stop(StopReason.TIME_LIMIT, message, to_end_s=to_end_s)
+    message = (
+        "a person or a program sent it: the job is not preempted, and its time limit is not near"
     )
-
-
-_KINDS = {
-    StopReason.PREEMPTED: StopKind.PREEMPTED,
-    StopReason.TIME_LIMIT: StopKind.TIME_LIMIT,
-    StopReason.CANCELLED: StopKind.CANCELLED,
-    StopReason.REQUEUED: StopKind.REQUEUED,
-    StopReason.NODE_FAILING: StopKind.UNKNOWN,
-}
-
-
-def _ending(
-    reason: StopReason,
-    message: str,
-    *,
-    by_uid: int | None = None,
-    pending_again: bool = False,
-    needs_history: bool = False,
-) -> Stop:
-    """A stop that Slurm has already begun: only KillWait is left."""
-    return Stop(
-        kind=_KINDS[reason],
-        reason=reason,
-        message=message,
-        to_end_s=0.0,
-        by_uid=by_uid,
-        pending_again=pending_again,
-        needs_history=needs_history,
-    )
+    return Stop(StopReason.ASKED, message, to_end_s=to_end_s)
 
 
 def is_pending(job: Job) -> bool:
@@ -266,3 +216,63 @@ def _last_attempt(client: SlurmClient, job_id: int) -> Job | None:
     if not started or started[-1].state in (JobState.RUNNING, JobState.PENDING):
         return None
     return started[-1]
+
+
+# --- requeueing a job from inside
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of a job, as one of its processes knows it.
+
+    Only the attempt that is current for Slurm may requeue the job. A process of a dead attempt, on
+    a node that did not respond for a while, may get its SIGTERM when the job already runs again,
+    and ``scontrol requeue`` takes a job id, so it would end the living attempt.
+
+    Attributes:
+        restart_count: SLURM_RESTART_COUNT of its environment, 0 without that.
+        began_epoch_s: when the process was started.
+    """
+
+    job_id: int
+    restart_count: int
+    began_epoch_s: float
+
+
+def requeue(client: SlurmClient, start: Start, *, job: Job | None = None) -> None:
+    """Requeue the job, unless it is already pending.
+
+    Args:
+        job: as slurmctld has just described it, where it was asked anyway.
+
+    This could only hit the wrong attempt if somebody else's requeue and a whole start of the job
+    happened between the check and the request.
+
+    Raises:
+        StaleAttempt: Slurm has started it again since; nothing was done.
+        SlurmError: as of ``SlurmClient.requeue``.
+    """
+    if job is None:
+        job = client.job(start.job_id)
+    check_newest(job, start)
+    if not (job.restart_count > start.restart_count and is_pending(job)):
+        client.requeue(start.job_id)
+
+
+def check_newest(job: Job, start: Start) -> None:
+    """Compare a start of a job with what Slurm says about the job. Pure.
+
+    While a requeued attempt is being ended, Slurm already counts the next restart; the job is
+    pending then. A count of 0 may be a lost variable (``srun --export=NONE``, containers): a
+    process that began after the newest start belongs to no older one.
+
+    Raises:
+        StaleAttempt: the start is over, and the job runs, or ran, without it.
+    """
+    is_older = job.restart_count > start.restart_count and not is_pending(job)
+    if is_older and (job.start_epoch_s is None or start.began_epoch_s < job.start_epoch_s):
+        raise StaleAttempt(
+            f"job {start.job_id} is not requeued: Slurm has started it {job.restart_count} times "
+            f"again (it is {job.state.value}), and this process is of its restart "
+            f"{start.restart_count}. The attempt that runs is left alone"
+        )

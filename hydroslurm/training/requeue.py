@@ -25,11 +25,9 @@ from hydroslurm.gate.marks import Range
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import open_client
-from hydroslurm.slurm.policies import Policies, read_policies
-from hydroslurm.slurm.policy import SitePolicy
+from hydroslurm.slurm.policy import Policies, SitePolicy, read_policies
 from hydroslurm.slurm.refusals import RetryPolicy
-from hydroslurm.slurm.restarts import Start, requeue
-from hydroslurm.slurm.stops import IN_GRACE, Stop, StopReason, ask_why, follow_up
+from hydroslurm.slurm.stops import IN_GRACE, Start, Stop, StopReason, ask_why, requeue
 from hydroslurm.training.attempts import Ending
 from hydroslurm.training.reporting import notice
 
@@ -195,12 +193,11 @@ class StopHandler:
                 "the job is not requeued for that"
             )
             return StopPlan("error", self._deadline(request, stop), False, FAILED, message)
-        follow = follow_up(stop.reason)
         return StopPlan(
             ending=_ENDINGS.get(stop.reason, "asked"),
             deadline_mono_s=self._deadline(request, stop),
-            requeue=follow.requeue,
-            exit_code=follow.exit_code,
+            requeue=stop.reason.requeue,
+            exit_code=stop.reason.exit_code,
             message=f"{since}: {stop.message}",
         )
 
@@ -357,8 +354,7 @@ class StopHandler:
         policy = self._policy
         if policy is None:
             return self._assumed_deadline(request)
-        left = policy.time_left_s(stop)
-        return request.mono_ns / 1e9 + left.seconds
+        return request.mono_ns / 1e9 + stop.time_left_s(policy.kill_after_s)
 
     def _assumed_deadline(self, request: StopRequest) -> float:
         return request.mono_ns / 1e9 + ASSUMED_GRACE_S

@@ -26,8 +26,7 @@ from hydroslurm.observe.screen import screen
 from hydroslurm.observe.table import COLUMNS, FIELDS, duration, for_programs, layout, lost
 from hydroslurm.observe.watcher import View, Watcher
 from hydroslurm.observe.work_at_risk import loss_now
-from hydroslurm.slurm.config import PreemptAction
-from hydroslurm.slurm.policy import SitePolicy
+from hydroslurm.slurm.policy import PreemptAction, SitePolicy
 from hydroslurm.slurm.values import Job, JobState
 
 NOW_S = 1_800_000_000.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from hydroslurm.errors import UsageError
@@ -13,7 +11,6 @@ from hydroslurm.slurm.policy import (
     KILL_COMES_EARLY_S,
     PreemptAction,
     SitePolicy,
-    StopCase,
     StopKind,
     find_partition,
     site_policy,
@@ -123,7 +120,7 @@ def test_who_may_be_requeued(
 
 
 def _seconds(policy: SitePolicy, kind: StopKind, **known: float) -> float:
-    left = policy.time_left_s(StopCase(kind=kind, **known))  # type: ignore[arg-type]
+    left = policy.time_left(kind, **known)
     assert left.why
     return left.seconds
 
@@ -134,24 +131,16 @@ def test_time_left() -> None:
     kill_s = 30 - KILL_COMES_EARLY_S
     assert policy.kill_after_s == kill_s
     assert _seconds(policy, StopKind.PREEMPTED) == 59 + kill_s
-    assert _seconds(policy, StopKind.PREEMPTED, to_end_s=12.5) == 12.5 + kill_s
-    # asked late, after the grace: SIGKILL may have been on its way since
-    assert _seconds(policy, StopKind.PREEMPTED, to_end_s=-10.0) == kill_s - 10
-    assert _seconds(policy, StopKind.PREEMPTED, to_end_s=-100.0) == 0
-    for kind in (StopKind.TIME_LIMIT, StopKind.CANCELLED, StopKind.REQUEUED, StopKind.UNKNOWN):
+    for kind in (StopKind.TIME_LIMIT, StopKind.CANCELLED, StopKind.REQUEUED):
         assert _seconds(policy, kind) == kill_s
     assert _seconds(policy, StopKind.TIME_LIMIT_WARNED, warning_s=90) == 90 + kill_s
-    assert _seconds(policy, StopKind.TIME_LIMIT_WARNED, to_end_s=140) == 140 + kill_s
-    assert _seconds(policy, StopKind.TIME_LIMIT_WARNED) == kill_s
     assert _seconds(policy, StopKind.NODE_FAILURE) == 0
-    assert _seconds(policy, StopKind.ASKED) == math.inf
-    assert _seconds(policy, StopKind.ASKED, to_end_s=1000) == 1000 + kill_s
 
 
 def test_gang_ignores_the_grace() -> None:
     """KillWait is all there is under gang scheduling, and the sentence says so."""
     policy = _policy(GANG, _low(grace_s=60))
-    left = policy.time_left_s(StopCase(kind=StopKind.PREEMPTED))
+    left = policy.time_left(StopKind.PREEMPTED)
     assert left.seconds == 30 - KILL_COMES_EARLY_S
     assert "ignores GraceTime=60 of partition low" in left.why
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,7 @@ from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.errors import ControllerUnreachable, NoSuchJob
 from hydroslurm.slurm import scontrol_text
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.policy import StopKind
-from hydroslurm.slurm.stops import Stop, StopReason, ask_why, follow_up, why_stopped
+from hydroslurm.slurm.stops import Stop, StopReason, ask_why, why_stopped
 from hydroslurm.slurm.values import Job, JobState
 
 RECORDED = Path(__file__).parent / "recorded/22.05/stops"
@@ -34,7 +34,7 @@ def _why(name: str, *, attempt: Job | None = None, now_epoch_s: float = 17952678
 def test_preempted_in_its_grace() -> None:
     """PreemptTime on a running job: preempted, and EndTime says how long the grace still is."""
     stop = _why("grace")
-    assert (stop.reason, stop.kind) == (StopReason.PREEMPTED, StopKind.PREEMPTED)
+    assert stop.reason is StopReason.PREEMPTED
     assert stop.to_end_s == pytest.approx(5.5)
     assert not stop.needs_history
 
@@ -82,16 +82,15 @@ def test_clocks_that_differ_do_not_make_a_cancelled_job_a_requeued_one() -> None
 def test_time_limit() -> None:
     """Over: told by the reason. Near, on a running job: a warning, with the time to its end."""
     over = _why("time_limit")
-    assert (over.reason, over.kind) == (StopReason.TIME_LIMIT, StopKind.TIME_LIMIT)
+    assert (over.reason, over.to_end_s) == (StopReason.TIME_LIMIT, 0.0)
     near = _why("warned", now_epoch_s=1795267993)
-    assert (near.reason, near.kind) == (StopReason.TIME_LIMIT, StopKind.TIME_LIMIT_WARNED)
-    assert near.to_end_s == 50
+    assert (near.reason, near.to_end_s) == (StopReason.TIME_LIMIT, 50)
 
 
 def test_time_limit_extended_meanwhile() -> None:
     """The same signal, with a limit that has been moved away since: nobody stops the job."""
     stop = _why("warned", now_epoch_s=1795267993 - 3600)
-    assert (stop.reason, stop.kind) == (StopReason.ASKED, StopKind.ASKED)
+    assert stop.reason is StopReason.ASKED
     early = why_stopped(_job("warned"), now_epoch_s=1795267993 - 500, warning_s=600)
     assert early.reason is StopReason.TIME_LIMIT
 
@@ -173,8 +172,20 @@ def test_accounting_is_not_asked_about_a_requeue() -> None:
 
 @pytest.mark.parametrize("reason", list(StopReason))
 def test_only_a_cancelled_job_is_left_ended(reason: StopReason) -> None:
-    """Every reason has its follow-up, and a cancel is the one that is not undone."""
-    follow = follow_up(reason)
-    assert follow.requeue is (reason is not StopReason.CANCELLED)
-    assert follow.exit_code == (CANCELLED if reason is StopReason.CANCELLED else RUN_AGAIN)
-    assert follow.message
+    """A cancel is the one stop that is not undone."""
+    assert reason.requeue is (reason is not StopReason.CANCELLED)
+    assert reason.exit_code == (CANCELLED if reason is StopReason.CANCELLED else RUN_AGAIN)
+
+
+def test_time_left() -> None:
+    """From the signal to the job's EndTime, and KillWait after it; nothing kills a job that has no
+    end."""
+    assert Stop(StopReason.CANCELLED, "").time_left_s(29.6) == 29.6
+    assert Stop(StopReason.UNKNOWN, "").time_left_s(29.6) == 29.6
+    assert Stop(StopReason.PREEMPTED, "", to_end_s=12.5).time_left_s(29.6) == 12.5 + 29.6
+    # asked late, after the grace: SIGKILL may have been on its way since
+    assert Stop(StopReason.PREEMPTED, "", to_end_s=-10.0).time_left_s(29.6) == 29.6 - 10
+    assert Stop(StopReason.PREEMPTED, "", to_end_s=-100.0).time_left_s(29.6) == 0
+    assert Stop(StopReason.TIME_LIMIT, "", to_end_s=140).time_left_s(29.6) == 140 + 29.6
+    assert Stop(StopReason.ASKED, "", to_end_s=1000).time_left_s(29.6) == 1000 + 29.6
+    assert Stop(StopReason.ASKED, "", to_end_s=None).time_left_s(29.6) == math.inf

@@ -21,7 +21,7 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import StaleAttempt
 from hydroslurm.slurm.client import JobState, open_client
-from hydroslurm.slurm.restarts import Start, check_newest
+from hydroslurm.slurm.stops import Start, check_newest
 from hydroslurm.slurm.values import Job
 from hydroslurm.training.attempts import AttemptLog
 

@@ -40,8 +40,7 @@ from hydroslurm.jobs.spec.source import path_text
 from hydroslurm.jobs.supervisor.job_step import container_options
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.config import PreemptAction
-from hydroslurm.slurm.policy import find_partition, site_policy
+from hydroslurm.slurm.policy import PreemptAction, find_partition, site_policy
 from hydroslurm.slurm.values import Job, JobState
 
 COORDINATOR_WARNING_S = 60
@@ -148,7 +147,7 @@ def check_site(job: TrainingJob, client: SlurmClient) -> tuple[str, ...]:
             notes.append(
                 f"partition {where.name} suspends preempted jobs ({policy.action_why}): a member "
                 "that is suspended leaves, another one is submitted, and its own job is cancelled. "
-                f"Where a step takes longer than the {policy.suspend_grace_s:g} s until Slurm "
+                f"Where a step takes longer than the {config.suspend_grace_time_s:g} s until Slurm "
                 "stops it, that step is repeated"
             )
         if len(where.nodes) < job.elastic.min:

@@ -63,9 +63,7 @@ from hydroslurm.jobs.supervisor.stop_requests import (
 from hydroslurm.jobs.supervisor.task_exits import TaskExits
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.policy import StopKind
-from hydroslurm.slurm.restarts import Start, check_newest, requeue
-from hydroslurm.slurm.stops import Stop, StopReason, ask_why
+from hydroslurm.slurm.stops import Start, Stop, StopReason, ask_why, check_newest, requeue
 
 PEERS_S = 10.0
 """How long the other replicas get to end by themselves when one has failed, or the master has
@@ -292,13 +290,7 @@ class Supervisor:
         """
         if was_requeued_by_ranks(self.run.events, attempt):
             message = "a rank has saved and had the job requeued"
-            return Stop(
-                kind=StopKind.REQUEUED,
-                reason=StopReason.REQUEUED,
-                message=message,
-                to_end_s=0.0,
-                pending_again=True,
-            )
+            return Stop(StopReason.REQUEUED, message, pending_again=True)
         stop = self._why_stopped()
         if stop.job is not None:
             check_newest(stop.job, self._start)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from hydroslurm.observe.doctor.facts import Facts, Finding, Severity
-from hydroslurm.slurm.config import PreemptAction
+from hydroslurm.slurm.policy import PreemptAction
 
 NCCL_TIMEOUT_S = 600
 GLOO_TIMEOUT_S = 1800

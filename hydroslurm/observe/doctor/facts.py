@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hydroslurm.observe.doctor.script import ScriptOptions
-from hydroslurm.slurm.config import Config, PreemptAction
-from hydroslurm.slurm.policy import SitePolicy, StopCase, StopKind, TimeLeft
+from hydroslurm.slurm.config import Config
+from hydroslurm.slurm.policy import PreemptAction, SitePolicy, StopKind, TimeLeft
 from hydroslurm.slurm.values import Job, Partition
 
 
@@ -117,16 +117,12 @@ class Facts:
 
     def stops(self) -> tuple[tuple[StopKind, TimeLeft], ...]:
         """Each kind of stop that can happen here and the time it leaves, in the report's order."""
-        warning_s = self.script.warning_s if self.script else None
-        cases = [StopCase(kind=StopKind.PREEMPTED)] if self.is_preempted_to_stop else []
+        warning_s = (self.script.warning_s if self.script else None) or 0.0
+        kinds = [StopKind.PREEMPTED] if self.is_preempted_to_stop else []
         if self.has_time_limit:
-            warned = StopCase(kind=StopKind.TIME_LIMIT_WARNED, warning_s=warning_s)
-            cases.append(warned if warning_s else StopCase(kind=StopKind.TIME_LIMIT))
-        cases += [
-            StopCase(kind=kind)
-            for kind in (StopKind.REQUEUED, StopKind.CANCELLED, StopKind.NODE_FAILURE)
-        ]
-        return tuple((case.kind, self.policy.time_left_s(case)) for case in cases)
+            kinds.append(StopKind.TIME_LIMIT_WARNED if warning_s else StopKind.TIME_LIMIT)
+        kinds += [StopKind.REQUEUED, StopKind.CANCELLED, StopKind.NODE_FAILURE]
+        return tuple((kind, self.policy.time_left(kind, warning_s=warning_s)) for kind in kinds)
 
 
 class Severity(str, Enum):

@@ -13,8 +13,7 @@ from typing import Any
 
 from hydroslurm.observe.doctor import clocks, manyranks, risks, vacating
 from hydroslurm.observe.doctor.facts import Facts, Finding, Saver, Severity
-from hydroslurm.slurm.config import PreemptAction
-from hydroslurm.slurm.policy import StopKind
+from hydroslurm.slurm.policy import PreemptAction, StopKind
 
 VERSION = 1
 """Raised when a field is removed or changes its meaning; fields may be added at any time."""
@@ -83,10 +82,10 @@ def as_json(facts: Facts, findings: tuple[Finding, ...]) -> dict[str, Any]:
             "gang": policy.gang,
             "grace_s": policy.grace_s,
             "kill_wait_s": policy.kill_wait_s,
-            "suspend_grace_s": policy.suspend_grace_s,
+            "suspend_grace_s": facts.config.suspend_grace_time_s,
             "may_requeue": policy.may_requeue,
-            "requeue_wait_s": policy.requeue_wait_s,
-            "send_user_signal": policy.send_user_signal,
+            "requeue_wait_s": facts.config.requeue_wait_s,
+            "send_user_signal": facts.config.send_user_signal,
         },
         "time_left": [
             {
@@ -113,8 +112,8 @@ def _preemption(facts: Facts) -> Finding:
     if policy.action is PreemptAction.PAUSE:
         text = (
             f"A preemption{who} pauses the job in place{because}: SIGTSTP, "
-            f"{policy.suspend_grace_s} s to park, SIGSTOP, and SIGCONT when the other job ends. "
-            "Nothing is saved or lost; the job keeps its memory."
+            f"{facts.config.suspend_grace_time_s} s to park, SIGSTOP, and SIGCONT when the other "
+            "job ends. Nothing is saved or lost; the job keeps its memory."
         )
         return Finding("preemption", Severity.OK, "paused in place", text)
     if facts.saver in _NO_SAVER:
@@ -122,7 +121,7 @@ def _preemption(facts: Facts) -> Finding:
     if policy.action is PreemptAction.REQUEUE:
         text = (
             f"A preemption{who} stops and requeues the job{because}. It restarts at least "
-            f"{policy.requeue_wait_s} s later, {_FROM[facts.saver]}."
+            f"{facts.config.requeue_wait_s} s later, {_FROM[facts.saver]}."
         )
         return Finding("preemption", Severity.OK, "stopped and requeued", text)
     ends = f"A preemption{who} ends the job{because}. "
@@ -159,8 +158,8 @@ def _without_run(facts: Facts, preemption: str, because: str) -> Finding:
     if policy.action is PreemptAction.REQUEUE and (policy.gang or not policy.grace_s):
         text = (
             f"{_NO_SAVER[facts.saver]}. {preemption} stops and requeues the job{because}; "
-            f"it restarts at least {policy.requeue_wait_s} s later, from what the script saved "
-            f"itself or from the beginning. {lost}"
+            f"it restarts at least {facts.config.requeue_wait_s} s later, from what the script "
+            f"saved itself or from the beginning. {lost}"
         )
         return Finding("preemption", Severity.RISK, "requeued, nothing is saved", text, fix)
     how = f"{preemption} ends the job{because}"
@@ -223,7 +222,5 @@ LABELS = {
     StopKind.CANCELLED: "scancel",
     StopKind.REQUEUED: "scontrol requeue",
     StopKind.NODE_FAILURE: "node failure",
-    StopKind.ASKED: "a person's signal",
-    StopKind.UNKNOWN: "unknown",
 }
 """Each kind of stop, in words."""

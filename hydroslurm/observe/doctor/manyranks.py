@@ -11,7 +11,7 @@ def launcher_is_a_task(facts: Facts) -> Finding | None:
     """Signals that reach all processes reach torchrun too; ``risks.ranks_out_of_reach`` is about
     those that do not."""
     launcher = facts.script.launcher if facts.script else ""
-    if not launcher or not facts.policy.signals_children:
+    if not launcher or not facts.config.signals_children:
         return None
     text = (
         f"{launcher} starts the ranks and gets every signal that they get. SIGUSR1 and SIGUSR2 "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hydroslurm.observe.doctor.facts import Facts, Finding, Severity
-from hydroslurm.slurm.config import PreemptAction
+from hydroslurm.slurm.policy import PreemptAction
 
 REQUEUE_FIX = "sbatch: --requeue (slurm.conf: JobRequeue=1 makes it the default)"
 PATIENT_WAIT_S = 10
@@ -95,7 +95,7 @@ def no_warning(facts: Facts) -> Finding | None:
 
 def ranks_out_of_reach(facts: Facts) -> Finding | None:
     """proctrack/cgroup: signals reach the tasks of srun, not their children."""
-    if facts.policy.signals_children:
+    if facts.config.signals_children:
         return None
     launcher = facts.script.launcher if facts.script else ""
     if facts.script and facts.script.has_agent and not launcher:
@@ -162,7 +162,7 @@ def no_memory_for_copies(facts: Facts) -> Finding | None:
 
 
 def long_requeue_wait(facts: Facts) -> Finding | None:
-    wait_s = facts.policy.requeue_wait_s
+    wait_s = facts.config.requeue_wait_s
     if not facts.policy.may_requeue or wait_s <= PATIENT_WAIT_S:
         return None
     text = f"A requeued job waits {wait_s} s before it can restart, even on an idle cluster."
@@ -196,7 +196,7 @@ def no_accounting(facts: Facts) -> Finding | None:
 
 
 def signal_instead_of_term(facts: Facts) -> Finding | None:
-    if not facts.is_preempted_to_stop or not facts.policy.send_user_signal:
+    if not facts.is_preempted_to_stop or not facts.config.send_user_signal:
         return None
     text = (
         "send_user_signal is set: a preempted job with --signal gets that signal first, and "

@@ -13,7 +13,7 @@ def vacates_in_time(facts: Facts) -> Finding | None:
     job, measured = facts.job, facts.vacate
     if measured is None and (job is None or not job.gres):
         return None
-    grace_s = facts.policy.suspend_grace_s
+    grace_s = facts.config.suspend_grace_time_s
     rate = measured.bytes_per_s if measured else USUAL_BYTES_PER_S
     source = measured.source if measured else "as usual for CUDA's checkpoint API; not measured"
     fits_bytes = fitting_bytes(rate, grace_s=grace_s)
