@@ -183,15 +183,15 @@ def _read_profiles(paths: Sequence[Path]) -> tuple[tuple[Profile, ...], tuple[st
 
 def _ask_slurm(history: History, *, no_slurm: bool) -> Accounting:
     from hydroslurm.errors import SlurmError
-    from hydroslurm.report.external_sources import Accounting, ask_slurm, no_answer, not_asked
+    from hydroslurm.report.external_sources import Accounting, ask_slurm, no_answer
     from hydroslurm.slurm.client import RetryPolicy, open_client
 
     if not history.job_ids:
         return Accounting()
     if no_slurm:
-        return not_asked("Slurm was not asked (--no-slurm).")
+        return Accounting(missing=("Slurm was not asked (--no-slurm).",))
     retry_policy = RetryPolicy(call_timeout_s=_PATIENCE_S, give_up_after_s=0.0)
     try:
         return ask_slurm(open_client(retry_policy=retry_policy), history.attempts)
     except SlurmError as error:
-        return not_asked(no_answer(error))
+        return Accounting(missing=(no_answer(error),))

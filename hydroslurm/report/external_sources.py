@@ -124,11 +124,6 @@ def no_answer(error: SlurmError) -> str:
     return f"Slurm could not be asked: {why if len(why) <= _MOST else why[:_MOST] + ' ...'}"
 
 
-def not_asked(why: str) -> Accounting:
-    """For a machine without Slurm, or a report that must not ask it."""
-    return Accounting(missing=(why,))
-
-
 @dataclass(frozen=True)
 class ExternalSources:
     """Other sources, each joined to the log by what both of them hold.

@@ -31,10 +31,7 @@ def stops_table(
         Column("at\nstep", lambda row: _step(row)),
         Column("steps\nlost", lambda row: lost(row)),
         Column(
-            "state (MB)",
-            lambda row: number(row.state_bytes, ",.1f", 1e6),
-            optional=True,
-            wide=True,
+            "state (MB)", lambda row: number(row.state_bytes, ",.1f", 1e6), optional=True, wide=True
         ),
         Column(
             "not in the log",

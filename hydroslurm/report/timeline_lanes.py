@@ -5,8 +5,7 @@ Whatever differs in colour also differs in shape or hatching.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from matplotlib.transforms import ScaledTranslation, Transform
 
 from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.history import History
-from hydroslurm.report.stops import KILLED, Stopped
+from hydroslurm.report.stops import KILLED, Stop
 
 BAR = 0.34
 """Height of a lane's bar; lanes are 1 apart."""
@@ -40,16 +39,6 @@ _FLAG = 0.52
 _RECTANGLE = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
 _LETTER = 0.0056
 """Width of a letter in a gap, as a part of the whole picture's."""
-
-
-@dataclass(frozen=True)
-class Gap:
-    """Between two attempts of a rank, in seconds since the run's begin; closed by the next first
-    event."""
-
-    begin_s: float
-    end_s: float
-    stopped: Stopped
 
 
 def draw_attempts(
@@ -188,23 +177,24 @@ def _write_gaps(axes: Axes, history: History, lanes: Mapping[int, int]) -> int:
     left_out = 0
     style: dict[str, Any] = {"fontproperties": FontProperties(size=7), "ha": "center"}
     style |= {"color": INK, "parse_math": False}
-    for gap in _gaps(history):
-        if gap.stopped.stop.rank not in lanes:
+    for one in history.stopped:
+        if one.following is None or one.stop.rank not in lanes:
             continue
-        longest = max((len(line) for line in _cost(gap).splitlines()), default=0)
-        if gap.end_s - gap.begin_s < letter_s * longest:
+        begin_s = history.since_begin_s(one.attempt, one.attempt.last_mono_ns)
+        end_s, cost = history.begin_s(one.following), _cost(one.stop)
+        longest = max((len(line) for line in cost.splitlines()), default=0)
+        if end_s - begin_s < letter_s * longest:
             left_out += 1
             continue
-        middle = ((gap.begin_s + gap.end_s) / 2, lanes[gap.stopped.stop.rank])
-        axes.text(*middle, _cost(gap), transform=above(axes, 3), va="bottom", **style)
-        waited = f"{gap.end_s - gap.begin_s:.1f} s"
+        middle = ((begin_s + end_s) / 2, lanes[one.stop.rank])
+        axes.text(*middle, cost, transform=above(axes, 3), va="bottom", **style)
+        waited = f"{end_s - begin_s:.1f} s"
         axes.text(*middle, waited, transform=above(axes, -3), va="top", **style)
     return left_out
 
 
-def _cost(gap: Gap) -> str:
+def _cost(stop: Stop) -> str:
     """What came of the state."""
-    stop = gap.stopped.stop
     parts = [KILLED] if stop.left == KILLED else []
     if stop.durable_ms is not None:
         parts.append(f"saved in\n{stop.durable_ms:,.0f} ms")
@@ -212,13 +202,6 @@ def _cost(gap: Gap) -> str:
         least = "" if stop.steps_lost_exactly else "≥ "
         parts.append(f"{least}{stop.steps_lost:,} steps\nlost")
     return "\n".join(parts) or stop.left
-
-
-def _gaps(history: History) -> Iterator[Gap]:
-    for one in history.stopped:
-        if one.following is not None:
-            begin_s = history.since_begin_s(one.attempt, one.attempt.last_mono_ns)
-            yield Gap(begin_s, history.begin_s(one.following), one)
 
 
 def _first_step_s(history: History, attempt: Attempt) -> float | None:

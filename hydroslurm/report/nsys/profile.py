@@ -9,10 +9,10 @@ signal handler's own timestamp. What nsys timed itself is accurate to ``error_ns
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -48,6 +48,11 @@ class ProfiledPause:
     """Start of the first kernel, copy or memset after that."""
     error_ns: int | None
     """What the moments that nsys timed may be wrong by; None: the clocks could not be joined."""
+
+    @property
+    def unparked_mono_ns(self) -> int | None:
+        """When the pause ended: the resume was requested, else the first thread ran."""
+        return self.resume_requested_mono_ns or self.running_mono_ns
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,49 @@ _US, _MS, _S = 1e3, 1e6, 1e9
 _Row = dict[str, Any]
 
 
+class _Latency(NamedTuple):
+    """From one moment of a pause or stop to another, in JSON by its key and as a column."""
+
+    key: str
+    begin: str
+    end: str
+    heading: str
+    unit_ns: float
+    spec: str
+    optional: bool = False
+
+    def between(self, one: object) -> int | None:
+        begin_ns, end_ns = (getattr(one, f"{name}_mono_ns") for name in (self.begin, self.end))
+        return None if begin_ns is None or end_ns is None else end_ns - begin_ns
+
+    def column(self) -> Column[_Row]:
+        def cell(row: _Row) -> str | None:
+            return number(row[self.key], self.spec, self.unit_ns)
+
+        return Column(self.heading, cell, optional=self.optional)
+
+
+_ASKED, _RESUME = "requested", "resume_requested"
+_OF_PAUSES = (
+    _Latency("park_ns", _ASKED, "parked", "request →\nparked\n(µs)", _US, ",.0f"),
+    _Latency("drain_ns", _ASKED, "drained", "→ device\nidle\n(µs)", _US, ",.0f", True),
+    _Latency(
+        "last_kernel_ns", _ASKED, "last_kernel_end", "→ last\nkernel end\n(µs)", _US, ",.0f", True
+    ),
+    _Latency("parked_ns", "parked", "unparked", "parked\n\n(s)", _S, ".3f"),
+    _Latency("resume_ns", _RESUME, "running", "resume →\nrunning\n(µs)", _US, ",.0f"),
+    _Latency(
+        "first_kernel_ns", _RESUME, "first_kernel", "→ first\nkernel\n(µs)", _US, ",.0f", True
+    ),
+)
+_OF_STOPS = (
+    _Latency("saving_ns", _ASKED, "saving", "request →\nsaving\n(ms)", _MS, ",.1f"),
+    _Latency("durable_ns", _ASKED, "durable", "→ durable\n\n(ms)", _MS, ",.1f"),
+    _Latency("committed_ns", _ASKED, "committed", "→ commit-\nted\n(ms)", _MS, ",.1f"),
+    _Latency("requeued_ns", _ASKED, "requeued", "→ requeue\nanswered\n(ms)", _MS, ",.1f"),
+)
+
+
 def profile_figures(profile: Profile) -> dict[str, Any]:
     """All of it for JSON: moments as they are, latencies as ``*_ns``; null where not known."""
     return {
@@ -111,8 +159,8 @@ def profile_figures(profile: Profile) -> dict[str, Any]:
         "epoch_offset_ns": profile.epoch_offset_ns,
         "alignment_error_ns": profile.alignment_error_ns,
         "pids": list(profile.pids),
-        "pauses": [{**vars(pause), **_pause_latencies(pause)} for pause in profile.pauses],
-        "stops": [{**vars(stop), **_stop_latencies(stop)} for stop in profile.stops],
+        "pauses": [_with_latencies(pause, _OF_PAUSES) for pause in profile.pauses],
+        "stops": [_with_latencies(stop, _OF_STOPS) for stop in profile.stops],
         "missing": list(profile.missing),
     }
 
@@ -122,9 +170,11 @@ def profile_view(profile: Profile, *, max_rows: int = 40) -> RenderableType:
     parts: list[RenderableType] = [Text(_heading(profile), style="bold")]
     figures = profile_figures(profile)
     if profile.pauses:
-        parts.append(in_terminal(_pauses_table(figures["pauses"], max_rows)))
+        parts.append(
+            in_terminal(_table("pause", "number", _OF_PAUSES, figures["pauses"], max_rows))
+        )
     if profile.stops:
-        parts.append(in_terminal(_stops_table(figures["stops"], max_rows)))
+        parts.append(in_terminal(_table("step", "step", _OF_STOPS, figures["stops"], max_rows)))
     if profile.pids and not profile.pauses and not profile.stops:
         parts.append(Text("Nothing was paused or stopped while nsys recorded."))
     if profile.alignment_error_ns is not None:
@@ -152,70 +202,21 @@ def _heading(profile: Profile) -> str:
     return " · ".join(parts)
 
 
-def _pause_latencies(pause: ProfiledPause) -> dict[str, int | None]:
-    asked, resumed = pause.requested_mono_ns, pause.resume_requested_mono_ns
-    return {
-        "park_ns": _between(asked, pause.parked_mono_ns),
-        "drain_ns": _between(asked, pause.drained_mono_ns),
-        "last_kernel_ns": _between(asked, pause.last_kernel_end_mono_ns),
-        "parked_ns": _between(pause.parked_mono_ns, resumed or pause.running_mono_ns),
-        "resume_ns": _between(resumed, pause.running_mono_ns),
-        "first_kernel_ns": _between(resumed, pause.first_kernel_mono_ns),
-    }
+def _with_latencies(one: object, latencies: Iterable[_Latency]) -> _Row:
+    return {**vars(one), **{latency.key: latency.between(one) for latency in latencies}}
 
 
-def _stop_latencies(stop: ProfiledStop) -> dict[str, int | None]:
-    asked = stop.requested_mono_ns
-    return {
-        "saving_ns": _between(asked, stop.saving_mono_ns),
-        "durable_ns": _between(asked, stop.durable_mono_ns),
-        "committed_ns": _between(asked, stop.committed_mono_ns),
-        "requeued_ns": _between(asked, stop.requeued_mono_ns),
-    }
-
-
-def _between(start_ns: int | None, end_ns: int | None) -> int | None:
-    return None if start_ns is None or end_ns is None else end_ns - start_ns
-
-
-def _pauses_table(rows: Sequence[_Row], most: int) -> Table:
-    columns = [
-        *_who("pause", "number"),
-        _latency("request →\nparked\n(µs)", "park_ns", _US, ",.0f"),
-        _latency("→ device\nidle\n(µs)", "drain_ns", _US, ",.0f", optional=True),
-        _latency("→ last\nkernel end\n(µs)", "last_kernel_ns", _US, ",.0f", optional=True),
-        _latency("parked\n\n(s)", "parked_ns", _S, ".3f"),
-        _latency("resume →\nrunning\n(µs)", "resume_ns", _US, ",.0f"),
-        _latency("→ first\nkernel\n(µs)", "first_kernel_ns", _US, ",.0f", optional=True),
-        _latency("error\n\n(±µs)", "error_ns", _US, ",.1f"),
-    ]
-    return table_of("", columns, rows, most=most)
-
-
-def _stops_table(rows: Sequence[_Row], most: int) -> Table:
-    columns = [
-        *_who("step", "step"),
-        _latency("request →\nsaving\n(ms)", "saving_ns", _MS, ",.1f"),
-        _latency("→ durable\n\n(ms)", "durable_ns", _MS, ",.1f"),
-        _latency("→ commit-\nted\n(ms)", "committed_ns", _MS, ",.1f"),
-        _latency("→ requeue\nanswered\n(ms)", "requeued_ns", _MS, ",.1f"),
-        _latency("error\n\n(±µs)", "error_ns", _US, ",.1f"),
-    ]
-    return table_of("", columns, rows, most=most)
-
-
-def _who(counted: str, key: str) -> list[Column[_Row]]:
-    return [
+def _table(
+    counted: str, key: str, latencies: Iterable[_Latency], rows: Sequence[_Row], most: int
+) -> Table:
+    columns: list[Column[_Row]] = [
         Column("process", lambda row: str(row["pid"])),
         Column(counted, lambda row: number(row[key], "d")),
         Column("signal", lambda row: _signal(row["signal"]), left=True),
+        *(latency.column() for latency in latencies),
+        Column("error\n\n(±µs)", lambda row: number(row["error_ns"], ",.1f", _US)),
     ]
-
-
-def _latency(
-    heading: str, key: str, unit_ns: float, spec: str, *, optional: bool = False
-) -> Column[_Row]:
-    return Column(heading, lambda row: number(row[key], spec, unit_ns), optional=optional)
+    return table_of("", columns, rows, most=most)
 
 
 def _signal(number: int) -> str:
