@@ -9,7 +9,6 @@ event -> first step.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -112,7 +111,8 @@ class Rows:
     @classmethod
     def of(cls, history: History, sources: ExternalSources | None = None) -> Rows:
         sources = sources or ExternalSources()
-        return cls(pause_rows(history, sources), stop_rows(history, sources))
+        stops = [_stop_row(history, sources, stopped) for stopped in history.stopped]
+        return cls(_pause_rows(history, sources), stops)
 
     @cached_property
     def pauses_in_time(self) -> list[PauseRow]:
@@ -125,8 +125,7 @@ class Rows:
         return sorted(self.stops, key=lambda row: (row.at_s, row.rank))
 
 
-def pause_rows(history: History, sources: ExternalSources) -> list[PauseRow]:
-    """In order of rank, then of time."""
+def _pause_rows(history: History, sources: ExternalSources) -> list[PauseRow]:
     asked = _Asked(history)
     return [
         PauseRow(
@@ -142,11 +141,6 @@ def pause_rows(history: History, sources: ExternalSources) -> list[PauseRow]:
         for attempt in history.attempts
         for pause in attempt.pauses
     ]
-
-
-def stop_rows(history: History, sources: ExternalSources) -> list[StopRow]:
-    """In order of rank, then of time."""
-    return [_stop_row(history, sources, stopped) for stopped in history.stopped]
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -188,13 +182,13 @@ class _Asked:
 
     def __init__(self, history: History) -> None:
         self._requests: dict[tuple[int | None, int], list[tuple[int, int]]] = {}
-        for attempt, pause in _signalled(history):
-            assert pause.requested_mono_ns is not None
-            begin_ns = attempt.epoch_ns(pause.requested_mono_ns)
-            end_ns = attempt.epoch_ns(pause.resumed_mono_ns or attempt.last_mono_ns)
-            self._requests.setdefault((attempt.job_id, attempt.restart_count), []).append(
-                (begin_ns, end_ns)
-            )
+        for attempt in history.attempts:
+            requests = self._requests.setdefault((attempt.job_id, attempt.restart_count), [])
+            for pause in attempt.pauses:
+                begin_ns = pause.requested_mono_ns
+                if pause.main_cause not in (None, PEERS) and begin_ns is not None:
+                    end_ns = pause.resumed_mono_ns or attempt.last_mono_ns
+                    requests.append((attempt.epoch_ns(begin_ns), attempt.epoch_ns(end_ns)))
         for requests in self._requests.values():
             requests.sort()
 
@@ -207,13 +201,6 @@ class _Asked:
         # several may be in force: the first of them was it
         covering = [begin for begin, end in requests[max(0, at - 8) : at] if learned_ns <= end]
         return (learned_ns - covering[0]) / 1e3 if covering else None
-
-
-def _signalled(history: History) -> Iterator[tuple[Attempt, Pause]]:
-    for attempt in history.attempts:
-        for pause in attempt.pauses:
-            if pause.main_cause not in (None, PEERS) and pause.requested_mono_ns is not None:
-                yield attempt, pause
 
 
 def _stop_row(history: History, sources: ExternalSources, stopped: Stopped) -> StopRow:

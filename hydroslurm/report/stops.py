@@ -243,14 +243,12 @@ def _missing(attempt: Attempt, following: Attempt | None, left: str) -> Iterator
         wanted[EventKind.SAFE_POINT] = seen.safe_point_mono_ns
         wanted[EventKind.SAVE_COMMITTED] = seen.saved.durable_mono_ns
         if asks and left in _REQUEUES:
-            wanted[EventKind.REQUEUED] = _first(seen.requeued_mono_ns, seen.requeue_error)
+            # a stamp of 0 is one, too
+            asked = seen.requeued_mono_ns
+            wanted[EventKind.REQUEUED] = seen.requeue_error if asked is None else asked
         wanted[EventKind.ATTEMPT_ENDED] = seen.ending
         if following is not None:
             after = following.progress or Progress()
             wanted[EventKind.ATTEMPT_BEGAN] = after.began_step
             wanted[EventKind.FIRST_STEP] = after.first_step_mono_ns
     yield from (kind for kind, value in wanted.items() if value is None)
-
-
-def _first(*values: object) -> object:
-    return next((value for value in values if value is not None), None)

@@ -151,11 +151,8 @@ def _about_stops(
 ) -> list[RenderableType]:
     table = stop_tables.stops_table(history, rows.stops_in_time, most=max_rows)
     percentiles = in_terminal(run_tables.latency_table(figures, "stop"))
-    return [
-        *_cut(table, "stops"),
-        percentiles,
-        *map(Text, stop_sentences(history, figures, rows)),
-    ]
+    sentences = map(Text, stop_sentences(history, figures, rows))
+    return [*_cut(table, "stops"), percentiles, *sentences]
 
 
 def _cut(table: Table, what: str) -> list[RenderableType]:
