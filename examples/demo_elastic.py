@@ -76,7 +76,7 @@ def _submit(folder: Path, low: str, log: Path, epochs: int, *, cpus: int) -> str
     template = spec["replicaSpecs"][0]["template"]
     template["args"] = [
         str(EXAMPLES / "train_elastic.py"),
-        *("--epochs", str(epochs), "--step-s", "0.03", "--batch-size", "64", "--log", str(log)),
+        *("--epochs", str(epochs), "--step-s", "0.1", "--batch-size", "64", "--log", str(log)),
     ]
     template["command"] = [sys.executable]
     template["resources"] = {"cpus": cpus}  # a node each: the urgent job takes one member's
