@@ -37,11 +37,6 @@ ELASTIC_ENV = "HYDROSLURM_ELASTIC"
 """The run folder of the elastic run that this process is to train in."""
 MEMBER_ENV = "HYDROSLURM_MEMBER"
 """The name of this process's member; default: the array element, the job, or the process."""
-LR_RULES = ("none", "linear", "sqrt")
-BATCHES = ("keep_global", "per_rank")
-SUMMATIONS = ("all_reduce", "fixed_order")
-RECOVERIES = ("checkpoint", "log_replay")
-ENGINES = ("in_place", "restart")
 _FILE_BYTES = 1 << 20
 
 
@@ -181,7 +176,7 @@ class ElasticFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorOptions:
-    """``options.json``.
+    """``options.json``, written of a job spec, which has checked them.
 
     Attributes:
         host: the address to listen at, "" for the one by which this node is known.
@@ -214,85 +209,27 @@ class CoordinatorOptions:
     timing: Timing = field(default_factory=Timing)
     autoscale: AutoscalePolicy | None = None
 
-    def __post_init__(self) -> None:
-        if self.batch not in BATCHES:
-            raise ValueError(f"batch={self.batch!r}: one of {', '.join(BATCHES)} is wanted")
-        if self.summation not in SUMMATIONS:
-            raise ValueError(
-                f"summation={self.summation!r}: one of {', '.join(SUMMATIONS)} is wanted"
-            )
-        if self.summation == "fixed_order" and self.batch != "keep_global":
-            raise ValueError(
-                f"summation='fixed_order' adds up the same shards at every size, and with "
-                f"batch={self.batch!r} a step has others: choose batch='keep_global', or "
-                "summation='all_reduce'"
-            )
-        if self.averaging_every < 0:
-            raise ValueError(f"averaging_every={self.averaging_every}: wanted 0 or more steps")
-        if self.averaging_every and self.summation != "all_reduce":
-            raise ValueError(
-                f"averaging_every={self.averaging_every} sums no gradients, and summation="
-                f"{self.summation!r} says how they are summed: choose one"
-            )
-        if self.recovery not in RECOVERIES:
-            raise ValueError(
-                f"recovery={self.recovery!r}: one of {', '.join(RECOVERIES)} is wanted"
-            )
-        if self.engine not in ENGINES:
-            raise ValueError(f"engine={self.engine!r}: one of {', '.join(ENGINES)} is wanted")
-        if self.recovery == "log_replay" and self.summation != "fixed_order":
-            raise ValueError(
-                "recovery='log_replay' promises the same bits at whatever size the run comes back, "
-                f"and summation={self.summation!r} does not: choose summation='fixed_order'"
-            )
-        if self.lr not in LR_RULES or self.lr_warmup_steps < 0:
-            raise ValueError(
-                f"lr={self.lr!r}, lr_warmup_steps={self.lr_warmup_steps}: one of "
-                f"{', '.join(LR_RULES)}, and 0 or more steps, are wanted"
-            )
-        if self.lr != "none" and self.batch == "keep_global":
-            raise ValueError(
-                f"lr={self.lr!r} follows the samples of a step, which batch='keep_global' keeps: "
-                "choose batch='per_rank', or lr='none'"
-            )
-
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> CoordinatorOptions:
         """Raises UsageError for what is no such document."""
         try:
             flat = dict(document)
-            parts: dict[str, Any] = {
-                "host": str(flat.pop("host", "")),
-                "batch": str(flat.pop("batch", "keep_global")),
-                "summation": str(flat.pop("summation", "all_reduce")),
-                "averaging_every": int(flat.pop("averaging_every", 0)),
-                "recovery": str(flat.pop("recovery", "checkpoint")),
-                "engine": str(flat.pop("engine", "in_place")),
-                "lr": str(flat.pop("lr", "none")),
-                "lr_warmup_steps": int(flat.pop("lr_warmup_steps", 0)),
-                "ranks_each": int(flat.pop("ranks_each", 1)),
-            }
+            parts: dict[str, Any] = {}
             for name, kind in (("size", Size), ("timing", Timing)):
                 known = {one.name for one in fields(kind)}
                 parts[name] = kind(**{key: flat.pop(key) for key in sorted(known & flat.keys())})
             if rules := flat.pop("autoscale", None):
                 parts["autoscale"] = AutoscalePolicy.from_json(rules)
-            made = cls(**parts)
+            return cls(**flat, **parts)
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"the options of an elastic run: {error}") from error
-        if flat:
-            raise UsageError(f"options of an elastic run that do not exist: {', '.join(flat)}")
-        return made
 
     def to_json(self) -> dict[str, Any]:
-        names = (
-            *("host", "batch", "summation", "averaging_every"),
-            *("recovery", "engine", "lr", "lr_warmup_steps", "ranks_each"),
-        )
-        document: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if self.autoscale is not None:
-            document["autoscale"] = asdict(self.autoscale)
-        return {**document, **asdict(self.size), **asdict(self.timing)}
+        document = asdict(self)
+        size, timing = document.pop("size"), document.pop("timing")
+        if self.autoscale is None:
+            del document["autoscale"]
+        return {**document, **size, **timing}
 
 
 def member_name(environ: Mapping[str, str], *, host: str, pid: int) -> str:

@@ -9,7 +9,7 @@ import pytest
 from elasticstory import BATCH, HASH_OF_WEIGHTS, SAMPLES, TRAIN, ElasticStory, times_seen
 
 from hydroslurm import elastic
-from hydroslurm.elastic.folder import ELASTIC_ENV, CoordinatorOptions, ElasticFolder
+from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder
 from hydroslurm.errors import UsageError
 
 EVERY = 8
@@ -120,14 +120,6 @@ def test_a_save_in_the_loop_is_one_for_all(tmp_path: Path, every: int) -> None:
     else:
         assert [one for one in said if "the first rank saves for all" in one] == said[1:], said
     assert (len(said), saved) == (2, [EVERY if every else 5, ends[0]["step"]]), story
-
-
-def test_it_contradicts_a_fixed_order() -> None:
-    """There are no sums of gradients whose order could be fixed."""
-    with pytest.raises(UsageError, match="choose one"):
-        CoordinatorOptions.from_json({"averaging_every": 8, "summation": "fixed_order"})
-    options = CoordinatorOptions(averaging_every=8)
-    assert CoordinatorOptions.from_json(options.to_json()) == options
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,7 @@ import math
 import pytest
 import torch
 
-from hydroslurm.elastic.folder import CoordinatorOptions
 from hydroslurm.elastic.learning_rate import Rule, ScaledLearningRate, factor_of
-from hydroslurm.errors import UsageError
 
 
 def stepped(scaled: ScaledLearningRate, optimizer: torch.optim.Optimizer) -> float:
@@ -58,11 +56,3 @@ def test_a_change_is_spread_over_the_warm_up() -> None:
         assert newcomer.factor == scaled.factor
     assert seen == pytest.approx([0.875, 0.75, 0.625, 0.5, 0.5, 0.5])
     assert scaled.factor == factor_of("linear", ranks=2, full=4)
-
-
-def test_a_rate_that_follows_batches_that_stay_is_refused() -> None:
-    """keep_global keeps the samples of a step, so there is nothing to follow."""
-    with pytest.raises(UsageError, match="keep_global"):
-        CoordinatorOptions.from_json({"lr": "linear"})
-    with pytest.raises(UsageError, match="lr='cubic'"):
-        CoordinatorOptions.from_json({"lr": "cubic", "batch": "per_rank"})

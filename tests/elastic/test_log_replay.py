@@ -13,9 +13,7 @@ import pytest
 from elasticstory import IN_SHARDS, SAMPLES_IN_SHARDS, ElasticStory, losses
 from processes import wait_until
 
-from hydroslurm.elastic.folder import CoordinatorOptions
 from hydroslurm.elastic.step_log import Replayed, StepLog
-from hydroslurm.errors import UsageError
 
 SAVED_EVERY = 15
 PROGRAM = IN_SHARDS.replace("every_s=0,", f"every_steps={SAVED_EVERY},").replace(
@@ -130,11 +128,3 @@ def test_a_torn_line_and_a_step_that_differs(tmp_path: Path) -> None:
     log.committed(3)
     log.committed(5)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [4, 5, 6]
-
-
-def test_it_takes_a_fixed_order() -> None:
-    """Else no size but the same would come to the same bits."""
-    with pytest.raises(UsageError, match="choose summation='fixed_order'"):
-        CoordinatorOptions.from_json({"recovery": "log_replay"})
-    options = CoordinatorOptions(summation="fixed_order", recovery="log_replay")
-    assert CoordinatorOptions.from_json(options.to_json()) == options
