@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from hydroslurm.report.figures import Figures
+from hydroslurm.report.history import Summary
 
 Schema = dict[str, Any]
 
@@ -72,7 +73,8 @@ class _Generator(GenerateJsonSchema):
 
     def typed_dict_schema(self, schema: Any) -> JsonSchemaValue:
         made = super().typed_dict_schema(schema)
-        return {**self._complete(made, schema["cls"]), "required": made["required"]}
+        # the only one; pydantic before 2.9 does not name its class
+        return {**self._complete(made, Summary), "required": made["required"]}
 
     def default_schema(self, schema: Any) -> JsonSchemaValue:
         return self.generate_inner(schema["schema"])
