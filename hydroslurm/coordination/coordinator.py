@@ -37,8 +37,14 @@ from hydroslurm.coordination.messages import (
     check_from_rank,
 )
 from hydroslurm.coordination.network import allow_descriptors, listen
-from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
-from hydroslurm.coordination.server import MAX_UNAUTHENTICATED, SPARE_DESCRIPTORS, Server
+from hydroslurm.coordination.server import (
+    MAX_UNAUTHENTICATED,
+    SPARE_DESCRIPTORS,
+    Authenticator,
+    Packed,
+    PeerConnection,
+    Server,
+)
 from hydroslurm.coordination.state import CoordinatorState
 
 ALIKE_BYTES = 512

@@ -88,12 +88,17 @@ def _one_of(*words: str) -> Check:
     return lambda value: type(value) is str and value in words
 
 
-def list_of(check: Check) -> Check:
-    return lambda value: type(value) is list and all(map(check, value))
+def list_of(check: Check, most: int = MAX_COUNT) -> Check:
+    return lambda value: type(value) is list and len(value) <= most and all(map(check, value))
 
 
-def _is_cut_off(value: Any) -> bool:
-    return type(value) is list and len(value) <= MAX_CUT_OFF and all(map(is_text, value))
+def _by_group(check: Check) -> Check:
+    """Key of a process group -> a value."""
+
+    def check_all(value: Any) -> bool:
+        return type(value) is dict and len(value) <= MAX_GROUPS and all(map(check, value.values()))
+
+    return check_all
 
 
 def _is_runs(value: Any) -> bool:
@@ -109,20 +114,6 @@ def _is_runs(value: Any) -> bool:
             return False
         least = last + 2
     return True
-
-
-def _is_counts(value: Any) -> bool:
-    """Key of a process group -> how many collectives were issued on it."""
-    return type(value) is dict and len(value) <= MAX_GROUPS and all(map(is_count, value.values()))
-
-
-def _is_members(value: Any) -> bool:
-    """Key of a process group -> its ranks."""
-    return type(value) is dict and len(value) <= MAX_GROUPS and all(map(_is_runs, value.values()))
-
-
-def _is_collectors(value: Any) -> bool:
-    return type(value) is list and len(value) <= MAX_COLLECTORS and all(map(_is_rank, value))
 
 
 def _is_values(value: Any) -> bool:
@@ -152,13 +143,13 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
         "incarnation_id": is_text,
         "rank": _is_rank,
         "world_size": _is_rank,
-        "cut_off": _is_cut_off,
+        "cut_off": list_of(is_text, most=MAX_CUT_OFF),
     },
     "agree": {
         "topic": is_text,
         "value": _is_str,
         "among": _or_none(_is_runs),
-        "collect_at": _or_none(_is_collectors),
+        "collect_at": _or_none(list_of(_is_rank, most=MAX_COLLECTORS)),
     },
     "withdraw": {"topic": is_text},
     "call_barrier": {"kind": _one_of("stop", "save"), "message": is_text},
@@ -168,11 +159,11 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
     "counts": {
         "pause": is_count,
         "round": is_count,
-        "groups": _or_none(_is_counts),
+        "groups": _or_none(_by_group(is_count)),
         "in_flight": _or_none(is_count),
         "allowance": is_count,
     },
-    "members": {"groups": _is_members},
+    "members": {"groups": _by_group(_is_runs)},
     "leave": {"done": is_bool},
 }
 """``type`` -> the fields that such a message has, all of them and no others."""

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict
 from pathlib import Path
@@ -150,10 +149,9 @@ def start_coordinator(world: World, secret: Secret) -> int:
     threading.Thread(target=process.wait, name="hydroslurm-coordinator", daemon=True).start()
     answer = _first_line(process)
     if "port" not in answer:
-        reason = answer.get("error", f"no answer within {START_S:g} s")
         raise CoordinatorLost(
-            f"the coordinator of the ranks could not be started: {reason}. It tries the ports "
-            f"{min(options.ports)} to {max(options.ports)} of {world.host}"
+            f"the coordinator of the ranks could not be started: {answer.get('error')}. It tries "
+            f"the ports {min(options.ports)} to {max(options.ports)} of {world.host}"
         )
     port = int(answer["port"])
     _started[os.getpid(), world.incarnation_id] = process, port
@@ -208,22 +206,16 @@ def _launch(options: CoordinatorOptions) -> subprocess.Popen[bytes]:
 
 def _first_line(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     assert process.stdout is not None
-    deadline_s, line = time.monotonic() + START_S, b""
     with process.stdout as output:
-        while not line.endswith(b"\n"):
-            left_s = deadline_s - time.monotonic()
-            watch = select.poll()
-            watch.register(output, select.POLLIN)
-            if left_s <= 0 or not watch.poll(left_s * 1e3):
-                break
-            data = os.read(output.fileno(), 4096)
-            if not data:
-                break
-            line += data
+        watch = select.poll()
+        watch.register(output, select.POLLIN)
+        if not watch.poll(START_S * 1e3):
+            return {"error": f"no answer within {START_S:g} s"}
+        line = os.read(output.fileno(), select.PIPE_BUF)  # it is written by one call
     try:
         answer = json.loads(line)
     except ValueError:
-        return {"error": "it ended at once"} if line == b"" else {"error": line.decode("replace")}
+        return {"error": line.decode(errors="replace") or "it ended at once"}
     return answer if isinstance(answer, dict) else {}
 
 

@@ -23,8 +23,14 @@ from typing import Any
 from hydroslurm.coordination.frames import pack, unpack
 from hydroslurm.coordination.messages import BadMessage, Message
 from hydroslurm.coordination.network import allow_descriptors, listen, own_address
-from hydroslurm.coordination.peers import Authenticator, Packed, PeerConnection
-from hydroslurm.coordination.server import MAX_UNAUTHENTICATED, SPARE_DESCRIPTORS, Server
+from hydroslurm.coordination.server import (
+    MAX_UNAUTHENTICATED,
+    SPARE_DESCRIPTORS,
+    Authenticator,
+    Packed,
+    PeerConnection,
+    Server,
+)
 from hydroslurm.core.fence import Fence
 from hydroslurm.elastic.autoscaler import Autoscaler
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder

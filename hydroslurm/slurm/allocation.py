@@ -24,12 +24,9 @@ class Allocation:
             (SLURM_STEP_NUM_TASKS, else SLURM_NTASKS). node_rank: index of this node in ``nodes``
             (SLURM_NODEID). nodes: of the job step where there is one, else of the job.
             restart_count: how often the job had been requeued when this process started.
-            end_epoch_s: when the time limit ends the job, None on releases that do not tell.
     """
 
     job_id: int
-    array_job_id: int | None = None
-    array_task_id: int | None = None
     step_id: int | None = None
     rank: int = 0
     local_rank: int = 0
@@ -37,11 +34,8 @@ class Allocation:
     node_rank: int = 0
     nodes: tuple[str, ...] = ()
     restart_count: int = 0
-    job_name: str = ""
-    partition: str = ""
     submit_dir: str = ""
     cluster_name: str = ""
-    end_epoch_s: int | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Allocation | None:
@@ -60,8 +54,6 @@ class Allocation:
             world_size = _world_size(environ, rank)
         return cls(
             job_id=job_id,
-            array_job_id=_number(environ, "SLURM_ARRAY_JOB_ID", least=1),
-            array_task_id=_number(environ, "SLURM_ARRAY_TASK_ID"),
             step_id=step_id,
             rank=rank,
             local_rank=(_number(environ, "SLURM_LOCALID") or 0) if step_id is not None else 0,
@@ -69,11 +61,8 @@ class Allocation:
             node_rank=_number(environ, "SLURM_NODEID") or 0,
             nodes=_nodes(environ, in_step=step_id is not None),
             restart_count=_number(environ, "SLURM_RESTART_COUNT") or 0,
-            job_name=environ.get("SLURM_JOB_NAME", ""),
-            partition=environ.get("SLURM_JOB_PARTITION", ""),
             submit_dir=environ.get("SLURM_SUBMIT_DIR", ""),
             cluster_name=environ.get("SLURM_CLUSTER_NAME", ""),
-            end_epoch_s=_number(environ, "SLURM_JOB_END_TIME", least=1),
         )
 
 

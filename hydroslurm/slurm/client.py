@@ -15,8 +15,7 @@ from collections.abc import Mapping
 
 from hydroslurm.errors import SlurmMissing, UsageError
 from hydroslurm.slurm.commands import SlurmClient
-from hydroslurm.slurm.conf_file import find_slurm_conf
-from hydroslurm.slurm.config import Config
+from hydroslurm.slurm.config import Config, find_slurm_conf
 from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState, Partition, Qos
 

@@ -104,8 +104,7 @@ class SlurmClient:
             if not _ELEMENT.fullmatch(name):
                 raise UsageError(f"not an element of an array: {name!r}; wanted 123_4")
         if names:
-            timeout_s = self._retry_policy.call_timeout_s
-            self._programs.run("scancel", "--quiet", *sorted(names), timeout_s=timeout_s)
+            self._run("scancel", "--quiet", *sorted(names))
 
     def history(self, job_id: int) -> tuple[Job, ...]:
         """Every start of a job according to accounting, oldest first; a requeue adds one.
@@ -144,12 +143,9 @@ class SlurmClient:
     def qoses(self) -> tuple[Qos, ...] | None:
         """Describe all qualities of service; None when accounting is away or there is none."""
         columns = f"format={','.join(listings.QOS_FIELDS)}"
-        timeout_s = self._retry_policy.call_timeout_s
         try:
             # no retries: without slurmdbd every try is refused
-            output = self._programs.run(
-                "sacctmgr", "-n", "-P", "show", "qos", columns, timeout_s=timeout_s
-            )
+            output = self._run("sacctmgr", "-n", "-P", "show", "qos", columns)
         except SlurmError:
             return None
         return listings.read_qoses(output)
@@ -254,10 +250,7 @@ class SlurmClient:
         # asked again by scontrol, which names causes.
         chosen = [] if user is None else [f"--user={user}"]
         try:
-            timeout_s = self._retry_policy.call_timeout_s
-            return listings.read_jobs(
-                self._programs.run("squeue", "--json", "--states=all", *chosen, timeout_s=timeout_s)
-            )
+            return listings.read_jobs(self._run("squeue", "--json", "--states=all", *chosen))
         except (SlurmMissing, SlurmTimeout):
             raise
         except SlurmError:
@@ -273,10 +266,11 @@ class SlurmClient:
         self._act(job_id, "scancel", f"--signal={number}", *where, target, may_repeat=repeatable)
 
     def _ask(self, program: str, *arguments: str) -> str:
+        return self._retry_policy.retry(lambda: self._run(program, *arguments))
+
+    def _run(self, program: str, *arguments: str, silent: bool = False) -> str:
         timeout_s = self._retry_policy.call_timeout_s
-        return self._retry_policy.retry(
-            lambda: self._programs.run(program, *arguments, timeout_s=timeout_s)
-        )
+        return self._programs.run(program, *arguments, timeout_s=timeout_s, silent=silent)
 
     def _act(
         self,
@@ -291,9 +285,8 @@ class SlurmClient:
         checked_job_id(job_id)
 
         def once() -> None:
-            timeout_s = self._retry_policy.call_timeout_s
             try:
-                self._programs.run(program, *arguments, timeout_s=timeout_s, silent=True)
+                self._run(program, *arguments, silent=True)
             except WrongJobState as error:
                 if not (pending_is_success and refusals.ALREADY_PENDING in str(error)):
                     raise
@@ -307,7 +300,7 @@ class SlurmClient:
                 if not refusals.says_nothing(error):
                     raise
                 # raises NoSuchJob or ControllerUnreachable when that was the cause
-                self._programs.run("scontrol", "show", "job", str(job_id), timeout_s=timeout_s)
+                self._run("scontrol", "show", "job", str(job_id))
                 raise
 
         self._retry_policy.retry(once, may_repeat=may_repeat)

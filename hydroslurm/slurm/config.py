@@ -1,11 +1,31 @@
-"""slurm.conf as a frozen value."""
+"""slurm.conf: where this node has it, and as a frozen value."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
+
+_PLACES = (
+    "/etc/slurm/slurm.conf",
+    "/etc/slurm-llnl/slurm.conf",
+    "/usr/local/etc/slurm.conf",
+    "/usr/local/etc/slurm/slurm.conf",
+    "/opt/slurm/etc/slurm.conf",
+    # where slurmd keeps the configuration that it fetched ("configless")
+    "/run/slurm/conf/slurm.conf",
+    "/var/spool/slurmd/conf-cache/slurm.conf",
+    "/var/spool/slurm/d/conf-cache/slurm.conf",
+)
+
+
+def find_slurm_conf(environ: Mapping[str, str]) -> Path | None:
+    """``SLURM_CONF``, or else the usual places; None where there is no such file."""
+    named = environ.get("SLURM_CONF")
+    places = (named,) if named else _PLACES
+    return next((Path(place) for place in places if Path(place).is_file()), None)
 
 
 @dataclass(frozen=True, eq=False)

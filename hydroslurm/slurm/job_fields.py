@@ -63,14 +63,15 @@ def job_of_fields(source: Source, get: Callable[[str, bool], Any], **special: An
 def _fields_of(source: Source) -> tuple[tuple[str, str, Read, bool], ...]:
     """Attribute, name there, reader, and whether a record must have it."""
     return tuple(
-        (attribute, name, _reader_of(field, source), field.required)
+        (
+            attribute,
+            name,
+            field.sacct_read if source == "sacct" and field.sacct_read else field.read,
+            field.required,
+        )
         for attribute, field in JOB_FIELDS.items()
         if (name := getattr(field, source))
     )
-
-
-def _reader_of(field: JobField, source: Source) -> Read:
-    return field.sacct_read if source == "sacct" and field.sacct_read else field.read
 
 
 def number(value: Any) -> int | None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hydroslurm.errors import HydroslurmError
-from hydroslurm.slurm.conf_file import find_slurm_conf
+from hydroslurm.slurm.config import find_slurm_conf
 
 SOCKET_ENV = "HYDROSLURM_MUNGE_SOCKET"
 """Environment variable: munged's socket, where neither MUNGE's default nor slurm.conf has it."""

@@ -7,8 +7,7 @@ import pytest
 from hydroslurm.errors import UsageError
 from hydroslurm.slurm.allocation import Allocation
 
-# what Slurm 22.05.8 sets for a rank of `srun` in a requeued task of an array; SLURM_JOB_END_TIME
-# comes with later releases
+# what Slurm 22.05.8 sets for a rank of `srun` in a requeued task of an array
 RANK = {
     "SLURM_JOB_ID": "15",
     "SLURM_ARRAY_JOB_ID": "10",
@@ -26,7 +25,6 @@ RANK = {
     "SLURM_JOB_PARTITION": "low",
     "SLURM_SUBMIT_DIR": "/home/ada",
     "SLURM_CLUSTER_NAME": "probe",
-    "SLURM_JOB_END_TIME": "1795208259",
 }
 
 
@@ -34,8 +32,6 @@ def test_a_rank() -> None:
     """A task of srun knows its rank, its world (of the step, not of the job) and its nodes."""
     assert Allocation.from_environ(RANK) == Allocation(
         job_id=15,
-        array_job_id=10,
-        array_task_id=0,
         step_id=0,
         rank=3,
         local_rank=1,
@@ -43,11 +39,8 @@ def test_a_rank() -> None:
         node_rank=1,
         nodes=("n1", "n2"),
         restart_count=2,
-        job_name="sweep",
-        partition="low",
         submit_dir="/home/ada",
         cluster_name="probe",
-        end_epoch_s=1795208259,
     )
 
 
@@ -72,7 +65,7 @@ def test_first_attempt_has_no_restart_count() -> None:
     """Slurm sets SLURM_RESTART_COUNT only after a requeue."""
     allocation = Allocation.from_environ({"SLURM_JOB_ID": "1"})
     assert allocation is not None
-    assert (allocation.restart_count, allocation.end_epoch_s) == (0, None)
+    assert allocation.restart_count == 0
 
 
 @pytest.mark.parametrize(
@@ -87,7 +80,6 @@ def test_first_attempt_has_no_restart_count() -> None:
         ("SLURM_STEP_NUM_TASKS", "0"),
         ("SLURM_RESTART_COUNT", "once"),
         ("SLURM_STEP_NODELIST", "n[1-"),
-        ("SLURM_JOB_END_TIME", "soon"),
     ],
 )
 def test_bad_values_are_named(name: str, value: str) -> None:

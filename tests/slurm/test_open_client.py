@@ -11,7 +11,7 @@ import pytest
 from hydroslurm.errors import SlurmMissing, UsageError
 from hydroslurm.slurm import client as client_module
 from hydroslurm.slurm.client import BACKEND_ENV, open_client
-from hydroslurm.slurm.conf_file import find_slurm_conf
+from hydroslurm.slurm.config import find_slurm_conf
 
 # pyslurm as it behaves: importing it without a slurm.conf ends the process, whoever imports it
 PYSLURM = """

@@ -13,7 +13,7 @@ from pathlib import Path
 from hydroslurm.core.files import atomic_file
 from hydroslurm.errors import SlurmError, SlurmMissing, SpankError
 from hydroslurm.slurm.client import open_client
-from hydroslurm.slurm.conf_file import find_slurm_conf
+from hydroslurm.slurm.config import find_slurm_conf
 from hydroslurm.slurm.spank.build import PLUGIN
 
 MARK = "# --preempt for srun, sbatch and salloc; made by `hydroslurm spank install`"
