@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydroslurm.core.events import EventKind
+
 PAUSED, RUNNING = 0, 1
 
 
@@ -30,10 +32,12 @@ class Incumbent:
     """Installed on one model, in the main thread.
 
     Attributes:
-        on_stamp: told ``held`` or ``released``, and CLOCK_MONOTONIC in nanoseconds.
+        on_stamp: told what has happened, and CLOCK_MONOTONIC in nanoseconds.
     """
 
-    def __init__(self, model: nn.Module, *, on_stamp: Callable[[str, int], None] | None = None):
+    def __init__(
+        self, model: nn.Module, *, on_stamp: Callable[[EventKind, int], None] | None = None
+    ):
         self.state = RUNNING
         self.on_stamp = on_stamp
         self._handles: list[Any] = []
@@ -61,12 +65,12 @@ class Incumbent:
     def _wait(self) -> None:
         if self.state == RUNNING:
             return
-        self._stamp("held")
+        self._stamp(EventKind.FIRST_OPERATOR_HELD)
         while self.state == PAUSED:
             time.sleep(0.001)
-        self._stamp("released")
+        self._stamp(EventKind.FIRST_OPERATOR_RELEASED)
 
-    def _stamp(self, what: str) -> None:
+    def _stamp(self, what: EventKind) -> None:
         if self.on_stamp is not None:
             self.on_stamp(what, time.monotonic_ns())
 

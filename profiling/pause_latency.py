@@ -11,27 +11,27 @@ operators: was it held before the backward ended?
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from harness import PROFILING, EventTail, finish, options, p50_p99, scratch
 
-from hydroslurm.core.events import Event, EventKind
+# isort: split
+from processes import Child
+
+from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 
 TURN = 10
 LIMIT_S = 120.0
 SENDER_SPIN_NS = 300_000
 WAYS = ("hydroslurm", "incumbent")
+HELD = (EventKind.FIRST_OPERATOR_HELD, EventKind.LATE_OPERATOR_HELD)
 
 
 @dataclass
@@ -44,75 +44,36 @@ class Pause:
     released_ns: int = 0
 
 
-class Victim:
-    """A process of victim.py."""
+class Victim(Child):
+    """A process of victim.py. What holds and releases it is an event in either way."""
 
     def __init__(self, way: str, folder: Path, what: str, seconds: float) -> None:
+        folder.mkdir()
+        environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROFILING)}
+        arguments = (way, str(folder), what, str(seconds))
+        super().__init__("import victim\nvictim.main()", folder, *arguments, environ=environ)
         self.way = way
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROFILING / "victim.py"), way, str(folder), what, str(seconds)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self.events = EventTail(RunDir(folder).rank_events(0))
-        self._stamps = folder / "stamps.jsonl"
-        self._stamps_read = 0
+        self._path = RunDir(folder).rank_events(0)
+        self._events = EventTail(self._path)
 
-    def expect(self, word: str) -> str:
-        """The rest of the next line, which must start with the word."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line.startswith(word):
-            raise RuntimeError(f"{self.way} victim said {line!r}, wanted {word!r}")
-        return line.removeprefix(word).strip()
-
-    def go(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-
-    def signal(self, signo: int) -> int:
-        return send(self.process.pid, signo)
+    def send(self, signo: int) -> int:
+        return send(self.pid, signo)
 
     def held(self, sent_ns: int) -> Pause:
         """Wait until it is held after a pause that was sent at ``sent_ns``."""
-        if self.way == "incumbent":
-            return Pause(sent_ns, self._stamp("held"))
-        self._event(EventKind.SIGNAL_RECEIVED, after_ns=sent_ns)
-        held = self._event(EventKind.FIRST_OPERATOR_HELD, EventKind.LATE_OPERATOR_HELD)
-        return Pause(sent_ns, held.mono_ns)
+        while True:
+            held = self._events.until(*HELD, limit_s=LIMIT_S)
+            if held.mono_ns >= sent_ns:
+                return Pause(sent_ns, held.mono_ns)
 
     def released(self) -> int:
-        if self.way == "incumbent":
-            return self._stamp("released")
-        return self._event(EventKind.FIRST_OPERATOR_RELEASED).mono_ns
+        return self._events.until(EventKind.FIRST_OPERATOR_RELEASED, limit_s=LIMIT_S).mono_ns
 
-    def first_stamp(self, *, after_ns: int, or_else_ns: int) -> int:
-        """When the incumbent was first held after a moment, in what it has written so far."""
-        lines = self._stamps.read_text().splitlines() if self._stamps.exists() else []
-        held = (row["mono_ns"] for row in map(json.loads, lines) if row["what"] == "held")
-        return min((int(mono_ns) for mono_ns in held if mono_ns > after_ns), default=or_else_ns)
-
-    def _event(self, *kinds: EventKind, after_ns: int = 0) -> Event:
-        while True:
-            event = self.events.until(*kinds, limit_s=LIMIT_S)
-            if event.mono_ns >= after_ns:
-                return event
-
-    def _stamp(self, what: str) -> int:
-        deadline = time.monotonic() + LIMIT_S
-        while time.monotonic() < deadline:
-            lines = self._stamps.read_text().splitlines() if self._stamps.exists() else []
-            if len(lines) > self._stamps_read:
-                row: dict[str, Any] = json.loads(lines[self._stamps_read])
-                self._stamps_read += 1
-                if row["what"] == what:
-                    return int(row["mono_ns"])
-            else:
-                time.sleep(0.001)
-        raise TimeoutError(f"the incumbent was not {what} within {LIMIT_S:g} s")
+    def first_held(self, *, after_ns: int, or_else_ns: int) -> int:
+        """When it was first held after a moment, in what it has written so far."""
+        events = list(read_events(self._path)) if self._path.exists() else []
+        held = (event.mono_ns for event in events if event.kind in HELD)
+        return min((mono_ns for mono_ns in held if mono_ns > after_ns), default=or_else_ns)
 
 
 def send(pid: int, signo: int) -> int:
@@ -140,12 +101,11 @@ def victims(folder: Path, what: str, seconds: float = 0.0) -> Iterator[list[Vict
             victim = Victim(way, folder / f"{way}-{what}", what, seconds)
             started.append(victim)
             victim.expect("ready")
-            victim.signal(signal.SIGSTOP)
+            victim.send(signal.SIGSTOP)
         yield started
     finally:
         for victim in started:
-            victim.process.kill()
-            victim.process.communicate()
+            victim.close()
 
 
 def pause_while_training(folder: Path, count: int) -> dict[str, list[Pause]]:
@@ -160,16 +120,16 @@ def pause_while_training(folder: Path, count: int) -> dict[str, list[Pause]]:
 
 def pause_some(victim: Victim, count: int, seen: list[Pause]) -> None:
     """Let one that is stopped go on for so many pauses."""
-    victim.signal(signal.SIGCONT)
+    victim.send(signal.SIGCONT)
     time.sleep(0.05)
     for _ in range(count):
         time.sleep(random.uniform(0.005, 0.03))
-        pause = victim.held(victim.signal(signal.SIGUSR1))
+        pause = victim.held(victim.send(signal.SIGUSR1))
         time.sleep(random.uniform(0.005, 0.03))
-        pause.resume_sent_ns = victim.signal(signal.SIGUSR2)
+        pause.resume_sent_ns = victim.send(signal.SIGUSR2)
         pause.released_ns = victim.released()
         seen.append(pause)
-    victim.signal(signal.SIGSTOP)
+    victim.send(signal.SIGSTOP)
 
 
 def inside_backward(folder: Path, count: int, seconds: float) -> dict[str, list[bool]]:
@@ -178,22 +138,22 @@ def inside_backward(folder: Path, count: int, seconds: float) -> dict[str, list[
     with victims(folder, "backward", seconds) as both:
         for _ in range(count):
             for victim in both:
-                victim.signal(signal.SIGCONT)
-                victim.go()
+                victim.send(signal.SIGCONT)
+                victim.say("go")
                 victim.expect("begin")
                 time.sleep(random.uniform(0.1, 0.6) * seconds)
-                sent_ns = victim.signal(signal.SIGUSR1)
+                sent_ns = victim.send(signal.SIGUSR1)
                 held_ns = victim.held(sent_ns).held_ns if victim.way == "hydroslurm" else None
                 if held_ns is not None:
                     time.sleep(0.05)
-                    victim.signal(signal.SIGUSR2)
+                    victim.send(signal.SIGUSR2)
                 # the incumbent's module ends first; there is nothing to be held at before that
                 ended_ns = int(victim.expect("end"))
-                victim.signal(signal.SIGUSR2)
+                victim.send(signal.SIGUSR2)
                 if held_ns is None:
-                    held_ns = victim.first_stamp(after_ns=sent_ns, or_else_ns=ended_ns)
+                    held_ns = victim.first_held(after_ns=sent_ns, or_else_ns=ended_ns)
                 seen[victim.way].append(held_ns < ended_ns)
-                victim.signal(signal.SIGSTOP)
+                victim.send(signal.SIGSTOP)
     return seen
 
 

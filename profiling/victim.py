@@ -10,7 +10,6 @@ input.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -22,6 +21,8 @@ from steps import mlp
 from torch import nn
 
 import hydroslurm
+from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.core.rundir import RunDir
 
 
 class Chain(nn.Module):
@@ -43,10 +44,10 @@ def pausable(way: str, folder: Path, model: nn.Module) -> None:
     if way == "hydroslurm":
         hydroslurm.install(run_dir=folder, gate="native")
         return
-    stamps = os.open(folder / "stamps.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = EventLog(RunDir(folder).rank_events(0))
 
-    def write(what: str, mono_ns: int) -> None:
-        os.write(stamps, (json.dumps({"what": what, "mono_ns": mono_ns}) + "\n").encode())
+    def write(kind: EventKind, mono_ns: int) -> None:
+        log.append(Event(kind, mono_ns, time.time_ns(), pid=os.getpid()))
 
     Incumbent(model, on_stamp=write).__enter__()
 
