@@ -11,7 +11,9 @@ looks it takes until all ranks are there. Processor times include squeue's.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
+import itertools
 import json
 import os
 import resource
@@ -161,33 +163,28 @@ def _program(path: Path, text: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-class Heartbeats:
+@contextlib.contextmanager
+def heartbeats(jobs: Jobs) -> Iterator[None]:
     """Each rank replaces its status once every ``HEARTBEAT_S``, evenly over time."""
+    end = threading.Event()
 
-    def __init__(self, jobs: Jobs) -> None:
-        self._jobs = jobs
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._write, daemon=True)
-
-    def __enter__(self) -> Heartbeats:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _write(self) -> None:
-        step = 1000
-        while True:
-            step += 15
+    def write() -> None:
+        for step in itertools.count(1000, 15):
             begin_s = time.monotonic()
-            for number, run in enumerate(self._jobs.runs):
+            for number, run in enumerate(jobs.runs):
                 for rank in range(RANKS):
                     write_status(run, rank, number, step=step)
-                due_s = begin_s + HEARTBEAT_S * (number + 1) / len(self._jobs.runs)
-                if self._end.wait(max(0.0, due_s - time.monotonic())):
+                due_s = begin_s + HEARTBEAT_S * (number + 1) / len(jobs.runs)
+                if end.wait(max(0.0, due_s - time.monotonic())):
                     return
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
 
 
 def list_cpu_s(environ: Mapping[str, str]) -> float:
@@ -223,7 +220,7 @@ def measure(jobs: Jobs, *, quick: bool) -> dict[str, Any]:
     times, every_s = (1, QUICK_EVERY_S) if quick else (3, EVERY_S)
     list_cpu_s(jobs.environ)  # files into the cache
     list_s = statistics.median(list_cpu_s(jobs.environ) for _ in range(times))
-    with Heartbeats(jobs):
+    with heartbeats(jobs):
         seen = list(looks(jobs, count=2 + times, every_s=every_s))
     complete = [is_complete for _, is_complete in seen]
     return {
