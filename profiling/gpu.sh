@@ -2,7 +2,7 @@
 # Everything that only a GPU can show, in at most eight minutes, from a bare checkout.
 #
 #   profiling/gpu.sh                 on a machine with one GPU; nothing else may use it meanwhile
-#   profiling/gpu.sh --dry           the same parts as far as a CPU goes, in three minutes
+#   profiling/gpu.sh --dry           the same parts as far as a CPU goes, in two minutes or so
 #   profiling/gpu.sh --only vacate   one part, or several (again --only)
 #
 #   OUT=DIR        where results.jsonl, table.txt and log.txt go (build/gpu)
@@ -15,5 +15,5 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/hydroslurm-gpu-XXXXXX")
 trap 'rm -rf "$work"' EXIT
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 "$PYTHON" "$root/profiling/gpu/prepare.py" "$work/site"
-export PYTHONPATH="$work/site:$root:$root/profiling${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$work/site:$root:$root/profiling:$root/profiling/gpu${PYTHONPATH:+:$PYTHONPATH}"
 "$PYTHON" "$root/profiling/gpu/drive.py" --out "${OUT:-$root/build/gpu}" --work "$work" "$@"

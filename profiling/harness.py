@@ -99,21 +99,35 @@ def time_interleaved(
     *,
     rounds: int,
     segment_s: float,
+    settle: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
     """Seconds per step of each arm in each round.
 
     A round of :func:`interleaved` runs every arm for ``segment_s``. Entering an arm, and a third
     more steps to warm up, are not timed.
+
+    Args:
+        settle: waits until what the steps have begun is done; called before the clock is read.
     """
-    steps = max(1, round(segment_s / _seconds_per_step(step)))
+    for _ in range(5):
+        step()
+    settle()
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < 0.1:
+        step()
+        count += 1
+    settle()
+    steps = max(1, round(segment_s * count / (time.perf_counter() - begin)))
 
     def timed(arm: Callable[[], AbstractContextManager[object]]) -> float:
         with arm():
             for _ in range(max(1, steps // 3)):
                 step()
+            settle()
             begin = time.perf_counter()
             for _ in range(steps):
                 step()
+            settle()
             return (time.perf_counter() - begin) / steps
 
     timed_arms = {name: functools.partial(timed, arm) for name, arm in arms.items()}
@@ -133,16 +147,6 @@ def interleaved(arms: Mapping[str, Callable[[], float]], *, rounds: int) -> dict
 def median_ratio(seen: Mapping[str, Sequence[float]], arm: str, base: str) -> float:
     """The median over the rounds of arm / base, both of the same round."""
     return statistics.median(a / b for a, b in zip(seen[arm], seen[base], strict=True))
-
-
-def _seconds_per_step(step: Callable[[], object]) -> float:
-    for _ in range(5):
-        step()
-    begin, count = time.perf_counter(), 0
-    while time.perf_counter() - begin < 0.1:
-        step()
-        count += 1
-    return (time.perf_counter() - begin) / count
 
 
 class EventTail:

@@ -8,9 +8,9 @@ and the rest of the part goes on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
-import queue
 import random
 import signal
 import statistics
@@ -20,23 +20,26 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import EventTail, bare, installed, interleaved, median_ratio, p50_p99, rounded
+from harness import EventTail, bare, installed, median_ratio, p50_p99, rounded, time_interleaved
 from training import DEVICE, DRY, GIB, Training, deterministic, release, size_for, synchronize
+
+# isort: split
+import processes
 
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.runtime import client
 
 HERE = Path(__file__).resolve().parent
-LIMIT_S = 60.0
-"""For one answer of a training; starting and compiling one takes longer."""
-START_S = 150.0
+LIMIT_S, START_S = (300.0, 400.0) if DRY else (60.0, 150.0)
+"""For one answer of a training; and where it has to start and compile before. Without a device the
+machine may have much else to do."""
 CYCLES = 2 if DRY else 5
 GB = 1e9
 
@@ -71,73 +74,125 @@ class Result:
             yield
         except Exception as error:
             traceback.print_exc()
-            self.failures.append(f"{what}: {type(error).__name__}: {error}"[:600])
+            self.failures.append(f"{what}: {type(error).__name__}: {error}"[-600:])
             self.add()
 
 
-class Child:
-    """A training that speaks in lines of JSON; killed at the end of the block."""
+class Child(processes.Child):
+    """A training that speaks in lines of JSON; it is not there after the block.
 
-    def __init__(self, *argv: str, environ: Mapping[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, *argv],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environ or {})},
-        )
-        self.pid = self.process.pid
+    Args:
+        what: the module with its ``main``; the folder below is its working directory.
+    """
+
+    def __init__(
+        self, what: str, folder: Path, *argv: str, environ: Mapping[str, str] | None = None
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(f"import {what}\n{what}.main()", folder, *argv, environ=environ)
         self.seen: dict[str, Any] = {}
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
+    def _start(
+        self, script: Path, arguments: tuple[str, ...], environ: Mapping[str, str]
+    ) -> subprocess.Popen[str]:
+        """With the part's stderr: what a library writes there must not fall into a line."""
+        command = [sys.executable, "-u", str(script), *arguments]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, cwd=script.parent, env=environ
+        )
 
-    def expect(self, key: str, *, limit_s: float = START_S) -> Any:
-        """The value of the next line that has this key; all are kept in ``seen``."""
-        deadline = time.monotonic() + limit_s
+    def told(self, key: str, *, limit_s: float = START_S) -> Any:
+        """The value of the next line that has this key; all are kept in ``seen``.
+
+        Args:
+            limit_s: for each line.
+        """
         while True:
-            try:
-                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise TimeoutError(f"no {key!r} in {limit_s:g} s; seen {self.seen}") from None
-            if not line:
-                raise RuntimeError(f"ended with {self.process.wait()} before {key!r}; {self.seen}")
-            if not line.startswith('{"'):
-                print(line, end="", file=sys.stderr)
-                continue
-            found = json.loads(line)
-            self.seen |= found
-            if key in found:
-                return found[key]
+            line = json.loads('{"' + self.expect('{"', limit_s=limit_s))
+            self.seen |= line
+            if key in line:
+                return line[key]
 
-    def say(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def wait(self) -> int:
-        return self.process.wait(timeout=LIMIT_S)
+    def go_on(self) -> None:
+        self.say("")
 
     def __enter__(self) -> Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(OSError, ValueError):
-                assert pipe is not None
-                pipe.close()
+        self.close()
+        print(*(line for line in self.lines if not line.startswith('{"')), sep="\n", flush=True)
 
 
-def trains(mode: str, *, environ: Mapping[str, str] | None = None, **options: Any) -> Child:
-    """One of ``training.py``."""
-    return Child(str(HERE / "training.py"), mode, json.dumps(options), environ=environ)
+def trains(
+    mode: str, folder: Path, *, environ: Mapping[str, str] | None = None, **options: Any
+) -> Child:
+    """One of ``training.py``, whose run is in the folder."""
+    options["run"] = str(folder)
+    return Child("training", folder, mode, json.dumps(options), environ=environ)
+
+
+Start = Callable[[Path], Child]
+
+
+def stopped_and_resumed(
+    start: Start,
+    folder: Path,
+    *,
+    at: int,
+    alone: bool = True,
+    pause: Callable[[Child], None] = lambda _: None,
+) -> tuple[dict[str, Any], Child, bool]:
+    """Train undisturbed; and again, stopped by SIGTERM at a step and started anew.
+
+    Args:
+        start: starts the training in a folder.
+        alone: the undisturbed one has ended before the other begins.
+        pause: what is done to the one that is stopped, half way.
+
+    Returns:
+        What the stop was, the training that was started anew and has ended, and whether it has the
+        weights of the undisturbed one.
+    """
+    with start(folder / "undisturbed") as undisturbed:
+        if alone:
+            undisturbed.wait(limit_s=START_S)
+        with start(folder / "stopped") as child:
+            while child.told("step") < at // 2:
+                pass
+            pause(child)
+            while child.told("step") < at:
+                pass
+            began_s = time.monotonic()
+            child.signal(signal.SIGTERM)
+            found = {
+                "stop_exit_status": child.wait(limit_s=LIMIT_S),
+                "sigterm_to_exit_s": time.monotonic() - began_s,
+                "stopped_at_step": child.seen["step"],
+            }
+        with start(folder / "stopped") as child:
+            found["first_step_after_restart"] = child.told("step")
+            weights = child.told("weights"), child.seen.get("scale")
+            child.wait(limit_s=LIMIT_S)
+        same = weights == (undisturbed.told("weights"), undisturbed.seen.get("scale"))
+    return found, child, same
+
+
+def stop_of_a_run(folder: Path, child: Child, found: dict[str, Any]) -> dict[str, Any]:
+    """What :func:`stopped_and_resumed` has found of a Run, with what its events say."""
+    events = list(read_events(RunDir(folder / "stopped").rank_events(0)))
+    asked = next(e for e in events if e.kind is EventKind.STOP_REQUESTED)
+    done = [e for e in events if e.kind is EventKind.SAVE_COMMITTED and e.pid == asked.pid]
+    if child.seen["from_step"] < found["stopped_at_step"]:
+        raise RuntimeError(f"resumed from {child.seen['from_step']}; {found}")
+    return {
+        "stop_exit_status": found["stop_exit_status"],
+        "sigterm_to_exit_s": found["sigterm_to_exit_s"],
+        "stop_to_committed_s": (done[-1].mono_ns - asked.mono_ns) / 1e9,
+        "resumed_from_step": child.seen["from_step"],
+        "load_s": child.seen["load_s"],
+    }
 
 
 # --- 1: the gate, and pauses
@@ -156,7 +211,7 @@ def gate(result: Result, folder: Path) -> None:
     if found.built_s is None:
         build.self_test_in_child(found.path)
     result.require(gate_loads=NativeGate().path.name == found.path.name)
-    figures, same = pauses(folder / "run", size="large", count=6 if DRY else 50)
+    figures, same = pauses(folder, size="large", count=3 if DRY else 50)
     result.add(**figures)
     result.require(bits_equal_with_pauses=same)
 
@@ -167,16 +222,16 @@ def pauses(
     """Pause a training so often, at random moments of its steps; percentiles, and whether its
     weights are those of the undisturbed one."""
     seen: list[dict[str, float]] = []
-    with trains("loop", run=str(run), size=size, pauses=count, environ=environ) as child:
-        pid = child.expect("ready")
-        child.expect("undisturbed")
+    with trains("loop", run, size=size, pauses=count, environ=environ) as child:
+        pid = child.told("ready")
+        child.told("undisturbed")
         events = EventTail(RunDir(run).rank_events(0))
         for _ in range(count):
-            child.expect("at", limit_s=LIMIT_S)
+            child.told("at", limit_s=LIMIT_S)
             time.sleep(random.uniform(0.0, 0.06))
             seen.append(_one_pause(pid, events))
-        same = child.expect("disturbed") == child.seen["undisturbed"]
-        child.say()
+        same = child.told("disturbed") == child.seen["undisturbed"]
+        child.go_on()
         child.wait()
     figures: dict[str, Any] = {"pauses": count, "steps": child.seen["steps"]}
     for name in sorted({name for one in seen for name in one}):
@@ -219,38 +274,17 @@ def overhead(result: Result, folder: Path) -> None:
     deterministic()
     for size in ("large", "small"):
         training = Training(size_for(size))
-        for _ in range(5):
-            training.step()
-        synchronize()
+        training.step()
         with NativeGate().trace(0) as trace:
             training.step()
-        synchronize()
-        began_s = time.perf_counter()
-        for _ in range(5):
-            training.step()
-        synchronize()
-        steps = max(3, round((0.05 if DRY else 0.4) * 5 / (time.perf_counter() - began_s)))
-
-        def arm(
-            make: Callable[[Path], contextlib.AbstractContextManager[None]],
-            step: Callable[[], None] = training.step,
-            steps: int = steps,
-        ) -> Callable[[], float]:
-            def seconds_per_step() -> float:
-                with make(folder):
-                    for _ in range(max(1, steps // 3)):
-                        step()
-                    synchronize()
-                    began_s = time.perf_counter()
-                    for _ in range(steps):
-                        step()
-                    synchronize()
-                    return (time.perf_counter() - began_s) / steps
-
-            return seconds_per_step
-
-        arms = {"bare": arm(bare), "installed": arm(installed), "again": arm(bare)}
-        seen = interleaved(arms, rounds=3 if DRY else 12, limit_s=11.0)
+        arms = {"bare": bare, "installed": installed, "again": bare}
+        seen = time_interleaved(
+            training.step,
+            {name: functools.partial(arm, folder) for name, arm in arms.items()},
+            rounds=2 if DRY else 10,
+            segment_s=0.05 if DRY else 0.3,
+            settle=synchronize,
+        )
         result.add(
             **{
                 f"ratio_installed_{size}": median_ratio(seen, "installed", "bare"),
@@ -260,7 +294,7 @@ def overhead(result: Result, folder: Path) -> None:
                 f"gate_points_per_step_{size}": trace.count,
             }
         )
-        del training, arms
+        del training
         release()
 
 
@@ -275,74 +309,27 @@ def run(result: Result, folder: Path) -> None:
     with result.trying("random numbers"):
         _random_numbers_on_device(result)
     steps, every = (12, 5) if DRY else (36, 11)
-    options = {"steps": steps, "every": every}
-    with result.trying("undisturbed"), trains("run", run=str(folder / "a"), **options) as child:
-        wanted = _weights(child)
-        copy_s = child.expect("pinned_copy_s")
-        child.wait()
-        saves = list(read_events(RunDir(folder / "a").rank_events(0)))
-        stalls = [e for e in saves if e.kind is EventKind.SAVE_STAGED]
-        stalls = stalls[1:] or stalls  # the first takes longer
-        done = [e.data for e in saves if e.kind is EventKind.SAVE_COMMITTED]
-        stall_s = statistics.median(e.data["seconds"] for e in stalls)
-        state_bytes = done[0]["state_bytes"]
-        result.add(
-            state_gb=state_bytes / GB,
-            periodic_saves=len(done),
-            stall_ms=1e3 * stall_s,
-            pinned_copy_ms=1e3 * copy_s,
-            stall_ratio_to_pinned_copy=stall_s / copy_s,
-            periodic_save_gb_per_s=state_bytes / GB / statistics.median(e["seconds"] for e in done),
-        )
-    stopped = _stopped_and_resumed(folder / "b", options, at=steps // 2, result=result)
-    same = stopped.pop("weights") == wanted
-    result.add(**stopped, load_gb_per_s=state_bytes / GB / stopped["load_s"])
+    found, child, same = stopped_and_resumed(
+        lambda run: trains("run", run, steps=steps, every=every), folder, at=steps // 2
+    )
     result.require(bits_equal_after_stop=same)
-
-
-def _weights(child: Child) -> tuple[str, float]:
-    weights = child.expect("weights")
-    return weights, child.seen["scale"]
-
-
-def _stopped_and_resumed(
-    run: Path,
-    options: Mapping[str, Any],
-    *,
-    at: int,
-    result: Result,
-    environ: Mapping[str, str] | None = None,
-    pause: Callable[[Child], None] | None = None,
-) -> dict[str, Any]:
-    with trains("run", run=str(run), **options, environ=environ) as child:
-        pid = child.expect("ready")
-        while child.expect("step", limit_s=LIMIT_S) < at // 2:
-            pass
-        if pause is not None:
-            pause(child)
-        while child.expect("step", limit_s=LIMIT_S) < at:
-            pass
-        began_s = time.monotonic()
-        os.kill(pid, signal.SIGTERM)
-        status = child.wait()
-        sigterm_s = time.monotonic() - began_s
-    events = list(read_events(RunDir(run).rank_events(0)))
-    asked = [e.mono_ns for e in events if e.kind is EventKind.STOP_REQUESTED]
-    done = [e for e in events if e.kind is EventKind.SAVE_COMMITTED]
-    with trains("run", run=str(run), **options, environ=environ) as child:
-        child.expect("ready")
-        weights = _weights(child)
-        child.wait()
-    if child.seen["from_step"] < at:
-        result.failures.append(f"resumed from {child.seen['from_step']}, stopped at {at} or later")
-    return {
-        "stop_exit_status": status,
-        "sigterm_to_exit_s": sigterm_s,
-        "stop_to_committed_s": (done[-1].mono_ns - asked[0]) / 1e9,
-        "resumed_from_step": child.seen["from_step"],
-        "load_s": child.seen["load_s"],
-        "weights": weights,
-    }
+    found = stop_of_a_run(folder, child, found)
+    events = list(read_events(RunDir(folder / "undisturbed").rank_events(0)))
+    stalls_s = [e.data["seconds"] for e in events if e.kind is EventKind.SAVE_STAGED]
+    stall_s = statistics.median(stalls_s[1:] or stalls_s)  # the first takes longer
+    done = [e.data for e in events if e.kind is EventKind.SAVE_COMMITTED]
+    state_gb = done[0]["state_bytes"] / GB
+    copy_s = child.seen["pinned_copy_s"]
+    result.add(
+        state_gb=state_gb,
+        periodic_saves=len(done),
+        stall_ms=1e3 * stall_s,
+        pinned_copy_ms=1e3 * copy_s,
+        stall_ratio_to_pinned_copy=stall_s / copy_s,
+        periodic_save_gb_per_s=state_gb / statistics.median(e["seconds"] for e in done),
+        **found,
+        load_gb_per_s=state_gb / found["load_s"],
+    )
 
 
 def _staging_on_device(result: Result) -> None:
@@ -414,29 +401,27 @@ def vacate(result: Result, folder: Path) -> None:
     with contextlib.ExitStack() as stack:
         children: dict[str, Child] = {}
         for variant in variants:  # all start and compile side by side; then one after the other
-            (folder / variant).mkdir()
-            children[variant] = stack.enter_context(
-                trains(
-                    "loop",
-                    run=str(folder / variant),
-                    size="large" if variant == "eager" else "small",
-                    variant=variant,
-                    pauses=CYCLES,
-                    fake=str(folder / variant) if DRY else "",
-                    go=True,
-                )
+            run = folder / variant
+            run.mkdir()
+            child = trains(
+                "loop",
+                run,
+                size="large" if variant == "eager" else "small",
+                variant=variant,
+                pauses=CYCLES,
+                fake=str(run) if DRY else "",
+                go=True,
             )
-        lost = []
+            children[variant] = stack.enter_context(child)
+        ready = []
         for variant, child in children.items():
             with result.trying(variant):
-                child.expect("undisturbed", limit_s=75.0)
-                continue
-            child.process.kill()
-            lost.append(variant)
-        for variant, child in children.items():
-            if variant in lost:
-                continue
-            with result.trying(variant), child:
+                child.told("undisturbed", limit_s=START_S if DRY else 75.0)
+                ready.append(variant)
+        for variant in children.keys() - set(ready):
+            children[variant].process.kill()
+        for variant in ready:
+            with result.trying(variant), children[variant] as child:
                 end = "" if variant == "eager" else f"_{variant}"
                 _vacate_one(result, child, folder / variant, end, used_bytes)
 
@@ -445,10 +430,10 @@ def _vacate_one(
     result: Result, child: Child, run: Path, end: str, used_bytes: Callable[[], int]
 ) -> None:
     pid = child.seen["ready"]
-    child.say()
+    child.go_on()
     rows: list[dict[str, float]] = []
     for number in range(CYCLES):
-        child.expect("at", limit_s=LIMIT_S)
+        child.told("at", limit_s=LIMIT_S)
         row = {"used_before_gb": used_bytes() / GB, "host_before_gb": _host_bytes(pid) / GB}
         began_s = time.monotonic()
         answer = client.pause(pid, vacate=True, timeout_s=LIMIT_S)
@@ -469,8 +454,8 @@ def _vacate_one(
             raise RuntimeError(f"not resumed: {resumed.message}")
         rows.append(row)
         result.add(**{f"cycles{end}": number + 1})
-    same = child.expect("disturbed") == child.seen["undisturbed"]
-    child.say()
+    same = child.told("disturbed") == child.seen["undisturbed"]
+    child.go_on()
     child.wait()
     result.require(**{f"bits_equal{end}": same})
     for name in ("freed_gb", "pause_to_answer_s") if end else rows[0]:
@@ -539,10 +524,10 @@ def launch_ahead(result: Result, folder: Path) -> None:
         with result.trying("bounds"):
             _bounds(result)
     environ = {"HYDROSLURM_LAUNCH_AHEAD_MS": "20"}
-    figures, same = pauses(folder / "run", size="large", count=4 if DRY else 15, environ=environ)
+    figures, same = pauses(folder, size="large", count=2 if DRY else 15, environ=environ)
     result.add(**{f"{name}_bound_20": value for name, value in figures.items()})
     result.require(bits_equal_bound_20=same)
-    last = list(read_events(RunDir(folder / "run").rank_events(0)))[-1]
+    last = list(read_events(RunDir(folder).rank_events(0)))[-1]
     result.add(bound_20_did=last.data.get("launch_ahead"))
 
 
@@ -584,54 +569,26 @@ def _bounds(result: Result) -> None:
 def frameworks(result: Result, folder: Path) -> None:
     """Stock Lightning and stock transformers under HYDROSLURM_PREEMPT=requeue: stopped by SIGTERM,
     started again, and compared with themselves undisturbed."""
-    lanes = [("lightning",), ("transformers", "--compile")]
-    lanes += [] if DRY else [("transformers",)]
-    cores = max(2, (os.cpu_count() or 2) // 2)
-    with ThreadPoolExecutor(2 if DRY else cores) as pool:
-        undisturbed, stopped = {}, {}
-        for lane in lanes:
-            name = "_".join(lane).replace("--", "")
-            undisturbed[name] = pool.submit(_stock, lane, folder / name / "undisturbed", stop=False)
-            stopped[name] = pool.submit(_stock, lane, folder / name / "stopped", stop=True)
-        for name, wanted in undisturbed.items():
-            with result.trying(name):
-                found = stopped[name].result()
-                result.add(
-                    **{
-                        f"stop_exit_status_{name}": found["status"],
-                        f"sigterm_to_exit_s_{name}": found["sigterm_s"],
-                        f"stopped_at_step_{name}": found["at"],
-                        f"first_step_after_restart_{name}": found["first"],
-                    }
-                )
-                result.require(
-                    **{
-                        f"resumed_{name}": found["first"] >= found["at"],
-                        f"bits_equal_{name}": found["weights"] == wanted.result()["weights"],
-                    }
-                )
+    lanes = [("lightning",), ("transformers",)]
+    lanes += [] if DRY else [("transformers", "--compile")]
 
+    def start(lane: tuple[str, ...], run: Path) -> Child:
+        framework, *flags = lane
+        environ = {"HYDROSLURM_PREEMPT": "requeue", "HYDROSLURM_RUN_DIR": str(run / "run")}
+        return Child("stock", run, framework, str(run / "output"), *flags, environ=environ)
 
-def _stock(lane: Sequence[str], run: Path, *, stop: bool) -> dict[str, Any]:
-    run.mkdir(parents=True)
-    framework, *flags = lane
-    argv = [str(HERE / "stock.py"), framework, str(run / "output"), *flags]
-    environ = {"HYDROSLURM_PREEMPT": "requeue", "HYDROSLURM_RUN_DIR": str(run / "run")}
-    found: dict[str, Any] = {}
-    if stop:
-        with Child(*argv, *(["--cpu"] if DRY else []), environ=environ) as child:
-            while child.expect("step") < 8:
-                pass
-            began_s = time.monotonic()
-            os.kill(child.pid, signal.SIGTERM)
-            found["status"] = child.wait()
-            found["sigterm_s"] = time.monotonic() - began_s
-        found["at"] = child.seen["step"]
-    with Child(*argv, *(["--cpu"] if DRY else []), environ=environ) as child:
-        found["first"] = child.expect("step")
-        found["weights"] = child.expect("weights")
-        child.wait()
-    return found
+    def judge(lane: tuple[str, ...]) -> None:
+        name = "_".join(lane).replace("--", "")
+        with result.trying(name):
+            found, _, same = stopped_and_resumed(
+                functools.partial(start, lane), folder / name, at=8, alone=DRY
+            )
+            result.add(**{f"{key}_{name}": value for key, value in found.items()})
+            resumed = found["first_step_after_restart"] >= found["stopped_at_step"]
+            result.require(**{f"resumed_{name}": resumed, f"bits_equal_{name}": same})
+
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        list(pool.map(judge, lanes))
 
 
 # --- 7: marks
@@ -653,7 +610,7 @@ def marks(result: Result, folder: Path) -> None:
         "NVTX_LISTENER_FILE": str(heard),
         "HYDROSLURM_NVTX": "operators",
     }
-    _, same = pauses(folder / "run", size="small", count=2, environ=environ)
+    _, same = pauses(folder, size="small", count=2, environ=environ)
     said = set(heard.read_text().splitlines())
     wanted = {"mark pause_request", "mark gate_closed", "mark at_rest", "mark gate_opened"}
     wanted |= {"mark resume_request", "begin pausing", "begin resuming"}
@@ -673,40 +630,37 @@ def marks(result: Result, folder: Path) -> None:
 def ranks(result: Result, folder: Path) -> None:
     """FSDP2 and DDP of one rank over NCCL: paused, asked to vacate, stopped and resumed. Whether
     NCCL can be suspended depends on torch and NCCL: a refusal is a finding, not a failure."""
-    with ThreadPoolExecutor(2) as pool:
-        for name in ("fsdp2", "ddp"):
-            pool.submit(_one_of_ranks, result, folder, name)
+    names = ("ddp",) if DRY else ("ddp", "fsdp2")
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(functools.partial(_one_of_ranks, result, folder), names))
 
 
 def _one_of_ranks(result: Result, folder: Path, name: str) -> None:
+    environ = {
+        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(29511 + 2 * (name == "ddp") + 10 * (os.getpid() % 500)),
+    }  # fmt: skip
+
+    def start(run: Path) -> Child:
+        return trains("run", run, ranks=name, steps=16, every=7, environ=environ)
+
+    def pause(child: Child) -> None:
+        answer = client.pause(child.pid, timeout_s=LIMIT_S)
+        result.require(**{f"parked_{name}": answer.done})
+        client.resume(child.pid, timeout_s=LIMIT_S)
+        if DRY:
+            return
+        answer = client.pause(child.pid, vacate=True, timeout_s=LIMIT_S)
+        said = "" if answer.done else answer.message
+        result.add(**{f"vacated_{name}": answer.done, f"vacate_said_{name}": said})
+        client.resume(child.pid, timeout_s=LIMIT_S)
+
     with result.trying(name):
-        options = {"ranks": name, "steps": 16, "every": 7}
-        port = 29511 + 2 * (name == "ddp") + 10 * (os.getpid() % 500)
-        environ = {
-            "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
-
-        def pause(child: Child) -> None:
-            answer = client.pause(child.pid, timeout_s=LIMIT_S)
-            result.require(**{f"parked_{name}": answer.done})
-            client.resume(child.pid, timeout_s=LIMIT_S)
-            if DRY:
-                return
-            answer = client.pause(child.pid, vacate=True, timeout_s=LIMIT_S)
-            said = "" if answer.done else answer.message
-            result.add(**{f"vacated_{name}": answer.done, f"vacate_said_{name}": said})
-            client.resume(child.pid, timeout_s=LIMIT_S)
-
-        with trains("run", run=str(folder / name / "a"), **options, environ=environ) as child:
-            wanted = _weights(child)
-            child.wait()
-        found = _stopped_and_resumed(
-            folder / name / "b", options, at=8, result=result, environ=environ, pause=pause
-        )
-        same = found.pop("weights") == wanted
-        result.add(**{f"{key}_{name}": value for key, value in found.items()})
+        found, child, same = stopped_and_resumed(start, folder / name, at=8, pause=pause)
         result.require(**{f"bits_equal_{name}": same})
+        found = stop_of_a_run(folder / name, child, found)
+        result.add(**{f"{key}_{name}": value for key, value in found.items()})
 
 
 # --- 9: frozen weights
@@ -719,7 +673,7 @@ def frozen(result: Result, folder: Path) -> None:
     from hydroslurm.checkpoint.planner import divide
     from hydroslurm.checkpoint.store import CheckpointStore, State
 
-    size_bytes = 2**26 if DRY else 4 * GIB
+    size_bytes = 2**24 if DRY else 4 * GIB
     base = {f"w{n}": torch.randn(size_bytes // 64, device=DEVICE).bfloat16() for n in range(32)}
     pointers = {one.data_ptr() for one in base.values()}
 
@@ -728,7 +682,7 @@ def frozen(result: Result, folder: Path) -> None:
         return State(shared={"model": {**tensors, "t": trained}}, own={}, frozen=pointers)
 
     plan, took_s, found = divide(state(base, 0), rank=0, world_size=1), [], set()
-    for _ in range(7):
+    for _ in range(4 if DRY else 7):
         synchronize()
         began_s = time.perf_counter()
         found.add(fingerprint(plan))

@@ -1,44 +1,34 @@
 """Trainings as people write them with Lightning and with transformers' Trainer, in bf16. They know
-nothing of preemption: ``stock.py lightning|transformers FOLDER [--cpu] [--compile]``.
+nothing of preemption. Arguments: ``lightning|transformers FOLDER [--compile]``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from training import DRY, Size, digest, network, say
 
-STEPS, BATCH = 24, 8
+STEPS, BATCH = 16 if DRY else 24, 8
 STEP_S = 0.05
 """Long enough to be stopped in the middle."""
 
 
 def say_step(number: int) -> None:
     time.sleep(STEP_S)
-    print(f'{{"step": {number}}}', flush=True)
+    say(step=number)
 
 
-def say_weights(model: torch.nn.Module) -> None:
-    state = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        state.update(raw.numpy().tobytes())
-    print(f'{{"weights": "{state.hexdigest()[:16]}"}}', flush=True)
-
-
-def with_lightning(folder: Path, *, on_cpu: bool) -> None:
+def with_lightning(folder: Path) -> None:
     import lightning as L
 
     class Model(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            layer = torch.nn.TransformerEncoderLayer(128, 4, 256, dropout=0.1, batch_first=True)
-            encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-            self.net = torch.nn.Sequential(encoder, torch.nn.Linear(128, 10))
+            self.net = network(Size(128, 2, BATCH, 32), dropout=0.1)
 
         def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
             rows, targets = batch
@@ -55,9 +45,9 @@ def with_lightning(folder: Path, *, on_cpu: bool) -> None:
     L.seed_everything(42, workers=True)
     count = STEPS // 2 * BATCH
     rows = torch.randn(count, 32, 128)
-    data = torch.utils.data.TensorDataset(rows, torch.randint(0, 10, (count, 32)))
+    data = torch.utils.data.TensorDataset(rows, torch.randint(0, 256, (count, 32)))
     trainer = L.Trainer(
-        accelerator="cpu" if on_cpu else "gpu",
+        accelerator="cpu" if DRY else "gpu",
         devices=1,
         precision="bf16-mixed",
         deterministic=True,
@@ -71,10 +61,10 @@ def with_lightning(folder: Path, *, on_cpu: bool) -> None:
     )
     model = Model()
     trainer.fit(model, torch.utils.data.DataLoader(data, BATCH, shuffle=True, num_workers=2))
-    say_weights(model)
+    say(weights=digest(model.parameters()))
 
 
-def with_transformers(folder: Path, *, on_cpu: bool, compiled: bool) -> None:
+def with_transformers(folder: Path, *, compiled: bool) -> None:
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
@@ -102,9 +92,8 @@ def with_transformers(folder: Path, *, on_cpu: bool, compiled: bool) -> None:
             num_train_epochs=2,
             per_device_train_batch_size=BATCH,
             bf16=True,
-            use_cpu=on_cpu,
+            use_cpu=DRY,
             torch_compile=compiled,
-            torch_compile_backend=("eager" if on_cpu else "inductor") if compiled else None,
             dataloader_drop_last=True,
             save_strategy="no",
             report_to="none",
@@ -114,15 +103,14 @@ def with_transformers(folder: Path, *, on_cpu: bool, compiled: bool) -> None:
         callbacks=[Steps()],
     )
     trainer.train()
-    say_weights(trainer.model)
+    say(weights=digest(trainer.model.parameters()))
 
 
-if __name__ == "__main__":
+def main() -> None:
     framework, where, *flags = sys.argv[1:]
-    if "--cpu" in flags:
+    if DRY:
         torch.set_num_threads(1)
     if framework == "lightning":
-        with_lightning(Path(where), on_cpu="--cpu" in flags)
+        with_lightning(Path(where))
     else:
-        compiled = "--compile" in flags
-        with_transformers(Path(where), on_cpu="--cpu" in flags, compiled=compiled)
+        with_transformers(Path(where), compiled="--compile" in flags)

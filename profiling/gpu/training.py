@@ -1,4 +1,4 @@
-"""The trainings that the parts pause, vacate and stop: ``training.py loop|run OPTIONS``, in JSON.
+"""The trainings that the parts pause, vacate and stop.
 
 They say what they do in lines of JSON on stdout. ``loop`` trains twice from one seed, first
 undisturbed, and says the hash of the weights after each; between its steps it says where it is, so
@@ -8,7 +8,6 @@ that the part can pause the second training wherever it likes. ``run`` trains wi
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import itertools
@@ -17,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,22 @@ def release() -> None:
 
 
 def say(**line: Any) -> None:
+    """The first key is what the part waits for."""
     print(json.dumps(line), flush=True)
+
+
+def network(size: Size, *, dropout: float, norm_first: bool = False) -> nn.Sequential:
+    """A transformer whose last layer has 256 outputs."""
+    layer = nn.TransformerEncoderLayer(
+        size.width,
+        size.width // 64,
+        4 * size.width,
+        dropout=dropout,
+        batch_first=True,
+        norm_first=norm_first,
+    )
+    encoder = nn.TransformerEncoder(layer, size.layers, enable_nested_tensor=False)
+    return nn.Sequential(encoder, nn.Linear(size.width, 256))
 
 
 def digest(parameters: Any) -> str:
@@ -109,11 +123,7 @@ class Training:
         torch.manual_seed(0)
         width, shape = size.width, (size.batch, size.sequence)
         with torch.device(DEVICE):
-            layer = nn.TransformerEncoderLayer(
-                width, width // 64, 4 * width, dropout=0.0, batch_first=True, norm_first=True
-            )
-            encoder = nn.TransformerEncoder(layer, size.layers, enable_nested_tensor=False)
-            self.model = nn.Sequential(encoder, nn.Linear(width, 256)).to(DTYPE)
+            self.model = network(size, dropout=0.0, norm_first=True).to(DTYPE)
             self.data = torch.randn(*shape, width, dtype=DTYPE)
             self.target = torch.randint(0, 256, shape)
         captures = variant == "graphs" and not DRY
@@ -249,73 +259,57 @@ def run(*, run: str, ranks: str = "", steps: int, every: int) -> None:
     torch.manual_seed(0)
     size = Size(768, 6, 8, 256) if not DRY and not ranks else size_for("small")
     with torch.device(DEVICE):
-        layer = nn.TransformerEncoderLayer(
-            size.width, size.width // 64, 4 * size.width, dropout=0.1, batch_first=True
-        )
-        net = nn.Sequential(
-            nn.TransformerEncoder(layer, size.layers, enable_nested_tensor=False),
-            nn.Linear(size.width, 256),
-        )
-    with _one_rank(ranks):
-        model = _parallel(net, ranks)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        scaled = not ranks and not DRY
-        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=3)
-        rows = torch.randn(steps * size.batch, size.sequence, size.width)
-        targets = torch.randint(0, 256, (len(rows), size.sequence))
-        data, noise = TensorDataset(rows, targets), torch.Generator(DEVICE).manual_seed(5)
-        loader = DataLoader(
-            data, size.batch, shuffle=True, num_workers=0 if DRY else 2, pin_memory=not DRY
-        )
-        with hydroslurm.Run(
-            model=model,
-            optimizer=optimizer,
-            **({} if ranks else {"scaler": scaler}),
-            loader=loader,
-            directory=run,
-            every_steps=every,
-            every_s=0,
-        ) as training:
-            training.register("noise", noise)
-            synchronize()
-            began_s = time.perf_counter()
-            training.resume()
-            synchronize()
-            load_s = time.perf_counter() - began_s
-            say(ready=os.getpid(), from_step=training.step, load_s=load_s)
-            for rows, targets in training.batches(epochs=1):
-                optimizer.zero_grad()
-                x = rows.to(DEVICE, non_blocking=True)
-                x = x + 0.1 * torch.randn(x.shape, device=DEVICE, generator=noise)
-                with torch.autocast(DEVICE.type, torch.float16 if scaled else DTYPE):
-                    scores = model(x).flatten(0, 1)
-                wanted = targets.to(DEVICE).flatten()
-                loss = nn.functional.cross_entropy(scores.float(), wanted)
-                if ranks:
-                    loss.backward()
-                    optimizer.step()
-                else:
-                    scaler.scale(loss).backward()
-                    scaler.step(optimizer)
-                    scaler.update()
-                # long enough to be stopped in the middle, and for a save before the next one
-                time.sleep(0.05 if DRY or ranks else 0.1)
-                say(step=training.step, loss=loss.item().hex())
-            say(weights=digest(model.parameters()), scale=scaler.get_scale())
-            if not ranks:
-                say(pinned_copy_s=_pinned_copy_s(model, optimizer))
-
-
-@contextlib.contextmanager
-def _one_rank(ranks: str) -> Iterator[None]:
-    """A process group of one; the variables that torchrun sets are the part's."""
-    if not ranks:
-        yield
-        return
-    torch.distributed.init_process_group(COLLECTIVES)
-    try:
-        yield
-    finally:
+        net = network(size, dropout=0.1)
+    if ranks:  # one; the variables that torchrun sets are the part's
+        torch.distributed.init_process_group(COLLECTIVES)
+    model = _parallel(net, ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaled = not ranks and not DRY
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=3)
+    rows = torch.randn(steps * size.batch, size.sequence, size.width)
+    targets = torch.randint(0, 256, (len(rows), size.sequence))
+    data, noise = TensorDataset(rows, targets), torch.Generator(DEVICE).manual_seed(5)
+    loader = DataLoader(
+        data, size.batch, shuffle=True, num_workers=0 if DRY else 2, pin_memory=not DRY
+    )
+    with hydroslurm.Run(
+        model=model,
+        optimizer=optimizer,
+        **({} if ranks else {"scaler": scaler}),
+        loader=loader,
+        directory=run,
+        every_steps=every,
+        every_s=0,
+    ) as training:
+        training.register("noise", noise)
+        synchronize()
+        began_s = time.perf_counter()
+        training.resume()
+        synchronize()
+        load_s = time.perf_counter() - began_s
+        say(ready=os.getpid(), from_step=training.step, load_s=load_s)
+        for rows, targets in training.batches(epochs=1):
+            optimizer.zero_grad()
+            x = rows.to(DEVICE, non_blocking=True)
+            x = x + 0.1 * torch.randn(x.shape, device=DEVICE, generator=noise)
+            with torch.autocast(DEVICE.type, torch.float16 if scaled else DTYPE):
+                scores = model(x).flatten(0, 1)
+            wanted = targets.to(DEVICE).flatten()
+            loss = nn.functional.cross_entropy(scores.float(), wanted)
+            if ranks:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            # long enough to be stopped in the middle, and for a save before the next one
+            time.sleep(0.05 if DRY or ranks else 0.1)
+            say(step=training.step, loss=loss.item().hex())
+        if not ranks:
+            say(pinned_copy_s=_pinned_copy_s(model, optimizer))
+        say(weights=digest(model.parameters()), scale=scaler.get_scale())
+    if ranks:
         torch.distributed.destroy_process_group()
 
 
@@ -349,5 +343,6 @@ def _pinned_copy_s(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return statistics.median(took_s)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """``loop`` or ``run``, and its arguments as JSON."""
     {"loop": loop, "run": run}[sys.argv[1]](**json.loads(sys.argv[2]))

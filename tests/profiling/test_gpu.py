@@ -13,6 +13,7 @@ from profiling.scripts import PROFILING
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1400)
 def test_gpu_parts_on_a_cpu(tmp_path: Path) -> None:
     """Without a device every part runs as far as a CPU goes, and leaves its line in a few files."""
     done = subprocess.run(
@@ -20,7 +21,7 @@ def test_gpu_parts_on_a_cpu(tmp_path: Path) -> None:
         env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=850,
+        timeout=1300,  # after the deadlines of its own
     )
     assert done.returncode == 0, done.stdout[-5000:] + (tmp_path / "log.txt").read_text()[-5000:]
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
