@@ -17,6 +17,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 Rule = Literal["none", "linear", "sqrt"]
+RULES: tuple[Rule, ...] = ("none", "linear", "sqrt")
 
 
 def factor_of(rule: Rule, *, ranks: int, full: int) -> float:

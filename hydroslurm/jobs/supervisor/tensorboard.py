@@ -70,12 +70,15 @@ def is_there() -> bool:
 
 @contextlib.contextmanager
 def tensorboard(
-    wanted: TensorBoardPlan, run: RunDir, *, log: Callable[[str], None]
+    wanted: TensorBoardPlan | None, run: RunDir, *, log: Callable[[str], None]
 ) -> Iterator[None]:
-    """Run TensorBoard inside the block. The ranks do not wait for it: it announces
+    """Run TensorBoard inside the block, if it is wanted. The ranks do not wait for it: it announces
     its address once it has one. Its failures are logged, never raised. Main thread only.
     """
     run.tensorboard_json.unlink(missing_ok=True)
+    if wanted is None:
+        yield
+        return
     if not is_there():
         log(MISSING)
         run.tensorboard_log.write_text(f"{MISSING}\n")
