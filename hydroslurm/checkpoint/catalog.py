@@ -1,23 +1,20 @@
-"""Which checkpoints a folder has, and which of them may go."""
+"""Which checkpoints a folder has, and whether they are what was written."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydroslurm.checkpoint import folders, manifest
-from hydroslurm.checkpoint.checksummed_file import read_whole
+from hydroslurm.checkpoint.checksummed_file import check_file, read_whole
 from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UntrustedFile
-
-STOP = "stop"
-"""The kind of checkpoint that retention counts apart: periodic saves that follow a preemption must
-not push out the emergency one at once, nor a series of preemptions all the periodic ones."""
 
 EPOCH = "epoch"
 """The kind that marks the end of an epoch. A step can have one beside a periodic checkpoint, which
@@ -25,9 +22,6 @@ still belongs within the epoch; neither stands in for the other."""
 
 VISIBLE_S = 10.0
 """How long to wait until a manifest that another rank has written is seen here."""
-
-LEAST_KEPT = 2
-"""One to load, and one to fall back to."""
 
 
 @dataclass(frozen=True)
@@ -142,25 +136,6 @@ def read_again(checkpoint: Checkpoint, *, storage: Storage) -> Manifest:
         time.sleep(0.05)
 
 
-def beyond(
-    checkpoints: Sequence[Checkpoint], *, keep: int, keep_stop: int, keep_epochs: int | None = None
-) -> tuple[Checkpoint, ...]:
-    """The checkpoints that retention removes, oldest first like ``checkpoints`` itself.
-
-    The last ``keep_stop`` of kind "stop" stay, the last ``keep_epochs`` of kind "epoch" (None: all
-    of them), the last ``keep`` of the other kinds, and at least the last two of all.
-    """
-    stops = [one for one in checkpoints if one.kind == STOP]
-    epochs = [one for one in checkpoints if one.kind == EPOCH]
-    others = [one for one in checkpoints if one.kind not in (STOP, EPOCH)]
-    kept = others[-keep:] + (stops[-keep_stop:] if keep_stop else [])
-    kept += epochs if keep_epochs is None else epochs[-keep_epochs:]
-    rest = [one for one in checkpoints if one not in kept]
-    while rest and len(kept) < LEAST_KEPT:
-        kept.append(rest.pop())
-    return tuple(rest)
-
-
 def _at(path: Path, key: tuple[int, int], storage: Storage) -> Checkpoint | Problem:
     try:
         found = read_manifest(path, storage=storage)
@@ -171,3 +146,86 @@ def _at(path: Path, key: tuple[int, int], storage: Storage) -> Checkpoint | Prob
             path, key, CheckpointCorrupt(f"{path} holds step {found.step}: it was renamed")
         )
     return Checkpoint(path, found)
+
+
+class Checker:
+    """Verifies checkpoints and remembers the good ones.
+
+    :meth:`is_good`, which a stop waits for, does not reread what this process has written or
+    verified; :meth:`verify` always reads.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._good: set[tuple[Path, int]] = set()
+
+    def verify(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        cancel: threading.Event | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Read all of it.
+
+        Args:
+            share: (rank, world size) of ranks that divide the files among themselves. None of them
+                alone knows whether the checkpoint is good.
+
+        Raises:
+            CheckpointCorrupt: names the first file that is not what was written.
+            CheckpointTooNew: a newer release has meanwhile replaced its manifest.
+            SaveAbandoned: ``cancel`` was set.
+        """
+        self._good.discard(_key(checkpoint))
+        files = read_again(checkpoint, storage=self._storage).files
+        rank, of_ranks = share
+        for name in sorted(files)[rank::of_ranks]:
+            check_file(checkpoint.path / name, files[name], storage=self._storage, cancel=cancel)
+        if of_ranks == 1:
+            self.trust(checkpoint)
+
+    def glance(self, checkpoint: Checkpoint) -> None:
+        """Compare sizes only.
+
+        Raises:
+            CheckpointCorrupt: names the first file that is missing or has another size.
+        """
+        for name, entry in checkpoint.manifest.files.items():
+            path = checkpoint.path / name
+            try:
+                fd = self._storage.open(path)
+                size_bytes = self._storage.size(fd)
+                self._storage.close(fd)
+            except OSError as error:
+                raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror}") from error
+            if size_bytes != entry.size_bytes:
+                raise CheckpointCorrupt(
+                    f"{path} has {size_bytes} bytes; {entry.size_bytes} were written"
+                )
+
+    def trust(self, checkpoint: Checkpoint) -> None:
+        """Remember a checkpoint that was just written as good."""
+        self._good.add(_key(checkpoint))
+
+    def good_at(self, path: Path) -> Checkpoint | None:
+        """The checkpoint at this path if there is one and it is good."""
+        try:
+            found = Checkpoint(path, read_manifest(path, storage=self._storage))
+        except CheckpointError:
+            return None
+        return found if self.is_good(found) else None
+
+    def is_good(self, checkpoint: Checkpoint) -> bool:
+        """Whether it verifies or has verified before."""
+        if _key(checkpoint) in self._good:
+            return True
+        try:
+            self.verify(checkpoint)
+        except CheckpointError:
+            return False
+        return True
+
+
+def _key(checkpoint: Checkpoint) -> tuple[Path, int]:
+    return checkpoint.path, checkpoint.manifest.created_epoch_ns

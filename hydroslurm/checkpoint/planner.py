@@ -96,13 +96,6 @@ def _is_frozen(tensor: torch.Tensor, frozen: Collection[int]) -> bool:
     return bool(frozen) and tensor.nbytes >= LEAST_DIVIDED_BYTES and tensor.data_ptr() in frozen
 
 
-def plan_of(state: State | WritePlan, *, rank: int, world_size: int) -> WritePlan:
-    """What this rank writes of a state, which may have been divided before."""
-    if isinstance(state, WritePlan):
-        return state
-    return divide(state, rank=rank, world_size=world_size)
-
-
 def owners(sizes_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Key -> the rank that writes this plain tensor: the largest first, each to the rank that has
     the least so far."""

@@ -1,62 +1,53 @@
-"""Removes the checkpoints of a folder that need not be kept, and what dead saves left there; keeps
-those that somebody is loading."""
+"""Which checkpoints of a folder need not be kept; keeps those that somebody is loading."""
 
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hydroslurm.checkpoint import commit, folders
-from hydroslurm.checkpoint.catalog import Checkpoint, beyond, look
-from hydroslurm.checkpoint.checking import Checker
+from hydroslurm.checkpoint import folders
+from hydroslurm.checkpoint.catalog import EPOCH, Checkpoint
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.errors import CheckpointError
+from hydroslurm.errors import UsageError
+
+STOP = "stop"
+"""The kind of checkpoint that retention counts apart: periodic saves that follow a preemption must
+not push out the emergency one at once, nor a series of preemptions all the periodic ones."""
+
+LEAST_KEPT = 2
+"""One to load, and one to fall back to."""
 
 
-def prune(
-    directory: Path,
-    *,
-    keep: int,
-    keep_stop: int,
-    keep_epochs: int | None,
-    checker: Checker,
-    may_prune: Callable[[], None],
-    storage: Storage,
-) -> tuple[Path, ...]:
-    """Remove older checkpoints, and what killed saves left; the checkpoints that were removed.
+def check_counts(*, keep: int, keep_stop: int, keep_epochs: int | None) -> None:
+    """Raise UsageError for numbers of checkpoints that cannot be kept."""
+    if keep < 1 or keep_stop < 0:
+        raise UsageError(f"keep={keep}, keep_stop={keep_stop}: wanted keep >= 1, keep_stop >= 0")
+    if keep_epochs is not None and keep_epochs < 1:
+        raise UsageError(f"keep_epochs={keep_epochs}: wanted 1 or more, or None for all")
 
-    ``catalog.beyond`` says what stays; the newest good one stays whatever its age, and so does one
-    that is being loaded. A failure costs a RuntimeWarning. ``may_prune`` is called before each
-    removal, and ends it by raising.
+
+def beyond(
+    checkpoints: Sequence[Checkpoint], *, keep: int, keep_stop: int, keep_epochs: int | None
+) -> tuple[Checkpoint, ...]:
+    """The checkpoints that retention removes, oldest first like ``checkpoints`` itself.
+
+    The last ``keep_stop`` of kind "stop" stay, the last ``keep_epochs`` of kind "epoch" (None: all
+    of them), the last ``keep`` of the other kinds, and at least the last two of all.
     """
-    removed: list[Path] = []
-    try:
-        found = [one for one in look(directory, storage=storage) if isinstance(one, Checkpoint)]
-        rest = beyond(found, keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs)
-        newest_good = next((one for one in reversed(found) if checker.is_good(one)), None)
-        for one in () if newest_good is None else rest:
-            if one == newest_good:
-                continue
-            may_prune()
-            if one.path.name not in _pinned(directory, storage=storage):
-                commit.remove(one.path, storage=storage)
-                removed.append(one.path)
-        may_prune()
-        commit.remove_leftovers(directory, storage=storage)
-    except (OSError, CheckpointError) as error:
-        warnings.warn(
-            f"hydroslurm: old checkpoints in {directory} could not be removed ({error}); "
-            "new ones are not affected, but the disk will fill up",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    return tuple(removed)
+    stops = [one for one in checkpoints if one.kind == STOP]
+    epochs = [one for one in checkpoints if one.kind == EPOCH]
+    others = [one for one in checkpoints if one.kind not in (STOP, EPOCH)]
+    kept = others[-keep:] + (stops[-keep_stop:] if keep_stop else [])
+    kept += epochs if keep_epochs is None else epochs[-keep_epochs:]
+    rest = [one for one in checkpoints if one not in kept]
+    while rest and len(kept) < LEAST_KEPT:
+        kept.append(rest.pop())
+    return tuple(rest)
 
 
-def _pinned(directory: Path, *, storage: Storage) -> set[str]:
+def pinned(directory: Path, *, storage: Storage) -> set[str]:
     """What somebody is loading. A pin is one more leftover when its process is gone."""
     now_epoch_s = time.time()
     return {

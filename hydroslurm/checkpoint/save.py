@@ -21,18 +21,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hydroslurm.checkpoint import commit, folders, manifest
-from hydroslurm.checkpoint.catalog import Checkpoint, as_told, read_manifest
-from hydroslurm.checkpoint.checking import Checker
+from hydroslurm.checkpoint.catalog import EPOCH, Checker, Checkpoint, as_told, read_manifest
 from hydroslurm.checkpoint.frozen import FrozenFiles, with_fingerprint
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest
-from hydroslurm.checkpoint.parts import Parts
-from hydroslurm.checkpoint.planner import plan_of
+from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.save_round import (
     KEPT,
     SaveRound,
@@ -44,7 +42,7 @@ from hydroslurm.checkpoint.save_round import (
 )
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.write_plan import State, WritePlan
-from hydroslurm.checkpoint.writer import write_part
+from hydroslurm.checkpoint.writer import manifest_of, write_part
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import AgreementFailed, CheckpointError, RanksError, SaveFailed, StaleAttempt
 
@@ -63,40 +61,26 @@ class Place:
     header: Manifest
 
 
+@dataclass
 class Save:
-    """One save, as one of its ranks sees it."""
+    """One save, as one of its ranks sees it.
 
-    def __init__(
-        self,
-        directory: Path,
-        save_round: SaveRound,
-        *,
-        storage: Storage,
-        checker: Checker,
-        stored: FrozenFiles,
-        chunk_bytes: int,
-        may_commit: Callable[[], None],
-        written: Callable[[], None] | None = None,
-        again: bool = False,
-    ) -> None:
-        """
-        Args:
-            stored: of this directory.
-            may_commit: prevents the commit by raising StaleAttempt.
-            written, again: see ``CheckpointStore.write``.
-        """
-        self._begun_s = time.monotonic()
-        self._directory = directory
-        self._round = save_round
-        self._rank = save_round.peers.rank
-        self._committers = range(min(COMMITTERS, save_round.peers.world_size))
-        self._storage = storage
-        self._checker = checker
-        self._stored = stored
-        self._chunk_bytes = chunk_bytes
-        self._may_commit = may_commit
-        self._written = written
-        self._again = again
+    Attributes:
+        stored: of this directory.
+        may_commit: prevents the commit by raising StaleAttempt.
+        written, again: see ``CheckpointStore.write``.
+    """
+
+    directory: Path
+    round: SaveRound
+    storage: Storage
+    checker: Checker
+    stored: FrozenFiles
+    chunk_bytes: int
+    may_commit: Callable[[], None]
+    written: Callable[[], None] | None
+    again: bool
+    begun_s: float = field(default_factory=time.monotonic)
 
     def write(self, state: State | WritePlan, header: Manifest) -> Checkpoint:
         """Save; the committed checkpoint, or one of this step that was there before, where that
@@ -108,95 +92,101 @@ class Save:
         Raises:
             SaveFailed, SaveAbandoned, UnsavableState, StaleAttempt: on all ranks.
         """
-        world_size = self._round.peers.world_size
+        world_size = self.round.peers.world_size
         with self._failing_as_save():
             try:
-                plan = plan_of(state, rank=self._rank, world_size=world_size)
+                plan = state
+                if isinstance(plan, State):
+                    plan = divide(plan, rank=self.round.peers.rank, world_size=world_size)
                 plan = with_fingerprint(plan)
             except Exception as error:
-                self._round.settle("open", problem=error)
+                self.round.settle("open", problem=error)
                 raise
-            layout = "" if self._round.is_solo else plan.layout.digest
+            layout = "" if self.round.is_solo else plan.layout.digest
             place = self._open(replace(header, world_size=world_size), layout)
             if isinstance(place, Checkpoint):
                 return place
             with self._removing(place.folder):
-                parts, mine = self._write(place.folder, plan)
-            committed = self._commit(place, lambda: self._describe(place, parts))
+                answers, mine = self._write(place.folder, plan)
+            committed = self._commit(place, lambda: self._describe(place, answers, plan))
             if _is_of(place, committed.manifest):
-                self._stored.note(committed, files=mine, fingerprint=plan.fingerprint)
+                self.stored.note(committed, files=mine, fingerprint=plan.fingerprint)
             return committed
 
     def _open(self, header: Manifest, layout: str) -> Place | Checkpoint:
         """Where the checkpoint goes, or one that is there and will do."""
-        if self._round.is_solo:
+        if self.round.is_solo:
             return self._choose(header)
         answer: dict[str, Any] = {"layout": layout}
         folder, problem = None, None
-        if self._rank == 0:
+        if self.round.peers.rank == 0:
             try:
                 chosen = self._choose(header)
                 if isinstance(chosen, Place):
                     folder = chosen.folder
-                    self._make_inner(folder, folders.inner_folders(header.world_size))
-                self._storage.fsync_dir(self._directory)
+                    for name in folders.inner_folders(header.world_size):
+                        self.storage.mkdir(folder / name)
+                self.storage.fsync_dir(self.directory)
                 answer |= _told(chosen)
             except Exception as error:
                 problem = error
         with self._removing(folder):
-            answers = self._round.settle("open", answer, problem=problem)
+            answers = self.round.settle("open", answer, problem=problem)
             layouts = {
                 rank: checked(one, rank=rank, layout=str)["layout"] for rank, one in answers.items()
             }
             other = [rank for rank, layout in layouts.items() if layout != layouts[0]]
             if other:
                 raise SaveFailed(
-                    f"{self._round.not_saved} rank 0 holds {layouts[0]}, rank {other[0]} "
+                    f"{self.round.not_saved} rank 0 holds {layouts[0]}, rank {other[0]} "
                     f"{layouts[other[0]]}. What is registered for saving must have the same keys "
                     "and shapes on all ranks"
                 )
         return self._chosen_by_rank_0(answers[0])
 
     def _choose(self, header: Manifest) -> Place | Checkpoint:
-        self._may_commit()
-        target, there = self._checker.place_for(
-            self._directory,
-            self._round.step,
-            again=self._again,
-            kind=header.kind,
-        )
-        if there is not None:
+        """The place under the next number of this step where the state may differ from what is
+        saved. Epoch checkpoints and other kinds do not stand in for each other."""
+        self.may_commit()
+        step, names = self.round.step, list[str]()
+        with contextlib.suppress(FileNotFoundError):
+            names = self.storage.listdir(self.directory)
+        newest = folders.newest_number(names, step)
+        target = folders.of_step(self.directory, step, max(newest, 1))
+        there = None if self.again else self.checker.good_at(target)
+        if there is not None and (there.kind == EPOCH) == (header.kind == EPOCH):
             # who committed it may have been killed before its last call
-            self._storage.fsync_dir(self._directory)
+            self.storage.fsync_dir(self.directory)
             return there
-        folder = folders.temporary(target, joint=not self._round.is_solo)
-        commit.make_dirs(self._directory, storage=self._storage)
-        self._storage.mkdir(folder)
+        if self.again or there is not None:
+            target = folders.of_step(self.directory, step, newest + 1)
+        folder = folders.temporary(target, joint=not self.round.is_solo)
+        commit.make_dirs(self.directory, storage=self.storage)
+        self.storage.mkdir(folder)
         return Place(folder, target, header)
-
-    def _make_inner(self, folder: Path, names: Iterable[str]) -> None:
-        for name in names:
-            self._storage.mkdir(folder / name)
 
     def _chosen_by_rank_0(self, answer: Mapping[str, Any]) -> Place | Checkpoint:
         """What lies in the folder is removed when the save fails: so its name must be one that only
         a save can have chosen."""
         told = checked(answer, rank=0, name=str, manifest=str)
-        name, step = told["name"], self._round.step
+        name, step = told["name"], self.round.step
         final = folders.target_of(name, step)
         if final is None and folders.step_of(name) != step:
             raise SaveFailed(
-                f"{self._round.not_saved} rank 0 names the folder {name[:80]!r}, which is none for "
-                f"a save of this step in {self._directory}"
+                f"{self.round.not_saved} rank 0 names the folder {name[:80]!r}, which is none for "
+                f"a save of this step in {self.directory}"
             )
-        path = self._directory / name
+        path = self.directory / name
         if final is None:
             return self._trusted(as_told(told, path))
         return Place(path, path.parent / final, Manifest.from_json(told["manifest"], where=path))
 
-    def _write(self, folder: Path, plan: WritePlan) -> tuple[Parts, Mapping[str, FileEntry]]:
-        """Write this rank's part, and hear of the others'; with this rank's files."""
-        alone = self._round.is_solo
+    def _write(
+        self, folder: Path, plan: WritePlan
+    ) -> tuple[Mapping[int, Any], Mapping[str, FileEntry]]:
+        """Write this rank's part; what all ranks say that they have written, and this one's
+        files."""
+        alone = self.round.is_solo
         answer: dict[str, Any] = {}
         files: Mapping[str, FileEntry] = {}
         problem: BaseException | None = None
@@ -204,59 +194,59 @@ class Save:
             mine = write_part(
                 folder,
                 plan,
-                storage=self._storage,
-                stored=self._stored,
-                cancel=self._round.cancel,
-                chunk_bytes=self._chunk_bytes,
+                storage=self.storage,
+                stored=self.stored,
+                cancel=self.round.cancel,
+                chunk_bytes=self.chunk_bytes,
             )
             if not alone:  # names of inner folders become durable with the manifest's
                 for path in {(folder / name).parent for name in mine.files}:
-                    self._storage.fsync_dir(path)
-            if self._written is not None:
-                self._written()
+                    self.storage.fsync_dir(path)
+            if self.written is not None:
+                self.written()
             files = mine.files
             answer = {**mine.to_answer(), "took_s": self._took_s()}
         except BaseException as error:
             problem = self._explained(error)
         try:
-            answers = self._round.settle(
-                "written", answer, problem=problem, collect_at=self._committers
+            answers = self.round.settle(
+                "written", answer, problem=problem, collect_at=self._committers()
             )
         except CheckpointError as error:
             if problem is None or isinstance(problem, Exception):
                 raise
             raise problem from error.__cause__  # such as an interrupt, which is for this rank only
-        return Parts(answers, plan.layout.whole_tally), files
+        return answers, files
 
     def _commit(self, place: Place, describe: Callable[[], Manifest]) -> Checkpoint:
         """Have the checkpoint committed by the first of the ranks that are left."""
-        if self._round.is_solo:
+        if self.round.is_solo:
             with self._removing(place.folder):
                 return self._trusted(Checkpoint(place.target, self._finish(place, describe)))
-        left = list(range(self._round.peers.world_size))
+        left = list(range(self.round.peers.world_size))
         for attempt in range(len(left)):
             mine, answer = None, None
-            if self._rank == left[0]:
+            if self.round.peers.rank == left[0]:
                 try:
                     mine = Checkpoint(place.target, self._finish(place, describe))
                     answer = {"manifest": mine.manifest.summary().to_json()}
                 except Exception as error:
                     answer = failed(self._explained(error))
             try:
-                answers = self._round.agree(f"commit/{attempt}", answer, among=left)
+                answers = self.round.agree(f"commit/{attempt}", answer, among=left)
             except RanksError as error:
                 lost = gone(error)
                 left = [rank for rank in left if rank not in lost]
                 one_knows = isinstance(error, AgreementFailed) and not error.withdrawn
-                nobody_can = not left or left[0] not in self._committers
-                if not lost or not one_knows or self._rank not in left or nobody_can:
+                nobody_can = not left or left[0] not in self._committers()
+                if not lost or not one_knows or self.round.peers.rank not in left or nobody_can:
                     raise SaveFailed(
-                        f"all ranks have written step {self._round.step}, but whether it was "
+                        f"all ranks have written step {self.round.step}, but whether it was "
                         f"committed is not known here: {why(error)}. {KEPT}"
                     ) from error
                 continue
             with self._removing(place.folder):
-                raise_failures(answers, self._round.not_saved)
+                raise_failures(answers, self.round.not_saved)
             told = checked(answers[left[0]], rank=left[0], manifest=str)
             return self._trusted(mine or as_told(told, place.target))
         raise AssertionError("this rank is left at least")
@@ -270,69 +260,71 @@ class Save:
         Raises:
             OSError: a call failed. CheckpointCorrupt: a part is not what its rank has acknowledged.
         """
-        there = None if self._round.is_solo else self._committed(place)
+        there = None if self.round.is_solo else self._committed(place)
         for attempt in range(commit.ATTEMPTS):
             if there is not None:
                 break
             try:
                 described = describe()
-                self._may_commit()
+                self.may_commit()
                 ours = commit.move_into_place(
                     place.folder,
                     place.target,
                     is_whole=lambda: self._committed(place) is not None,
-                    storage=self._storage,
+                    storage=self.storage,
                 )
                 if not ours:
                     with contextlib.suppress(OSError):
-                        commit.remove_tree(place.folder, storage=self._storage)
-                there = described if ours else read_manifest(place.target, storage=self._storage)
+                        commit.remove_tree(place.folder, storage=self.storage)
+                there = described if ours else read_manifest(place.target, storage=self.storage)
             except FileNotFoundError:  # somebody else has moved the folder, or took our draft away
                 there = self._committed(place)
                 if there is None and attempt == commit.ATTEMPTS - 1:
                     raise
         assert there is not None
         # who renamed it may have been killed before its last call
-        self._storage.fsync_dir(self._directory)
+        self.storage.fsync_dir(self.directory)
         return there
 
     def _committed(self, place: Place) -> Manifest | None:
         """The manifest under the final name: of a good checkpoint, or of this very save, committed
         by another rank."""
         try:
-            found = read_manifest(place.target, storage=self._storage)
+            found = read_manifest(place.target, storage=self.storage)
         except CheckpointError:
             return None
-        ours = _is_of(place, found) and not self._round.is_solo
-        return found if ours or self._checker.is_good(Checkpoint(place.target, found)) else None
+        ours = _is_of(place, found) and not self.round.is_solo
+        return found if ours or self.checker.is_good(Checkpoint(place.target, found)) else None
 
-    def _describe(self, place: Place, parts: Parts) -> Manifest:
-        """Write the manifest into the folder, from what the parts say."""
-        commit.remove_drafts(place.folder, storage=self._storage)
-        save_s = self._took_s() if self._round.is_solo else None
+    def _describe(self, place: Place, answers: Mapping[int, Any], plan: WritePlan) -> Manifest:
+        """Write the manifest into the folder, from what the ranks say that they have written."""
+        commit.remove_drafts(place.folder, storage=self.storage)
+        save_s = self._took_s() if self.round.is_solo else None
         with without_gc():  # in a training it stops all threads for a fifth of a second
-            described = parts.described(place.header, save_s=save_s)
-        self._put_manifest(place.folder, described)
+            described = manifest_of(
+                answers, place.header, whole_tally=plan.layout.whole_tally, save_s=save_s
+            )
+        data, rank = described.to_json().encode(), self.round.peers.rank
+        commit.put(place.folder, manifest.NAME, data, rank=rank, storage=self.storage)
         return described
 
-    def _put_manifest(self, folder: Path, described: Manifest) -> None:
-        data = described.to_json().encode()
-        commit.put(folder, manifest.NAME, data, rank=self._rank, storage=self._storage)
+    def _committers(self) -> range:
+        return range(min(COMMITTERS, self.round.peers.world_size))
 
     def _trusted(self, checkpoint: Checkpoint) -> Checkpoint:
         """What was just committed, or found to be good by rank 0."""
-        self._checker.trust(checkpoint)
+        self.checker.trust(checkpoint)
         return checkpoint
 
     def _took_s(self) -> float:
-        return round(time.monotonic() - self._begun_s, 6)
+        return round(time.monotonic() - self.begun_s, 6)
 
     def _explained(self, error: BaseException) -> BaseException:
         """An I/O error may be that a newer attempt has taken the folder away."""
         if isinstance(error, OSError):
             with contextlib.suppress(OSError):
                 try:
-                    self._may_commit()
+                    self.may_commit()
                 except StaleAttempt as stale:
                     return stale
         return error
@@ -346,7 +338,7 @@ class Save:
             if explained is error:
                 where = f" ({error.filename})" if error.filename else ""
                 explained = SaveFailed(
-                    f"step {self._round.step} could not be saved to {self._directory}: "
+                    f"step {self.round.step} could not be saved to {self.directory}: "
                     f"{error.strerror or error}{where}. {KEPT}"
                 )
             raise explained from error
@@ -365,9 +357,9 @@ class Save:
                 not isinstance(error.__cause__, RanksError)
                 or isinstance(error.__cause__, AgreementFailed)
             )
-            if folder is not None and (decided or self._round.is_solo):
+            if folder is not None and (decided or self.round.is_solo):
                 with contextlib.suppress(OSError):
-                    commit.remove_tree(folder, storage=self._storage)
+                    commit.remove_tree(folder, storage=self.storage)
             raise
 
 

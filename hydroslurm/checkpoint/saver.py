@@ -21,7 +21,7 @@ from hydroslurm.checkpoint.outcome import (
     report,
 )
 from hydroslurm.checkpoint.planner import divide
-from hydroslurm.checkpoint.save_round import PATIENCE_S, Peers, SaveRound
+from hydroslurm.checkpoint.save_round import PATIENCE_S, SaveRound
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.state_writer import SaveRequest, StateWriter
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
@@ -58,7 +58,6 @@ class Saver:
         on_save_error: Literal["warn", "fail"] = "warn",
         exempt: Callable[[], AbstractContextManager[None]] = nullcontext,
         tell: Callable[[SaveEvent], None] | None = None,
-        peers: Peers | None = None,
         topic: str = "save",
         patience_s: float = PATIENCE_S,
         room: Callable[[], Room] = room,
@@ -66,22 +65,20 @@ class Saver:
         """Reads the manifests of earlier attempts to learn how long a save takes here.
 
         Args:
-            store: where checkpoints are kept.
+            store: where checkpoints are kept. All of its ranks make the same calls at the same
+                steps.
             keep, keep_stop, keep_epochs: how many checkpoints to keep: of other kinds, of kind
                 "stop", and of kind "epoch" (None: all of them).
             on_save_error: what :meth:`poll` does about a save that failed in the background.
             exempt: makes the context in which no pause holds a thread.
             tell: receives every event, from any thread.
-            peers: those of ``store``; then every rank makes the same calls at the same steps.
             topic: of this saver in the peers' agreements; unique per saver.
             patience_s: how long to wait for the others before a save begins.
             room: says how much memory copies may take.
         """
         if on_save_error not in ("warn", "fail"):
             raise UsageError(f'on_save_error is {on_save_error!r}; it must be "warn" or "fail"')
-        if peers is not None and peers.world_size > 1 and peers is not store.peers:
-            raise UsageError("the saver's peers are not its store's; give the store the same ones")
-        self._peers = store.peers
+        self._peers, self._frozen = store.peers, store.frozen
         self._topic = topic
         self._patience_s = patience_s
         self._rounds = 0
@@ -348,7 +345,7 @@ class Saver:
     def _plan(self, state: State) -> WritePlan:
         """The write plan of a save, with whether what is frozen need be written."""
         plan = with_fingerprint(self._divide(state))
-        return replace(plan, is_stored=not plan.frozen or self._writer.has_frozen(plan))
+        return replace(plan, is_stored=not plan.frozen or self._frozen.have(plan))
 
     def _stage(self, plan: WritePlan, request: SaveRequest) -> WritePlan:
         """A copy; ``plan`` itself where there is no memory for one."""

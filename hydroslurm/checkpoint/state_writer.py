@@ -11,9 +11,10 @@ from typing import Any
 
 from hydroslurm.checkpoint.estimate import Pace
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
+from hydroslurm.checkpoint.retention import check_counts
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
 from hydroslurm.checkpoint.write_plan import WritePlan
-from hydroslurm.errors import CheckpointError, SaveAbandoned, UsageError
+from hydroslurm.errors import CheckpointError, SaveAbandoned
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,7 @@ class StateWriter:
         keep_epochs: int | None = None,
         tell: Callable[[SaveEvent], None] | None,
     ) -> None:
-        if keep < 1 or keep_stop < 0:
-            raise UsageError(
-                f"keep={keep}, keep_stop={keep_stop}: wanted keep >= 1, keep_stop >= 0"
-            )
+        check_counts(keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs)
         self.problems: deque[str] = deque()
         self._store = store
         self._keep, self._keep_stop, self._keep_epochs = keep, keep_stop, keep_epochs
@@ -70,12 +68,8 @@ class StateWriter:
         passed_over = any(one.key > checkpoint.key for one in self._earlier)
         for one in self._earlier:
             if one.key == checkpoint.key or not passed_over:
-                self._store.continues_from(one)
+                self._store.frozen.note(one)
         self._earlier.clear()
-
-    def has_frozen(self, plan: WritePlan) -> bool:
-        """Whether what is frozen in a state need not be written."""
-        return self._store.has_frozen(plan)
 
     @property
     def newest(self) -> Checkpoint | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -10,18 +11,16 @@ from typing import Any, cast
 import torch
 
 from hydroslurm.checkpoint import commit, manifest, reader, retention
-from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look, read_again
-from hydroslurm.checkpoint.checking import Checker
+from hydroslurm.checkpoint.catalog import Checker, Checkpoint, Problem, look, read_again
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES
 from hydroslurm.checkpoint.frozen import FrozenFiles
-from hydroslurm.checkpoint.retention import Pins
 from hydroslurm.checkpoint.save import Save
 from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers, SaveRound
 from hydroslurm.checkpoint.storage import Storage, TimedSyncs
 from hydroslurm.checkpoint.write_plan import State, WritePlan
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.garbage import without_gc
-from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
+from hydroslurm.errors import CheckpointError, SaveFailed
 
 __all__ = ["Checkpoint", "CheckpointStore", "State"]
 
@@ -29,7 +28,16 @@ __all__ = ["Checkpoint", "CheckpointStore", "State"]
 class CheckpointStore:
     """One folder of checkpoints. Any number of processes may use a folder at the same time, even
     for the same step. So may the threads of one: around a stop, a save that was given up may still
-    be writing beside the next one. Loading is for one thread at a time."""
+    be writing beside the next one. Loading is for one thread at a time.
+
+    Attributes:
+        peers: the ranks that save together; ``SOLO`` for one that saves alone.
+        checker: verifies as one of several ranks, and remembers what was good.
+        frozen: the files of what is frozen. It wants to be told of a checkpoint of this folder that
+            is older than any that is written from now on (``note``).
+        syncs: how long the disk takes.
+        pins: keep checkpoints from everybody's retention.
+    """
 
     def __init__(
         self,
@@ -52,19 +60,13 @@ class CheckpointStore:
         self.directory = directory
         self.syncs = TimedSyncs(Storage() if storage is None else storage)
         self._storage = cast("Storage", self.syncs)
-        self._peers = SOLO if peers is None or peers.world_size == 1 else peers
-        self._rank = self._peers.rank
+        self.peers = SOLO if peers is None or peers.world_size == 1 else peers
         self._fence = fence
         self._patience_s = patience_s
         self._chunk_bytes = chunk_bytes
-        self._checker = Checker(self._storage)
-        self._stored = FrozenFiles(self._rank, self._storage)
-        self.pins = Pins(self._storage)
-
-    @property
-    def peers(self) -> Peers:
-        """The ranks that save together; ``SOLO`` for one that saves alone."""
-        return self._peers
+        self.checker = Checker(self._storage)
+        self.frozen = FrozenFiles(self.peers.rank, self._storage)
+        self.pins = retention.Pins(self._storage)
 
     def write(
         self,
@@ -107,7 +109,7 @@ class CheckpointStore:
             step=step, epoch=epoch, kind=kind, meta=meta or {}, torch_version=torch.__version__
         )
         save_round = SaveRound(
-            self._peers,
+            self.peers,
             topic=f"save/{step}/{kind}" if topic is None else topic,
             step=step,
             timeout_s=self._patience_s,
@@ -117,23 +119,13 @@ class CheckpointStore:
             self.directory,
             save_round,
             storage=self._storage,
-            checker=self._checker,
-            stored=self._stored,
+            checker=self.checker,
+            stored=self.frozen,
             chunk_bytes=self._chunk_bytes,
             may_commit=lambda: self._check_fence(f"the save of step {step}"),
             written=written,
             again=again,
         ).write(state, header)
-
-    def continues_from(self, checkpoint: Checkpoint) -> None:
-        """Note a checkpoint of this folder, which is older than any that is written from now on:
-        what is frozen in it need not be written again."""
-        self._stored.note(checkpoint)
-
-    def has_frozen(self, plan: WritePlan) -> bool:
-        """Whether what is frozen in a state, of which the plan has the fingerprint, need not be
-        written: a checkpoint of this folder has it."""
-        return self._stored.have(plan)
 
     def look(self) -> list[Checkpoint | Problem]:
         """Everything named like a checkpoint, oldest first. Reads manifests only."""
@@ -147,11 +139,6 @@ class CheckpointStore:
         """Folders named like a checkpoint whose manifest cannot be read."""
         return {one.path: one.error for one in self.look() if isinstance(one, Problem)}
 
-    @property
-    def checker(self) -> Checker:
-        """Verifies as one of several ranks, and remembers what was good."""
-        return self._checker
-
     def verify(self, checkpoint: Checkpoint, *, cancel: threading.Event | None = None) -> None:
         """Read all of it and compare it with the manifest.
 
@@ -161,11 +148,7 @@ class CheckpointStore:
             SaveAbandoned: ``cancel`` was set.
         """
         self.pins.pin(checkpoint.path)
-        self._checker.verify(checkpoint, cancel=cancel)
-
-    def glance(self, checkpoint: Checkpoint) -> None:
-        """Compare file sizes only; CheckpointCorrupt names one that differs."""
-        self._checker.glance(checkpoint)
+        self.checker.verify(checkpoint, cancel=cancel)
 
     def load(
         self,
@@ -193,7 +176,7 @@ class CheckpointStore:
         with self.pins.holding(), without_gc():
             self.pins.pin(checkpoint.path)
             return reader.read_state(
-                self.files_of(checkpoint), rank=self._rank, only=only, like=like
+                self.files_of(checkpoint), rank=self.peers.rank, only=only, like=like
             )
 
     def load_own(self, checkpoint: Checkpoint, rank: int) -> Mapping[str, Any]:
@@ -242,21 +225,32 @@ class CheckpointStore:
         Returns:
             The checkpoints that were removed. With peers, only rank 0 removes any.
         """
-        if keep < 1 or keep_stop < 0:
-            raise UsageError(f"keep={keep}, keep_stop={keep_stop}: at least 1 and 0 are wanted")
-        if keep_epochs is not None and keep_epochs < 1:
-            raise UsageError(f"keep_epochs={keep_epochs}: wanted 1 or more, or None for all")
-        if self._rank != 0:
+        retention.check_counts(keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs)
+        if self.peers.rank != 0:
             return ()
-        return retention.prune(
-            self.directory,
-            keep=keep,
-            keep_stop=keep_stop,
-            keep_epochs=keep_epochs,
-            checker=self._checker,
-            may_prune=lambda: self._check_fence(f"removing old checkpoints of {self.directory}"),
-            storage=self._storage,
-        )
+        removed: list[Path] = []
+        what = f"removing old checkpoints of {self.directory}"
+        try:
+            found = self.committed()
+            rest = retention.beyond(found, keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs)
+            newest_good = next((one for one in reversed(found) if self.checker.is_good(one)), None)
+            for one in () if newest_good is None else rest:
+                if one == newest_good:
+                    continue
+                self._check_fence(what)
+                if one.path.name not in retention.pinned(self.directory, storage=self._storage):
+                    commit.remove(one.path, storage=self._storage)
+                    removed.append(one.path)
+            self._check_fence(what)
+            commit.remove_leftovers(self.directory, storage=self._storage)
+        except (OSError, CheckpointError) as error:
+            warnings.warn(
+                f"hydroslurm: old checkpoints in {self.directory} could not be removed ({error}); "
+                "new ones are not affected, but the disk will fill up",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return tuple(removed)
 
     def _check_fence(self, what: str) -> None:
         if self._fence is not None:

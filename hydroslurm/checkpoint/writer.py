@@ -15,6 +15,7 @@ and for thousands.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 from hydroslurm.checkpoint import frozen
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, ChecksummedFile, write_whole
 from hydroslurm.checkpoint.frozen import FrozenFiles
-from hydroslurm.checkpoint.manifest import FileEntry, file_entries
+from hydroslurm.checkpoint.manifest import OLDEST, SCHEMA, FileEntry, Manifest, file_entries
 from hydroslurm.checkpoint.save_round import checked
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_bytes import packed
@@ -32,14 +33,19 @@ from hydroslurm.checkpoint.tensor_file import (
     frozen_part,
     index_name,
     index_text,
+    is_frozen_file,
     part_name,
     tensors_name,
 )
-from hydroslurm.checkpoint.write_plan import WritePlan
+from hydroslurm.checkpoint.write_plan import TALLY_MODULUS, WritePlan
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import SaveFailed
 
 SHARED_JSON = "shared.json"
+
+AT_A_TIME, LET_GO_S = 32, 1e-4
+"""Answers that are read before the training may have the interpreter. It asks for it 5 ms after it
+has come to need it, and of 512 ranks that would be all the time that reading takes."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,41 @@ class Part:
                 f"{sorted(expected)}"
             )
         return cls(files, told["tally"], told["state_bytes"])
+
+
+def manifest_of(
+    answers: Mapping[int, Any], header: Manifest, *, whole_tally: int, save_s: float | None
+) -> Manifest:
+    """The manifest of a save whose parts are all on the disk.
+
+    Args:
+        answers: rank -> what it has written, unchecked.
+        whole_tally: of all values of the tensors that the ranks share.
+        save_s: None: how long the slowest rank took.
+
+    Raises:
+        SaveFailed: an answer is none, or the pieces of the shared tensors do not make up the whole.
+    """
+    parts, took_s = [], []
+    for number, (rank, one) in enumerate(sorted(answers.items()), start=1):
+        parts.append(Part.from_answer(one, rank=rank, world_size=header.world_size))
+        took_s.append(checked(one, rank=rank, took_s=(int, float))["took_s"])
+        if number % AT_A_TIME == 0:
+            time.sleep(LET_GO_S)
+    if sum(part.tally for part in parts) % TALLY_MODULUS != whole_tally:
+        raise SaveFailed(
+            f"the pieces that {len(parts)} ranks have written do not make up the "
+            "tensors that they share: they do not hold the same ones. Is every DTensor laid "
+            "out over one mesh of all ranks?"
+        )
+    files = {name: entry for part in parts for name, entry in part.files.items()}
+    return replace(
+        header,
+        schema=SCHEMA if any(map(is_frozen_file, files)) else OLDEST,
+        files=files,
+        save_s=max(took_s) if save_s is None else save_s,
+        state_bytes=sum(part.state_bytes for part in parts),
+    )
 
 
 def names_of(rank: int, world_size: int) -> set[str]:

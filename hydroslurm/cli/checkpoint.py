@@ -177,7 +177,7 @@ def _row(store: CheckpointStore, one: Checkpoint, *, verify: bool) -> dict[str, 
         if verify:
             store.verify(one)
         else:
-            store.glance(one)
+            store.checker.glance(one)
     except CheckpointError as error:
         verdict = _verdict(error)
     return {

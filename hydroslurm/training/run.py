@@ -222,7 +222,6 @@ class Run(Looping, Ending):
             on_save_error=on_save_error,
             exempt=self._controller.exempt,
             tell=SaveRecorder(self._controller),
-            peers=self._rank_group.peers,
             room=functools.partial(memory.room, ranks_here=self._world.local_world_size),
         )
 

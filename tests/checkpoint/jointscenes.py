@@ -313,7 +313,7 @@ def savers(folder: Path) -> int:
         disk = HeldDisk(1) if peers.rank == 1 else HeldDisk()
         store = CheckpointStore(folder / "c", storage=disk, peers=peers, patience_s=60)
         events: queue.SimpleQueue[SaveEvent] = queue.SimpleQueue()
-        saver = Saver(store, peers=peers, topic="train", patience_s=60, tell=events.put)
+        saver = Saver(store, topic="train", patience_s=60, tell=events.put)
         saver.reserve(joint_state(1, peers.rank))
         saver.start(joint_state(1, peers.rank), step=1)
         saver.start(joint_state(2, peers.rank), step=2)

@@ -36,7 +36,7 @@ def save(folder: Path, peers: PipePeers, step: int, storage: Storage, topic: str
     """One rank's save; how it ended, which is also looked up in the words."""
     store = CheckpointStore(folder, storage=storage, peers=peers, patience_s=60)
     for before in CheckpointStore(folder).committed():
-        store.continues_from(before)
+        store.frozen.note(before)
     try:
         found = store.write(joint_state(step, peers.rank), step=step, kind="periodic", topic=topic)
     except SaveAbandoned:

@@ -56,7 +56,7 @@ def link(folder: Path, storage: Storage, step: int) -> None:
     store = CheckpointStore(folder, storage=storage, chunk_bytes=CHUNK_BYTES)
     *_, one, two = (None, *CheckpointStore(folder).committed())
     for before in filter(None, (one, two)):
-        store.continues_from(before)
+        store.frozen.note(before)
     written = store.write(state_of(step, base=True), step=step, kind="periodic")
     names = [name for name in written.manifest.files if name.startswith("frozen-")]
     assert len(names) == 2

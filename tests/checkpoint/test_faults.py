@@ -37,7 +37,7 @@ def test_failure_at_every_call(quick_folder: Path, base: bool, number: int, for_
         storage = failing(at, number, for_good=for_good)
         store = CheckpointStore(folder, storage=storage, chunk_bytes=16384)
         for before in good.committed():
-            store.continues_from(before)
+            store.frozen.note(before)
         said = None
         try:
             store.write(state_of(at, base=base), step=at, kind="periodic")

@@ -25,7 +25,7 @@ CUTS = 400
 def saves(folder: Path, storage: PowerCutStorage, *, base: bool = False) -> None:
     store = CheckpointStore(folder, storage=storage)
     for before in CheckpointStore(folder).committed() if base else ():
-        store.continues_from(before)
+        store.frozen.note(before)
     store.write(state_of(2, base=base), step=2, kind="periodic")
     store.prune(keep=1)
 
