@@ -36,7 +36,6 @@ def newest_good(
     store: CheckpointStore,
     *,
     topic: str = "newest",
-    timeout_s: float | None = None,
     load: Load | None = None,
 ) -> Found | None:
     """The newest committed checkpoint that is good, the same on all ranks; None when there is none
@@ -52,7 +51,6 @@ def newest_good(
     Args:
         store: of all ranks, with its peers.
         topic: begins those of the ranks' agreements; used once per job.
-        timeout_s: for each agreement; None waits until a rank is gone.
         load: keeps what it has loaded last for the caller; nothing of it may be used before this
             function has returned.
 
@@ -61,76 +59,106 @@ def newest_good(
         CheckpointError: the store cannot be listed.
         AgreementFailed, CoordinatorLost: a rank is gone.
     """
-    return _Search(store, topic=topic, timeout_s=timeout_s, load=load).run()
+    return _Search(store, topic=topic, load=load).run()
 
 
 class _Search:
-    """One rank's part in one search."""
+    """One rank's part in one search. Rank 0 goes through what the store has, newest first."""
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        *,
-        topic: str,
-        timeout_s: float | None,
-        load: Load | None,
-    ) -> None:
-        self._load = load
+    def __init__(self, store: CheckpointStore, *, topic: str, load: Load | None) -> None:
         self._store = store
         self._peers = store.peers
-        self._candidates = _Candidates(store)
         self._topic = topic
-        self._timeout_s = timeout_s
+        self._load = load
+        self._left: list[Checkpoint | Problem] | None = None
+        self._looks = 0
+        self._rejected: list[str] = []  # what cannot be used, and why
 
     def run(self) -> Found | None:
         """Verify one candidate after the other, until one is good."""
         for turn in itertools.count():
-            found = self._next(turn)
-            if found is None:
+            checkpoint = self._propose(turn)
+            if checkpoint is None:
                 return None
+            found = Found(self._store, checkpoint)
             bad = self._complaints(turn, found)
             if bad is None:
-                self._store.checker.trust(found.checkpoint)
-                if self._peers.rank == 0:
-                    self._candidates.warn_of_rejected(found.checkpoint)
+                self._store.checker.trust(checkpoint)
+                if self._rejected:
+                    warnings.warn(
+                        f"hydroslurm cannot use {', '.join(self._rejected)}; the run continues "
+                        f"from {checkpoint.path}",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
                 return found
             if self._peers.rank == 0:
-                self._candidates.reject(found.checkpoint, bad)
+                self._reject(checkpoint, bad)
         raise AssertionError("the candidates come to an end")
 
-    def _next(self, turn: int) -> Found | None:
+    def _propose(self, turn: int) -> Checkpoint | None:
         """The next candidate of rank 0, on all ranks; None when there is nothing at all."""
-        if self._peers.world_size == 1:
-            found = self._candidates.next()
-            _require_none_rejected(found, self._candidates.rejected)
-            return found
-        offer = self._offer() if self._peers.rank == 0 else None
-        told = self._agree(str(turn), offer)[0]
+        mine, proposal = None, dict[str, Any]()
+        if self._peers.rank == 0:
+            try:
+                mine = self._next()
+            except (CheckpointError, OSError) as error:
+                proposal = {"failed": str(error)}
+            else:
+                proposal = {"rejected": self._rejected, "name": None}
+                if mine is not None:
+                    summary = mine.manifest.summary().to_json()
+                    proposal = {"rejected": [], "name": mine.path.name, "manifest": summary}
+        told = self._agree(str(turn), proposal)[0]
         if isinstance(told, dict) and isinstance(told.get("failed"), str):
             raise CheckpointError(told["failed"])
         checked(told, rank=0, rejected=list, name=(str, NoneType))
         if told["name"] is None:
-            _require_none_rejected(None, told["rejected"])
+            if told["rejected"]:
+                raise CheckpointCorrupt(
+                    "no checkpoint of this run can be loaded: "
+                    f"{', '.join(map(str, told['rejected']))}. Remove the folders to start from "
+                    "the beginning"
+                )
             return None
+        if mine is not None:
+            return mine
         checked(told, rank=0, manifest=str)
         if folders.step_of(told["name"]) is None:
             raise CheckpointError(
                 f"rank 0 names {told['name'][:80]!r}, which is no checkpoint's name; expected one "
                 f"such as step-000000084, in {self._store.directory}"
             )
-        return Found(self._store, as_told(told, self._store.directory / told["name"]))
+        return as_told(told, self._store.directory / told["name"])
 
-    def _offer(self) -> dict[str, Any]:
-        """What rank 0 tells the others: a candidate, or what came of all of them."""
+    def _next(self) -> Checkpoint | None:
+        """The next one whose manifest can be read, kept from retention; None after the last."""
+        while True:
+            if self._left is None:
+                self._looks += 1
+                self._left = self._store.look()
+            if not self._left:
+                return None
+            one = self._left.pop()
+            if isinstance(one, Checkpoint):
+                self._store.pins.pin(one.path)
+                return one
+            self._reject(one, str(one.error))
+
+    def _reject(self, one: Checkpoint | Problem, why: str) -> None:
+        """Go on with the next. One that another process has removed meanwhile was followed by
+        something newer: then everything is looked at again."""
+        if self._looks < LOOKS and not self._is_there(one):
+            self._left = None
+            self._rejected = []
+        else:
+            self._rejected.append(f"{one.path} ({why})")
+
+    def _is_there(self, one: Checkpoint | Problem) -> bool:
         try:
-            found = self._candidates.next()
-        except (CheckpointError, OSError) as error:
-            return {"failed": str(error)}
-        if found is None:
-            return {"rejected": self._candidates.rejected, "name": None}
-        one = found.checkpoint
-        summary = one.manifest.summary().to_json()
-        return {"rejected": [], "name": one.path.name, "manifest": summary}
+            return any(other.path == one.path for other in self._store.look())
+        except (CheckpointError, OSError):
+            return True
 
     def _complaints(self, turn: int, found: Found) -> str | None:
         """Why a candidate is rejected, by whichever rank; None when it is good."""
@@ -146,70 +174,7 @@ class _Search:
         if self._peers.world_size == 1:
             return complaint
         answers = self._agree(f"{turn}/verdict", complaint).items()
-        bad = [f"rank {rank}: {answer}" for rank, answer in answers if answer is not None]
-        return "; ".join(bad) if bad else None
+        return "; ".join(f"rank {rank}: {one}" for rank, one in answers if one is not None) or None
 
     def _agree(self, what: str, value: Any) -> Mapping[int, Any]:
-        return self._peers.agree(f"{self._topic}/{what}", value, timeout_s=self._timeout_s)
-
-
-class _Candidates:
-    """What a store has, newest first. Touches no disk before :meth:`next`.
-
-    Attributes:
-        rejected: what cannot be used, and why.
-    """
-
-    def __init__(self, store: CheckpointStore) -> None:
-        self._store = store
-        self._left: list[Checkpoint | Problem] | None = None
-        self._looks = 0
-        self.rejected: list[str] = []
-
-    def next(self) -> Found | None:
-        """The next one whose manifest can be read, kept from retention; None after the last."""
-        while True:
-            if self._left is None:
-                self._looks += 1
-                self._left = self._store.look()
-            if not self._left:
-                return None
-            one = self._left.pop()
-            if isinstance(one, Checkpoint):
-                self._store.pins.pin(one.path)
-                return Found(self._store, one)
-            self.reject(one, str(one.error))
-
-    def reject(self, one: Checkpoint | Problem, why: str) -> None:
-        """Go on with the next. One that another process has removed meanwhile was followed by
-        something newer: then everything is looked at again."""
-        if self._looks < LOOKS and not _is_there(self._store, one):
-            self._left = None
-            self.rejected = []
-        else:
-            self.rejected.append(f"{one.path} ({why})")
-
-    def warn_of_rejected(self, chosen: Checkpoint) -> None:
-        """Say what was rejected, and what is used instead."""
-        if self.rejected:
-            warnings.warn(
-                f"hydroslurm cannot use {', '.join(self.rejected)}; the run continues from "
-                f"{chosen.path}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-
-
-def _is_there(store: CheckpointStore, one: Checkpoint | Problem) -> bool:
-    try:
-        return any(other.path == one.path for other in store.look())
-    except (CheckpointError, OSError):
-        return True
-
-
-def _require_none_rejected(found: Found | None, rejected: list[str]) -> None:
-    if found is None and rejected:
-        raise CheckpointCorrupt(
-            f"no checkpoint of this run can be loaded: {', '.join(map(str, rejected))}. Remove the "
-            "folders to start from the beginning"
-        )
+        return self._peers.agree(f"{self._topic}/{what}", value)
