@@ -19,6 +19,7 @@ import secrets
 import socket
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from hydroslurm.core.dates import boot_id
@@ -164,13 +165,11 @@ def place() -> str:
 
     Two containers can share a host name, and a node can come back after a crash.
     """
-    parts = [socket.gethostname()]
-    parts.append(boot_id())
-    try:
-        parts.append(_pid_namespace())
-    except OSError:  # no /proc here
-        parts.append("")
-    return f"{zlib.crc32(' '.join(parts).encode()):08x}"
+    namespace = ""
+    with suppress(OSError):  # no /proc here
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    here = f"{socket.gethostname()} {boot_id()} {namespace}"
+    return f"{zlib.crc32(here.encode()):08x}"
 
 
 def _all_in(path: Path) -> Iterator[Path]:
@@ -189,10 +188,6 @@ def _unfinished_name(name: str) -> str | None:
 
 def _mine(directory: Path, what: str, name: str) -> Path:
     return directory / f".{what}-{name}.{place()}.{os.getpid()}.{secrets.token_hex(4)}"
-
-
-def _pid_namespace() -> str:
-    return str(Path("/proc/self/ns/pid").readlink())
 
 
 def _is_alive(pid: int) -> bool:

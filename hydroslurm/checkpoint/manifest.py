@@ -152,9 +152,9 @@ class Manifest:
             raise CheckpointCorrupt(f"{where} lacks what a manifest has: {message}") from error
 
 
-def checksum(data: bytes | memoryview, running: int = 0) -> str:
+def checksum(data: bytes) -> str:
     """The checksum of some bytes, as manifests have it."""
-    return f"{zlib.crc32(data, running):08x}"
+    return f"{zlib.crc32(data):08x}"
 
 
 def begun(
@@ -165,6 +165,10 @@ def begun(
     Raises:
         UsageError: ``meta`` holds what JSON cannot express.
     """
+    try:
+        plain = json.loads(json.dumps(dict(meta), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"meta must hold plain JSON values: {error}") from error
     return Manifest(
         step=step,
         epoch=epoch,
@@ -174,7 +178,7 @@ def begun(
         state_bytes=0,
         files={},
         written_by=this_process(torch_version=str(torch_version)),
-        meta=_plain_json(meta),
+        meta=plain,
     )
 
 
@@ -218,14 +222,6 @@ def git_commit(folder: Path) -> str | None:
         return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
     except (OSError, StopIteration, UnicodeDecodeError):
         return None
-
-
-def _plain_json(meta: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(meta), allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"meta must hold plain JSON values: {error}") from error
-    return plain
 
 
 def _sha256(path: Path) -> str | None:

@@ -43,7 +43,7 @@ def capture() -> dict[str, Any]:
     """
     return {
         "format": FORMAT,
-        "python": _capture_python(),
+        "python": _python_state(random.getstate()),
         "numpy": _capture_numpy(),
         "torch": torch.get_rng_state(),
         "devices": {
@@ -64,7 +64,7 @@ def restore(state: Mapping[str, Any]) -> None:
         StateMismatch: the state is not one of :func:`capture`, or is in a newer form.
     """
     _check(state)
-    _restore_python(state["python"])
+    random.setstate(_from_python_state(state["python"]))
     _restore_numpy(state["numpy"])
     torch.set_rng_state(state["torch"].cpu())
     _restore_devices(state["devices"])
@@ -212,10 +212,6 @@ def _check(state: Mapping[str, Any]) -> None:
         )
 
 
-def _capture_python() -> dict[str, Any]:
-    return _python_state(random.getstate())
-
-
 def _python_state(state: Any) -> dict[str, Any]:
     version, internal, gauss = state
     return {
@@ -223,10 +219,6 @@ def _python_state(state: Any) -> dict[str, Any]:
         "state": torch.from_numpy(numpy.fromiter(internal, numpy.int64, len(internal))),
         "gauss": gauss,
     }
-
-
-def _restore_python(state: Mapping[str, Any]) -> None:
-    random.setstate(_from_python_state(state))
 
 
 def _from_python_state(state: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hydroslurm.checkpoint import folders
 from hydroslurm.core.files import clean
+from hydroslurm.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMissing,
+    CheckpointTooNew,
+    CheckpointTooOld,
+)
 
 if TYPE_CHECKING:
+    from hydroslurm.checkpoint.catalog import Problem
     from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
     from hydroslurm.core.rundir import RunDir
 
@@ -93,7 +102,6 @@ def export(where: Where, out: Out, only: Only = None) -> None:
     """Export the newest good checkpoint, or the given one, to a single file for other programs."""
     from hydroslurm.checkpoint.export import export as write_file
     from hydroslurm.checkpoint.newest import newest_good
-    from hydroslurm.errors import CheckpointMissing
 
     store, names = _open(where)
     if names is None:
@@ -109,11 +117,9 @@ def export(where: Where, out: Out, only: Only = None) -> None:
 
 def _open(where: Path) -> tuple[CheckpointStore, frozenset[str] | None]:
     """The store, and the name of the one checkpoint that is meant; None for all."""
-    from hydroslurm.checkpoint import folders
     from hydroslurm.checkpoint.storage import AnyonesStorage, Storage
     from hydroslurm.checkpoint.store import CheckpointStore
     from hydroslurm.core.rundir import RunDir
-    from hydroslurm.errors import CheckpointMissing
 
     where = where.absolute()
     if not where.is_dir():
@@ -134,8 +140,6 @@ def _require_run(run: RunDir) -> None:
     Raises:
         CheckpointMissing: the folder holds nothing of a run.
     """
-    from hydroslurm.checkpoint import folders
-    from hydroslurm.errors import CheckpointMissing
 
     parts = (run.events, run.claim_json, run.submission_json, run.checkpoints)
     if run.root.name == run.checkpoints.name:
@@ -160,18 +164,15 @@ def _require_run(run: RunDir) -> None:
 def _rows(
     store: CheckpointStore, names: frozenset[str] | None, *, verify: bool
 ) -> list[dict[str, Any]]:
-    from hydroslurm.checkpoint import folders
-
-    rows = [_row(store, one, verify=verify) for one in store.committed()]
-    for path, error in store.problems().items():
-        rows.append({"path": str(path), "step": folders.step_of(path.name), **_verdict(error)})
-    wanted = [row for row in rows if names is None or Path(row["path"]).name in names]
-    return sorted(wanted, key=lambda row: folders.key_of(Path(row["path"]).name) or (0, 0))
+    wanted = (one for one in store.look() if names is None or one.path.name in names)
+    return [_row(store, one, verify=verify) for one in wanted]
 
 
-def _row(store: CheckpointStore, one: Checkpoint, *, verify: bool) -> dict[str, Any]:
-    from hydroslurm.errors import CheckpointError
+def _row(store: CheckpointStore, one: Checkpoint | Problem, *, verify: bool) -> dict[str, Any]:
+    from hydroslurm.checkpoint.catalog import Problem
 
+    if isinstance(one, Problem):
+        return {"path": str(one.path), "step": one.key[0], **_verdict(one.error)}
     verdict = {"state": "whole"}
     try:
         if verify:
@@ -193,7 +194,6 @@ def _row(store: CheckpointStore, one: Checkpoint, *, verify: bool) -> dict[str, 
 
 
 def _verdict(error: Exception) -> dict[str, str]:
-    from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld
 
     states = ((CheckpointCorrupt, "torn"), (CheckpointTooNew, "too new"), (CheckpointTooOld, "old"))
     state = next((word for kind, word in states if isinstance(error, kind)), "untrusted")
