@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,19 @@ CHANGES_PER_EPOCH = 1_000_000
 FINISHED_LINGER_S = 10.0
 """Ranks that have missed the word that the run has finished may still ask."""
 
+EVENTS: Mapping[str, Callable[..., list[Action]]] = {
+    "ready": Membership.ready,
+    "propose": Membership.proposed,
+    "arrived": Membership.arrived,
+    "failed": Membership.failed,
+    "resumed": Membership.resumed,
+    "saved": Membership.saved,
+    "formed": Membership.formed,
+    "leave": Membership.leave,
+}
+"""Messages of ranks that have joined, by their ``type``; their fields are the arguments."""
+TOLD_BY_BEATS = ("step", "waits", "collectives", "meeting_s", "ended")
+"""Fields of a beat that concern the membership."""
 Observer = Callable[[str, Message], None]
 
 
@@ -147,64 +160,15 @@ class Coordinator(Server):
         elif kind == "beat":
             self._paces[rank] = (message["step_s"], message["samples_per_s"])
             self.uses[rank] = message["use"]
-            self.act(
-                self.membership.beat(
-                    rank,
-                    message["step"],
-                    now_s,
-                    waits=message["waits"],
-                    collectives=message["collectives"],
-                    meeting_s=message["meeting_s"],
-                    ended=message["ended"],
-                )
-            )
+            told = {name: message[name] for name in TOLD_BY_BEATS}
+            self.act(self.membership.beat(rank, now_s=now_s, **told))
         elif kind in ("set", "get", "add"):
             self._serve_store(peer, message)
+        elif kind in EVENTS:
+            told = {name: message[name] for name in message if name != "type"}
+            self.act(EVENTS[kind](self.membership, rank, now_s=now_s, **told))
         else:
-            self.act(self._event(rank, message, now_s))
-
-    def _event(self, rank: Rank, message: Message, now_s: float) -> list[Action]:
-        kind, membership = message["type"], self.membership
-        if kind == "ready":
-            return membership.ready(rank, now_s)
-        if kind == "propose":
-            return membership.proposed(rank, message["change"], message["step"], now_s)
-        if kind == "arrived":
-            return membership.arrived(
-                rank,
-                message["change"],
-                message["step"],
-                now_s,
-                has_state=message["has_state"],
-                failed=message["failed"],
-                final=message["final"],
-            )
-        if kind == "failed":
-            return membership.failed(
-                rank,
-                message["generation"],
-                now_s,
-                reason=message["reason"],
-                met=message["met"],
-                lost_peer=message["lost_peer"],
-            )
-        if kind == "resumed":
-            return membership.resumed(rank, message["generation"], message["step"], now_s)
-        if kind == "saved":
-            return membership.saved(rank, message["change"], now_s)
-        if kind == "formed":
-            return membership.formed(
-                rank,
-                message["change"],
-                message["ok"],
-                message["pause_s"],
-                now_s,
-                error=message["error"],
-                step=message["step"],
-            )
-        if kind == "leave":
-            return membership.leave(rank, message["reason"], now_s)
-        raise BadMessage(f"{kind} of a rank that has joined")
+            raise BadMessage(f"{kind} of a rank that has joined")
 
     def _join(self, peer: PeerConnection, message: Message, now_s: float) -> None:
         if message["type"] != "join":
@@ -215,14 +179,8 @@ class Coordinator(Server):
         try:
             if len(self._peers) > MOST_RANKS:
                 raise Refused(f"{MOST_RANKS} ranks are the most")
-            actions = self.membership.join(
-                rank,
-                local_size=message["local_size"],
-                node=message["node"],
-                generation=message["generation"],
-                holding=message["holding"],
-                now_s=now_s,
-            )
+            told = {name: message[name] for name in ("local_size", "node", "generation", "holding")}
+            actions = self.membership.join(rank, now_s=now_s, **told)
         except Refused as refusal:
             if before is not None:
                 self._peers[rank] = before
