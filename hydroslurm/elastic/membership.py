@@ -20,24 +20,32 @@ trained since is not part of the run.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from typing import Any
 
-from hydroslurm.elastic.changes import Changes
+from hydroslurm.elastic.liveness import Liveness
+from hydroslurm.elastic.meetings import FailedMeetings
 from hydroslurm.elastic.roster import (
     Action,
     Arrival,
+    Change,
     Close,
     MemberState,
     Phase,
     Rank,
+    Record,
     Refused,
+    Send,
     Size,
     Timing,
 )
 
+_GATHERING = (Phase.CALLING, Phase.HOLDING, Phase.BREAKING)
 
-class Membership(Changes):
+
+class Membership:
     """The members of one run.
 
     Attributes:
@@ -46,6 +54,8 @@ class Membership(Changes):
         current: its members, in the order of their ranks; () while none trains.
         finished: the training is complete.
         gave_up: why the run cannot go on, "" while it can.
+        ranks_each: of torch, where those that speak here are agents and start so many each.
+        are_agents: whether they are: a generation that is formed has then yet to meet.
     """
 
     def __init__(
@@ -60,15 +70,36 @@ class Membership(Changes):
     ) -> None:
         """``generation``, ``current`` (members and their numbers of ranks), ``change``: what an
         earlier coordinator has left; its ranks have ``return_s`` to come back."""
-        super().__init__(
-            size,
-            timing or Timing(),
-            generation=generation,
-            current=current,
-            change=change,
-            now_s=now_s,
-        )
+        self.size = size
+        self.timing = timing or Timing()
+        self.members: dict[str, MemberState] = {}
+        self.current = ()
+        self.generation = generation
+        self.change: Change | None = None
+        self.finished = False
+        self.gave_up = ""
+        self.step = 0
+        self.ranks_each = 1
+        self.are_agents = False
+        self._orders = 0
+        self._liveness = Liveness()
+        self._ready: set[str] = set()  # members that could be taken in
+        self._may_leave = False  # False: nobody does
+        self._absent: set[Rank] = set()
         self._absent_until_s = now_s + self.timing.return_s
+        self._actions: list[Action] = []
+        self._met: frozenset[str] = frozenset()
+        self._changes = change
+        self._gather_until_s: float | None = None
+        self._join_at_s: float | None = None
+        self._begun: tuple[int, int, float] | None = None
+        self._failed_meetings = FailedMeetings()
+        self._meet_again_s: float | None = None
+        for name, local_size in current:
+            member = self._add(name, "", local_size, now_s)
+            member.ready = set(range(local_size))
+            self._absent |= set(member.ranks)
+            self.current += (name,)
 
     # --- what happens
     # --------------------------------------------------------------------------------------------
@@ -158,10 +189,10 @@ class Membership(Changes):
         self.step = max(self.step, step)
         step = step if has_state else -1
         if rank[0] in self._training:
-            if self.change is None:
-                self._begin(Phase.BREAKING if failed else Phase.HOLDING, "", now_s)
-                if failed:
-                    self._tell_to_break()
+            if self.change is None and failed:
+                self._break("", now_s)
+            elif self.change is None:
+                self._begin(Phase.HOLDING, "", now_s)
             assert self.change is not None
             if change in (self.change.number, 0) or final:
                 self.change.arrivals[rank] = Arrival(step, failed, final)
@@ -301,7 +332,7 @@ class Membership(Changes):
                 f"{size} members are wanted, and this run may have {self.size.min} to "
                 f"{self.size.max} (elastic.min, elastic.max)"
             )
-        self.size = Size(min=self.size.min, max=self.size.max, wanted=size, spares=self.size.spares)
+        self.size = replace(self.size, wanted=size)
         self._record("wanted", size=size, by=by)
         for name in leave:
             self._may_leave = True
@@ -317,7 +348,8 @@ class Membership(Changes):
             self._actions.append(Close(rank))
             self._lost(rank, now_s, why=f"silent for {now_s - heard_s:.1f} s")
         self._tell_who_is_awaited()
-        for rank in self._stuck(now_s):
+        training = self._present_ranks() if self.change is None else ()
+        for rank in self._liveness.stuck(training, now_s, after_s=self.timing.stuck_s):
             self._lost(rank, now_s, why=f"hangs in a step: the others wait for {rank[0]}")
             self._actions.append(Close(rank))
         if self._absent and now_s > self._absent_until_s:
@@ -350,6 +382,16 @@ class Membership(Changes):
             return "Running"
         return "Suspended" if self.generation else "Waiting"
 
+    @property
+    def current(self) -> tuple[str, ...]:
+        return self._current
+
+    @current.setter
+    def current(self, names: tuple[str, ...]) -> None:
+        # each of 10,000 members asks whether it trains, several times in one change
+        self._current, self._training = names, frozenset(names)
+        self._rank_count: int | None = None
+
     def state_of(self, member: MemberState) -> str:
         """One word about a member."""
         if member.leaving:
@@ -358,12 +400,393 @@ class Membership(Changes):
             return "Running"
         return "Ready" if member.is_ready else "Starting"
 
-    # --- inside
+    # --- the change that is under way
     # --------------------------------------------------------------------------------------------
+
+    def _forget(self, member: MemberState) -> None:
+        self.current = tuple(name for name in self.current if name != member.id)
+        change = self.change
+        if change is not None:
+            change.lost.append(member.id)
+            for rank in member.ranks:
+                change.arrivals.pop(rank, None)
+                change.to_form.discard(rank)
+            if change.saver is not None and change.saver[0] == member.id:
+                change.saver = None
+
+    def _begin(self, phase: Phase, cause: str, now_s: float) -> Change:
+        self._changes += 1
+        self.change = Change(self._changes, phase, now_s, cause, self.current)
+        return self.change
 
     def _is_now(self, change: int, phase: Phase) -> bool:
         now = self.change
         return now is not None and now.number == change and now.phase is phase
+
+    def _break(self, cause: str, now_s: float, *, culprit: str = "") -> None:
+        """The generation is broken: its ranks drop the step that they are in, and hold."""
+        change = self.change
+        if change is not None and change.phase in (Phase.BREAKING, Phase.SAVING, Phase.SUSPENDED):
+            return  # they are told already, or hold
+        if change is None:
+            change = self._begin(Phase.BREAKING, cause, now_s)
+        elif change.phase is Phase.FORMING:
+            before, change = change, self._begin(Phase.BREAKING, cause, change.since_s)
+            change.lost, change.steps_lost = before.lost, before.steps_lost
+        else:
+            change.phase, change.cause = Phase.BREAKING, cause
+        change.culprit = culprit
+        for rank in self._present_ranks():
+            self._abort(rank)
+
+    def _abort(self, rank: Rank) -> None:
+        change = self.change
+        number, culprit = (change.number, change.culprit) if change is not None else (0, "")
+        self._send(rank, "abort", change=number, generation=self.generation, culprit=culprit)
+
+    def _settled(self, now_s: float) -> list[Action]:
+        """Go on as far as can be; return what is to be done."""
+        while self._advance(now_s):
+            pass
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _advance(self, now_s: float) -> bool:
+        change = self.change
+        if self.finished or self.gave_up:
+            return False
+        if change is None:
+            return self._may_begin(now_s)
+        if not self._count_ranks() and change.phase is not Phase.FORMING:
+            self.change, self.current = None, ()  # nobody is left: whoever is ready begins anew
+            return True
+        answered = len(change.arrivals)
+        if change.phase is Phase.CALLING:
+            answered += len(change.proposals)
+        if change.phase in _GATHERING and answered < self._count_ranks():
+            return False  # counted first: to look at each, for each message, is n² of a change
+        ranks = self._present_ranks() if change.phase in (*_GATHERING, Phase.SAVING) else []
+        if change.phase is Phase.CALLING and all(
+            rank in change.proposals or rank in change.arrivals for rank in ranks
+        ):
+            at = max([*change.proposals.values(), *(a.step for a in change.arrivals.values())])
+            change.phase = Phase.HOLDING
+            for rank in ranks:
+                self._send(rank, "hold_at", change=change.number, step=at)
+            return True
+        if change.phase in (Phase.HOLDING, Phase.BREAKING) and all(
+            rank in change.arrivals for rank in ranks
+        ):
+            return self._meet_again(change, ranks, now_s)
+        if change.phase is Phase.SAVING:
+            if change.saved:
+                return self._form(change)
+            if change.saver is None:
+                return self._all_hold(change, ranks)
+            return False
+        if change.phase is Phase.SUSPENDED:
+            return self._resume(change)
+        if change.phase is Phase.FORMING and not change.to_form:
+            self.change, self.current = None, ()
+            return True
+        return False
+
+    def _may_begin(self, now_s: float) -> bool:
+        """Whether a change is called for, while the generation trains, or none does."""
+        if not self.current:
+            return self._first(now_s)
+        if self._absent:
+            return False  # a coordinator that has just begun hears everybody first
+        self._mark_surplus()
+        leaving = [one.id for one in self._leavers() if one.id in self._training]
+        if leaving:
+            reasons = ", ".join(f"{name}: {self.members[name].leaving}" for name in leaving)
+            self._call(f"leave ({reasons})", now_s)
+            return True
+        if not self._ready or len(self.current) >= self.size.wanted:
+            self._join_at_s = None
+            return False
+        if self._join_at_s is None:
+            self._join_at_s = now_s + self.timing.join_s
+        if now_s < self._join_at_s:
+            return False
+        self._join_at_s = None
+        joining = self._newcomers()
+        if joining:
+            self._call(f"join ({', '.join(one.id for one in joining)})", now_s)
+        return bool(joining)
+
+    def _first(self, now_s: float) -> bool:
+        """Nobody trains: begin as soon as there are enough, and wait a little for all."""
+        for member in self._leavers():
+            self._depart(member)
+        if len(self._ready) < self.size.min:
+            self._gather_until_s = None
+            return False
+        if len(self._ready) < self.size.wanted:
+            if self._gather_until_s is None:
+                self._gather_until_s = now_s + self.timing.gather_s
+            if now_s < self._gather_until_s:
+                return False
+        self._gather_until_s = None
+        change = self._begin(Phase.FORMING, "start", now_s)
+        return self._form(change)
+
+    def _call(self, cause: str, now_s: float) -> None:
+        change = self._begin(Phase.CALLING, cause, now_s)
+        for rank in self._present_ranks():
+            self._send(rank, "hold", change=change.number)
+
+    def _meet_again(self, change: Change, ranks: list[Rank], now_s: float) -> bool:
+        """All hold. If generations have failed to meet it is waited for a while, and whoever is
+        taken for the cause is left out."""
+        failed = self._failed_meetings
+        self._meet_again_s = failed.due_s if now_s < failed.due_s else None
+        if self._meet_again_s is not None:
+            return False
+        blamed: list[str] = []
+        if failed.leave_newcomers_out:
+            new = [
+                name
+                for name in self.current
+                if name not in self._met
+                and all(change.arrivals[rank].step < 0 for rank in self.members[name].ranks)
+            ]
+            blamed = failed.blamed(self.current, new)
+        for name in blamed:
+            self._expel(self.members[name], str(failed))
+        return bool(blamed) or self._all_hold(change, ranks)
+
+    def _has_met(self) -> None:
+        """The generation of now can: what failed before is over."""
+        self._failed_meetings.forget()
+        self._met = self._training
+
+    def _expel(self, member: MemberState, why: str) -> None:
+        """The others go on without it, and it has failed."""
+        reason = f"the others are to meet without this member, for {why}"
+        self._record("failure", member=member.id, node=member.node, reason=reason)
+        self._dismiss(member, reason, failed=True)
+        self._forget(member)
+
+    def _give_up(self) -> None:
+        """The run cannot go on."""
+        self.gave_up = str(self._failed_meetings)
+        self._record("gave_up", reason=self.gave_up)
+        for member in list(self.members.values()):
+            self._dismiss(member, self.gave_up, failed=True)
+        self.change, self.current = None, ()
+
+    def _all_hold(self, change: Change, ranks: list[Rank]) -> bool:
+        """Everybody stands still: who goes on?"""
+        arrivals = [change.arrivals[rank] for rank in ranks]
+        steps = {one.step for one in arrivals}
+        if all(one.final for one in arrivals) and len(steps) == 1:
+            self._finish(max(steps.pop(), self.step))
+            return False
+        if any(one.failed for one in arrivals) and max(steps) == min(steps) >= 0:
+            change.steps_lost = 1
+        self._mark_surplus()
+        staying = [name for name in self.current if not self.members[name].leaving]
+        newest = max(steps)
+        goes_below = len(staying) < len(self.current) and len(staying) < self.size.min
+        is_last = goes_below or self._failed_meetings.are_too_many
+        if is_last and newest >= 0 and not change.saved:
+            change.phase = Phase.SAVING
+            change.saver = next(r for r in ranks if change.arrivals[r].step == newest)
+            self._send(change.saver, "save", change=change.number)
+            return True
+        return self._form(change)
+
+    def _form(self, change: Change) -> bool:
+        """Name the new generation, or wait for more."""
+        if self._failed_meetings.are_too_many:
+            self._give_up()
+            return False
+        held = {rank: one.step for rank, one in change.arrivals.items() if one.step >= 0}
+        newest = max(held.values(), default=None)
+        staying = [name for name in self.current if not self.members[name].leaving]
+        has_state = [
+            name
+            for name in staying
+            if any(held.get(rank) == newest for rank in self.members[name].ranks)
+        ]
+        if staying and not has_state:  # only who leaves has the newest state: it hands it over
+            staying = list(self.current)
+        else:
+            self._part(change)
+        are_alone = self._failed_meetings.leave_newcomers_out and len(staying) >= self.size.min
+        joining = [] if are_alone else self._newcomers()
+        together = _in_order(change.order, staying, [member.id for member in joining])
+        if len(together) < self.size.min:
+            if change.phase is not Phase.SUSPENDED:
+                change.phase = Phase.SUSPENDED
+                self._record("suspended", members=list(staying), min=self.size.min)
+                for rank in self._present_ranks():
+                    self._send(rank, "wait", change=change.number)
+            if not staying:
+                self.change = None
+            return False
+        self._begin_generation(change, together, held, newest)
+        change.joined += [member.id for member in joining]
+        return True
+
+    def _begin_generation(
+        self, change: Change, together: list[str], held: dict[Rank, int], newest: int | None
+    ) -> None:
+        change.phase = Phase.FORMING
+        self.generation += 1
+        self.current = tuple(together)
+        self._liveness.begin_generation()
+        self._ready -= self._training
+        self._join_at_s = None
+        ranks = self._present_ranks()
+        source = next((n for n, rank in enumerate(ranks) if held.get(rank) == newest), 0)
+        needs = [n for n, rank in enumerate(ranks) if newest is None or held.get(rank) != newest]
+        change.to_form = set(ranks)
+        self._record(
+            "forming",
+            generation=self.generation,
+            change=change.number,
+            members=[[name, self.members[name].local_size] for name in together],
+        )
+        for name in together:
+            self.members[name].failure = ""
+        for number, rank in enumerate(ranks):
+            self._send(
+                rank,
+                "form",
+                change=change.number,
+                generation=self.generation,
+                rank=number,
+                world_size=len(ranks),
+                members=len(together),
+                source=source,
+                needs=[one for one in needs if one != source or newest is not None],
+                fresh=newest is None,
+                cause=change.cause,
+            )
+
+    def _part(self, change: Change) -> None:
+        """Those of the generation that are to go do so."""
+        for name in self.current:
+            if self.members[name].leaving:
+                change.left.append(name)
+                self._depart(self.members[name])
+        self.current = tuple(name for name in self.current if name in self.members)
+
+    def _resume(self, change: Change) -> bool:
+        self._part(change)
+        if not self.current:
+            self.change = None
+            return True
+        return self._form(change)
+
+    def _finish(self, step: int) -> None:
+        self.finished = True
+        self.change = None
+        self._record("finished", step=step, generation=self.generation)
+        for member in self.members.values():
+            for rank in member.ranks:
+                self._send(rank, "finished", step=step)
+
+    def _record_generation(self, pause_s: float) -> None:
+        change = self.change
+        assert change is not None
+        step = max((one.step for one in change.arrivals.values()), default=-1)
+        if step < 0 and change.resumes_behind is not None:
+            # nobody was left who had the state: what was trained behind the checkpoint is lost, as
+            # far as the last beats had told of it
+            change.steps_lost = max(0, self.step - change.resumes_behind)
+            self.step = change.resumes_behind
+        self._begun = (self.generation, self.step, change.since_s)
+        self._record(
+            "generation",
+            generation=self.generation,
+            step=step if step >= 0 else self.step,
+            members=list(self.current),
+            ranks=len(self._present_ranks()) * self.ranks_each,
+            cause=change.cause,
+            joined=change.joined,
+            left=change.left,
+            lost=change.lost,
+            pause_s=round(pause_s, 4),
+            steps_lost=change.steps_lost,
+        )
+
+    # --- the members
+    # --------------------------------------------------------------------------------------------
+
+    def _add(self, name: str, node: str, local_size: int, now_s: float) -> MemberState:
+        self._orders += 1
+        member = MemberState(name, node, local_size, self._orders, now_s)
+        self.members[name] = member
+        return member
+
+    def _present_ranks(self) -> list[Rank]:
+        """Of the generation, in order; those that a new coordinator still waits for included."""
+        return [
+            rank
+            for name in self.current
+            if name in self.members
+            for rank in self.members[name].ranks
+        ]
+
+    def _count_ranks(self) -> int:
+        """Of the generation; members only go together with ``current``."""
+        if self._rank_count is None:
+            sizes = (self.members[name].local_size for name in self.current if name in self.members)
+            self._rank_count = sum(sizes)
+        return self._rank_count
+
+    def _leavers(self) -> list[MemberState]:
+        if not self._may_leave:
+            return []
+        found = [member for member in self.members.values() if member.leaving]
+        self._may_leave = bool(found)
+        return found
+
+    def _mark_surplus(self) -> None:
+        """More train than are wanted: the newest go."""
+        if len(self.current) <= self.size.wanted:
+            return
+        staying = [name for name in self.current if not self.members[name].leaving]
+        for name in reversed(staying[self.size.wanted :]):
+            self.members[name].leaving = f"{self.size.wanted} members are wanted"
+            self._may_leave = True
+
+    def _newcomers(self) -> list[MemberState]:
+        """Who can be taken in now, in the order in which they came."""
+        staying = sum(not self.members[name].leaving for name in self.current)
+        ready = [self.members[name] for name in self._ready if not self.members[name].leaving]
+        ready.sort(key=lambda member: member.order)
+        return ready[: max(0, self.size.wanted - staying)]
+
+    def _depart(self, member: MemberState) -> None:
+        """Send a member away; nothing more is expected of it."""
+        self._dismiss(member, member.leaving)
+        self._record("left", member=member.id, node=member.node, reason=member.leaving)
+
+    def _dismiss(self, member: MemberState, reason: str, *, failed: bool = False) -> None:
+        for rank in member.ranks:
+            self._send(rank, "depart", reason=reason, failed=failed)
+        self._drop(member)
+
+    def _drop(self, member: MemberState) -> None:
+        """It is no member any more."""
+        for rank in member.ranks:
+            self._liveness.forget(rank)
+        self.members.pop(member.id, None)
+        self._ready.discard(member.id)
+        self._absent -= set(member.ranks)
+
+    def _send(self, rank: Rank, kind: str, /, **fields: Any) -> None:
+        member = self.members.get(rank[0])
+        if member is None or rank[1] in member.present:
+            self._actions.append(Send(rank, {"type": kind, **fields}))
+
+    def _record(self, kind: str, **data: Any) -> None:
+        self._actions.append(Record(kind, data))
 
     def _may_return(self, name: str, generation: int, holding: bool) -> bool:
         """A rank that stands still may have missed the word of the generation that was forming
@@ -376,11 +799,6 @@ class Membership(Changes):
         if member is not None and rank[1] in member.present:
             self._liveness.heard(rank, now_s)
         return member
-
-    def _stuck(self, now_s: float) -> list[Rank]:
-        if self.change is not None:
-            return []
-        return self._liveness.stuck(self._present_ranks(), now_s, after_s=self.timing.stuck_s)
 
     def _tell_who_is_awaited(self) -> None:
         """Agents know what their processes do, and not that others wait for them."""
@@ -409,17 +827,25 @@ class Membership(Changes):
                 self._send(other, "depart", reason=gone, failed=False)
         if member.id not in self.current or self.finished:
             return
-        announced = bool(member.leaving)
         self._record(
-            "left" if announced else "failure",
+            "left" if member.leaving else "failure",
             member=member.id,
             node=member.node,
             reason=member.leaving or member.failure or why,
         )
         self._failed_meetings.forget()
-        change = self.change
-        if change is not None and change.phase is Phase.SUSPENDED:
-            self._forget(member)
-            return
         self._break(f"{member.id} is gone ({why})", now_s)
         self._forget(member)
+
+
+def _in_order(order: Sequence[str], staying: Sequence[str], joining: Sequence[str]) -> list[str]:
+    """Who comes takes the place of who went, so that the ranks of the others stay what they are;
+    the rest is appended."""
+    waiting, stays = deque(joining), frozenset(staying)
+    together = []
+    for name in order:
+        if name in stays:
+            together.append(name)
+        elif waiting:
+            together.append(waiting.popleft())
+    return [*together, *waiting]
