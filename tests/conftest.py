@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-pytest_plugins = ["hydroslurm.devcluster.pytest_plugin", "stories"]
+pytest_plugins = ["clusters", "stories"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -76,7 +76,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def nsys() -> str:
     """NVIDIA's profiler. Where it is not installed the test is skipped, and fails where a missing
     Slurm is a failure: setup.sh brings both."""
-    from hydroslurm.devcluster.pytest_plugin import REQUIRE_ENV
+    from clusters import REQUIRE_ENV
+
     from hydroslurm.report.nsys.export import find_nsys
 
     found = find_nsys()

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from hydroslurm.devcluster.pytest_plugin import require_slurm
+from clusters import require_slurm
 
 COMPARE = Path(__file__).resolve().parents[2] / "profiling/compare"
 sys.path[:0] = [str(COMPARE), str(COMPARE.parent)]

@@ -8,13 +8,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from clusters import require_cgroups, require_slurm
 from processes import wait_until
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster, cgroups, processes
 from hydroslurm.devcluster.cluster import end_cluster
 from hydroslurm.devcluster.config import CGROUPS
 from hydroslurm.devcluster.layout import Layout
-from hydroslurm.devcluster.pytest_plugin import require_cgroups, require_slurm
 from hydroslurm.devcluster.running import Running
 from hydroslurm.errors import ClusterError, UsageError
 

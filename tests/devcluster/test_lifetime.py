@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from clusters import require_slurm
 from processes import Child, child, wait_until
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.layout import Layout
-from hydroslurm.devcluster.pytest_plugin import require_slurm
 from hydroslurm.devcluster.running import Running
 from hydroslurm.errors import ClusterError
 

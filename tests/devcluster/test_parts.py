@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from clusters import require_slurm
 from processes import wait_until
 
 from hydroslurm.devcluster import config, processes, programs
 from hydroslurm.devcluster.layout import Layout, locked, make_link, remove_link
-from hydroslurm.devcluster.pytest_plugin import require_slurm
 from hydroslurm.errors import ClusterError
 
 

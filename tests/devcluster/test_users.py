@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clusters import require_slurm
 
 import hydroslurm
-from hydroslurm.devcluster.pytest_plugin import require_slurm
 
 sys.path.insert(0, str(Path(__file__).parent))
 from traces import links_to, processes_of

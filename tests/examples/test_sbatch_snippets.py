@@ -9,10 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from clusters import require_slurm
 from processes import wait_until
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.devcluster.pytest_plugin import require_slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters import require_slurm
 from profiling.scripts import LIMIT_S, PROFILING, run_script
 from stories import Stories, stories
-
-from hydroslurm.devcluster.pytest_plugin import require_slurm
 
 sys.path.insert(0, str(PROFILING))
 

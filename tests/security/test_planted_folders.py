@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from clusters import require_slurm
 
 from hydroslurm.core import registry
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.cluster import end_cluster
 from hydroslurm.devcluster.layout import Layout, make_link, remove_link
 from hydroslurm.devcluster.processes import ProcessId
-from hydroslurm.devcluster.pytest_plugin import require_slurm
 from hydroslurm.devcluster.running import Running
 from hydroslurm.errors import NsysMissing, RunFolderError, TargetError, UntrustedFile
 from hydroslurm.report.nsys import export

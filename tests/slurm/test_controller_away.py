@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from clusters import require_slurm
 from processes import wait_until
 from slurm.victims import Victim
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.devcluster.pytest_plugin import require_slurm
 from hydroslurm.slurm.client import RetryPolicy, open_client
 from hydroslurm.slurm.stops import IN_GRACE, StopReason, ask_why
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from clusters import require_slurm
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.devcluster.pytest_plugin import require_slurm
 from hydroslurm.jobs.control.requests import find_job, run_dir_of
 from hydroslurm.slurm.client import open_client
 

@@ -41,12 +41,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from clusters import require_slurm
 from elasticstory import TRAIN, times_seen
 from integration.elastic.elastic_scene import ElasticScene
 from restartstory import NOTES, SCRIPTS, STOCK, check_stock_training, said
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.devcluster.pytest_plugin import require_slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.elastic]
 

@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from clusters import require_slurm
 from integration.elastic.elastic_scene import HERE, SPEC, ElasticScene
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.devcluster.pytest_plugin import require_slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.elastic]
 LIMITED = """\

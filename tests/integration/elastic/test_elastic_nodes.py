@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clusters import require_slurm
 from integration.elastic.elastic_scene import ElasticScene
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.devcluster.pytest_plugin import require_slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.elastic]
 QUICK_TO_GIVE_UP = """\

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters import require_slurm
 from integration.manyranks.acts import COMPARABLE
 from integration.manyranks.rankstraining import EVERY_STEPS, RanksTraining
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.devcluster.pytest_plugin import require_slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.elastic]
 RANKS = 3

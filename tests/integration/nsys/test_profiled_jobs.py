@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from clusters import require_slurm
 from processes import wait_until
 
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.devcluster.pytest_plugin import require_slurm
 from hydroslurm.report.nsys.export import profiles_in
 from hydroslurm.report.nsys.profile import Profile, ProfiledPause
 from hydroslurm.report.nsys.reader import read_profile

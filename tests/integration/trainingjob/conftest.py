@@ -10,12 +10,12 @@ import functools
 from collections.abc import Iterator
 
 import pytest
+from clusters import require_slurm
 from integration.trainingjob.scene import Scene
 from integration.trainingjob.stage import NODES, SCENES
 from stories import Stories, stories
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.devcluster.pytest_plugin import require_slurm
 
 AT_A_TIME = 8
 ENDS_WITHIN_S = 600.0

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clusters import require_slurm
 from integration.trainingjob.scene import LIMIT_S, Scene, is_alive
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.devcluster.pytest_plugin import require_slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

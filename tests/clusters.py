@@ -1,8 +1,5 @@
-"""pytest fixtures: dev clusters that the tests of one session share.
-
-Put ``pytest_plugins = ["hydroslurm.devcluster.pytest_plugin"]`` in a conftest.py. Where Slurm is
-not installed, tests that ask for a cluster are skipped with the names of what is missing; with
-``HYDROSLURM_REQUIRE_SLURM=1`` in the environment they fail instead.
+"""Dev clusters that the tests of one session share. Without Slurm their tests are skipped, or fail
+with ``HYDROSLURM_REQUIRE_SLURM=1`` in the environment.
 """
 
 from __future__ import annotations
