@@ -103,13 +103,19 @@ class SimulatedRanks:
                 self._hear(line)
                 if line in greeting and line.sealer is not None:
                     greeting.discard(line)
-                    self._join(line)
+                    line.put(
+                        {
+                            "type": "join", "incarnation_id": self.attempt, "rank": line.rank,
+                            "world_size": self.size, "cut_off": [],
+                        },
+                    )  # fmt: skip
+                    line.flush()
         self._wait("all_joined")
 
     def pause(self) -> None:
-        self._put(0, {"type": "pause"})
+        self._lines[0].put({"type": "pause"})
         self._wait("all_parked")
-        self._put(0, {"type": "resume"})
+        self._lines[0].put({"type": "resume"})
         self._wait("release")
 
     # --- the parts of it
@@ -123,18 +129,6 @@ class SimulatedRanks:
         self._lines.append(line)
         self._selector.register(connection, selectors.EVENT_READ, line)
         return line
-
-    def _join(self, line: Line) -> None:
-        line.put(
-            {
-                "type": "join", "incarnation_id": self.attempt, "rank": line.rank,
-                "world_size": self.size, "cut_off": [],
-            },
-        )  # fmt: skip
-        line.flush()
-
-    def _put(self, rank: int, message: dict[str, Any]) -> None:
-        self._lines[rank].put(message)
 
     def _wait(self, kind: str) -> None:
         """Until every rank has heard a message of this kind since the last wait."""
@@ -162,27 +156,19 @@ class SimulatedRanks:
             wanted = {key: groups[key] for key in message["groups"]}
             line.put({"type": "members", "groups": wanted})
         elif kind in ("hold", "count"):
-            line.put(self._counts(line.rank, message))
+            groups = issued_by(line.rank) if kind == "hold" else None  # nothing new
+            line.put(
+                {
+                    "type": "counts", "pause": message["pause"], "round": message["round"],
+                    "groups": groups, "in_flight": 0, "allowance": 0,
+                }
+            )  # fmt: skip
 
     def _groups(self, rank: int) -> dict[str, Runs]:
         """Key -> ranks."""
         node, place = rank - rank % NODE, rank % NODE
-        ranks = (
-            range(self.size),
-            range(node, node + NODE),
-            range(place, self.size, NODE),
-        )
+        ranks = (range(self.size), range(node, node + NODE), range(place, self.size, NODE))
         return dict(zip(issued_by(rank), map(runs_of, ranks), strict=True))
-
-    def _counts(self, rank: int, message: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "type": "counts",
-            "pause": message["pause"],
-            "round": message["round"],
-            "groups": issued_by(rank) if message["type"] == "hold" else None,  # nothing new
-            "in_flight": 0,
-            "allowance": 0,
-        }
 
 
 def issued_by(rank: int) -> dict[str, int]:

@@ -237,17 +237,12 @@ def measure(size_bytes: int, folder: Path, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    wanted = parser("What saving and loading cost.", directory=True)
-    wanted.add_argument(
-        "--bytes", type=float, nargs="+", default=SIZES_BYTES, help="about so large states"
-    )
-    wanted.add_argument("--repeats", type=int, default=3, help="rounds")
-    chosen = wanted.parse_args()
+    chosen = parser("What saving and loading cost.", directory=True).parse_args()
+    sizes, repeats = ((QUICK_BYTES,), 1) if chosen.quick else (SIZES_BYTES, 3)
     result: dict[str, Any] = {}
     with scratch("save", chosen) as folder:
-        for size_bytes in [QUICK_BYTES] if chosen.quick else chosen.bytes:
+        for size_bytes in sizes:
             label = f"{size_bytes / 1e9:g}gb"
-            repeats = 1 if chosen.quick else chosen.repeats
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 run = pool.submit(measure, int(size_bytes), folder / label, repeats)
                 result |= {f"{key}.{label}": value for key, value in run.result().items()}
