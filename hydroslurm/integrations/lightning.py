@@ -80,7 +80,7 @@ class _Preemptible:
     def _prepare(self, trainer: Any) -> None:
         from hydroslurm.integrations.framework_run import directory_of_fit
         from hydroslurm.integrations.lightning_fit import Fit
-        from hydroslurm.integrations.lightning_loggers import Loggers
+        from hydroslurm.integrations.loggers import Loggers
 
         folder = directory_of_fit(self._directory, os.environ).root
         loggers = Loggers(trainer, folder, anew=self._options.get("resume") is False)

@@ -32,7 +32,6 @@ from hydroslurm.integrations.lightning_known import (
     require_known,
     signals_stand_down,
 )
-from hydroslurm.integrations.lightning_loggers import Loggers
 from hydroslurm.integrations.lightning_metrics import RankMetrics
 from hydroslurm.integrations.lightning_sharded import (
     fingerprint_of_all,
@@ -40,6 +39,7 @@ from hydroslurm.integrations.lightning_sharded import (
     shards_of,
 )
 from hydroslurm.integrations.lightning_state import attributes_of, companions_of
+from hydroslurm.integrations.loggers import Loggers
 from hydroslurm.training.reporting import notice
 
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")

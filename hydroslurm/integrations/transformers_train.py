@@ -27,7 +27,7 @@ import torch
 from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
 from hydroslurm.integrations.handed import fingerprint
-from hydroslurm.integrations.one_run import (
+from hydroslurm.integrations.loggers import (
     LoggedRows,
     continue_callbacks,
     hide_from_board,

@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hydroslurm.integrations import loggers
+
 SCENES = Path(__file__).with_name("logging_scenes.py")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("wandb") is None, reason="no wandb: make setup installs it"),
-]
+
+def test_a_damaged_file_of_ids_costs_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The attempt has a run of its own in the loggers, and says so."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    (tmp_path / "loggers.json").write_text('{"wandb": "4')
+    callbacks = [type("WandbCallback", (), {})()]
+    trainer = SimpleNamespace(
+        args=None,
+        is_world_process_zero=lambda: True,
+        callback_handler=SimpleNamespace(callbacks=callbacks),
+    )
+    with caplog.at_level("INFO", logger="hydroslurm"):
+        loggers.continue_callbacks(trainer, tmp_path, anew=False)
+    assert "is damaged" in caplog.text
+    kept = json.loads((tmp_path / "loggers.json").read_text())
+    assert kept == {"wandb": os.environ["WANDB_RUN_ID"]}
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("wandb") is None, reason="no wandb: make setup installs it")
 @pytest.mark.parametrize(
     "framework", ["lightning", pytest.param("transformers", marks=pytest.mark.frameworks)]
 )
