@@ -26,8 +26,8 @@ from typing import Any
 from hydroslurm.compat.suspend import go_suspend, receive_suspend_command
 from hydroslurm.integrations import lightning_strategies
 from hydroslurm.integrations.fused.modules import optimize_modules
+from hydroslurm.integrations.known import signals_stand_down
 from hydroslurm.integrations.lightning import _Preemptible
-from hydroslurm.integrations.lightning_known import signals_stand_down
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 

@@ -27,7 +27,7 @@ from hydroslurm.checkpoint import rng
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.accelerate_batches import Loaders
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
-from hydroslurm.integrations.transformers_known import environ_of
+from hydroslurm.integrations.known import environ_of
 from hydroslurm.training.attributes import of_modules
 from hydroslurm.training.objects import Stateful, bare
 from hydroslurm.training.remedies import Remedies
@@ -131,8 +131,7 @@ class Loop:
         self._named: dict[str, Stateful] = {}
         self._loaders: Loaders | None = None
         self._is_finished = False
-        state = _Ranks(accelerator.num_processes, accelerator.process_index)
-        environ = environ_of(state)
+        environ = environ_of(rank=accelerator.process_index, world_size=accelerator.num_processes)
         place = directory_of_fit(options.get("directory"), environ).root
         self.run = FrameworkRun(
             "accelerate", self._capture, environ=environ, **{**options, "directory": place}
@@ -235,14 +234,6 @@ def _loop_of(accelerator: Any) -> Loop:
             "prepare(accelerator, model, optimizer, loader, ...) in place of accelerator.prepare()"
         )
     return loop
-
-
-class _Ranks:
-    """What :func:`environ_of` wants to know."""
-
-    def __init__(self, world_size: int, process_index: int) -> None:
-        self.world_size = world_size
-        self.process_index = process_index
 
 
 def _unwrapped(thing: Any) -> Any:

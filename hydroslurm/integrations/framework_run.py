@@ -25,9 +25,8 @@ from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch
-from hydroslurm.integrations.handed import Handed
+from hydroslurm.integrations.framework_state import Handed, RankBuffers
 from hydroslurm.integrations.held_loader import HeldLoader, held_state, samples_taken
-from hydroslurm.integrations.rank_buffers import RankBuffers
 from hydroslurm.runtime.child_signals import WorkerShield
 from hydroslurm.training.arguments import run_directory
 from hydroslurm.training.attributes import Attributes

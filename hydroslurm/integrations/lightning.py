@@ -97,7 +97,7 @@ class _Preemptible:
         if not self._is_wanted(trainer):
             return
         if stage != "fit":  # of test(), predict() or validate()
-            from hydroslurm.integrations.lightning_known import OUTSIDE, signals_stand_down
+            from hydroslurm.integrations.known import OUTSIDE, signals_stand_down
 
             self._give_back = signals_stand_down(trainer, why=OUTSIDE)
             return

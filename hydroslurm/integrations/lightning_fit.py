@@ -22,24 +22,22 @@ from typing import Any
 
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import StateMismatch
-from hydroslurm.integrations.companions import Companions
 from hydroslurm.integrations.framework_run import FrameworkRun
-from hydroslurm.integrations.handed import fingerprint
+from hydroslurm.integrations.framework_state import Companions, fingerprint
 from hydroslurm.integrations.held_loader import leave_resumed
-from hydroslurm.integrations.lightning_epoch import ResumedEpoch
-from hydroslurm.integrations.lightning_known import (
-    environ_of,
-    require_known,
+from hydroslurm.integrations.known import (
+    environ_of_lightning,
+    require_known_lightning,
     signals_stand_down,
 )
-from hydroslurm.integrations.lightning_metrics import RankMetrics
-from hydroslurm.integrations.lightning_sharded import (
+from hydroslurm.integrations.lightning_epoch import ResumedEpoch
+from hydroslurm.integrations.lightning_state import RankMetrics, attributes_of, companions_of
+from hydroslurm.integrations.loggers import Loggers
+from hydroslurm.integrations.sharded import (
     fingerprint_of_all,
     nothing_gathered,
     shards_of,
 )
-from hydroslurm.integrations.lightning_state import attributes_of, companions_of
-from hydroslurm.integrations.loggers import Loggers
 from hydroslurm.training.reporting import notice
 
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
@@ -70,7 +68,7 @@ class Fit:
         loggers: Loggers,
         options: Mapping[str, Any],
     ) -> None:
-        require_known(trainer)
+        require_known_lightning(trainer)
         self._trainer = trainer
         self._callback = callback
         self._undo = ExitStack()
@@ -89,7 +87,7 @@ class Fit:
             "lightning",
             self._capture,
             directory=directory,
-            environ=environ_of(trainer),
+            environ=environ_of_lightning(trainer),
             **options,
         )
         self.run.own.update(metrics=RankMetrics(trainer), loggers=loggers)
@@ -317,7 +315,12 @@ class Fit:
 
     def _fingerprint(self) -> object:
         if self._shards is not None:
-            return fingerprint_of_all(self._shards, self._trainer.strategy)
+            strategy = self._trainer.strategy
+            return fingerprint_of_all(
+                self._shards.weights(),
+                device=strategy.root_device,
+                add=lambda total: strategy.reduce(total, reduce_op="sum"),
+            )
         return fingerprint(self._trainer.lightning_module.state_dict())
 
     def _is_exact_here(self) -> bool:

@@ -44,9 +44,9 @@ def make_preemptible(trainer: T, **options: Any) -> T:
             supported; at ``train()``: tasks of Slurm that train alone each, or no folder to save
             into. The trainer is as it was.
     """
-    from hydroslurm.integrations.transformers_train import require_known
+    from hydroslurm.integrations.known import require_known_trainer
 
-    require_known(trainer)
+    require_known_trainer(trainer)
     _stand_down_jit(trainer)
     if _OPTIONS not in vars(trainer):
         own = trainer.train  # type: ignore[attr-defined]

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.errors import StateMismatch
-from hydroslurm.integrations.companions import Companions
 from hydroslurm.integrations.framework_run import FrameworkRun
-from hydroslurm.integrations.transformers_sharded import Sharded
+from hydroslurm.integrations.framework_state import Companions
+from hydroslurm.integrations.sharded import Sharded
 from hydroslurm.integrations.transformers_state import companions_of, other_modules
 from hydroslurm.training.objects import bare
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hydroslurm.checkpoint.tree import is_dtensor
-from hydroslurm.integrations.companions import held_by
+from hydroslurm.integrations.framework_state import held_by
 from hydroslurm.training.attributes import Attributes, is_of_library, of_modules
 from hydroslurm.training.objects import bare
 from hydroslurm.training.plain import equal, plain

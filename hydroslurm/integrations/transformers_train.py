@@ -16,7 +16,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,21 +26,19 @@ import torch
 
 from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
-from hydroslurm.integrations.handed import fingerprint
+from hydroslurm.integrations.framework_state import fingerprint
+from hydroslurm.integrations.known import environ_of, require_known_trainer
 from hydroslurm.integrations.loggers import (
     LoggedRows,
     continue_callbacks,
     hide_from_board,
     runs_of_callbacks,
 )
+from hydroslurm.integrations.sharded import Sharded, is_sharded
 from hydroslurm.integrations.transformers_checkpoint import TrainerCheckpoint
-from hydroslurm.integrations.transformers_known import environ_of, require_known
-from hydroslurm.integrations.transformers_sharded import Sharded, is_sharded
 from hydroslurm.integrations.transformers_state import LoopState, attributes_of
 from hydroslurm.training.objects import bare
 from hydroslurm.training.reporting import notice
-
-__all__ = ["Train", "require_known"]
 
 
 class Train:
@@ -51,11 +49,11 @@ class Train:
         options: of the Run.
 
     Raises:
-        UsageError: as :func:`require_known` and :func:`environ_of`.
+        UsageError: as :func:`require_known_trainer` and :func:`environ_of`.
     """
 
     def __init__(self, trainer: Any, *, options: Mapping[str, Any]) -> None:
-        require_known(trainer)
+        require_known_trainer(trainer)
         self._trainer = trainer
         self._undo = ExitStack()
         self._loader: HeldTrainLoader | None = None
@@ -63,7 +61,8 @@ class Train:
         self._ended = self._is_opened = False
         self._was_to_end_at: int | None = None
         self._exhausted: Any = None
-        environ = environ_of(trainer.args)
+        args = trainer.args
+        environ = environ_of(rank=args.process_index, world_size=args.world_size)
         place = directory_of_fit(options.get("directory"), environ).root
         self.run = FrameworkRun(
             "transformers",
@@ -341,16 +340,8 @@ def _loss_in_loop(trainer: Any) -> torch.Tensor | None:
     5.1, and a variable of the loop before that: there it is found by looking at who called us."""
     if isinstance(found := getattr(trainer, "_tr_loss", None), torch.Tensor):
         return found
-    frames: Iterator[Any] = _callers()
-    for frame in frames:
-        if frame.f_code.co_name == "_inner_training_loop":
-            found = frame.f_locals.get("tr_loss")
-            return found if isinstance(found, torch.Tensor) else None
-    return None
-
-
-def _callers() -> Iterator[Any]:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        yield frame
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_inner_training_loop":
         frame = frame.f_back
+    found = None if frame is None else frame.f_locals.get("tr_loss")
+    return found if isinstance(found, torch.Tensor) else None

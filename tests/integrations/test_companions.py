@@ -10,7 +10,7 @@ import torch
 
 from hydroslurm.checkpoint.tree import decode, encode
 from hydroslurm.errors import StateMismatch
-from hydroslurm.integrations.companions import Companions, held_by
+from hydroslurm.integrations.framework_state import Companions, held_by
 
 
 def through_a_checkpoint(state: Any) -> Any:

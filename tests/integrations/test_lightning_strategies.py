@@ -19,7 +19,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 
 from hydroslurm.integrations import lightning_strategies
-from hydroslurm.integrations.lightning_known import require_known
+from hydroslurm.integrations.known import require_known_lightning
 from hydroslurm.integrations.lightning_strategies import register_strategies, strategy_class
 
 SCRIPT = Path(__file__).with_name("lightning_named.py")
@@ -78,11 +78,11 @@ def test_a_strategy_that_cannot_be_saved_is_refused() -> None:
     """By name, with what does work."""
     options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
     for strategy in ("auto", "ddp", ModelParallelStrategy()):
-        require_known(Trainer(**options, strategy=strategy))
+        require_known_lightning(Trainer(**options, strategy=strategy))
     trainer = Trainer(**options)
     trainer.strategy.__class__ = type("DeepSpeedStrategy", (type(trainer.strategy),), {})
     with pytest.raises(UsageError, match=r'DeepSpeedStrategy shards .*="ddp" or "fsdp"'):
-        require_known(trainer)
+        require_known_lightning(trainer)
 
 
 def test_a_fit_by_name(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hydroslurm.errors import StateMismatch
-from hydroslurm.integrations.companions import Companions
-from hydroslurm.integrations.transformers_sharded import is_sharded, why_not
+from hydroslurm.integrations.framework_state import Companions
+from hydroslurm.integrations.sharded import is_sharded, why_not
 from hydroslurm.integrations.transformers_state import LoopState, attributes_of, other_modules
 
 

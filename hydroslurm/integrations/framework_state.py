@@ -1,0 +1,226 @@
+"""What is saved of a training that a framework leads: the state that it hands over, and what the
+script keeps beside it. Of that, only what has changed since the training began is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hydroslurm.checkpoint.tree import encode, is_dtensor
+from hydroslurm.errors import StateMismatch, UnsavableState
+from hydroslurm.training.attributes import is_of_library
+from hydroslurm.training.ddp_buckets import Models
+from hydroslurm.training.objects import Stateful, bare
+from hydroslurm.training.reporting import notice
+
+
+class Handed:
+    """What is saved of a framework: what was loaded, until the training has begun; within an
+    evaluation what was there when it began; else what is there now.
+
+    Attributes:
+        loaded: from the checkpoint that the run goes on from; None once the framework has it.
+    """
+
+    def __init__(self, capture: Callable[[], Mapping[str, Any]]) -> None:
+        self._capture = capture
+        self.loaded: Mapping[str, Any] | None = None
+        self._frozen: Mapping[str, Any] | None = None
+        self._fingerprint: Callable[[], object] | None = None
+        self._weights: object = None
+        self._is_unchanged: bool | None = None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._frozen or self.loaded or self._capture()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loaded = state
+
+    def freeze(self, fingerprint: Callable[[], object]) -> None:
+        """The state of now is what is saved until :meth:`thaw`. Tensors are not copied: what this
+        makes of them tells whether they still show it."""
+        self._frozen = self._capture()
+        self._fingerprint, self._weights = fingerprint, fingerprint()
+        self._is_unchanged = None
+
+    def thaw(self) -> None:
+        """The state is what is there again."""
+        self._frozen = self._fingerprint = self._is_unchanged = None
+
+    def is_unchanged(self) -> bool:
+        """Whether the frozen state is still what the tensors show: looked at once, in the first
+        call after :meth:`freeze`. False where nothing is frozen."""
+        if self._is_unchanged is None:
+            if self._fingerprint is None:
+                return False
+            self._is_unchanged = self._weights == self._fingerprint()
+        return self._is_unchanged
+
+
+class Companions:
+    """What a script keeps beside its model that has a state of its own: a reference model that
+    follows, an average of the weights in a callback. Saved are those that have changed since the
+    training began; of what is no module, all.
+
+    Args:
+        find: the objects, with names that are the same in each attempt; asked anew each time.
+        say: tells the user of one whose state cannot be saved.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Iterable[tuple[str, Any]]],
+        *,
+        say: Callable[[str], None] = notice,
+    ) -> None:
+        self._find, self._say = find, say
+        self._before: dict[str, Any] = {}
+        self._restored: frozenset[str] = frozenset()
+        self._is_fit: dict[str, bool] = {}
+
+    def remember(self) -> None:
+        """Modules that do not change from now on are as the script makes them."""
+        self._before = {
+            name: fingerprint(one.state_dict())
+            for name, one in self._find()
+            if isinstance(one, torch.nn.Module)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {name: one.state_dict() for name, one in self._find()}
+        return {
+            name: state
+            for name, state in states.items()
+            if name in self._restored or self._has_changed(name, state)
+            if self._is_savable(name, state)
+        }
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Raises:
+        StateMismatch: one is not there, or does not fit.
+        """
+        here = dict(self._find())
+        self._restored = frozenset(states)
+        for name, state in states.items():
+            try:
+                here[name].load_state_dict(state)
+            except (KeyError, RuntimeError, ValueError, TypeError) as error:
+                raise StateMismatch(
+                    f"the checkpoint has the state of {name}, which this script does not have, or "
+                    f"in another form: {error}; begin anew with another directory="
+                ) from error
+
+    def _has_changed(self, name: str, state: Any) -> bool:
+        return name not in self._before or fingerprint(state) != self._before[name]
+
+    def _is_savable(self, name: str, state: Any) -> bool:
+        if name not in self._is_fit:
+            try:
+                encode(state, prefix=name)
+                self._is_fit[name] = True
+            except UnsavableState as error:
+                self._is_fit[name] = False
+                self._say(f"{name} is not saved, and the next attempt begins without it: {error}")
+        return self._is_fit[name]
+
+
+def held_by(holders: Mapping[str, Any], *, known: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """The objects with a state in the attributes of these, each once.
+
+    Args:
+        holders: by name.
+        known: what is saved in another way, and what is in it.
+    """
+    seen = {id(part) for one in known for part in _parts(one)}
+    for holder, thing in holders.items():
+        for name, value in list(vars(thing).items()):
+            is_module = isinstance(value, torch.nn.Module)
+            if not is_module and (is_of_library(value) or not isinstance(value, Stateful)):
+                continue
+            if isinstance(value, type) or id(bare(value)) in seen:
+                continue
+            seen.add(id(bare(value)))
+            yield f"{holder}.{name}", bare(value)
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    yield thing
+    if isinstance(thing, torch.nn.Module):
+        yield from thing.modules()
+
+
+class RankBuffers:
+    """The buffers of one rank of several that have changed since the training began.
+
+    The shared state has those of one rank. Others see other batches, and their BatchNorm other
+    statistics: FSDP never compares them, and DDP only where it trains, not in an evaluation.
+    """
+
+    def __init__(self, models: Models, *, world_size: int) -> None:
+        self._models = models
+        self._is_alone = world_size == 1
+        self._before: dict[str, int] = {}
+        self._restored: frozenset[str] = frozenset()
+
+    def begin(self) -> None:
+        """Buffers that do not change from now on are as the script or the shared state has them."""
+        if not self._is_alone:
+            self._before = fingerprint(self._buffers())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        if self._is_alone:
+            return {}
+        buffers = self._buffers()
+        return {
+            name: buffers[name]
+            for name, bits in fingerprint(buffers).items()
+            if name in self._restored or bits != self._before.get(name)
+        }
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Raises:
+        StateMismatch: one is not there, or has another shape.
+        """
+        if self._is_alone:
+            return
+        buffers = self._buffers()
+        self._restored = frozenset(state)
+        for name, saved in state.items():
+            buffer = buffers.get(name)
+            if buffer is None or buffer.shape != saved.shape:
+                here = "none" if buffer is None else f"one of shape {list(buffer.shape)}"
+                raise StateMismatch(
+                    f"the checkpoint has a buffer {name} of shape {list(saved.shape)}, and this "
+                    f"model {here}; begin anew with another directory="
+                )
+            buffer.copy_(saved)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{number}.{name}": buffer
+            for number, model in enumerate(self._models())
+            for name, buffer in bare(model).named_buffers()
+            if not is_dtensor(buffer)
+        }
+
+
+def fingerprint(weights: Mapping[str, Any]) -> dict[str, int]:
+    """A sum of the bits of each weight and buffer, which differs once something else is in their
+    place. Counters of versions would not see a write through ``.data``, nor BatchNorm's own."""
+    sums: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        local = value.to_local() if is_dtensor(value) else value
+        plain = isinstance(local, torch.Tensor) and local.layout is torch.strided
+        if plain and local.numel() and not local.is_quantized:
+            flat = local.detach().reshape(-1)
+            sums[name] = flat.view(_integers(flat)).sum(dtype=torch.int64)
+    found = torch.stack([one.cpu() for one in sums.values()]).tolist() if sums else []
+    return dict(zip(sums, found, strict=True))
+
+
+def _integers(tensor: torch.Tensor) -> torch.dtype:
+    """As wide as the elements of this tensor; of wider ones, bytes."""
+    wide = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return wide.get(tensor.element_size(), torch.uint8)
