@@ -12,9 +12,11 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.data import epochs
-from hydroslurm.data.epochs import CountedBatches, Progress, later_batches
-from hydroslurm.data.generators import (
+from hydroslurm.data.epochs import (
+    CountedBatches,
+    Progress,
     generator_states,
+    later_batches,
     set_generator_states,
     warn_of_samplers_begun_anew,
     warn_of_unseeded_workers,

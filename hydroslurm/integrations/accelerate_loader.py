@@ -11,15 +11,16 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from hydroslurm.data.epochs import samplers
-from hydroslurm.data.generators import generator_states, set_generator_states
+from hydroslurm.data.epochs import generator_states, samplers, set_generator_states
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.framework_run import FrameworkRun
 from hydroslurm.integrations.held_loader import (
+    StandIn,
     count_rest,
     count_whole,
     forget_opened,
@@ -175,31 +176,15 @@ class HeldTrainLoader(CountedLoader):
             set_generator_states(self._base, state["generators"])
 
 
-class ScriptLoader:
+class ScriptLoader(StandIn):
     """A prepared loader in the script's hands."""
 
     def __init__(self, loader: Loader, iterate: Callable[[Loader], Iterator[Any]]) -> None:
-        self._hydroslurm_loader = loader
-        self._hydroslurm_iterate = iterate
+        super().__init__(loader.own)
+        self._hydroslurm_iterate = partial(iterate, loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._hydroslurm_iterate(self._hydroslurm_loader)
-
-    def __len__(self) -> int:
-        return len(self._hydroslurm_loader.own)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._hydroslurm_loader.own, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_hydroslurm_"):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._hydroslurm_loader.own, name, value)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # what isinstance() is told
-        return self._hydroslurm_loader.own.__class__  # type: ignore[no-any-return]
+        return self._hydroslurm_iterate()
 
 
 class Loader:

@@ -17,7 +17,8 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,19 @@ class FrameworkRun(Run):
             return super()._save_by(deadline_mono_s)
         where = f"step {self._step} is committed" if self._pending else "nothing was saved"
         return f"the training had not begun in this attempt; {where}"
+
+
+def replace(undo: ExitStack, thing: Any, name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a framework's object call ours, with its own as the first argument, until ``undo`` is
+    closed. Returns its own."""
+    own: Callable[..., Any] = getattr(thing, name)
+    had = name in vars(thing)
+    setattr(thing, name, partial(ours, own))
+    if had:  # somebody else has put theirs there
+        undo.callback(setattr, thing, name, own)
+    else:
+        undo.callback(delattr, thing, name)
+    return own
 
 
 def directory_of_fit(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir:

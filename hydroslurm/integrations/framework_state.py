@@ -3,6 +3,7 @@ script keeps beside it. Of that, only what has changed since the training began 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,15 +23,17 @@ class Handed:
 
     Attributes:
         loaded: from the checkpoint that the run goes on from; None once the framework has it.
+        is_unchanged: whether the frozen state is still what the tensors show: looked at once, in
+            the first call after :meth:`freeze`. False where nothing is frozen.
     """
+
+    is_unchanged: Callable[[], bool]
+    _frozen: Mapping[str, Any] | None
 
     def __init__(self, capture: Callable[[], Mapping[str, Any]]) -> None:
         self._capture = capture
         self.loaded: Mapping[str, Any] | None = None
-        self._frozen: Mapping[str, Any] | None = None
-        self._fingerprint: Callable[[], object] | None = None
-        self._weights: object = None
-        self._is_unchanged: bool | None = None
+        self.thaw()
 
     def state_dict(self) -> Mapping[str, Any]:
         return self._frozen or self.loaded or self._capture()
@@ -42,21 +45,13 @@ class Handed:
         """The state of now is what is saved until :meth:`thaw`. Tensors are not copied: what this
         makes of them tells whether they still show it."""
         self._frozen = self._capture()
-        self._fingerprint, self._weights = fingerprint, fingerprint()
-        self._is_unchanged = None
+        before = fingerprint()
+        self.is_unchanged = functools.cache(lambda: before == fingerprint())
 
     def thaw(self) -> None:
         """The state is what is there again."""
-        self._frozen = self._fingerprint = self._is_unchanged = None
-
-    def is_unchanged(self) -> bool:
-        """Whether the frozen state is still what the tensors show: looked at once, in the first
-        call after :meth:`freeze`. False where nothing is frozen."""
-        if self._is_unchanged is None:
-            if self._fingerprint is None:
-                return False
-            self._is_unchanged = self._weights == self._fingerprint()
-        return self._is_unchanged
+        self._frozen = None
+        self.is_unchanged = lambda: False
 
 
 class Companions:

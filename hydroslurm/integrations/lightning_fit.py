@@ -22,7 +22,7 @@ from typing import Any
 
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import StateMismatch
-from hydroslurm.integrations.framework_run import FrameworkRun
+from hydroslurm.integrations.framework_run import FrameworkRun, replace
 from hydroslurm.integrations.framework_state import Companions, fingerprint
 from hydroslurm.integrations.held_loader import leave_resumed
 from hydroslurm.integrations.known import (
@@ -72,6 +72,7 @@ class Fit:
         self._trainer = trainer
         self._callback = callback
         self._undo = ExitStack()
+        self._replace = partial(replace, self._undo)
         self._max_steps: int | None = None
         self._ended = self._is_finished = False
         self._new_loaders: list[Any] = []
@@ -137,15 +138,6 @@ class Fit:
 
     # --- in the place of Lightning's own
     # --------------------------------------------------------------------------------------------
-
-    def _replace(self, thing: Any, name: str, ours: Callable[..., Any]) -> None:
-        """Have this object call ours, with its own as the first argument."""
-        own, had = getattr(thing, name), name in vars(thing)
-        setattr(thing, name, partial(ours, own))
-        if had:  # somebody else has put theirs there
-            self._undo.callback(setattr, thing, name, own)
-        else:
-            self._undo.callback(delattr, thing, name)
 
     def _resume_shards(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """The strategy has sharded the model, and made the optimizers."""

@@ -32,8 +32,20 @@ _REDUCTIONS = {
 
 
 def attributes_of(trainer: Any) -> dict[str, Attributes]:
-    """By name, of the module, those in it, and the callbacks."""
-    return {**_of_module(trainer.lightning_module), **_of_callbacks(trainer)}
+    """What the script's module, those in it and the callbacks have in attributes of their own, by
+    name. Weights that a callback saves by itself are not saved once more, by each rank."""
+    module = trainer.lightning_module
+    base = next(kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
+    callbacks = {
+        f"callback {number} {type(one).__name__}": Attributes(
+            one,
+            tensors=_base_of(type(one).state_dict) == "Callback",
+            device=lambda: trainer.strategy.root_device,
+        )
+        for number, one in enumerate(trainer.callbacks)
+        if not is_of_library(one)
+    }
+    return {**of_modules(module, without=vars(base())), **callbacks}
 
 
 def companions_of(trainer: Any) -> Iterator[tuple[str, Any]]:
@@ -47,26 +59,6 @@ def companions_of(trainer: Any) -> Iterator[tuple[str, Any]]:
     }
     known = [module, trainer, trainer.datamodule, *callbacks, *trainer.optimizers]
     return held_by({**holders, type(module).__name__: module}, known=known)
-
-
-def _of_module(module: Any) -> dict[str, Attributes]:
-    """What the script's module and those in it have in attributes of their own."""
-    base = next(kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
-    return of_modules(module, without=vars(base()))
-
-
-def _of_callbacks(trainer: Any) -> dict[str, Attributes]:
-    """What the script's callbacks have in attributes. Weights that one saves by itself are not
-    saved once more, by each rank."""
-    return {
-        f"callback {number} {type(one).__name__}": Attributes(
-            one,
-            tensors=_base_of(type(one).state_dict) == "Callback",
-            device=lambda: trainer.strategy.root_device,
-        )
-        for number, one in enumerate(trainer.callbacks)
-        if not is_of_library(one)
-    }
 
 
 def _base_of(method: Callable[..., Any]) -> str:

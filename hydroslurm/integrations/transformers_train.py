@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
-from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
+from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit, replace
 from hydroslurm.integrations.framework_state import fingerprint
 from hydroslurm.integrations.known import environ_of, require_known_trainer
 from hydroslurm.integrations.loggers import (
@@ -35,8 +35,7 @@ from hydroslurm.integrations.loggers import (
     runs_of_callbacks,
 )
 from hydroslurm.integrations.sharded import Sharded, is_sharded
-from hydroslurm.integrations.transformers_checkpoint import TrainerCheckpoint
-from hydroslurm.integrations.transformers_state import LoopState, attributes_of
+from hydroslurm.integrations.transformers_state import LoopState, TrainerCheckpoint, attributes_of
 from hydroslurm.training.objects import bare
 from hydroslurm.training.reporting import notice
 
@@ -56,6 +55,7 @@ class Train:
         require_known_trainer(trainer)
         self._trainer = trainer
         self._undo = ExitStack()
+        self._replace = partial(replace, self._undo, trainer)
         self._loader: HeldTrainLoader | None = None
         self._steps_per_epoch = 1
         self._ended = self._is_opened = False
@@ -129,17 +129,6 @@ class Train:
         skip = module.skip_first_batches
         module.skip_first_batches = lambda loader, count=0: self._skip(skip, loader, count)
         self._undo.callback(setattr, module, "skip_first_batches", skip)
-
-    def _replace(self, name: str, ours: Callable[..., Any]) -> Callable[..., Any]:
-        """Have the trainer call ours, with its own as the first argument. Returns its own."""
-        trainer, own = self._trainer, getattr(self._trainer, name)
-        had = vars(trainer).get(name)
-        setattr(trainer, name, partial(ours, own))
-        if had is None:
-            self._undo.callback(delattr, trainer, name)
-        else:
-            self._undo.callback(setattr, trainer, name, had)
-        return own  # type: ignore[no-any-return]
 
     def _set_initial_training_values(self, own: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         self.run.remember(attributes_of(self._trainer))  # a model_init has made its model by now

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.data.generators import generator_states, set_generator_states
+from hydroslurm.data.epochs import generator_states, set_generator_states
 from hydroslurm.data.position import LoaderPosition, position_of
 from hydroslurm.data.strategies import SamplerPosition
 from hydroslurm.errors import UsageError

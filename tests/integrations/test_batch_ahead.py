@@ -12,7 +12,7 @@ from transformers import BatchEncoding, default_data_collator
 
 from hydroslurm.checkpoint.tree import decode, encode
 from hydroslurm.errors import StateMismatch, UnsavableState
-from hydroslurm.integrations.batch_ahead import MOST_BYTES, is_saved, packed, unpacked
+from hydroslurm.integrations.held_loader import MOST_BYTES, is_saved, packed, unpacked
 
 
 class Named(UserDict):
