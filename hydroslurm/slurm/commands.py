@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal as signals
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from hydroslurm.core.signals import signal_number
@@ -262,8 +262,7 @@ class SlurmClient:
         target = str(job_id) if step is None else f"{job_id}.{step}"
         where = ["--batch"] if batch else ["--full"] if full else []
         # what may have arrived is not repeated: a second USR1 could be a second pause
-        repeatable = refusals.never_arrived
-        self._act(job_id, "scancel", f"--signal={number}", *where, target, may_repeat=repeatable)
+        self._act(job_id, "scancel", f"--signal={number}", *where, target, may_repeat=False)
 
     def _ask(self, program: str, *arguments: str) -> str:
         return self._retry_policy.retry(lambda: self._run(program, *arguments))
@@ -278,7 +277,7 @@ class SlurmClient:
         program: str,
         *arguments: str,
         pending_is_success: bool = False,
-        may_repeat: Callable[[ControllerUnreachable], bool] = lambda _: True,
+        may_repeat: bool = True,
     ) -> None:
         """Run a program that changes something; if it fails without a reason, find out the
         reason."""

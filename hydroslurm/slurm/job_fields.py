@@ -148,7 +148,6 @@ JOB_FIELDS: Mapping[str, JobField] = {
     "restart_count": JobField(number, "restart_cnt", "Restarts", "", "requeue_count"),
     "preempt_epoch_s": JobField(_moment, "preempt_time", "PreemptTime", "", "preempt_time"),
     "suspend_epoch_s": JobField(_moment, "suspend_time", "SuspendTime", "", "suspend_time"),
-    "pre_suspend_s": JobField(number, "pre_sus_time", "SecsPreSuspend", "", "pre_suspension_time"),
     "suspended_s": JobField(text.parse_duration_s, "", "", "Suspended"),
     "work_dir": JobField(
         str, "current_working_directory", "WorkDir", "WorkDir", "working_directory"

@@ -118,7 +118,6 @@ def _sacct_rows(output: str) -> Iterator[list[str]]:
 def _job_of_sacct(cells: list[str]) -> Job:
     cell = dict(zip(SACCT_FIELDS, cells, strict=True))
     state, flags = text.parse_state(cell["State"])
-    code, signal = text.parse_exit(cell["ExitCode"])
     array = re.fullmatch(r"(\d+)_(\d+|\[.*\])", cell["JobID"])
     by = re.fullmatch(r"CANCELLED by (\d+)", cell["State"])
     return job_of_fields(
@@ -126,8 +125,7 @@ def _job_of_sacct(cells: list[str]) -> Job:
         lambda name, _: cell[name],
         state=state,
         flags=flags,
-        exit_code=code,
-        exit_signal=signal,
+        exit_code=text.parse_exit(cell["ExitCode"]),
         array_job_id=int(array[1]) if array else None,
         array_task_id=int(array[2]) if array and array[2].isdecimal() else None,
         cancelled_by_uid=int(by[1]) if by else None,
@@ -171,7 +169,6 @@ def read_jobs(output: str) -> tuple[Job, ...]:
 
 def _job_of_json(row: Mapping[str, Any]) -> Job:
     state, flags = text.parse_state(row["job_state"])
-    code, signal = _exit_of_json(row.get("exit_code"))
     array_id = number(row.get("array_job_id")) or None
     reason = row.get("state_description") or row.get("state_reason") or ""
     job = job_of_fields(
@@ -180,8 +177,7 @@ def _job_of_json(row: Mapping[str, Any]) -> Job:
         state=state,
         flags=flags,
         reason=reason.replace(" ", "_"),
-        exit_code=code,
-        exit_signal=signal,
+        exit_code=_exit_of_json(row.get("exit_code")),
         array_job_id=array_id,
         array_task_id=number(row.get("array_task_id")) if array_id else None,
         gres=text.join_gres(row.get(f"tres_per_{what}") or "" for what in _TRES_PER),
@@ -189,16 +185,11 @@ def _job_of_json(row: Mapping[str, Any]) -> Job:
     return _with_files(job, row)
 
 
-def _exit_of_json(value: Any) -> tuple[int | None, int | None]:
-    """The wait status of 22.05, or the object of later ones."""
+def _exit_of_json(value: Any) -> int | None:
+    """From the wait status of 22.05, or the object of later ones."""
     if isinstance(value, Mapping):
-        code = number(value.get("return_code")) or 0
-        signal = number((value.get("signal") or {}).get("id")) or 0
-        return text.job_exit_code(code), signal
-    if value is None:
-        return None, None
-    status = int(value)
-    return text.job_exit_code(status >> 8 & 0xFF), status & 0x7F
+        return text.job_exit_code(number(value.get("return_code")) or 0)
+    return None if value is None else text.job_exit_code(int(value) >> 8 & 0xFF)
 
 
 def _with_files(job: Job, row: Mapping[str, Any]) -> Job:

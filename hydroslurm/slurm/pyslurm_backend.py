@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from hydroslurm.errors import ControllerUnreachable, UnreadableOutput, WrongJobState
+from hydroslurm.errors import UnreadableOutput, WrongJobState
 from hydroslurm.slurm import refusals, text
 from hydroslurm.slurm.commands import SlurmClient
 from hydroslurm.slurm.config import Config
@@ -134,7 +134,7 @@ class PyslurmClient(SlurmClient):
             job_id,
             f"signal {number}",
             lambda job: job.send_signal(number, steps=steps),
-            may_repeat=refusals.never_arrived,
+            may_repeat=False,
         )
 
     def cancel(self, job_id: int) -> None:
@@ -153,7 +153,7 @@ class PyslurmClient(SlurmClient):
         verb: str,
         call: Callable[[Any], None],
         *,
-        may_repeat: Callable[[ControllerUnreachable], bool] = lambda _: True,
+        may_repeat: bool = True,
     ) -> None:
         checked_job_id(job_id)
         self._call(
@@ -165,7 +165,7 @@ class PyslurmClient(SlurmClient):
         doing: str,
         call: Callable[[], Result],
         *,
-        may_repeat: Callable[[ControllerUnreachable], bool] = lambda _: True,
+        may_repeat: bool = True,
     ) -> Result:
         def once() -> Result:
             try:
@@ -191,7 +191,6 @@ def job_of_pyslurm(job: Any) -> Job:
         state=state,
         flags=flags,
         exit_code=job.exit_code,
-        exit_signal=job.exit_code_signal,
         array_job_id=array_id,
         # 0 is a task's number, and is also what pyslurm makes None of: "not in an array" is told by
         # array_id

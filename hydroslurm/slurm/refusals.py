@@ -121,11 +121,6 @@ def says_nothing(error: SlurmError) -> bool:
     return type(error) is SlurmError and any(words in str(error) for words in _SAYS_NOTHING)
 
 
-def never_arrived(error: SlurmError) -> bool:
-    """Whether the request cannot have reached the controller and is safe to repeat."""
-    return bool(_NEVER_ARRIVED.search(str(error)))
-
-
 Result = TypeVar("Result")
 
 
@@ -154,12 +149,13 @@ class RetryPolicy:
         self,
         call: Callable[[], Result],
         *,
-        may_repeat: Callable[[ControllerUnreachable], bool] = lambda _: True,
+        may_repeat: bool = True,
     ) -> Result:
         """Call until it does not raise ControllerUnreachable.
 
         Args:
-            may_repeat: False if the request may have arrived and must not be made twice.
+            may_repeat: False for a request that must not be made twice: it is repeated only if
+                it cannot have reached the controller.
 
         Raises:
             ControllerUnreachable: the last one, with the number of attempts and the time spent.
@@ -174,7 +170,8 @@ class RetryPolicy:
             except ControllerUnreachable as error:
                 pause_s = self.uniform(delay_s / 2, delay_s)
                 spent_s = self.monotonic() - begin
-                if not may_repeat(error) or spent_s + pause_s > self.give_up_after_s:
+                arrived = not _NEVER_ARRIVED.search(str(error))
+                if (arrived and not may_repeat) or spent_s + pause_s > self.give_up_after_s:
                     raise ControllerUnreachable(
                         f"{error} (attempts: {attempts}, in {spent_s:.1f} s)"
                     ) from error

@@ -122,15 +122,13 @@ def _pairs(line: str) -> dict[str, str]:
 
 def _job_of_text(fields: Mapping[str, str]) -> Job:
     state, flags = text.parse_state(fields["JobState"])
-    code, signal = text.parse_exit(fields.get("ExitCode", ""))
     array_task = fields.get("ArrayTaskId", "")
     job = job_of_fields(
         "scontrol",
         lambda name, required: fields[name] if required else _present(fields.get(name)),
         state=state,
         flags=flags,
-        exit_code=code,
-        exit_signal=signal,
+        exit_code=text.parse_exit(fields.get("ExitCode", "")),
         array_job_id=int(fields["ArrayJobId"]) if "ArrayJobId" in fields else None,
         array_task_id=int(array_task) if array_task.isdecimal() else None,
         gres=text.join_gres(_present(fields.get(name)) or "" for name in _TRES_PER),

@@ -74,7 +74,6 @@ class Stop:
         to_end_s: seconds from the first signal to the job's EndTime, which a preemption with grace
             moves to the end of the grace; 0.0 if only KillWait is left. None for a user's signal to
             a job without an end: nothing will kill it.
-        by_uid: who cancelled it, if accounting knows.
         pending_again: Slurm has already put the job back into the queue.
         needs_history: accounting may know better, but was not asked or has not answered.
         job: as slurmctld described it; None if it could not be asked.
@@ -84,7 +83,6 @@ class Stop:
     message: str
     _: KW_ONLY
     to_end_s: float | None = 0.0
-    by_uid: int | None = None
     pending_again: bool = False
     needs_history: bool = False
     job: Job | None = None
@@ -152,7 +150,7 @@ def why_stopped(
     if JobState.CANCELLED in told:
         by_uid = attempt.cancelled_by_uid if attempt else None
         who = "" if by_uid is None else f" by user id {by_uid}"
-        return Stop(StopReason.CANCELLED, f"cancelled{who}", by_uid=by_uid)
+        return Stop(StopReason.CANCELLED, f"cancelled{who}")
     if JobState.PREEMPTED in told or job.preempt_epoch_s is not None:
         # a job cancelled within its grace has a PreemptTime as well
         pending = is_pending(job)

@@ -129,14 +129,11 @@ def compress_nodes(names: Iterable[str]) -> str:
 def parse_state(words: str | Sequence[str]) -> tuple[JobState, frozenset[str]]:
     """The state that squeue would show, and all the words given.
 
-    Accepts ``RUNNING``, ``CANCELLED by 1000``, sacct's truncated ``CANCELLED+``, the compact
-    ``CG``, and the list of newer JSON, ``["RUNNING", "COMPLETING"]``. A word of no known release
-    gives UNKNOWN.
+    Accepts ``RUNNING``, ``CANCELLED by 1000``, sacct's truncated ``CANCELLED+``, and the list of
+    newer JSON, ``["RUNNING", "COMPLETING"]``. A word of no known release gives UNKNOWN.
     """
     given = [words] if isinstance(words, str) else list(words)
-    plain = [
-        _COMPACT.get(word, word) for word in (w.split(" ")[0].rstrip("+") for w in given) if word
-    ]
+    plain = [word.split(" ")[0].rstrip("+") for word in given if word]
     if not plain:
         raise UnreadableOutput(f"a job without a state: {words!r}")
     known = [JobState(word) for word in plain if word in JobState.__members__]
@@ -165,10 +162,10 @@ def leading_int(value: str) -> int | None:
     return int(found[0]) if found else None
 
 
-def parse_exit(value: str) -> tuple[int | None, int | None]:
-    """Exit code and signal of ``143:0``, as in ``Job.exit_code``."""
+def parse_exit(value: str) -> int | None:
+    """``Job.exit_code`` of ``143:0``, exit status and signal."""
     code, _, signal = value.partition(":")
-    return (job_exit_code(int(code)), int(signal)) if code and signal else (None, None)
+    return job_exit_code(int(code)) if code and signal else None
 
 
 def job_exit_code(status: int) -> int:
@@ -185,33 +182,6 @@ def join_gres(asked: Iterable[str]) -> str:
 
 
 _RANK = {state: rank for rank, state in enumerate(JobState)}
-_COMPACT = {
-    "CG": "COMPLETING",
-    "SO": "STAGE_OUT",
-    "CF": "CONFIGURING",
-    "EX": "EXPEDITING",
-    "RS": "RESIZING",
-    "RQ": "REQUEUED",
-    "RF": "REQUEUE_FED",
-    "RH": "REQUEUE_HOLD",
-    "SE": "SPECIAL_EXIT",
-    "ST": "STOPPED",
-    "RV": "REVOKED",
-    "RD": "RESV_DEL_HOLD",
-    "SI": "SIGNALING",
-    "PD": "PENDING",
-    "R": "RUNNING",
-    "S": "SUSPENDED",
-    "CD": "COMPLETED",
-    "CA": "CANCELLED",
-    "F": "FAILED",
-    "TO": "TIMEOUT",
-    "NF": "NODE_FAIL",
-    "PR": "PREEMPTED",
-    "BF": "BOOT_FAIL",
-    "DL": "DEADLINE",
-    "OOM": "OUT_OF_MEMORY",
-}
 
 
 def _split_outside_brackets(text: str) -> list[str]:

@@ -97,13 +97,12 @@ class Job:
         restart_count: how often it was requeued.
         preempt_epoch_s: when it was told that it is being preempted; None before.
         suspend_epoch_s: when it was last suspended or resumed.
-        pre_suspend_s: how long it had run before it was last suspended.
         suspended_s: how long it was suspended in this attempt; only accounting (``history``) knows.
         std_out, std_err: with ``%j`` and the like filled in as far as Slurm does that; both name
             one file where stderr has none of its own.
-        exit_code, exit_signal: of the batch script or of srun. A code of 128 and more has lost
-            128, so that 143 and 15 both read 15: pyslurm and sacct of 22.05 tell no more, and one
-            meaning for all backends and for accounting is worth more than the bit.
+        exit_code: of the batch script or of srun. A code of 128 and more has lost 128, so that 143
+            and 15 both read 15: pyslurm and sacct of 22.05 tell no more, and one meaning for all
+            backends and for accounting is worth more than the bit.
         array_job_id, array_task_id: None outside of an array. The record that stands for the tasks
             which have not started has no array_task_id.
         is_batch: False for what srun or salloc started; those cannot be requeued.
@@ -133,14 +132,12 @@ class Job:
     restart_count: int = 0
     preempt_epoch_s: int | None = None
     suspend_epoch_s: int | None = None
-    pre_suspend_s: int = 0
     suspended_s: int | None = None
     work_dir: str = ""
     std_out: str = ""
     std_err: str = ""
     comment: str = ""
     exit_code: int | None = None
-    exit_signal: int | None = None
     array_job_id: int | None = None
     array_task_id: int | None = None
     is_batch: bool | None = None

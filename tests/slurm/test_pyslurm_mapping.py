@@ -49,13 +49,11 @@ JOB: dict[str, Any] = {
     "requeue_count": 2,
     "preempt_time": 1795204700,
     "suspend_time": None,
-    "pre_suspension_time": None,
     "working_directory": "/home/ada",
     "standard_output": "/home/ada/train-501.out",
     "standard_error": "/home/ada/train-501.out",
     "comment": None,
     "exit_code": 0,
-    "exit_code_signal": 0,
     "array_id": None,
     "array_task_id": None,
     "array_tasks_waiting": None,
@@ -297,6 +295,6 @@ def test_stderr_without_a_file_of_its_own(client: PyslurmClient, module: StandIn
 
 def test_another_pyslurm(client: PyslurmClient, module: StandIn) -> None:
     """A pyslurm with other names is reported with the way around it."""
-    del module.attributes["pre_suspension_time"]
+    del module.attributes["requeue_count"]
     with pytest.raises(UnreadableOutput, match="HYDROSLURM_SLURM_BACKEND=commands"):
         client.job(501)

@@ -137,7 +137,7 @@ def test_by_a_person(pause_cluster: DevCluster, tmp_path: Path, victims: list[Vi
         StopReason.REQUEUED,
         StopReason.ASKED,
     ]
-    assert stops[0][0].by_uid == os.getuid()
+    assert stops[0][0].message == f"cancelled by user id {os.getuid()}"
     assert [stop.pending_again for stop, _ in stops] == [False, True, False]
     _check(cancelled, *stops[0])
     _check(requeued, *stops[1])
