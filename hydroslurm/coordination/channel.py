@@ -68,9 +68,8 @@ def find_coordinator(
     deadline_s, seen = time.monotonic() + timeout_s, "nobody listens"
     while time.monotonic() < deadline_s and not stop():
         try:
-            with _Search(world, secret) as search:
-                found = search.run(candidates)
-            if found is not None:
+            search = _Search(world, secret)
+            if (found := search.run(candidates)) is not None:
                 return found
             seen = search.seen or seen
         except (OSError, MungeError, UntrustedFile) as error:
@@ -91,8 +90,7 @@ def connect(
     Raises:
         OSError, MungeError, UntrustedFile: there is nothing to ask with.
     """
-    with _Search(world, secret) as search:
-        return search.run(candidates)
+    return _Search(world, secret).run(candidates)
 
 
 def join_coordinator(connection: Connection, world: World, cut_off: Sequence[str]) -> Connection:
@@ -269,25 +267,21 @@ class _Search:
         self._greetings: dict[socket.socket, RankGreeting] = {}
         self.seen = ""
 
-    def __enter__(self) -> _Search:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for sock in list(self._asked):
-            self._give_up(sock, "")
-        self._selector.close()
-
     def run(self, candidates: Sequence[tuple[str, int]]) -> Connection | None:
         """The first that authenticates; None if none has within :data:`CONNECT_S`."""
-        for host, port in candidates:
-            self._ask(host, port)
-        deadline_s = time.monotonic() + CONNECT_S
-        while self._asked and (left_s := deadline_s - time.monotonic()) > 0:
-            for key, _ in self._selector.select(left_s):
-                found = self._continue(key.data)
-                if found is not None:
-                    return found
-        return None
+        try:
+            for host, port in candidates:
+                self._ask(host, port)
+            deadline_s = time.monotonic() + CONNECT_S
+            while self._asked and (left_s := deadline_s - time.monotonic()) > 0:
+                for key, _ in self._selector.select(left_s):
+                    if (found := self._continue(key.data)) is not None:
+                        return found
+            return None
+        finally:
+            for sock in list(self._asked):
+                self._give_up(sock, "")
+            self._selector.close()
 
     def _ask(self, host: str, port: int) -> None:
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

@@ -234,10 +234,9 @@ class CoordinatorClient:
         else:
             ports = world.coordinator_ports(secret.port_key)
 
-        def leaving() -> bool:
-            return self._leaving
-
-        return find_coordinator(world, secret, ports=ports, timeout_s=timeout_s, stop=leaving)
+        return find_coordinator(
+            world, secret, ports=ports, timeout_s=timeout_s, stop=lambda: self._leaving
+        )
 
     def _due_s(self) -> float | None:
         pause_due_s = self._pause_barrier.due_s

@@ -184,11 +184,13 @@ def issued_exact() -> dict[str, int] | None:
     if entries is None:
         return None
     counts: dict[str, int] = {}
+    # whether the first entry that was ever made is still there
+    whole = min((entry.get("record_id", 1) for entry in entries), default=1) == 0
     for group, ranks in registered:
         name, number = _name(group), _sequence_number(group)
         if name is None or number is None or len(ranks) < 2:
             continue
-        exact = _collectives(_of_group(entries, name), number=number, whole=_is_whole(entries))
+        exact = _collectives(_of_group(entries, name), number=number, whole=whole)
         if exact is None:
             return None
         counts[_key(name, ranks)] = exact
@@ -230,13 +232,7 @@ def are_complete() -> bool | None:
         return False
     if not any(group.issued for key, group in groups().items() if key not in _added):
         return True
-    native = _loaded(_NATIVE)
-    seen: list[Mapping[str, Any]] = []
-    for name in _DUMPS:
-        dump = getattr(native, name, None)
-        if dump is not None:
-            with contextlib.suppress(RuntimeError, TypeError, ValueError, pickle.UnpicklingError):
-                seen += pickle.loads(dump(False, False, False)).get("pg_status", {}).values()
+    seen = [one for trace in _traces(entries=False) for one in trace.get("pg_status", {}).values()]
     if not seen:
         return None
     return all(
@@ -288,24 +284,24 @@ def _timeout_s(group: Any) -> float | None:
 
 
 def _recorded() -> list[dict[str, Any]] | None:
-    """The recorder's entries, oldest first; None where there is no recorder.
+    """The recorder's entries, oldest first; None where there is no recorder."""
+    traces = _traces(entries=True)
+    return [entry for trace in traces for entry in trace.get("entries", [])] if traces else None
+
+
+def _traces(*, entries: bool) -> list[dict[str, Any]]:
+    """What each recorder tells, with or without its entries.
 
     As a pickle made by torch in this very process: 20 ms where its JSON takes 80, and 180 to read.
     """
     native = _loaded(_NATIVE)
-    entries: list[dict[str, Any]] = []
-    readable = False
-    for name in _DUMPS:
-        dump = getattr(native, name, None)
-        if dump is None:
-            continue
-        try:
-            trace = pickle.loads(dump(True, False, False))
-        except (RuntimeError, TypeError, ValueError, pickle.UnpicklingError):
-            continue  # an older torch has other arguments, or a backend that is not built in
-        readable = True
-        entries += trace.get("entries", [])
-    return entries if readable else None
+    traces = []
+    for dump in (getattr(native, name, None) for name in _DUMPS):
+        if dump is not None:
+            # an older torch has other arguments, or a backend that is not built in
+            with contextlib.suppress(RuntimeError, TypeError, ValueError, pickle.UnpicklingError):
+                traces.append(pickle.loads(dump(entries, False, False)))
+    return traces
 
 
 def _of_group(entries: Sequence[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
@@ -314,11 +310,6 @@ def _of_group(entries: Sequence[Mapping[str, Any]], name: str) -> list[Mapping[s
     named = [entry for entry in entries if (entry.get("process_group") or ("",))[0] == name]
     newest = max((entry.get("pg_id", 0) for entry in named), default=0)
     return [entry for entry in named if entry.get("pg_id", 0) == newest]
-
-
-def _is_whole(entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Is the first entry that was ever made still there?"""
-    return bool(entries) and min(entry.get("record_id", 1) for entry in entries) == 0
 
 
 def _collectives(mine: Sequence[Mapping[str, Any]], *, number: int, whole: bool) -> int | None:

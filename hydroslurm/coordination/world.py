@@ -62,12 +62,14 @@ class World:
             return cls._of_torch(environ, allocation)
         if allocation is None or allocation.step_id is None:
             return cls()
+        # srun's task 0 is on the first node of its list, whatever the distribution
+        first_node = allocation.nodes[0] if len(allocation.nodes) > 1 else LOOPBACK
         return cls(
             rank=allocation.rank,
             world_size=allocation.world_size,
             local_rank=allocation.local_rank,
             local_world_size=_tasks_here(environ, allocation),
-            host=environ.get("MASTER_ADDR") or _first_node(allocation),
+            host=environ.get("MASTER_ADDR") or first_node,
             incarnation_id=_slurm_incarnation(allocation),
         )
 
@@ -158,11 +160,6 @@ def _slurm_incarnation(allocation: Allocation) -> str:
         f"slurm {allocation.cluster_name} job {allocation.job_id} step {allocation.step_id} "
         f"restart {allocation.restart_count} {allocation.submit_dir}"
     )
-
-
-def _first_node(allocation: Allocation) -> str:
-    """srun's task 0 is on the first node of its list, whatever the distribution."""
-    return allocation.nodes[0] if len(allocation.nodes) > 1 else LOOPBACK
 
 
 def _tasks_here(environ: Mapping[str, str], allocation: Allocation) -> int:

@@ -78,7 +78,8 @@ class Config(Mapping[str, str]):
     @property
     def kill_wait_s(self) -> int:
         """Seconds between SIGTERM and SIGKILL when a job is ended."""
-        return self._seconds("KillWait", 30)
+        found = re.match(r"\d+", self.get("KillWait", ""))
+        return int(found[0]) if found else 30
 
     @property
     def cred_expire_s(self) -> int:
@@ -146,7 +147,3 @@ class Config(Mapping[str, str]):
     def appends_output(self) -> bool:
         """Whether a requeued job's output is appended without --open-mode."""
         return self.get("JobFileAppend", "0") != "0"
-
-    def _seconds(self, name: str, default: int) -> int:
-        found = re.match(r"\d+", self.get(name, ""))
-        return int(found[0]) if found else default

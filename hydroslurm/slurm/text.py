@@ -96,7 +96,7 @@ def expand_nodes(text: str) -> tuple[str, ...]:
     if text.strip() in ABSENT:
         return ()
     names: list[str] = []
-    for item in _split_outside_brackets(text.strip()):
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\]?|\])+", text.strip()):
         names.extend(_expand_one(item, text))
         if len(names) > MAX_NODES:
             raise UnreadableOutput(f"more than {MAX_NODES} nodes in {text[:80]!r}")
@@ -182,10 +182,6 @@ def join_gres(asked: Iterable[str]) -> str:
 
 
 _RANK = {state: rank for rank, state in enumerate(JobState)}
-
-
-def _split_outside_brackets(text: str) -> list[str]:
-    return [item for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\]?|\])+", text) if item]
 
 
 def _expand_one(item: str, whole: str) -> list[str]:
