@@ -14,12 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.elastic.directives import Form
 from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
-from hydroslurm.elastic.group import (
-    GenerationGroup,
-    backend_of_script,
-    parallel_modules,
-    rebuild,
-)
+from hydroslurm.elastic.group import GenerationGroup, backend_of_script, parallel_modules, rebuild
 from hydroslurm.elastic.member import Member
 from hydroslurm.elastic.reduction import GradientSum, sum_bucket
 from hydroslurm.elastic.sharded import Shards, sharded_modules
@@ -69,7 +64,7 @@ class InPlaceEngine:
             local_rank=self.local_rank,
             local_size=self.local_size,
             node=environ.get("SLURMD_NODENAME", ""),
-            on_abort=self._abort,
+            on_abort=lambda: self.group.abort(),
             waits=lambda: self.sum.is_sending or self.is_paused(),
             warn=warn,
         )
@@ -158,15 +153,11 @@ class InPlaceEngine:
         if self.shares_buffers and module.training and torch.is_grad_enabled():
             self.sum.share_buffers(module)
 
-    def _on_error(self, error: BaseException) -> None:
+    def _on_error(self) -> None:
         """A collective has failed; in any thread."""
-        del error  # of a peer that is gone it says only that; what happened is in the ledger
         if not self.failed:
             self.failed = True
             self.member.fail()
-
-    def _abort(self) -> None:
-        self.group.abort()
 
 
 def folder_of(environ: Mapping[str, str]) -> ElasticFolder:

@@ -10,8 +10,9 @@ buckets are not sent, and the run drops the step at its end: nothing was changed
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,9 @@ from torch._C._distributed_c10d import GradBucket
 
 from hydroslurm.elastic.fixed_order import ShardGradients, sum_in_order
 from hydroslurm.errors import RanksError
+
+_FAILURES = (RuntimeError, ValueError)
+"""What torch raises when a collective fails."""
 
 
 class GradientSum:
@@ -39,7 +43,7 @@ class GradientSum:
         group: Callable[[], dist.ProcessGroup | None],
         *,
         may_send: Callable[[], bool],
-        on_error: Callable[[BaseException], None],
+        on_error: Callable[[], None],
     ) -> None:
         """
         Args:
@@ -67,29 +71,30 @@ class GradientSum:
         group = self._group()
         if group is None or not self._may_send():
             if not self._may_send():
-                self._fail(RanksError("the generation is broken"))
+                self._on_error()
             return _done(buffer)
         self.is_sending = True
         if self.averages:
             if self.weight == 0.0:
                 buffer.zero_()
             if bucket.is_last():
-                self._meet(buffer, group)
+                with self._marked():
+                    dist.all_reduce(buffer.new_zeros(1), group=group)
             return _done(buffer)
         try:
             self._compare(bucket, group)
             if self.weight != 1.0:
                 buffer.mul_(self.weight)
             future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
-        except (RuntimeError, ValueError) as error:
-            self._fail(error)
+        except _FAILURES:
+            self._on_error()
             return _done(buffer)
 
         def summed(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             try:
                 return future.value()[0]
-            except (RuntimeError, ValueError) as error:
-                self._fail(error)
+            except _FAILURES:
+                self._on_error()
                 return buffer
 
         return cast("torch.futures.Future[torch.Tensor]", future.then(summed))
@@ -102,21 +107,18 @@ class GradientSum:
             replicas: the ranks that have this shard; None if no other has.
         """
         if not self._may_send():
-            self._fail(RanksError("the generation is broken"))
+            self._on_error()
             return
         self.is_sending = True
-        if replicas is None:
-            return
-        try:
-            dist.all_reduce(gradient, group=replicas)
-            gradient.div_(replicas.size())
-        except (RuntimeError, ValueError) as error:
-            self._fail(error)
+        if replicas is not None:
+            with self._marked():
+                dist.all_reduce(gradient, group=replicas)
+                gradient.div_(replicas.size())
 
     def sum_shards(self, gradients: ShardGradients, count: int) -> None:
         """Sum the gradients of a step's shards in their order, ``count`` of them on all ranks."""
         if not self._may_send():
-            self._fail(RanksError("the generation is broken"))
+            self._on_error()
             return
         group = self._group()
         self.is_sending = True
@@ -125,10 +127,10 @@ class GradientSum:
                 sum_in_order(mine, count, like=like, group=group)
                 for mine, like in gradients.vectors()
             ]
-        except (RuntimeError, ValueError) as error:
-            self._fail(error)
-            return
-        gradients.put(sums)
+        except _FAILURES:
+            self._on_error()
+        else:
+            gradients.put(sums)
 
     def share_buffers(self, module: torch.nn.Module) -> None:
         """Give all ranks the buffers of rank 0, as DDP does before each forward of a training."""
@@ -136,26 +138,22 @@ class GradientSum:
         buffers = [one for one in module.buffers() if one.numel()]
         if group is None or not buffers or not self._may_send():
             return
-        try:
-            with torch.no_grad():
-                for kind in dict.fromkeys((one.dtype, one.device) for one in buffers):
-                    alike = [one for one in buffers if (one.dtype, one.device) == kind]
-                    flat = torch.cat([one.reshape(-1) for one in alike])
-                    dist.broadcast(flat, group=group, group_src=0)
-                    parts = torch.split(flat, [one.numel() for one in alike])
-                    for one, part in zip(alike, parts, strict=True):
-                        one.copy_(part.view_as(one))
-        except (RuntimeError, ValueError) as error:
-            self._fail(error)
+        with self._marked(), torch.no_grad():
+            for kind in dict.fromkeys((one.dtype, one.device) for one in buffers):
+                alike = [one for one in buffers if (one.dtype, one.device) == kind]
+                flat = torch.cat([one.reshape(-1) for one in alike])
+                dist.broadcast(flat, group=group, group_src=0)
+                parts = torch.split(flat, [one.numel() for one in alike])
+                for one, part in zip(alike, parts, strict=True):
+                    one.copy_(part.view_as(one))
 
-    def _meet(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+    @contextlib.contextmanager
+    def _marked(self) -> Iterator[None]:
+        """Collectives of a step, which counts for nothing if one of them fails."""
         try:
-            dist.all_reduce(buffer.new_zeros(1), group=group)
-        except (RuntimeError, ValueError) as error:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        self._on_error(error)
+            yield
+        except _FAILURES:  # of a peer that is gone it says only that; the ledger says what happened
+            self._on_error()
 
     def _compare(self, bucket: GradBucket, group: dist.ProcessGroup) -> None:
         """Whether all ranks have the same weights in this bucket, in the same order, the first time

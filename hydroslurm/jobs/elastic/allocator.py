@@ -12,13 +12,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hydroslurm.elastic.folder import ElasticFolder
+from hydroslurm.elastic.roster import Record
 from hydroslurm.errors import HydroslurmError, LaunchError
-from hydroslurm.jobs.elastic.elements import Action, Cancel, Elements, Record, Submit
+from hydroslurm.jobs.elastic.elements import Action, Cancel, Elements, Submit
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.programs import sbatch
 from hydroslurm.slurm.values import JobState
@@ -36,18 +35,6 @@ _KEPT = ("SLURM_CONF",)
 """All other variables of Slurm are about the coordinator's own job."""
 
 
-@dataclass(frozen=True)
-class Scripts:
-    """The batch scripts of elements.
-
-    Attributes:
-        base: None where no member runs elsewhere than the others.
-    """
-
-    extra: Path
-    base: Path | None
-
-
 class Allocator:
     """Submits and cancels elements; :meth:`observe` and :meth:`want` return at once."""
 
@@ -59,7 +46,6 @@ class Allocator:
         client: SlurmClient,
         user: str,
         name: str,
-        scripts: Scripts,
         environ: Mapping[str, str],
         log: Callable[[str], None],
     ) -> None:
@@ -67,7 +53,7 @@ class Allocator:
         self.elements = elements
         self._folder = folder
         self._client = client
-        self._user, self._name, self._scripts = user, name, scripts
+        self._user, self._name = user, name
         self._environ = {
             key: text
             for key, text in environ.items()
@@ -177,12 +163,12 @@ class Allocator:
     def _submit(self, wanted: Submit) -> None:
         """Raises LaunchError: sbatch refused it; it is tried again later."""
         count = min(wanted.count, MOST_ELEMENTS)
-        script = self._scripts.base if wanted.is_base and self._scripts.base else None
+        script = self._folder.root / ("base.sbatch" if wanted.is_base else "members.sbatch")
         options = [f"--array=0-{count - 1}"]
         if self.elements.excluded:
             options.append(f"--exclude={','.join(sorted(self.elements.excluded))}")
         self._submit_s = time.monotonic() + AGAIN_S
-        done = sbatch(script or self._scripts.extra, *options, environ=self._environ)
+        done = sbatch(script, *options, environ=self._environ)
         found = _SUBMITTED.search(done.stdout)
         if done.returncode or found is None:
             raise LaunchError(

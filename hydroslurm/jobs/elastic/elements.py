@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hydroslurm.elastic.roster import Record
 from hydroslurm.slurm import values
 from hydroslurm.slurm.values import JobState
 
@@ -65,14 +66,6 @@ class Cancel:
     """Cancel elements."""
 
     names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Record:
-    """A line for the ledger."""
-
-    kind: str
-    data: dict[str, Any]
 
 
 Action = Submit | Cancel | Record

@@ -24,7 +24,7 @@ from hydroslurm.core.trust import check_trusted
 from hydroslurm.elastic import coordinator as elastic_coordinator
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import HydroslurmError, LaunchError, SlurmError, StaleAttempt
-from hydroslurm.jobs.elastic.allocator import Allocator, Scripts
+from hydroslurm.jobs.elastic.allocator import Allocator
 from hydroslurm.jobs.elastic.elements import Budgets, Elements
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.supervisor import CLEAN
@@ -179,7 +179,6 @@ def allocator_of(run: RunDir, plan: Plan, *, environ: Mapping[str, str]) -> Allo
     if elastic is None:
         raise LaunchError(f"{run.root} is the folder of a job without elastic")
     folder = ElasticFolder(run=run.root)
-    base = folder.root / "base.sbatch"
     budgets = Budgets(
         failures=plan.limits.backoff_limit,
         preemptions=plan.limits.preemption_limit,
@@ -191,7 +190,6 @@ def allocator_of(run: RunDir, plan: Plan, *, environ: Mapping[str, str]) -> Allo
         client=open_client(environ=environ),
         user=pwd.getpwuid(os.getuid()).pw_name,
         name=elastic.job_name,
-        scripts=Scripts(folder.root / "members.sbatch", base if elastic.base else None),
         environ=environ,
         log=log,
     )

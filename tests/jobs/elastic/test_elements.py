@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hydroslurm.elastic.roster import Record
 from hydroslurm.jobs.elastic.elements import (
     LINGERS_S,
     UNSEEN_S,
@@ -13,7 +14,6 @@ from hydroslurm.jobs.elastic.elements import (
     Budgets,
     Cancel,
     Elements,
-    Record,
     Submit,
 )
 from hydroslurm.slurm.values import Element, JobState
