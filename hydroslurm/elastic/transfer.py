@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -78,8 +78,7 @@ def unpack(data: torch.Tensor) -> Mapping[str, Any]:
     at = int.from_bytes(seen[_DIGEST_BYTES:begin], "little")
     document = parse_json(body[:at], max_depth=1000)
     tensors = {key: _empty(dtype, shape) for key, dtype, shape in document["tensors"]}
-    joined = _Joined([_bytes(one) for one in tensors.values()])
-    joined.put(data[begin + at :])
+    _fill([_bytes(one) for one in tensors.values()], data[begin + at :])
     found: Mapping[str, Any] = decode(document["tree"], tensors)
     return found
 
@@ -124,8 +123,10 @@ def _send(state: Mapping[str, Any] | None, link: _Link) -> None:
     link.move(torch.tensor([len(header)], dtype=torch.int64))
     link.move(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     digest = hashlib.blake2b(header, digest_size=_DIGEST_BYTES)
-    for piece in _pieces([_bytes(one) for one in tensors]):
-        link.move(piece)
+    buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    for parts in _pieces([_bytes(one) for one in tensors]):
+        piece = buffer[: sum(part.numel() for part in parts)]
+        link.move(torch.cat(parts, out=piece))
         digest.update(piece.numpy().tobytes())
     link.move(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8))
 
@@ -138,62 +139,37 @@ def _receive(link: _Link, *, wanted: bool) -> Mapping[str, Any] | None:
     digest = hashlib.blake2b(header, digest_size=_DIGEST_BYTES)
     document = parse_json(header, max_depth=1000)
     tensors = {key: _empty(dtype, shape) for key, dtype, shape in document["tensors"]}
-    flat = [_bytes(one) for one in tensors.values()]
-    joined = _Joined(flat)
-    for piece in joined.pieces():
-        arrived = link.move(piece)
+    for parts in _pieces([_bytes(one) for one in tensors.values()]):
+        count = sum(part.numel() for part in parts)
+        arrived = link.move(torch.empty(count, dtype=torch.uint8))
         digest.update(arrived.numpy().tobytes())
         if wanted:
-            joined.put(arrived)
+            _fill(parts, arrived)
     seen = link.move(torch.empty(32, dtype=torch.uint8)).numpy().tobytes()
     if seen != digest.digest():
         raise RanksError("the state of the run arrived with other bytes than were sent")
     return decode(document["tree"], tensors) if wanted else None
 
 
-def _pieces(flat: list[torch.Tensor]) -> Any:
-    """All bytes in their order, in pieces of one size."""
-    piece, filled = torch.empty(PIECE_BYTES, dtype=torch.uint8), 0
+def _pieces(flat: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The bytes of tensors in their order, cut into pieces of one size; of each piece its parts in
+    these tensors."""
+    parts: list[torch.Tensor] = []
+    room = PIECE_BYTES
     for one in flat:
-        at = 0
-        while at < one.numel():
-            count = min(PIECE_BYTES - filled, one.numel() - at)
-            piece[filled : filled + count] = one[at : at + count]
-            filled, at = filled + count, at + count
-            if filled == PIECE_BYTES:
-                yield piece
-                filled = 0
-    if filled:
-        yield piece[:filled].clone()
+        while one.numel():
+            parts.append(one[:room])
+            room, one = room - parts[-1].numel(), one[room:]
+            if not room:
+                yield parts
+                parts, room = [], PIECE_BYTES
+    if parts:
+        yield parts
 
 
-class _Joined:
-    """Tensors' bytes as one sequence, to be filled from its beginning."""
-
-    def __init__(self, flat: list[torch.Tensor]) -> None:
-        self._flat = [one for one in flat if one.numel()]
-        self._total = sum(one.numel() for one in self._flat)
-        self._index = self._offset = 0
-
-    def pieces(self) -> Any:
-        """Empty pieces, as many and as long as are sent."""
-        whole, rest = divmod(self._total, PIECE_BYTES)
-        for _ in range(whole):
-            yield torch.empty(PIECE_BYTES, dtype=torch.uint8)
-        if rest:
-            yield torch.empty(rest, dtype=torch.uint8)
-
-    def put(self, data: torch.Tensor) -> None:
-        """Fill what follows with these bytes."""
-        taken = 0
-        while taken < data.numel():
-            one = self._flat[self._index]
-            count = min(one.numel() - self._offset, data.numel() - taken)
-            one[self._offset : self._offset + count] = data[taken : taken + count]
-            taken += count
-            self._offset += count
-            if self._offset == one.numel():
-                self._index, self._offset = self._index + 1, 0
+def _fill(parts: list[torch.Tensor], data: torch.Tensor) -> None:
+    for part, one in zip(parts, torch.split(data, [part.numel() for part in parts]), strict=True):
+        part.copy_(one)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
