@@ -1,4 +1,5 @@
-"""How far the workers of one node are, as they tell: their step and pace, and which one hangs.
+"""How far the workers of one node are, as they tell: their step and pace, and which one hangs, in a
+collective or outside of one. Pure but for what the kernel says of them.
 
 A worker hangs if the others wait for it in a collective that it does not come to. Each worker says
 with its heartbeat how many collectives it has issued; the coordinator says how many the furthest
@@ -13,18 +14,27 @@ meanwhile says for how long:
 
 So no rank is given up that could have come in time. Ranks that have all issued the same collective,
 or that are all busy without one, are left alone; so is a rank that is paused on purpose.
+
+Others may also wait for workers that do not come to ``init_process_group``, or do not end. A
+download, a data set that is prepared, a compilation, an export at the end take their time, and use
+CPU or disk for it. So whatever is busy is never given up there, nor is a worker that may wait for a
+busy one of its node, as for the lock of a download. Workers that are waited for, and that all do
+nothing:
+
+    others are in init_process_group   half of its time-out, at most ``stuck_s``
+    others have trained to the end     ``stuck_s``: nothing there ever fails by a time-out
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydroslurm.core.status import RankStatus
-from hydroslurm.elastic.roster import Timing
+from hydroslurm.elastic.roster import Awaited, Timing
 from hydroslurm.jobs.agent.workers import Worker, family
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -33,6 +43,8 @@ IDLE_CPU = 0.05
 """Of one CPU. Our own threads, which look and tell, use less."""
 IDLE_BYTES_PER_S = 16 << 10
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+LOOK_S = 0.9
+"""The kernel counts CPU time in hundredths of a second: in less than this, one is not little."""
 NEXT_LOOK_S = 2.5
 """A later one follows on nothing: the agent itself was stopped meanwhile."""
 
@@ -119,7 +131,7 @@ def state_of(pid: int) -> str:
 
 @dataclass
 class Watch:
-    """Looks at the workers of one generation, about once a second."""
+    """Who hangs in a collective; looks at the workers of one generation, about once a second."""
 
     timing: Timing
     use_of: Callable[[int], Use] = use_of
@@ -181,11 +193,10 @@ class Watch:
             return f"{who} has been stopped for {stopped_s:.0f} s (SIGSTOP)"
         issued = None if status is None else status.collectives
         at = None if issued is None else (issued, furthest)
-        is_paused = status is not None and status.state in ("parking", "parked")
         used = self.use_of(worker.pid) if issued is not None and issued < furthest else (0.0, 0)
         took_s, before = now_s - waited.looked_s, waited.used
         waited.used, waited.looked_s = used, now_s
-        if at is None or at != waited.at or is_paused or at[0] >= at[1]:
+        if at is None or at != waited.at or _is_paused(status) or at[0] >= at[1]:
             waited.at, waited.since_s, waited.idle_since_s = at, now_s, now_s
             return ""
         if not is_idle(before, used, took_s):
@@ -209,3 +220,86 @@ class Watch:
             f"{who} hangs: it {place}, {doing}, and other ranks have waited for {behind_s:.0f} s "
             f"for it in collective {waited.at[0] + 1}, which fails after {timeout_s:g} s"
         )
+
+
+def meeting_s(statuses: Sequence[RankStatus | None]) -> float:
+    """The time-out of the ``init_process_group`` in which one of them is; 0: none is."""
+    return max((one.meeting_timeout_s or 0.0 for one in statuses if one is not None), default=0.0)
+
+
+@dataclass
+class Absence:
+    """Who hangs outside of one; looks at the workers of one generation, about once a second."""
+
+    timing: Timing
+    use_of: Callable[[int], Use] = use_of
+    state_of: Callable[[int], str] = state_of
+    _used: dict[int, Use] = field(default_factory=dict)
+    _looked_s: float = 0.0
+    _idle_since_s: float = 0.0
+
+    def look(
+        self,
+        workers: Sequence[Worker],
+        statuses: Sequence[RankStatus | None],
+        *,
+        ended: Collection[int],
+        awaited: Awaited,
+        now_s: float,
+    ) -> str:
+        """Who hangs, and why it is thought so; "" while nobody does.
+
+        Args:
+            statuses: of the workers, in their order.
+            ended: local ranks that have exited with 0.
+            awaited: what workers of other nodes wait for.
+            now_s: monotonic.
+        """
+        took_s = now_s - self._looked_s
+        if took_s < LOOK_S:
+            return ""
+        known = [
+            pair for pair in zip(workers, statuses, strict=True) if pair[0].local_rank not in ended
+        ]
+        timeout_s = max(awaited.meeting_s, meeting_s(statuses))
+        after_s, others = self.timing.stuck_s, "other ranks have ended"
+        if not (ended or awaited.ended):
+            known = [pair for pair in known if timeout_s and _is_outside(pair[1])]
+            after_s = min(after_s, timeout_s / 2)
+            others = (
+                f"other ranks wait for it in init_process_group, which fails after {timeout_s:g} s"
+            )
+        used = {worker.pid: self.use_of(worker.pid) for worker, _ in known}
+        waits = (
+            used.keys() == self._used.keys()  # else one of them has come
+            and took_s <= NEXT_LOOK_S
+            and all(is_idle(self._used[pid], used[pid], took_s) for pid in used)
+            and not any(_is_paused(status) for _, status in known)
+        )
+        self._used, self._looked_s = used, now_s
+        if not waits:
+            self._idle_since_s = now_s
+        idle_s = now_s - self._idle_since_s
+        if not known or idle_s < after_s:
+            return ""
+        return "; ".join(
+            f"{self._who(worker, status, now_s)}, and has done nothing for {idle_s:.0f} s, while "
+            f"{others}"
+            for worker, status in known
+        )
+
+    def _who(self, worker: Worker, status: RankStatus | None, now_s: float) -> str:
+        pid = worker.pid if worker.entry is None else worker.entry.pid
+        place = "has not come to its `import torch`"
+        if status is not None:
+            place = place_of(status, self.state_of(pid), now_s=now_s) or "has not said where it is"
+        return f"local rank {worker.local_rank} (pid {pid}) hangs: it {place}"
+
+
+def _is_outside(status: RankStatus | None) -> bool:
+    """Whether it has no process group, and does not wait for one."""
+    return status is None or (status.collectives is None and status.meeting_timeout_s is None)
+
+
+def _is_paused(status: RankStatus | None) -> bool:
+    return status is not None and status.state in ("parking", "parked")

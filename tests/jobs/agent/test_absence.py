@@ -10,8 +10,7 @@ import pytest
 from hydroslurm.core.registry import Entry
 from hydroslurm.core.status import Moment, RankStatus
 from hydroslurm.elastic.roster import Awaited, Timing
-from hydroslurm.jobs.agent.absence import Absence, meeting_s
-from hydroslurm.jobs.agent.progress import Use
+from hydroslurm.jobs.agent.progress import Absence, Use, meeting_s
 from hydroslurm.jobs.agent.workers import Worker
 
 WORKERS = (Worker(0, 100), Worker(1, 101))
