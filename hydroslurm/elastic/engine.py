@@ -12,11 +12,11 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.core.rundir import GENERATION_ENV
-from hydroslurm.elastic.directives import Form
 from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
 from hydroslurm.elastic.group import GenerationGroup, backend_of_script, parallel_modules, rebuild
 from hydroslurm.elastic.member import Member
 from hydroslurm.elastic.reduction import GradientSum, sum_bucket
+from hydroslurm.elastic.roster import Form
 from hydroslurm.elastic.sharded import Shards, sharded_modules
 from hydroslurm.errors import UsageError
 

@@ -32,8 +32,8 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from hydroslurm.elastic.directives import Form
 from hydroslurm.elastic.member import Member
+from hydroslurm.elastic.roster import Form
 from hydroslurm.elastic.sharded import Shards
 from hydroslurm.errors import HydroslurmError, RanksError, UsageError
 

@@ -25,10 +25,9 @@ from hydroslurm.coordination.network import configure_socket
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.elastic.coordinator import attempt_of
-from hydroslurm.elastic.directives import Average, Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.messages import check_from_coordinator
-from hydroslurm.elastic.roster import Awaited
+from hydroslurm.elastic.roster import Average, Awaited, Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.usage import Usage
 from hydroslurm.errors import CoordinatorLost, HydroslurmError
 

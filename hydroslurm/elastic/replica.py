@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hydroslurm.elastic.directives import Form
+from hydroslurm.elastic.roster import Form
 from hydroslurm.elastic.transfer import pack, unpack
 
 TAG = 0x6873

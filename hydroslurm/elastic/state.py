@@ -28,7 +28,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -39,10 +39,10 @@ from torch.utils.data import DataLoader
 
 from hydroslurm.checkpoint.tree import encode
 from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN, ExitForRequeue
-from hydroslurm.elastic.directives import Depart, Directive, Finished, Form, Save
+from hydroslurm.data.position import position_of
 from hydroslurm.elastic.engine import InPlaceEngine
 from hydroslurm.elastic.group import meeting
-from hydroslurm.elastic.state_loader import StateLoader
+from hydroslurm.elastic.roster import Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import RanksError, UnsavableState, UsageError
 
@@ -311,6 +311,59 @@ class State:
         assert directive is not None
         self._obey(directive)
         return self._is_done
+
+
+class StateLoader:
+    """A DataLoader of a :class:`State`: gives what is left of an epoch, to each rank its share; a
+    batch that was given is used.
+
+    Args:
+        loader: with a :class:`~hydroslurm.data.ResumableSampler`, and with workers or without.
+        epoch: says which one is to be gone through.
+
+    Raises:
+        UsageError: another sampler, whose order not all members could take up.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, epoch: Callable[[], int]) -> None:
+        self._loader = loader
+        self._epoch = epoch
+        self._position = position_of(loader, shield=(signal.SIGTERM,))
+        if self._position.name != "sampler":
+            raise UsageError(
+                "an elastic State was given a DataLoader whose sampler is a "
+                f"{type(loader.sampler).__name__}: no other number of ranks could go on within its "
+                "epochs. Give it sampler=hydroslurm.data.ResumableSampler(dataset), in the place "
+                "of shuffle= or a DistributedSampler"
+            )
+        self._loaded: Mapping[str, Any] | None = None
+        self._ended: int | None = None
+
+    def __len__(self) -> int:
+        """The batches of this rank in a whole epoch."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self._epoch()
+        if epoch == self._ended:
+            raise UsageError(
+                f"epoch {epoch} is over, and state.epoch says {epoch} still: go by it, as in "
+                "`for state.epoch in range(state.epoch, epochs):`"
+            )
+        state, self._loaded = self._loaded, None
+        if state is not None and state["epoch"] == epoch:
+            yield from self._position.resume_epoch(state)
+        else:
+            yield from self._position.begin_epoch(epoch)
+        self._ended = epoch
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The place between two batches."""
+        return self._position.state_dict() if self._loaded is None else self._loaded
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have the next iterator begin there, if it is for the same epoch."""
+        self._loaded, self._ended = state, None
 
 
 def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State, P], R | None]:

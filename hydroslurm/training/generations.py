@@ -13,11 +13,11 @@ from hydroslurm.checkpoint.store import State
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN, ExitForRequeue
 from hydroslurm.core.rundir import SUPERVISED_ENV, RunDir
-from hydroslurm.elastic.directives import Average, Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.engine import InPlaceEngine, folder_of
 from hydroslurm.elastic.group import meeting
 from hydroslurm.elastic.learning_rate import ScaledLearningRate
 from hydroslurm.elastic.replica import PeerReplicas
+from hydroslurm.elastic.roster import Average, Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.sharded import sharded_modules
 from hydroslurm.elastic.step_log import CheckedSteps
 from hydroslurm.elastic.transfer import hand_over

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 from elasticstory import TRAIN, ElasticStory
 
-from hydroslurm.elastic.directives import Form
 from hydroslurm.elastic.group import MEETING_S, GenerationGroup
+from hydroslurm.elastic.roster import Form
 from hydroslurm.errors import CoordinatorLost, RanksError
 
 UNREACHABLE = TRAIN.replace(

@@ -50,10 +50,9 @@ from hydroslurm.coordination.network import own_address
 from hydroslurm.coordination.world import COORDINATOR_PORT_TRIES, INCARNATION_ENV, KEY_ENV, World
 from hydroslurm.core.exitcodes import FAILED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.rundir import GENERATION_ENV, variables_of
-from hydroslurm.elastic.directives import Depart, Directive, Form, Save
 from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV, ElasticFolder, member_name
 from hydroslurm.elastic.member import Member
-from hydroslurm.elastic.roster import Timing
+from hydroslurm.elastic.roster import Depart, Directive, Form, Save, Timing
 from hydroslurm.errors import CoordinatorLost, UsageError
 from hydroslurm.jobs.agent import nodestate
 from hydroslurm.jobs.agent.elastic import LINGER_S, NodeAgent

@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from hydroslurm.elastic.directives import Depart, Finished, Form, Save
 from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
 from hydroslurm.elastic.member import Member
+from hydroslurm.elastic.roster import Depart, Finished, Form, Save
 
 HERE = Path(__file__).parent
 NODE = os.environ.get("SLURMD_NODENAME", "")
