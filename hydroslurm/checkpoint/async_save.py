@@ -7,55 +7,47 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 
 from hydroslurm.checkpoint.deadline import InFlight, remaining_s
+from hydroslurm.checkpoint.state_writer import SaveRequest
 from hydroslurm.errors import AgreementFailed
 
 _under_way: weakref.WeakSet[AsyncSave] = weakref.WeakSet()
 
 
+@dataclass(eq=False)
 class AsyncSave:
     """Runs one save beside the training, and keeps how it ended.
 
     An interpreter that shuts down waits for it, so that a process which simply ends has its last
     save committed. The thread lives as long as the save: none is left idle in a process that forks.
+
+    Attributes:
+        work: does the save; is given the event that asks it to end early.
+        expected_s: how long it should take.
+        writes: False if this rank only tells the others that it cannot take part.
+        exempt: makes the context in which no pause holds the thread.
+        after: tidies up once the save has succeeded. Nobody waits for it but :meth:`join` and the
+            shutdown of Python: removing an old checkpoint of some GB takes longer than a stop may
+            have.
     """
 
-    def __init__(
-        self,
-        work: Callable[[threading.Event], None],
-        *,
-        step: int,
-        state: int,
-        expected_s: float,
-        writes: bool,
-        exempt: Callable[[], AbstractContextManager[None]],
-        after: Callable[[], None],
-    ) -> None:
-        """Begin at once.
+    work: Callable[[threading.Event], None]
+    request: SaveRequest
+    expected_s: float
+    writes: bool
+    exempt: Callable[[], AbstractContextManager[None]]
+    after: Callable[[], None]
+    failure: BaseException | None = None
 
-        Args:
-            work: does the save; is given the event that asks it to end early.
-            step: whose state it writes. state: the number of that state (``SaveRequest.state``).
-            expected_s: how long it should take.
-            writes: False if this rank only tells the others that it cannot take part.
-            exempt: makes the context in which no pause holds the thread.
-            after: tidies up once the save has succeeded. Nobody waits for it but :meth:`join` and
-                the shutdown of Python: removing an old checkpoint of some GB takes longer than
-                a stop may have.
-        """
-        self.step = step
-        self.state = state
-        self.writes = writes
-        self.failure: BaseException | None = None
-        self._exempt = exempt
-        self._after = after
+    def __post_init__(self) -> None:
+        """Begin at once."""
         self._ended = threading.Event()
-        self._expected_s = expected_s
-        self._begin_s = time.monotonic()
         self._given_up = threading.Event()
+        self._begin_s = time.monotonic()
         self._thread = threading.Thread(
-            target=self._run, args=(work,), name=f"hydroslurm-save-{step}", daemon=False
+            target=self._run, name=f"hydroslurm-save-{self.request.step}", daemon=False
         )
         _wait_before_shutdown()
         _under_way.add(self)
@@ -99,16 +91,16 @@ class AsyncSave:
     def status(self, state: int) -> InFlight:
         """Its step, what it still needs, and whether it writes the state of this number."""
         elapsed_s = time.monotonic() - self._begin_s
-        rest_s = remaining_s(expected_s=self._expected_s, elapsed_s=elapsed_s)
-        return InFlight(self.step, rest_s, is_this=self.state == state)
+        rest_s = remaining_s(expected_s=self.expected_s, elapsed_s=elapsed_s)
+        return InFlight(self.request.step, rest_s, is_this=self.request.state == state)
 
-    def _run(self, work: Callable[[threading.Event], None]) -> None:
+    def _run(self) -> None:
         try:
-            with self._exempt():
-                work(self._given_up)
+            with self.exempt():
+                self.work(self._given_up)
                 self._ended.set()
                 if self.writes:
-                    self._after()
+                    self.after()
         except BaseException as error:  # kept for the training thread, which reports it
             self.failure = error
         finally:
@@ -135,9 +127,8 @@ class AsyncSaves:
     def launch(
         self,
         work: Callable[[threading.Event], None],
+        request: SaveRequest,
         *,
-        step: int,
-        state: int,
         expected_s: float,
         writes: bool = True,
     ) -> AsyncSave:
@@ -145,15 +136,7 @@ class AsyncSaves:
         self.unreported = [
             one for one in self.unreported if not one.join(0) or one.failure is not None
         ]
-        save = AsyncSave(
-            work,
-            step=step,
-            state=state,
-            expected_s=expected_s,
-            writes=writes,
-            exempt=self._exempt,
-            after=self._after,
-        )
+        save = AsyncSave(work, request, expected_s, writes, self._exempt, self._after)
         self.unreported.append(save)
         return save
 

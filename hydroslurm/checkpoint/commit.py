@@ -18,7 +18,6 @@ from pathlib import Path
 
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.checksummed_file import write_whole
-from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
 
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
@@ -35,13 +34,12 @@ ATTEMPTS = 3
 """At replacing a broken checkpoint while other processes try the same."""
 
 
-def put(folder: Path, name: str, data: bytes, *, rank: int, storage: Storage) -> FileEntry:
+def put(folder: Path, name: str, data: bytes, *, rank: int, storage: Storage) -> None:
     """Write one small file durably, and give it its name when it is complete."""
     draft = folder / f"{name}.{rank}{DRAFT}"
-    entry = write_whole(draft, data, storage=storage)
+    write_whole(draft, data, storage=storage)
     storage.rename(draft, folder / name)
     storage.fsync_dir(folder)
-    return entry
 
 
 def remove_drafts(folder: Path, *, storage: Storage) -> None:

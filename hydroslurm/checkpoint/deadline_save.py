@@ -10,11 +10,11 @@ from types import NoneType
 
 from hydroslurm.checkpoint.async_save import AsyncSave, AsyncSaves
 from hydroslurm.checkpoint.deadline import Choice, InFlight, Situation, choose
-from hydroslurm.checkpoint.outcome import Saved
+from hydroslurm.checkpoint.outcome import Saved, SaveEventKind
 from hydroslurm.checkpoint.save_round import SaveRound, checked
 from hydroslurm.checkpoint.state_writer import SaveRequest, StateWriter
 from hydroslurm.checkpoint.write_plan import WritePlan
-from hydroslurm.errors import SaveFailed
+from hydroslurm.errors import SaveFailed, UnsavableState
 
 GIVEN_UP_S = 1.0
 """The longest wait for a save that was given up before the next one begins beside it. It ends
@@ -39,11 +39,12 @@ class DeadlineSave:
     request: SaveRequest
     deadline_mono_s: float
 
-    def choose(self) -> Choice:
-        """What to do, given what all ranks know now.
+    def carry_out(self, plan: WritePlan) -> Saved:
+        """Do what is chosen by what all ranks know now, until the deadline. Whatever is still
+        written then reads the state itself.
 
         Raises:
-            SaveFailed: the ranks could not agree. UnsavableState: one cannot save its state.
+            UnsavableState: a rank cannot save its state.
         """
         flight = self.saves.current()
         here = Situation(
@@ -54,19 +55,22 @@ class DeadlineSave:
             committed_step=self.writer.durable_step(),
             is_committed=self._is_durable(),
         )
-        return choose(_of_all_ranks(here, self.save_round))
-
-    def failed(self, failure: SaveFailed) -> Saved:
-        """The outcome if the ranks could not agree on what to do."""
-        self.saves.wait(self._left_s())
-        return self._saved(None, None, failure=failure)
-
-    def carry_out(self, choice: Choice, plan: WritePlan) -> Saved:
-        """Do it, until the deadline. Whatever is still written then reads the state itself."""
+        try:
+            choice = choose(_of_all_ranks(here, self.save_round))
+        except UnsavableState:
+            self.saves.wait(self._left_s())
+            raise
+        except SaveFailed as error:
+            self.writer.tell(SaveEventKind.FAILED, self.request, reason=str(error))
+            self.saves.wait(self._left_s())
+            return self._saved(None, None, failure=error)
+        self.writer.tell(SaveEventKind.STARTED, self.request, reason=choice.reason)
         if choice.is_committed:
             return self._saved(choice, None)
         before = self._make_way(choice)
-        done = self._is_durable() or (before is not None and before.state == self.request.state)
+        done = self._is_durable() or (
+            before is not None and before.request.state == self.request.state
+        )
         try:
             answers = self.save_round.settle("done", {"done": done}, left_s=self._left_s()).items()
             if all(checked(one, rank=rank, done=bool)["done"] for rank, one in answers):
@@ -96,12 +100,8 @@ class DeadlineSave:
                 before.wait()
             self.writer.write(plan, self.request, cancel=cancel)
 
-        return self.saves.launch(
-            work,
-            step=self.request.step,
-            state=self.request.state,
-            expected_s=self.writer.expect_s(self.request.state_bytes),
-        )
+        expected_s = self.writer.expect_s(self.request.state_bytes)
+        return self.saves.launch(work, self.request, expected_s=expected_s)
 
     def _saved(
         self, choice: Choice | None, last: AsyncSave | None, *, failure: BaseException | None = None

@@ -14,9 +14,8 @@ import hashlib
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from isal.isal_zlib import crc32
@@ -59,12 +58,18 @@ def names_of(rank: int, world_size: int) -> tuple[str, str]:
     return index_name(part), tensors_name(part)
 
 
-class _Stored(NamedTuple):
-    """The two files of a rank in a checkpoint, by their names there."""
+@dataclass(eq=False)
+class _Stored:
+    """The two files of a rank in a checkpoint, by their names there.
+
+    Attributes:
+        fingerprint: of what is frozen; None if it was not read yet.
+    """
 
     path: Path
     key: tuple[int, int]
     files: Mapping[str, FileEntry]
+    fingerprint: str | None
 
 
 class FrozenFiles:
@@ -74,7 +79,6 @@ class FrozenFiles:
         self._rank = rank
         self._storage = storage
         self._noted: tuple[_Stored, ...] = ()
-        self._fingerprints: Mapping[Path, str] = {}
         self._can_link = True
 
     def note(
@@ -96,12 +100,8 @@ class FrozenFiles:
         if len(mine) < len(names):
             return
         others = [one for one in self._noted if one.path != checkpoint.path]
-        stored = (_Stored(checkpoint.path, checkpoint.key, mine), *others)
+        stored = (_Stored(checkpoint.path, checkpoint.key, mine, fingerprint), *others)
         self._noted = tuple(sorted(stored, key=lambda one: one.key, reverse=True)[:_NOTED])
-        # not what is known of the path: a damaged checkpoint there may have been replaced
-        known = {one.path: self._fingerprints.get(one.path) for one in others}
-        known[checkpoint.path] = fingerprint
-        self._fingerprints = {path: one for path, one in known.items() if one is not None}
 
     def have(self, plan: WritePlan) -> bool:
         """Whether there are some that hold what is frozen in a state, and can be linked."""
@@ -168,16 +168,14 @@ class FrozenFiles:
         names = names_of(self._rank, plan.layout.world_size)
         if not plan.fingerprint or set(names) != stored.files.keys():
             return {}
-        if stored.path not in self._fingerprints:
+        if stored.fingerprint is None:
             try:
                 index = stored.path / names[0]
                 text = read_checked(index, stored.files[names[0]], storage=self._storage)
-                found = str(parse(text).get("fingerprint"))
+                stored.fingerprint = str(parse(text).get("fingerprint"))
             except (CheckpointError, ValueError):
                 return {}
-            self._fingerprints = {**self._fingerprints, stored.path: found}
-        is_same = self._fingerprints[stored.path] == plan.fingerprint
-        return stored.files if is_same else {}
+        return stored.files if stored.fingerprint == plan.fingerprint else {}
 
 
 def _inode(stored: _Stored) -> tuple[int, int] | None:

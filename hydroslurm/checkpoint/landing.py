@@ -163,8 +163,7 @@ def land(
         found[one.wanted.key], memory = _memory_for(one.wanted, finals)
         flat = memory.reshape(-1)
         for rank, chunk, common in one.pieces:
-            place = _Place(chunk, common, one.wanted.box, flat)
-            ranges[rank].append(place.range(copies[rank]))
+            ranges[rank].append(_range(chunk, common, one.wanted.box, flat, copies[rank]))
     with BlockReader(storage) as reader:
         for rank, of_file in ranges.items():
             reader.read(
@@ -185,30 +184,25 @@ class _Later(list[Callable[[], object]]):
                 function()
 
 
-class _Place(NamedTuple):
-    """Of a piece what belongs into a tensor, whose memory (flat, in C order) is the box ``into``
-    of the whole."""
+def _range(chunk: Chunk, common: Box, into: Box, memory: torch.Tensor, copies: _Later) -> Range:
+    """What is to be read of a piece, and where to; ``copies`` gets what is to be done afterwards.
 
-    chunk: Chunk
-    common: Box
-    into: Box
-    memory: torch.Tensor
-
-    def range(self, copies: _Later) -> Range:
-        """What is to be read, and where to; ``copies`` gets what is to be done afterwards."""
-        box = Box(self.chunk.offsets, self.chunk.sizes)
-        if box == self.into:  # nothing has changed since the save
-            return Range(self.chunk.at_bytes, bytes_of(self.memory))
-        item = self.memory.dtype.itemsize
-        begin, count = box.span(self.common)
-        first, spread = self.into.span(self.common)
-        if count == spread == self.common.volume:
-            target = self.memory[first : first + count]
-        else:
-            target = torch.empty(count, dtype=self.memory.dtype)
-            source = box.view(target, self.common, begin=begin)
-            copies.append(lambda: self.into.view(self.memory, self.common).copy_(source))
-        return Range(self.chunk.at_bytes + begin * item, bytes_of(target))
+    Args:
+        common: what of the piece belongs into the tensor.
+        into: the box of the whole that ``memory`` is, flat and in C order.
+    """
+    box = Box(chunk.offsets, chunk.sizes)
+    if box == into:  # nothing has changed since the save
+        return Range(chunk.at_bytes, bytes_of(memory))
+    begin, count = box.span(common)
+    first, spread = into.span(common)
+    if count == spread == common.volume:
+        target = memory[first : first + count]
+    else:
+        target = torch.empty(count, dtype=memory.dtype)
+        source = box.view(target, common, begin=begin)
+        copies.append(lambda: into.view(memory, common).copy_(source))
+    return Range(chunk.at_bytes + begin * memory.dtype.itemsize, bytes_of(target))
 
 
 def _memory_for(wanted: Wanted, finals: _Later) -> tuple[torch.Tensor, torch.Tensor]:

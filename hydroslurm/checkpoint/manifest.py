@@ -255,12 +255,9 @@ def _from_body(body: Mapping[str, Any]) -> Manifest:
         raise ValueError(f"algorithm is {body['algorithm']!r}; wanted {ALGORITHM!r}")
     if not isinstance(body["meta"], dict):
         raise ValueError("meta holds no names")
+    counts = ("step", "epoch", "created_epoch_ns", "state_bytes", "world_size")
     plain = {
-        "step": _count(body, "step"),
-        "epoch": _count(body, "epoch"),
-        "created_epoch_ns": _count(body, "created_epoch_ns"),
-        "state_bytes": _count(body, "state_bytes"),
-        "world_size": _count(body, "world_size"),
+        **{name: _count(body, name) for name in counts},
         "kind": _text(body, "kind"),
         "files": file_entries(body["files"]),
         "written_by": WrittenBy(**writer),

@@ -31,9 +31,7 @@ from hydroslurm.core.memory import Room, room
 from hydroslurm.errors import (
     CheckpointError,
     SaveAbandoned,
-    SaveFailed,
     StaleAttempt,
-    UnsavableState,
     UsageError,
 )
 
@@ -134,10 +132,10 @@ class Saver:
         under_way = self._saves.current()
         if under_way is not None:
             if save_round.is_solo:
-                reason = save_round.busy(under_way.step)
+                reason = save_round.busy(under_way.request.step)
                 self._writer.tell(SaveEventKind.SKIPPED, request, reason=reason or "")
             else:
-                self._excuse(save_round, request, busy=under_way.step)
+                self._excuse(save_round, request, busy=under_way.request.step)
             return 0.0
         try:
             with without_gc():
@@ -242,23 +240,8 @@ class Saver:
             self._saves.wait(deadline_mono_s - time.monotonic())
             save_round.settle("situation", problem=error)
             raise
-        stop = DeadlineSave(
-            self._writer,
-            self._saves,
-            save_round=save_round,
-            request=request,
-            deadline_mono_s=deadline_mono_s,
-        )
-        try:
-            choice = stop.choose()
-        except UnsavableState:
-            self._saves.wait(deadline_mono_s - time.monotonic())
-            raise
-        except SaveFailed as error:
-            self._writer.tell(SaveEventKind.FAILED, request, reason=str(error))
-            return stop.failed(error)
-        self._writer.tell(SaveEventKind.STARTED, request, reason=choice.reason)
-        return stop.carry_out(choice, plan)
+        stop = DeadlineSave(self._writer, self._saves, save_round, request, deadline_mono_s)
+        return stop.carry_out(plan)
 
     def give_up(self) -> None:
         """Abandon the save under way: stop waiting for ranks that will not come."""
@@ -367,12 +350,8 @@ class Saver:
             if save_round is None or self._may_begin(replace(save_round, cancel=cancel), request):
                 self._writer.write(plan, request, cancel=cancel)
 
-        return self._saves.launch(
-            work,
-            step=request.step,
-            state=request.state,
-            expected_s=self._writer.expect_s(request.state_bytes),
-        )
+        expected_s = self._writer.expect_s(request.state_bytes)
+        return self._saves.launch(work, request, expected_s=expected_s)
 
     def _excuse(
         self,
@@ -387,9 +366,7 @@ class Saver:
         def work(cancel: threading.Event) -> None:
             self._may_begin(replace(save_round, cancel=cancel), request, busy=busy, problem=problem)
 
-        self._saves.launch(
-            work, step=request.step, state=request.state, expected_s=0.0, writes=False
-        )
+        self._saves.launch(work, request, expected_s=0.0, writes=False)
 
     def _may_begin(
         self,

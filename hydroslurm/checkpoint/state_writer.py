@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -53,7 +54,9 @@ class StateWriter:
         check_counts(keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs)
         self.problems: deque[str] = deque()
         self._store = store
-        self._keep, self._keep_stop, self._keep_epochs = keep, keep_stop, keep_epochs
+        self._prune = functools.partial(
+            store.prune, keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs
+        )
         self._tell = tell
         self._pruning = threading.Lock()
         self._earlier = sorted(store.committed(), key=lambda one: one.manifest.created_epoch_ns)
@@ -139,9 +142,7 @@ class StateWriter:
         """Apply retention. What cannot be removed is only a problem."""
         with self._pruning:  # two at once would trip over each other's removals
             try:
-                self._store.prune(
-                    keep=self._keep, keep_stop=self._keep_stop, keep_epochs=self._keep_epochs
-                )
+                self._prune()
             except (CheckpointError, OSError, RuntimeWarning) as error:
                 self.problems.append(f"old checkpoints stay: {error}")
 
