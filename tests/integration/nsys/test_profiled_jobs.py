@@ -58,7 +58,7 @@ class Job:
         return done.stdout.strip()
 
     def submit(self, *options: str) -> None:
-        for name in ("examples", "profiling"):
+        for name in ("examples", "sbatch"):
             (self.folder / name).symlink_to(ROOT / name)
         script = str(ROOT / "sbatch" / "profile.sbatch")
         self.job_id = self.slurm("sbatch", "--parsable", script, *options)
