@@ -40,7 +40,6 @@ SCRIPTS = (
     "host_reduce",
     "fused_modules",
     "elastic",
-    "elastic_sim",
     "compare",
 )
 LIMIT_S = 3600.0

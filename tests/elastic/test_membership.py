@@ -3,218 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import random
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import pytest
+from elasticworld import World, gathered
 
 from hydroslurm.elastic.liveness import Liveness
-from hydroslurm.elastic.membership import Membership
-from hydroslurm.elastic.roster import Close, Message, Rank, Record, Refused, Send, Size, Timing
-
-
-@dataclass
-class Process:
-    """A rank, as far as the coordinator can tell."""
-
-    name: str
-    step: int = 0
-    generation: int = 0
-    change: int = 0
-    hold_at: int | None = None
-    waits_behind: int | None = None
-    holding: bool = False
-    trains: bool = False
-    has_state: bool = False
-    gone: bool = False
-    departed: bool = False
-
-
-NOT_MET = {"ok": False, "pause_s": 0.0, "error": "no route to host"}
-
-
-class World:
-    """A membership and its ranks; messages of one connection stay in order, all else is random."""
-
-    def __init__(self, seed: int, size: Size, *, local_size: int = 1) -> None:
-        self.random = random.Random(seed)
-        self.membership = Membership(size, Timing(gather_s=1.0, join_s=0.0, silent_s=1e9))
-        self.local_size = local_size
-        self.ranks: dict[Rank, Process] = {}
-        self.to_rank: dict[Rank, deque[Message]] = {}
-        self.to_coordinator: dict[Rank, deque[tuple[str, dict[str, object]]]] = {}
-        self.ledger: list[Record] = []
-        self.now_s = 0.0
-        self.born = 0
-        self.misses = 0.0  # the probability that a rank does not meet the others
-        self.cannot_meet: set[str] = set()  # generations with one of these do not meet
-
-    def start(self) -> None:
-        """One more member."""
-        self.born += 1
-        for local in range(self.local_size):
-            rank = (f"m{self.born}", local)
-            self.ranks[rank] = Process(rank[0])
-            self.to_rank[rank] = deque()
-            self.to_coordinator[rank] = deque([("join", {}), ("ready", {})])
-
-    def act(self, actions: list[Send | Close | Record]) -> None:
-        for action in actions:
-            if isinstance(action, Record):
-                self.ledger.append(action)
-            elif isinstance(action, Send) and action.to in self.to_rank:
-                self.to_rank[action.to].append(action.message)
-
-    def deliver_up(self, rank: Rank) -> None:
-        kind, fields = self.to_coordinator[rank].popleft()
-        membership, now_s = self.membership, self.now_s
-        try:
-            if kind == "join":
-                self.act(
-                    membership.join(
-                        rank,
-                        local_size=self.local_size,
-                        node="n",
-                        generation=0,
-                        holding=False,
-                        now_s=now_s,
-                    )
-                )
-            elif kind == "lost":
-                del self.to_rank[rank], self.to_coordinator[rank]
-                self.act(membership.lost(rank, now_s))
-            else:
-                self.act(getattr(membership, kind)(rank, **fields, now_s=now_s))
-        except Refused:
-            self.ranks[rank].departed = True
-
-    def deliver_down(self, rank: Rank) -> None:
-        message = self.to_rank[rank].popleft()
-        process, kind = self.ranks[rank], message["type"]
-        if process.gone:
-            return
-        if kind == "hold":
-            process.change, process.hold_at = message["change"], None
-            step = process.waits_behind = process.step + (0 if process.holding else 1)
-            self.say(rank, "proposed", change=message["change"], step=step)
-        elif kind == "hold_at":
-            process.hold_at = message["step"]
-            self.hold(rank)
-        elif kind == "abort":
-            process.change = message["change"]
-            failed = process.trains and self.random.random() < 0.5
-            process.waits_behind = process.hold_at = None
-            process.trains, process.holding = False, True
-            self.arrive(rank, failed=failed)
-        elif kind == "save":
-            self.say(rank, "saved", change=message["change"])
-        elif kind == "form":
-            process.change, process.generation = message["change"], message["generation"]
-            process.waits_behind = process.hold_at = None
-            has_bad_luck = self.random.random() < self.misses
-            if has_bad_luck or self.cannot_meet & set(self.membership.current):
-                process.holding, process.trains = True, False
-                if has_bad_luck or rank[0] in self.cannot_meet:
-                    self.say(rank, "formed", change=message["change"], **NOT_MET)
-                return
-            if message["rank"] in message["needs"] or message["fresh"]:
-                steps = [one.step for one in self.ranks.values() if one.has_state and not one.gone]
-                process.step = max([process.step, *steps])
-            process.has_state = process.trains = True
-            process.holding = False
-            self.say(rank, "formed", change=message["change"], ok=True, pause_s=0.0)
-        elif kind in ("depart", "finished"):
-            process.departed, process.trains = True, False
-            self.say(rank, "lost")
-
-    def arrive(self, rank: Rank, *, failed: bool) -> None:
-        process = self.ranks[rank]
-        self.say(
-            rank,
-            "arrived",
-            change=process.change,
-            step=process.step,
-            failed=failed,
-            has_state=process.has_state,
-        )
-
-    def say(self, rank: Rank, kind: str, **fields: object) -> None:
-        self.to_coordinator[rank].append((kind, fields))
-
-    def train(self) -> None:
-        """All ranks of a generation take one step, as the collectives have them do."""
-        ours = [
-            (rank, process)
-            for rank, process in self.ranks.items()
-            if process.generation == self.membership.generation and not process.gone
-        ]
-        if len({process.generation for _, process in ours}) != 1:
-            return
-        if not ours or not all(process.trains and not process.departed for _, process in ours):
-            return
-        if len(ours) < len(self.membership.current) * self.local_size:
-            return
-        if any(process.waits_behind == process.step for _, process in ours):
-            return  # it was asked, and waits for the answer
-        for rank, process in ours:
-            process.step += 1
-            self.hold(rank)
-
-    def hold(self, rank: Rank) -> None:
-        process = self.ranks[rank]
-        if process.hold_at is None:
-            return
-        process.waits_behind = None
-        if process.trains and process.step >= process.hold_at:
-            process.trains, process.holding = False, True
-            self.arrive(rank, failed=False)
-
-    def kill(self, rank: Rank) -> None:
-        process = self.ranks[rank]
-        if process.gone:
-            return
-        process.gone, process.trains = True, False
-        if rank in self.to_coordinator:
-            self.to_coordinator[rank].append(("lost", {}))
-
-    def calm(self) -> None:
-        """Deliver everything, until nothing is under way."""
-        for _ in range(10_000):
-            self.now_s += 2.0
-            self.act(self.membership.tick(self.now_s))
-            busy = [rank for rank, queue in self.to_coordinator.items() if queue]
-            idle = [rank for rank, queue in self.to_rank.items() if queue]
-            if not busy and not idle:
-                if self.membership.change is None:
-                    return
-                self.train()
-                if not any(self.to_coordinator.values()):
-                    self.act(self.membership.tick(self.now_s))
-                    if not any(self.to_rank.values()) and not self.moves():
-                        return
-            for rank in idle:
-                if self.to_rank.get(rank):
-                    self.deliver_down(rank)
-            for rank in busy:
-                if self.to_coordinator.get(rank):
-                    self.deliver_up(rank)
-        raise AssertionError(f"does not come to rest: {self.membership.change}")
-
-    def moves(self) -> bool:
-        return any(process.trains for process in self.ranks.values()) and self.held_back()
-
-    def held_back(self) -> bool:
-        change = self.membership.change
-        return change is not None and change.phase.value in ("calling", "holding")
+from hydroslurm.elastic.roster import Close, Record, Refused, Send, Size
 
 
 def test_a_generation_begins_once_enough_are_there() -> None:
     """Fewer than ``min`` do not train."""
-    world = World(1, Size(min=2, max=3, wanted=3))
-    world.start()
-    world.calm()
+    world = gathered(1, min=2, max=3)
     assert world.membership.generation == 0
     world.start()
     world.calm()
@@ -223,12 +23,7 @@ def test_a_generation_begins_once_enough_are_there() -> None:
 
 def test_a_newcomer_is_taken_in_at_a_step_that_all_agree_on() -> None:
     """The others hold behind one step, and the newcomer gets the state from one of them."""
-    world = World(1, Size(min=1, max=3, wanted=3))
-    world.start()
-    world.start()
-    world.calm()
-    for _ in range(5):
-        world.train()
+    world = gathered(2, max=3)
     world.start()
     world.calm()
     assert world.membership.current == ("m1", "m2", "m3")
@@ -239,10 +34,7 @@ def test_a_newcomer_is_taken_in_at_a_step_that_all_agree_on() -> None:
 
 def test_scaling_down_sends_the_newest_away() -> None:
     """The members that are named go first, then the newest; a size out of bounds is refused."""
-    world = World(1, Size(min=1, max=4, wanted=4))
-    for _ in range(4):
-        world.start()
-    world.calm()
+    world = gathered(4, max=4)
     world.act(world.membership.scale(2, ["m1"], world.now_s))
     world.calm()
     assert world.membership.current == ("m2", "m3")
@@ -271,10 +63,7 @@ def test_a_spare_takes_the_place_of_one_that_goes() -> None:
 
 def test_a_rank_that_lives_and_hangs_is_given_up() -> None:
     """Not one that all are slow with, and not one that is paused."""
-    world = World(1, Size(min=1, max=3, wanted=3))
-    for _ in range(3):
-        world.start()
-    world.calm()
+    world = gathered(3, max=3)
     membership, now_s = world.membership, world.now_s
     for after_s in range(0, 2000, 10):
         for number in (1, 2, 3):
@@ -291,10 +80,7 @@ def test_a_rank_that_lives_and_hangs_is_given_up() -> None:
 
 def test_agents_are_told_that_others_wait_for_their_processes() -> None:
     """They are not given up for it; and processes that are started anew count anew."""
-    world = World(1, Size(min=1, max=2, wanted=2))
-    world.start()
-    world.start()
-    world.calm()
+    world = gathered(2, max=2)
     membership, now_s = world.membership, world.now_s
     for rank, issued in ((("m1", 0), 41), (("m2", 0), 40)):
         membership.beat(rank, 7, now_s, collectives=issued)
@@ -327,10 +113,7 @@ def test_nobody_has_waited_yet_in_a_new_generation() -> None:
 
 def test_one_that_does_not_end_is_told_that_others_have() -> None:
     """Before their agents hold, and behind that, until all have ended."""
-    world = World(1, Size(min=1, max=2, wanted=2))
-    world.start()
-    world.start()
-    world.calm()
+    world = gathered(2, max=2)
     membership, now_s = world.membership, world.now_s
     membership.beat(("m2", 0), 7, now_s, collectives=40)
     membership.beat(("m1", 0), 7, now_s, collectives=41, ended=True)
@@ -344,13 +127,10 @@ def test_one_that_does_not_end_is_told_that_others_have() -> None:
 
 def test_below_min_the_state_is_saved_before_anyone_goes() -> None:
     """The last ones that could go on save; then the run waits for more."""
-    world = World(1, Size(min=2, max=2, wanted=2))
-    world.start()
-    world.start()
-    world.calm()
-    world.act(world.membership.leave(("m1", 0), "preempted", world.now_s))
-    told = [message["type"] for rank in world.to_rank for message in world.to_rank[rank]]
-    assert told == ["hold", "hold"]
+    world = gathered(2, min=2, max=2)
+    told = world.membership.leave(("m1", 0), "preempted", world.now_s)
+    assert [one.message["type"] for one in told if isinstance(one, Send)] == ["hold", "hold"]
+    world.act(told)
     world.calm()
     assert world.membership.state == "Suspended"
     world.start()
@@ -361,10 +141,7 @@ def test_below_min_the_state_is_saved_before_anyone_goes() -> None:
 def test_the_first_failure_is_the_one_that_counts() -> None:
     """Agents say that a process of theirs has ended; those of the others end by that, so only the
     first is named to all, and its reason is in the ledger if it goes."""
-    world = World(1, Size(min=1, max=2, wanted=2))
-    world.start()
-    world.start()
-    world.calm()
+    world = gathered(2, max=2)
     membership = world.membership
     told = membership.failed(("m2", 0), 1, 5.0, reason="rank 1 was killed by SIGKILL")
     told += membership.failed(("m1", 0), 1, 5.1, reason="rank 0 exited with status 1")
@@ -390,9 +167,7 @@ def test_the_first_failure_is_the_one_that_counts() -> None:
 def test_what_the_loss_of_all_members_costs_is_counted() -> None:
     """A newcomer loads a checkpoint: the steps behind it are lost, as far as beats have told of
     them; if that newcomer dies at once, the next one has lost none."""
-    world = World(1, Size(min=1, max=1, wanted=1))
-    world.start()
-    world.calm()
+    world = gathered(1, max=1)
     membership = world.membership
     membership.beat(("m1", 0), 57, 5.0)
     membership.lost(("m1", 0), 5.1)
@@ -411,10 +186,7 @@ def test_what_the_loss_of_all_members_costs_is_counted() -> None:
 
 def test_one_of_an_older_generation_is_refused() -> None:
     """What it has trained since is not part of the run."""
-    world = World(1, Size(min=1, max=2, wanted=2))
-    world.start()
-    world.start()
-    world.calm()
+    world = gathered(2, max=2)
     world.kill(("m2", 0))
     world.calm()
     with pytest.raises(Refused, match="generation 1 is over, 2 trains"):
@@ -425,10 +197,7 @@ def test_one_of_an_older_generation_is_refused() -> None:
 
 def test_a_newcomer_that_cannot_be_met_is_left_out_and_has_failed() -> None:
     """The third time; the others go on behind the same step, and what it was is in the ledger."""
-    world = World(1, Size(min=1, max=3, wanted=3))
-    world.start()
-    world.start()
-    world.calm()
+    world = gathered(2, max=3)
     world.cannot_meet = {"m3"}
     world.start()
     world.calm()
@@ -489,11 +258,7 @@ def agents_fail(
 def test_agents_whose_processes_cannot_meet() -> None:
     """An agent has formed a generation before its processes have met. Nobody is charged until the
     third time; then it is the one that is new, and the others meet without it."""
-    world = World(1, Size(min=1, max=3, wanted=3))
-    world.membership.are_agents = True
-    world.start()
-    world.start()
-    world.calm()
+    world = gathered(2, max=3, are_agents=True)
     membership = world.membership
     membership.beat(("m1", 0), 0, world.now_s, collectives=2)
     world.start()
@@ -513,11 +278,7 @@ def test_agents_whose_processes_cannot_meet() -> None:
 def test_who_has_lost_another_is_not_the_cause() -> None:
     """Where all agents are new, the one is left out that knows more than that another has gone,
     though it tells of it later."""
-    world = World(1, Size(min=1, max=2, wanted=2))
-    world.membership.are_agents = True
-    world.start()
-    world.start()
-    world.calm()
+    world = gathered(2, max=2, are_agents=True)
     for _ in range(2):
         told = agents_fail(world, ("m1", "m2"), of="m1", later="m2")
         assert told[1].data["cause"] == "the generation could not meet (m2: no such interface)"
@@ -531,11 +292,7 @@ def test_who_has_lost_another_is_not_the_cause() -> None:
 @pytest.mark.parametrize("met", ["resumed", "beat"])
 def test_agents_that_have_met_begin_the_count_anew(met: str) -> None:
     """Their processes train, or are behind their first collective."""
-    world = World(1, Size(min=1, max=2, wanted=2))
-    world.membership.are_agents = True
-    world.start()
-    world.start()
-    world.calm()
+    world = gathered(2, max=2, are_agents=True)
     membership, names = world.membership, ("m1", "m2")
     for number in range(8):
         told = agents_fail(world, names, of="m1")
@@ -548,11 +305,7 @@ def test_agents_that_have_met_begin_the_count_anew(met: str) -> None:
 
 def test_agents_that_never_meet_give_up() -> None:
     """After six times, with the last error; one that fails for itself is charged at once."""
-    world = World(1, Size(min=2, max=2, wanted=2))
-    world.membership.are_agents = True
-    world.start()
-    world.start()
-    world.calm()
+    world = gathered(2, min=2, max=2, are_agents=True)
     names, culprits = ("m1", "m2"), []
     for number in range(6):
         assert not world.membership.gave_up
@@ -564,31 +317,14 @@ def test_agents_that_never_meet_give_up() -> None:
 
 def test_a_run_whose_members_cannot_meet_ends() -> None:
     """After six times, ever further apart; the state is saved before, and all are told why."""
-    world = World(1, Size(min=1, max=2, wanted=2))
-    world.start()
-    world.start()
-    world.calm()
+    world = gathered(2, max=2)
     world.cannot_meet = {"m1", "m2", "m3"}
     world.start()
-    told: list[tuple[float, str]] = []
-    membership, act = world.membership, world.act
-
-    def noting(actions: list[Send | Close | Record]) -> None:
-        told.extend((world.now_s, one.message["type"]) for one in actions if isinstance(one, Send))
-        act(actions)
-
-    world.act = noting  # type: ignore[method-assign]
+    membership, begin = world.membership, len(world.told)
     world.act(membership.leave(("m1", 0), "preempted", world.now_s))
     world.start()
-    for _ in range(400):
-        world.now_s += 0.1
-        world.act(membership.tick(world.now_s))
-        for rank in list(world.to_rank):
-            while world.to_rank.get(rank):
-                world.deliver_down(rank)
-            while world.to_coordinator.get(rank):
-                world.deliver_up(rank)
-        world.train()
+    world.calm()
+    told = world.told[begin:]
     assert membership.state == "Failed"
     assert "6 generations in a row could not meet" in membership.gave_up
     assert [one.data for one in world.ledger if one.kind == "gave_up"] == [
@@ -603,46 +339,3 @@ def test_a_run_whose_members_cannot_meet_ends() -> None:
     assert kinds.index("depart", kinds.index("save")) > kinds.index("save")
     with pytest.raises(Refused, match="could not meet"):
         membership.join(("m9", 0), local_size=1, node="", generation=0, holding=False, now_s=0.0)
-
-
-@pytest.mark.parametrize("local_size", [1, 2])
-@pytest.mark.parametrize("seed", range(150))
-def test_any_order_of_joins_leaves_and_deaths_ends_well(seed: int, local_size: int) -> None:
-    """However messages are delayed, what is left trains together at one step, in one generation,
-    also where a generation does not meet now and then."""
-    world = World(seed, Size(min=1, max=6, wanted=6), local_size=local_size)
-    world.misses = 0.02 if seed % 2 else 0.0
-    for _ in range(3):
-        world.start()
-    for _ in range(120):
-        world.now_s += world.random.random()
-        act = world.random.random()
-        alive = [rank for rank, one in world.ranks.items() if not (one.gone or one.departed)]
-        up = [rank for rank, queue in world.to_coordinator.items() if queue]
-        down = [rank for rank, queue in world.to_rank.items() if queue]
-        if act < 0.03 and len(alive) < 6 * local_size:
-            world.start()
-        elif act < 0.05 and len(alive) > local_size:
-            world.kill(world.random.choice(alive))
-        elif act < 0.07 and len(alive) > local_size:
-            rank = world.random.choice(alive)
-            if not world.to_coordinator[rank]:
-                world.act(world.membership.leave(rank, "preempted", world.now_s))
-        elif act < 0.45 and up:
-            world.deliver_up(world.random.choice(up))
-        elif act < 0.85 and down:
-            world.deliver_down(world.random.choice(down))
-        else:
-            world.train()
-            world.act(world.membership.tick(world.now_s))
-    world.start()
-    world.calm()
-    membership = world.membership
-    assert membership.change is None, membership.change
-    members = [process for rank, process in world.ranks.items() if rank[0] in membership.current]
-    assert members
-    assert {process.generation for process in members} == {membership.generation}
-    assert len({process.step for process in members}) == 1
-    assert all(process.trains and not process.gone for process in members)
-    others = [process for rank, process in world.ranks.items() if rank[0] not in membership.current]
-    assert not any(process.trains for process in others if not process.gone)
