@@ -144,11 +144,15 @@ def install(
         above = autoload.rank_above(os.environ)
         held = signal.pthread_sigmask(signal.SIG_BLOCK, ()) | (above.signals if above else set())
         autoload.keep_alive(plan.killing() & held)
-        controller, beside, base = _set_up(run_dir, plan, emit, gate, model, environ, ranks=ranks)
+        try:
+            controller, beside, base = _set_up(
+                run_dir, plan, emit, gate, model, environ, ranks=ranks
+            )
+        finally:
+            autoload.came = None
         _installed = _Installed(os.getpid(), controller, beside, base, asked)
         for one in numa.bindings:  # what was bound before there was a log
             _record_binding(one)
-        autoload.came = None
         if causes:
             controller.gate.request(Action.PAUSE, causes)
         for signo in came:

@@ -350,12 +350,23 @@ hydroslurm.install(alone=True)
 time.sleep(0.2)
 print(*hydroslurm.controller().status().causes.names())
 """
+REFUSED = """
+import torch, hydroslurm
+from hydroslurm.runtime import autoload
+try:
+    hydroslurm.install(alone=True, gate="none")
+except ValueError:
+    print(autoload.came)
+"""
 
 
 def test_a_pause_while_a_call_takes_the_place_of_the_option() -> None:
-    """A SIGUSR1 between the two installations is not lost."""
+    """A SIGUSR1 between the two installations is not lost; no list of them outlives a call that
+    fails."""
     done = python("-c", BETWEEN, **ASKED, RANK="0", WORLD_SIZE="2")
     assert done.stdout.splitlines() == ["user"], done.stderr
+    done = python("-c", REFUSED, **ASKED, RANK="0", WORLD_SIZE="2")
+    assert done.stdout.splitlines() == ["None"], done.stderr
 
 
 @pytest.mark.parametrize(("options", "is_same"), [("{}", True), ("{'alone': True}", False)])
