@@ -22,6 +22,7 @@ its ranks (:mod:`hydroslurm.elastic.sharded`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -29,6 +30,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -45,6 +47,7 @@ from hydroslurm.elastic.group import meeting
 from hydroslurm.elastic.roster import Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import RanksError, UnsavableState, UsageError
+from hydroslurm.gate.handlers import kernel_kept
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -206,9 +209,34 @@ class State:
         for name in self._names:
             setattr(self, name, state["values"][name])
 
+    @contextlib.contextmanager
+    def _stopping_at_sigterm(self) -> Iterator[None]:
+        """Leave at SIGTERM; the script's own handler is called too, and restored afterwards."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread can take a signal
+            return
+
+        def stop(signo: int, frame: FrameType | None) -> None:
+            self._stop.set()  # first: the other may raise
+            if callable(before):
+                before(signo, frame)
+
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(kernel_kept(signal.SIGTERM))  # faulthandler's is none of Python's
+            before = signal.signal(signal.SIGTERM, stop)
+            is_leaving = False
+            try:
+                yield
+            except ExitForRequeue:  # a second SIGTERM would take its status
+                is_leaving = True
+                raise
+            finally:
+                if is_leaving or signal.getsignal(signal.SIGTERM) is not stop:
+                    undo.pop_all()
+                else:
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
     def _begin(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
         self._engine.member.start()
         self._obey(self._engine.member.begin(stop=self._stop.is_set))
 
@@ -375,20 +403,21 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
     @functools.wraps(train)
     def elastic(state: State, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
         result: R | None = None
-        state._begin()
-        hook = register_optimizer_step_pre_hook(state._before_optimizer)
-        try:
-            while not state._is_done:
-                try:
-                    result = train(state, *args, **kwargs)
-                    state._finish()
-                except Resized:
-                    continue
-                except RuntimeError as error:
-                    state._recover(error)
-        finally:
-            hook.remove()
-            state._engine.close()
+        with state._stopping_at_sigterm():
+            state._begin()
+            hook = register_optimizer_step_pre_hook(state._before_optimizer)
+            try:
+                while not state._is_done:
+                    try:
+                        result = train(state, *args, **kwargs)
+                        state._finish()
+                    except Resized:
+                        continue
+                    except RuntimeError as error:
+                        state._recover(error)
+            finally:
+                hook.remove()
+                state._engine.close()
         return result
 
     return elastic

@@ -12,13 +12,17 @@ from processes import wait_until
 from hydroslurm.core.exitcodes import RUN_AGAIN
 
 TRAIN = """
-    import json, os, sys, time
+    import json, os, signal, sys, time
     import torch
     import torch.distributed as dist
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     import hydroslurm
 
+    def handler(signo, frame):
+        print("THE SCRIPT'S OWN HANDLER")
+
+    signal.signal(signal.SIGTERM, handler)
     options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -52,7 +56,7 @@ TRAIN = """
             state.commit()
         return state.batch
 
-    print("RETURNED", train(state))
+    print("RETURNED", train(state), signal.getsignal(signal.SIGTERM) is handler)
     weights = sum(value.detach().double().sum() for value in net.parameters())
     print("DONE", json.dumps({"weights": weights.item()}))
 """
@@ -61,7 +65,8 @@ TRAIN = """
 @pytest.mark.parametrize("signo", [signal.SIGTERM, signal.SIGKILL])
 def test_a_state_goes_on_with_who_is_left(tmp_path: Path, signo: int) -> None:
     """A member goes, another comes: the rest have the same weights, and all batches were trained;
-    a collective of the script's own may raise meanwhile."""
+    a collective of the script's own may raise meanwhile. SIGTERM calls the script's handler too,
+    which is restored afterwards."""
     story = ElasticStory(tmp_path, program=TRAIN, max=3)
     told = {"batches": 400, "hurry": str(tmp_path / "hurry")}
     try:
@@ -71,13 +76,16 @@ def test_a_state_goes_on_with_who_is_left(tmp_path: Path, signo: int) -> None:
         story.signal("b", signo)
         story.wait_for_step("a", size=2)
         assert story.members["b"].wait() == (RUN_AGAIN if signo == signal.SIGTERM else -signo)
+        assert story.members["b"].lines.count("THE SCRIPT'S OWN HANDLER") == (
+            signo == signal.SIGTERM
+        )
         story.start("d", seed=5, **told)
         story.wait_for_step("d", size=3)
         (tmp_path / "hurry").touch()
         ends = [story.done(name) for name in "acd"]
         assert ends[0] == ends[1] == ends[2], story
         assert {one["step"] for one in story.steps("a")} == set(range(400))
-        wait_until(lambda: "RETURNED 400" in story.members["a"].lines, str(story))
+        wait_until(lambda: "RETURNED 400 True" in story.members["a"].lines, str(story))
         assert story.members["a"].lines.count("RESET 3") == 2
     finally:
         story.close()
