@@ -16,13 +16,10 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import socket
-import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
-from hydroslurm.core.dates import boot_id
+from hydroslurm.core.registry import place
 
 STALE_S = 3600.0
 """A save of another node is dead after so long without a write. A live one writes a chunk every few
@@ -158,18 +155,6 @@ def is_leftover(path: Path, *, now_epoch_s: float) -> bool:
         return True
     newest_epoch_s = max(entry.lstat().st_mtime for entry in _all_in(path))
     return now_epoch_s - newest_epoch_s > (JOINT_STALE_S if here else STALE_S)
-
-
-def place() -> str:
-    """Where a pid is unique: this boot of this host, and this pid namespace.
-
-    Two containers can share a host name, and a node can come back after a crash.
-    """
-    namespace = ""
-    with suppress(OSError):  # no /proc here
-        namespace = str(Path("/proc/self/ns/pid").readlink())
-    here = f"{socket.gethostname()} {boot_id()} {namespace}"
-    return f"{zlib.crc32(here.encode()):08x}"
 
 
 def _all_in(path: Path) -> Iterator[Path]:

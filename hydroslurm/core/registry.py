@@ -4,21 +4,28 @@ A client that knows only a pid (``hydroslurm pause --pid N``) reads from it whic
 process listens to and where it writes its events and its status. The file says
 when the process started, so that a recycled pid is never taken for it.
 
-    $XDG_RUNTIME_DIR/hydroslurm/<pid>.json      or  <temporary folder>/hydroslurm-<uid>/<pid>.json
-    .../<pid>/events/rank-00000.jsonl           the events of a process that belongs to no run; gone
-    when it ends
+    $XDG_RUNTIME_DIR/hydroslurm/           or  <temporary folder>/hydroslurm-<uid>/
+        <place>-<pid>.json                 a process; place: the host and pid namespace
+        <place>-<pid>/events/...           the events of one that belongs to no run; gone with it
+
+Containers, and the nodes of a shared temporary folder, have the folder in common and not the pids:
+each process reads and removes only what was written where its own pid counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import socket
 import tempfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hydroslurm.core.dates import boot_id
 from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.core.trust import check_trusted, is_trusted
 from hydroslurm.errors import RunFolderError, UntrustedFile
@@ -89,27 +96,44 @@ def start_ticks(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[19])
 
 
+def place() -> str:
+    """Where a pid is unique: this boot of this host, and this pid namespace.
+
+    Two containers can share a host name, and a node can come back after a crash.
+    """
+    namespace = ""
+    with contextlib.suppress(OSError):  # no /proc here
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    here = f"{socket.gethostname()} {boot_id()} {namespace}"
+    return f"{zlib.crc32(here.encode()):08x}"
+
+
+def entry_file(base: Path, pid: int) -> Path:
+    """Where a process of this pid namespace announces itself."""
+    return base / f"{place()}-{pid}.json"
+
+
 def private_events(base: Path, pid: int) -> Path:
     """The run folder of a process that belongs to no run."""
-    return base / str(pid)
+    return entry_file(base, pid).with_suffix("")
 
 
 def announce(base: Path, entry: Entry) -> None:
     """Write the entry, whole or not at all, and clear away what dead processes left."""
     sweep(base)
-    write_atomically(base / f"{entry.pid}.json", json.dumps(asdict(entry)))
+    write_atomically(entry_file(base, entry.pid), json.dumps(asdict(entry)))
 
 
 def withdraw(base: Path, pid: int) -> None:
     """Take the entry of a process away, and its private events with it."""
-    (base / f"{pid}.json").unlink(missing_ok=True)
+    entry_file(base, pid).unlink(missing_ok=True)
     shutil.rmtree(private_events(base, pid), ignore_errors=True)
 
 
 def find(base: Path, pid: int) -> Entry | None:
     """The entry of a living process; None when it never announced itself or is another process by
     now, and for an entry that somebody else may have written."""
-    path = base / f"{pid}.json"
+    path = entry_file(base, pid)
     try:
         entry = Entry(**parse_json(read_regular(path, limit_bytes=_LIMIT_BYTES)))
     except (OSError, ValueError, TypeError):
@@ -120,8 +144,9 @@ def find(base: Path, pid: int) -> Entry | None:
 
 
 def sweep(base: Path) -> None:
-    """Remove the entries of processes that ended without withdrawing."""
-    for file in base.glob("[0-9]*.json"):
-        pid = int(file.stem) if file.stem.isdecimal() else 0
-        if pid and find(base, pid) is None:
-            withdraw(base, pid)
+    """Remove the entries of processes that ended without withdrawing; those of another pid
+    namespace or host may live."""
+    for file in base.glob(f"{place()}-*.json"):
+        pid = file.stem.partition("-")[2]
+        if pid.isdecimal() and find(base, int(pid)) is None:
+            withdraw(base, int(pid))

@@ -41,7 +41,25 @@ def test_what_dead_processes_left_is_swept(tmp_path: Path) -> None:
     child.kill()
     child.communicate()
     registry.announce(tmp_path, _entry(os.getpid(), registry.start_ticks(os.getpid()) or 0))
-    assert [p.name for p in tmp_path.iterdir()] == [f"{os.getpid()}.json"]
+    assert list(tmp_path.iterdir()) == [registry.entry_file(tmp_path, os.getpid())]
+
+
+def test_what_another_pid_namespace_has_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container, or a node that shares the folder, numbers its processes itself: its entry is
+    neither swept, nor found, nor written over by the process of the same number here."""
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(registry, "place", lambda: "00000000")
+        registry.announce(tmp_path, _entry(os.getpid(), 1))
+        theirs = registry.entry_file(tmp_path, os.getpid())
+        (registry.private_events(tmp_path, os.getpid()) / "events").mkdir(parents=True)
+    before = theirs.read_text()
+    assert registry.find(tmp_path, os.getpid()) is None
+    registry.announce(tmp_path, _entry(os.getpid(), registry.start_ticks(os.getpid()) or 0))
+    registry.withdraw(tmp_path, os.getpid())
+    assert theirs.read_text() == before
+    assert {one.name for one in tmp_path.iterdir()} == {theirs.name, theirs.stem}
 
 
 def test_a_name_with_spaces_and_parentheses_is_no_trouble(tmp_path: Path) -> None:

@@ -165,7 +165,8 @@ def test_a_planted_registry_is_refused(
         os.mkdir(sys.argv[1])
         open(os.path.join(sys.argv[1], sys.argv[2]), "w").write(sys.argv[3])
         """
-    stranger.python(code, str(folder), f"{bystander.pid}.json", _entry(bystander.pid, signo=12))
+    name = registry.entry_file(folder, bystander.pid).name
+    stranger.python(code, str(folder), name, _entry(bystander.pid, signo=12))
     with pytest.raises(RunFolderError, match=f"belongs to uid {stranger.uid}"):
         client.pause(bystander.pid, timeout_s=1, environ={})
     assert bystander.poll() is None
@@ -183,7 +184,7 @@ def test_a_registry_that_others_can_write_is_refused(
         folder.chmod(0o777)
         stranger.python(
             "import sys; open(sys.argv[1], 'w').write(sys.argv[2])",
-            str(folder / f"{bystander.pid}.json"),
+            str(registry.entry_file(folder, bystander.pid)),
             _entry(bystander.pid, signo=12),
         )
         with pytest.raises(RunFolderError, match=f"chmod go-w {folder}"):
