@@ -85,16 +85,17 @@ def _cgroup_bounds(root: Path) -> list[_Bound]:
     """Of the cgroup of this process, and of all visible ancestors."""
     found = []
     for folder, is_v2 in _cgroups(root):
-        limit, used, cache = (
-            ("memory.max", "memory.current", "inactive_file")
+        limit, used, total = (
+            ("memory.max", "memory.current", "")
             if is_v2
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         )
         limit_bytes, usage_bytes = _number(folder / limit), _number(folder / used)
         if limit_bytes is None or usage_bytes is None or limit_bytes >= _UNLIMITED_BYTES:
             continue
-        # page cache stays until somebody needs the memory
-        dropped_bytes = _fields(folder / "memory.stat").get(cache, 0)
+        # page cache stays until somebody needs the memory, also of files that are read each epoch
+        stat = _fields(folder / "memory.stat")
+        dropped_bytes = sum(stat.get(f"{total}{one}_file", 0) for one in ("inactive", "active"))
         used_bytes = max(0, usage_bytes - dropped_bytes)
         found.append(_Bound(limit_bytes, used_bytes, f"the limit in {folder}"))
     return found

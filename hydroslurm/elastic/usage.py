@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
 from pathlib import Path
+
+from hydroslurm.core.memory import room
 
 GPU_EVERY_S = 5.0
 """NVML takes milliseconds, and a beat is sent each second."""
@@ -22,8 +23,8 @@ class Usage:
         self._gpu: float | None = None
 
     def read(self) -> dict[str, float]:
-        """``cpu`` of the CPUs that this process may run on, ``memory`` of the cgroup's limit or the
-        node, without the page cache, ``gpu`` of the device that torch uses here."""
+        """``cpu`` of the CPUs that this process may run on, ``memory`` of the tightest limit of its
+        cgroups or the node, without the page cache, ``gpu`` of the device that torch uses here."""
         found = {"cpu": self._cpu(), "memory": self._memory(), "gpu": self._device()}
         return {name: round(value, 4) for name, value in found.items() if value is not None}
 
@@ -45,26 +46,8 @@ class Usage:
         return min(1.0, max(0.0, (busy - before[0]) / (total - before[1])))
 
     def _memory(self) -> float | None:
-        with contextlib.suppress(OSError, ValueError, IndexError, StopIteration):
-            return self._of_cgroup()
-        try:
-            lines = (self._root / "proc/meminfo").read_text().splitlines()
-            split = (line.partition(":") for line in lines)
-            kib = {name: int(rest.split()[0]) for name, _, rest in split}
-            return 1 - kib["MemAvailable"] / kib["MemTotal"]
-        except (OSError, ValueError, IndexError, KeyError, ZeroDivisionError):
-            return None
-
-    def _of_cgroup(self) -> float:
-        """Of version 2; raises where there is none, or no limit."""
-        lines = (self._root / "proc/self/cgroup").read_text().splitlines()
-        place = next(line[3:] for line in [*lines, "0::"] if line.startswith("0::"))
-        folder = self._root / "sys/fs/cgroup" / place.lstrip("/")
-        limit = int((folder / "memory.max").read_text())  # "max": a ValueError
-        lines = (folder / "memory.stat").read_text().splitlines()
-        # memory.current counts the page cache, which fills the limit of any job that reads files
-        cached = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-        return max(0, int((folder / "memory.current").read_text()) - cached) / limit
+        tightest = room(root=self._root)
+        return tightest.used_bytes / tightest.limit_bytes or None  # nothing used: nothing to read
 
     def _device(self) -> float | None:
         torch = sys.modules.get("torch")  # not imported for this

@@ -58,7 +58,8 @@ def v1(folder: Path, *, limit_mb: float, used_mb: int, cache_mb: int = 0) -> Non
     (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
     (folder / "memory.usage_in_bytes").write_text(f"{used_mb * MB}\n")
     (folder / "memory.stat").write_text(
-        f"cache 5\ninactive_file 7\ntotal_cache 9\ntotal_inactive_file {cache_mb * MB}\n"
+        f"cache 5\ninactive_file 7\ntotal_cache 9\ntotal_inactive_file {cache_mb * MB // 2}\n"
+        f"total_active_file {cache_mb * MB // 2}\n"
     )
 
 
@@ -66,7 +67,7 @@ def v2(folder: Path, *, limit: str, used_mb: int, cache_mb: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.current").write_text(f"{used_mb * MB}\n")
-    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cache_mb * MB}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cache_mb * MB}\nactive_file 0\n")
 
 
 def test_the_limit_of_a_job_counts_from_inside_its_steps(tmp_path: Path) -> None:

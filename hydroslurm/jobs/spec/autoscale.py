@@ -72,7 +72,7 @@ class Autoscale(Part):
     )
     memory: Fraction | None = Field(
         default=None,
-        description="Target of the use of the nodes' memory, without inactive page "
+        description="Target of the use of the nodes' memory, without page "
         "cache, 0 to 1. Default: none.",
         json_schema_extra=unit("part of 1"),
     )
