@@ -78,8 +78,9 @@ class Autoscaler:
             by = f"autoscaler: {decision.reason}"
             self._coordinator.act(membership.scale(decision.size, (), now_s, by=by))
         elif self._said != (said := f"{decision.size}: {decision.reason}"):
-            self._said = said  # once, not at every observation
-            self._folder.record("dry_run", {"size": decision.size, "reason": decision.reason})
+            with contextlib.suppress(OSError):  # a full disk: it is said with the next observation
+                self._folder.record("dry_run", {"size": decision.size, "reason": decision.reason})
+                self._said = said  # once, not at every observation
 
     def _ask_slurm(self) -> None:
         partition = self._policy.partition or os.environ.get("SLURM_JOB_PARTITION", "")

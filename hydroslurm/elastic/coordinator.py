@@ -132,7 +132,6 @@ class Coordinator(Server):
         if now_s >= self._status_due_s:
             self._status_due_s = now_s + STATUS_S
             self.act(self.membership.tick(now_s))
-            self._fence.check("the status of this run")
             for call in self.on_tick:
                 call(now_s)
             self._write_status()
@@ -321,8 +320,10 @@ class Coordinator(Server):
         }
 
     def _write_status(self) -> None:
-        """A disk that is full must not end the run: the next status may be written again."""
+        """A full disk, or a claim that cannot be read, must not end the run: the next status may
+        be written again."""
         try:
+            self._fence.check("the status of this run")
             self._folder.write(self._folder.status_json, self.status())
         except OSError as error:
             if not self._status_failed:

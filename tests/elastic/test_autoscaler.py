@@ -89,25 +89,27 @@ def test_a_dry_run_says_what_it_would_have_done(tmp_path: Path) -> None:
 
 
 def test_the_use_of_a_node_is_read_from_the_kernel(tmp_path: Path) -> None:
-    """CPUs between two readings; memory of the cgroup where it has a limit, else of the node. Files
-    that were read once fill the page cache up to the limit, and are no use of memory."""
+    """CPUs between two readings; memory of the node or of the job's cgroup, above those of its step
+    and task, which have no limit. Files fill the page cache up to the limit, and are no use of
+    memory, however often they are read."""
     number = min(os.sched_getaffinity(0))
-    for name in ("proc/self", "sys/fs/cgroup/job"):
-        (tmp_path / name).mkdir(parents=True)
+    task = tmp_path / "sys/fs/cgroup/job_7/step_0/task_0"
+    for folder in (tmp_path / "proc/self", task):
+        folder.mkdir(parents=True)
     stat = tmp_path / "proc/stat"
     stat.write_text(f"cpu  0 0 0 0\ncpu{number} 100 0 0 100 0 0 0 0 0 0\n")
     (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 750 kB\n")
     usage = Usage(tmp_path)
     assert usage.read() == {"memory": 0.25}
     stat.write_text(f"cpu  0 0 0 0\ncpu{number} 160 0 0 120 20 0 0 0 0 0\n")
-    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
-    (tmp_path / "sys/fs/cgroup/job/memory.max").write_text("2000\n")
-    (tmp_path / "sys/fs/cgroup/job/memory.current").write_text("1500\n")
-    assert usage.read() == {"cpu": 0.6, "memory": 0.25}  # of the node: it cannot tell the cache
-    (tmp_path / "sys/fs/cgroup/job/memory.stat").write_text("anon 300\ninactive_file 1000\n")
-    assert usage.read()["memory"] == 0.25
-    (tmp_path / "sys/fs/cgroup/job/memory.current").write_text("1900\n")
-    assert usage.read()["memory"] == 0.45
+    (tmp_path / "proc/self/cgroup").write_text("0::/job_7/step_0/task_0\n")
+    mount = "41 31 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+    (tmp_path / "proc/self/mountinfo").write_text(mount)
+    for folder, limit in ((task, "max"), (task.parent, "max"), (task.parents[1], "2000")):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text("1900\n")
+        (folder / "memory.stat").write_text("anon 300\ninactive_file 1000\nactive_file 500\n")
+    assert usage.read() == {"cpu": 0.6, "memory": 0.2}
     assert 0 < Usage().read()["memory"] < 1
 
 
@@ -120,17 +122,28 @@ def test_options_with_rules_are_json(tmp_path: Path) -> None:
 def test_a_full_disk_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A status that cannot be written is said once, and written when there is room again."""
-    folder, coordinator = started(tmp_path, POLICY)
+    """A status that cannot be written is said once, and written when there is room again; so is
+    what a dry run would do. A claim that a file server does not give ends nothing."""
+    folder, coordinator = started(tmp_path, dataclasses.replace(POLICY, dry_run=True))
     written: list[Path] = []
+
+    def full(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def write(path: Path, _: object) -> None:
         written.append(path)
         if len(written) < 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            full()
 
     monkeypatch.setattr(type(folder), "write", lambda _, path, document: write(path, document))
+    (tick,) = coordinator.on_tick
     try:
+        with monkeypatch.context() as broken:
+            broken.setattr(type(folder), "record", full)
+            broken.setattr(coordinator._fence, "_read", full)
+            coordinator.on_round()
+        assert written == []
+        tick(time.monotonic() + 100)
         for _ in range(3):
             coordinator._status_due_s = 0.0
             coordinator.on_round()
@@ -138,6 +151,7 @@ def test_a_full_disk_does_not_end_the_run(
         coordinator.close()
     assert written == [folder.status_json] * 3
     assert capsys.readouterr().err.count("the status cannot be written") == 1
+    assert [one["size"] for one in folder.ledger() if one["kind"] == "dry_run"] == [4]
 
 
 def test_a_ledger_of_any_length_is_read(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ class Allocator:
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Record):
-                self._folder.record(action.kind, action.data)
+                self._record(action.kind, action.data)
                 self._log(f"{action.kind}: {action.data}")
             elif isinstance(action, Cancel):
                 self._client.cancel_elements(action.names)
@@ -177,7 +177,7 @@ class Allocator:
         self._submit_s = 0.0
         members = [f"{found[1]}_{number}" for number in range(count)]
         data = {"members": members, "job_id": int(found[1]), "base": wanted.is_base}
-        self._folder.record("submitted", data)
+        self._record("submitted", data)
         self.elements.note("submitted", data, time.monotonic())
         self._log(f"submitted {', '.join(members)}")
 
@@ -186,5 +186,12 @@ class Allocator:
         if problem != self._said:
             self._said = problem
             if problem:
-                self._folder.record("refused", {"reason": problem})
+                self._record("refused", {"reason": problem})
                 self._log(problem)
+
+    def _record(self, kind: str, data: Mapping[str, Any]) -> None:
+        """What Slurm has done is done, on a full disk too."""
+        try:
+            self._folder.record(kind, data)
+        except OSError as error:
+            self._log(f"{error}: it is not in the ledger that {kind}: {data}")

@@ -23,7 +23,13 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.elastic import coordinator as elastic_coordinator
 from hydroslurm.elastic.folder import ElasticFolder
-from hydroslurm.errors import HydroslurmError, LaunchError, SlurmError, StaleAttempt
+from hydroslurm.errors import (
+    HydroslurmError,
+    LaunchError,
+    RunFolderError,
+    SlurmError,
+    StaleAttempt,
+)
 from hydroslurm.jobs.elastic.allocator import Allocator
 from hydroslurm.jobs.elastic.elements import Budgets, Elements
 from hydroslurm.jobs.plan import Plan
@@ -103,13 +109,18 @@ class ElasticJob:
     def _observe(self, kind: str, data: Mapping[str, Any]) -> None:
         if self._status:
             return  # it has been said how this run ends
-        if kind == "suspended":
-            fewest = f"{len(data['members'])} members are left, and {data['min']} are needed"
-            self._add("Suspended", "TooFewMembers", f"{fewest}; it goes on when they are there")
-        elif kind == "generation":
-            now = next(reversed(read_conditions(self._run.conditions_jsonl)), None)
-            if now is None or now.type != "Running":
-                self._add("Running", "GenerationFormed", f"{len(data['members'])} members train")
+        try:
+            if kind == "suspended":
+                fewest = f"{len(data['members'])} members are left, and {data['min']} are needed"
+                self._add("Suspended", "TooFewMembers", f"{fewest}; it goes on when they are there")
+            elif kind == "generation":
+                now = next(reversed(read_conditions(self._run.conditions_jsonl)), None)
+                if now is None or now.type != "Running":
+                    self._add(
+                        "Running", "GenerationFormed", f"{len(data['members'])} members train"
+                    )
+        except RunFolderError as error:  # a full disk: the run goes on without this condition
+            log(str(error))
 
     def _on_tick(self, _: float) -> None:
         served = self._coordinator

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.roster import Record
+from hydroslurm.jobs.elastic import allocator
 from hydroslurm.jobs.elastic.elements import (
     LINGERS_S,
     UNSEEN_S,
@@ -205,6 +210,31 @@ def test_the_next_coordinator_knows_the_same_from_the_ledger() -> None:
     assert (after.failures, after.preemptions) == (of.elements.failures, of.elements.preemptions)
     after.seen([*map(row, after.elements), row("999_0", PENDING)], 1.0)
     assert "999_0" in after.elements
+
+
+def test_members_that_slurm_has_accepted_are_known_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger that cannot be written makes nobody submit twice."""
+    done = subprocess.CompletedProcess[str]([], 0, "Submitted batch job 101\n", "")
+    monkeypatch.setattr(allocator, "sbatch", lambda *_, **__: done)
+    said: list[str] = []
+    keeper = allocator.Allocator(
+        ElasticFolder(run=tmp_path / "not" / "there"),
+        Elements(Budgets(), base=0),
+        client=Mock(),
+        user="me",
+        name="run",
+        environ={},
+        log=said.append,
+    )
+    (tmp_path / "not").touch()
+    keeper._wanted(1, ())
+    for now_s in (1.0, 2.0):
+        keeper._adjust(now_s)
+    assert list(keeper.elements.elements) == ["101_0"]
+    assert ["submitted 101_0" in one for one in said] == [False, True], said
+    assert "Not a directory" in said[0]
 
 
 def test_what_slurm_does_not_list_yet_is_not_gone() -> None:
