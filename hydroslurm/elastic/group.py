@@ -19,6 +19,7 @@ import contextlib
 import os
 import socket
 import stat
+import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -45,26 +46,42 @@ MEETING_S = 120.0
 
 
 class CoordinatorStore(Store):
-    """torch's store, kept by the coordinator of the run; of one generation at a time."""
+    """torch's store, kept by the coordinator of the run; of one generation at a time.
+
+    Attributes:
+        is_meeting: the groups of the generation are being made, and not one of the script's.
+        told: what the ranks of those groups have told each other, where they listen among it.
+    """
 
     def __init__(self, member: Member) -> None:
         super().__init__()
         self._member = member
         self._prefix = ""
         self._timeout_s = MEETING_S
+        self._groups: set[str] = set()
+        self.is_meeting = False
+        self.told: list[bytes] = []
 
     def enter(self, generation: int) -> None:
         """Read and write what belongs to this generation from here on."""
         self._prefix = f"{generation}/"
+        self._groups, self.told = set(), []
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._member.set_value(
-            self._prefix + key, value if isinstance(value, bytes) else str(value).encode()
-        )
+        data = value if isinstance(value, bytes) else str(value).encode()
+        if self.is_meeting:
+            self._groups.add(_group_of(key))
+        self._note(key, data)
+        self._member.set_value(self._prefix + key, data)
 
     def get(self, key: str) -> bytes:
         (value,) = self._member.get_values([self._prefix + key], timeout_s=self._timeout_s)
+        self._note(key, value)
         return value
+
+    def _note(self, key: str, data: bytes) -> None:
+        if _group_of(key) in self._groups:  # later too: gloo may connect when it first sends
+            self.told.append(data)
 
     def add(self, key: str, amount: int) -> int:
         return self._member.add_value(self._prefix + key, amount)
@@ -122,7 +139,7 @@ class GenerationGroup:
         self._backend = backend
         self._shards = shards
         self._store = CoordinatorStore(member)  # kept: without its Python half it answers nothing
-        self._sockets: frozenset[_Socket] = frozenset()
+        self._told: list[bytes] = []
         self._hooks: tuple[Any, Any] | None = None
         self.replicas: dist.ProcessGroup | None = None
         """Of the ranks that have the same shard; None without shards, or where no other has."""
@@ -138,38 +155,46 @@ class GenerationGroup:
         Raises:
             RanksError: they did not all come.
         """
-        self._sockets = frozenset()
+        self._told = []
         self._store.enter(form.generation)
-        before = _sockets()
+        self._store.is_meeting = True
         try:
             self._meet(form)
             if self._shards is not None:
                 self._shards.node_groups.renumber(form.rank - self._member.local_rank)
                 self.replicas = self._shards.replicas(form)
-            self._sockets = _sockets() - before
+            self._told = self._store.told
         except (RuntimeError, ValueError) as error:
             self.destroy()
             raise RanksError(f"generation {form.generation} could not meet: {error}") from error
+        finally:
+            self._store.is_meeting = False
 
     def abort(self) -> None:
         """Have collectives fail that wait for a rank which is gone or hangs; from any thread.
 
         NCCL's have a call for it. gloo's has none that wakes who waits (tried with 2.13: abort() of
         the group and of its backend, and shutdown(), return and change nothing), so its connections
-        are shut down, which it takes for the death of the peer.
+        are shut down, which it takes for the death of the peer. They are those whose one end is an
+        address at which a rank of these groups listens; no other connection has one.
         """
         with contextlib.suppress(Exception):
             if "nccl" in self._backend:
                 for group in filter(None, (self.replicas, self.group)):
                     group.abort()
-        for descriptor, inode in self._sockets:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-                if os.fstat(one.fileno()).st_ino == inode:  # and not one that came later
-                    one.shutdown(socket.SHUT_RDWR)
+        told = b"".join(self._told)
+        for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    with socket.socket(fileno=os.dup(descriptor)) as one:
+                        # no listener: gloo takes one that is shut down for a bug
+                        ends = (one.getpeername(), one.getsockname())
+                        if any(_packed(one.family, end) in told for end in ends):
+                            one.shutdown(socket.SHUT_RDWR)
 
     def destroy(self) -> None:
         """End the group, if there is one."""
-        self._sockets = frozenset()
+        self._told = []
         self.replicas = None
         if self._shards is not None:
             self._shards.node_groups.end_others()
@@ -281,19 +306,20 @@ def backend_of_script() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-_Socket = tuple[int, int]
-"""A descriptor, and the inode behind it: numbers of descriptors come again."""
+def _group_of(key: str) -> str:
+    """The part of a key that torch gives each group and device: ``0//cpu`` of ``0//cpu//0/3``."""
+    return key.rpartition("//")[0]
 
 
-def _sockets() -> frozenset[_Socket]:
-    """The descriptors of this process that are TCP connections, and no listeners."""
-    found = set()
-    for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-        with contextlib.suppress(OSError):
-            status = os.fstat(descriptor)
-            if stat.S_ISSOCK(status.st_mode):
-                with socket.socket(fileno=os.dup(descriptor)) as one:
-                    if one.family in (socket.AF_INET, socket.AF_INET6):
-                        one.getpeername()  # gloo takes a listener that is shut down for a bug
-                        found.add((descriptor, status.st_ino))
-    return frozenset(found)
+def _packed(family: int, address: Any) -> bytes:
+    """How a ``struct sockaddr`` begins, by which gloo says where it listens.
+
+    Raises:
+        OSError: of another family than IP.
+    """
+    if family not in (socket.AF_INET, socket.AF_INET6):
+        raise OSError(f"no address of IP: {address!r}")
+    host, port = address[:2]
+    flow = b"" if family == socket.AF_INET else bytes(4)
+    number = socket.inet_pton(family, host.partition("%")[0])
+    return struct.pack("=H", family) + struct.pack("!H", port) + flow + number

@@ -3,6 +3,10 @@ is named, and whoever causes it goes."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -112,3 +116,57 @@ def test_a_rank_that_has_failed_to_meet_looks_where_a_new_one_does() -> None:
         keys.append([key.split("/", 1)[1] for key in member.asked])
     assert keys[0] == keys[1]
     assert max(member.waited_s) <= MEETING_S
+
+
+ABORTED = """
+    import os, socket, sys
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+    from hydroslurm.elastic.group import GenerationGroup
+    from hydroslurm.elastic.roster import Form
+
+    listener, opened = socket.create_server(("127.0.0.1", 0)), []
+
+    class Member:
+        local_rank = 0
+        store = FileStore(sys.argv[1], 2)
+
+        def set_value(self, key, value):  # while the ranks meet, a thread opens a connection
+            opened.append(socket.create_connection(listener.getsockname()))
+            self.store.set(key, value)
+
+        def get_values(self, keys, *, timeout_s):
+            return [self.store.get(key) for key in keys]
+
+    torch.set_num_threads(1)
+    rank = int(os.fork() == 0)
+    group, x = GenerationGroup(Member(), backend="gloo"), torch.ones(1)
+    group.form(Form(1, 1, rank, 2, 2, 0, needs=(1,), fresh=False, cause=""))
+    beside = dist.new_group([0, 1])
+    dist.all_reduce(x)
+    group.abort()
+    for one in opened:
+        one.sendall(b"x")
+    dist.all_reduce(x, group=beside)
+    assert x == 4, x
+    try:
+        dist.all_reduce(x)
+    except RuntimeError:
+        os._exit(0 if rank or not os.wait()[1] else 1)
+    os._exit(1)
+"""
+
+
+def test_an_abort_is_of_the_generations_own_connections(tmp_path: Path) -> None:
+    """Collectives of the generation fail. A group that the script has made beside it, and what
+    another thread has connected while the ranks met, stay."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(ABORTED), str(tmp_path / "store")],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
