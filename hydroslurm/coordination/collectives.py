@@ -32,6 +32,7 @@ _DISTRIBUTED = "torch.distributed.distributed_c10d"
 _NATIVE = "torch._C._distributed_c10d"
 _DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")
 """NCCL has a recorder of its own; the others share one."""
+_RECORDED = {"gloo", "nccl"}
 _MEETING_S = 1800.0
 """torch's default, of all backends but NCCL."""
 _NETWORK_ERRORS = ("DistNetworkError", "DistStoreError")
@@ -205,19 +206,21 @@ def in_flight() -> int | None:
     threads complete in any order. A collective is retired some microseconds after its ``wait()``
     has returned. Sends and receives of gloo are not seen.
 
-    0 where torch.distributed is not in use; None where the recorder is missing or off.
+    0 where torch.distributed is not in use; None where nobody can know: the recorder is missing or
+    off, or it does not know the backend of a group.
     """
     counts = groups()
     own = sum(added.in_flight() for added in _added.copy().values())
     names = {key.rpartition("#")[0] for key in counts.keys() - _added.keys() if counts[key].issued}
+    if _has_unrecorded():
+        return own or None
     if not names:
         return own
-    entries = _recorded()
-    if not entries:
-        return None
-    return own + sum(
-        not entry.get("retired", False) for name in names for entry in _of_group(entries, name)
-    )
+    entries = _recorded() or []
+    mine = [_of_group(entries, name) for name in names]
+    if not all(mine) and not are_complete():  # entries of a group that has long been quiet are gone
+        return own or None
+    return own + sum(not entry.get("retired", False) for one in mine for entry in one)
 
 
 def are_complete() -> bool | None:
@@ -226,10 +229,12 @@ def are_complete() -> bool | None:
     On gloo an older one may still be on its way, for its threads complete in any order. Where all
     members have issued it, it needs nobody's help to complete.
 
-    None where the recorder is missing or off.
+    None where nobody can know, as for :func:`in_flight`.
     """
     if any(added.in_flight() for added in _added.copy().values()):
         return False
+    if _has_unrecorded():
+        return None
     if not any(group.issued for key, group in groups().items() if key not in _added):
         return True
     seen = [one for trace in _traces(entries=False) for one in trace.get("pg_status", {}).values()]
@@ -241,14 +246,39 @@ def are_complete() -> bool | None:
     )
 
 
+def is_alone() -> bool:
+    """Whether this rank is in no process group with others."""
+    return not _added and all(len(ranks) < 2 for _, ranks in _registered())
+
+
+def _has_unrecorded() -> bool:
+    """Whether a group of several ranks has a backend that torch's recorders do not know."""
+    return any(
+        len(ranks) > 1 and not _backends(group) <= _RECORDED for group, ranks in _registered()
+    )
+
+
+def _backends(group: Any) -> set[str]:
+    """The names of those of its devices; "" where it does not say."""
+    try:
+        return {str(group._get_backend(one).name()) for one in group._device_types} or {""}
+    except (AttributeError, RuntimeError):
+        return {""}
+
+
 def _registered() -> list[tuple[Any, tuple[int, ...]]]:
     """The groups of this process and their ranks; one copy, for a thread may be adding to them."""
     world = getattr(_loaded(_DISTRIBUTED), "_world", None)
     ranks_of: Any = getattr(world, "pg_group_ranks", None)
     if not isinstance(ranks_of, dict):
         return []
-    # _world maps a rank of the job to a rank of the group, in the group's order
-    return [(group, tuple(ranks)) for group, ranks in ranks_of.copy().items()]
+    # _world maps a rank of the job to a rank of the group, in the group's order, and has an entry
+    # for the groups that this rank is not in
+    return [
+        (group, tuple(ranks))
+        for group, ranks in ranks_of.copy().items()
+        if hasattr(group, "_get_sequence_number_for_group")
+    ]
 
 
 def _loaded(name: str) -> ModuleType | None:

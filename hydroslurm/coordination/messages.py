@@ -194,7 +194,7 @@ FROM_COORDINATOR: Mapping[str, Mapping[str, Check]] = {
     "count": _ROUND,
     "let_through": {**_ROUND, "n": is_count},
     "release": _ROUND,
-    "all_parked": {**_ROUND, "in_flight": is_count, "rounds": is_count},
+    "all_parked": {**_ROUND, "in_flight": _or_none(is_count), "rounds": is_count},
 }
 """The same of the coordinator's messages."""
 

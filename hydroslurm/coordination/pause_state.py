@@ -105,8 +105,8 @@ class PauseState:
 
     def counts(self, rank: int, message: Mapping[str, Any], present: Collection[int]) -> Outbox:
         """Take the report of a held rank: ``groups``, key -> issued, or None for what it has
-        reported before in this pause; how many of those are ``in_flight``; and its ``allowance``,
-        collectives that it may still issue."""
+        reported before in this pause; how many of those are ``in_flight``, None where it cannot
+        know; and its ``allowance``, collectives that it may still issue."""
         if not self._active or message["pause"] != self._number:
             return []
         groups = message["groups"]
@@ -168,12 +168,13 @@ class PauseState:
             self._next_round()
             return self._to(present, self._message())
         self._equal_rounds += 1
-        in_flight = sum(self._counts[rank].get("in_flight") or 0 for rank in present)
+        told = [self._counts[rank].get("in_flight") for rank in present]
+        in_flight = sum(one or 0 for one in told) + sum(behind.values())
         settled = self._equal_rounds >= 2 and (
             in_flight == 0 or self._equal_rounds >= SETTLING_ROUNDS
         )
         if settled or self._round >= MAX_ROUNDS:
-            return self._announce(present, in_flight=in_flight, behind=sum(behind.values()))
+            return self._announce(present, in_flight=in_flight or (None if None in told else 0))
         self._next_round()
         return self._to(present, self._message())
 
@@ -185,9 +186,9 @@ class PauseState:
         whole = self._round <= INEXACT_ROUNDS
         return self._message("let_through", n=behind if whole else (behind + 1) // 2)
 
-    def _announce(self, present: Collection[int], *, in_flight: int, behind: int) -> Outbox:
+    def _announce(self, present: Collection[int], *, in_flight: int | None) -> Outbox:
         self._all_parked = True
-        message = self._message("all_parked", in_flight=in_flight + behind, rounds=self._round)
+        message = self._message("all_parked", in_flight=in_flight, rounds=self._round)
         return self._to(present, message)
 
     def _next_round(self) -> None:

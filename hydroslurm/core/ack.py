@@ -206,4 +206,5 @@ def _together_message(now: RankStatus, took_us: float) -> str:
             f"all {now.world_size} ranks after {took_us / 1e3:.1f} ms, with {now.in_flight} "
             f"collective{plural} in flight: a suspend longer than their time-out ends the job"
         )
-    return f"all {now.world_size} ranks at one collective after {took_us / 1e3:.1f} ms"
+    unknown = "; whether it is in flight is not known" if now.in_flight is None else ""
+    return f"all {now.world_size} ranks at one collective after {took_us / 1e3:.1f} ms{unknown}"

@@ -72,7 +72,7 @@ class RankStatus:
         world_size: ranks that this one is joined with, itself included; 1 while it is alone.
         all_parked: since when all of them are parked at the same collectives; None while they are
             not.
-        in_flight: collectives that were in flight then.
+        in_flight: collectives that were in flight then; None where nobody can know.
         vacated_bytes: device memory that is on the host now; 0 while it is not.
         vacate_s, restore_s: how long the latest move took, there and back; None before the first.
         not_vacated: why the memory of the present pause, or of the latest, is where it is.
@@ -129,7 +129,7 @@ class RankStatus:
     resume_us: float | None = None
     world_size: int = 1
     all_parked: Moment | None = None
-    in_flight: int = 0
+    in_flight: int | None = 0
     vacated_bytes: int = 0
     vacate_s: float | None = None
     restore_s: float | None = None
@@ -365,7 +365,7 @@ def _with_ranks(status: RankStatus, event: Event) -> RankStatus:
     if kind is EventKind.COORDINATOR_LOST:
         return replace(status, all_parked=None)
     if kind is EventKind.ALL_PARKED:
-        in_flight = event.data.get("in_flight") or 0
+        in_flight = event.data.get("in_flight")
         return replace(status, all_parked=Moment.of(event), in_flight=in_flight)
     since = status.all_parked
     # two threads write: the line of a closing may follow that of the agreement which came of it
@@ -554,7 +554,7 @@ _READERS: Mapping[str, _Reader] = {
     "resume_us": _duration_us,
     "world_size": _count(MOST_RANK),
     "all_parked": _moment_or_none,
-    "in_flight": _nanoseconds,
+    "in_flight": _or_none(_nanoseconds),
     "vacated_bytes": lambda value: 0 if value is None else _nanoseconds(value),
     "vacate_s": _or_none(_number),
     "restore_s": _or_none(_number),

@@ -537,7 +537,7 @@ class Controller:
         # the gate's own count: this thread may be behind with the event that tells of the closing
         pause = status.closes - self._closes_before
         if ranks is None or ranks.lost is not None or not ranks.have_joined:
-            self.vacating.begin(pause)
+            self.vacating.begin(pause, refusal="" if collectives.is_alone() else _OTHERS_UNKNOWN)
         elif parking.closes == status.closes:
             self.vacating.begin(pause, ranks, parking.name, refusal=parking.refusal)
 
@@ -596,15 +596,30 @@ class Controller:
         self._log.append(event)  # first: this line is what others wait for
         self._status.note(event)
         if kind is EventKind.ALL_PARKED:  # in the channel's thread
-            in_flight = data.get("in_flight")
             self._parking = _Parking(
                 name=str(data["parking"]),
                 closes=self.gate.status().closes,
-                refusal=f"{in_flight} collectives are in flight" if in_flight else "",
+                refusal=_why_not_vacated(data.get("in_flight")),
             )
             self._may_vacate = True
         if threading.current_thread() is not self._thread:
             self.gate.wake()
+
+
+def _why_not_vacated(in_flight: object) -> str:
+    """Empty where no collective is in flight."""
+    if in_flight is None:
+        return (
+            "whether collectives are in flight is not known: torch records those of gloo and NCCL, "
+            "if TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE of an older torch) is not 0"
+        )
+    return f"{in_flight} collectives are in flight" if in_flight else ""
+
+
+_OTHERS_UNKNOWN = (
+    "this rank is paused alone, and whether other ranks of its process groups have a collective in "
+    "flight is not known"
+)
 
 
 def _told_of(error: BaseException | None) -> dict[str, object]:

@@ -137,7 +137,26 @@ JOB = """
         dist.barrier()
         assert total(issued()) == 1
         assert collectives.in_flight() is None
+        assert collectives.are_complete() is None
         assert collectives.issued_exact() is None
+        assert not collectives.is_alone()
+
+    def a_backend_is_not_recorded(rank):
+        class Other(dist.ProcessGroup):
+            def getBackendName(self):
+                return "other"
+
+        dist.Backend.register_backend(
+            "other", lambda store, rank, size, limit: Other(rank, size), devices=["cpu"]
+        )
+        dist.new_group([0, 1], backend="other")
+        dist.barrier()
+        if rank == 2:  # it is in no such group
+            until(collectives.are_complete)
+        seen = collectives.in_flight(), collectives.are_complete()
+        assert seen == ((0, True) if rank == 2 else (None, None)), seen
+        dist.barrier()
+        os._exit(0)
 
     def a_group_that_was_destroyed_is_forgotten(rank):
         for _ in range(4):
@@ -192,6 +211,7 @@ SCENES = {
     "what_waits_for_a_peer_is_in_flight": "a collective is in flight until its last rank comes",
     "the_recorder_wraps": "no number is made up for a group whose entries are gone",
     "there_is_no_recorder": "without the recorder nothing is claimed",
+    "a_backend_is_not_recorded": "nothing is claimed of a group whose backend it does not know",
     "a_group_that_was_destroyed_is_forgotten": "a new group of the same name starts at nothing",
 }
 

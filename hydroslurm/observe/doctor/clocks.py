@@ -52,7 +52,8 @@ def collectives(facts: Facts) -> Finding | None:
     text = (
         f"{suspend_s:g} s is more than a collective may take ({NCCL_TIMEOUT_S} s with NCCL, "
         f"{GLOO_TIMEOUT_S} s with gloo, unless init_process_group(timeout=) is given). Ranks that "
-        "hydroslurm has parked have no collective in flight, so this timeout does not run. It does "
+        "hydroslurm has parked have no collective of gloo or NCCL in flight, so this timeout does "
+        "not run. It does "
         "for a rank that was not parked within the suspend grace (its event says that collectives "
         f"were in flight) or is waiting in init_process_group or new_group; {after}."
     )

@@ -132,7 +132,7 @@ class ParksAtOnce(PauseState):
     """Does not ask for numbers that are equal."""
 
     def _evaluate(self, present: Collection[int]) -> Any:
-        return self._announce(present, in_flight=0, behind=0) if self._counts else []
+        return self._announce(present, in_flight=0) if self._counts else []
 
 
 class WaitsForTheDead(PauseState):
