@@ -33,7 +33,8 @@ MOST_BYTES = 64 << 20
 """Of the text: two files each of a hundred thousand ranks take a third of it."""
 
 MOST_DEPTH = 200
-"""Of ``meta``, which the caller provides."""
+_META_BYTES, _META_DEPTH = MOST_BYTES // 16, MOST_DEPTH - 10
+"""Of ``meta``, which the caller provides: what is written can be read."""
 
 ALGORITHM = "crc32"
 """Of all checksums: zlib's, 8 hexadecimal digits; of files with several blocks that of their
@@ -163,12 +164,19 @@ def begun(
     """The manifest of a save by this process that has not written any files yet.
 
     Raises:
-        UsageError: ``meta`` holds what JSON cannot express.
+        UsageError: ``meta`` holds what JSON cannot express, or what no reader would take.
     """
     try:
-        plain = json.loads(json.dumps(dict(meta), allow_nan=False))
-    except (TypeError, ValueError) as error:
+        text = json.dumps(dict(meta), allow_nan=False)
+        check_depth(text, max_depth=_META_DEPTH)
+        plain = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"meta must hold plain JSON values: {error}") from error
+    if len(text) > _META_BYTES:
+        raise UsageError(
+            f"meta has {len(text):,} bytes as JSON, and {_META_BYTES:,} are the most. Save large "
+            "things as part of the state"
+        )
     return Manifest(
         step=step,
         epoch=epoch,

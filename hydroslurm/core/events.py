@@ -25,7 +25,7 @@ from hydroslurm.core.files import open_regular, parse_json
 SCHEMA = 1
 
 MOST_LINE_BYTES = 64 << 10
-"""No line of ours is so long."""
+"""No line of ours is longer."""
 
 MOST_READ_BYTES = 256 << 20
 """Of one file, from its end: a million events."""
@@ -278,7 +278,7 @@ class EventLog:
             try:
                 if self._fd is None:
                     self._fd = self._open(self.path)
-                _write(self._fd, self._dropped_line(event) + event.to_json().encode() + b"\n")
+                _write(self._fd, self._dropped_line(event) + _line(event))
             except OSError as error:
                 self._close()  # the next try looks whether a line was torn
                 self._dropped += 1
@@ -316,7 +316,7 @@ class EventLog:
         dropped = replace(
             event, kind=EventKind.EVENTS_DROPPED, step=None, data={"count": self._dropped}
         )
-        return dropped.to_json().encode() + b"\n"
+        return _line(dropped)
 
     def _close(self) -> None:
         if self._fd is not None:
@@ -326,6 +326,24 @@ class EventLog:
     def _say(self, message: str) -> None:
         with contextlib.suppress(RuntimeWarning):  # an error by -W would end a thread of ours
             warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def _line(event: Event) -> bytes:
+    """As it is written. Of one that no reader would take, the texts are cut, and what is longer is
+    left out."""
+    line = event.to_json().encode() + b"\n"
+    if len(line) > MOST_LINE_BYTES:
+        data = {
+            name: value[:_CUT] if isinstance(value, str) else value
+            for name, value in event.data.items()
+            if not isinstance(value, (Sequence, Mapping)) or isinstance(value, str)
+        }
+        line = replace(event, data=data).to_json().encode() + b"\n"
+    return line
+
+
+_CUT = 1000
+"""Characters of a text, each up to 12 bytes, in an event that is too long."""
 
 
 def _write(fd: int, data: bytes) -> None:

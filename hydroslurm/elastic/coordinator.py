@@ -297,7 +297,7 @@ class Coordinator(Server):
                     "state": membership.state_of(member),
                     "ranks": member.local_size * membership.ranks_each,
                     "since_epoch_s": round(now_epoch_s - (now_s - member.since_s), 3),
-                    "reason": member.leaving,
+                    "reason": member.leaving[:400],
                 }
                 for member in sorted(membership.members.values(), key=lambda one: one.order)
             ],

@@ -37,7 +37,8 @@ ELASTIC_ENV = "HYDROSLURM_ELASTIC"
 """The run folder of the elastic run that this process is to train in."""
 MEMBER_ENV = "HYDROSLURM_MEMBER"
 """The name of this process's member; default: the array element, the job, or the process."""
-_FILE_BYTES = 1 << 20
+_FILE_BYTES = 16 << 20
+"""A status has up to 1 KB of each of 16,384 members."""
 
 
 @dataclass(frozen=True, kw_only=True)

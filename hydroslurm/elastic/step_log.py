@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from hydroslurm.core.files import read_regular, write_atomically
+from hydroslurm.core.files import read_end, write_atomically
 from hydroslurm.core.journal import append_entry, entries_of
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.elastic.engine import InPlaceEngine
@@ -215,5 +215,5 @@ def _read(path: Path) -> dict[int, dict[str, Any]]:
     if not path.exists():
         return {}
     check_trusted(path, what="the log of an elastic run's steps", shared=True)
-    entries = entries_of(read_regular(path, limit_bytes=_BYTES).splitlines())
+    entries = entries_of(read_end(path, most_bytes=_BYTES).splitlines())
     return {entry["step"]: entry for entry in entries if isinstance(entry.get("step"), int)}

@@ -68,10 +68,19 @@ def _kept(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return dict(parse_json(read_regular(path, limit_bytes=_MOST_BYTES)))
-    except (ValueError, TypeError) as error:
+        kept = parse_json(read_regular(path, limit_bytes=_MOST_BYTES))
+        if not isinstance(kept, dict) or not all(map(_is_name, kept.items())):
+            raise ValueError("names and versions of loggers are wanted")
+        return kept
+    except (OSError, ValueError) as error:
         notice(f"{path} is damaged ({error}): the loggers of this attempt begin a run of their own")
         return {}
+
+
+def _is_name(kept: tuple[str, object]) -> bool:
+    """Lightning's loggers are kept by their place, and may be numbered; all else is text."""
+    place, value = kept
+    return type(value) is str or (type(value) is int and place.isdecimal())
 
 
 def _keep(folder: Path, values: dict[str, Any]) -> None:
@@ -100,6 +109,7 @@ class Loggers:
 
     def __init__(self, trainer: Any, folder: Path, *, anew: bool = False) -> None:
         self._trainer = trainer
+        self._counts: dict[Path, _RowCount] = {}
         self._wandb = LoggedRows(lambda: [one.experiment for one in self._of("WandbLogger")])
         earlier = {} if anew else _kept(folder)
         versions = dict(earlier)
@@ -138,7 +148,10 @@ class Loggers:
             logger.save()
         for logger in self._of("TensorBoardLogger"):
             logger.experiment.flush()
-        rows = {str(place): _rows(metrics) for place, (metrics, _) in enumerate(self._csv())}
+        rows = {
+            str(place): self._counts.setdefault(metrics, _RowCount()).of(metrics)
+            for place, (metrics, _) in enumerate(self._csv())
+        }
         return {"wandb": self._wandb.state_dict(), "rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -173,17 +186,31 @@ def _open_out_of_reach(logger: Any) -> None:
         reach.uninstall()
 
 
-def _rows(metrics: Path) -> int:
-    """Lines below the header. They are not parsed: a long training has millions, at each save."""
-    if not metrics.exists():
-        return 0
-    with metrics.open("rb") as file:
-        return max(0, sum(1 for _ in file) - 1)
+class _RowCount:
+    """The lines below the header of one file. A long training has millions: each save reads those
+    since the one before. Under another header the logger has written all of them again."""
+
+    def __init__(self) -> None:
+        self._header = b""
+        self._lines = self._read_bytes = 0
+
+    def of(self, metrics: Path) -> int:
+        if not metrics.exists():
+            return 0
+        with metrics.open("rb") as file:
+            header = file.readline()
+            if header != self._header or os.fstat(file.fileno()).st_size < self._read_bytes:
+                self._header, self._lines, self._read_bytes = header, 0, len(header)
+            file.seek(self._read_bytes)
+            while chunk := file.read(1 << 20):
+                self._lines += chunk.count(b"\n")
+                self._read_bytes += len(chunk)
+        return self._lines
 
 
 def _cut(metrics: Path, rows: int) -> None:
     """Keep this many rows."""
-    if _rows(metrics) > rows:
+    if _RowCount().of(metrics) > rows:
         new = metrics.with_suffix(".new")
         with metrics.open("rb") as file, new.open("wb") as kept:
             kept.writelines(itertools.islice(file, rows + 1))

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hydroslurm.core.files import parse_json, read_regular
+from hydroslurm.core.files import parse_json, read_end
 from hydroslurm.core.journal import append_entry
 from hydroslurm.core.rundir import ATTEMPT_ENV, ATTEMPTS_ENV, GENERATION_ENV, SUPERVISED_ENV
 from hydroslurm.core.trust import check_trusted
@@ -129,7 +129,7 @@ class AttemptLog:
             RunFolderError: the file cannot be read, or an older hydroslurm wrote it.
         """
         try:
-            text = read_regular(self.path, limit_bytes=_MOST_BYTES)
+            text = read_end(self.path, most_bytes=_MOST_BYTES)
         except FileNotFoundError:
             return ()
         except OSError as error:

@@ -19,7 +19,7 @@ from hydroslurm.checkpoint.catalog import Checkpoint, as_told, read_again
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest, WrittenBy
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore, State
-from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld
+from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld, UsageError
 
 ONE = Manifest(
     step=12,
@@ -51,6 +51,15 @@ def test_the_text_is_that_of_json(files: dict[str, FileEntry]) -> None:
     text = replace(ONE, files=files).to_json()
     assert text == json.dumps(json.loads(text), indent=1) + "\n"
     assert Manifest.from_json(text, where=Path("m")).files == files
+
+
+@pytest.mark.parametrize(
+    "meta", [{"much": "x" * (5 << 20)}, {"deep": json.loads("[" * 195 + "]" * 195)}]
+)
+def test_no_manifest_is_written_that_is_not_read(meta: dict[str, object]) -> None:
+    """What the caller adds has the limits of the reader: an unreadable commit is lost work."""
+    with pytest.raises(UsageError, match="meta"):
+        manifest.begun(step=1, epoch=0, kind="manual", meta=meta, torch_version="2")
 
 
 def test_every_byte_counts() -> None:

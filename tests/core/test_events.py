@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hydroslurm.core import agentstate, events
 from hydroslurm.core.ack import judge_pause, judge_resume, judge_stop, judge_vacate
-from hydroslurm.core.events import Event, EventKind, EventLog, read_events
+from hydroslurm.core.events import MOST_LINE_BYTES, Event, EventKind, EventLog, read_events
 from hydroslurm.core.files import clean
 from hydroslurm.core.status import RankStatus, after, fold
 
@@ -214,6 +214,24 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
             list(read_events(path))
         with pytest.warns(RuntimeWarning, match="cannot be written"):
             EventLog(path).append(Event(EventKind.INSTALLED, 1, 1))
+
+
+def test_what_is_written_can_be_read(tmp_path: Path) -> None:
+    """An error of torch's may have a megabyte; its event is there, with the beginning of it."""
+    log = EventLog(tmp_path / "rank-00000.jsonl")
+    names = {str(number): number for number in range(9999)}
+    for reason in ("short", "é" * MOST_LINE_BYTES):
+        log.append(
+            Event(EventKind.SAVE_FAILED, 1, 1, data={"reason": reason, "pids": names, "n": 1})
+        )
+    log.append(Event(EventKind.SAVE_FAILED, 1, 1, data={"reason": "short"}))
+    log.close()
+    told = [event.data for event in read_events(tmp_path / "rank-00000.jsonl")]
+    assert told == [
+        {"reason": "short", "n": 1},
+        {"reason": "é" * 1000, "n": 1},
+        {"reason": "short"},
+    ]
 
 
 def test_a_huge_file_is_read_from_its_end(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from hydroslurm.elastic.autoscale import AutoscalePolicy, Behavior
 from hydroslurm.elastic.autoscaler import Autoscaler
-from hydroslurm.elastic.coordinator import Coordinator, restored, start
+from hydroslurm.elastic.coordinator import MOST_RANKS, Coordinator, restored, start
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
 from hydroslurm.elastic.roster import Size
 from hydroslurm.elastic.usage import Usage
@@ -164,6 +164,19 @@ def test_a_ledger_of_any_length_is_read(tmp_path: Path) -> None:
             file.write(b"\n")
     folder.record("wanted", {"size": 3})
     assert [one["size"] for one in folder.ledger()] == [2, 3]
+
+
+def test_the_status_of_many_members_is_read(tmp_path: Path) -> None:
+    """Of as many as a run may have, each of which leaves for a reason."""
+    folder, coordinator = started(tmp_path, POLICY)
+    coordinator.close()
+    member = coordinator.membership.members["a"]
+    member.leaving = "x" * 16384
+    coordinator.membership.members |= dict.fromkeys(map(str, range(MOST_RANKS - 2)), member)
+    coordinator._write_status()
+    status = folder.read(folder.status_json)
+    assert status is not None
+    assert len(status["members"]) == MOST_RANKS
 
 
 def test_a_torn_line_of_the_ledger_takes_no_other_with_it(tmp_path: Path) -> None:

@@ -18,12 +18,19 @@ from hydroslurm.integrations import loggers
 SCENES = Path(__file__).with_name("logging_scenes.py")
 
 
+@pytest.mark.parametrize("damaged", ['{"wandb": "4', '{"wandb": 4}', "[[]]", " " * 70_000, None])
 def test_a_damaged_file_of_ids_costs_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    damaged: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The attempt has a run of its own in the loggers, and says so."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    (tmp_path / "loggers.json").write_text('{"wandb": "4')
+    (tmp_path / "loggers.json").write_text(damaged or "")
+    if damaged is None:  # nobody may read it
+        (tmp_path / "loggers.json").unlink()
+        (tmp_path / "loggers.json").symlink_to("/dev/zero")
     callbacks = [type("WandbCallback", (), {})()]
     trainer = SimpleNamespace(
         args=None,
@@ -35,6 +42,21 @@ def test_a_damaged_file_of_ids_costs_no_training(
     assert "is damaged" in caplog.text
     kept = json.loads((tmp_path / "loggers.json").read_text())
     assert kept == {"wandb": os.environ["WANDB_RUN_ID"]}
+
+
+def test_a_save_reads_the_new_rows_only(tmp_path: Path) -> None:
+    """Of a CSV file with any number of rows; one with another header was written again."""
+    metrics, count = tmp_path / "metrics.csv", loggers._RowCount()
+    assert count.of(metrics) == 0
+    metrics.write_text("a\n" + "1\n" * 1000)
+    assert count.of(metrics) == 1000
+    metrics.write_text("a\n" + "1 " * 1000 + "1\n" * 3)  # the old ones are not looked at
+    assert count.of(metrics) == 1003
+    for rows in (1003, 7):
+        metrics.write_text(f"a,{rows}\n" + "1,\n" * rows)
+        assert count.of(metrics) == rows
+    metrics.write_text("a,7\n" + "1,\n" * 2)
+    assert count.of(metrics) == 2
 
 
 @pytest.mark.slow

@@ -131,6 +131,18 @@ def test_a_file_of_an_older_version_is_refused(tmp_path: Path) -> None:
         AttemptLog(path).attempts()
 
 
+def test_a_list_of_any_length_is_read(tmp_path: Path) -> None:
+    """A run that has been started half a million times goes on, and no number comes twice."""
+    log = AttemptLog(tmp_path / "attempts.jsonl")
+    moment = {"now_epoch_ns": 1, "job_id": 7, "restart_count": 0}
+    log.begin(0, **moment)
+    with log.path.open("r+b") as file:
+        for number in range(1, 80):
+            file.seek(number << 20)
+            file.write(b"\n")
+    assert [log.begin(0, **moment, at_least=one) for one in (9, 1)] == [9, 10]
+
+
 def test_numbers_are_those_of_the_job(tmp_path: Path) -> None:
     """An attempt that was killed before it had a Run is counted by the supervisor, or by Slurm."""
     slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}

@@ -13,9 +13,6 @@ from hydroslurm.jobs.control.overview import Overview
 from hydroslurm.jobs.control.plain_job import PlainJob
 from hydroslurm.slurm.values import Job, JobState
 
-_MOST_BYTES = 16 << 20
-"""Of one rank's events, from their end."""
-
 
 def attach_command(
     found: Overview | PlainJob,
@@ -97,6 +94,6 @@ def _announced(found: PlainJob, slurm: Job) -> dict[int, Event]:
     return {
         rank: event
         for rank, path in found.run.rank_event_files().items()
-        for event in read_events(path, kinds=(EventKind.INSTALLED,), most_bytes=_MOST_BYTES)
+        for event in read_events(path, kinds=(EventKind.INSTALLED,))
         if (event.job_id, event.restart_count) == (slurm.job_id, slurm.restart_count)
     }
