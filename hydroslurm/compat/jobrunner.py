@@ -25,7 +25,7 @@ from hydroslurm.core import rundir
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import SaveFailed, UsageError
 from hydroslurm.training import finished
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import notice, warning
 
 
 class JobRunner:
@@ -308,7 +308,7 @@ class JobAttempt:
             message = f"{what} failed with {type(error).__name__}: {error}. {self._outlook()}"
             if hasattr(error, "add_note"):
                 error.add_note(f"hydroslurm: {message}")
-            notice(message)
+            warning(message)
             raise
 
     def _outlook(self) -> str:

@@ -28,7 +28,7 @@ from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training.rank_group import RankGroup
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import notice, warning
 from hydroslurm.training.requeue import StopHandler
 from hydroslurm.training.stopping import agree_on_plan, exit_together
 
@@ -114,7 +114,7 @@ def _warn_of_workers() -> None:
     """Slurm signals all processes of a job step, and torch treats a dead worker as an error."""
     started = sum(process.daemon for process in multiprocessing.active_children())
     if started:
-        notice(
+        warning(
             f"{started} process{'es' if started > 1 else ''} of multiprocessing (DataLoader "
             "workers?) started before the first receive_suspend_command(), and will die of the "
             "SIGTERM that Slurm sends to every process of a job step: the save may be cut short. "

@@ -115,9 +115,15 @@ class StepLog:
 class CheckedSteps:
     """Logs the steps of the first rank, and tells a person how a replay has gone."""
 
-    def __init__(self, engine: InPlaceEngine, *, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        engine: InPlaceEngine,
+        *,
+        tell: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
         self._engine = engine
-        self._tell = tell
+        self._tell, self._warn = tell, warn
         self._log = StepLog(engine.folder.steps_jsonl)
         self._optimizers: list[Optimizer] = []
         self._has_failed = False
@@ -154,7 +160,7 @@ class CheckedSteps:
         }
         replayed = self._written(lambda: self._log.completed(entry))
         if replayed is not None and replayed.differs:
-            self._tell(
+            self._warn(
                 f"the replay differs from the log at step {replayed.last}, in "
                 f"{', '.join(replayed.differs)}: the script, its data or libraries are others, or "
                 "its kernels are not deterministic. The training goes on with what it has now"
@@ -174,7 +180,7 @@ class CheckedSteps:
             return write()
         except OSError as error:
             self._has_failed = True
-            self._tell(
+            self._warn(
                 f"the log of the steps cannot be written ({error}): from here on this attempt "
                 "logs none, and a replay of them would not be compared. The training goes on"
             )

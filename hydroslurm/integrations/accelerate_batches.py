@@ -27,7 +27,7 @@ from hydroslurm.integrations.accelerate_loader import (
     require_known,
 )
 from hydroslurm.integrations.framework_run import FrameworkRun
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import warning
 
 _NONE = object()
 _KEY = "loaders"
@@ -284,7 +284,7 @@ class Loaders:
     def _say(self, message: str) -> None:
         if message not in self._told and self._accelerator.is_main_process:
             self._told.add(message)
-            notice(message)
+            warning(message)
 
     # --- the state
     # --------------------------------------------------------------------------------------------

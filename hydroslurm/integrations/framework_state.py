@@ -14,7 +14,7 @@ from hydroslurm.errors import StateMismatch, UnsavableState
 from hydroslurm.training.attributes import is_of_library
 from hydroslurm.training.ddp_buckets import Models
 from hydroslurm.training.objects import Stateful, bare
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import warning
 
 
 class Handed:
@@ -68,7 +68,7 @@ class Companions:
         self,
         find: Callable[[], Iterable[tuple[str, Any]]],
         *,
-        say: Callable[[str], None] = notice,
+        say: Callable[[str], None] = warning,
     ) -> None:
         self._find, self._say = find, say
         self._before: dict[str, Any] = {}

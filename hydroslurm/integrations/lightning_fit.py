@@ -38,7 +38,7 @@ from hydroslurm.integrations.sharded import (
     nothing_gathered,
     shards_of,
 )
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import warning
 
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
 """Of a checkpoint of Lightning's: what the script gives anew, of any type."""
@@ -348,7 +348,7 @@ class Fit:
 
     def _say(self, text: str) -> None:
         if self._trainer.is_global_zero:
-            notice(text)
+            warning(text)
 
 
 def _is_behind_epoch(loaded: Mapping[str, Any] | None) -> bool:

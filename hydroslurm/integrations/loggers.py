@@ -21,7 +21,7 @@ from typing import Any
 from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime.out_of_reach import OutOfReach
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import warning
 
 _FILE = "loggers.json"
 _MOST_BYTES = 65536
@@ -56,7 +56,7 @@ def _next_row(run: Any) -> int:
     try:
         return int(run.step)
     except Exception as error:  # of another process, of any kind; a logger costs no checkpoint
-        notice(
+        warning(
             f"Weights & Biases does not say how many rows it has: {error or type(error).__name__}"
         )
         return 0
@@ -73,7 +73,9 @@ def _kept(folder: Path) -> dict[str, Any]:
             raise ValueError("names and versions of loggers are wanted")
         return kept
     except (OSError, ValueError) as error:
-        notice(f"{path} is damaged ({error}): the loggers of this attempt begin a run of their own")
+        warning(
+            f"{path} is damaged ({error}): the loggers of this attempt begin a run of their own"
+        )
         return {}
 
 

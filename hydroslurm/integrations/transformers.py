@@ -15,7 +15,7 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import notice, warning
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def _train(own: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> 
         | kwargs
     )
     if given.get("trial") is not None:
-        notice("a trial of a search for hyperparameters is not preemptible: it trains as it would")
+        warning("a trial of a search for hyperparameters is not preemptible: it trains as it would")
         return own(**given)
     from hydroslurm.integrations.transformers_train import Train
 

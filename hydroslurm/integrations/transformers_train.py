@@ -37,7 +37,7 @@ from hydroslurm.integrations.loggers import (
 from hydroslurm.integrations.sharded import Sharded, is_sharded
 from hydroslurm.integrations.transformers_state import LoopState, TrainerCheckpoint, attributes_of
 from hydroslurm.training.objects import bare
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import warning
 
 
 class Train:
@@ -313,7 +313,7 @@ class Train:
 
     def _say(self, text: str) -> None:
         if self._trainer.is_world_process_zero():
-            notice(text)
+            warning(text)
 
 
 def _module_of(trainer: Any) -> Any:

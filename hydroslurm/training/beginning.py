@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hydroslurm.checkpoint import rng
@@ -33,7 +33,7 @@ from hydroslurm.training.ddp_buckets import BucketOrders
 from hydroslurm.training.objects import Objects, require_registrable
 from hydroslurm.training.oversights import LoopWatch
 from hydroslurm.training.rank_group import RankGroup
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import notice, warning
 from hydroslurm.training.resuming import differences, enter, load_for
 from hydroslurm.training.saves import Saves
 from hydroslurm.training.script_state import ScriptState, of_objects
@@ -206,7 +206,8 @@ class Beginning(ABC):
         if (step := entered["finished"]) is not None:
             self._log_once(
                 f"this run has finished at step {step}; nothing to do ({self.dir.root}). To train "
-                f"it longer, remove {self.dir.finished_json.name} there"
+                f"it longer, remove {self.dir.finished_json.name} there",
+                notice,
             )
             self._leave()
             raise ExitForRequeue.finished()
@@ -234,7 +235,7 @@ class Beginning(ABC):
             raise ExitForRequeue.must_not_run_again() from error
         self._attempt.begin(number, begins_at)
         if found is None:
-            self._log_once(f"a new run, step 0 ({self.dir.root})")
+            self._log_once(f"a new run, step 0 ({self.dir.root})", notice)
             return False
         (state,) = loaded
         for message in differences(
@@ -244,7 +245,9 @@ class Beginning(ABC):
         self._saves.periodic_step = found.checkpoint.step
         self._saver.continues_from(found.checkpoint)
         self._apply(state, source=str(found.checkpoint.path))
-        self._log_once(f"attempt {number} resumes from step {self._step} ({found.checkpoint.path})")
+        self._log_once(
+            f"attempt {number} resumes from step {self._step} ({found.checkpoint.path})", notice
+        )
         return True
 
     # --- inside
@@ -294,10 +297,10 @@ class Beginning(ABC):
         self._rank_group.part()
         self.close()
 
-    def _log_once(self, message: str) -> None:
+    def _log_once(self, message: str, log: Callable[[str], None] = warning) -> None:
         """One rank speaks for all."""
         if self._rank_group.rank == 0:
-            notice(message)
+            log(message)
 
     def _apply(self, state: State, *, source: str) -> None:
         for message in self._objects.load(state.shared, source=source):

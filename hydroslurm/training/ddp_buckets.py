@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.runtime.engine import Engine
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import warning
 
 Models = Callable[[], Iterable[Any]]
 """The models that are trained, as DDP has wrapped them; asked for when they are there."""
@@ -53,7 +53,7 @@ class BucketOrders:
         self._orders = orders if self._matters else ()
         for model, order in zip(self._models(), self._orders, strict=False):
             if order and not settle_buckets(model, order):
-                notice(
+                warning(
                     "DistributedDataParallel reduces other parameters than before, or sparse ones: "
                     "the first step of this attempt may differ in the last bits"
                 )

@@ -14,7 +14,7 @@ from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import SaveFailed, StaleAttempt
 from hydroslurm.runtime import install as installation
 from hydroslurm.training import finished, oversights
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import warning
 from hydroslurm.training.saving import Saving
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Ending(Saving):
         broken = self._rank_group.broken()
         if broken is None:
             return
-        notice(f"while the ranks were about to stop: {type(error).__name__}: {error}")
+        warning(f"while the ranks were about to stop: {type(error).__name__}: {error}")
         raise self._stopping.leave_unsaved(broken, request, step=self._step) from error
 
     def _write_finished(self) -> None:

@@ -30,7 +30,7 @@ from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import RunFolderError, UntrustedFile, UsageError
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import warning
 
 _LIMIT_BYTES = 4096
 
@@ -156,7 +156,7 @@ def settle() -> None:
         status = left_with()
         if error is not None or status not in (None, 0):
             why = type(error).__name__ if error is not None else f"status {status}"
-            notice(
+            warning(
                 f"the training in {done.run.root} is done, but the process ends with {why}: a "
                 "restart repeats what follows the training"
             )
@@ -166,7 +166,7 @@ def settle() -> None:
             if done.run.root.is_dir():
                 write(done.run, step=done.step)
         except Exception as problem:  # an exit status cannot be changed any more
-            notice(f"finished.json could not be written, so a restart repeats the end: {problem}")
+            warning(f"finished.json could not be written, so a restart repeats the end: {problem}")
 
 
 def _noting_exit(status: Any = None, /) -> NoReturn:

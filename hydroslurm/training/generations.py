@@ -26,7 +26,7 @@ from hydroslurm.gate.protocol import GateState
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import notice, warning
 from hydroslurm.training.run import Run
 from hydroslurm.training.shard_steps import ShardSteps
 from hydroslurm.training.step_undo import StepUndo
@@ -47,7 +47,7 @@ class Generations(Run):
                 "saves and starts the ranks anew, or use hydroslurm.elastic.State, which shards "
                 "within a member, replicates over members, and saves nothing by itself"
             )
-        self._engine = InPlaceEngine(environ, things=[arguments.get("model")], warn=notice)
+        self._engine = InPlaceEngine(environ, things=[arguments.get("model")], warn=warning)
         self._member = self._engine.member
         self._is_replaced = bool(environ.get(SUPERVISED_ENV))
         if arguments.get("directory") is None:
@@ -62,7 +62,7 @@ class Generations(Run):
         self._in_order = options.summation == "fixed_order"
         self._shard_steps = ShardSteps(self._engine) if self._in_order else None
         is_logged = options.recovery == "log_replay"
-        self._log = CheckedSteps(self._engine, tell=notice) if is_logged else None
+        self._log = CheckedSteps(self._engine, tell=notice, warn=warning) if is_logged else None
         self._average_every = options.averaging_every
         self._engine.sum.averages = bool(options.averaging_every)
         self._save_is_asked = False
@@ -149,7 +149,7 @@ class Generations(Run):
             self._engine.average()
             self._are_equal = True
         except (RuntimeError, ValueError) as error:
-            notice(f"step {self._step}: the weights are not averaged, for a rank is gone: {error}")
+            warning(f"step {self._step}: the weights are not averaged, for a rank is gone: {error}")
 
     def _meet(self, form: Form) -> bool:
         """Form a generation; whether it was formed."""
@@ -158,7 +158,7 @@ class Generations(Run):
             self._form(form)
         except RanksError as error:
             self._engine.group.destroy()
-            notice(f"generation {form.generation} is not formed: {error}")
+            warning(f"generation {form.generation} is not formed: {error}")
             self._member.formed(form, ok=False, error=str(error))
             return False
         self._member.formed(form, ok=True, step=self._step)
@@ -275,16 +275,16 @@ class Generations(Run):
                 kind="stop",
                 meta=self._made_of(),
             )
-            notice(f"too few members can go on; step {self._step} is saved")
+            warning(f"too few members can go on; step {self._step} is saved")
         except HydroslurmError as error:
-            notice(f"too few members can go on, and step {self._step} could not be saved: {error}")
+            warning(f"too few members can go on, and step {self._step} could not be saved: {error}")
 
     def _depart(self, depart: Depart) -> NoReturn:
         """The others go on without this rank."""
         self._engine.group.destroy()
         reason = depart.reason or "asked to leave"
         if depart.failed:
-            notice(f"this member ends behind step {self._step}: {reason}")
+            warning(f"this member ends behind step {self._step}: {reason}")
             leaving = ExitForRequeue(FAILED)
         elif self._controller.stop_request is not None:
             leaving = self._stopping.leave_to_others(

@@ -28,7 +28,7 @@ from hydroslurm.errors import RanksError
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.rank_group import RankGroup
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import warning
 from hydroslurm.training.requeue import StopHandler
 
 SAY_S = 10.0
@@ -71,7 +71,7 @@ class Overdue:
         if say_mono_s < due_mono_s:
             if self._is_over_by(say_mono_s):
                 return
-            notice(
+            warning(
                 f"{request.message} {SAY_S:g} s ago, and the training has not come to a safe point "
                 f"since: {whereabouts()}. It stops at the next one"
             )
@@ -103,7 +103,7 @@ class Overdue:
             plan = self.stop_handler.plan()
             newest, step = self.saver.durable_step, self.attempt.step
             kept = "no checkpoint" if newest is None else f"step {newest}"
-            notice(
+            warning(
                 f"{plan.message}; the training has not come to a safe point in "
                 f"{self._record(request):.0f} s: {whereabouts()}. It is ended there, in front of "
                 f"SIGKILL; {kept} is committed, and step {step} was the last one"
@@ -115,7 +115,7 @@ class Overdue:
             if self.rank_group.world_size > 1:
                 self.rank_group.peers.agree(_TOPIC, status, timeout_s=1.0)
         except Exception as error:
-            notice(f"while leaving: {type(error).__name__}: {error}")
+            warning(f"while leaving: {type(error).__name__}: {error}")
         finally:
             _end_process(status)
 

@@ -15,18 +15,27 @@ _OVER = (SaveEventKind.COMMITTED, SaveEventKind.FAILED, SaveEventKind.ABANDONED)
 
 
 def notice(text: str) -> None:
-    """Log one line at level INFO.
+    """Log one line of normal progress, at level INFO."""
+    _log(logging.INFO, text)
 
-    A program that has set up logging gets it there. Without any handler Python would drop
+
+def warning(text: str) -> None:
+    """Log one line that somebody has to see: it shows after ``logging.basicConfig()``, too."""
+    _log(logging.WARNING, text)
+
+
+def _log(level: int, text: str) -> None:
+    """A program that has set up logging gets it there. Without any handler Python would drop
     everything below WARNING, and a job's log must say where the run resumed from, so one of our own
     on stderr takes its place.
     """
+    LOGGER.disabled = False  # dictConfig() disables the loggers that it does not name
     if not LOGGER.hasHandlers():
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("hydroslurm: %(message)s"))
         LOGGER.addHandler(handler)
         LOGGER.setLevel(logging.INFO)
-    LOGGER.info(text)
+    LOGGER.log(level, text)
 
 
 class SaveRecorder:

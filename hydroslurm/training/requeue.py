@@ -29,7 +29,7 @@ from hydroslurm.slurm.policy import Policies, SitePolicy, read_policies
 from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.stops import IN_GRACE, Start, Stop, StopReason, ask_why, requeue
 from hydroslurm.training.attempts import Ending
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import notice, warning
 
 ANSWER_S = 2.0
 """How long a save waits for Slurm to say why; waiting longer would eat into the grace."""
@@ -237,10 +237,10 @@ class StopHandler:
             return self._stay_away(error)
         except WrongJobState as error:
             self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
-            notice(self._cannot_requeue(error))
+            warning(self._cannot_requeue(error))
         except HydroslurmError as error:
             self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
-            notice(
+            warning(
                 f"the job could not be requeued: {error}. Leaving with status {RUN_AGAIN}, which "
                 "sbatch/requeue.sbatch turns into a requeue"
             )
@@ -325,7 +325,7 @@ class StopHandler:
 
     def _stay_away(self, error: StaleAttempt) -> ExitForRequeue:
         self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
-        notice(str(error))
+        warning(str(error))
         return ExitForRequeue.must_not_run_again()
 
     def _requeue(self, allocation: Allocation, deadline_mono_s: float, stop: Stop | None) -> None:

@@ -25,7 +25,7 @@ from hydroslurm.training.ddp_buckets import STATIC_GRAPH
 from hydroslurm.training.first_step import FirstStep
 from hydroslurm.training.objects import require_savable
 from hydroslurm.training.oversights import FolderWatch
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import warning
 from hydroslurm.training.script_state import largest
 
 
@@ -194,7 +194,7 @@ class Saving(Beginning):
         require_savable(state)
         refused = self._saver.reserve(state)
         if refused and self._world.local_rank == 0:  # one rank speaks for those of its node
-            notice(
+            warning(
                 f"{refused}. So each save holds the training up until it is written. More memory "
                 "(--mem) spares that"
             )
@@ -277,7 +277,7 @@ class Saving(Beginning):
 
     def _state(self) -> State:
         if self._rank_group.rank == 0 and (message := self._folder.look()):
-            notice(message)
+            warning(message)
         own = self._saves.evaluation or self._own_state()
         return State(shared=self._objects.states(), own=own, frozen=self._script_state.frozen())
 

@@ -24,7 +24,7 @@ from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.overdue import Overdue
 from hydroslurm.training.rank_group import RankGroup
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import notice, warning
 from hydroslurm.training.requeue import StopHandler, StopPlan
 
 
@@ -108,7 +108,8 @@ class Stopping:
             self._saver.wait(timeout_s=max(0.0, plan.deadline_mono_s - time.monotonic()))
             saved += f"; newest committed step: {self._saver.durable_step}"
         if self._rank_group.rank == 0:
-            notice(f"{plan.message}; {saved}")
+            log = notice if self._saver.durable_step == step else warning
+            log(f"{plan.message}; {saved}")
         leaving = self._exit(plan, step=step)
         # Keep the signals: Slurm sends SIGTERM again, and this process has not exited yet. Failures
         # were logged above; all that matters now is the exit status.
@@ -152,7 +153,7 @@ class Stopping:
             if self._rank_group.rank == 0:
                 plan = self._stop_handler.plan(ranks_gone=True)
         if _logs_for_all(self._rank_group, error):
-            notice(f"{plan.message}; {error}: step {step} cannot be saved, {kept}")
+            warning(f"{plan.message}; {error}: step {step} cannot be saved, {kept}")
         return self._exit(plan, step=step)
 
     def _agree_on_plan(self, *, ranks_gone: bool = False) -> StopPlan:
@@ -211,7 +212,7 @@ def exit_together(
             if before is not None:
                 before()
         except StaleAttempt as error:
-            notice(str(error))
+            warning(str(error))
             return MUST_NOT_RUN_AGAIN
         return int(stop_handler.requeue(plan).code or 0)
 

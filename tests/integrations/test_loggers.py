@@ -37,7 +37,7 @@ def test_a_damaged_file_of_ids_costs_no_training(
         is_world_process_zero=lambda: True,
         callback_handler=SimpleNamespace(callbacks=callbacks),
     )
-    with caplog.at_level("INFO", logger="hydroslurm"):
+    with caplog.at_level("WARNING", logger="hydroslurm"):
         loggers.continue_callbacks(trainer, tmp_path, anew=False)
     assert "is damaged" in caplog.text
     kept = json.loads((tmp_path / "loggers.json").read_text())

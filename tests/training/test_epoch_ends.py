@@ -183,7 +183,7 @@ def test_a_folder_that_is_moved_away_is_told_once(
 ) -> None:
     """Saves make it anew: nobody looks for the earlier ones in it, or is told at each save."""
     training = Training(tmp_path / "run", every_steps=2)
-    with caplog.at_level("INFO", logger="hydroslurm"):
+    with caplog.at_level("WARNING", logger="hydroslurm"):
         for number, batch in enumerate(training.run.batches(epochs=1)):
             training.step(batch)
             if number == 4:

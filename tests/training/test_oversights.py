@@ -179,7 +179,7 @@ def test_an_empty_folder_begins_and_is_claimed(
     step that the next attempt could not go on."""
     loop = Loop(tmp_path)
     assert not loop.run.dir.claim_json.exists()
-    with caplog.at_level("INFO", logger="hydroslurm"):
+    with caplog.at_level("WARNING", logger="hydroslurm"):
         loop.from_0()
     assert loop.run.dir.claim_json.exists()
     assert "run.resume() was not called" in caplog.text
@@ -193,7 +193,7 @@ def test_a_stop_before_the_run_has_begun_overwrites_nothing(
     committed(tmp_path)
     again = Loop(tmp_path)
     ask_for_stop(again.run)
-    with caplog.at_level("INFO", logger="hydroslurm"), pytest.raises(SystemExit) as leaving:
+    with caplog.at_level("WARNING", logger="hydroslurm"), pytest.raises(SystemExit) as leaving:
         again.run.check_stop()
     assert leaving.value.code == 75
     assert "had not begun" in caplog.text

@@ -16,7 +16,7 @@ from training.loop import STEPS_PER_EPOCH, Training, ask_for_stop, same
 import hydroslurm
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, leaves_with
 from hydroslurm.errors import SaveFailed, StateMismatch, UnsavableState, UsageError
-from hydroslurm.training import finished
+from hydroslurm.training import finished, reporting
 from hydroslurm.training.attempts import AttemptLog, Limits
 
 EPOCHS = 3
@@ -253,6 +253,17 @@ def test_a_flipped_bit_falls_back_with_a_warning_that_names_both(
     assert same(again.bits(), alone)
 
 
+def test_what_somebody_has_to_see_is_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shows after logging.basicConfig(), and after a dictConfig() that names other loggers."""
+    monkeypatch.setattr(reporting.LOGGER, "disabled", True)
+    with caplog.at_level("WARNING", logger="hydroslurm"):
+        reporting.notice("a new run")
+        reporting.warning("nothing was saved")
+    assert caplog.messages == ["nothing was saved"]
+
+
 def test_no_progress_in_five_attempts_ends_with_93(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -263,7 +274,7 @@ def test_no_progress_in_five_attempts_ends_with_93(
         training.run.resume()
         training.run.close()  # killed before its first step
     last = Training(tmp_path)
-    with caplog.at_level("INFO", logger="hydroslurm"), pytest.raises(SystemExit) as leaving:
+    with caplog.at_level("WARNING", logger="hydroslurm"), pytest.raises(SystemExit) as leaving:
         last.run.resume()
     assert leaving.value.code == MUST_NOT_RUN_AGAIN
     assert "no progress: the last 5 attempts all began at step 0" in caplog.text
@@ -276,7 +287,7 @@ def test_a_spent_budget_ends_with_93(tmp_path: Path, caplog: pytest.LogCaptureFi
     for _ in range(2):
         fail(Training(tmp_path, limits=limits).run)
     last = Training(tmp_path, limits=limits)
-    with caplog.at_level("INFO", logger="hydroslurm"), pytest.raises(SystemExit) as leaving:
+    with caplog.at_level("WARNING", logger="hydroslurm"), pytest.raises(SystemExit) as leaving:
         last.run.resume()
     assert leaving.value.code == MUST_NOT_RUN_AGAIN
     assert "2 failures" in caplog.text
@@ -342,7 +353,7 @@ def test_a_save_that_fails_at_a_stop_still_leaves_in_order(
     training.run.save()
     (tmp_path / "checkpoints").rename(tmp_path / "kept")
     (tmp_path / "checkpoints").write_text("no folder any more")
-    with caplog.at_level("INFO", logger="hydroslurm"):
+    with caplog.at_level("WARNING", logger="hydroslurm"):
         assert stopped(training, after=2) == RUN_AGAIN
     assert "the save failed" in caplog.text
     (tmp_path / "checkpoints").unlink()

@@ -124,7 +124,8 @@ class Generations(RendezvousHandler):
             self.member.saved(directive)
             directive = self.member.again(stop=self.stop_seen)
         if isinstance(directive, Depart):
-            self._node.log.info(f"this member leaves: {directive.reason or 'asked to'}")
+            log = self._node.log.warning if directive.failed else self._node.log.info
+            log(f"this member leaves: {directive.reason or 'asked to'}")
             again = directive.again or self._node.stop_asked.is_set()
             raise Departed(FAILED if directive.failed else RUN_AGAIN if again else 0)
         return directive if isinstance(directive, Form) else None
