@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydroslurm.core.module_command import module_command
 from hydroslurm.core.rundir import ATTEMPTS_ENV, SAVE_EVERY_ENV, SUPERVISED_ENV
 from hydroslurm.errors import UsageError
 from hydroslurm.jobs.plan import Plan, RunLimits, Step, TaskPlan, TensorBoardPlan
@@ -181,9 +182,11 @@ def agent_command(job: TrainingJob, template: Template, python: str) -> tuple[st
         *config.extra_options,
     ]
     argv = (*template.command, *template.args)
-    start = (python, "-m", "hydroslurm.cli", "agent", "--", *options)
+    # behind `--` torchrun leaves alone what is the script's: it would take `--log` for one of its
+    # own that is ambiguous
+    start = (*module_command(python, "hydroslurm.cli", "agent", "--"), *options)
     if argv[0] not in PYTHONS:
-        return (*start, "--no-python", *argv)
+        return (*start, "--no-python", "--", *argv)
     rest = argv[1:]
     while rest and rest[0] == "-u":
         rest = rest[1:]
@@ -192,5 +195,7 @@ def agent_command(job: TrainingJob, template: Template, python: str) -> tuple[st
             f"command: {' '.join(argv)!r} names no script; put it in args, as in args: [train.py]"
         )
     if rest[0].startswith("-") and rest[0] != "-m":
-        return (*start, "--no-python", python, *rest)
-    return (*start, *rest)
+        return (*start, "--no-python", "--", python, *rest)
+    if rest[0] == "-m":
+        return (*start, "-m", "--", *rest[1:])
+    return (*start, "--", *rest)

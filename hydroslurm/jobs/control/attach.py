@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.module_command import module_command
 from hydroslurm.errors import UsageError, WrongJobState
 from hydroslurm.jobs.control.attached import PROCESS
 from hydroslurm.jobs.control.logs import no_replica, plan_of, replica_of
@@ -51,9 +52,7 @@ def attach_command(
         f"--nodelist={node}",
         "--chdir=/",  # the caller's folder need not be there
         *(["--pty"] if has_terminal else []),
-        sys.executable,
-        "-m",
-        "hydroslurm.jobs.control.attached",
+        *module_command(sys.executable, "hydroslurm.jobs.control.attached"),
         *beside,
         *(command or (environ.get("SHELL") or "/bin/sh",)),
     ]

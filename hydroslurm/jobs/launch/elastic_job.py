@@ -16,6 +16,7 @@ from typing import Any
 
 from hydroslurm.core import rundir
 from hydroslurm.core.files import read_regular, write_atomically
+from hydroslurm.core.module_command import module_command
 from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
 from hydroslurm.elastic.autoscale import AutoscalePolicy
 from hydroslurm.elastic.folder import ELASTIC_ENV, CoordinatorOptions, ElasticFolder
@@ -246,7 +247,7 @@ def coordinator_script(job: TrainingJob, run: RunDir) -> str:
         """trap 'kill -URG "$coordinator" 2>/dev/null' URG""",
         "trap : USR1 USR2",
         f"for start in {' '.join(str(n + 1) for n in range(SUPERVISOR_STARTS))}; do",
-        f"    {python_line('-u', '-m', 'hydroslurm.jobs.elastic.main', str(run.root))} &",
+        f"    {python_line('hydroslurm.jobs.elastic.main', str(run.root))} &",
         "    coordinator=$!",
         "    while :; do",
         '        wait "$coordinator"',
@@ -280,7 +281,7 @@ def member_script(job: TrainingJob, plan: Plan, run: RunDir, where: dict[str, An
     member = '"$SLURM_ARRAY_JOB_ID"_"$SLURM_ARRAY_TASK_ID"'
     root = shlex.quote(str(run.root))
     python = "python3" if plan.runtime == Runtime.PYXIS else sys.executable
-    task = [python, "-m", "hydroslurm.jobs.task", str(run.plan_json)]
+    task = module_command(python, "hydroslurm.jobs.task", str(run.plan_json))
     lines = [
         "# the ranks get these signals, too; this shell must outlive them",
         "trap : TERM URG USR1 USR2",

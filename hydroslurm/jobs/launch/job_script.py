@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hydroslurm.core import rundir
+from hydroslurm.core.module_command import module_command
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.jobs.launch.batch_script import in_option_line, requeue_lines
 from hydroslurm.jobs.plan import Plan
@@ -39,7 +40,7 @@ def job_script(job: TrainingJob, plan: Plan, run: RunDir) -> str:
         "# the ranks get these signals, too; this shell must outlive them",
         "trap : TERM URG USR1 USR2",
         f"for start in {' '.join(str(n + 1) for n in range(SUPERVISOR_STARTS))}; do",
-        f"    {python_line('-u', '-m', 'hydroslurm.jobs.supervisor.main', str(run.root))}",
+        f"    {python_line('hydroslurm.jobs.supervisor.main', str(run.root))}",
         "    status=$?",
         "    # killed by a signal other than SIGTERM: start it again, it goes on where it was",
         '    [ "$status" -gt 128 ] && [ "$status" -ne 143 ] || break',
@@ -79,7 +80,7 @@ def janitor_script(job: TrainingJob, run: RunDir, job_id: int) -> str:
         "output": log_of_shell(run),
         "open-mode": "append",
     }
-    command = python_line("-u", "-m", f"hydroslurm.jobs.{module}.main", CLEAN, str(run.root))
+    command = python_line(f"hydroslurm.jobs.{module}.main", CLEAN, str(run.root))
     return script_of(options, [command])
 
 
@@ -106,9 +107,9 @@ def where_of(job: TrainingJob) -> dict[str, Any]:
     }
 
 
-def python_line(*words: str) -> str:
-    """A line of a shell that runs this Python."""
-    return shlex.join([sys.executable, *words])
+def python_line(module: str, *arguments: str) -> str:
+    """A line of a shell that runs a module of ours with this Python."""
+    return shlex.join(module_command(sys.executable, module, *arguments, unbuffered=True))
 
 
 def script_of(options: Mapping[str, Any], lines: Sequence[str]) -> str:

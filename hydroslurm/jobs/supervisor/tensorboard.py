@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.core.files import open_regular, parse_json, read_regular, write_atomically
+from hydroslurm.core.module_command import module_command
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.jobs.plan import TensorBoardPlan
 
@@ -114,7 +115,7 @@ class Board:
             with os.fdopen(handle, "ab", buffering=0) as output:
                 self._child = subprocess.Popen(
                     [
-                        sys.executable, "-m", "tensorboard.main",
+                        *module_command(sys.executable, "tensorboard.main"),
                         f"--logdir={logdir}", f"--host={self._wanted.host}",
                         f"--port={self._wanted.port}",
                     ],

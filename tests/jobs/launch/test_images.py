@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hydroslurm.core.module_command import module_command
 from hydroslurm.errors import LaunchError
 from hydroslurm.jobs.images import (
     Runtime,
@@ -172,12 +173,8 @@ def test_step_of_pyxis(tmp_path: Path) -> None:
     assert "--container-image=nvcr.io#nvidia/pytorch:24.05-py3" in command
     assert f"--container-mounts={tmp_path}:{tmp_path}" in command
     assert f"--container-workdir={tmp_path}" in command
-    assert command[-4:] == [
-        "python3",
-        "-m",
-        "hydroslurm.jobs.task",
-        str(tmp_path / "plan.json"),
-    ]
+    task = module_command("python3", "hydroslurm.jobs.task", str(tmp_path / "plan.json"))
+    assert command[-len(task) :] == task
     command = srun_command(
         plan(tmp_path, "apptainer"), plan_file=tmp_path / "p", logs=tmp_path, python="/here/python"
     )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.run import parse_args
 
+from hydroslurm.core.module_command import module_command
 from hydroslurm.errors import UsageError
 from hydroslurm.jobs.layout import plan_job
 from hydroslurm.jobs.plan import Plan
@@ -71,21 +74,23 @@ def test_it_survives_its_file() -> None:
     assert Plan.loads(plan.dumps()) == plan
 
 
-AGENT = (PYTHON, "-m", "hydroslurm.cli", "agent", "--")
+AGENT = (*module_command(PYTHON, "hydroslurm.cli", "agent"), "--")
 
 
 @pytest.mark.parametrize(
     ("words", "rest"),
     [
-        ("[python, train.py]", ("train.py",)),
-        ("[python, -u, train.py]", ("train.py",)),
-        ("[python3, -m, package.train]", ("-m", "package.train")),
-        ("[python, -O, train.py]", ("--no-python", PYTHON, "-O", "train.py")),
-        ("[bash, run.sh]", ("--no-python", "bash", "run.sh")),
+        ("[python, train.py]", ("--", "train.py")),
+        ("[python, -u, train.py]", ("--", "train.py")),
+        ("[python, train.py, --log, x, --n=4]", ("--", "train.py", "--log", "x", "--n=4")),
+        ("[python3, -m, package.train, --rdzv]", ("-m", "--", "package.train", "--rdzv")),
+        ("[python, -O, train.py]", ("--no-python", "--", PYTHON, "-O", "train.py")),
+        ("[bash, run.sh]", ("--no-python", "--", "bash", "run.sh")),
     ],
 )
 def test_torchrun_is_one_word(words: str, rest: tuple[str, ...]) -> None:
-    """The same command with and without, a module included."""
+    """The same command with and without, a module included; torchrun reads none of the script's
+    arguments, although some look like its own."""
     text = f"replicaSpecs: [{{replicas: 2, template: {{command: {words}}}}}]\n"
     (plan, other) = (
         planned(text + f"torchrunConfig: {{enable: {on}}}\n") for on in ("true", "false")
@@ -93,6 +98,9 @@ def test_torchrun_is_one_word(words: str, rest: tuple[str, ...]) -> None:
     assert plan.tasks[0].argv[: len(AGENT)] == AGENT
     assert plan.tasks[0].argv[-len(rest) :] == rest
     assert plan.tasks[0].is_agent
+    chosen: Any = parse_args(list(plan.tasks[0].argv[len(AGENT) :]))
+    words_of_script = [one for one in rest if one not in ("-m", "--", "--no-python")]
+    assert [chosen.training_script, *chosen.training_script_args] == words_of_script
     assert not other.tasks[0].is_agent
 
 

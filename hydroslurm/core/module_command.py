@@ -1,0 +1,17 @@
+"""The command of a process of ours that is started in a folder of the user's."""
+
+from __future__ import annotations
+
+# `-P` is Python 3.11's, `-I` would also hide what PYTHONPATH and `pip install --user` have
+_PROGRAM = (
+    "import sys; sys.path[:1] == [''] and sys.path.pop(0); from runpy import run_module; "
+    "run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+
+
+def module_command(
+    python: str, module: str, *arguments: str, unbuffered: bool = False
+) -> list[str]:
+    """As ``python -m module``, which would import from the working directory first: an ``nt.py`` or
+    a ``queue.py`` of the user's would end the process."""
+    return [python, *(["-u"] if unbuffered else []), "-c", _PROGRAM, module, *arguments]
