@@ -79,7 +79,7 @@ def training_job_lines(found: Overview) -> list[str]:
     lines += [f"Label:        {clean(f'{key}={text}')}" for key, text in job.labels.items()]
     if job.elastic is not None:
         lines.append(f"Command:      {_command(found, job.replica_specs[0])}")
-        lines += [*elastic_lines(found.run), *condition_lines(found)]
+        lines += [*elastic_lines(found.run, found.slurm), *condition_lines(found)]
         return [line.rstrip() for line in lines]
     lines += _replica_lines(found)
     lines.append(f"Restarts:     {found.restarts} of backoffLimit {policy.backoff_limit}")
@@ -164,7 +164,7 @@ def plain_job_lines(found: PlainJob) -> list[str]:
     slurm = found.slurm
     lines = of_slurm(found, found.name)
     if found.run.elastic.is_dir():  # its members have been started by hand
-        return [*lines, *elastic_lines(found.run)]
+        return [*lines, *elastic_lines(found.run, found.slurm)]
     if slurm is not None and (member := member_of(slurm)) is not None:
         return [*lines, *member_lines(*member), *_rank_lines(found)]
     if found.submission is not None:

@@ -15,8 +15,9 @@ from hydroslurm.errors import UntrustedFile
 if TYPE_CHECKING:
     from hydroslurm.core.rundir import RunDir
     from hydroslurm.elastic.folder import ElasticFolder
+    from hydroslurm.slurm.values import Job
 
-_CHANGED = ("generation", "suspended", "wanted", "finished", "gave_up")
+_CHANGED = ("generation", "suspended", "paused", "continued", "wanted", "finished", "gave_up")
 _CHANGES = 12
 """So many changes are listed; the rest is counted."""
 _SILENT_S = 15.0
@@ -79,8 +80,9 @@ def _check(status: dict[str, Any], size: int, leave: list[str]) -> None:
     echo(f"would be submitted: {more} member{'' if more == 1 else 's'}")
 
 
-def elastic_lines(run: RunDir) -> list[str]:
-    """What describe prints about the members of an elastic job, and their changes."""
+def elastic_lines(run: RunDir, slurm: Job | None) -> list[str]:
+    """What describe prints about the members of an elastic job, and their changes. ``slurm``: its
+    coordinator's job, None where Slurm has none."""
     from hydroslurm.elastic.folder import ElasticFolder
 
     folder = ElasticFolder(run=run.root)
@@ -95,7 +97,7 @@ def elastic_lines(run: RunDir) -> list[str]:
             f"Generation:   {status['generation']}, {status['state']}, step {status['step']}{pace}",
             f"Engine:       {clean(status['engine'])}",
             *(f"  {clean(_member_line(one))}" for one in status["members"]),
-            *_silence_lines(status, folder),
+            *_silence_lines(status, folder, slurm),
         ]
     lines += _taken_lines(entries)
     changes = [one for one in entries if one["kind"] in _CHANGED]
@@ -149,21 +151,33 @@ def _member_line(member: dict[str, Any]) -> str:
     return f"{member['id']}  {member['state']} on {member['node'] or '?'}, {ranks}{reason}"
 
 
-def _silence_lines(status: dict[str, Any], folder: ElasticFolder) -> list[str]:
+def _silence_lines(status: dict[str, Any], folder: ElasticFolder, slurm: Job | None) -> list[str]:
     """What was written last is taken for what is, unless its writer is gone."""
     silent_s = time.time() - status["written_epoch_s"]
     if silent_s < _SILENT_S or status["state"] in ("Succeeded", "Failed"):
         return []
     own = status["coordinator"]
-    who, again = f"job {own['job_id']}", "its job starts it anew unless that was cancelled"
-    if not own["job_id"]:
-        who = f"pid {own['pid']}"
-        again = f"start one with python -m hydroslurm.elastic.coordinator {folder.run}"
+    who = f"job {own['job_id']}" if own["job_id"] else f"pid {own['pid']}"
     return [
         f"Coordinator:  has written nothing for {silent_s:,.0f} s ({clean(who)} on "
-        f"{clean(own['node'])}): the above is how it was then, and nothing changes until there is "
-        f"one again: {again}"
+        f"{clean(own['node'])}): the above is how it was then, and nobody comes or goes until it "
+        f"is back: {_what_of(own, folder, slurm)}"
     ]
+
+
+def _what_of(own: dict[str, Any], folder: ElasticFolder, slurm: Job | None) -> str:
+    """What has become of a coordinator that is silent, as far as Slurm knows."""
+    if not own["job_id"]:
+        return (
+            "it is stopped, or has ended; then start one with python -m "
+            f"hydroslurm.elastic.coordinator {folder.run}"
+        )
+    if slurm is None or slurm.state.has_ended:
+        return "its job has ended, and nothing starts another one"
+    if slurm.state.is_waiting:
+        return "its job waits in Slurm, and starts another one when it has its node again"
+    state = slurm.state.value
+    return f"its job is {state}, so that it goes on when its process or its node does"
 
 
 def _taken_lines(entries: list[dict[str, Any]]) -> list[str]:
@@ -195,6 +209,9 @@ def _change_line(one: dict[str, Any], cost: dict[str, Any] | None) -> str:
         return f"{at}  {one['size']} members are wanted{by}"
     if one["kind"] == "suspended":
         return f"{at}  suspended: {len(one['members'])} members are left of at least {one['min']}"
+    if one["kind"] in ("paused", "continued"):
+        waits = ": the others wait for it" if one["kind"] == "paused" else ""
+        return f"{at}  {one['member']} on {one['node'] or '?'} was {one['kind']}{waits}"
     if one["kind"] == "finished":
         return f"{at}  finished at step {one['step']}"
     if one["kind"] == "gave_up":

@@ -182,7 +182,8 @@ def _why_running(job: Job, to_end_s: float | None, warning_s: float | None) -> S
         message = f"its time limit ends it in {max(0.0, to_end_s):.0f} s"
         return Stop(StopReason.TIME_LIMIT, message, to_end_s=to_end_s)
     message = (
-        "a person or a program sent it: the job is not preempted, and its time limit is not near"
+        "Slurm names no cause: the job is not preempted, and its time limit is not near. A person, "
+        "a program or the end of another task may have sent it"
     )
     return Stop(StopReason.ASKED, message, to_end_s=to_end_s)
 

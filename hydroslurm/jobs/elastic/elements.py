@@ -10,7 +10,7 @@ that somebody has missed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -104,13 +104,20 @@ class Elements:
         excluded: node -> why nothing more is submitted to it.
     """
 
-    def __init__(self, budgets: Budgets, *, base: int) -> None:
-        """``base``: how many of the elements belong into the base array."""
+    def __init__(
+        self, budgets: Budgets, *, base: int, last_words: Callable[[str], str] = lambda _: ""
+    ) -> None:
+        """
+        Args:
+            base: how many of the elements belong into the base array.
+            last_words: what the processes of an element wrote last.
+        """
         self.elements: dict[str, Element] = {}
         self.failures = 0
         self.preemptions = 0
         self.excluded: dict[str, str] = {}
         self._budgets = budgets
+        self._last_words = last_words
         self._base = base
         self._failed_on: Counter[str] = Counter()
         self._ended: dict[str, float] = {}
@@ -200,7 +207,7 @@ class Elements:
     def _why(self, one: Element, found: values.Element) -> tuple[How, str]:
         state = found.state
         if one.state == "left" or self._finished:
-            return "left", one.reason
+            return "left", one.reason or "the run has finished"
         if one.state == "leaving":
             return "preemption", one.reason
         if state in _TAKEN:
@@ -210,8 +217,9 @@ class Elements:
                 "its script ended without having joined the run: it needs a hydroslurm.Run, which "
                 "this job makes elastic; `elastic: {engine: restart}` takes any script"
             )
-        lost = f" ({one.reason})" if one.reason else ""
-        return "failure", f"it ended {state.value}{lost}"
+        # one that has failed before it could join has told nobody
+        why = one.reason if one.has_joined else self._last_words(one.name) or one.reason
+        return "failure", f"it ended {state.value}{f' ({why})' if why else ''}"
 
     def _end(self, one: Element, how: How, reason: str, now_s: float) -> list[Action]:
         data = {"member": one.name, "node": one.node, "how": how, "reason": reason}

@@ -49,7 +49,7 @@ def test_a_stop_that_a_person_asked_for_is_no_failure(scene: Scene) -> None:
     (told,) = [one for one in scene.conditions if one.type == "Preempted"]
     assert told.reason == "Asked"
     # the next attempt's supervisor writes it down where the job's end was faster than this one's
-    assert "SIGTERM received: a person or a program sent it" in told.message
+    assert "SIGTERM received: Slurm names no cause" in told.message
 
 
 @pytest.mark.scene("saved")

@@ -31,7 +31,7 @@ class Ledger:
 
     def __init__(self, *, base: int = 0, **budgets: Any) -> None:
         self.base, self.budgets = base, Budgets(**budgets)
-        self.elements = Elements(self.budgets, base=base)
+        self.elements = Elements(self.budgets, base=base, last_words="{} said so".format)
         self.lines: list[tuple[str, dict[str, Any]]] = []
         self.cancelled: list[str] = []
         self.arrays = 100
@@ -157,7 +157,7 @@ def test_budgets_are_apart() -> None:
     verdict = of.elements.verdict()
     assert verdict is not None
     assert verdict[0] == "BackoffLimitExceeded"
-    assert f"{name} on n7: it ended FAILED" in verdict[1]
+    assert f"{name} on n7: it ended FAILED ({name} said so)" in verdict[1]  # never joined
     limited = Ledger(preemptions=0)
     (name,) = limited.want(1)
     limited.seen(row(name, JobState.NODE_FAIL))
