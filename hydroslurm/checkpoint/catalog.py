@@ -14,6 +14,7 @@ from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.checksummed_file import check_file, read_whole
 from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UntrustedFile
 
 EPOCH = "epoch"
@@ -118,7 +119,8 @@ def read_again(checkpoint: Checkpoint, *, storage: Storage) -> Manifest:
         CheckpointCorrupt: it is gone or is another one.
         CheckpointTooNew, CheckpointError: as :func:`read_manifest`.
     """
-    known, give_up_s = checkpoint.manifest, time.monotonic() + VISIBLE_S
+    known, clock = checkpoint.manifest, AwakeClock()
+    give_up_s = clock.now_s() + VISIBLE_S
     while True:
         try:
             found = read_manifest(checkpoint.path, storage=storage)
@@ -129,7 +131,7 @@ def read_again(checkpoint: Checkpoint, *, storage: Storage) -> Manifest:
             )
         except CheckpointCorrupt as error:
             problem = error
-        if known.files or time.monotonic() > give_up_s:
+        if known.files or clock.now_s() > give_up_s:
             raise problem
         with contextlib.suppress(OSError):  # makes NFS look again
             storage.listdir(checkpoint.path.parent)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydroslurm.coordination.frames import LIMIT_DEPTH, pack
 from hydroslurm.coordination.messages import MAX_COLLECTORS, Message, Runs, ranks_of, runs_of
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.files import parse_json
 from hydroslurm.errors import AgreementFailed, CoordinatorLost, RanksError, UsageError
 
@@ -172,14 +172,14 @@ class PendingAgreements:
         """Until it is decided. The coordinator answers a withdrawal too, which may be too late."""
         waited_s, withdrawn = 0.0, False
         poll_s = _POLL_S if cancel is None else 0.02
+        clock = AwakeClock(_POLL_S)
+        begin_s = clock.now_s()
         while not pending.decided.is_set():
             if (lost := self._lost()) is not None:
                 raise lost
             left_s = poll_s if timeout_s is None else min(poll_s, max(0.0, timeout_s - waited_s))
-            begin_s = time.monotonic()
             pending.decided.wait(left_s if not withdrawn else _POLL_S)
-            # a wait that took long was one in which this process was stopped
-            waited_s += min(time.monotonic() - begin_s, 2 * poll_s)
+            waited_s = clock.now_s() - begin_s
             given_up = cancel is not None and cancel.is_set()
             late = timeout_s is not None and waited_s >= timeout_s
             if (given_up or late) and not withdrawn and not pending.decided.is_set():

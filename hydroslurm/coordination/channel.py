@@ -19,6 +19,7 @@ from hydroslurm.coordination.messages import BadMessage, Message, check_from_coo
 from hydroslurm.coordination.network import configure_socket, located
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import LOOPBACK, World
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.errors import CoordinatorLost, StaleRank, UntrustedFile
 from hydroslurm.slurm.munge import MungeError
 
@@ -65,8 +66,9 @@ def find_coordinator(
     world = located(world)
     near = LOOPBACK if world.rank == 0 and world.local_rank == 0 else world.host
     candidates = [(host, port) for port in ports for host in dict.fromkeys((near, world.host))]
-    deadline_s, seen = time.monotonic() + timeout_s, "nobody listens"
-    while time.monotonic() < deadline_s and not stop():
+    clock, seen = AwakeClock(2 * CONNECT_S), "nobody listens"
+    deadline_s = clock.now_s() + timeout_s
+    while clock.now_s() < deadline_s and not stop():
         try:
             search = _Search(world, secret)
             if (found := search.run(candidates)) is not None:
@@ -206,6 +208,13 @@ class CoordinatorChannel:
             raise CoordinatorLost(
                 f"what connects the ranks of this job is gone ({error})"
             ) from error
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is unread at the other end that sending more may wait for it."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLOUT)
+        return not poll.poll(0)
 
     def wake(self) -> None:
         """Have ``due_s`` called again."""

@@ -35,6 +35,8 @@ JOIN_S = 600.0
 file system."""
 REJOIN_S = 20.0
 """The same for a coordinator that replaces one that was killed."""
+WOKEN_LATE_S = 2.0
+"""A wait that ends so much later than asked was one in which this process was stopped."""
 
 
 class CoordinatorClient:
@@ -245,7 +247,10 @@ class CoordinatorClient:
         return min(self._rejoin_by_s, math.inf if pause_due_s is None else pause_due_s)
 
     def _tick(self) -> None:
-        if not self._connected and time.monotonic() >= self._rejoin_by_s:
+        late_s = time.monotonic() - self._rejoin_by_s
+        if late_s > WOKEN_LATE_S:  # it was stopped itself, and so were the others
+            self._rejoin_by_s = time.monotonic() + REJOIN_S
+        elif late_s >= 0 and not self._connected:
             raise CoordinatorLost(
                 "what connected the ranks of this job is gone, and not all ranks joined its "
                 "replacement"

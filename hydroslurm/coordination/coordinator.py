@@ -22,7 +22,6 @@ import os
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -90,7 +89,7 @@ class Coordinator(Server):
         self._options = options
         self._state = CoordinatorState(options.world_size)
         self._joined: dict[int, PeerConnection] = {}
-        self._last_joined_s = time.monotonic()
+        self._last_joined_s = self.clock.now_s()
         self._news_due_s = 0.0
 
     def run(self) -> None:
@@ -101,17 +100,17 @@ class Coordinator(Server):
 
     def _is_done(self) -> bool:
         if self._joined:
-            self._last_joined_s = time.monotonic()
+            self._last_joined_s = self.clock.now_s()
             return False
         if self._state.is_over:
             return True
         some_left = self._state.died or self._state.left or os.getppid() != self._options.parent_pid
         # as long as rank 0 lives and no rank has joined, they may be on their way
-        return bool(some_left) and time.monotonic() - self._last_joined_s > LINGER_S
+        return bool(some_left) and self.clock.now_s() - self._last_joined_s > LINGER_S
 
     def timeout_s(self) -> float:
         if self._state.has_news:
-            return max(0.0, self._news_due_s - time.monotonic())
+            return max(0.0, self._news_due_s - self.clock.now_s())
         return super().timeout_s()
 
     def on_round(self) -> None:
@@ -172,7 +171,7 @@ class Coordinator(Server):
 
     def _announce(self) -> None:
         """Say who is gone, at once if nobody has gone lately."""
-        if self._state.has_news and (now_s := time.monotonic()) >= self._news_due_s:
+        if self._state.has_news and (now_s := self.clock.now_s()) >= self._news_due_s:
             self._news_due_s = now_s + NEWS_S
             self._send(self._state.announce())
 

@@ -150,7 +150,10 @@ class PauseBarrier:
     def tick(self) -> None:
         """Do what has become due."""
         with self._lock:
-            late = self._undecided and time.monotonic() - self._held_s >= AGREE_S
+            took_s = time.monotonic() - self._held_s
+            if self._undecided and took_s > 2 * AGREE_S:  # SIGSTOP came in between
+                self._held_s, took_s = time.monotonic(), 0.0
+            late = self._undecided and took_s >= AGREE_S
             if late:
                 self._undecided = False
         if late:

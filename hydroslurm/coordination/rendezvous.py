@@ -25,6 +25,7 @@ from hydroslurm.coordination.network import listen, located, set_master_addr
 from hydroslurm.coordination.secret import Secret, find_secret
 from hydroslurm.coordination.world import KEY_ENV, World, key_from, set_torch_variables
 from hydroslurm.core import registry
+from hydroslurm.core.module_command import module_command
 from hydroslurm.errors import CoordinatorLost, RunFolderError
 from hydroslurm.slurm import run_folders
 
@@ -178,7 +179,7 @@ def _open_store(host: str, port: int, world_size: int) -> None:
 
 
 def _launch(options: CoordinatorOptions) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "hydroslurm.coordination.coordinator"]
+    command = module_command(sys.executable, "hydroslurm.coordination.coordinator")
     environ = {name: value for name, value in os.environ.items() if name != KEY_ENV}
     # blocked from its first moment: between exec and Python's first line a signal would kill it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

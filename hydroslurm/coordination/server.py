@@ -13,7 +13,6 @@ import errno
 import itertools
 import selectors
 import socket
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any
 from hydroslurm.coordination.authentication import CoordinatorGreeting, GreetingFailed
 from hydroslurm.coordination.frames import BadFrame, Sealer, Unsealer, digest
 from hydroslurm.coordination.network import configure_socket
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.slurm.munge import Munge, MungeError
 
 GREETING_S = 10.0
@@ -66,10 +66,10 @@ class PeerConnection:
         events: what the selector watches for.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, since_s: float) -> None:
         self.connection = connection
         self.greeting = CoordinatorGreeting()
-        self.since_s = time.monotonic()
+        self.since_s = since_s
         self.unsealer: Unsealer | None = None
         self.rank: int | None = None
         self.has_joined = False
@@ -193,9 +193,15 @@ class Authenticator:
 
 class Server:
     """Accepts, authenticates, reads and writes, in one thread; a subclass says what a message means
-    (:meth:`on_body`) and what the end of a connection means (:meth:`on_drop`)."""
+    (:meth:`on_body`) and what the end of a connection means (:meth:`on_drop`).
+
+    Attributes:
+        clock: times everything here, and is read in each round: a server that was stopped itself
+            takes nobody for late or silent.
+    """
 
     def __init__(self, listener: socket.socket, authenticator: Authenticator) -> None:
+        self.clock = AwakeClock()
         self._authenticator = authenticator
         self._listener = listener
         listener.setblocking(False)
@@ -275,7 +281,7 @@ class Server:
 
     def _expire(self) -> None:
         """Drop connections that have not joined in time; accept again after a pause."""
-        now_s = time.monotonic()
+        now_s = self.clock.now_s()
         while self._unjoined and (
             self._unjoined[0].has_joined
             or self._unjoined[0] not in self._open
@@ -297,9 +303,9 @@ class Server:
                     # the waiting connection stays readable: trying again at once would be a busy
                     # loop
                     self._selector.unregister(self._listener)
-                    self._accept_again_s = time.monotonic() + ACCEPT_AGAIN_S
+                    self._accept_again_s = self.clock.now_s() + ACCEPT_AGAIN_S
                 return
-            self._take(PeerConnection(connection))
+            self._take(PeerConnection(connection, self.clock.now_s()))
 
     def _take(self, peer: PeerConnection) -> None:
         self._unjoined.append(peer)

@@ -31,6 +31,7 @@ class Autoscaler:
         self._policy = policy
         self._coordinator = coordinator
         self._history: list[Observation] = []
+        self._absences = 0
         self._due_s = 0.0
         self._pending_jobs: int | None = None
         self._asking: threading.Thread | None = None
@@ -40,6 +41,9 @@ class Autoscaler:
         """``now_s``: monotonic."""
         if now_s < self._due_s:
             return
+        if self._absences != self._coordinator.clock.absences:
+            self._absences = self._coordinator.clock.absences
+            self._history.clear()  # whatever was observed may be hours old
         self._due_s = now_s + self._coordinator.membership.timing.observe_s
         self._history.append(self.observe(now_s))
         self._ask_slurm()

@@ -36,11 +36,22 @@ from hydroslurm.elastic.autoscaler import Autoscaler
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
 from hydroslurm.elastic.membership import Membership
 from hydroslurm.elastic.messages import check_from_rank
-from hydroslurm.elastic.roster import Action, Close, Rank, Record, Refused, Send, Size
+from hydroslurm.elastic.roster import (
+    MEETING_S,
+    Action,
+    Close,
+    Rank,
+    Record,
+    Refused,
+    Send,
+    Size,
+)
 from hydroslurm.errors import HydroslurmError, StaleAttempt, UsageError
 
 STATUS_S = 1.0
 """Between two writings of the status while nothing changes."""
+ALIVE_S = 5.0
+"""Between two words to each rank by which it knows that its coordinator is there."""
 MOST_RANKS = 16384
 CHANGES_PER_EPOCH = 1_000_000
 """Changes are numbered from here on in each coordinator: none is ever taken for an earlier one."""
@@ -58,7 +69,7 @@ EVENTS: Mapping[str, Callable[..., list[Action]]] = {
     "leave": Membership.leave,
 }
 """Messages of ranks that have joined, by their ``type``; their fields are the arguments."""
-TOLD_BY_BEATS = ("step", "waits", "collectives", "meeting_s", "ended")
+TOLD_BY_BEATS = ("step", "waits", "paused", "collectives", "meeting_s", "ended")
 """Fields of a beat that concern the membership."""
 Observer = Callable[[str, Message], None]
 
@@ -99,7 +110,11 @@ class Coordinator(Server):
         self.uses: dict[Rank, dict[str, float]] = {}
         self._store: dict[str, str] = {}
         self._waiting: list[tuple[PeerConnection, int, list[str]]] = []
-        self._status_due_s = 0.0
+        self._said: set[str] = set()  # members that have said where they listen
+        self._meet_until_s = 0.0
+        self._heard_until_s = self.clock.now_s()
+        self._absences = 0
+        self._status_due_s = self._alive_due_s = 0.0
         self._status_failed = False
         self._end_s: float | None = None
         self._is_ending = False
@@ -110,7 +125,7 @@ class Coordinator(Server):
         Raises:
             StaleAttempt: a newer coordinator has taken over.
         """
-        while self._end_s is None or (self._peers and time.monotonic() < self._end_s):
+        while self._end_s is None or (self._peers and self.clock.now_s() < self._end_s):
             self.serve_once()
         self._write_status()
         self._is_ending = True  # the members go on, and look for the next coordinator
@@ -118,15 +133,20 @@ class Coordinator(Server):
 
     def end_within(self, seconds: float) -> None:
         """Serve no longer than that, and no longer than there are members."""
-        self._end_s = time.monotonic() + seconds
+        self._end_s = self.clock.now_s() + seconds
 
     def timeout_s(self) -> float:
-        now_s = time.monotonic()
+        self._heard_until_s = self.clock.now_s()
         due_s = min(self.membership.due_s(), self._status_due_s)
-        return max(0.0, min(super().timeout_s(), due_s - now_s))
+        return max(0.0, min(super().timeout_s(), due_s - self._heard_until_s))
 
     def on_round(self) -> None:
-        now_s = time.monotonic()
+        # not the time of now: what has come since then lies in the sockets, should this process
+        # have been stopped behind its look at them
+        now_s = self._heard_until_s
+        if self._absences != self.clock.absences:
+            self._absences = self.clock.absences
+            self.membership.restart_clocks(self.clock.now_s())
         if now_s >= self.membership.due_s():
             self.act(self.membership.tick(now_s))
         if now_s >= self._status_due_s:
@@ -135,6 +155,11 @@ class Coordinator(Server):
             for call in self.on_tick:
                 call(now_s)
             self._write_status()
+        if now_s >= self._alive_due_s:
+            self._alive_due_s = now_s + ALIVE_S
+            alive = Packed(pack({"type": "alive"}))
+            for peer in self._peers.values():
+                self.send(peer, alive)
 
     # --- messages
 
@@ -149,7 +174,7 @@ class Coordinator(Server):
             raise
 
     def _on_message(self, peer: PeerConnection, message: Message) -> None:
-        kind, now_s = message["type"], time.monotonic()
+        kind, now_s = message["type"], self.clock.now_s()
         if kind in ("scale", "status"):
             self._answer_controller(peer, message, now_s)
             return
@@ -165,6 +190,8 @@ class Coordinator(Server):
             self._serve_store(peer, message)
         elif kind in EVENTS:
             told = {name: message[name] for name in message if name != "type"}
+            if kind == "formed" and not message["ok"] and now_s >= self._meet_until_s:
+                told["missing"] = self._missing()
             self.act(EVENTS[kind](self.membership, rank, now_s=now_s, **told))
         else:
             raise BadMessage(f"{kind} of a rank that has joined")
@@ -211,7 +238,7 @@ class Coordinator(Server):
             del self._peers[rank]
             self._paces.pop(rank, None)
             self.uses.pop(rank, None)
-            self.act(self.membership.lost(rank, time.monotonic()))
+            self.act(self.membership.lost(rank, self.clock.now_s()))
 
     # --- the store by which process groups meet
 
@@ -221,6 +248,7 @@ class Coordinator(Server):
             if len(self._store) > 16 * MOST_RANKS:
                 raise BadMessage("the store is full")
             self._store[message["key"]] = message["value"]
+            self._said.add(self._ranks[peer][0])
             self._answer_waiting()
         elif kind == "add":
             value = int(self._store.get(message["key"], "0")) + message["amount"]
@@ -230,6 +258,11 @@ class Coordinator(Server):
         else:
             self._waiting.append((peer, message["id"], message["keys"]))
             self._answer_waiting()
+
+    def _missing(self) -> list[str]:
+        """Members that the others wait for in vain; of agents the first speaks for all."""
+        members = self.membership.current[: 1 if self.membership.are_agents else None]
+        return [name for name in members if name not in self._said]
 
     def _answer_waiting(self) -> None:
         still = []
@@ -251,9 +284,10 @@ class Coordinator(Server):
                 self._folder.record(action.kind, action.data)
                 if action.kind == "forming":
                     self._store.clear()  # addresses of the generation before
-                    self._waiting = []
+                    self._waiting, self._said = [], set()
+                    self._meet_until_s = self.clock.now_s() + MEETING_S / 2
                 elif action.kind in ("finished", "gave_up"):
-                    self._end_s = time.monotonic() + FINISHED_LINGER_S
+                    self.end_within(FINISHED_LINGER_S)
                 for observer in self.observers:
                     observer(action.kind, action.data)
                 self._status_due_s = 0.0
@@ -276,7 +310,7 @@ class Coordinator(Server):
     def status(self) -> dict[str, Any]:
         """How the run stands, as ``status.json`` has it; times in seconds, moments since 1970."""
         membership = self.membership
-        now_s, now_epoch_s = time.monotonic(), time.time()
+        now_s, now_epoch_s = self.clock.now_s(), time.time()
         steps_s = [one[0] for one in self._paces.values() if one[0] > 0]
         return {
             "generation": membership.generation,
@@ -297,7 +331,7 @@ class Coordinator(Server):
                     "state": membership.state_of(member),
                     "ranks": member.local_size * membership.ranks_each,
                     "since_epoch_s": round(now_epoch_s - (now_s - member.since_s), 3),
-                    "reason": member.leaving[:400],
+                    "reason": member.leaving[:400] or ("the others wait" if member.paused else ""),
                 }
                 for member in sorted(membership.members.values(), key=lambda one: one.order)
             ],

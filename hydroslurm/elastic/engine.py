@@ -65,7 +65,8 @@ class InPlaceEngine:
             local_size=self.local_size,
             node=environ.get("SLURMD_NODENAME", ""),
             on_abort=lambda: self.group.abort(),
-            waits=lambda: self.sum.is_sending or self.is_paused(),
+            waits=lambda: self.sum.is_sending,
+            is_paused=lambda: self.is_paused(),
             warn=warn,
         )
         self.group = GenerationGroup(self.member, backend=backend_of_script(), shards=self.shards)

@@ -21,6 +21,7 @@ import socket
 import stat
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -33,49 +34,44 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from hydroslurm.elastic.member import Member
-from hydroslurm.elastic.roster import Form
+from hydroslurm.elastic.member import STORE_S, Member
+from hydroslurm.elastic.roster import MEETING_S, Form
 from hydroslurm.elastic.sharded import Shards
-from hydroslurm.errors import HydroslurmError, RanksError, UsageError
+from hydroslurm.errors import CoordinatorLost, HydroslurmError, RanksError, UsageError
 
 TIMEOUT_S = 1800.0
 """Of collectives. A rank that is gone is noticed by its connections, one that hangs by the
 coordinator; this is for what neither sees."""
-MEETING_S = 120.0
-"""The same for what a rank waits for while a generation forms."""
 
 
 class CoordinatorStore(Store):
-    """torch's store, kept by the coordinator of the run; of one generation at a time.
+    """torch's store, kept by the coordinator of the run.
 
     Attributes:
         is_meeting: the groups of the generation are being made, and not one of the script's.
+        is_over: the generation is: whoever still asks for it is told so.
         told: what the ranks of those groups have told each other, where they listen among it.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, generation: int) -> None:
         super().__init__()
-        self._member = member
-        self._prefix = ""
-        self._timeout_s = MEETING_S
-        self._groups: set[str] = set()
-        self.is_meeting = False
+        self.is_meeting, self.is_over = True, False
         self.told: list[bytes] = []
-
-    def enter(self, generation: int) -> None:
-        """Read and write what belongs to this generation from here on."""
-        self._prefix = f"{generation}/"
-        self._groups, self.told = set(), []
+        self._member = member
+        self._generation = generation
+        self._timeout_s = STORE_S
+        self._groups: set[str] = set()
 
     def set(self, key: str, value: bytes | str) -> None:
         data = value if isinstance(value, bytes) else str(value).encode()
         if self.is_meeting:
             self._groups.add(_group_of(key))
         self._note(key, data)
-        self._member.set_value(self._prefix + key, data)
+        self._member.set_value(self._place(key), data)
 
     def get(self, key: str) -> bytes:
-        (value,) = self._member.get_values([self._prefix + key], timeout_s=self._timeout_s)
+        timeout_s = min(self._timeout_s, self._most_s)
+        (value,) = self._member.get_values([self._place(key)], timeout_s=timeout_s)
         self._note(key, value)
         return value
 
@@ -84,7 +80,16 @@ class CoordinatorStore(Store):
             self.told.append(data)
 
     def add(self, key: str, amount: int) -> int:
-        return self._member.add_value(self._prefix + key, amount)
+        return self._member.add_value(self._place(key), amount)
+
+    @property
+    def _most_s(self) -> float:
+        return MEETING_S if self.is_meeting else STORE_S
+
+    def _place(self, key: str) -> str:
+        if self.is_over:
+            raise CoordinatorLost(f"generation {self._generation} is over")
+        return f"{self._generation}/{key}"
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """Claim a key: the first who does gets its own value back, all others the first one's.
@@ -100,11 +105,11 @@ class CoordinatorStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         # gloo gives that of its collectives, which is longer than any rank takes to listen
-        timeout_s = min(timeout.total_seconds() if timeout else MEETING_S, self._timeout_s)
-        self._member.get_values([self._prefix + key for key in keys], timeout_s=timeout_s)
+        timeout_s = min(timeout.total_seconds() if timeout else self._timeout_s, self._most_s)
+        self._member.get_values([self._place(key) for key in keys], timeout_s=timeout_s)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = min(timeout.total_seconds(), MEETING_S)
+        self._timeout_s = timeout.total_seconds()
 
     def clone(self) -> CoordinatorStore:
         return self
@@ -138,7 +143,7 @@ class GenerationGroup:
         self._member = member
         self._backend = backend
         self._shards = shards
-        self._store = CoordinatorStore(member)  # kept: without its Python half it answers nothing
+        self._store: CoordinatorStore | None = None  # without its Python half it answers nothing
         self._told: list[bytes] = []
         self._hooks: tuple[Any, Any] | None = None
         self.replicas: dist.ProcessGroup | None = None
@@ -156,19 +161,23 @@ class GenerationGroup:
             RanksError: they did not all come.
         """
         self._told = []
-        self._store.enter(form.generation)
-        self._store.is_meeting = True
+        if self._store is not None:
+            self._store.is_over = True
+        self._store = store = CoordinatorStore(self._member, form.generation)
         try:
-            self._meet(form)
-            if self._shards is not None:
-                self._shards.node_groups.renumber(form.rank - self._member.local_rank)
-                self.replicas = self._shards.replicas(form)
-            self._told = self._store.told
+            with _interruptible_gloo(lambda: self._member.broken, store):
+                self._meet(form, store)
+                if self._shards is not None:
+                    self._shards.node_groups.renumber(form.rank - self._member.local_rank)
+                    self.replicas = self._shards.replicas(form)
+            self._told = store.told
+            if self._member.broken:  # before that, abort() had nothing to shut down
+                raise RanksError("it is not to be any more")
         except (RuntimeError, ValueError) as error:
+            store.is_over = True
             self.destroy()
             raise RanksError(f"generation {form.generation} could not meet: {error}") from error
-        finally:
-            self._store.is_meeting = False
+        store.is_meeting = False
 
     def abort(self) -> None:
         """Have collectives fail that wait for a rank which is gone or hangs; from any thread.
@@ -216,17 +225,70 @@ class GenerationGroup:
         if self._shards is not None:
             self._shards.node_groups.give_back()
 
-    def _meet(self, form: Form) -> None:
+    def _meet(self, form: Form, store: Store) -> None:
         self.destroy()
         before = sys.excepthook
         dist.init_process_group(
             self._backend,
-            store=self._store,
+            store=store,
             rank=form.rank,
             world_size=form.world_size,
             timeout=timedelta(seconds=TIMEOUT_S),
         )
         self._hooks = (before, sys.excepthook)
+
+
+@contextlib.contextmanager
+def _interruptible_gloo(is_over: Callable[[], bool], store: Store) -> Iterator[None]:
+    """Have gloo's groups that are made inside give up when their generation is over.
+
+    gloo waits for a peer that has said where it listens and has died since, for five times the
+    time-out of its collectives, and nothing wakes it (2.13: Pair::waitUntilConnected). So each
+    group is made in a thread, which is left behind then; torch knows nothing of its group yet.
+    """
+    make = distributed_c10d.ProcessGroupGloo
+
+    def make_in_thread(*arguments: Any, **options: Any) -> Any:
+        made: list[Any] = []
+
+        def run() -> None:
+            try:
+                made.append((make(*arguments, **options), None))
+            except Exception as error:
+                made.append((None, error))
+            made.append(store)  # kept for as long as the group may ask it
+
+        thread = threading.Thread(target=run, name="hydroslurm-meeting", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_S)
+            if thread.is_alive() and is_over():
+                raise RanksError("a rank that was to come is gone")
+        group, error = made[0]
+        if error is not None:
+            raise error
+        return group
+
+    class Meeting(type):
+        """torch also asks what is an instance."""
+
+        def __call__(cls, *arguments: Any, **options: Any) -> Any:
+            return make_in_thread(*arguments, **options)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, make)
+
+        def __getattr__(cls, name: str) -> Any:
+            return getattr(make, name)
+
+    distributed_c10d.ProcessGroupGloo = Meeting("ProcessGroupGloo", (), {})
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = make
+
+
+_LOOK_S = 0.1
 
 
 def alone() -> dist.ProcessGroup:

@@ -24,6 +24,11 @@ class Liveness:
         self._heard_s[rank] = now_s
         self._heard_s.move_to_end(rank)
 
+    def restart(self, now_s: float) -> None:
+        """Whoever looks was away itself: everybody has just been heard, and has just begun."""
+        self._heard_s = OrderedDict.fromkeys(self._heard_s, now_s)
+        self._doing = {rank: (*one[:2], now_s) for rank, one in self._doing.items()}
+
     def beat(self, rank: Rank, step: int, now_s: float, *, waits: bool) -> None:
         """What the rank is at. ``waits``: it has done its part of the step, or is paused."""
         before = self._doing.get(rank)
@@ -89,9 +94,9 @@ class Liveness:
         """The rank that was heard least recently, and when."""
         return next(iter(self._heard_s.items()), None)
 
-    def silent_from_s(self) -> float:
-        """When that was; never, without ranks."""
-        return next(iter(self._heard_s.values()), math.inf)
+    def newest_s(self) -> float:
+        """When anybody was heard last; never, without ranks."""
+        return next(reversed(self._heard_s.values()), -math.inf)
 
     def stuck(self, ranks: Iterable[Rank], now_s: float, *, after_s: float) -> list[Rank]:
         """Those of a generation for which some others of their step have waited for too long."""

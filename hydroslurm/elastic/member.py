@@ -18,12 +18,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hydroslurm.coordination.channel import Connection, CoordinatorChannel, ask_first, connect
+from hydroslurm.coordination.channel import (
+    CONNECT_S,
+    Connection,
+    CoordinatorChannel,
+    ask_first,
+    connect,
+)
 from hydroslurm.coordination.frames import BadFrame
 from hydroslurm.coordination.messages import BadMessage, Message
 from hydroslurm.coordination.network import configure_socket
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.elastic.coordinator import attempt_of
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.messages import check_from_coordinator
@@ -35,11 +42,14 @@ BEAT_S = 1.0
 AWAITED_S = 10.0
 """The coordinator says every second who is waited for, as long as that is so."""
 RETRY_S = 0.5
+LOOK_AFTER_S = 8.0
+"""A coordinator that says nothing for so long may have been replaced by another, and does not know.
+Less than a new one waits for its ranks; more than between two of its words."""
 TOLD_AFTER_S = 60.0
 MOST_ERROR = 500
 """Characters of an error that the coordinator is told."""
 STORE_S = 120.0
-"""As long as the ranks of a generation take at most to say where they listen."""
+"""As long as a rank waits for another in a group that the script makes."""
 
 
 class Member:
@@ -63,6 +73,7 @@ class Member:
         node: str = "",
         on_abort: Callable[[], None] = lambda: None,
         waits: Callable[[], bool] = lambda: False,
+        is_paused: Callable[[], bool] = lambda: False,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         """
@@ -70,6 +81,7 @@ class Member:
             on_abort: makes collectives that wait for a rank that is gone fail; called in the thread
                 of this object.
             waits: whether this rank has done its part of the step that is under way.
+            is_paused: whether it is held on purpose.
             warn: tells a person.
         """
         self.name = name
@@ -82,7 +94,7 @@ class Member:
         self._folder = folder
         self._node = node or socket.gethostname()
         self._on_abort = on_abort
-        self._waits = waits
+        self._waits, self._is_paused = waits, is_paused
         self._warn = warn
         self._cond = threading.Condition()
         self._step = 0
@@ -98,13 +110,17 @@ class Member:
         self._aborted_for = 0
         self._pace = (0.0, 0.0)
         self._progress: Message = {"collectives": None, "meeting_s": 0.0, "ended": False}
+        self._are_paused = False
         self._awaited = (0, Awaited(), 0.0)
         self._ids = itertools.count(1)
         self._answers: dict[int, Any] = {}
         self._channel: CoordinatorChannel | None = None
         self._closed = False
         self._lost = ""
-        self._alone_since_s = time.monotonic()
+        self._heard_s = time.monotonic()
+        self._clock = AwakeClock(2 * CONNECT_S)  # of the thread
+        self._alone_since_s = self._clock.now_s()
+        self._place: Message | None = None
         self._beat_due_s = 0.0
         self._usage = Usage()
         self._thread = threading.Thread(target=self._run, name="hydroslurm-elastic", daemon=True)
@@ -225,8 +241,11 @@ class Member:
         *,
         meeting_s: float = 0.0,
         ended: bool = False,
+        paused: bool = False,
     ) -> None:
-        """What is said with the next beat; as :meth:`Liveness.progress`."""
+        """What is said with the next beat; as :meth:`Liveness.progress`. ``paused``: a process is
+        held on purpose."""
+        self._are_paused = paused
         self._progress = {"collectives": collectives, "meeting_s": meeting_s, "ended": ended}
         if step is not None:
             self._step = step
@@ -298,12 +317,12 @@ class Member:
         return int(self._ask({"type": "add", "key": key, "amount": amount}, STORE_S))
 
     def _ask(self, message: Message, timeout_s: float) -> Any:
-        number = next(self._ids)
-        deadline_s = time.monotonic() + timeout_s
+        number, clock = next(self._ids), AwakeClock()
+        deadline_s = clock.now_s() + timeout_s
         self._tell({**message, "id": number})
         with self._cond:
             while number not in self._answers:
-                left_s = deadline_s - time.monotonic()
+                left_s = deadline_s - clock.now_s()
                 # not whether the change is another: one that was aborted before this was asked
                 # would be waited for, and one that is only called for lets this one be
                 if left_s <= 0 or self._closed or self.broken or self._channel is None:
@@ -381,7 +400,7 @@ class Member:
         if status.get("state") == "Succeeded":
             self._put(Finished(int(status.get("step", 0))))
             self._closed = True
-        elif time.monotonic() - self._alone_since_s > TOLD_AFTER_S:
+        elif self._clock.now_s() - self._alone_since_s > TOLD_AFTER_S:
             self._alone_since_s = math.inf
             self._warn(
                 f"the coordinator of this run has not answered for {TOLD_AFTER_S:g} s "
@@ -401,7 +420,7 @@ class Member:
             check=check_from_coordinator,
         )
         with self._cond:
-            self._channel = channel
+            self._channel, self._heard_s = channel, time.monotonic()
         if self._ready and not self.generation:
             self._tell({"type": "ready"})
         if self._leaving:
@@ -415,10 +434,10 @@ class Member:
         try:
             channel.run()
         finally:
-            self._alone_since_s = time.monotonic()
+            self._alone_since_s = self._clock.now_s()
 
     def _connect(self) -> Connection | None:
-        place = self._folder.read(self._folder.coordinator_json)
+        place = self._place = self._folder.read(self._folder.coordinator_json)
         if place is None:
             return None
         world = World(incarnation_id=attempt_of(self._folder))
@@ -451,13 +470,21 @@ class Member:
         return joined
 
     def _beat(self) -> None:
-        self._beat_due_s = time.monotonic() + BEAT_S
+        now_s = time.monotonic()
+        self._beat_due_s = now_s + BEAT_S
+        if now_s - self._heard_s > LOOK_AFTER_S and self._is_replaced():
+            raise CoordinatorLost("another one has taken over")
+        channel = self._channel
+        if channel is None or channel.is_full:
+            return  # a coordinator that is stopped must not stop who has to tell it something
         step_s, samples_per_s = self._pace
+        paused = self._is_paused() or self._are_paused
         self._tell(
             {
                 "type": "beat",
                 "step": self._step,
-                "waits": self._waits() or self._holding is not None,
+                "waits": paused or self._waits() or self._holding is not None,
+                "paused": paused,
                 "step_s": step_s,
                 "samples_per_s": samples_per_s,
                 "use": self._usage.read(),
@@ -465,8 +492,14 @@ class Member:
             }
         )
 
+    def _is_replaced(self) -> bool:
+        """Whether the coordinator of the run is another one than the one this rank talks to."""
+        with contextlib.suppress(HydroslurmError, OSError):
+            return self._folder.read(self._folder.coordinator_json) not in (None, self._place)
+        return False
+
     def _on_message(self, message: Message) -> None:
-        kind = message["type"]
+        kind, self._heard_s = message["type"], time.monotonic()
         if kind == "hold":
             with self._cond:
                 self._change = self._called = message["change"]
@@ -494,6 +527,11 @@ class Member:
             self._put(Depart(message["reason"], failed=message["failed"]))
         elif kind == "finished":
             self._put(Finished(message["step"]))
+        elif kind == "paused":
+            self._warn(
+                f"member {message['member']} on {message['node'] or '?'} is paused: the others "
+                "wait for it until it is continued, or leaves"
+            )
         elif kind == "wait":
             self._warn("too few members are left; this run waits for more, where it is")
         elif kind in ("values", "added"):

@@ -20,6 +20,7 @@ trained since is not part of the run.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -42,6 +43,9 @@ from hydroslurm.elastic.roster import (
     Timing,
 )
 
+CUT_OFF_S = 60.0
+"""A rank may be silent so much longer than ``silent_s`` while no other is heard either: longer than
+the 40 s after which the connection of a node that is gone ends."""
 _GATHERING = (Phase.CALLING, Phase.HOLDING, Phase.BREAKING)
 
 
@@ -190,9 +194,9 @@ class Membership:
         step = step if has_state else -1
         if rank[0] in self._training:
             if self.change is None and failed:
-                self._break("", now_s)
+                self._break(f"{rank[0]}: a collective failed", now_s)
             elif self.change is None:
-                self._begin(Phase.HOLDING, "", now_s)
+                self._begin(Phase.HOLDING, f"{rank[0]} has trained to the end", now_s)
             assert self.change is not None
             if change in (self.change.number, 0) or final:
                 self.change.arrivals[rank] = Arrival(step, failed, final)
@@ -262,16 +266,20 @@ class Membership:
         *,
         error: str = "",
         step: int | None = None,
+        missing: Sequence[str] = (),
     ) -> list[Action]:
         """A rank has met the others of the new generation and has the state, with which it trains
-        on behind this step (None: it does not know yet); or it has not, and ``error`` says why."""
+        on behind this step (None: it does not know yet); or it has not, and ``error`` says why.
+        ``missing``: members of which nobody has heard there."""
         self._heard(rank, now_s)
         if not self._is_now(change, Phase.FORMING):
             return self._settled(now_s)
         assert self.change is not None
         if not ok:
-            self._failed_meetings.note(rank[0], error, now_s)
-            self._break("the generation could not meet", now_s)
+            if missing:
+                error = f"{', '.join(missing)} did not come: {error}"
+            self._failed_meetings.note(missing[0] if missing else rank[0], error, now_s)
+            self._break(f"the generation could not meet ({rank[0]}: {error})", now_s)
         elif rank in self.change.to_form:
             self.change.to_form.remove(rank)
             self.change.resumes_behind = step
@@ -302,20 +310,37 @@ class Membership:
         now_s: float,
         *,
         waits: bool = False,
+        paused: bool = False,
         collectives: int | None = None,
         meeting_s: float = 0.0,
         ended: bool = False,
     ) -> list[Action]:
-        """A rank lives. ``waits``: it has done its part of the step, or is paused; of the processes
-        of an agent ``collectives``, ``meeting_s``, ``ended``: as :meth:`Liveness.progress`."""
-        self._heard(rank, now_s)
+        """A rank lives. ``waits``: it has done its part of the step, or is ``paused``; of the
+        processes of an agent ``collectives``, ``meeting_s``, ``ended``: as
+        :meth:`Liveness.progress`."""
+        member = self._heard(rank, now_s)
+        if member is not None:
+            self._note_pause(member, rank, paused=paused)
         self.step = max(self.step, step)
         self._liveness.beat(rank, step, now_s, waits=waits)
         if rank[0] in self._training:
             self._liveness.progress(rank, collectives, meeting_s=meeting_s, ended=ended)
             if collectives and collectives > 1 and self.change is None:
                 self._has_met()
-        return []
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _note_pause(self, member: MemberState, rank: Rank, *, paused: bool) -> None:
+        """The others wait for a member that is paused, for as long as it is: say so, once."""
+        before = bool(member.paused)
+        (member.paused.add if paused else member.paused.discard)(rank[1])
+        if bool(member.paused) == before or member.id not in self._training:
+            return
+        kind = "paused" if paused else "continued"
+        self._record(kind, member=member.id, node=member.node)
+        others = [one for one in self._present_ranks() if one[0] != member.id]
+        if paused and others:
+            self._send(others[0], "paused", member=member.id, node=member.node)
 
     def scale(self, size: int, leave: Sequence[str], now_s: float, *, by: str = "") -> list[Action]:
         """Another number of members is wanted; those in ``leave`` go first, then the newest.
@@ -341,9 +366,11 @@ class Membership:
 
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed."""
+        # while nobody is heard, it may as well be this end that is cut off
+        heard_until_s = max(self._liveness.newest_s(), now_s - CUT_OFF_S)
         while (silent := self._liveness.most_silent()) is not None:
             rank, heard_s = silent
-            if now_s - heard_s <= self.timing.silent_s:
+            if heard_until_s - heard_s <= self.timing.silent_s:
                 break
             self._actions.append(Close(rank))
             self._lost(rank, now_s, why=f"silent for {now_s - heard_s:.1f} s")
@@ -357,14 +384,16 @@ class Membership:
                 self._lost(rank, now_s, why="did not come back to the new coordinator")
         return self._settled(now_s)
 
+    def restart_clocks(self, now_s: float) -> None:
+        """The coordinator was away itself. The ranks may have been, too, and wake up later:
+        everybody has the whole time again to be heard."""
+        self._liveness.restart(now_s)
+        self._absent_until_s = now_s + self.timing.return_s
+
     def due_s(self) -> float:
-        """When :meth:`tick` is due at the latest."""
-        due = [self.timing.silent_s + self._liveness.silent_from_s()]
+        """When :meth:`tick` is due beside its once a second."""
         waits_s = (self._gather_until_s, self._join_at_s, self._meet_again_s)
-        due += [one for one in waits_s if one is not None]
-        if self._absent:
-            due.append(self._absent_until_s)
-        return min(due)
+        return min((one for one in waits_s if one is not None), default=math.inf)
 
     # --- what is seen
     # --------------------------------------------------------------------------------------------
@@ -396,6 +425,8 @@ class Membership:
         """One word about a member."""
         if member.leaving:
             return "Leaving"
+        if member.paused:
+            return "Paused"
         if member.id in self.current:
             return "Running"
         return "Ready" if member.is_ready else "Starting"

@@ -48,6 +48,7 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
     "beat": {
         "step": is_count,
         "waits": is_bool,
+        "paused": is_bool,
         "step_s": is_number,
         "samples_per_s": is_number,
         "use": _is_use,
@@ -85,6 +86,8 @@ FROM_RANK: Mapping[str, Mapping[str, Check]] = {
 
 FROM_COORDINATOR: Mapping[str, Mapping[str, Check]] = {
     "welcome": {"generation": is_count},
+    "alive": {},
+    "paused": {"member": is_text, "node": is_text},
     "refused": {"reason": is_text, "again": is_bool},
     "hold": {"change": is_count},
     "hold_at": {"change": is_count, "step": is_count},

@@ -11,6 +11,9 @@ from typing import Any
 Rank = tuple[str, int]
 """A member and the place of one of its processes on that node, from 0."""
 Message = dict[str, Any]
+MEETING_S = 20.0
+"""So long a rank waits for what another says while a generation forms: all hold by then, and do
+nothing else. A meeting that fails for that is tried again, once all hold."""
 
 
 class Phase(enum.Enum):
@@ -121,7 +124,7 @@ class MemberState:
     """One node, as the coordinator sees it.
 
     Attributes:
-        local_size: how many ranks it has; each is ready by itself.
+        local_size: how many ranks it has; each is ready by itself, and may be paused.
         leaving: why it is to go, "" while it is to stay.
         failure: what has failed there, as it has said itself.
         order: counts the members as they came.
@@ -134,6 +137,7 @@ class MemberState:
     since_s: float
     present: set[int] = field(default_factory=set)
     ready: set[int] = field(default_factory=set)
+    paused: set[int] = field(default_factory=set)
     leaving: str = ""
     failure: str = ""
 

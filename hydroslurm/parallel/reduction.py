@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.errors import ReductionFailed
 from hydroslurm.parallel.network import Network
 from hydroslurm.parallel.node_memory import ARRIVED, READY, SUMMED, TAKEN, NodeMemory
@@ -291,7 +291,8 @@ class Reduction:
             ReductionFailed: a rank has died or failed, or the time-out has passed.
         """
         memory, own = self._memory, self._nodes.local_rank
-        deadline = time.monotonic() + self._timeout_s
+        clock = AwakeClock()
+        deadline_s = clock.now_s() + self._timeout_s
         for _ in range(posts):
             while not memory.wait(piece.slot, which, own, limit_s=_LOOK_S):
                 if reason := memory.read_failure():
@@ -301,7 +302,7 @@ class Reduction:
                     raise ReductionFailed(
                         f"rank {ranks} ended while gradients were being reduced on its node"
                     )
-                if time.monotonic() > deadline:
+                if clock.now_s() > deadline_s:
                     raise ReductionFailed(self._late(piece))
 
     def _late(self, piece: Piece) -> str:

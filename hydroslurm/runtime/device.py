@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hydroslurm.core.awake_clock import AwakeClock
+
 
 @dataclass(frozen=True)
 class Drain:
@@ -110,7 +112,11 @@ def _drain_bounded(
         finished.set()
 
     threading.Thread(target=synchronise, name="hydroslurm-sync", daemon=True).start()
-    in_time = finished.wait(limit_s)
+    clock = AwakeClock()  # Slurm's SIGSTOP may come meanwhile
+    until_s = clock.now_s() + limit_s
+    while not (in_time := finished.wait(min(1.0, max(0.0, until_s - clock.now_s())))):
+        if clock.now_s() >= until_s:
+            break
     reason = failures[0] if failures else ""
     if not in_time:
         reason = f"still busy after {limit_s:g} s; a collective in flight may wait for a peer"

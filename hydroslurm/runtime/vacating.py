@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.memory import room
 from hydroslurm.errors import HydroslurmError, InstallError, UsageError
@@ -201,7 +202,8 @@ class Vacating:
         self._cause_is_there.clear()
         self._gate.request(Action.PAUSE, Cause.VACATED)
         self._holds = True
-        until_s = time.monotonic() + _LATCH_S
+        clock = AwakeClock()
+        until_s = clock.now_s() + _LATCH_S
         while True:
             status = self._gate.status()
             if Cause.VACATED in status.causes:
@@ -209,7 +211,7 @@ class Vacating:
                     return "the pause ended before anything was moved"
                 if status.state is GateState.PARKED:
                     return ""
-            if time.monotonic() >= until_s:
+            if clock.now_s() >= until_s:
                 state = status.state.name.lower()
                 return f"the gate did not hold the rank within {_LATCH_S:g} s: it is {state}"
             time.sleep(0.001)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydroslurm import errors
 from hydroslurm.checkpoint.save_round import SOLO, Peers
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.errors import AgreementFailed, HydroslurmError, RanksError, UsageError
 from hydroslurm.runtime.controller import Controller, StopRequest
 
@@ -148,8 +149,9 @@ class RankGroup:
         """Why the ranks are not together any more, after a collective has failed; None when they
         are. Waits a moment: the failure may be here before the news of a death."""
         client = self._client
-        end_s = time.monotonic() + NEWS_S
-        while client is not None and time.monotonic() < end_s:
+        clock = AwakeClock()
+        end_s = clock.now_s() + NEWS_S
+        while client is not None and clock.now_s() < end_s:
             died = tuple(rank for rank, has_died in client.gone.items() if has_died)
             if died:
                 return AgreementFailed(f"gone: rank {', '.join(map(str, died))}", missing=died)

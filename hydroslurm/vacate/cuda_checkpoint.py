@@ -18,11 +18,13 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
+from hydroslurm.core.awake_clock import AwakeClock
+from hydroslurm.core.module_command import module_command
 from hydroslurm.errors import VacateError
 from hydroslurm.vacate.communicators import Communicators
 from hydroslurm.vacate.helper import AT_WORK
 
-HELPER = (sys.executable, "-m", "hydroslurm.vacate.helper")
+HELPER = module_command(sys.executable, "hydroslurm.vacate.helper")
 START_S = 30.0
 """Attaching to the driver takes seconds, on a node of eight devices ten."""
 USUAL_BYTES_PER_S = 4e9
@@ -169,7 +171,8 @@ class CudaCheckpoint:
     def state(self, timeout_s: float) -> DeviceState:
         """Where the memory is; UNKNOWN where nobody answers in time. Raises nothing. A helper that
         hangs is replaced by another, which asks again."""
-        until_s = time.monotonic() + timeout_s
+        clock = AwakeClock(timeout_s)
+        until_s = clock.now_s() + timeout_s
         while True:
             try:
                 word = self._ask("state", timeout_s)
@@ -178,7 +181,7 @@ class CudaCheckpoint:
             if word not in _AT_WORK:  # still, for the one before
                 known = {one.value for one in DeviceState}
                 return DeviceState(word) if word in known else DeviceState.UNKNOWN
-            if time.monotonic() >= until_s:
+            if clock.now_s() >= until_s:
                 return DeviceState.UNKNOWN
             time.sleep(_SLICE_S)
 
@@ -259,17 +262,16 @@ class _Helper:
     def _line(self, timeout_s: float) -> bytes:
         """The next line. Time in which this process was itself stopped does not count."""
         assert self._process.stdout is not None
-        waited_s = 0.0
+        clock = AwakeClock(_SLICE_S)
+        until_s = clock.now_s() + timeout_s
         while b"\n" not in self._rest:
-            began_s = time.monotonic()
             ready, _, _ = select.select([self._process.stdout], [], [], _SLICE_S)
-            waited_s += min(time.monotonic() - began_s, 2 * _SLICE_S)
             if ready:
                 data = os.read(self._process.stdout.fileno(), 65536)
                 if not data:
                     raise _Silent("ended the helper: it died, or could not be started")
                 self._rest += data
-            elif waited_s >= timeout_s:
+            elif clock.now_s() >= until_s:
                 raise _Silent(f"did not answer within {timeout_s:g} s")
         line, _, self._rest = self._rest.partition(b"\n")
         return line

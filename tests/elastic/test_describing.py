@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from hydroslurm.cli import app
 from hydroslurm.cli.describe import plain_job_lines
-from hydroslurm.cli.elastic import member_lines
+from hydroslurm.cli.elastic import elastic_lines, member_lines
 from hydroslurm.cli.status import _print_status, size_line
 from hydroslurm.core.rundir import RunDir, comment_for_members
 from hydroslurm.elastic.coordinator import Coordinator, start
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
-from hydroslurm.elastic.roster import Size
+from hydroslurm.elastic.roster import MemberState, Send, Size
 from hydroslurm.jobs.control.overview import job_status
 from hydroslurm.jobs.control.plain_job import PlainJob
 from hydroslurm.jobs.control.requests import ranks_dir_of
@@ -94,6 +94,36 @@ def test_a_run_whose_members_nobody_has_submitted(
     said = described(tmp_path)
     assert "Coordinator:  has written nothing for 60 s (pid " in said
     assert f"python -m hydroslurm.elastic.coordinator {tmp_path}" in said
+    own = {**status, "written_epoch_s": 0.0, "coordinator": {**status["coordinator"], "job_id": 9}}
+    folder.write(folder.status_json, own)
+    for state, becomes in (
+        (JobState.SUSPENDED, "its job is SUSPENDED, so that it goes on when"),
+        (JobState.PENDING, "its job waits in Slurm, and starts another one"),
+        (JobState.CANCELLED, "its job has ended, and nothing starts another one"),
+    ):
+        lines = elastic_lines(RunDir(tmp_path), Job(job_id=9, state=state))
+        assert becomes in "\n".join(lines)
+
+
+def test_a_member_that_is_paused_is_shown(coordinator: Coordinator, tmp_path: Path) -> None:
+    """From its first beat that says so to the first that does not; another member is told."""
+    machine, now_s = coordinator.membership, time.monotonic()
+    for name in ("124_0", "124_1"):
+        machine.members.setdefault(name, MemberState(name, "n1", 1, 2, now_s)).present.add(0)
+    machine.current = ("124_0", "124_1")
+    for paused in (True, True, False):
+        actions = machine.beat(("124_1", 0), 7, now_s, paused=paused)
+        coordinator.act(actions)
+        told = [(one.to, one.message["type"]) for one in actions if isinstance(one, Send)]
+        coordinator.announce()
+        if paused:
+            coordinator._status_due_s = 0.0
+            coordinator.on_round()
+            assert "124_1  Paused on n1, 1 rank (the others wait)" in described(tmp_path)
+        assert told in ([], [(("124_0", 0), "paused")])
+    changes = described(tmp_path)
+    assert changes.count("124_1 on n1 was paused: the others wait for it") == 1
+    assert changes.count("124_1 on n1 was continued") == 1
 
 
 @pytest.mark.usefixtures("coordinator")

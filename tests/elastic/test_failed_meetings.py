@@ -4,6 +4,7 @@ is named, and whoever causes it goes."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 from elasticstory import TRAIN, ElasticStory
+from processes import wait_until
 
 from hydroslurm.elastic.group import MEETING_S, GenerationGroup
 from hydroslurm.elastic.roster import Form
@@ -81,10 +83,63 @@ def test_a_run_that_cannot_begin_ends_with_the_reason(tmp_path: Path) -> None:
         story.close()
 
 
+DYING = TRAIN.replace(
+    "torch.manual_seed(options",
+    """import signal
+    from hydroslurm.elastic import member, transfer
+    transfer.PIECE_BYTES = 1 << 9
+    def dies_at(owner, name, times):
+        act, left = getattr(owner, name), [times]
+        def counted(*arguments):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return act(*arguments)
+        setattr(owner, name, counted)
+    if options.get("dies"):
+        name, times = options["dies"]
+        dies_at(*{
+            "meeting": (member.Member, "get_values"), "transfer": (transfer._Link, "move"),
+        }[name], times)
+    torch.manual_seed(options""",
+)
+"""A newcomer may be told before which message of a meeting, or of a transfer, it dies."""
+
+
+def test_a_newcomer_may_die_before_any_message(tmp_path: Path) -> None:
+    """From the moment when it has said where it listens until it has the whole state: the others
+    train on at once, without anybody who waits for it."""
+    deaths = [("meeting", n) for n in range(3)] + [("transfer", n) for n in range(6)]
+    story = ElasticStory(tmp_path, program=DYING, max=3)
+    try:
+        for name in "ab":
+            story.start(name, epochs=1000, step_s=0.03)
+        story.wait_for_step("a", size=2)
+        for number, dies in enumerate(deaths):
+            one = story.start(f"c{number}", dies=dies)
+            assert one.wait() == -signal.SIGKILL, story
+            for name in "ab":
+                goes_on(story, name)
+        generations = story.entries("generation")
+    finally:
+        story.close()
+    assert {len(one["members"]) for one in generations} <= {2, 3}
+    assert max(one["pause_s"] for one in generations) < MEETING_S / 2, generations
+    assert {one["member"] for one in story.entries("failure")} == {
+        f"c{number}" for number in range(len(deaths))
+    }
+
+
+def goes_on(story: ElasticStory, name: str) -> None:
+    before = len(story.steps(name))
+    wait_until(lambda: len(story.steps(name)) > before + 2, lambda: f"{name} to go on\n{story}")
+
+
 class Nobody:
     """A member whose others never come."""
 
     local_rank = 0
+    broken = False
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -129,7 +184,7 @@ ABORTED = """
     listener, opened = socket.create_server(("127.0.0.1", 0)), []
 
     class Member:
-        local_rank = 0
+        local_rank, broken = 0, False
         store = FileStore(sys.argv[1], 2)
 
         def set_value(self, key, value):  # while the ranks meet, a thread opens a connection

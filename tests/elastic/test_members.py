@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from elasticstory import BATCH, SAMPLES, TRAIN, ElasticStory, mean_losses, times_seen
-from processes import wait_until
+from processes import LIMIT_S, wait_until
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.elastic import coordinator
 from hydroslurm.elastic.folder import ElasticFolder
-from hydroslurm.elastic.member import Member
+from hydroslurm.elastic.member import LOOK_AFTER_S, Member
 
 IN_GROUPS = TRAIN.replace(
     "step = run.step\n",
@@ -162,6 +163,51 @@ def test_the_coordinator_may_be_killed(story: ElasticStory) -> None:
     assert ends[0] == ends[1] == ends[2], story
     assert not story.entries("failure")
     assert [one["epoch"] for one in story.entries("coordinator")] == [1, 2]
+
+
+def test_a_frozen_coordinator_dismisses_nobody(tmp_path: Path) -> None:
+    """It was stopped for longer than a member may be silent, time and again: all whom it finds in
+    its sockets stay, and who has died meanwhile is the only one it takes for dead. Where another
+    has taken over the members go there, and it ends when it wakes up."""
+    story = ElasticStory(tmp_path, max=3, silent_s=1.2)
+    try:
+        frozen = story.coordinator
+        assert frozen is not None
+        for name in "abc":
+            story.start(name, epochs=14, step_s=0.05)
+        story.wait_for_step("a", size=3)
+        for _ in range(2):
+            frozen.send_signal(signal.SIGSTOP)
+            trains_for(story, "a", 3.0)
+            frozen.send_signal(signal.SIGCONT)
+            story.wait_for_step("a", size=3)
+        frozen.send_signal(signal.SIGSTOP)
+        story.signal("c", signal.SIGKILL)
+        story.members["c"].wait()
+        frozen.send_signal(signal.SIGCONT)
+        story.wait_for_step("a", size=2)
+        frozen.send_signal(signal.SIGSTOP)
+        story.start_coordinator()
+        trains_for(story, "a", LOOK_AFTER_S + 2.0)
+        frozen.send_signal(signal.SIGCONT)
+        assert frozen.wait(LIMIT_S) == 0
+        story.start("d", epochs=14, step_s=0.05)
+        story.wait_for_step("d", size=3)
+        ends = [story.done(name)["weights"] for name in "abd"]
+    finally:
+        story.close()
+    assert ends[0] == ends[1] == ends[2], story
+    assert [one["member"] for one in story.entries("failure")] == ["c"], story
+    assert [len(one["members"]) for one in story.entries("generation")] == [3, 2, 3], story
+
+
+def trains_for(story: ElasticStory, name: str, seconds: float) -> None:
+    """Until the member has trained for so long from now on."""
+    until_s = time.monotonic() + seconds
+    wait_until(
+        lambda: story.steps(name)[-1]["at_s"] > until_s,
+        lambda: f"{name} to train for {seconds} s\n{story}",
+    )
 
 
 def test_the_training_is_that_of_a_fixed_size(story: ElasticStory, tmp_path: Path) -> None:

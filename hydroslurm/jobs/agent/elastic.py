@@ -43,6 +43,7 @@ from torch.distributed.launcher import api as launcher
 
 from hydroslurm.coordination.authentication import KEY_BYTES, derive
 from hydroslurm.coordination.world import INCARNATION_ENV, KEY_ENV
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.exitcodes import CANCELLED, FAILED
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import LaunchError
@@ -145,16 +146,14 @@ class NodeAgent(LocalElasticAgent):
             self.status = node_status(codes, stop_asked=stop_asked)
             if self.status is not None or stop_asked:
                 self._remaining_restarts = 0
-                self._wait_for_others(worker_group, until_s=time.monotonic() + LEAVE_TOGETHER_S)
+                self._wait_for_others(worker_group, LEAVE_TOGETHER_S)
         return result
 
     def _exit_barrier(self) -> None:
         """Replace torch's, which waits in C++, where no signal handler runs. A stop only concerns
         the other nodes: the workers of this one are done."""
         self._wait_for_others(
-            self._worker_group,
-            until_s=time.monotonic() + self._exit_barrier_timeout,
-            give_up=self._stop_asked,
+            self._worker_group, self._exit_barrier_timeout, give_up=self._stop_asked
         )
 
     def _close(
@@ -172,7 +171,8 @@ class NodeAgent(LocalElasticAgent):
 
     def _wait_for_leavers(self, pcontext: PContext) -> None:
         """Wait for workers that leave by themselves; end those that cannot go on."""
-        give_up_s = time.monotonic() + LINGER_S
+        clock = AwakeClock()
+        give_up_s = clock.now_s() + LINGER_S
         while True:
             codes = exit_codes(pcontext)
             stop_asked = self._stop_asked()
@@ -183,7 +183,7 @@ class NodeAgent(LocalElasticAgent):
             decision = decide(
                 codes.values(),
                 stop_asked=stop_asked,
-                others_leave=time.monotonic() < give_up_s or self._node.is_stopping(living),
+                others_leave=clock.now_s() < give_up_s or self._node.is_stopping(living),
             )
             if decision is not Decision.WAIT:
                 break
@@ -194,14 +194,16 @@ class NodeAgent(LocalElasticAgent):
             self._node.kill_listeners()
 
     def _wait_for_others(
-        self, group: Any, *, until_s: float, give_up: Callable[[], bool] = lambda: False
+        self, group: Any, within_s: float, *, give_up: Callable[[], bool] = lambda: False
     ) -> None:
         """Announce that the workers of this node have ended, and wait for all nodes to do so."""
         names = [f"hydroslurm/ended/{number}" for number in range(group.group_world_size or 1)]
+        clock = AwakeClock()
+        until_s = clock.now_s() + within_s
         # the store ends with its agent, which leaves once it has seen everybody
         with contextlib.suppress(Exception):
             group.store.set(names[group.group_rank or 0], "1")
-            while not group.store.check(names) and not give_up() and time.monotonic() < until_s:
+            while not group.store.check(names) and not give_up() and clock.now_s() < until_s:
                 time.sleep(_POLL_S)
 
     def _unless_stopped(self) -> None:

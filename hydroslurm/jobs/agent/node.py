@@ -17,6 +17,7 @@ from hydroslurm.coordination.network import set_master_addr
 from hydroslurm.coordination.rendezvous import step_key
 from hydroslurm.coordination.world import key_from
 from hydroslurm.core import registry
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.dates import clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.rundir import RunDir
@@ -64,7 +65,7 @@ class Node:
         self.stop_reason = ""
         self._workers = Workers(_registry(environ, self.log))
         self._lock = threading.Lock()
-        self._watched: tuple[Meaning, int, int] | None = None
+        self._watched: tuple[Meaning, AwakeClock, float, int] | None = None
         self._on_suspend: Callable[[bool], None] = lambda _: None
 
     @property
@@ -145,7 +146,7 @@ class Node:
 
     def _take(self, signo: int) -> None:
         meaning = self._meanings[signo]
-        arrived_mono_ns, arrived_epoch_ns = time.monotonic_ns(), time.time_ns()
+        clock, arrived_epoch_ns = AwakeClock(), time.time_ns()
         if meaning in ("stop", "warning"):
             self.stop_reason = self.stop_reason or signal_name(signo)
             self.stop_asked.set()
@@ -154,7 +155,7 @@ class Node:
         with self._lock:
             self._workers.ask(meaning)
             count, owed = len(self._workers.all), self._workers.owe
-        self._watched = (meaning, arrived_mono_ns, arrived_epoch_ns)
+        self._watched = (meaning, clock, clock.now_s(), arrived_epoch_ns)
         self.log.record(
             EventKind.SIGNAL_PASSED_ON,
             {"signal": signal_name(signo), "meaning": meaning, "workers": count, "owed": owed},
@@ -164,12 +165,12 @@ class Node:
         """Write one event and log one line when all have answered, or after ANSWER_S."""
         if self._watched is None:
             return
-        meaning, since_mono_ns, since_epoch_ns = self._watched
+        meaning, clock, since_s, since_epoch_ns = self._watched
         with self._lock:
             self._workers.look()
             state = nodestate.read(self._workers.all)
         answered = bool(state.counts) and state.answers(meaning)
-        if not answered and time.monotonic_ns() - since_mono_ns < ANSWER_S * 1e9:
+        if not answered and clock.now_s() - since_s < ANSWER_S:
             return
         self._watched = None
         took_us = max(0, state.since_epoch_ns - since_epoch_ns) / 1e3 if answered else None

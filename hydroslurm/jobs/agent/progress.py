@@ -196,7 +196,7 @@ class Watch:
         used = self.use_of(worker.pid) if issued is not None and issued < furthest else (0.0, 0)
         took_s, before = now_s - waited.looked_s, waited.used
         waited.used, waited.looked_s = used, now_s
-        if at is None or at != waited.at or _is_paused(status) or at[0] >= at[1]:
+        if at is None or at != waited.at or is_paused(status) or at[0] >= at[1]:
             waited.at, waited.since_s, waited.idle_since_s = at, now_s, now_s
             return ""
         if not is_idle(before, used, took_s):
@@ -274,7 +274,7 @@ class Absence:
             used.keys() == self._used.keys()  # else one of them has come
             and took_s <= NEXT_LOOK_S
             and all(is_idle(self._used[pid], used[pid], took_s) for pid in used)
-            and not any(_is_paused(status) for _, status in known)
+            and not any(is_paused(status) for _, status in known)
         )
         self._used, self._looked_s = used, now_s
         if not waits:
@@ -301,5 +301,6 @@ def _is_outside(status: RankStatus | None) -> bool:
     return status is None or (status.collectives is None and status.meeting_timeout_s is None)
 
 
-def _is_paused(status: RankStatus | None) -> bool:
+def is_paused(status: RankStatus | None) -> bool:
+    """Whether it is held on purpose."""
     return status is not None and status.state in ("parking", "parked")

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydroslurm.coordination.world import World
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.slurm.allocation import Allocation
 
 
@@ -143,7 +144,7 @@ class RendezvousKeepalive:
         """
         self._leaving = leaving
         self._held = False
-        self._lost_since_s: float | None = None
+        self._lost: tuple[AwakeClock, float] | None = None
         self._seen_s = time.monotonic()
         self._allow_until_s = 0.0
         self._interval_s = 5.0
@@ -174,13 +175,14 @@ class RendezvousKeepalive:
         try:
             waiting = self._nodes_waiting()
         except RendezvousConnectionError:
-            now_s = time.monotonic()
-            if self._lost_since_s is None:
-                self._lost_since_s = now_s
-            if now_s - self._lost_since_s > STORE_LOST_S:
+            if self._lost is None:
+                clock = AwakeClock(self._interval_s)
+                self._lost = clock, clock.now_s()
+            clock, since_s = self._lost
+            if clock.now_s() - since_s > STORE_LOST_S:
                 raise
             return 0
-        self._lost_since_s = None
+        self._lost = None
         return waiting
 
     def _patch(self, handler: Any, holder: Any) -> bool:

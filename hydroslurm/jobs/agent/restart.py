@@ -48,16 +48,17 @@ from torch.distributed.elastic.rendezvous import (
 from hydroslurm.coordination.authentication import derive
 from hydroslurm.coordination.network import own_address
 from hydroslurm.coordination.world import COORDINATOR_PORT_TRIES, INCARNATION_ENV, KEY_ENV, World
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.exitcodes import FAILED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.rundir import GENERATION_ENV, variables_of
 from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV, ElasticFolder, member_name
 from hydroslurm.elastic.member import Member
-from hydroslurm.elastic.roster import Depart, Directive, Form, Save, Timing
+from hydroslurm.elastic.roster import MEETING_S, Depart, Directive, Form, Save, Timing
 from hydroslurm.errors import CoordinatorLost, UsageError
 from hydroslurm.jobs.agent import nodestate
 from hydroslurm.jobs.agent.elastic import LINGER_S, NodeAgent
 from hydroslurm.jobs.agent.node import Node
-from hydroslurm.jobs.agent.progress import Absence, Progress, Watch, meeting_s
+from hydroslurm.jobs.agent.progress import Absence, Progress, Watch, is_paused, meeting_s
 from hydroslurm.jobs.agent.signal_pipe import Departed
 from hydroslurm.jobs.agent.workers import exit_codes
 from hydroslurm.runtime.install import ALONE_ENV
@@ -142,7 +143,8 @@ class Generations(RendezvousHandler):
         if form.rank == 0:
             free = _free_port(name, key)
             self.member.set_value("master", f"{own_address(os.environ)}:{free}".encode())
-        host, _, port = self.member.get_values(["master"])[0].decode().rpartition(":")
+        (said,) = self.member.get_values(["master"], timeout_s=MEETING_S)
+        host, _, port = said.decode().rpartition(":")
         return RendezvousStoreInfo(host, int(port))
 
     def num_nodes_waiting(self) -> int:
@@ -182,6 +184,7 @@ class MemberAgent(NodeAgent):
         self._generations = generations
         self._member = generations.member
         self._restarts_left = spec.max_restarts
+        self._clock = AwakeClock()
         self._asked_s: float | None = None
         self._said_step = True
         self._timing = timing
@@ -229,7 +232,7 @@ class MemberAgent(NodeAgent):
 
     def _look_at_members(self) -> None:
         """Pass on what the coordinator has said since the last look."""
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         if self._node.stop_asked.is_set():
             self._member.leave(self._node.stop_reason)
         if self._member.broken or self._member.is_dismissed:
@@ -262,7 +265,11 @@ class MemberAgent(NodeAgent):
         )
         self._look_at_s = now_s + (LOOK_S if self._said_step else MONITOR_S)
         member.note_progress(
-            found.step, found.collectives, meeting_s=meeting_s(statuses), ended=bool(ended)
+            found.step,
+            found.collectives,
+            meeting_s=meeting_s(statuses),
+            ended=bool(ended),
+            paused=any(map(is_paused, statuses)),
         )
         if found.step_s:
             form = self._generations.form

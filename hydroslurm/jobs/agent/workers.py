@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from hydroslurm.core import registry
+from hydroslurm.core.awake_clock import AwakeClock
 
 Meaning = Literal["slurm_pause", "slurm_resume", "user_pause", "user_resume", "stop", "warning"]
 MEANINGS: tuple[Meaning, ...] = (
@@ -42,7 +42,8 @@ class Worker:
     Attributes:
         pid: that torchrun knows; the rank itself may be a child of it.
         entry: what the rank has announced; None until then.
-        owed: requests that it has not received yet -> since when (``time.monotonic()``).
+        owed: requests that it has not received yet -> since when, by the clock
+            of :class:`Workers`.
     """
 
     local_rank: int
@@ -58,6 +59,7 @@ class Workers:
         """``base``: the registry's folder; without one (None) only a stop can be forwarded."""
         self._base = base
         self._standing: list[Meaning] = []
+        self._clock = AwakeClock()
         self.all: tuple[Worker, ...] = ()
 
     @property
@@ -69,7 +71,7 @@ class Workers:
         """Replace the workers by new ones, local rank -> pid. They are owed a stop, and a pause
         that nobody has ended."""
         self.all = tuple(Worker(local_rank, pid) for local_rank, pid in sorted(pids.items()))
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         for worker in self.all:
             worker.owed.update(dict.fromkeys(self._standing, now_s))
 
@@ -79,7 +81,7 @@ class Workers:
         self._standing = [each for each in self._standing if each not in (ended, meaning)]
         if ended is None:
             self._standing.append(meaning)
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         for worker in self.all:
             if ended is not None:
                 worker.owed.pop(ended, None)
@@ -96,11 +98,12 @@ class Workers:
 
     def look(self) -> None:
         """Find workers that have announced themselves, and deliver what they are owed."""
+        now_s = self._clock.now_s()
         for worker in self.all:
             if worker.entry is None:
                 worker.entry = self._announced(worker.pid)
             for meaning, since_s in list(worker.owed.items()):
-                if _give(worker, meaning, waited_s=time.monotonic() - since_s):
+                if _give(worker, meaning, waited_s=now_s - since_s):
                     del worker.owed[meaning]
 
     def kill_listeners(self) -> None:

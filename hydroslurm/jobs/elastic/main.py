@@ -8,17 +8,18 @@ one goes on from the ledger.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN
+from hydroslurm.core.files import read_end
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.elastic import coordinator as elastic_coordinator
@@ -48,6 +49,10 @@ from hydroslurm.slurm.stops import IN_GRACE, StopReason, ask_why
 LEAVE_S = 60.0
 """So long members of a run that has failed may take to save and go; a cancelled job's coordinator
 is killed before."""
+
+
+_MOST_WORDS = 300
+"""Characters of a line that go into the ledger."""
 
 
 class ElasticJob:
@@ -140,7 +145,7 @@ class ElasticJob:
         membership = served.membership
         for name in self._allocator.elements.ended & membership.members.keys():
             reason = "its job has ended, Slurm says"
-            served.act(membership.leave((name, 0), reason, time.monotonic()))
+            served.act(membership.leave((name, 0), reason, served.clock.now_s()))
 
     def _leave(self, served: elastic_coordinator.Coordinator) -> None:
         """Slurm ends this process: for another one, or because nobody wants the run any more."""
@@ -197,13 +202,24 @@ def allocator_of(run: RunDir, plan: Plan, *, environ: Mapping[str, str]) -> Allo
     )
     return Allocator(
         folder,
-        Elements(budgets, base=elastic.base),
+        Elements(budgets, base=elastic.base, last_words=lambda name: last_words(run.logs, name)),
         client=open_client(environ=environ),
         user=pwd.getpwuid(os.getuid()).pw_name,
         name=elastic.job_name,
         environ=environ,
         log=log,
     )
+
+
+def last_words(logs: Path, member: str) -> str:
+    """The last line that a member's tasks have written, or else its batch script."""
+    for path in [*sorted(logs.glob(f"member-{member}-*.log")), logs / f"member-{member}.log"]:
+        with contextlib.suppress(OSError):
+            lines = read_end(path, most_bytes=1 << 16).decode(errors="replace").splitlines()
+            for line in filter(None, map(str.strip, reversed(lines))):
+                if ": leaves with status " not in line:  # an agent's last word says no why
+                    return line[:_MOST_WORDS]
+    return ""
 
 
 def clean_up(root: Path, *, environ: Mapping[str, str]) -> str:

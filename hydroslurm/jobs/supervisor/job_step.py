@@ -20,7 +20,9 @@ from hydroslurm.coordination.network import rendezvous_environment
 from hydroslurm.coordination.secret import new_key
 from hydroslurm.coordination.world import KEY_ENV
 from hydroslurm.core import registry
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.files import open_regular
+from hydroslurm.core.module_command import module_command
 from hydroslurm.core.rundir import RunDir, variables_of
 from hydroslurm.jobs.images import Runtime, pyxis_options
 from hydroslurm.jobs.plan import Plan
@@ -52,10 +54,12 @@ class RunningStep:
         """srun's own exit status, if it was our child and has ended."""
         return None if self.child is None else self.child.returncode
 
-    def wait(self, until_mono_s: float, poll_s: float = 0.05) -> bool:
-        """Whether it has ended by then."""
+    def wait(self, within_s: float, poll_s: float = 0.05) -> bool:
+        """Whether it has ended within that time."""
+        clock = AwakeClock()
+        until_s = clock.now_s() + within_s
         while not self.has_ended():
-            if time.monotonic() > until_mono_s:
+            if clock.now_s() > until_s:
                 return False
             time.sleep(poll_s)
         return True
@@ -64,7 +68,7 @@ class RunningStep:
         """Kill its tasks: srun turns a SIGTERM into SIGKILL. Ranks would take a SIGTERM of their
         own for a stop of the job, save, and have it requeued."""
         self._signal(signal.SIGTERM)
-        if not self.wait(time.monotonic() + patience_s):
+        if not self.wait(patience_s):
             self._signal(signal.SIGKILL)
 
     def _signal(self, signo: signal.Signals) -> None:
@@ -105,10 +109,11 @@ def srun_command(plan: Plan, *, plan_file: Path, logs: Path, python: str) -> lis
         "--open-mode=append",
         f"--output={str(logs).replace('%', '%%')}/task-%t.log",
         *container_options(plan, plan_file.parent),
-        "python3" if plan.runtime == Runtime.PYXIS else python,
-        "-m",
-        "hydroslurm.jobs.task",
-        str(plan_file),
+        *module_command(
+            "python3" if plan.runtime == Runtime.PYXIS else python,
+            "hydroslurm.jobs.task",
+            str(plan_file),
+        ),
     ]
 
 

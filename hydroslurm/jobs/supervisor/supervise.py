@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from hydroslurm.coordination.world import LOOPBACK
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.fence import process_began_epoch_s
 from hydroslurm.core.rundir import ATTEMPT_ENV, RunDir
@@ -154,7 +155,7 @@ class Supervisor:
         if decision.action is Action.LEAVE and not self._was_requested(asked, attempt):
             decision = unrequested_exit(self.plan, decision)
         if decision.action is Action.LEAVE or stop is not None:
-            step.wait(time.monotonic() + SAVE_S)
+            step.wait(SAVE_S)
             return self._leave(attempt, stop, saved=decision.action is Action.LEAVE)
         final_decision = decide_job(
             decision,
@@ -385,8 +386,9 @@ class Supervisor:
 
     def _end_within(self, step: RunningStep, patience_s: float) -> None:
         """Let tasks end by themselves; then end them."""
-        until_s = time.monotonic() + patience_s
-        while not step.has_ended() and time.monotonic() < until_s and not self._is_over_deadline():
+        clock = AwakeClock()
+        until_s = clock.now_s() + patience_s
+        while not step.has_ended() and clock.now_s() < until_s and not self._is_over_deadline():
             self._active.tick()
             time.sleep(TICK_S)
         if not step.has_ended():

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.files import Tail
 
 LOST = 1
@@ -62,15 +62,16 @@ class TaskExits:
     order: list[int] = field(default_factory=list)
     step_id: int | None = None
     waits: str | None = None
-    _since_mono_s: float = field(default_factory=time.monotonic)
+    _clock: AwakeClock = field(default_factory=AwakeClock)
     _tail: Tail = field(init=False)
 
     def __post_init__(self) -> None:
         self._tail = Tail(self.path)
+        self._since_s = self._now_s = self._clock.now_s()
 
     def look(self) -> bool:
         """Read what is new; returns whether any task has ended since."""
-        before = len(self.order)
+        before, self._now_s = len(self.order), self._clock.now_s()
         for data in self._tail.lines():
             line = data.decode(errors="replace").rstrip("\n")
             self.waits = step_waits(line) or self.waits
@@ -86,7 +87,7 @@ class TaskExits:
     def waited_s(self) -> float:
         """How long srun has waited for a job step; 0 unless it says that it waits, which 22.05 does
         only after 10 s or 2 min."""
-        return 0.0 if self.waits is None else time.monotonic() - self._since_mono_s
+        return 0.0 if self.waits is None else self._now_s - self._since_s
 
     def fill_in(self, tasks: int, status: int) -> None:
         """srun has ended: record this status for the tasks that it did not report."""
