@@ -29,6 +29,7 @@ from typing import Any
 from hydroslurm.elastic.liveness import Liveness
 from hydroslurm.elastic.meetings import FailedMeetings
 from hydroslurm.elastic.roster import (
+    CONNECTION_ENDED,
     Action,
     Arrival,
     Change,
@@ -845,7 +846,7 @@ class Membership:
             for rank, awaited in self._liveness.awaited(self._present_ranks()):
                 self._send(rank, "awaited", generation=self.generation, **asdict(awaited))
 
-    def _lost(self, rank: Rank, now_s: float, *, why: str = "its connection ended") -> None:
+    def _lost(self, rank: Rank, now_s: float, *, why: str = CONNECTION_ENDED) -> None:
         """One rank is gone, and with it its member: the others of its node leave too."""
         member = self.members.get(rank[0])
         self._liveness.forget(rank)

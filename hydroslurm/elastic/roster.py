@@ -11,6 +11,8 @@ from typing import Any
 Rank = tuple[str, int]
 """A member and the place of one of its processes on that node, from 0."""
 Message = dict[str, Any]
+CONNECTION_ENDED = "its connection ended"
+"""All that is known of a member that has gone without a word."""
 MEETING_S = 20.0
 """So long a rank waits for what another says while a generation forms: all hold by then, and do
 nothing else. A meeting that fails for that is tried again, once all hold."""

@@ -108,7 +108,10 @@ def _pyslurm_obstacle(environ: Mapping[str, str]) -> str | None:
         )
     # it also calls exit() for a slurm.conf that it cannot read, and fails for another release of
     # libslurm
-    probe = "import pyslurm; pyslurm.Jobs, pyslurm.Partitions, pyslurm.slurmctld.Config"
+    probe = (
+        "import sys; sys.path[:1] == [''] and sys.path.pop(0); "  # not a module of the user's
+        "import pyslurm; pyslurm.Jobs, pyslurm.Partitions, pyslurm.slurmctld.Config"
+    )
     try:
         done = subprocess.run(
             [sys.executable, "-c", probe],

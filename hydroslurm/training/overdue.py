@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from hydroslurm.checkpoint.saver import Saver
+from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.errors import RanksError
@@ -35,6 +36,8 @@ SAY_S = 10.0
 """A stop that waits this long is reported, with the place where the training is."""
 LEAD_S = 4.0
 """How long before the end the process leaves, for the requeue; at most a third of the grace."""
+AWAKE_S = 2.0
+"""As long as a training has to come to a safe point that was stopped until its time was over."""
 _TOPIC = "run/overdue"
 
 
@@ -91,10 +94,14 @@ class Overdue:
 
     def _is_over_by(self, mono_s: float) -> bool:
         """Whether there is nothing to watch any more, at this moment at the latest."""
+        clock = AwakeClock()
         while (left_s := mono_s - time.monotonic()) > 0:
-            if self._over.wait(min(left_s, threading.TIMEOUT_MAX)):
+            if self._over.wait(min(left_s, 1.0)):
                 return True
-        return self._over.is_set()
+            clock.now_s()
+        # the moment is Slurm's, so that no time is discounted; but a training that was stopped with
+        # this thread has come to nothing meanwhile, and may need a moment now
+        return self._over.wait(AWAKE_S) if clock.absences else self._over.is_set()
 
     def _leave(self, request: StopRequest) -> None:
         """Leave with all ranks, now. Whatever fails here, the process ends."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hydroslurm.elastic.roster import Record
+from hydroslurm.elastic.roster import CONNECTION_ENDED, Record
 from hydroslurm.slurm import values
 from hydroslurm.slurm.values import JobState
 
@@ -217,8 +217,10 @@ class Elements:
                 "its script ended without having joined the run: it needs a hydroslurm.Run, which "
                 "this job makes elastic; `elastic: {engine: restart}` takes any script"
             )
-        # one that has failed before it could join has told nobody
-        why = one.reason if one.has_joined else self._last_words(one.name) or one.reason
+        why = one.reason
+        if why in ("", CONNECTION_ENDED) and (words := self._last_words(one.name)):
+            # it has told the coordinator nothing: it could not join, or its script has failed
+            why = f"the last line of its log: {words}"
         return "failure", f"it ended {state.value}{f' ({why})' if why else ''}"
 
     def _end(self, one: Element, how: How, reason: str, now_s: float) -> list[Action]:

@@ -157,7 +157,7 @@ def test_budgets_are_apart() -> None:
     verdict = of.elements.verdict()
     assert verdict is not None
     assert verdict[0] == "BackoffLimitExceeded"
-    assert f"{name} on n7: it ended FAILED ({name} said so)" in verdict[1]  # never joined
+    assert f"{name} on n7: it ended FAILED (the last line of its log: {name} said so)" in verdict[1]
     limited = Ledger(preemptions=0)
     (name,) = limited.want(1)
     limited.seen(row(name, JobState.NODE_FAIL))
