@@ -281,11 +281,13 @@ def _interruptible_gloo(is_over: Callable[[], bool], store: Store) -> Iterator[N
         def __getattr__(cls, name: str) -> Any:
             return getattr(make, name)
 
-    distributed_c10d.ProcessGroupGloo = Meeting("ProcessGroupGloo", (), {})
+    distributed_c10d.ProcessGroupGloo = Meeting(  # type: ignore[assignment, misc]
+        "ProcessGroupGloo", (), {}
+    )
     try:
         yield
     finally:
-        distributed_c10d.ProcessGroupGloo = make
+        distributed_c10d.ProcessGroupGloo = make  # type: ignore[misc]
 
 
 _LOOK_S = 0.1

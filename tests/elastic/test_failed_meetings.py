@@ -90,11 +90,11 @@ DYING = TRAIN.replace(
     transfer.PIECE_BYTES = 1 << 9
     def dies_at(owner, name, times):
         act, left = getattr(owner, name), [times]
-        def counted(*arguments):
+        def counted(*arguments, **options):
             left[0] -= 1
             if left[0] < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return act(*arguments)
+            return act(*arguments, **options)
         setattr(owner, name, counted)
     if options.get("dies"):
         name, times = options["dies"]
@@ -117,17 +117,15 @@ def test_a_newcomer_may_die_before_any_message(tmp_path: Path) -> None:
         story.wait_for_step("a", size=2)
         for number, dies in enumerate(deaths):
             one = story.start(f"c{number}", dies=dies)
-            assert one.wait() == -signal.SIGKILL, story
+            assert one.wait() == -signal.SIGKILL, str(story)
             for name in "ab":
                 goes_on(story, name)
-        generations = story.entries("generation")
+        generations, failures = story.entries("generation"), story.entries("failure")
     finally:
         story.close()
     assert {len(one["members"]) for one in generations} <= {2, 3}
     assert max(one["pause_s"] for one in generations) < MEETING_S / 2, generations
-    assert {one["member"] for one in story.entries("failure")} == {
-        f"c{number}" for number in range(len(deaths))
-    }
+    assert [one["member"] for one in failures] == [f"c{number}" for number in range(len(deaths))]
 
 
 def goes_on(story: ElasticStory, name: str) -> None:
