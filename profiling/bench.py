@@ -16,32 +16,12 @@ import sys
 from pathlib import Path
 
 from compare import table as compare_table
-from readme_table import headlines, kept, load, replace_between, table, text_of
+from readme_table import ROWS, headlines, kept, load, replace_between, table
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 ROOT = HERE.parent
-SCRIPTS = (
-    "overhead",
-    "pause_latency",
-    "suspend_latency",
-    "save",
-    "stop",
-    "killwait",
-    "stock_submitit",
-    "ranks",
-    "ranks_scale",
-    "long_suspend",
-    "startup",
-    "report_speed",
-    "built_runs",
-    "storm",
-    "frameworks",
-    "host_reduce",
-    "fused_modules",
-    "elastic",
-    "compare",
-)
+SCRIPTS = (*dict.fromkeys(row.script for row in ROWS), "compare")
 LIMIT_S = 3600.0
 
 
@@ -58,7 +38,7 @@ def run(name: str, *, quick: bool, out: Path) -> bool:
         return False
     out.mkdir(parents=True, exist_ok=True)
     part = out / f"{name}.json.tmp"
-    part.write_text(text_of(kept(name, result)))
+    part.write_text(json.dumps(kept(name, result)) + "\n")
     part.replace(out / f"{name}.json")
     for key, value in result.items():
         if key not in ("script", "environment"):
@@ -92,6 +72,8 @@ def main() -> int:
     failed = [name for name in wanted if not run(name, quick=chosen.quick, out=chosen.out)]
     if not chosen.quick and chosen.out == RESULTS:
         update_pages(ROOT, RESULTS)
+        if "compare" in wanted:
+            compare_table.draw(load(RESULTS)["compare"], ROOT / "docs/images/compare.png")
         print("README.md and docs/ have the new figures")
     return 1 if failed else 0
 

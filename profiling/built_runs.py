@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import resource
-import stat
 import statistics
 import subprocess
 import sys
@@ -148,19 +147,16 @@ def _slurm(folder: Path, runs: tuple[RunDir, ...]) -> dict[str, str]:
         for number, run in enumerate(runs)
     ]
     (folder / "squeue.json").write_text(json.dumps(answer))
-    _program(folder / "squeue", f"exec cat {folder}/squeue.json")
     config, partitions = RECORDED / "show_config.txt", RECORDED / "show_partition.txt"
-    _program(
-        folder / "scontrol", f'case "$*" in *config*) cat {config};; *) cat {partitions};; esac'
-    )
+    for name, text in {
+        "squeue": f"exec cat {folder}/squeue.json",
+        "scontrol": f'case "$*" in *config*) cat {config};; *) cat {partitions};; esac',
+    }.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o700)
     environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
     environ.pop("SLURM_CONF", None)
     return {**environ, "HYDROSLURM_SLURM_BACKEND": "commands"}
-
-
-def _program(path: Path, text: str) -> None:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
 @contextlib.contextmanager
@@ -234,7 +230,7 @@ def measure(jobs: Jobs, *, quick: bool) -> dict[str, Any]:
 
 def main() -> None:
     chosen = options("What list and top of made-up jobs cost.")
-    with scratch("built", chosen) as folder:
+    with scratch("built") as folder:
         result = measure(build(folder / "jobs", 20 if chosen.quick else 1000), quick=chosen.quick)
     finish(chosen, "built_runs: list and top of made-up jobs", result)
 

@@ -1,11 +1,16 @@
 """The digits training that is preempted for comparison: model, optimizer, scheduler and data, the
-same for everybody. submitit is not imported here."""
+same for everybody, and the ways to train them by hand."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from train import digits_tensors, hash_weights, make_deterministic, make_model
 
-BATCH_SIZE = 16
 SEED = 0
+
+Observe = Callable[[Path, int], AbstractContextManager[Any]]
+"""Of the folder of a training's attempts and the steps that were done before: what is told of each
+step, by ``made(step)``."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +38,14 @@ class Config:
     folder: Path
     epochs: int = 40
     think_s: float = 0.04
-    batch_size: int = BATCH_SIZE
+    batch_size: int = 16
     width: int = 8
+
+
+def arguments() -> Config:
+    """As the comparison's scripts are called: ``SCRIPT ... FOLDER EPOCHS WIDTH``."""
+    folder, epochs, width = sys.argv[-3:]
+    return Config(Path(folder), int(epochs), think_s=0.0, batch_size=4, width=int(width))
 
 
 class Parts:
@@ -93,6 +107,98 @@ class Parts:
         self.optimizer.step()
         self.scheduler.step()
 
+    def finished(self, step: int) -> dict[str, Any]:
+        """The outcome; also left in ``done.json``, with the moment."""
+        result = {"steps": step, "weights_sha256": hash_weights(self.model)}
+        mark = self.config.folder / "done.json"
+        part = mark.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps({**result, "mono_ns": time.monotonic_ns()}))
+        part.replace(mark)
+        return result
 
-def outcome(parts: Parts, step: int) -> dict[str, Any]:
-    return {"steps": step, "weights_sha256": hash_weights(parts.model)}
+
+def train_by_hand(
+    config: Config,
+    observe: Observe,
+    *,
+    inside: Callable[[nn.Module], AbstractContextManager[object]] = contextlib.nullcontext,
+) -> None:
+    """As people write it: a loop, and a checkpoint after each epoch.
+
+    Args:
+        inside: made of the model, and held around the loop.
+    """
+    parts = Parts(config)
+    checkpoint = config.folder / "checkpoint.pt"
+    step = parts.load(checkpoint)
+    with inside(parts.model), observe(config.folder / "attempts", step) as observer:
+        for epoch in range(step // parts.steps_per_epoch, config.epochs):
+            for batch in parts.loader(epoch):
+                parts.learn(batch)
+                step += 1
+                observer.made(step)
+            parts.save(checkpoint, step)
+    parts.finished(step)
+
+
+def train_in_a_run(config: Config, observe: Observe) -> dict[str, Any]:
+    """With ``hydroslurm.Run``, which saves once per epoch too; the outcome."""
+    import hydroslurm
+    from hydroslurm.data import ResumableSampler
+
+    parts = Parts(config)
+    sampler = ResumableSampler(parts.data, seed=SEED)
+    with hydroslurm.Run(
+        model=parts.model,
+        optimizer=parts.optimizer,
+        scheduler=parts.scheduler,
+        loader=DataLoader(parts.data, batch_size=config.batch_size, sampler=sampler),
+        directory=config.folder / "run",
+        every_steps=parts.steps_per_epoch,
+    ) as run:
+        run.resume()
+        with observe(config.folder / "attempts", run.step) as observer:
+            for batch in run.batches(epochs=config.epochs):
+                parts.learn(batch)
+                observer.made(run.step + 1)
+        return parts.finished(run.step)
+
+
+class StockTraining:
+    """For stock submitit, as its docs/checkpointing.md asks for: a callable with a ``checkpoint``
+    method, which saves and returns a fresh callable.
+
+    It saves all that one can think of (model, optimizer, scheduler, position in the epoch, random
+    numbers), when submitit asks for a checkpoint and after every epoch. In the rank ``checkpoint``
+    runs inside a signal handler, wherever the training is.
+    """
+
+    def __init__(self, config: Config, observe: Observe) -> None:
+        self.config = config
+        self.observe = observe
+        self.parts: Parts | None = None
+        self.step = 0
+
+    def __call__(self) -> dict[str, Any]:
+        self.parts = parts = Parts(self.config)
+        self.step = parts.load(self.config.folder / "checkpoint.pt")
+        with self.observe(self.config.folder / "attempts", self.step) as observer:
+            for epoch in range(self.step // parts.steps_per_epoch, self.config.epochs):
+                done = self.step % parts.steps_per_epoch
+                for batch in itertools.islice(parts.loader(epoch), done, None):
+                    parts.learn(batch)
+                    self.step += 1
+                    observer.made(self.step)
+                self.save()
+        return parts.finished(self.step)
+
+    def checkpoint(self) -> Any:
+        import submitit
+
+        if self.parts is not None:
+            self.save()
+        return submitit.helpers.DelayedSubmission(StockTraining(self.config, self.observe))
+
+    def save(self) -> None:
+        assert self.parts is not None
+        self.parts.save(self.config.folder / "checkpoint.pt", self.step)

@@ -16,15 +16,13 @@ work they come out right under ``chrt -r 5`` (all arms inherit it).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import os
 import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,9 +33,10 @@ from harness import PROFILING, finish, interleaved, parser, scratch  # makes the
 
 # isort: split
 from elasticstory import ElasticStory
-from processes import wait_until
+from processes import child, descendants, free_port, wait_until
 
 STEP_S = 0.2
+AGENT = "from torch.distributed.run import main\nmain()"
 
 
 def gaps(steps: list[dict[str, Any]]) -> list[float]:
@@ -51,55 +50,43 @@ def stall_s(steps: list[dict[str, Any]]) -> float:
     return max(all_gaps) - statistics.median(all_gaps)
 
 
-def members(folder: Path) -> ElasticStory:
+def members(folder: Path, names: str = "abc") -> ElasticStory:
     story = ElasticStory(folder, max=3)
-    for name in "abc":
-        story.start(name, step_s=STEP_S)
-    story.wait_for_step("a", size=3, times=4)
+    story.start_all(names, step_s=STEP_S)
+    story.wait_for_step("a", size=len(names), times=4)
     return story
+
+
+def logs_of(story: ElasticStory, names: str) -> list[list[dict[str, Any]]]:
+    """The steps of these members, when they have ended well."""
+    for name in names:
+        story.done(name)
+    return [story.steps(name) for name in names]
 
 
 def leave(folder: Path) -> float:
     """One of three gets SIGTERM."""
-    story = members(folder)
-    try:
+    with members(folder) as story:
         story.signal("b", signal.SIGTERM)
-        for name in "ac":
-            story.done(name)
-        return max(stall_s(story.steps(name)) for name in "ac")
-    finally:
-        story.close()
+        return max(map(stall_s, logs_of(story, "ac")))
 
 
 def kill(folder: Path) -> float:
     """One of three gets SIGKILL."""
-    story = members(folder)
-    try:
+    with members(folder) as story:
         asked_s = time.monotonic()
         story.signal("b", signal.SIGKILL)
-        for name in "ac":
-            story.done(name)
-        logs = [story.steps(name) for name in "ac"]
+        logs = logs_of(story, "ac")
         first_s = float(min(one["at_s"] for log in logs for one in log if one["size"] == 2))
         return first_s - asked_s - statistics.median(gaps(logs[0]))
-    finally:
-        story.close()
 
 
 def join(folder: Path) -> float:
     """A third one comes."""
-    story = ElasticStory(folder, max=3)
-    try:
-        for name in "ab":
-            story.start(name, step_s=STEP_S)
-        story.wait_for_step("a", size=2, times=4)
+    with members(folder, "ab") as story:
         story.start("c", step_s=STEP_S)
-        for name in "abc":
-            story.done(name)
-        logs = [story.steps(name) for name in "ab"]
+        logs = logs_of(story, "abc")[:2]
         return max(map(stall_s, logs)) / statistics.median(gaps(logs[0]))
-    finally:
-        story.close()
 
 
 def steps_of(log: Path, size: int) -> list[dict[str, Any]]:
@@ -109,53 +96,38 @@ def steps_of(log: Path, size: int) -> list[dict[str, Any]]:
 
 
 def torchrun(folder: Path) -> float:
-    """torchrun's three agents, of which one is killed."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    agents = []
+    """torchrun's three agents, of which one is killed with its worker."""
+    log, port, agents = folder / "steps", free_port(), []
+    log.touch()
     environ = {
-        **os.environ,
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "STEP_S": str(STEP_S),
     }
-    log = folder / "steps"
-    log.touch()
-    for number in range(3):
-        conf = f"is_host={int(number == 0)},last_call_timeout=1,keep_alive_interval=1"
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1"),
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=profile"),
-            *("--local-addr=127.0.0.1", "--max-restarts=9", "--monitor-interval=0.1"),
-            f"--rdzv-conf={conf},keep_alive_max_attempt=3",
-            *(str(PROFILING / "elastic_torchrun.py"), str(folder)),
-        ]
-        with (folder / f"agent-{number}").open("w") as said:
-            agents.append(
-                subprocess.Popen(
-                    command, env=environ, stdout=said, stderr=said, start_new_session=True
-                )
-            )
+    with contextlib.ExitStack() as stack:
+        for number in range(3):
+            conf = f"is_host={int(number == 0)},last_call_timeout=1,keep_alive_interval=1"
+            options = [
+                *("--nnodes=2:3", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=profile"),
+                *(f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"),
+                *(f"--rdzv-conf={conf},keep_alive_max_attempt=3", "--max-restarts=9"),
+                *("--monitor-interval=0.1", str(PROFILING / "elastic_torchrun.py"), str(folder)),
+            ]
+            own = folder / f"agent-{number}"
+            own.mkdir()
+            agent = child(AGENT, own, *options, environ=environ)
+            agents.append(stack.enter_context(agent))
 
-    def said() -> str:
-        return "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("agent-*")))
+        def said() -> str:
+            return "\n".join(map(str, agents))
 
-    try:
         wait_until(lambda: len(steps_of(log, 3)) > 12, said)
         asked_s = time.monotonic()
-        os.killpg(agents[2].pid, signal.SIGKILL)
-        for path in folder.glob("worker-*"):
-            if path.read_text() == str(agents[2].pid):
-                os.kill(int(path.name.removeprefix("worker-")), signal.SIGKILL)
+        for pid in [agents[2].pid, *descendants(agents[2].pid)]:
+            os.kill(pid, signal.SIGKILL)
         wait_until(lambda: steps_of(log, 2), said)
         return float(min(one["at_s"] for one in steps_of(log, 2)) - asked_s - STEP_S)
-    finally:
-        for agent in agents:
-            agent.send_signal(signal.SIGTERM)
-        for agent in agents:
-            agent.wait(60)
 
 
 ROUNDS = 5
@@ -169,7 +141,7 @@ CASES: dict[str, Callable[[Path], float]] = {
 
 def main() -> None:
     chosen = parser(__doc__).parse_args()
-    with scratch("elastic", chosen) as folder:
+    with scratch("elastic") as folder:
 
         def in_a_place(name: str, case: Callable[[Path], float]) -> float:
             return case(Path(tempfile.mkdtemp(prefix=name, dir=folder)))

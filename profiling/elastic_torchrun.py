@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main(folder: Path) -> None:
-    (folder / f"worker-{os.getpid()}").write_text(str(os.getppid()))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
-import os
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import finish, parser
+from harness import PROFILING, finish, options, scratch
+
+# isort: split
+from processes import child
 
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
@@ -57,7 +55,7 @@ class Turns:
         if len(self._moments) <= TURN:
             return
         took = [later - earlier for earlier, later in itertools.pairwise(self._moments)]
-        print(json.dumps({"step_s": statistics.median(took[COLD:])}), flush=True)
+        print("step_s", statistics.median(took[COLD:]), flush=True)
         sys.stdin.readline()
         self._moments = [time.perf_counter()]
 
@@ -131,46 +129,29 @@ def turns_of(framework: str, steps: int, names: Sequence[str]) -> dict[str, list
     Args:
         names: of the arms, in the order of their turns.
     """
-    with contextlib.ExitStack() as stack:
-        trainings = {
-            name: stack.enter_context(training(framework, steps, ARMS[name])) for name in names
-        }
-        found: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[float]] = {name: [] for name in names}
+    with scratch("frameworks") as folder, contextlib.ExitStack() as stack:
+        trainings = {}
+        for name in names:
+            own = folder / name
+            own.mkdir()
+            environ = {
+                PREEMPT_ENV: ARMS[name],
+                "HYDROSLURM_RUN_DIR": str(own / "run"),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(PROFILING),
+                **KEEP_MEMORY,
+            }
+            code = f"import frameworks\nframeworks.TRAIN[{framework!r}]({steps + 1})"
+            trainings[name] = stack.enter_context(child(code, own, environ=environ))
         for turn in range(steps // TURN):
             for name, process in trainings.items():
-                assert process.stdin is not None
-                assert process.stdout is not None
                 if turn:
-                    process.stdin.write("go\n")
-                    process.stdin.flush()
-                line = process.stdout.readline()
-                if not line.startswith("{"):
-                    raise SystemExit(f"{framework}, {name}: {line!r} instead of a turn's figures")
+                    process.say("go")
+                took_s = float(process.expect("step_s "))
                 if turn:
-                    found[name].append(json.loads(line)["step_s"])
+                    found[name].append(took_s)
     return found
-
-
-@contextlib.contextmanager
-def training(framework: str, steps: int, preempt: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that trains in turns, and begins with one."""
-    with tempfile.TemporaryDirectory(prefix="hydroslurm-frameworks-") as folder:
-        environ = {
-            **os.environ,
-            PREEMPT_ENV: preempt,
-            "HYDROSLURM_RUN_DIR": f"{folder}/run",
-            "OMP_NUM_THREADS": "1",
-            **KEEP_MEMORY,
-        }
-        with subprocess.Popen(
-            [sys.executable, __file__, "--one", framework, "--steps", str(steps)],
-            cwd=folder, env=environ, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        ) as process:  # fmt: skip
-            try:
-                yield process
-            finally:
-                process.kill()
 
 
 def ratio(pairs: Sequence[Mapping[str, list[float]]], name: str) -> float:
@@ -180,18 +161,11 @@ def ratio(pairs: Sequence[Mapping[str, list[float]]], name: str) -> float:
 
 
 def main() -> None:
-    made = parser("The cost of being preemptible in Lightning and transformers.")
-    made.add_argument("--one", choices=sorted(TRAIN), help="only train, and print turns")
-    made.add_argument("--steps", type=int, default=5 * TURN, help="steps of each process")
-    chosen = made.parse_args()
-    if chosen.one:
-        warnings.filterwarnings("ignore")
-        TRAIN[chosen.one](chosen.steps + 1)
-        return
+    chosen = options("The cost of being preemptible in Lightning and transformers.")
     figures: dict[str, Any] = {}
     # many processes tell more than many turns: see Turns
     orders = [*itertools.permutations(ARMS)]
-    orders, steps = (orders[:1], 4 * TURN) if chosen.quick else (2 * orders, chosen.steps)
+    orders, steps = (orders[:1], 4 * TURN) if chosen.quick else (2 * orders, 5 * TURN)
     for framework in TRAIN:
         pairs = [turns_of(framework, steps, names) for names in orders]
         figures[f"{framework}_step_ratio"] = ratio(pairs, "adapter")

@@ -1,5 +1,6 @@
 """What all profiling scripts share: options, a folder, percentiles, interleaving, the environment,
-the last line. How to wait and to fork ranks they have from the tests, whose folder is on the path.
+the last line; and Slurm's programs. How to wait and to fork ranks they have from the tests, whose
+folder is on the path.
 """
 
 from __future__ import annotations
@@ -11,38 +12,35 @@ import math
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hydroslurm
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.files import Tail
+from hydroslurm.devcluster import DevCluster
 
 PROFILING = Path(__file__).resolve().parent
 TESTS = PROFILING.parent / "tests"
 sys.path.append(str(TESTS))
+SLURM_LIMIT_S = 180.0
 
 
-def parser(description: str, *, directory: bool = False) -> ArgumentParser:
-    """With ``--quick`` and ``--json``, which every script takes.
-
-    Args:
-        directory: also ``--directory``, for :func:`scratch`.
-    """
+def parser(description: str) -> ArgumentParser:
+    """With ``--quick`` and ``--json``, which every script takes."""
     made = ArgumentParser(description=description)
     made.add_argument(
         "--quick", action="store_true", help="few rounds: to see that it runs, not how fast it is"
     )
     made.add_argument("--json", action="store_true", help="print the JSON line alone")
-    if directory:
-        words = "where to write; the folder for temporary files by default"
-        made.add_argument("--directory", type=Path, help=words)
     return made
 
 
@@ -52,13 +50,10 @@ def options(description: str) -> Namespace:
 
 
 @contextlib.contextmanager
-def scratch(name: str, chosen: Namespace) -> Iterator[Path]:
+def scratch(name: str) -> Iterator[Path]:
     """A folder that is gone after the block, whatever ranks that end late may still write."""
-    with tempfile.TemporaryDirectory(
-        prefix=f"hydroslurm-{name}-",
-        dir=getattr(chosen, "directory", None),
-        ignore_cleanup_errors=True,
-    ) as folder:
+    prefix = f"hydroslurm-{name}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
@@ -174,6 +169,63 @@ class EventTail:
             self._pending.extend(map(Event.from_json, self._tail.lines()))
             if not self._pending:
                 time.sleep(0.001)
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """Slurm's programs on a dev cluster.
+
+    Attributes:
+        folder: where they run.
+        environ: of theirs, and of the jobs that they submit.
+    """
+
+    cluster: DevCluster
+    folder: Path
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """Start a program, whose output is text."""
+        environ = {**self.cluster.child_environ(), "OMP_NUM_THREADS": "1", **self.environ}
+        return subprocess.Popen(
+            command,
+            env=environ,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *command: str) -> str:
+        """What it printed.
+
+        Raises:
+            RuntimeError: it failed, with what it said.
+        """
+        return finished(self.start(*command))
+
+    def submit(self, *words: str) -> str:
+        """``sbatch`` with these options and arguments; the job's id."""
+        return self.run("sbatch", "--parsable", *words).split(";")[0]
+
+    def send_urgent_job(self, node: str) -> subprocess.Popen[str]:
+        """It wants a whole node for a moment; the program ends with it."""
+        options = ("--partition=urgent", f"--nodelist={node}", "--exclusive", "--time=1")
+        return self.start("srun", *options, "true")
+
+    def cancel(self, job_id: str) -> None:
+        """At once: a save for this stop would help nobody."""
+        for choice in (("--signal=KILL", "--full"), ()):
+            self.start("scancel", *choice, job_id).communicate(timeout=SLURM_LIMIT_S)
+
+
+def finished(command: subprocess.Popen[str]) -> str:
+    """Wait for a program; as :meth:`Slurm.run`."""
+    out, said = command.communicate(timeout=SLURM_LIMIT_S)
+    if command.returncode != 0:
+        raise RuntimeError(f"{command.args!r} ended with {command.returncode}: {said.strip()}")
+    return out.strip()
 
 
 def environment() -> dict[str, Any]:

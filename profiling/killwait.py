@@ -7,17 +7,17 @@ committed is a stop whose very step is on the disk, and from which the next atte
 
 from __future__ import annotations
 
-from harness import finish, parser, scratch
-from stop import Way, figures, stops_of, there
+from harness import finish, options, scratch
+from stop import Way, figures, stops_of, to_durable_ms
 
 KILL_WAIT_S = 5
 TURNS: tuple[Way, ...] = ("urgent", "requeue")
 
 
 def main() -> None:
-    chosen = parser("A large state, and nothing but KillWait.", directory=True).parse_args()
+    chosen = options("A large state, and nothing but KillWait.")
     turns, state_bytes = (1, 20_000_000) if chosen.quick else (10, 500_000_000)
-    with scratch("killwait", chosen) as folder:
+    with scratch("killwait") as folder:
         stops = stops_of(
             "gang-requeue",
             folder,
@@ -25,7 +25,7 @@ def main() -> None:
             state_bytes=state_bytes,
             kill_wait_s=KILL_WAIT_S,
         )
-    slowest_ms = max(there(stops, "to_durable_ms"), default=None)
+    slowest_ms = max(to_durable_ms(stops), default=None)
     title = "killwait: a large state, and nothing but KillWait"
     finish(chosen, title, {**figures(stops), "sigterm_to_durable_ms_max": slowest_ms})
 

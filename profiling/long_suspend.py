@@ -2,36 +2,49 @@
 
 Jobs of four ranks on four nodes of a dev cluster, with DistributedDataParallel and with FSDP2, are
 suspended by `scontrol suspend` in the middle of training, again and again. The time-out is 3 s, a
-suspend 30 s. The same script without hydroslurm (suspended_ranks.py) is suspended beside them in
-the same way. A job that goes on is suspended again; one that does not is replaced by a new one.
+suspend 30 s. The same training without hydroslurm is suspended beside them in the same way. A job
+that goes on is suspended again; one that does not is replaced by a new one.
 
 A round has `continued` when all ranks have trained on after it. `in_flight_ranks` counts the ranks
 that were held with a collective on its way, over all rounds with hydroslurm.
+
+The ranks are this script, too: ``long_suspend.py with|without ddp|fsdp FOLDER TIMEOUT_S``.
 """
 
 from __future__ import annotations
 
-import socket
+import datetime
+import os
+import random
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from harness import finish, options, scratch
-from progress import read_progress
+import torch
+import torch.distributed as dist
+from attempts import AttemptLog, read_attempts
+from harness import Slurm, finish, options, scratch
+from processes import free_port, wait_until
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
-JOB = Path(__file__).with_name("suspended_ranks.py")
 LIMIT_S = 120.0
 FIRST_STEPS = 20
 STEPS_AFTER = 5
 """So many more on each rank, and it has trained on."""
+WIDTH = 64
+LOADING_S = 0.04
+"""Each step of each rank waits at most so long for its data: else the ranks of several jobs on a
+few cores would wait for one another until their collectives' time-out."""
 
 
 @dataclass(frozen=True)
@@ -49,189 +62,201 @@ QUICK = Plan(ranks=2, rounds=1, timeout_s=2.0, suspended_s=6.0)
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One sort of job, and how many rounds it is suspended."""
-
-    way: str
-    how: str
-    rounds: int
-
-
-@dataclass(frozen=True)
 class Round:
     """One suspend."""
 
-    kind: Kind
     continued: bool
     in_flight_ranks: int
 
 
 class SuspendedJob:
-    """One job, from its submission to its end."""
+    """One job, from its submission to its end.
+
+    Args:
+        kind: ``with`` or ``without``, and ``ddp`` or ``fsdp``.
+    """
 
     def __init__(
-        self, cluster: DevCluster, folder: Path, kind: Kind, *, plan: Plan, nodes: Sequence[str]
+        self,
+        cluster: DevCluster,
+        folder: Path,
+        kind: tuple[str, str],
+        *,
+        plan: Plan,
+        nodes: Sequence[str],
     ) -> None:
-        self._cluster = cluster
-        self._folder = folder
-        self._kind = kind
-        self._plan = plan
         folder.mkdir(parents=True)
-        self._log = folder / "job.log"
+        self._folder, self._plan = folder, plan
         self._run = RunDir(folder / "run")
-        self._id = self._submit(nodes)
-        self._wait_until_trained(FIRST_STEPS)
+        environ = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "HYDROSLURM_RUN_DIR": str(self._run.root),
+        }
+        self._slurm = Slurm(cluster, folder, environ)
+        where = (f"-N{plan.ranks}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}")
+        rank = f"{sys.executable} {__file__} {' '.join(kind)} {folder} {plan.timeout_s}"
+        self._id = self._slurm.submit(
+            "--partition=low", "--no-requeue", *where, "--output=job.log",
+            "--wrap", f"exec srun --kill-on-bad-exit=1 {rank}",
+        )  # fmt: skip
+        self._is_trained(FIRST_STEPS)
 
     def suspend(self) -> Round:
         """Suspend it for so long as is planned, and see what becomes of it."""
         asked_ns = time.monotonic_ns()
-        self._cluster.run(["scontrol", "suspend", self._id])
+        self._slurm.run("scontrol", "suspend", self._id)
         time.sleep(self._plan.suspended_s)
         steps = self._steps()
-        self._cluster.run(["scontrol", "resume", self._id])
-        trained = self._wait_until_trained(max(steps) + STEPS_AFTER)
-        parked = self._events(EventKind.ALL_PARKED, after_ns=asked_ns)
-        failed = self._events(EventKind.AGREEMENT_FAILED, after_ns=asked_ns)
-        in_flight = sum(bool(event.data["in_flight"]) for event in [*parked, *failed])
-        return Round(self._kind, trained, in_flight)
+        self._slurm.run("scontrol", "resume", self._id)
+        return Round(self._is_trained(max(steps) + STEPS_AFTER), self._in_flight(asked_ns))
 
     def end(self) -> None:
-        """At once: nothing of it is wanted."""
-        for choice in (["--signal=KILL", "--full"], []):
-            self._cluster.run(["scancel", *choice, self._id], check=False)
+        self._slurm.cancel(self._id)
 
-    def _submit(self, nodes: Sequence[str]) -> str:
-        kind, plan = self._kind, self._plan
-        command = f"{sys.executable} {JOB} {kind.way} {kind.how} {self._folder} {plan.timeout_s}"
-        script = self._folder / "job.sh"
-        script.write_text(
-            "#!/bin/sh\n"
-            "export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo MASTER_ADDR=127.0.0.1\n"
-            f"export MASTER_PORT={_free_port()} HYDROSLURM_RUN_DIR={self._run.root}\n"
-            f"exec srun --kill-on-bad-exit=1 {command}\n"
-        )
-        where = [f"--nodes={plan.ranks}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"]
-        words = ["sbatch", "--parsable", "--partition=low", "--no-requeue", *where]
-        files = [f"--chdir={self._folder}", f"--output={self._log}"]
-        done = self._cluster.run([*words, *files, str(script)])
-        return done.stdout.split(";")[0].strip()
+    def _is_trained(self, steps: int) -> bool:
+        """Wait until all ranks have made so many steps; whether they have before the job ended."""
 
-    def _wait_until_trained(self, steps: int) -> bool:
-        """Until all ranks have made so many steps; whether they have before the job ended.
+        def decided() -> bool:
+            return min(self._steps()) >= steps or self._is_over()
 
-        Raises:
-            TimeoutError: neither of both came.
-        """
-        deadline = time.monotonic() + LIMIT_S
-        while time.monotonic() < deadline:
-            if min(self._steps()) >= steps:
-                return True
-            state = self._state()
-            if state not in ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED"):
-                return False
-            time.sleep(0.2)
-        raise TimeoutError(
-            f"ranks of job {self._id} at steps {self._steps()}, wanted {steps}; "
-            f"it wrote:\n{self._log.read_text()[-4000:]}"
-        )
+        def what() -> str:
+            log = (self._folder / "job.log").read_text()[-4000:]
+            return f"{steps} steps of job {self._id}, at {self._steps()}; it wrote:\n{log}"
+
+        wait_until(decided, what, limit_s=LIMIT_S)
+        return min(self._steps()) >= steps
 
     def _steps(self) -> list[int]:
         folders = [self._folder / f"rank-{rank}" for rank in range(self._plan.ranks)]
-        attempts = [read_progress(folder) for folder in folders]
-        return [of_rank[-1].end if of_rank else 0 for of_rank in attempts]
+        attempts = [read_attempts(folder) for folder in folders]
+        return [of_rank[-1].step if of_rank else 0 for of_rank in attempts]
 
-    def _state(self) -> str:
-        listed = self._cluster.run(["squeue", "-h", "-j", self._id, "-o", "%T"], check=False)
-        return listed.stdout.strip() or "GONE"
+    def _is_over(self) -> bool:
+        command = self._slurm.start("squeue", "-h", "-j", self._id, "-o", "%T")
+        state, _ = command.communicate()
+        return state.strip() not in ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED")
 
-    def _events(self, kind: EventKind, *, after_ns: int) -> list[Event]:
-        """Of all ranks, the ones of this kind and after this moment."""
+    def _in_flight(self, after_ns: int) -> int:
+        """How many ranks were held after this moment with a collective on its way."""
         paths = [self._run.rank_events(rank) for rank in range(self._plan.ranks)]
-        return [
-            event
+        return sum(
+            event.kind in (EventKind.ALL_PARKED, EventKind.AGREEMENT_FAILED)
+            and event.mono_ns > after_ns
+            and bool(event.data["in_flight"])
             for path in paths
             if path.exists()
             for event in read_events(path)
-            if event.kind is kind and event.mono_ns > after_ns
-        ]
+        )
 
 
 def suspend_again_and_again(
-    cluster: DevCluster, folder: Path, kind: Kind, *, plan: Plan, nodes: Sequence[str]
+    cluster: DevCluster,
+    folder: Path,
+    kind: tuple[str, str],
+    rounds: int,
+    *,
+    plan: Plan,
+    nodes: Sequence[str],
 ) -> list[Round]:
     """All rounds of one kind of job."""
-    rounds: list[Round] = []
-    while len(rounds) < kind.rounds:
-        job = SuspendedJob(
-            cluster, folder / f"{kind.way}-{kind.how}-{len(rounds)}", kind, plan=plan, nodes=nodes
-        )
+    seen: list[Round] = []
+    while len(seen) < rounds:
+        name = "-".join([*kind, str(len(seen))])
+        job = SuspendedJob(cluster, folder / name, kind, plan=plan, nodes=nodes)
         try:
-            while len(rounds) < kind.rounds:
+            while len(seen) < rounds:
                 time.sleep(0.5)
-                rounds.append(job.suspend())
-                if not rounds[-1].continued:
+                seen.append(job.suspend())
+                if not seen[-1].continued:
                     break
         finally:
             job.end()
-    return rounds
+    return seen
 
 
-def measure(folder: Path, plan: Plan) -> list[Round]:
+def measure(folder: Path, plan: Plan) -> dict[tuple[str, str], list[Round]]:
     """All kinds of jobs side by side, each on nodes of its own."""
     half = -(-plan.rounds // 2)
-    kinds = [
-        Kind("with", "ddp", plan.rounds),
-        Kind("with", "fsdp", plan.rounds),
-        Kind("without", "ddp", half),
-        Kind("without", "fsdp", plan.rounds - half),
-    ]
-    kinds = [kind for kind in kinds if kind.rounds]
-    spec = ClusterSpec(nodes=plan.ranks * len(kinds), profile="pause")
+    rounds = {
+        ("with", "ddp"): plan.rounds,
+        ("with", "fsdp"): plan.rounds,
+        ("without", "ddp"): half,
+        ("without", "fsdp"): plan.rounds - half,
+    }
+    spec = ClusterSpec(nodes=plan.ranks * len(rounds), profile="pause")
     with DevCluster.up(spec) as cluster, ThreadPoolExecutor() as pool:
         names = iter(spec.node_names)
-        running = [
-            pool.submit(
-                suspend_again_and_again,
-                cluster,
-                folder,
-                kind,
-                plan=plan,
-                nodes=[next(names) for _ in range(plan.ranks)],
+        running = {}
+        for kind, count in rounds.items():
+            nodes = [next(names) for _ in range(plan.ranks)]
+            running[kind] = pool.submit(
+                suspend_again_and_again, cluster, folder, kind, count, plan=plan, nodes=nodes
             )
-            for kind in kinds
-        ]
-        return [round_ for one in running for round_ in one.result()]
+        return {kind: one.result() for kind, one in running.items()}
 
 
-def figures(rounds: Sequence[Round]) -> dict[str, Any]:
-    ours = [one for one in rounds if one.kind.way == "with"]
-    theirs = [one for one in rounds if one.kind.way == "without"]
+def figures(rounds: dict[tuple[str, str], list[Round]]) -> dict[str, int]:
+    ddp, fsdp = rounds["with", "ddp"], rounds["with", "fsdp"]
+    theirs = [*rounds["without", "ddp"], *rounds["without", "fsdp"]]
     return {
-        "continued_ddp": sum(one.continued for one in ours if one.kind.how == "ddp"),
-        "continued_fsdp": sum(one.continued for one in ours if one.kind.how == "fsdp"),
+        "continued_ddp": sum(one.continued for one in ddp),
+        "continued_fsdp": sum(one.continued for one in fsdp),
         "rounds_without": len(theirs),
         "continued_without": sum(one.continued for one in theirs),
-        "in_flight_ranks": sum(one.in_flight_ranks for one in ours),
+        "in_flight_ranks": sum(one.in_flight_ranks for one in [*ddp, *fsdp]),
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def be_rank(way: str, how: str, folder: Path, timeout_s: float) -> None:
+    """Train until the job is cancelled; ``without`` is torch alone."""
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    # the time-out of the process group, which is short, is also that of its making
+    (folder / f"ready-{rank}").touch()
+    wait_until(lambda: len(list(folder.glob("ready-*"))) == size, "torch in all ranks")
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+    if how == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    optimizer = torch.optim.Adam(model.parameters())
+    data, number = torch.randn(8, WIDTH), 0
+    attempt = AttemptLog(folder / f"rank-{rank}", 0)
+    if way == "with":
+        import hydroslurm
+
+        run = hydroslurm.Run(
+            model=model, optimizer=optimizer, directory=folder / "run", every_steps=0, every_s=0
+        )
+        run.resume()
+    while True:
+        time.sleep(random.uniform(0, LOADING_S))
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+        number += 1
+        if way == "with":
+            run.step = number
+            run.safe_point()
+        attempt.made(number)
 
 
 def main() -> None:
     chosen = options("Suspends longer than the time-out of collectives.")
     plan = QUICK if chosen.quick else FULL
-    with scratch("long-suspend", chosen) as folder:
+    with scratch("long-suspend") as folder:
         rounds = measure(folder, plan)
-    finish(
-        chosen,
-        f"long suspend: {plan.suspended_s:g} s, collectives time out after {plan.timeout_s:g} s",
-        figures(rounds),
-    )
+    title = f"long suspend: {plan.suspended_s:g} s, time-out of collectives {plan.timeout_s:g} s"
+    finish(chosen, title, figures(rounds))
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] in (["with"], ["without"]):
+        be_rank(sys.argv[1], sys.argv[2], Path(sys.argv[3]), float(sys.argv[4]))
+    else:
+        main()

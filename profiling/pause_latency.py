@@ -16,7 +16,6 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from harness import PROFILING, EventTail, finish, options, p50_p99, scratch
@@ -34,14 +33,8 @@ WAYS = ("hydroslurm", "incumbent")
 HELD = (EventKind.FIRST_OPERATOR_HELD, EventKind.LATE_OPERATOR_HELD)
 
 
-@dataclass
-class Pause:
-    """One pause as seen from both sides; CLOCK_MONOTONIC, nanoseconds."""
-
-    sent_ns: int
-    held_ns: int
-    resume_sent_ns: int = 0
-    released_ns: int = 0
+Pause = tuple[float, float]
+"""Microseconds from kill() to the first operator held, and to the first one released."""
 
 
 class Victim(Child):
@@ -57,14 +50,26 @@ class Victim(Child):
         self._events = EventTail(self._path)
 
     def send(self, signo: int) -> int:
-        return send(self.pid, signo)
+        """Send a signal; CLOCK_MONOTONIC just before.
 
-    def held(self, sent_ns: int) -> Pause:
-        """Wait until it is held after a pause that was sent at ``sent_ns``."""
+        The sender is kept out of the figure. Before: it spins for a moment, or its own way out of
+        sleep, with cold caches, is measured (some 18 us here). After: it sleeps, for on few cores
+        it may sit on the very one that the victim needs to act on the signal.
+        """
+        awake_ns = time.monotonic_ns() + SENDER_SPIN_NS
+        while time.monotonic_ns() < awake_ns:
+            os.kill(self.pid, 0)
+        sent_ns = time.monotonic_ns()
+        os.kill(self.pid, signo)
+        time.sleep(0.003)
+        return sent_ns
+
+    def held(self, sent_ns: int) -> int:
+        """Wait until it is held after a pause that was sent at ``sent_ns``; when."""
         while True:
             held = self._events.until(*HELD, limit_s=LIMIT_S)
             if held.mono_ns >= sent_ns:
-                return Pause(sent_ns, held.mono_ns)
+                return held.mono_ns
 
     def released(self) -> int:
         return self._events.until(EventKind.FIRST_OPERATOR_RELEASED, limit_s=LIMIT_S).mono_ns
@@ -74,22 +79,6 @@ class Victim(Child):
         events = list(read_events(self._path)) if self._path.exists() else []
         held = (event.mono_ns for event in events if event.kind in HELD)
         return min((mono_ns for mono_ns in held if mono_ns > after_ns), default=or_else_ns)
-
-
-def send(pid: int, signo: int) -> int:
-    """Send a signal; CLOCK_MONOTONIC just before.
-
-    The sender is kept out of the figure. Before: it spins for a moment, or its own way out of
-    sleep, with cold caches, is measured (some 18 us here). After: it sleeps, for on few cores it
-    may sit on the very one that the victim needs to act on the signal.
-    """
-    awake_ns = time.monotonic_ns() + SENDER_SPIN_NS
-    while time.monotonic_ns() < awake_ns:
-        os.kill(pid, 0)
-    sent_ns = time.monotonic_ns()
-    os.kill(pid, signo)
-    time.sleep(0.003)
-    return sent_ns
 
 
 @contextlib.contextmanager
@@ -124,11 +113,11 @@ def pause_some(victim: Victim, count: int, seen: list[Pause]) -> None:
     time.sleep(0.05)
     for _ in range(count):
         time.sleep(random.uniform(0.005, 0.03))
-        pause = victim.held(victim.send(signal.SIGUSR1))
+        sent_ns = victim.send(signal.SIGUSR1)
+        held_ns = victim.held(sent_ns)
         time.sleep(random.uniform(0.005, 0.03))
-        pause.resume_sent_ns = victim.send(signal.SIGUSR2)
-        pause.released_ns = victim.released()
-        seen.append(pause)
+        resumed_ns = victim.send(signal.SIGUSR2)
+        seen.append(((held_ns - sent_ns) / 1e3, (victim.released() - resumed_ns) / 1e3))
     victim.send(signal.SIGSTOP)
 
 
@@ -143,7 +132,7 @@ def inside_backward(folder: Path, count: int, seconds: float) -> dict[str, list[
                 victim.expect("begin")
                 time.sleep(random.uniform(0.1, 0.6) * seconds)
                 sent_ns = victim.send(signal.SIGUSR1)
-                held_ns = victim.held(sent_ns).held_ns if victim.way == "hydroslurm" else None
+                held_ns = victim.held(sent_ns) if victim.way == "hydroslurm" else None
                 if held_ns is not None:
                     time.sleep(0.05)
                     victim.send(signal.SIGUSR2)
@@ -162,23 +151,18 @@ def figures(training: dict[str, list[Pause]], inside: dict[str, list[bool]]) -> 
     result: dict[str, float] = {"pauses": len(training["hydroslurm"])}
     for way, pauses in training.items():
         prefix = "" if way == "hydroslurm" else "incumbent_"
-        to_held_us = [_us(pause.sent_ns, pause.held_ns) for pause in pauses]
-        to_released_us = [_us(pause.resume_sent_ns, pause.released_ns) for pause in pauses]
+        to_held_us, to_released_us = zip(*pauses, strict=True)
         result |= p50_p99(f"{prefix}pause_us", to_held_us)
         result |= p50_p99(f"{prefix}resume_us", to_released_us)
         result[f"{prefix}parked_inside_backward"] = sum(inside[way]) / len(inside[way])
     return result
 
 
-def _us(begin_ns: int, end_ns: int) -> float:
-    return (end_ns - begin_ns) / 1e3
-
-
 def main() -> None:
     chosen = options("How long a pause and a resume take, from kill() on.")
     random.seed(0)
     count, backwards, seconds = (6, 1, 0.3) if chosen.quick else (300, 8, 2.5)
-    with scratch("pause", chosen) as folder:
+    with scratch("pause") as folder:
         training = pause_while_training(folder, count)
         inside = inside_backward(folder, backwards, seconds)
     title = "pause latency: kill -> first operator held, kill -> first operator released"

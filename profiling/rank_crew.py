@@ -36,7 +36,6 @@ LENGTH = 32
 WIDTH = 16
 FIRST_DATA_SEED = 1
 SEED = 3
-LIMIT_S = 300.0
 
 AfterStep = Callable[[], object]
 
@@ -145,7 +144,7 @@ def measure_cost(folder: Path, *, rounds: int, count: int) -> None:
     ``folder/cost.json``.
 
     The arms of a round come in an order of chance, the same on all ranks, so that none always comes
-    after the same other one. On a machine that has much else to do no round begins after LIMIT_S.
+    after the same other one.
     """
     bench = Bench(folder)
     arms: dict[str, Callable[[], AbstractContextManager[AfterStep]]] = {
@@ -156,22 +155,12 @@ def measure_cost(folder: Path, *, rounds: int, count: int) -> None:
     }
     chance = random.Random(SEED)
     seen: dict[str, list[float]] = {name: [] for name in arms}
-    deadline = time.monotonic() + LIMIT_S
     for _ in range(rounds):
-        if _is_late(deadline):
-            break
         for name in chance.sample(list(arms), len(arms)):
             with arms[name]() as after_step:
                 seen[name].append(_seconds_per_step(bench, after_step, count))
     if dist.get_rank() == 0:
         (folder / "cost.json").write_text(json.dumps(seen))
-
-
-def _is_late(deadline_s: float) -> bool:
-    """As the first rank sees it, for all."""
-    late = torch.tensor(time.monotonic() > deadline_s)
-    dist.broadcast(late, src=0)
-    return bool(late.item())
 
 
 def _seconds_per_step(bench: Bench, after_step: AfterStep, count: int) -> float:

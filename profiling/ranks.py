@@ -21,9 +21,8 @@ import random
 import secrets
 import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,50 +43,34 @@ STATE_BYTES = 36_000_000
 LIMIT_S = 120.0
 
 
-class Crew:
-    """The process that forks the ranks."""
+class Attempt:
+    """Ranks of rank_crew.py, as seen from outside, in a folder of their own."""
 
-    def __init__(self, program: Child, folder: Path) -> None:
-        self._program = program
-        self._folder = folder
-        self._attempts = 0
-        program.expect("ready")
-
-    def begin(self, what: str, world: int, **more: Any) -> Attempt:
-        """Fork the ranks of an attempt, in a folder of its own."""
-        self._attempts += 1
-        folder = self._folder / f"attempt-{self._attempts}"
-        folder.mkdir()
+    def __init__(self, crew: Child, folder: Path, what: str, world: int, **more: Any) -> None:
+        self.folder = Path(tempfile.mkdtemp(dir=folder))
+        self._crew = crew
         pids = forkedranks.start(
-            self._program,
+            crew,
             world,
             what=what,
-            folder=str(folder),
-            meet=str(folder / "meet"),
+            folder=str(self.folder),
+            meet=str(self.folder / "meet"),
             environ={"HYDROSLURM_STEP_KEY": secrets.token_hex(32)},
             **more,
         )
-        return Attempt(folder, list(pids.values()))
+        self._pids = list(pids.values())
+        self._run = RunDir(self.folder / "run")
+        self._tails = [EventTail(self._run.rank_events(rank)) for rank in range(world)]
 
-    def end(self, attempt: Attempt, *, status: int) -> None:
-        """Wait until its ranks have ended.
+    def end(self, *, status: int) -> None:
+        """Wait until all ranks have ended.
 
         Raises:
             RuntimeError: one of them ended with another status.
         """
-        found = set(forkedranks.wait_for_end(self._program, len(attempt.pids)).values())
+        found = set(forkedranks.wait_for_end(self._crew, len(self._pids)).values())
         if found != {status}:
             raise RuntimeError(f"ranks ended with {found}, wanted {status}")
-
-
-class Attempt:
-    """Ranks that train, as seen from outside."""
-
-    def __init__(self, folder: Path, pids: list[int]) -> None:
-        self.folder = folder
-        self.pids = pids
-        self._run = RunDir(folder / "run")
-        self._tails = [EventTail(self._run.rank_events(rank)) for rank in range(len(pids))]
 
     def wait_for_all(self, kind: EventKind) -> list[Event]:
         """The next event of this kind of each rank."""
@@ -96,60 +79,57 @@ class Attempt:
     def signal(self, rank: int, signo: int) -> None:
         """Send it, and stay out of the way: on few cores the reader of events may sit on the very
         one that a rank needs."""
-        os.kill(self.pids[rank], signo)
+        os.kill(self._pids[rank], signo)
         time.sleep(0.1)
 
-    def signalled(self, rank: int, signo: int) -> Event:
-        """The same, of a pause; returns what its handler stamped."""
-        self.signal(rank, signo)
-        return self._tails[rank].until(EventKind.SIGNAL_RECEIVED, limit_s=LIMIT_S)
+    def of_rank(self, rank: int, kind: EventKind) -> Event:
+        """Its next event of this kind."""
+        return self._tails[rank].until(kind, limit_s=LIMIT_S)
 
     def events(self, kind: EventKind) -> list[list[Event]]:
         """Of each rank, all of this kind."""
         return [
             [event for event in read_events(self._run.rank_events(rank)) if event.kind is kind]
-            for rank in range(len(self.pids))
+            for rank in range(len(self._pids))
         ]
 
 
-def measure_pauses(crew: Crew, world: int, count: int) -> dict[str, float]:
+def measure_pauses(crew: Child, folder: Path, world: int, count: int) -> dict[str, float]:
     """Pause and resume one attempt of so many ranks ``count`` times."""
     chance = random.Random(SEED + world)
-    attempt = crew.begin("train", world, state_bytes=0)
+    attempt = Attempt(crew, folder, "train", world, state_bytes=0)
     attempt.wait_for_all(EventKind.FIRST_STEP)
     time.sleep(0.5)
-    parked_ms, released_ms, in_flight = [], [], 0
+    parked_ms, in_flight = [], 0
     for _ in range(count):
         time.sleep(chance.uniform(0.02, 0.1))
         rank = chance.randrange(world)
-        sent = attempt.signalled(rank, signal.SIGUSR1)
+        attempt.signal(rank, signal.SIGUSR1)
+        sent = attempt.of_rank(rank, EventKind.SIGNAL_RECEIVED)
         parked = attempt.wait_for_all(EventKind.ALL_PARKED)
-        resumed = attempt.signalled(rank, signal.SIGUSR2)
-        released = attempt.wait_for_all(EventKind.FIRST_OPERATOR_RELEASED)
+        attempt.signal(rank, signal.SIGUSR2)
+        attempt.wait_for_all(EventKind.FIRST_OPERATOR_RELEASED)
         parked_ms.append(_ms(sent, parked))
-        released_ms.append(_ms(resumed, released))
         in_flight = max(in_flight, *(int(event.data["in_flight"]) for event in parked))
     attempt.signal(0, signal.SIGTERM)
-    crew.end(attempt, status=RUN_AGAIN)
-    shutil.rmtree(attempt.folder)
+    attempt.end(status=RUN_AGAIN)
     return {
         **p50_p99(f"signal_to_all_parked_ms_{world}", parked_ms),
-        **p50_p99(f"resume_to_all_released_ms_{world}", released_ms),
         f"in_flight_when_parked_{world}": in_flight,
     }
 
 
-def measure_stops(crew: Crew, world: int, count: int) -> dict[str, float]:
+def measure_stops(crew: Child, folder: Path, world: int, count: int) -> dict[str, float]:
     """Stop so many attempts of so many ranks."""
     chance = random.Random(SEED + world)
     durable_ms, skew_steps = [], 0
     for _ in range(count):
-        attempt = crew.begin("train", world, state_bytes=STATE_BYTES)
+        attempt = Attempt(crew, folder, "train", world, state_bytes=STATE_BYTES)
         attempt.wait_for_all(EventKind.FIRST_STEP)
         time.sleep(chance.uniform(0.2, 0.5))
         rank = chance.randrange(world)
         attempt.signal(rank, signal.SIGTERM)
-        crew.end(attempt, status=RUN_AGAIN)
+        attempt.end(status=RUN_AGAIN)
         sent = attempt.events(EventKind.STOP_REQUESTED)[rank][0]
         steps = [int(of_rank[0].step or 0) for of_rank in attempt.events(EventKind.SAFE_POINT)]
         skew_steps = max(skew_steps, max(steps) - min(steps))
@@ -165,9 +145,9 @@ def measure_stops(crew: Crew, world: int, count: int) -> dict[str, float]:
     }
 
 
-def measure_cost(crew: Crew, *, rounds: int, steps: int) -> dict[str, float]:
-    attempt = crew.begin("cost", COST_RANKS, rounds=rounds, steps=steps)
-    crew.end(attempt, status=0)
+def measure_cost(crew: Child, folder: Path, *, rounds: int, steps: int) -> dict[str, float]:
+    attempt = Attempt(crew, folder, "cost", COST_RANKS, rounds=rounds, steps=steps)
+    attempt.end(status=0)
     seen: dict[str, list[float]] = json.loads((attempt.folder / "cost.json").read_text())
     return {
         "per_step_cost_ratio": median_ratio(seen, "run", "bare"),
@@ -182,25 +162,19 @@ def _ms(begin: Event, ends: list[Event]) -> float:
     return (max(end.mono_ns for end in ends) - begin.mono_ns) / 1e6
 
 
-@contextmanager
-def crew_in(folder: Path) -> Iterator[Crew]:
-    """A crew that is gone after the block, and its ranks with it."""
-    paths = os.pathsep.join([str(PROFILING), str(TESTS)])
-    program = (PROFILING / "rank_crew.py").read_text()
-    environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    with child(program, folder, environ=environ) as started:
-        yield Crew(started, folder)
-
-
 def main() -> None:
     chosen = options("Several ranks: stopping together, parking together, and what it costs.")
     result: dict[str, float] = {}
-    with scratch("ranks", chosen) as folder, crew_in(folder) as crew:
+    paths = os.pathsep.join([str(PROFILING), str(TESTS)])
+    environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    program = (PROFILING / "rank_crew.py").read_text()
+    with scratch("ranks") as folder, child(program, folder, environ=environ) as crew:
+        crew.expect("ready")
         for world in WORLDS:
-            result |= measure_pauses(crew, world, 3 if chosen.quick else 60)
-            result |= measure_stops(crew, world, 1 if chosen.quick else 20)
+            result |= measure_pauses(crew, folder, world, 3 if chosen.quick else 60)
+            result |= measure_stops(crew, folder, world, 1 if chosen.quick else 20)
         rounds, steps = (2, 5) if chosen.quick else (80, 24)
-        result |= measure_cost(crew, rounds=rounds, steps=steps)
+        result |= measure_cost(crew, folder, rounds=rounds, steps=steps)
     result["stop_skew_steps"] = max(result[f"stop_skew_steps_{world}"] for world in WORLDS)
     title = "ranks: all stop after one step, all park at one collective, and what it costs"
     finish(chosen, title, result)

@@ -17,7 +17,7 @@ import secrets
 import selectors
 import signal
 import socket
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,41 +38,37 @@ LIMIT_S = 300.0
 
 
 class Line:
-    """The connection of one rank."""
+    """The connection of one rank, which greets."""
 
-    def __init__(self, rank: int, connection: socket.socket, greeting: RankGreeting) -> None:
+    def __init__(self, rank: int, port: int, *, attempt: str, key: bytes) -> None:
         self.rank = rank
-        self.connection = connection
-        self.sealer: Sealer | None = None
-        self._greeting = greeting
-        self._unsealer: Unsealer | None = None
-        self._unsent: list[bytes] = []
+        self._greeting = RankGreeting(attempt=attempt, key=key, munge=None)
+        self.connection = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection.sendall(self._greeting.hello)
 
-    def put(self, message: dict[str, Any]) -> None:
-        self._unsent.append(pack(message))
+    def prove(self) -> None:
+        """End the greeting: it knows the key."""
+        while (proof := self._greeting.feed(self._data())) is None:
+            pass
+        self.connection.sendall(proof)
+        session = self._greeting.session
+        assert session is not None
+        self._sealer, self._unsealer = Sealer(session.to_coordinator), Unsealer(session.to_rank)
 
-    def flush(self) -> None:
-        """Send what was put."""
-        assert self.sealer is not None
-        unsent, self._unsent = self._unsent, []
-        if unsent:
-            self.connection.sendall(b"".join(map(self.sealer.seal, unsent)))
+    def send(self, message: dict[str, Any]) -> None:
+        self.connection.sendall(self._sealer.seal(pack(message)))
 
     def receive(self) -> list[dict[str, Any]]:
-        """What has arrived; the proof is sent as soon as it can be made."""
+        """What has arrived."""
+        bodies = self._unsealer.bodies(self._data())
+        return [check_from_coordinator(cached_unpack(body)) for body in bodies]
+
+    def _data(self) -> bytes:
         data = self.connection.recv(1 << 18)
         if not data:
             raise RuntimeError(f"the coordinator has hung up on rank {self.rank}")
-        if self._unsealer is None:
-            proof = self._greeting.feed(data)
-            if proof is None:
-                return []
-            self.connection.sendall(proof)
-            session = self._greeting.session
-            assert session is not None
-            self.sealer, self._unsealer = Sealer(session.to_coordinator), Unsealer(session.to_rank)
-            data = session.rest
-        return [check_from_coordinator(cached_unpack(body)) for body in self._unsealer.bodies(data)]
+        return data
 
 
 cached_unpack = functools.lru_cache(8)(unpack)
@@ -94,70 +90,53 @@ class SimulatedRanks:
         self._heard: Counter[str] = Counter()
 
     def join(self) -> None:
-        waiting, greeting = deque(range(self.size)), set[Line]()
-        while waiting or greeting:
-            while waiting and len(greeting) < AT_ONCE:
-                greeting.add(self._connect(waiting.popleft()))
-            for key, _ in self._selector.select(LIMIT_S):
-                line: Line = key.data
-                self._hear(line)
-                if line in greeting and line.sealer is not None:
-                    greeting.discard(line)
-                    line.put(
-                        {
-                            "type": "join", "incarnation_id": self.attempt, "rank": line.rank,
-                            "world_size": self.size, "cut_off": [],
-                        },
-                    )  # fmt: skip
-                    line.flush()
+        for first in range(0, self.size, AT_ONCE):
+            lines = [
+                Line(rank, self.port, attempt=self.attempt, key=self.key)
+                for rank in range(first, min(first + AT_ONCE, self.size))
+            ]
+            for line in lines:
+                line.prove()
+            for line in lines:
+                self._selector.register(line.connection, selectors.EVENT_READ, line)
+                line.send(
+                    {
+                        "type": "join", "incarnation_id": self.attempt, "rank": line.rank,
+                        "world_size": self.size, "cut_off": [],
+                    }
+                )  # fmt: skip
+            self._lines += lines
         self._wait("all_joined")
 
     def pause(self) -> None:
-        self._lines[0].put({"type": "pause"})
+        self._lines[0].send({"type": "pause"})
         self._wait("all_parked")
-        self._lines[0].put({"type": "resume"})
+        self._lines[0].send({"type": "resume"})
         self._wait("release")
 
     # --- the parts of it
 
-    def _connect(self, rank: int) -> Line:
-        greeting = RankGreeting(attempt=self.attempt, key=self.key, munge=None)
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=LIMIT_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(greeting.hello)
-        line = Line(rank, connection, greeting)
-        self._lines.append(line)
-        self._selector.register(connection, selectors.EVENT_READ, line)
-        return line
-
     def _wait(self, kind: str) -> None:
         """Until every rank has heard a message of this kind since the last wait."""
-        for line in self._lines:
-            line.flush()
         while self._heard[kind] < self.size:
             ready = self._selector.select(LIMIT_S)
             if not ready:
                 raise TimeoutError(f"{self._heard[kind]} of {self.size} ranks heard {kind}")
             for key, _ in ready:
-                self._hear(key.data)
+                for message in key.data.receive():
+                    self._heard[message["type"]] += 1
+                    self._answer(key.data, message)
         self._heard.clear()
-
-    def _hear(self, line: Line) -> None:
-        for message in line.receive():
-            self._heard[message["type"]] += 1
-            self._answer(line, message)
-        if line.sealer is not None:
-            line.flush()
 
     def _answer(self, line: Line, message: dict[str, Any]) -> None:
         kind = message["type"]
         if kind == "describe":
             groups = self._groups(line.rank)
             wanted = {key: groups[key] for key in message["groups"]}
-            line.put({"type": "members", "groups": wanted})
+            line.send({"type": "members", "groups": wanted})
         elif kind in ("hold", "count"):
             groups = issued_by(line.rank) if kind == "hold" else None  # nothing new
-            line.put(
+            line.send(
                 {
                     "type": "counts", "pause": message["pause"], "round": message["round"],
                     "groups": groups, "in_flight": 0, "allowance": 0,

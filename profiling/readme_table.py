@@ -60,19 +60,6 @@ def kept(script: str, result: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in result.items() if key in wanted}
 
 
-def text_of(result: Mapping[str, Any]) -> str:
-    """JSON with a line per key, and one per entry where the entries are mappings."""
-    lines = (f"  {json.dumps(key)}: {_entries(value)}" for key, value in result.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _entries(value: Any) -> str:
-    if not isinstance(value, Mapping) or not all(isinstance(v, Mapping) for v in value.values()):
-        return json.dumps(value)
-    lines = (f"    {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items())
-    return "{\n" + ",\n".join(lines) + "\n  }"
-
-
 def table(results: Results) -> str:
     """The rows that there are results for, as Markdown, with where they were measured."""
     lines = [

@@ -140,7 +140,7 @@ def _pss_bytes(pid: int) -> int:
 def main() -> None:
     chosen = options("What hydroslurm report takes of a long run.")
     plan = Plan(ranks=8, attempts=3, pauses=50 if chosen.quick else 6600, saves=400)
-    with scratch("report", chosen) as folder:
+    with scratch("report") as folder:
         run = folder / "run"
         events = make_run(plan, run)
         report(run)  # files into the cache

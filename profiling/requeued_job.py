@@ -1,6 +1,6 @@
 """The job that stop.py and killwait.py stop: trains until it is cancelled.
 
-    requeued_job.py STATE_BYTES PROGRESS_FOLDER
+    requeued_job.py STATE_BYTES ATTEMPTS_FOLDER
 
 Its state is as large as asked for, and its step is quick all the same: four large tables of which a
 step changes a few rows, and a stack of many small layers.
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from progress import Progress
+from attempts import AttemptLog
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -64,14 +64,14 @@ def main() -> None:
         every_s=0,
     )
     run.resume()
-    progress = Progress(folder, run.step)
+    attempt = AttemptLog(folder, run.step)
     for rows, wanted in run.batches(epochs=1_000_000):
         loss = (model(rows) - wanted).square().mean()
         loss.backward()
         for optimizer in (tables, layers):
             optimizer.step()
             optimizer.zero_grad()
-        progress.made(run.step + 1)
+        attempt.made(run.step + 1)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import finish, interleaved, median_ratio, parser, scratch
+from harness import finish, interleaved, median_ratio, options, scratch
 
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
@@ -237,10 +237,10 @@ def measure(size_bytes: int, folder: Path, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    chosen = parser("What saving and loading cost.", directory=True).parse_args()
+    chosen = options("What saving and loading cost.")
     sizes, repeats = ((QUICK_BYTES,), 1) if chosen.quick else (SIZES_BYTES, 3)
     result: dict[str, Any] = {}
-    with scratch("save", chosen) as folder:
+    with scratch("save") as folder:
         for size_bytes in sizes:
             label = f"{size_bytes / 1e9:g}gb"
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:

@@ -17,14 +17,13 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 import venv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness import finish, interleaved, median_ratio, options, scratch
+from harness import Slurm, finish, interleaved, median_ratio, options, scratch
 from processes import wait_until
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
@@ -39,7 +38,6 @@ part = Path(sys.argv[1]).with_suffix(".part")
 part.write_text(f"{done_ns}\\n")
 part.rename(sys.argv[1])  # who waits for it sees it whole
 """
-LIMIT_S = 120.0
 HELP = "from hydroslurm.cli import main; main()"  # what the program `hydroslurm` is
 
 
@@ -86,7 +84,7 @@ class Submissions:
     """Submits the same script in two ways, and waits each time until the cluster is idle again."""
 
     def __init__(self, cluster: DevCluster, folder: Path) -> None:
-        self._cluster = cluster
+        self._slurm = Slurm(cluster, folder)
         self._folder = folder
         self._count = 0
         self._script = folder / "first_operator.py"
@@ -98,9 +96,8 @@ class Submissions:
         template = {"command": ["python", str(self._script), str(stamp)]}
         file = stamp.with_suffix(".yaml")
         file.write_text(json.dumps({"replicaSpecs": [{"replicas": 1, "template": template}]}))
-        runs = str(self._folder / "runs")
-        program = [sys.executable, "-c", HELP]
-        return self._seconds([*program, "submit", "--folder", runs, str(file)], stamp)
+        program = (sys.executable, "-c", HELP)
+        return self._seconds([*program, "submit", "--folder", "runs", str(file)], stamp)
 
     def sbatch(self) -> float:
         """The same with plain sbatch and srun."""
@@ -114,20 +111,9 @@ class Submissions:
         return self._folder / f"first-{self._count}"
 
     def _seconds(self, argv: list[str], stamp: Path) -> float:
-        listed = ["squeue", "-h"]
-        wait_until(lambda: not self._cluster.run(listed).stdout, "the cluster is idle")
+        wait_until(lambda: not self._slurm.run("squeue", "-h"), "the cluster is idle")
         begin_ns = time.monotonic_ns()
-        done = subprocess.run(
-            argv,
-            cwd=self._folder,
-            env=self._cluster.child_environ(),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(argv)} failed: {done.stderr.strip()}")
+        self._slurm.run(*argv)
         wait_until(stamp.exists, f"the first operator of {argv}")
         return (int(stamp.read_text()) - begin_ns) / 1e9
 
@@ -146,7 +132,7 @@ def main() -> None:
     chosen = options("What it costs to begin: Python, the command line, a job.")
     compileall.compile_dir(PACKAGE, quiet=1)
     program = [sys.executable, "-c", HELP, "--help"]
-    with scratch("startup", chosen) as folder:
+    with scratch("startup") as folder:
         starts = python_starts(folder, rounds=10 if chosen.quick else 400)
         helps = [seconds_of(program) for _ in range(3 if chosen.quick else 30)]
         jobs = submissions(folder, rounds=1 if chosen.quick else 12)

@@ -26,17 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import submitit
-from digits import Config
-from digits_job import StockTraining, run_training
-from harness import finish, parser, scratch
-from progress import read_progress, steps_lost
+from attempts import AttemptLog, read_attempts, steps_lost
+from digits import Config, StockTraining, train_in_a_run
+from harness import PROFILING, Slurm, finish, finished, options, scratch
+from processes import wait_until
 from submitit.slurm.slurm import SlurmJob
 
 import hydroslurm
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.spec import Profile
 
-HERE = Path(__file__).resolve().parent
 LIMIT_S = 240.0
 STOPS: dict[Profile, tuple[str, ...]] = {
     "requeue": ("grace", "requeue", "signal"),
@@ -53,12 +52,13 @@ class Arm:
     node: str
     config: Config
     job: submitit.Job[dict[str, Any]]
+    slurm: Slurm
 
     @property
     def attempts(self) -> int:
         """How many attempts have made a step."""
-        spans = read_progress(self.config.folder / "progress")
-        return sum(span.end > span.begin for span in spans)
+        attempts = read_attempts(self.config.folder / "attempts")
+        return sum(attempt.step > attempt.begin for attempt in attempts)
 
     @property
     def is_over(self) -> bool:
@@ -66,20 +66,16 @@ class Arm:
 
     def lost(self) -> list[int]:
         """Per preemption, the steps that were trained again."""
-        return steps_lost(read_progress(self.config.folder / "progress"))
+        return steps_lost(read_attempts(self.config.folder / "attempts"))
 
     def preempt(self, way: str) -> subprocess.Popen[str]:
         """Begin it; the command ends when the urgent job has, or at once."""
-        number = self.job.job_id
-        signal = "URG" if self.name == "executor" else "USR2"
-        urgent = ["srun", "-p", "urgent", "-w", self.node, "--exclusive", "--time=1", "true"]
-        command = {
-            "requeue": ["scontrol", "requeue", number],
-            "signal": ["scancel", f"--signal={signal}", number],
-        }.get(way, urgent)
-        return subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        if way == "requeue":
+            return self.slurm.start("scontrol", "requeue", self.job.job_id)
+        if way == "signal":
+            signal = "URG" if self.name == "executor" else "USR2"
+            return self.slurm.start("scancel", f"--signal={signal}", self.job.job_id)
+        return self.slurm.send_urgent_job(self.node)
 
     def result(self) -> dict[str, Any] | None:
         """What the job returned; None when it failed."""
@@ -89,7 +85,7 @@ class Arm:
             return None
 
 
-def submit(name: str, node: str, folder: Path, epochs: int) -> Arm:
+def submit(name: str, node: str, folder: Path, *, epochs: int, cluster: DevCluster) -> Arm:
     """Start one of the jobs on the cluster that this process is led to."""
     config = Config(folder, epochs)
     folder.mkdir(parents=True)
@@ -97,12 +93,12 @@ def submit(name: str, node: str, folder: Path, epochs: int) -> Arm:
     executor: Any
     if name == "executor":
         executor = hydroslurm.Executor(folder / "submitit")
-        work: tuple[Any, ...] = (run_training, config)
+        work: tuple[Any, ...] = (train_in_a_run, config, AttemptLog)
     else:
         executor = submitit.AutoExecutor(folder / "submitit", cluster="slurm")
-        work = (StockTraining(config),)
+        work = (StockTraining(config, AttemptLog),)
     executor.update_parameters(**parameters, slurm_nodelist=node)
-    return Arm(name, node, config, executor.submit(*work))
+    return Arm(name, node, config, executor.submit(*work), Slurm(cluster, folder))
 
 
 def compare(profile: Profile, folder: Path, epochs: int) -> list[Arm]:
@@ -111,7 +107,7 @@ def compare(profile: Profile, folder: Path, epochs: int) -> list[Arm]:
         lead_here(cluster)
         nodes = cluster.spec.node_names
         arms = [
-            submit(name, node, folder / profile / name, epochs)
+            submit(name, node, folder / profile / name, epochs=epochs, cluster=cluster)
             for name, node in zip(ARMS, nodes, strict=True)
         ]
         wait(lambda: all(arm.attempts == 1 for arm in arms), "every job makes steps", arms)
@@ -135,7 +131,7 @@ def preempt_all(arms: Sequence[Arm], way: str, attempt: int) -> None:
         arms,
     )
     for command in commands:
-        command.communicate(timeout=LIMIT_S)
+        finished(command)
 
 
 def lead_here(cluster: DevCluster) -> None:
@@ -145,27 +141,25 @@ def lead_here(cluster: DevCluster) -> None:
     forgetting, a job number of the cluster before would be taken for one of this.
     """
     os.environ.update(cluster.environ())
-    paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+    paths = [str(PROFILING), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     os.environ["OMP_NUM_THREADS"] = "1"
     SlurmJob.watcher.clear()
 
 
 def wait(condition: Callable[[], bool], what: str, arms: Sequence[Arm]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            logs = "\n".join(f"{arm.name}:\n{arm.job.stderr()}" for arm in arms)
-            raise TimeoutError(f"not within {LIMIT_S:g} s: {what}\n{logs}")
-        time.sleep(0.1)
+    def said() -> str:
+        return "\n".join([what, *(f"{arm.name}:\n{arm.job.stderr()}" for arm in arms)])
+
+    wait_until(condition, said, limit_s=LIMIT_S)
 
 
 def main() -> None:
-    chosen = parser("Stock submitit and hydroslurm, side by side.", directory=True).parse_args()
+    chosen = options("Stock submitit and hydroslurm, side by side.")
     epochs = 12 if chosen.quick else 40
     profiles: list[Profile] = ["gang-requeue"] if chosen.quick else list(STOPS)
     result: dict[str, Any] = {f"steps_lost_{name}": 0 for name in ARMS}
-    with scratch("stock", chosen) as folder:
+    with scratch("stock") as folder:
         for profile in profiles:
             for arm in compare(profile, folder, epochs):
                 result[f"steps_lost_{arm.name}"] += sum(arm.lost())

@@ -1,4 +1,4 @@
-"""Real requeues: what a stop takes from SIGTERM to the commit, to the queue, and to the next step.
+"""Real requeues: what a stop takes from SIGTERM to the commit, and from the queue to the next step.
 
 A training on dev clusters of its own is stopped in three ways, each several times:
 
@@ -16,7 +16,6 @@ events count: a dev cluster is one machine, so the monotonic clocks of two attem
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -24,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from harness import PROFILING, finish, p50_p99, parser, scratch
+from attempts import read_attempts
+from harness import PROFILING, Slurm, finish, finished, options, p50_p99, scratch
 from processes import wait_until
-from progress import read_progress
 from sbatchfiles import requeue_script
 
 from hydroslurm.core.events import Event, EventKind, read_events
@@ -53,12 +52,10 @@ class Stop:
 
     Attributes:
         to_durable_ms: from the handler to the commit; None when this step was never committed.
-        durable_to_requeued_ms: from the commit until Slurm had said that the job is in the queue.
         steps_lost: made in the attempt that was stopped and not in what the next one began with.
     """
 
     to_durable_ms: float | None
-    durable_to_requeued_ms: float | None
     eligible_to_first_step_ms: float
     steps_lost: int
 
@@ -71,58 +68,59 @@ class RequeuedTraining:
     """
 
     def __init__(self, cluster: DevCluster, folder: Path, *, state_bytes: int) -> None:
-        self._cluster = cluster
         self._folder = folder
         self._run = RunDir(folder / "run")
         self._attempt = 1
         folder.mkdir(parents=True)
+        environ = {
+            "PYTHON": sys.executable,
+            "HYDROSLURM_RUN_DIR": str(self._run.root),
+            "SLURM_TIME_FORMAT": "%s",  # epoch seconds, of scontrol too
+        }
+        self._slurm = Slurm(cluster, folder, environ)
         script = folder / "job.sbatch"
         script.write_text(requeue_script(f'"$PYTHON" -u {JOB} "$@"'))
-        arguments = [str(script), str(state_bytes), str(folder / "progress")]
-        self._job_id = self._slurm("sbatch", "--parsable", f"--nodelist={NODE}", *arguments)
+        arguments = [str(script), str(state_bytes), str(folder / "attempts")]
+        self._job_id = self._slurm.submit(f"--nodelist={NODE}", *arguments)
         self._wait_for_first_step()
 
     def stop(self, way: Way) -> Stop:
         """Train on for a moment, so that the stop comes anywhere within a step; stop the job, and
         wait until the next attempt has made a step."""
         time.sleep(random.Random(f"{SEED}-{self._attempt}").uniform(0.2, 0.7))
-        urgent = None
         if way == "requeue":
-            self._slurm("scontrol", "requeue", self._job_id)
+            command = self._slurm.start("scontrol", "requeue", self._job_id)
         else:
-            options = ("--partition=urgent", f"--nodelist={NODE}", "--exclusive", "--time=1")
-            urgent = self._start("srun", *options, "true")
+            command = self._slurm.send_urgent_job(NODE)
         self._attempt += 1
         self._wait_for_first_step()
-        if urgent is not None:
-            _finished(urgent)
+        finished(command)
         return self._seen()
 
     def cancel(self) -> None:
-        """End the job at once: a save for this stop would help nobody."""
-        self._slurm("scancel", "--signal=KILL", "--full", self._job_id)
-        self._slurm("scancel", self._job_id)
+        self._slurm.cancel(self._job_id)
 
     def _seen(self) -> Stop:
         """What the two attempts around the last stop wrote."""
         events = list(read_events(self._run.rank_events(0)))
         began = [at for at, e in enumerate(events) if e.kind is EventKind.ATTEMPT_BEGAN]
         before, after = events[began[-2] : began[-1]], events[began[-1] :]
-        durable = _durable_of(before, _first(before, EventKind.SAFE_POINT))
+        asked, safe = _first(before, EventKind.STOP_REQUESTED), _first(before, EventKind.SAFE_POINT)
+        committed = [e for e in before if e.kind is EventKind.SAVE_COMMITTED]
+        durable = [e for e in committed if safe and e.data.get("checkpoint_step") == safe.step]
         first_step = _first(after, EventKind.FIRST_STEP)
         assert first_step is not None, "stop() waits for it"
         # Slurm gives it in whole seconds, and compares it with a clock of whole seconds
         eligible_s = int(self._field("EligibleTime"))
-        attempts = read_progress(self._folder / "progress")
+        attempts = read_attempts(self._folder / "attempts")
         return Stop(
-            to_durable_ms=_between_ms(_first(before, EventKind.STOP_REQUESTED), durable),
-            durable_to_requeued_ms=_between_ms(durable, _first(before, EventKind.REQUEUED)),
+            to_durable_ms=(durable[0].mono_ns - asked.mono_ns) / 1e6 if durable and asked else None,
             eligible_to_first_step_ms=first_step.epoch_ns / 1e6 - eligible_s * 1e3,
-            steps_lost=attempts[-2].end - attempts[-1].begin,
+            steps_lost=attempts[-2].step - attempts[-1].begin,
         )
 
     def _field(self, name: str) -> str:
-        shown = self._slurm("scontrol", "show", "job", "--oneliner", self._job_id)
+        shown = self._slurm.run("scontrol", "show", "job", "--oneliner", self._job_id)
         fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
         return fields[name]
 
@@ -142,50 +140,9 @@ class RequeuedTraining:
 
         wait_until(stepped, what, limit_s=LIMIT_S)
 
-    def _slurm(self, *command: str) -> str:
-        return _finished(self._start(*command)).strip()
-
-    def _start(self, *command: str) -> subprocess.Popen[str]:
-        mine = {
-            "PYTHON": sys.executable,
-            "OMP_NUM_THREADS": "1",
-            "HYDROSLURM_RUN_DIR": str(self._run.root),
-            "SLURM_TIME_FORMAT": "%s",  # epoch seconds, of scontrol too
-        }
-        return subprocess.Popen(
-            command,
-            env={**self._cluster.child_environ(), **mine},
-            cwd=self._folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-
-def _durable_of(events: Sequence[Event], safe: Event | None) -> Event | None:
-    """The commit of the step that the stop came to."""
-    for event in events:
-        here = safe is not None and event.data.get("checkpoint_step") == safe.step
-        if event.kind is EventKind.SAVE_COMMITTED and here:
-            return event
-    return None
-
 
 def _first(events: Sequence[Event], kind: EventKind) -> Event | None:
     return next((event for event in events if event.kind is kind), None)
-
-
-def _between_ms(begin: Event | None, end: Event | None) -> float | None:
-    if begin is None or end is None:
-        return None
-    return (end.mono_ns - begin.mono_ns) / 1e6
-
-
-def _finished(command: subprocess.Popen[str]) -> str:
-    out, said = command.communicate(timeout=LIMIT_S)
-    if command.returncode != 0:
-        raise RuntimeError(f"{command.args!r} ended with {command.returncode}: {said.strip()}")
-    return out
 
 
 def stops_of(
@@ -200,9 +157,9 @@ def stops_of(
         return stops
 
 
-def there(stops: Sequence[Stop], name: str) -> list[float]:
-    """One figure of all stops that have it; a stop that was killed lacks some."""
-    return [value for stop in stops if (value := getattr(stop, name)) is not None]
+def to_durable_ms(stops: Sequence[Stop]) -> list[float]:
+    """Of all stops that were committed."""
+    return [stop.to_durable_ms for stop in stops if stop.to_durable_ms is not None]
 
 
 def figures(stops: Sequence[Stop]) -> dict[str, Any]:
@@ -210,21 +167,20 @@ def figures(stops: Sequence[Stop]) -> dict[str, Any]:
         "stops": len(stops),
         "committed": sum(stop.to_durable_ms is not None and not stop.steps_lost for stop in stops),
         "steps_lost": sum(stop.steps_lost for stop in stops),
-        **p50_p99("sigterm_to_durable_ms", there(stops, "to_durable_ms")),
-        **p50_p99("durable_to_requeued_ms", there(stops, "durable_to_requeued_ms")),
-        **p50_p99("eligible_to_first_step_ms", there(stops, "eligible_to_first_step_ms")),
+        **p50_p99("sigterm_to_durable_ms", to_durable_ms(stops)),
+        **p50_p99("eligible_to_first_step_ms", [stop.eligible_to_first_step_ms for stop in stops]),
     }
 
 
 def main() -> None:
-    chosen = parser("What a stop and a requeue take on a real Slurm.", directory=True).parse_args()
+    chosen = options("What a stop and a requeue take on a real Slurm.")
     count, state_bytes = (1, 5_000_000) if chosen.quick else (4, 50_000_000)
     stops: list[Stop] = []
-    with scratch("stop", chosen) as folder:
+    with scratch("stop") as folder:
         for profile, ways in [*WAYS.items()][: 1 if chosen.quick else None]:
             turns = [way for way in ways[: 1 if chosen.quick else None] for _ in range(count)]
             stops += stops_of(profile, folder, turns, state_bytes=state_bytes, kill_wait_s=30)
-    finish(chosen, "stop: SIGTERM -> durable -> requeued -> eligible -> first step", figures(stops))
+    finish(chosen, "stop: SIGTERM -> durable, eligible -> first step", figures(stops))
 
 
 if __name__ == "__main__":

@@ -8,15 +8,13 @@ Counted are the requests of programs like ours, per job (sdiag -r before).
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-from harness import finish, installed, options, scratch
+from harness import Slurm, finish, installed, options, scratch
 from processes import wait_until
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
@@ -37,24 +35,11 @@ _STEP = (
 )
 
 
-@dataclass(frozen=True)
-class Rank:
-    """The part of a job's first rank that talks to Slurm."""
-
-    job_id: int
-    handler: StopHandler
-
-    def stop(self) -> int:
-        """As a Run does at its safe point, after a save that took no time; the exit status."""
-        self.handler.note_request(StopRequest("SIGTERM", 0, time.monotonic_ns(), time.time_ns()))
-        return int(self.handler.requeue(self.handler.plan()).code or 0)
-
-
-def submit(cluster: DevCluster, folder: Path, count: int) -> list[int]:
+def submit(slurm: Slurm, folder: Path, count: int) -> list[int]:
     """So many jobs, all of them running."""
     wrap = f'srun bash -c "{_STEP.format(folder=folder)}"'.replace("$", "\\$")
-    words = ["-p", "low", "-n1", "--acctg-freq=0", "-o", "/dev/null", "-D", str(folder)]
-    cluster.run(["sbatch", f"--array=0-{count - 1}", *words, "--wrap", wrap])
+    words = ("-p", "low", "-n1", "--acctg-freq=0", "-o", "/dev/null", "--wrap", wrap)
+    slurm.submit(f"--array=0-{count - 1}", *words)
 
     def up() -> list[int]:
         return sorted(int(path.name[3:]) for path in folder.glob("up-*"))
@@ -63,40 +48,42 @@ def submit(cluster: DevCluster, folder: Path, count: int) -> list[int]:
     return up()
 
 
-def start(cluster: DevCluster, job_ids: Sequence[int]) -> list[Rank]:
-    """Their ranks, when all have asked what they ask at a start."""
-    ranks = []
+def start(cluster: DevCluster, job_ids: Sequence[int]) -> dict[int, StopHandler]:
+    """The part of each job's first rank that talks to Slurm, when all have asked what they ask at a
+    start."""
+    handlers = {}
     for job_id in job_ids:
         environ = {**cluster.child_environ(), "SLURM_JOB_ID": str(job_id)}
         allocation = Allocation(job_id=job_id)
-        handler = StopHandler(allocation, installed_controller(), environ=environ)
-        ranks.append(Rank(job_id, handler))
-    wait_until(
-        lambda: all(rank.handler._policies is not None for rank in ranks),
-        "settings",
-        limit_s=LIMIT_S,
-    )
-    return ranks
+        handlers[job_id] = StopHandler(allocation, installed_controller(), environ=environ)
+
+    def have_asked() -> bool:
+        return all(handler._policies is not None for handler in handlers.values())
+
+    wait_until(have_asked, "settings", limit_s=LIMIT_S)
+    return handlers
 
 
-def stop(folder: Path, ranks: Sequence[Rank]) -> None:
-    """Each as soon as its job step is told."""
+def stop(folder: Path, handlers: dict[int, StopHandler]) -> None:
+    """Each as soon as its job step is told, as a Run does at its safe point after a save that took
+    no time."""
 
-    def follow(rank: Rank) -> int:
-        told = folder / f"told-{rank.job_id}"
-        wait_until(told.exists, f"SIGTERM for job {rank.job_id}", limit_s=LIMIT_S)
-        return rank.stop()
+    def follow(job_id: int) -> int:
+        told, handler = folder / f"told-{job_id}", handlers[job_id]
+        wait_until(told.exists, f"SIGTERM for job {job_id}", limit_s=LIMIT_S)
+        handler.note_request(StopRequest("SIGTERM", 0, time.monotonic_ns(), time.time_ns()))
+        return int(handler.requeue(handler.plan()).code or 0)
 
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        statuses = set(pool.map(follow, ranks))
+    with ThreadPoolExecutor(len(handlers)) as pool:
+        statuses = set(pool.map(follow, handlers))
     if statuses != {75}:
         raise RuntimeError(f"the ranks left with {statuses}, wanted 75, run again")
 
 
-def requests(cluster: DevCluster) -> int:
+def requests(slurm: Slurm) -> int:
     """Since they were counted last."""
-    said = cluster.run(["sdiag"]).stdout
-    cluster.run(["sdiag", "-r"])
+    said = slurm.run("sdiag")
+    slurm.run("sdiag", "-r")
     return sum(int(count) for _, count in _OURS.findall(said))
 
 
@@ -107,19 +94,19 @@ def main() -> None:
         nodes=NODES, cpus_per_node=-(-count // NODES), profile="requeue", grace_s=60, kill_wait_s=5
     )
     with (
-        scratch("storm", chosen) as folder,
+        scratch("storm") as folder,
         installed(folder / "run"),
         DevCluster.up(spec) as cluster,
     ):
-        job_ids = submit(cluster, folder, count)
-        requests(cluster)
-        ranks = start(cluster, job_ids)
-        of_starts = requests(cluster)
-        urgent = ["-p", "urgent", f"-N{NODES}", "--exclusive", "-o", "/dev/null"]
-        cluster.run(["sbatch", *urgent, "--wrap", "sleep 600"])
-        stop(folder, ranks)
-        of_stops = requests(cluster)
-        cluster.run(["scancel", "-u", str(os.getuid())], check=False)
+        slurm = Slurm(cluster, folder)
+        job_ids = submit(slurm, folder, count)
+        requests(slurm)
+        handlers = start(cluster, job_ids)
+        of_starts = requests(slurm)
+        urgent = ("-p", "urgent", f"-N{NODES}", "--exclusive", "-o", "/dev/null")
+        slurm.submit(*urgent, "--wrap", "sleep 600")
+        stop(folder, handlers)
+        of_stops = requests(slurm)
     result = {
         "jobs": count,
         "rpcs_per_start_alone": of_starts / count,

@@ -11,12 +11,15 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from processes import LIMIT_S, wait_until
 from zygote import ForkedChild
 
 from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV, ElasticFolder
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SAMPLES = 480
 BATCH = 4
@@ -91,10 +94,7 @@ line is one text and so one write, which a kill does not cut in two."""
 
 
 class ElasticStory:
-    """One elastic run, in a folder.
-
-    Attributes:
-    """
+    """One elastic run, in a folder; its processes are gone after the block."""
 
     def __init__(self, folder: Path, *, program: str = TRAIN, **size: float) -> None:
         self.root = folder
@@ -158,6 +158,11 @@ class ElasticStory:
         )
         return self.members[name]
 
+    def start_all(self, names: str, **options: Any) -> None:
+        """A member for each letter."""
+        for name in names:
+            self.start(name, **options)
+
     def signal(self, name: str, signo: int) -> None:
         os.kill(self.members[name].pid, signo)
 
@@ -201,6 +206,12 @@ class ElasticStory:
         wait_until(lambda: any(line.startswith("DONE ") for line in child.lines), f"{name}\n{self}")
         assert status == 0, str(self)
         return dict(json.loads(child.expect("DONE ")))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         for child in self.members.values():

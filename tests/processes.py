@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -141,6 +142,13 @@ def wait_until(
             raise AssertionError(f"not within {limit_s} s: {what() if callable(what) else what}")
         # looks that ask Slurm, or read much, would take the processor from what is waited for
         time.sleep(min(max(0.005, 4 * (now - looked)), 0.2))
+
+
+def free_port() -> int:
+    """Nobody listens at it now."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
 
 
 def is_stopped(pid: int) -> bool:

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from attempts import read_attempts
+from harness import SLURM_LIMIT_S
 from interruptions import Event
 from peers import Peer
-from slurm_jobs import COMMAND_LIMIT_S, Job, Place
+from processes import wait_until
+from slurm_jobs import Job, Place
 
 START_LIMIT_S = 120.0
 WATCH_S = 9.0
@@ -72,28 +74,28 @@ def through(
     running: list[subprocess.Popen[str]] = []
     failure = ""
     try:
-        _wait(
-            lambda: any(attempt.first_step_ns for attempt in read_attempts(folder)),
-            START_LIMIT_S,
-            job,
-        )
-        first_ns = next(
-            attempt.first_step_ns for attempt in read_attempts(folder) if attempt.first_step_ns
-        )
+        _wait(lambda: _first_step_ns(folder), START_LIMIT_S, job)
+        first_ns = _first_step_ns(folder)
         for event in events:
             _sleep_until(first_ns + int(event.at_s * 1e9), job)
             if job.is_done:
                 break
             strikes.append(_strike(job, event, running))
         _wait(lambda: job.is_done, limit_s - (time.monotonic_ns() - first_ns) / 1e9, job)
-    except (TimeoutError, RuntimeError, subprocess.SubprocessError, OSError) as error:
+    except (AssertionError, RuntimeError, subprocess.SubprocessError, OSError) as error:
         failure = f"{error}\n{job.logs()}"
     finally:
-        job.cancel()
+        job.slurm.cancel(job.job_id)
         for command in running:
-            _finished(command)
+            _reap(command)
     done_ns = int(job.done()["mono_ns"]) if job.is_done else time.monotonic_ns()
     return Course(tuple(strikes), submitted_ns, done_ns, tuple(job.by_hand), failure)
+
+
+def _first_step_ns(folder: Path) -> int:
+    """0: no attempt has made one."""
+    firsts = (attempt.first_step_ns for attempt in read_attempts(folder / "attempts"))
+    return next(filter(None, firsts), 0)
 
 
 def _strike(job: Job, event: Event, running: list[subprocess.Popen[str]]) -> Strike:
@@ -114,11 +116,10 @@ def _suspend(job: Job, event: Event, strike: Strike) -> None:
     else:
         off, on = (("scancel", f"--signal={name}", job.job_id) for name in job.peer.pause)
     strike.sent_ns = time.monotonic_ns()
-    command = job.command(*off)
-    _finished(command)
+    _reap(job.slurm.start(*off))
     time.sleep(max(0.0, event.hold_s - (time.monotonic_ns() - strike.sent_ns) / 1e9))
     strike.resume_sent_ns = time.monotonic_ns()
-    _finished(job.command(*on))
+    _reap(job.slurm.start(*on))
 
 
 def _preempt(job: Job, event: Event, strike: Strike, running: list[subprocess.Popen[str]]) -> None:
@@ -126,10 +127,9 @@ def _preempt(job: Job, event: Event, strike: Strike, running: list[subprocess.Po
     known = job.peer.saved(job.folder)
     strike.sent_ns = time.monotonic_ns()
     if event.kind == "preempt":
-        urgent = ("--partition=urgent", f"--nodelist={job.place.node}", "--exclusive", "--time=1")
-        running.append(job.command("srun", *urgent, "true"))
+        running.append(job.slurm.send_urgent_job(job.place.node))
     else:
-        running.append(job.command("scontrol", "requeue", job.job_id))
+        running.append(job.slurm.start("scontrol", "requeue", job.job_id))
     while time.monotonic_ns() - strike.sent_ns < WATCH_S * 1e9:
         found = job.peer.saved(job.folder)
         if found - known:
@@ -145,19 +145,18 @@ def _sleep_until(mono_ns: int, job: Job) -> None:
         time.sleep(min(0.25, max(0.0, (mono_ns - time.monotonic_ns()) / 1e9)))
 
 
-def _wait(condition: Callable[[], bool], limit_s: float, job: Job) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{job.peer.title} was not there after {limit_s:.0f} s")
+def _wait(condition: Callable[[], object], limit_s: float, job: Job) -> None:
+    def helped() -> object:
         job.help_up()
-        time.sleep(0.25)
+        return condition()
+
+    wait_until(helped, f"the end, or the first step, of {job.peer.title}", limit_s=limit_s)
 
 
-def _finished(command: subprocess.Popen[str]) -> None:
-    """Reap it, whatever became of it: an event that Slurm refuses is one that did not happen."""
+def _reap(command: subprocess.Popen[str]) -> None:
+    """Whatever became of it: an event that Slurm refuses is one that did not happen."""
     try:
-        command.communicate(timeout=COMMAND_LIMIT_S)
+        command.communicate(timeout=SLURM_LIMIT_S)
     except subprocess.TimeoutExpired:
         command.kill()
         command.communicate()

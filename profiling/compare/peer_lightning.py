@@ -9,8 +9,7 @@ from typing import Any
 
 import lightning
 import torch
-from digits import Parts
-from digits_training import arguments, finished
+from digits import Parts, arguments
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from observer import Observer
@@ -68,14 +67,14 @@ def main() -> None:
             ModelCheckpoint(
                 dirpath=config.folder / "epochs", save_last=True, save_on_train_epoch_end=True
             ),
-            Observed(config.folder),
+            Observed(config.folder / "attempts"),
         ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(Digits(parts), parts.loader(0), ckpt_path=newest(config.folder), weights_only=False)
-    finished(parts, trainer.global_step)
+    parts.finished(trainer.global_step)
 
 
 if __name__ == "__main__":

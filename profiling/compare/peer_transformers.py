@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from digits import SEED, Parts
-from digits_training import arguments, finished
+from digits import SEED, Parts, arguments
 from observer import Observer
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -83,11 +82,11 @@ def main() -> None:
         train_dataset=parts.data,
         data_collator=collate,
         optimizers=(parts.optimizer, parts.scheduler),
-        callbacks=[Observed(config.folder)],
+        callbacks=[Observed(config.folder / "attempts")],
     )
     trainer.train(resume_from_checkpoint=newest(folder))
     if trainer.state.global_step == trainer.state.max_steps:
-        finished(parts, trainer.state.global_step)
+        parts.finished(trainer.state.global_step)
 
 
 if __name__ == "__main__":

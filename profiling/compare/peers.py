@@ -15,7 +15,7 @@ class Peer:
 
     Attributes:
         title: for people.
-        script: that trains; submitit pickles a callable in its place.
+        script: that trains, and its first argument; of submitit, that submits.
         signal: what ``sbatch --signal`` asks for, which this cluster sends at a preemption too.
         versions: distributions that it needs, whose versions are told; ``otherwise`` where there
             are none.
@@ -63,7 +63,7 @@ PEERS = {
         Peer(
             "hydroslurm",
             "hydroslurm",
-            "peer_hydroslurm.py",
+            "peer_by_hand.py hydroslurm",
             ("run/checkpoints/step-*",),
             "Parks between two operators at SIGTSTP, before Slurm's SIGSTOP. Stops at the end of "
             "the step. Only its saves are synced to the disk and verified; the times of the others "
@@ -74,7 +74,7 @@ PEERS = {
         Peer(
             "hydrojobsche",
             "HydroJobSche's way",
-            "peer_hydrojobsche.py",
+            "peer_by_hand.py hydrojobsche",
             ("checkpoint.pt",),
             "Rebuilt from its source (profiling/incumbent.py). It knows SIGUSR1 and SIGUSR2 only, "
             "so its pauses are `scancel --signal=USR1` and `USR2`, not `scontrol suspend`. It "
@@ -85,7 +85,7 @@ PEERS = {
         Peer(
             "submitit",
             "stock submitit",
-            "",
+            "peer_by_hand.py submitit",
             ("checkpoint.pt",),
             "Saves inside its signal handler, wherever the step is. It bypasses SIGTERM: an "
             "operator's requeue, which sends no user signal, kills it after KillWait. Suspended it "
@@ -137,7 +137,7 @@ PEERS = {
         Peer(
             "bare",
             "bare SIGSTOP",
-            "peer_bare.py",
+            "peer_by_hand.py bare",
             ("checkpoint.pt",),
             "An unmodified script with a save per epoch. `scontrol suspend` freezes it wherever it "
             "is, inside an operator and with whatever locks it holds; SIGTERM kills it.",

@@ -1,10 +1,9 @@
 """The same training, the same storm of preemptions, eight ways to meet it: one run, one JSON line,
-one table, one picture.
+one table.
 
-    run.py                       everything, about half an hour; into profiling/results/ and
-                                 docs/images/
-    run.py --quick --out DIR     one suspend and one requeue each: to see that it runs
-    run.py --peers hydroslurm,bare --seed 2
+    run.py                       everything, about half an hour
+    run.py --quick               one suspend and one requeue each: to see that it runs
+    run.py --peers hydroslurm,bare
 
 The storm has suspends, preemptions by an urgent job (PreemptMode=REQUEUE without grace, with
 preempt_send_user_signal) and an operator's requeues, at moments that are the seed's. Two peers
@@ -33,7 +32,6 @@ import os
 import queue
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,17 +44,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import drive
 import figures
 from attempts import read_attempts
-from harness import PROFILING, environment, finish, parser, rounded
+from harness import environment, finish, parser, rounded, scratch
 from interruptions import Event, Kind, storm
 from peers import PEERS, Peer, absent
-from readme_table import text_of
 from slurm_jobs import BEGIN_DELAY_S, Place, cluster_spec
-from table import draw, table
+from table import table
 
 from hydroslurm.devcluster import DevCluster
 
-RESULTS, IMAGES = PROFILING / "results", PROFILING.parent / "docs/images"
 STEPS_PER_EPOCH = 360
+SEED = 6
 COUNTS: dict[Kind, int] = {"suspend": 14, "preempt": 4, "requeue": 2}
 MEAN_GAP_S = 2.5
 UNDISTURBED_S = 130.0
@@ -85,15 +82,15 @@ class Plan:
         return self.epochs * STEPS_PER_EPOCH
 
 
-def plan_of(*, quick: bool, seed: int) -> Plan:
+def plan_of(*, quick: bool) -> Plan:
     if quick:
         events = (Event(0.2, "suspend", 2.2), Event(3.2, "requeue"))
         return Plan(events, epochs=2, limit_s=120.0, side_by_side=3, width=24)
-    events = storm(seed=seed, counts=COUNTS, mean_gap_s=MEAN_GAP_S)
+    events = storm(seed=SEED, counts=COUNTS, mean_gap_s=MEAN_GAP_S)
     return Plan(events, epochs=12, limit_s=500.0, side_by_side=2, width=96)
 
 
-def compare(wanted: Sequence[Peer], plan: Plan, folder: Path, *, seed: int) -> dict[str, Any]:
+def compare(wanted: Sequence[Peer], plan: Plan, folder: Path) -> dict[str, Any]:
     """The whole result. A peer that fails is in it as such, and does not take the others along."""
     present = [peer for peer in wanted if _is_here(peer)]
     with DevCluster.up(cluster_spec(plan.side_by_side)) as cluster:
@@ -116,9 +113,9 @@ def compare(wanted: Sequence[Peer], plan: Plan, folder: Path, *, seed: int) -> d
         with ThreadPoolExecutor(plan.side_by_side) as pool:
             found = dict(zip([p.name for p in present], pool.map(take, present), strict=True))
         result = {
-            "title": f"One training, one storm of {len(plan.events)} preemptions (seed {seed}), "
+            "title": f"One training, one storm of {len(plan.events)} preemptions (seed {SEED}), "
             f"{len(present)} ways to meet it",
-            "seed": seed,
+            "seed": SEED,
             "events": [vars(event) for event in plan.events],
             "steps": plan.steps,
             "bare_step_ms": 1e3 * bare_step_s,
@@ -152,7 +149,7 @@ def _bare_step_s(place: Place, folder: Path, plan: Plan) -> float:
     )
     if course.failure:
         raise RuntimeError(f"bare, undisturbed: {course.failure}")
-    (attempt,) = read_attempts(folder)
+    (attempt,) = read_attempts(folder / "attempts")
     return (attempt.step_ns - attempt.first_step_ns) / 1e9 / (attempt.step - 1)
 
 
@@ -170,7 +167,7 @@ def _through_storm(
     more: dict[str, Any] = {"epochs": plan.epochs, "limit_s": plan.limit_s}
     try:
         course = drive.through(peer, place, where, events=plan.events, **more)
-        attempts = read_attempts(where)
+        attempts = read_attempts(where / "attempts")
         found |= figures.of_course(
             course,
             attempts,
@@ -181,7 +178,7 @@ def _through_storm(
         undisturbed = drive.through(peer, place, alone, events=(), **more)
         if undisturbed.failure:
             raise RuntimeError(f"undisturbed: {undisturbed.failure}")
-        whole = read_attempts(alone)
+        whole = read_attempts(alone / "attempts")
         found |= figures.of_samples(attempts, whole, steps_per_epoch=STEPS_PER_EPOCH)
         ends = _weights(where)
         found["equal_bits"] = None if ends is None else ends == _weights(alone)
@@ -213,21 +210,14 @@ def say(words: str) -> None:
 def main() -> None:
     options = parser("hydroslurm and its peers in one storm.")
     options.add_argument("--peers", default=",".join(PEERS), help="some of %(default)s")
-    options.add_argument("--seed", type=int, default=6, help="of the storm (6)")
-    options.add_argument("--out", type=Path, help="folder for compare.json and compare.png")
-    options.add_argument("--directory", type=Path, help="of the runs, kept; else a temporary one")
     chosen = options.parse_args()
     unknown = set(chosen.peers.split(",")) - set(PEERS)
     if unknown:
         options.error(f"no such peer: {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
     wanted = [peer for name, peer in PEERS.items() if name in chosen.peers.split(",")]
-    plan = plan_of(quick=chosen.quick, seed=chosen.seed)
-    with tempfile.TemporaryDirectory(prefix="hydroslurm-compare-") as temporary:
-        result = compare(wanted, plan, chosen.directory or Path(temporary), seed=chosen.seed)
-    if chosen.out is not None or not chosen.quick:
-        line = {"script": "run.py", "quick": chosen.quick, **result, "environment": environment()}
-        ((chosen.out or RESULTS) / "compare.json").write_text(text_of(line))
-        draw(result, (chosen.out or IMAGES) / "compare.png")
+    plan = plan_of(quick=chosen.quick)
+    with scratch("compare") as folder:
+        result = compare(wanted, plan, folder)
     if not chosen.json:
         print(table({**result, "environment": environment()}))
         chosen.json = True

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness import SLURM_LIMIT_S, Slurm
 from peers import HERE, Peer
+from sbatchfiles import requeue_script
 
 from hydroslurm.core.rundir import RUN_DIR_ENV
 from hydroslurm.devcluster import ClusterSpec, DevCluster
@@ -21,8 +21,6 @@ from hydroslurm.runtime.autoload import PREEMPT_ENV
 BEGIN_DELAY_S = 6
 """What Slurm makes a requeued job wait here (AuthInfo=cred_expire=5). A job that ended instead and
 is submitted again by hand waits as long: none is to gain by dying."""
-COMMAND_LIMIT_S = 60.0
-_REQUEUE = HERE.parent.parent / "sbatch/requeue.sbatch"
 LOOK_EVERY_S = 1.0
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 
@@ -79,12 +77,14 @@ class Job:
     def __init__(self, peer: Peer, place: Place, folder: Path, *, epochs: int) -> None:
         self.peer, self.place, self.folder, self.epochs = peer, place, folder, epochs
         folder.mkdir(parents=True)
-        self._settings = {
-            "OMP_NUM_THREADS": "1",
+        environ = {
+            "PYTHON": sys.executable,
             "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
             "COMPARE_CORE": str(place.core),
-            "COMPARE_WIDTH": str(place.width),
+            RUN_DIR_ENV: str(folder / "run"),
+            PREEMPT_ENV: "requeue" if peer.preempt else "off",
         }
+        self.slurm = Slurm(place.cluster, folder, environ)
         self.job_id = self._submit()
         self.by_hand: list[str] = []
         self._next_look = 0.0
@@ -114,30 +114,11 @@ class Job:
         was_over, self._over = self._over, state in OVER
         reason = self._asked("%r") if state == "PENDING" else ""
         if "held" in reason.lower():
-            self._slurm("scontrol", "release", self.job_id)
+            self.slurm.run("scontrol", "release", self.job_id)
             self.by_hand.append(f"released: {reason}")
         elif was_over and self._over and not self.is_done:
-            self.job_id = self._submit(f"--begin=now+{BEGIN_DELAY_S}")
+            self.job_id = self._submit(f"now+{BEGIN_DELAY_S}")
             self.by_hand.append(f"submitted again: {state}")
-
-    def _asked(self, what: str) -> str:
-        asked = ("--noheader", "--states=all", f"--format={what}", f"--jobs={self.job_id}")
-        return self._slurm("squeue", *asked).strip()
-
-    def command(self, *argv: str) -> subprocess.Popen[str]:
-        """Start one of Slurm's programs."""
-        return subprocess.Popen(
-            argv,
-            env=self.place.cluster.child_environ(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def cancel(self) -> None:
-        self._slurm("scancel", "--signal=KILL", "--full", self.job_id)
-        self._slurm("scancel", self.job_id)
 
     def logs(self) -> str:
         """The last lines that it wrote."""
@@ -145,53 +126,24 @@ class Job:
         texts += [path.read_text(errors="replace") for path in self.folder.rglob("*_log.err")]
         return "\n".join("\n".join(text.splitlines()[-15:]) for text in texts)
 
-    def _submit(self, *more: str) -> str:
-        if not self.peer.script:
-            return self._submit_callable(more)
+    def _asked(self, what: str) -> str:
+        asked = ("--noheader", "--states=all", f"--format={what}", f"--jobs={self.job_id}")
+        out, _ = self.slurm.start("squeue", *asked).communicate(timeout=SLURM_LIMIT_S)
+        return out.strip()
+
+    def _submit(self, begin: str = "now") -> str:
+        node, arguments = self.place.node, (self.folder, self.epochs, self.place.width)
+        words = [str(one) for one in arguments]
+        script, *first = self.peer.script.split()
+        if self.peer.name == "submitit":  # it reads its settings from the environment
+            return self.slurm.run(sys.executable, str(HERE / script), *first, node, begin, *words)
+        options = ["--partition=low", f"--nodelist={node}", "--output=%j.out", f"--begin={begin}"]
         if self.peer.name == "hydroslurm":
-            text = _REQUEUE.read_text()
-            text = text.replace("examples/train_run.py", str(HERE / self.peer.script))
-            more = ("--time=60", "--signal=URG@90", *more)
+            text = requeue_script(f'"$PYTHON" -u {HERE / script} "$@"')
+            options += ["--time=60", f"--signal={self.peer.signal}"]
         else:
             signal = f"#SBATCH --signal={self.peer.signal}" if self.peer.signal else ""
-            text = _SCRIPT.format(signal=signal, script=HERE / self.peer.script)
-        script = self.folder / "job.sbatch"
-        script.write_text(text)
-        said = self._slurm(
-            "sbatch",
-            "--parsable",
-            "--partition=low",
-            f"--nodelist={self.place.node}",
-            "--output=%j.out",
-            *more,
-            str(script),
-            str(self.folder),
-            str(self.epochs),
-            more={
-                "PYTHON": sys.executable,
-                RUN_DIR_ENV: str(self.folder / "run"),
-                PREEMPT_ENV: "requeue" if self.peer.preempt else "off",
-            },
-        )
-        return said.split(";")[0].strip()
-
-    def _submit_callable(self, more: Sequence[str]) -> str:
-        """By submitit, in a process of its own: it reads its settings from the environment."""
-        submission = [str(HERE / "submit_callable.py"), str(self.folder), str(self.epochs)]
-        return self._slurm(sys.executable, *submission, self.place.node, *more).strip()
-
-    def _slurm(self, *argv: str, more: dict[str, str] | None = None) -> str:
-        environ = {**self.place.cluster.child_environ(), **self._settings, **(more or {})}
-        done = subprocess.run(
-            argv,
-            env=environ,
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_LIMIT_S,
-            check=False,
-        )
-        if done.returncode != 0 and argv[0] in ("sbatch", sys.executable):
-            raise RuntimeError(f"`{' '.join(argv)}` ended with {done.returncode}: {done.stderr}")
-        return done.stdout
+            text = _SCRIPT.format(signal=signal, script=HERE / script)
+        batch = self.folder / "job.sbatch"
+        batch.write_text(text)
+        return self.slurm.submit(*options, str(batch), *first, *words)

@@ -18,8 +18,7 @@ class Column:
     """A figure of each peer.
 
     Attributes:
-        head: of the table, with the unit.
-        axis: of the picture.
+        head: of the table's column and the picture's panel, with the unit.
         absent: what is said where there was nothing to measure.
         zero: what is said of 0.
         logarithmic: the picture's axis.
@@ -28,7 +27,6 @@ class Column:
 
     key: str
     head: str
-    axis: str
     absent: str = "–"
     zero: str = "0"
     logarithmic: bool = False
@@ -46,30 +44,15 @@ class Column:
 
 
 COLUMNS = (
-    Column("goodput", "goodput", "goodput in the storm (undisturbed: 1)"),
-    Column("steps_lost_per_preemption", "steps lost per preemption", "steps lost per preemption"),
-    Column("samples_seen_twice", "samples seen twice", "samples seen twice in an epoch"),
-    Column("samples_never_seen", "samples never seen", "samples never seen in an epoch"),
-    Column("equal_bits", "the bits of an undisturbed run", "", drawn=False),
-    Column("times_by_hand", "started again by hand", "", drawn=False),
-    Column(
-        "signal_to_parked_ms_p50",
-        "signal → parked, ms",
-        "signal → parked, median, ms",
-        zero="0: in the same operator",
-    ),
-    Column(
-        "resume_command_to_first_operator_ms_p50",
-        "resume → first operator, ms",
-        "resume command → first operator, median, ms",
-    ),
-    Column(
-        "signal_to_durable_ms_p50",
-        "signal → durable, ms",
-        "signal → durable, median, ms",
-        absent="never",
-        logarithmic=True,
-    ),
+    Column("goodput", "goodput"),
+    Column("steps_lost_per_preemption", "steps lost per preemption"),
+    Column("samples_seen_twice", "samples seen twice"),
+    Column("samples_never_seen", "samples never seen"),
+    Column("equal_bits", "the bits of an undisturbed run", drawn=False),
+    Column("times_by_hand", "started again by hand", drawn=False),
+    Column("signal_to_parked_ms_p50", "signal → parked, ms", zero="0: in the same operator"),
+    Column("resume_command_to_first_operator_ms_p50", "resume → first operator, ms"),
+    Column("signal_to_durable_ms_p50", "signal → durable, ms", absent="never", logarithmic=True),
 )
 
 
@@ -177,6 +160,6 @@ def _panel(panel: Any, column: Column, result: Mapping[str, Any]) -> None:
         )
     panel.set_yticks(range(len(peers)), [peer["title"] for peer in peers])
     panel.set_ylim(len(peers) - 0.4, -0.6)
-    panel.set_xlabel(column.axis, fontsize=9)
+    panel.set_xlabel(column.head, fontsize=9)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)

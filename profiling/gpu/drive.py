@@ -4,6 +4,7 @@ limit of its own; print a line of JSON after each, and a table last."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -46,9 +47,7 @@ def main() -> int:
     chosen = _arguments()
     work, out = chosen.work, chosen.out
     out.mkdir(parents=True, exist_ok=True)
-    for one in out.iterdir():
-        if one.name in ("results.jsonl", "table.txt", "log.txt"):
-            one.unlink()
+    (out / "table.txt").unlink(missing_ok=True)
     environ = _environ(work, dry=chosen.dry)
     facts = environment() | _device(dry=chosen.dry)
     if not chosen.dry and not facts["device"]:
@@ -149,23 +148,19 @@ def _run_part(name: str, work: Path, environ: Mapping[str, str], limit_s: float)
             except subprocess.TimeoutExpired:
                 status = f"ended at its limit of {limit_s:.0f} s"
             finally:  # with all that it has started
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
             try:
                 process.wait(timeout=10.0)
             except subprocess.TimeoutExpired:
                 status += ", and cannot be killed"
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        found = {"figures": {}, "failures": []}
-    failures = found["failures"]
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    failures = [line["failure"] for line in lines if "failure" in line]
     if status != "exit status 0" and (not failures or status != "exit status 1"):
-        failures = [*failures, status]
+        failures.append(status)
+    figures = {key: line[key] for line in lines for key in line if key != "failure"}
     took_s = round(time.monotonic() - began_s, 1)
-    return {"ok": not failures, "took_s": took_s, "failures": failures, **found["figures"]}
+    return {"ok": not failures, "took_s": took_s, "failures": failures, **figures}
 
 
 def _log_of(name: str, work: Path) -> bytes:

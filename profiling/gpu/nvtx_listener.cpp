@@ -35,12 +35,10 @@ nvtxRangeId_t begin(nvtxDomainHandle_t domain, const nvtxEventAttributes_t *even
     write_down("begin", domain, event);
     return ++number;
 }
-void end(nvtxDomainHandle_t, nvtxRangeId_t) {}
 int push(nvtxDomainHandle_t domain, const nvtxEventAttributes_t *event) {
     write_down("push", domain, event);
     return 0;
 }
-int pop(nvtxDomainHandle_t) { return 0; }
 
 template <typename Function>
 void subscribe(NvtxFunctionTable table, unsigned size, int id, Function *function) {
@@ -64,8 +62,6 @@ extern "C" __attribute__((visibility("default"))) int InitializeInjectionNvtx2(N
     subscribe(table, size, NVTX_CBID_CORE2_DomainRegisterStringA, intern);
     subscribe(table, size, NVTX_CBID_CORE2_DomainMarkEx, mark);
     subscribe(table, size, NVTX_CBID_CORE2_DomainRangeStartEx, begin);
-    subscribe(table, size, NVTX_CBID_CORE2_DomainRangeEnd, end);
     subscribe(table, size, NVTX_CBID_CORE2_DomainRangePushEx, push);
-    subscribe(table, size, NVTX_CBID_CORE2_DomainRangePop, pop);
     return 1;
 }

@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -45,27 +44,26 @@ GB = 1e9
 
 
 class Result:
-    """What a part has found so far, in its file."""
+    """What a part has found so far, in its file: a line of JSON for each discovery."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.figures: dict[str, Any] = {}
-        self.failures: list[str] = []
-        self._lock = threading.Lock()
+        self.failed = False
 
     def add(self, **figures: Any) -> None:
-        with self._lock:
-            self.figures |= rounded(figures)
-            part = self.path.with_suffix(".tmp")
-            part.write_text(json.dumps({"figures": self.figures, "failures": self.failures}))
-            part.replace(self.path)
+        with self.path.open("a") as file:
+            file.write(json.dumps(rounded(figures)) + "\n")
+
+    def fail(self, why: str) -> None:
+        self.failed = True
+        self.add(failure=why)
 
     def require(self, **checks: bool) -> None:
         """Record checks; one that does not hold fails the part."""
+        self.add(**checks)
         for name, holds in checks.items():
             if not holds:
-                self.failures.append(f"{name} is false")
-        self.add(**checks)
+                self.fail(f"{name} is false")
 
     @contextlib.contextmanager
     def trying(self, what: str) -> Iterator[None]:
@@ -74,8 +72,7 @@ class Result:
             yield
         except Exception as error:
             traceback.print_exc()
-            self.failures.append(f"{what}: {type(error).__name__}: {error}"[-600:])
-            self.add()
+            self.fail(f"{what}: {type(error).__name__}: {error}"[-600:])
 
 
 class Child(processes.Child):
@@ -376,72 +373,53 @@ def _random_numbers_on_device(result: Result) -> None:
 # --- 4: device memory
 
 
-def _memory_reader(result: Result) -> Callable[[], int]:
-    """Reads how much of the device all processes together use, from NVML. That stays open: where
-    nobody has the device open, the driver takes seconds to answer."""
+def _used_bytes() -> int:
+    """Of the device, by all processes together."""
     if DRY:
-        return lambda: 0
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        device = pynvml.nvmlDeviceGetHandleByIndex(0)
-        return lambda: int(pynvml.nvmlDeviceGetMemoryInfo(device).used)
-    except Exception as error:  # not installed, or it finds no library
-        result.add(memory_from=f"nvidia-smi ({error})")
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    return lambda: int(subprocess.check_output(query, text=True, timeout=LIMIT_S)) << 20
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
 
 
 def vacate(result: Result, folder: Path) -> None:
     """CUDA's checkpoint API, again and again between the steps of a training; without a device the
     tests' model of it."""
-    used_bytes = _memory_reader(result)
     variants = ("eager", "workers") if DRY else ("eager", "graphs", "compile", "workers")
     with contextlib.ExitStack() as stack:
         children: dict[str, Child] = {}
         for variant in variants:  # all start and compile side by side; then one after the other
             run = folder / variant
             run.mkdir()
-            child = trains(
-                "loop",
-                run,
-                size="large" if variant == "eager" else "small",
-                variant=variant,
-                pauses=CYCLES,
-                fake=str(run) if DRY else "",
-                go=True,
-            )
-            children[variant] = stack.enter_context(child)
-        ready = []
+            size, fake = "large" if variant == "eager" else "small", str(run) if DRY else ""
+            options = {"variant": variant, "pauses": CYCLES, "fake": fake, "go": True}
+            children[variant] = stack.enter_context(trains("loop", run, size=size, **options))
         for variant, child in children.items():
             with result.trying(variant):
                 child.told("undisturbed", limit_s=START_S if DRY else 75.0)
-                ready.append(variant)
-        for variant in children.keys() - set(ready):
-            children[variant].process.kill()
-        for variant in ready:
-            with result.trying(variant), children[variant] as child:
+            if "undisturbed" not in child.seen:
+                child.process.kill()
+        for variant, child in children.items():
+            if "undisturbed" not in child.seen:
+                continue
+            with result.trying(variant), child:
                 end = "" if variant == "eager" else f"_{variant}"
-                _vacate_one(result, child, folder / variant, end, used_bytes)
+                _vacate_one(result, child, folder / variant, end)
 
 
-def _vacate_one(
-    result: Result, child: Child, run: Path, end: str, used_bytes: Callable[[], int]
-) -> None:
+def _vacate_one(result: Result, child: Child, run: Path, end: str) -> None:
     pid = child.seen["ready"]
     child.go_on()
     rows: list[dict[str, float]] = []
     for number in range(CYCLES):
         child.told("at", limit_s=LIMIT_S)
-        row = {"used_before_gb": used_bytes() / GB, "host_before_gb": _host_bytes(pid) / GB}
+        row = {"used_before_gb": _used_bytes() / GB, "host_before_gb": _host_bytes(pid) / GB}
         began_s = time.monotonic()
         answer = client.pause(pid, vacate=True, timeout_s=LIMIT_S)
         row["pause_to_answer_s"] = time.monotonic() - began_s
         if not answer.done:
             client.resume(pid, timeout_s=LIMIT_S)
             raise RuntimeError(f"refused: {answer.message}")
-        row |= {"used_while_gb": used_bytes() / GB, "host_while_gb": _host_bytes(pid) / GB}
+        row |= {"used_while_gb": _used_bytes() / GB, "host_while_gb": _host_bytes(pid) / GB}
         freed_gb = row["used_before_gb"] - row["used_while_gb"]
         if not end and number == CYCLES - 1 and not DRY:
             _use_device(int(freed_gb * GB / 2))
@@ -449,7 +427,7 @@ def _vacate_one(
         began_s = time.monotonic()
         resumed = client.resume(pid, timeout_s=LIMIT_S)
         row["resume_to_answer_s"] = time.monotonic() - began_s
-        row |= {"used_after_gb": used_bytes() / GB, "freed_gb": freed_gb}
+        row |= {"used_after_gb": _used_bytes() / GB, "freed_gb": freed_gb}
         if not resumed.done:
             raise RuntimeError(f"not resumed: {resumed.message}")
         rows.append(row)
@@ -638,8 +616,7 @@ def ranks(result: Result, folder: Path) -> None:
 def _one_of_ranks(result: Result, folder: Path, name: str) -> None:
     environ = {
         "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(29511 + 2 * (name == "ddp") + 10 * (os.getpid() % 500)),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port()),
     }  # fmt: skip
 
     def start(run: Path) -> Child:
@@ -719,8 +696,7 @@ def main(name: str, folder: str, path: str) -> int:
     result = Result(Path(path))
     with result.trying(name), tempfile.TemporaryDirectory(dir=folder) as own:
         next(one for one in PARTS if one.__name__ == name)(result, Path(own))
-    result.add()
-    return 1 if result.failures else 0
+    return 1 if result.failed else 0
 
 
 if __name__ == "__main__":

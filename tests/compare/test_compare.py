@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,9 +10,9 @@ from typing import Any
 
 import pytest
 from clusters import require_slurm
+from profiling.scripts import PROFILING, run_script
 
-COMPARE = Path(__file__).resolve().parents[2] / "profiling/compare"
-sys.path[:0] = [str(COMPARE), str(COMPARE.parent)]
+sys.path[:0] = [str(PROFILING / "compare"), str(PROFILING)]
 
 import attempts  # noqa: E402
 import drive  # noqa: E402 - scripts of a folder, not a package
@@ -58,10 +56,7 @@ MS = 1_000_000
 
 
 def _attempt(began_ms: int, steps: tuple[int, int], **more: Any) -> attempts.Attempt:
-    given: dict[str, Any] = {"silences": (), "signals": (), **more}
-    begin, step = steps
-    first_ms = began_ms + 20
-    return attempts.Attempt(began_ms * MS, begin, step, first_ms * MS, 0, 0, **given)
+    return attempts.Attempt(began_ms * MS, *steps, **more)
 
 
 def test_figures_of_a_pause_and_a_stop() -> None:
@@ -167,17 +162,8 @@ def test_two_peers_in_a_small_storm(tmp_path: Path) -> None:
     loses no step, and all are seen by the same observer."""
     require_slurm()
     peers = ("hydroslurm", "hydrojobsche")
-    argv = [sys.executable, str(COMPARE / "run.py"), "--quick", "--json", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [*argv, "--peers", ",".join(peers)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert list(result["peers"]) == list(peers), done.stderr
+    result, _ = run_script("compare/run.py", "--peers", ",".join(peers), folder=tmp_path)
+    assert list(result["peers"]) == list(peers)
     for peer in result["peers"].values():
         assert peer["finished"], peer["failure"]
         assert peer["events_struck"] == 2
@@ -189,4 +175,3 @@ def test_two_peers_in_a_small_storm(tmp_path: Path) -> None:
     assert theirs["signal_to_durable_ms_p50"] is None
     assert ours["equal_bits"] is True
     assert ours["samples_seen_twice"] == ours["samples_never_seen"] == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"compare.json", "compare.png"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import free_port
 
 LIMIT_S = 300
 WORLD = 2
@@ -25,7 +25,7 @@ def test_two_ranks_train_to_the_end(script: str, root: Path, tmp_path: Path) -> 
     out, run = tmp_path / "out.json", tmp_path / "run"
     command = [sys.executable, "-W", "error", str(root / "examples" / script)]
     options = [f"--directory={run}", f"--out={out}", f"--epochs={EPOCHS}", "--lr=5e-3"]
-    port = _free_port()
+    port = free_port()
     ranks = [_start([*command, *options], rank=rank, port=port) for rank in range(WORLD)]
     try:
         said = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
@@ -64,9 +64,3 @@ def _start(command: list[str], *, rank: int, port: int) -> subprocess.Popen[str]
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

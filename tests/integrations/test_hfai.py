@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from processes import wait_until
+from processes import free_port, wait_until
 
 SCRIPT = Path(__file__).parents[1] / "integration" / "scripts" / "hfai_example.py"
 STEPS = 200
@@ -21,9 +20,7 @@ Scene = tuple[list[int], list[str]]
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
     """As torchrun starts a single rank; what it prints is added to a file."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = str(one.getsockname()[1])
+    port = str(free_port())
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     with (folder / "out").open("ab") as out:
         return subprocess.Popen(

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import free_port
 
 SCENES = Path(__file__).with_name("transformers_scenes.py")
 BY_REWARDS = Path(__file__).with_name("trl_scenes.py")
@@ -135,7 +135,7 @@ class Script:
         statuses: list[int] = []
         while len(statuses) < 20:
             with contextlib.ExitStack() as ended, self.said.open("ab") as said:
-                port = free_port()
+                port = str(free_port())
                 started = [
                     ended.enter_context(subprocess.Popen(
                         self._command, stdout=said, stderr=said, env=self._environ(rank, port)
@@ -175,12 +175,6 @@ class Script:
 
     def results(self) -> dict[str, str]:
         return {one.name: one.read_text() for one in sorted(self.output.glob("*")) if one.is_file()}
-
-
-def free_port() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
 
 
 @pytest.mark.slow

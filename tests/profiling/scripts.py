@@ -35,6 +35,7 @@ def run_script(
     assert (result["script"], result["quick"]) == (Path(script).name, True)
     assert {"date", "python", "torch", "cpu_count"} <= set(result["environment"])
     if folder is not None:
-        left = [path.name for path in folder.iterdir() if path.name.startswith("hydroslurm-")]
+        left = {path.name for path in folder.iterdir() if path.name.startswith("hydroslurm-")}
+        left.discard(f"hydroslurm-{os.getuid()}")  # the user's own folder for temporary files
         assert not left, "nothing stays of a run"
     return result, before

@@ -18,8 +18,8 @@ from stories import Stories, stories
 
 sys.path.insert(0, str(PROFILING))
 
+import attempts
 import harness
-import progress
 import readme_table
 
 EXPECTED: dict[str, dict[str, Any]] = {
@@ -84,12 +84,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories[dict[s
 
 def _run(script: str, folder: Path) -> dict[str, Any]:
     folder.mkdir()
-    if script not in ("stop", "killwait", "stock_submitit"):
-        return run_script(f"{script}.py", "--json", folder=folder)[0]
-    # their jobs make a user's own folder for temporary files, which stays
-    result, _ = run_script(f"{script}.py", "--json", "--directory", str(folder))
-    assert not list(folder.iterdir()), "nothing stays of a run"
-    return result
+    return run_script(f"{script}.py", "--json", folder=folder)[0]
 
 
 @pytest.mark.slurm
@@ -104,13 +99,14 @@ def test_a_script_on_slurm_prints_its_figures(
 
 def test_steps_lost_are_those_that_the_next_attempt_does_not_begin_with(tmp_path: Path) -> None:
     """An attempt that was killed counts too: its steps were written as they were made."""
-    for attempt, (begin, steps) in enumerate([(0, 7), (5, 4), (9, 0)]):
-        job = progress.Progress(tmp_path, begin, environ={"SLURM_RESTART_COUNT": str(attempt)})
-        for step in range(begin + 1, begin + 1 + steps):
-            job.made(step)
-    attempts = progress.read_progress(tmp_path)
-    assert [(attempt.begin, attempt.end) for attempt in attempts] == [(0, 7), (5, 9), (9, 9)]
-    assert progress.steps_lost(attempts) == [2, 0]
+    for begin, steps in [(0, 7), (5, 4), (9, 0)]:
+        with attempts.AttemptLog(tmp_path, begin) as log:
+            for step in range(begin + 1, begin + 1 + steps):
+                log.made(step)
+    log.path.open("a").write("step 10")  # and is killed within the line
+    seen = attempts.read_attempts(tmp_path)
+    assert [(attempt.begin, attempt.step) for attempt in seen] == [(0, 7), (5, 9), (9, 9)]
+    assert attempts.steps_lost(seen) == [2, 0]
 
 
 def test_bench_keeps_results_and_spares_readme(tmp_path: Path) -> None:

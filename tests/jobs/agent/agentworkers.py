@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,12 +175,6 @@ class Scene:
     def _lines(self, rank: int) -> list[str]:
         path = self.folder / f"told-{rank}"
         return path.read_text().splitlines() if path.exists() else []
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def one_node(workers: int, *, restarts: int = 3) -> list[str]:

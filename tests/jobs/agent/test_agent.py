@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs.agent.agentworkers import Scene, free_port, one_node
-from processes import wait_until
+from jobs.agent.agentworkers import Scene, one_node
+from processes import free_port, wait_until
 
 from hydroslurm.jobs.agent import workers
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs.agent.agentworkers import Scene, free_port
-from processes import Child, wait_until
+from jobs.agent.agentworkers import Scene
+from processes import Child, free_port, wait_until
 
 from hydroslurm.jobs.agent import workers as proc
 
