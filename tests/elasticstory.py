@@ -158,10 +158,10 @@ class ElasticStory:
         )
         return self.members[name]
 
-    def start_all(self, names: str, **options: Any) -> None:
+    def start_all(self, names: str, *more: Any, **options: Any) -> None:
         """A member for each letter."""
         for name in names:
-            self.start(name, **options)
+            self.start(name, *more, **options)
 
     def signal(self, name: str, signo: int) -> None:
         os.kill(self.members[name].pid, signo)

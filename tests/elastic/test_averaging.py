@@ -39,10 +39,8 @@ def test_weights_are_equal_when_it_matters(tmp_path: Path) -> None:
     """Behind each eighth step, when members change (one joins, one leaves, one is killed), where
     it is saved and at the end; and not between. One that leaves is in the average before it goes.
     """
-    story = ElasticStory(tmp_path, program=APART, max=3, averaging_every=EVERY)
-    try:
-        for name in "ab":
-            story.start(name, epochs=5)
+    with ElasticStory(tmp_path, program=APART, max=3, averaging_every=EVERY) as story:
+        story.start_all("ab", epochs=5)
         story.wait_for_step("a", size=2)
         story.start("c", epochs=5, seed=5)
         story.wait_for_step("c", size=3)
@@ -52,8 +50,6 @@ def test_weights_are_equal_when_it_matters(tmp_path: Path) -> None:
         story.wait_for_step("d", size=3)
         story.signal("b", signal.SIGKILL)
         ends = [story.done(name) for name in "cd"]
-    finally:
-        story.close()
     assert ends[0]["weights"] == ends[1]["weights"], story
     begun: dict[tuple[int, int], set[str]] = {}
     for log in story.all_steps():
@@ -104,13 +100,9 @@ def test_a_save_in_the_loop_is_one_for_all(tmp_path: Path, every: int) -> None:
         "scheduler.step()\n",
         "scheduler.step()\n            if step == 4: print('SAVED', run.save().reason)\n",
     )
-    story = ElasticStory(tmp_path, program=saving, max=2, averaging_every=every)
-    try:
-        for name in "ab":
-            story.start(name, samples=160)
+    with ElasticStory(tmp_path, program=saving, max=2, averaging_every=every) as story:
+        story.start_all("ab", samples=160)
         ends = [story.done(name) for name in "ab"]
-    finally:
-        story.close()
     assert ends[0] == ends[1], story
     lines = [line for child in story.members.values() for line in child.lines]
     said = sorted(line for line in lines if line.startswith("SAVED"))

@@ -22,22 +22,18 @@ OPTIONS: dict[str, Any] = {"max": 3, "summation": "fixed_order"}
 @pytest.fixture(scope="module")
 def fixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
     """The losses and the end of one member, alone from the beginning to the end."""
-    story = ElasticStory(tmp_path_factory.mktemp("fixed"), program=IN_SHARDS, **OPTIONS, wanted=1)
-    try:
+    with ElasticStory(
+        tmp_path_factory.mktemp("fixed"), program=IN_SHARDS, **OPTIONS, wanted=1
+    ) as story:
         story.start("x", **LONG | {"step_s": 0.0})
         end = story.done("x")
         return losses(story), end
-    finally:
-        story.close()
 
 
 @pytest.fixture
 def story(tmp_path: Path) -> Iterator[ElasticStory]:
-    one = ElasticStory(tmp_path, program=IN_SHARDS, **OPTIONS)
-    try:
+    with ElasticStory(tmp_path, program=IN_SHARDS, **OPTIONS) as one:
         yield one
-    finally:
-        one.close()
 
 
 def test_the_bits_are_those_of_a_fixed_size(
@@ -45,8 +41,7 @@ def test_the_bits_are_those_of_a_fixed_size(
 ) -> None:
     """Two, three, one (one leaves, one is killed) and two again: each loss, each number drawn and
     the weights are those of one member that trained alone."""
-    for name in "ab":
-        story.start(name, **LONG)
+    story.start_all("ab", **LONG)
     story.wait_for_step("a", size=2, times=2)
     story.start("c", **LONG, seed=5)
     story.wait_for_step("c", size=3, times=2)
@@ -73,22 +68,18 @@ def test_loader_workers_change_no_bit(tmp_path: Path) -> None:
     ends, told = [], []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        story = ElasticStory(
+        with ElasticStory(
             tmp_path / name, program=seeded, **OPTIONS | {"max": 2, "wanted": 1 + (name == "two")}
-        )
-        try:
+        ) as story:
             if name == "one":
                 story.start("a", **LONG | {"step_s": 0.0})
             else:
-                for member in "ab":
-                    story.start(member, **LONG, workers=2)
+                story.start_all("ab", **LONG, workers=2)
                 story.wait_for_step("a", size=2)
                 story.signal("b", signal.SIGTERM)
                 story.wait_for_step("a", size=1)
             ends.append(story.done("a"))
             told.append(losses(story))
-        finally:
-            story.close()
     assert ends[0] == ends[1], story
     assert told[0] == told[1], story
 
@@ -117,13 +108,10 @@ def test_loader_workers_change_no_bit(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_kept_is_refused(tmp_path: Path, program: str, said: str) -> None:
     """A script that would not get the promised bits ends at its first step, and is told why."""
-    story = ElasticStory(tmp_path, program=program, **OPTIONS, wanted=1)
-    try:
+    with ElasticStory(tmp_path, program=program, **OPTIONS, wanted=1) as story:
         child = story.start("a", samples=SAMPLES_IN_SHARDS)
         assert child.wait() == 1, story
         wait_until(lambda: said in "\n".join(child.lines), lambda: f"{said}\n{story}")
-    finally:
-        story.close()
 
 
 def test_unknown_options_are_refused() -> None:

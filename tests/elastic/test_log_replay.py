@@ -25,17 +25,13 @@ TOLD: dict[str, Any] = {"samples": SAMPLES_IN_SHARDS, "epochs": 4}
 
 @pytest.fixture
 def story(tmp_path: Path) -> Iterator[ElasticStory]:
-    one = ElasticStory(tmp_path, program=PROGRAM, **OPTIONS, wanted=2)
-    try:
+    with ElasticStory(tmp_path, program=PROGRAM, **OPTIONS, wanted=2) as one:
         yield one
-    finally:
-        one.close()
 
 
 def lose_all(story: ElasticStory) -> int:
     """SIGKILL for both members some steps behind a save; the newest step that is logged."""
-    for name in "ab":
-        story.start(name, **TOLD)
+    story.start_all("ab", **TOLD)
     log = story.folder.steps_jsonl
 
     def logged() -> int:
@@ -72,13 +68,10 @@ def test_the_replay_has_the_same_bits_at_another_size(story: ElasticStory, tmp_p
     assert (generation["ranks"], generation["step"]) == (1, begun), story
     assert generation["steps_lost"] <= last - begun, story
     (tmp_path / "alone").mkdir()
-    alone = ElasticStory(tmp_path / "alone", program=PROGRAM, **OPTIONS, wanted=1)
-    try:
+    with ElasticStory(tmp_path / "alone", program=PROGRAM, **OPTIONS, wanted=1) as alone:
         alone.start("x", **TOLD, step_s=0.0)
         assert alone.done("x") == end
         assert losses(alone) == losses(story)
-    finally:
-        alone.close()
     steps = [json.loads(one)["step"] for one in story.folder.steps_jsonl.read_text().splitlines()]
     assert steps == list(range(steps[0], end["step"] + 1))
     assert steps[0] > begun  # what is older than two checkpoints is forgotten

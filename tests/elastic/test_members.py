@@ -36,18 +36,14 @@ IN_GROUPS = TRAIN.replace(
 
 @pytest.fixture
 def story(tmp_path: Path) -> Iterator[ElasticStory]:
-    one = ElasticStory(tmp_path)
-    try:
+    with ElasticStory(tmp_path) as one:
         yield one
-    finally:
-        one.close()
 
 
 def test_an_announced_leave_loses_nothing(story: ElasticStory) -> None:
     """A member that gets SIGTERM goes at a step that all agree on; no step is repeated, every
     sample comes once, and the others end with the same weights."""
-    for name in "abcd":
-        story.start(name)
+    story.start_all("abcd")
     story.wait_for_step("a", size=4)
     story.signal("b", signal.SIGTERM)
     ends = {story.done(name)["weights"] for name in "acd"}
@@ -64,8 +60,7 @@ def test_an_announced_leave_loses_nothing(story: ElasticStory) -> None:
 def test_a_suspend_is_an_announced_leave(story: ElasticStory) -> None:
     """A member that Slurm suspends (SIGTSTP, two seconds later SIGSTOP) goes as one that is
     terminated does, instead of holding the others up."""
-    for name in "ab":
-        story.start(name)
+    story.start_all("ab")
     story.wait_for_step("a", size=2)
     story.signal("b", signal.SIGTSTP)
     story.done("a")
@@ -101,8 +96,7 @@ def test_members_of_two_ranks_come_and_go_as_one(story: ElasticStory) -> None:
 
 def test_a_killed_member_costs_the_step_in_flight_at_most(story: ElasticStory) -> None:
     """After SIGKILL of the first rank the others repeat at most one step, in the same processes."""
-    for name in "abc":
-        story.start(name)
+    story.start_all("abc")
     story.wait_for_step("a", size=3)
     first = story.entries("generation")[0]["members"][0]
     story.signal(first, signal.SIGKILL)
@@ -117,8 +111,7 @@ def test_a_killed_member_costs_the_step_in_flight_at_most(story: ElasticStory) -
 
 def test_a_newcomer_gets_the_state_from_a_peer(story: ElasticStory) -> None:
     """One that joins later trains on from the same weights; nobody reads a checkpoint."""
-    for name in "ab":
-        story.start(name, seed=3, epochs=4)
+    story.start_all("ab", seed=3, epochs=4)
     story.folder.read(story.folder.status_json)
     story.wait_for_step("a", size=2)
     story.start("c", seed=11, epochs=4)
@@ -135,8 +128,7 @@ def test_a_newcomer_gets_the_state_from_a_peer(story: ElasticStory) -> None:
 def test_a_member_that_hangs_is_given_up(story: ElasticStory) -> None:
     """One that is stopped says nothing; the others do not wait for their collectives' time-out.
     When it wakes up it is refused, and leaves."""
-    for name in "abc":
-        story.start(name, epochs=4)
+    story.start_all("abc", epochs=4)
     story.wait_for_step("a", size=3)
     story.signal("b", signal.SIGSTOP)
     story.wait_for_step("a", size=2)
@@ -150,8 +142,7 @@ def test_a_member_that_hangs_is_given_up(story: ElasticStory) -> None:
 def test_the_coordinator_may_be_killed(story: ElasticStory) -> None:
     """Members train on without it; another one takes over, and takes a newcomer in. The first
     would end if it were still there."""
-    for name in "ab":
-        story.start(name, epochs=6)
+    story.start_all("ab", epochs=6)
     story.wait_for_step("a", size=2)
     story.kill_coordinator()
     before = len(story.steps("a"))
@@ -214,11 +205,9 @@ def test_the_training_is_that_of_a_fixed_size(story: ElasticStory, tmp_path: Pat
     """With keep_global a step has the same samples with one member and with three that come and go:
     the mean loss of each step, and the weights at the end, differ by the order of sums only."""
     (tmp_path / "alone").mkdir()
-    alone = ElasticStory(tmp_path / "alone", max=4, wanted=1)
-    try:
+    with ElasticStory(tmp_path / "alone", max=4, wanted=1) as alone:
         alone.start("x", plain=True, step_s=0.0)
-        for name in "abc":
-            story.start(name, plain=True)
+        story.start_all("abc", plain=True)
         story.wait_for_step("a", size=3)
         story.signal("b", signal.SIGKILL)
         story.wait_for_step("a", size=2)
@@ -226,8 +215,6 @@ def test_the_training_is_that_of_a_fixed_size(story: ElasticStory, tmp_path: Pat
         story.wait_for_step("d", size=3)
         ends = [story.done(name) for name in "acd"]
         fixed = alone.done("x")
-    finally:
-        alone.close()
     assert ends[0] == ends[1] == ends[2], story
     assert ends[0]["step"] == fixed["step"] == 2 * SAMPLES // (4 * BATCH)
     assert ends[0]["weights"] == pytest.approx(fixed["weights"], rel=1e-5)
@@ -256,8 +243,7 @@ def test_a_coordinator_that_ends_in_order_takes_nobody_for_lost(tmp_path: Path) 
 
 def test_two_that_leave_at_once_are_one_change(story: ElasticStory) -> None:
     """Half of the members get SIGTERM: the others form one new generation, and no step is lost."""
-    for name in "abcd":
-        story.start(name)
+    story.start_all("abcd")
     story.wait_for_step("a", size=4)
     for name in "ab":
         story.signal(name, signal.SIGTERM)
@@ -297,10 +283,8 @@ EVALUATING = (
 def test_a_leave_at_an_awkward_moment(tmp_path: Path, at: str) -> None:
     """SIGTERM within the first step, while the loader's workers warm up, or in the middle of an
     evaluation: that member leaves behind the step, and no step or sample is lost."""
-    story = ElasticStory(tmp_path, program=EVALUATING, max=3)
-    try:
-        for name in "abc":
-            story.start(name, at=at, workers=2)
+    with ElasticStory(tmp_path, program=EVALUATING, max=3) as story:
+        story.start_all("abc", at=at, workers=2)
         first = story.wait_for("generation")["members"]
         leaver = first[1]
         assert story.members[leaver].wait() in (RUN_AGAIN, CANCELLED), story
@@ -311,16 +295,12 @@ def test_a_leave_at_an_awkward_moment(tmp_path: Path, at: str) -> None:
         assert max(one["step"] for one in story.steps(leaver)) <= 13
         for epoch, seen in times_seen(*story.all_steps()).items():
             assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
-    finally:
-        story.close()
 
 
 def test_a_run_whose_members_all_go_is_saved_and_goes_on(tmp_path: Path) -> None:
     """Below ``min`` the step is saved before anybody leaves; new members go on from there."""
-    story = ElasticStory(tmp_path, min=2, max=2)
-    try:
-        for name in "ab":
-            story.start(name)
+    with ElasticStory(tmp_path, min=2, max=2) as story:
+        story.start_all("ab")
         story.wait_for_step("a", size=2, times=5)
         for name in "ab":
             story.signal(name, signal.SIGTERM)
@@ -329,15 +309,12 @@ def test_a_run_whose_members_all_go_is_saved_and_goes_on(tmp_path: Path) -> None
         trained = max(one["step"] for name in "ab" for one in story.steps(name)) + 1
         assert (story.folder.run / "checkpoints" / f"step-{trained:09d}").is_dir(), story
         logs = [story.steps("a"), story.steps("b")]
-        for name in "ab":
-            story.start(name)
+        story.start_all("ab")
         ends = [story.done(name) for name in "ab"]
         assert ends[0] == ends[1], story
         assert story.steps("a")[0]["step"] == trained
         for epoch, seen in times_seen(*logs, story.steps("a"), story.steps("b")).items():
             assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
-    finally:
-        story.close()
 
 
 @pytest.mark.elastic
@@ -345,11 +322,9 @@ def test_members_leave_in_order_if_their_save_fails(tmp_path: Path) -> None:
     """Below ``min`` with a disk that takes nothing: the reason is told, both leave, and new members
     go on from the newest checkpoint; no sample is left out."""
     program = TRAIN.replace("every_s=0,", "every_s=0, every_steps=5,")
-    story = ElasticStory(tmp_path, program=program, min=2, max=2)
-    checkpoints = story.folder.run / "checkpoints"
-    try:
-        for name in "ab":
-            story.start(name, epochs=1)
+    with ElasticStory(tmp_path, program=program, min=2, max=2) as story:
+        checkpoints = story.folder.run / "checkpoints"
+        story.start_all("ab", epochs=1)
         saved = checkpoints / "step-000000005" / "manifest.json"
         wait_until(saved.exists, lambda: f"a checkpoint\n{story}")
         checkpoints.rename(tmp_path / "kept")
@@ -361,24 +336,19 @@ def test_members_leave_in_order_if_their_save_fails(tmp_path: Path) -> None:
         assert "could not be saved" in str(story)
         checkpoints.unlink()
         (tmp_path / "kept").rename(checkpoints)
-        for name in "ab":
-            story.start(name, epochs=1)
+        story.start_all("ab", epochs=1)
         ends = [story.done(name) for name in "ab"]
         assert ends[0] == ends[1], story
         assert story.steps("a")[0]["step"] % 5 == 0
         for epoch, seen in times_seen(*story.all_steps("BEGUN")).items():
             assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
-    finally:
-        story.close()
 
 
 def test_the_group_follows_its_members(tmp_path: Path) -> None:
     """One leaves, one is killed, one joins, and groups of the script's own are made in between:
     every sample comes once, the weights are equal, and the status names the engine."""
-    story = ElasticStory(tmp_path, program=IN_GROUPS)
-    try:
-        for name in "abc":
-            story.start(name, epochs=8)
+    with ElasticStory(tmp_path, program=IN_GROUPS) as story:
+        story.start_all("abc", epochs=8)
         story.wait_for_step("a", size=3)
         story.signal("b", signal.SIGTERM)
         story.wait_for_step("a", size=2)
@@ -392,5 +362,3 @@ def test_the_group_follows_its_members(tmp_path: Path) -> None:
         status = story.folder.read(story.folder.status_json)
         assert status is not None
         assert status["engine"] == "in_place"
-    finally:
-        story.close()

@@ -58,12 +58,12 @@ def test_ranks_count_alike_where_nobody_knows_their_samples(tmp_path: Path) -> N
     nothing that any optimizer steps."""
     for name in ("alone", "together"):
         (tmp_path / name).mkdir()
-    alone = ElasticStory(tmp_path / "alone", program=STEPS, max=1)
-    story = ElasticStory(tmp_path / "together", program=STEPS, max=3)
-    try:
+    with (
+        ElasticStory(tmp_path / "alone", program=STEPS, max=1) as alone,
+        ElasticStory(tmp_path / "together", program=STEPS, max=3) as story,
+    ):
         alone.start("x", step_s=0.0)
-        for name in "ab":
-            story.start(name, step_s=0.05)
+        story.start_all("ab", step_s=0.05)
         story.wait_for_step("a", size=2, times=5)
         story.start("c", step_s=0.05)
         story.wait_for_step("a", size=3)
@@ -71,9 +71,6 @@ def test_ranks_count_alike_where_nobody_knows_their_samples(tmp_path: Path) -> N
         ends = [story.done(name)["weights"] for name in "ac"]
         assert ends[0] == ends[1], story
         assert ends[0] == pytest.approx(alone.done("x")["weights"], rel=1e-4, abs=1e-5)
-    finally:
-        alone.close()
-        story.close()
 
 
 def test_a_framework_is_refused_in_an_elastic_job(

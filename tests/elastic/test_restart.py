@@ -22,19 +22,15 @@ ELASTIC = pytest.mark.elastic
 
 @pytest.fixture
 def story(tmp_path: Path) -> Iterator[RestartStory]:
-    one = RestartStory(tmp_path, min=1, max=3, gather_s=20.0)
-    try:
+    with RestartStory(tmp_path, min=1, max=3, gather_s=20.0) as one:
         yield one
-    finally:
-        one.close()
 
 
 def test_members_leave_join_and_fail(story: RestartStory) -> None:
     """The workers of all are started anew at each change, with the exact members; a leave and a
     join let them stop by themselves, a death does not; only the member whose worker died leaves,
     with its status. All workers of a generation share what no other generation has."""
-    for name in "abc":
-        story.start(name)
+    story.start_all("abc")
     first = story.wait_for_workers(1, *"abc")
     assert {one["rank"] for one in first} == {"0", "1", "2"}
     assert {one["run_dir"] for one in first} == {str(story.folder.run)}
@@ -73,8 +69,7 @@ def test_members_leave_join_and_fail(story: RestartStory) -> None:
 def test_a_member_restarts_its_worker_as_often_as_it_may(story: RestartStory) -> None:
     """--max-restarts is each member's own: the deaths of others' workers, and changes of size, use
     nothing of it. A member that is suspended leaves as one that is terminated."""
-    for name in "abc":
-        story.start(name, "--max-restarts=1")
+    story.start_all("abc", "--max-restarts=1")
     story.wait_for_workers(1, *"abc")
     story.kill_worker("a")
     story.wait_for_workers(2, *"abc")
@@ -95,8 +90,7 @@ def test_a_member_restarts_its_worker_as_often_as_it_may(story: RestartStory) ->
 def test_fifty_changes_of_size_use_no_restart(tmp_path: Path) -> None:
     """With --max-restarts=1, after fifty changes, the first death of its worker is followed by
     another start, and only the second one ends the member."""
-    story = RestartStory(tmp_path, max=2, gather_s=0.0)
-    try:
+    with RestartStory(tmp_path, max=2, gather_s=0.0) as story:
         story.start("a", "--max-restarts=1")
         story.wait_for_workers(1, "a")
         for change in range(2, 52, 2):
@@ -112,17 +106,13 @@ def test_fifty_changes_of_size_use_no_restart(tmp_path: Path) -> None:
         assert not story.entries("failure"), story
         story.kill_worker("a")
         assert story.members["a"].wait() == 128 + signal.SIGKILL, story
-    finally:
-        story.close()
 
 
 def test_an_agent_that_dies_or_hangs_is_given_up(tmp_path: Path) -> None:
     """Its worker is none of the run any more; one that wakes up is refused, ends its worker and
     leaves. Too few wait, without workers, for a newcomer, over the death of the coordinator."""
-    story = RestartStory(tmp_path, min=2, max=3, silent_s=1.5, gather_s=20.0)
-    try:
-        for name in "abc":
-            story.start(name)
+    with RestartStory(tmp_path, min=2, max=3, silent_s=1.5, gather_s=20.0) as story:
+        story.start_all("abc")
         story.wait_for_workers(1, *"abc")
         story.signal("b", signal.SIGSTOP)
         story.wait_for_workers(2, *"ac")
@@ -141,22 +131,17 @@ def test_an_agent_that_dies_or_hangs_is_given_up(tmp_path: Path) -> None:
         wait_until(lambda: story.said("began", member="d"), lambda: f"d to begin\n{story}")
         (story.root / "finish").touch()
         assert [story.members[name].wait() for name in "ad"] == [0, 0], story
-    finally:
-        story.close()
 
 
 def test_a_spare_takes_a_place_at_once(tmp_path: Path) -> None:
     """It has joined, and comes with the change in which another leaves."""
-    story = RestartStory(tmp_path, max=2, spares=1, gather_s=20.0)
-    try:
+    with RestartStory(tmp_path, max=2, spares=1, gather_s=20.0) as story:
         for name in "abc":
             story.start(name)
             story.wait_for_members(name)
         story.wait_for_workers(1, *"ab")
         story.signal("b", signal.SIGTERM)
         story.wait_for_workers(2, *"ac")
-    finally:
-        story.close()
 
 
 def test_arguments_about_the_rendezvous_are_refused(story: RestartStory) -> None:
@@ -169,16 +154,12 @@ def test_arguments_about_the_rendezvous_are_refused(story: RestartStory) -> None
 def test_a_training_loses_no_step_and_no_sample(tmp_path: Path) -> None:
     """A member leaves: the ranks stop together and save, and who is left trains the rest; every
     sample comes once."""
-    story = RestartStory(tmp_path, script=TRAIN, min=1, max=2, gather_s=30.0)
-    try:
-        for name in "ab":
-            story.start(name, epochs=1, step_s=0.05)
+    with RestartStory(tmp_path, script=TRAIN, min=1, max=2, gather_s=30.0) as story:
+        story.start_all("ab", epochs=1, step_s=0.05)
         story.wait_for_step("a", size=2)
         story.signal("b", signal.SIGTERM)
         assert story.members["a"].wait() == 0, story
         check(story, members="ab", lost=0)
-    finally:
-        story.close()
 
 
 @pytest.mark.parametrize(
@@ -199,8 +180,7 @@ def test_a_worker_that_hangs_is_found(
     and charged to its member, and all train on."""
     told = {"epochs": 1, "step_s": 0.05, "every": 2, "timeout_s": timeout_s}
     waits = {"gather_s": 30.0, "silent_s": 2.0, "stuck_s": timeout_s / 2}
-    story = RestartStory(tmp_path, script=TRAIN, min=1, max=2, **waits)
-    try:
+    with RestartStory(tmp_path, script=TRAIN, min=1, max=2, **waits) as story:
         for name in "ab":
             options = {"hang": hang} if name == "b" and hang != "stop" else {}
             story.start(name, "--max-restarts=1", **told, **options, heartbeat_s=0.5)
@@ -222,8 +202,6 @@ def test_a_worker_that_hangs_is_found(
         assert re.search(why, causes[1]), causes
         assert not story.entries("failure"), story
         check(story, members="ab", lost=60, first=2 if hang == "before" else 1)
-    finally:
-        story.close()
 
 
 @pytest.mark.elastic
@@ -232,11 +210,9 @@ def test_a_training_over_many_sizes(tmp_path: Path, sharded: bool) -> None:
     """SIGTERM, a join, SIGKILL of a worker and of an agent, DDP and FSDP2: every sample of what
     counts came once, all members end with the same weights, and no more steps are trained twice
     than since the last checkpoint."""
-    story = RestartStory(tmp_path, script=TRAIN, min=1, max=3, gather_s=30.0)
-    told = {"epochs": 3, "step_s": 0.05, "every": 5, "sharded": sharded}
-    try:
-        for name in "abc":
-            story.start(name, **told)
+    with RestartStory(tmp_path, script=TRAIN, min=1, max=3, gather_s=30.0) as story:
+        told = {"epochs": 3, "step_s": 0.05, "every": 5, "sharded": sharded}
+        story.start_all("abc", **told)
         story.wait_for_step("a", size=3)
         story.signal("b", signal.SIGTERM)
         story.wait_for_step("a", size=2)
@@ -249,8 +225,6 @@ def test_a_training_over_many_sizes(tmp_path: Path, sharded: bool) -> None:
         story.signal("d", signal.SIGKILL)
         assert [story.members[name].wait(limit_s=180) for name in "ae"] == [0, 0], story
         check(story, members="abcde", lost=6)
-    finally:
-        story.close()
 
 
 @pytest.mark.elastic
@@ -259,8 +233,7 @@ def test_a_member_that_nobody_can_reach_is_left_out(tmp_path: Path) -> None:
     unreachable = 'if options.get("unreachable"): os.environ["GLOO_SOCKET_IFNAME"] = "none0"\n'
     begin = "dist.init_process_group("
     script = TRAIN.replace(begin, unreachable + begin)
-    story = RestartStory(tmp_path, script=script, min=1, max=2, gather_s=30.0)
-    try:
+    with RestartStory(tmp_path, script=script, min=1, max=2, gather_s=30.0) as story:
         story.start("a", epochs=1, step_s=0.02)
         story.start("b", epochs=1, step_s=0.02, unreachable=True)
         assert [story.members[name].wait(limit_s=300) for name in "ab"] == [0, 1], story
@@ -273,8 +246,6 @@ def test_a_member_that_nobody_can_reach_is_left_out(tmp_path: Path) -> None:
         assert "3 generations in a row could not meet, the last: b: rank" in failure["reason"]
         assert times_seen(story.steps("a"))[0] == dict.fromkeys(range(SAMPLES), 1)
         assert [one["generation"] for one in story.entries("resumed")] == [4]
-    finally:
-        story.close()
 
 
 @pytest.mark.elastic
@@ -286,10 +257,10 @@ def test_a_script_that_knows_nothing_of_it(
     leaves inside an epoch, and another comes."""
     monkeypatch.setenv("HYDROSLURM_PREEMPT", "requeue")
     told = {"epochs": 2, "samples": 480, "batch": 4, "step_s": 0.05, "lr": 0.02}
-    story = RestartStory(tmp_path, script=(SCRIPTS / script).read_text(), min=1, max=2, gather_s=30)
-    try:
-        for name in "ab":
-            story.start(name, **told)
+    with RestartStory(
+        tmp_path, script=(SCRIPTS / script).read_text(), min=1, max=2, gather_s=30
+    ) as story:
+        story.start_all("ab", **told)
         story.wait_for_step("a", size=2, times=8)
         story.signal("b", signal.SIGTERM)
         assert story.members["b"].wait() == RUN_AGAIN, story
@@ -303,8 +274,6 @@ def test_a_script_that_knows_nothing_of_it(
         log = read_events(RunDir(story.folder.run).rank_events(0))
         begun = [one.data for one in log if one.kind is EventKind.FIRST_STEP]
         assert [one["samples_per_step"] for one in begun] == [8, 4, 8]
-    finally:
-        story.close()
 
 
 def check(story: RestartStory, *, members: str, lost: int, first: int = 1) -> None:

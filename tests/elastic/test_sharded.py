@@ -19,11 +19,8 @@ BATCHES = 400
 
 @pytest.fixture
 def story(tmp_path: Path) -> Iterator[ElasticStory]:
-    one = ElasticStory(tmp_path, program=SHARDED, max=3)
-    try:
+    with ElasticStory(tmp_path, program=SHARDED, max=3) as one:
         yield one
-    finally:
-        one.close()
 
 
 def start(story: ElasticStory, name: str, **options: object) -> None:
@@ -107,8 +104,7 @@ REFUSED = """
 def test_what_cannot_be_replicated_is_refused(tmp_path: Path) -> None:
     """A mesh of other ranks than the member's, a weight that no shard has, a Run, which would save
     one rank's part: each with what to do."""
-    story = ElasticStory(tmp_path, program=REFUSED, max=1)
-    try:
+    with ElasticStory(tmp_path, program=REFUSED, max=1) as story:
         story.start("a")
         assert story.ended("a") == 0, story
         said = [line for line in story.members["a"].lines if line.startswith("REFUSED")]
@@ -117,5 +113,3 @@ def test_what_cannot_be_replicated_is_refused(tmp_path: Path) -> None:
         assert "1.weight belongs to no shard" in weight
         assert "say `elastic: {engine: restart}`" in run
         assert "hydroslurm.elastic.State" in run
-    finally:
-        story.close()

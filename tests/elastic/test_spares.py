@@ -59,15 +59,11 @@ def losses(story: ElasticStory) -> dict[tuple[int, int], float]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """The losses and the end of two that train alone."""
-    story = ElasticStory(tmp_path_factory.mktemp("alone"), program=RANDOM, max=2)
-    try:
-        for name in "ab":
-            story.start(name, **SHORT)
+    with ElasticStory(tmp_path_factory.mktemp("alone"), program=RANDOM, max=2) as story:
+        story.start_all("ab", **SHORT)
         end = story.done("a")
         story.done("b")
         return losses(story), end
-    finally:
-        story.close()
 
 
 @pytest.mark.parametrize(
@@ -83,10 +79,8 @@ def test_a_spare_goes_on_with_the_same_numbers(
     tmp_path: Path, undisturbed: tuple[Any, Any], signo: int, rank: int
 ) -> None:
     """One goes in the middle of an epoch; the spare that waits takes its rank."""
-    story = ElasticStory(tmp_path, program=RANDOM, max=2, spares=1)
-    try:
-        for name in "abc":
-            story.start(name, **SHORT, goes=rank, signo=signo)
+    with ElasticStory(tmp_path, program=RANDOM, max=2, spares=1) as story:
+        story.start_all("abc", **SHORT, goes=rank, signo=signo)
         trained = list(story.wait_for("generation")["members"])
         (spare,) = set("abc") - set(trained)
         wait_until(
@@ -100,8 +94,6 @@ def test_a_spare_goes_on_with_the_same_numbers(
         assert (change["members"], change["joined"]) == (trained, [spare]), story
         assert ends[0] == ends[1] == undisturbed[1], story
         assert losses(story) == undisturbed[0], story
-    finally:
-        story.close()
 
 
 BULKY = TRAIN.replace(
@@ -126,18 +118,14 @@ BULKY = TRAIN.replace(
 def test_a_large_state_of_each_rank_is_told(tmp_path: Path) -> None:
     """How many bytes go behind each step, which object they are and what to do, once; and that one
     which has outgrown its message is not kept."""
-    story = ElasticStory(tmp_path, program=BULKY, max=2, spares=1)
-    try:
-        for name in "ab":
-            story.start(name, **SHORT, rows=512)
+    with ElasticStory(tmp_path, program=BULKY, max=2, spares=1) as story:
+        story.start_all("ab", **SHORT, rows=512)
         for name in "ab":
             story.done(name)
         said = "\n".join(story.members["a"].lines)
         assert said.count("are sent to another rank behind each step") == 1, story
         assert "most is registered 'cache' (2,097," in said, story
         assert said.count("a spare would not have it") == 1, story
-    finally:
-        story.close()
 
 
 def test_a_packed_state_is_what_was_packed() -> None:

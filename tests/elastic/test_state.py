@@ -67,11 +67,9 @@ def test_a_state_goes_on_with_who_is_left(tmp_path: Path, signo: int) -> None:
     """A member goes, another comes: the rest have the same weights, and all batches were trained;
     a collective of the script's own may raise meanwhile. SIGTERM calls the script's handler too,
     which is restored afterwards."""
-    story = ElasticStory(tmp_path, program=TRAIN, max=3)
-    told = {"batches": 400, "hurry": str(tmp_path / "hurry")}
-    try:
-        for name in "abc":
-            story.start(name, **told)
+    with ElasticStory(tmp_path, program=TRAIN, max=3) as story:
+        told = {"batches": 400, "hurry": str(tmp_path / "hurry")}
+        story.start_all("abc", **told)
         story.wait_for_step("a", size=3)
         story.signal("b", signo)
         story.wait_for_step("a", size=2)
@@ -87,8 +85,6 @@ def test_a_state_goes_on_with_who_is_left(tmp_path: Path, signo: int) -> None:
         assert {one["step"] for one in story.steps("a")} == set(range(400))
         wait_until(lambda: "RETURNED 400 True" in story.members["a"].lines, str(story))
         assert story.members["a"].lines.count("RESET 3") == 2
-    finally:
-        story.close()
 
 
 AS_HOROVOD_HAS_IT = """
@@ -161,11 +157,9 @@ def test_a_script_of_horovods_shape(tmp_path: Path) -> None:
     """Commits now and then, a check behind each batch: who leaves and who comes costs no batch, and
     happens at the next check; a death costs those since the last copy, at the next step of the
     optimizer. The learning rate follows, and each epoch has all samples."""
-    story = ElasticStory(tmp_path, program=AS_HOROVOD_HAS_IT, max=3)
-    told = {"hurry": str(tmp_path / "hurry"), "checks": True, "gives_loader": True}
-    try:
-        for name in "abc":
-            story.start(name, **told)
+    with ElasticStory(tmp_path, program=AS_HOROVOD_HAS_IT, max=3) as story:
+        told = {"hurry": str(tmp_path / "hurry"), "checks": True, "gives_loader": True}
+        story.start_all("abc", **told)
         story.wait_for_step("a", size=3)
         story.signal("b", signal.SIGTERM)
         assert story.ended("b") == RUN_AGAIN
@@ -187,24 +181,18 @@ def test_a_script_of_horovods_shape(tmp_path: Path) -> None:
         assert "a DataLoader whose sampler is a SequentialSampler" in plain
         assert "Give it sampler=hydroslurm.data.ResumableSampler(dataset)" in plain
         assert "epoch 3 is over, and state.epoch says 3 still" in over
-    finally:
-        story.close()
 
 
 @pytest.mark.elastic
 def test_a_death_is_no_matter_of_the_next_commit(tmp_path: Path) -> None:
     """Without checks in between: the optimizer does not step by what is no gradient, and the rest
     meet at once."""
-    story = ElasticStory(tmp_path, program=AS_HOROVOD_HAS_IT, max=2)
-    told = {"hurry": str(tmp_path / "hurry"), "checks": False, "gives_loader": False}
-    try:
-        for name in "ab":
-            story.start(name, **told)
+    with ElasticStory(tmp_path, program=AS_HOROVOD_HAS_IT, max=2) as story:
+        told = {"hurry": str(tmp_path / "hurry"), "checks": False, "gives_loader": False}
+        story.start_all("ab", **told)
         story.wait_for_step("a", size=2)
         story.signal("b", signal.SIGKILL)
         story.wait_for_step("a", size=1)
         (tmp_path / "hurry").touch()
         story.done("a")
         assert max(one["step"] for one in story.steps("a") if one["size"] == 2) < 40, story
-    finally:
-        story.close()

