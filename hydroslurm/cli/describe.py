@@ -60,7 +60,7 @@ def _row(found: ListedJob) -> tuple[str, ...]:
     most = "" if found.backoff_limit is None else f"/{found.backoff_limit}"
     least = "≥" if found.more_preemptions else ""
     return (
-        str(found.slurm.job_id),
+        str(found.slurm.id),
         found.name[:30],
         condition.type if condition else "-",
         found.slurm.state.value,
@@ -204,7 +204,7 @@ def of_slurm(found: Found, name: str) -> list[str]:
     else:
         waits = f" ({slurm.reason})" if slurm.reason not in ("", "None") else ""
         where = f" on {compress_nodes(slurm.nodes)}" if slurm.nodes else waits
-        lines.append(f"Slurm:        job {slurm.job_id}, {slurm.state.value}{where}")
+        lines.append(f"Slurm:        job {slurm.id}, {slurm.state.value}{where}")
         lines.append(f"Partition:    {slurm.partition}{f', QOS {slurm.qos}' if slurm.qos else ''}")
     return [*lines, f"Run folder:   {found.run.root}"]
 

@@ -14,8 +14,11 @@ import typer
 if TYPE_CHECKING:
     from hydroslurm.observe.doctor.facts import Facts, Finding, SaveFacts
 
-JobId = Annotated[
-    int | None, typer.Argument(metavar="[JOBID]", help="A job. Default: a planned one.")
+Which = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[JOBID]", help="A job: 12, or 12_3 of an array. Default: a planned one."
+    ),
 ]
 PartitionName = Annotated[
     str, typer.Option("--partition", "-p", help="Partition of a planned job. Default: the site's.")
@@ -40,7 +43,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def doctor(
-    job_id: JobId = None,
+    job_id: Which = None,
     partition: PartitionName = "",
     qos: QosName = "",
     run: Run = None,
@@ -53,6 +56,7 @@ def doctor(
     """Explain what a preemption does here, how long each kind of stop leaves to save, what is
     risky, and which setting to change. Exit status 1: work would be lost; 2: Slurm could not be
     asked."""
+    from hydroslurm.core.jobid import JobId
     from hydroslurm.errors import HydroslurmError, UsageError
     from hydroslurm.observe.doctor import findings
     from hydroslurm.observe.doctor.gather import gather, read_file, why_no_munge
@@ -63,7 +67,7 @@ def doctor(
         save = _save(run, save_s, state_bytes)
         facts = gather(
             open_client(),
-            job_id=job_id,
+            job_id=None if job_id is None else JobId.parse(job_id),
             partition=partition,
             qos=qos,
             script=None if script is None else read_file(script),
@@ -131,7 +135,7 @@ def _print(facts: Facts, found: tuple[Finding, ...]) -> None:
 
 def _headline(facts: Facts) -> str:
     version = facts.config.get("SLURM_VERSION", "of an unknown release")
-    what = f"job {facts.job.job_id}" if facts.job else "a planned job"
+    what = f"job {facts.job.id}" if facts.job else "a planned job"
     qos = f", QOS {facts.qos}" if facts.qos else ""
     cluster = facts.config.cluster_name
     return f"{what} in partition {facts.partition.name}{qos} of {cluster} (Slurm {version})"

@@ -18,13 +18,23 @@ if TYPE_CHECKING:
     from hydroslurm.jobs.control.overview import Overview
     from hydroslurm.jobs.control.plain_job import PlainJob
     from hydroslurm.jobs.control.requests import JobAnswer
+    from hydroslurm.slurm.client import Job as SlurmJob
+    from hydroslurm.slurm.client import SlurmClient
 
 Pid = Annotated[int | None, typer.Option("--pid", help="A process of this machine.")]
-JobId = Annotated[int | None, typer.Option("--job", help="A Slurm job, with all its ranks.")]
+Job = Annotated[
+    str | None,
+    typer.Option("--job", help="A Slurm job, with all its ranks: 12, or 12_3 of an array."),
+]
+AllElements = Annotated[
+    bool, typer.Option("--all-elements", help="Of an array that is given by its number.")
+]
 Timeout = Annotated[
     float, typer.Option("--timeout", help="How long to wait for the answer, seconds.")
 ]
-Which = Annotated[str, typer.Argument(metavar="JOB", help="A job id, or a run folder.")]
+Which = Annotated[
+    str, typer.Argument(metavar="JOB", help="A job id (12, or 12_3 of an array), or a run folder.")
+]
 Replica = Annotated[
     str | None,
     typer.Option(help="Such as worker-2; without a spec rank-2. Default: the master, or rank-0."),
@@ -36,7 +46,8 @@ ASK_EVERY_S = 10.0
 
 def pause(
     pid: Pid = None,
-    job: JobId = None,
+    job: Job = None,
+    all_elements: AllElements = False,
     timeout_s: Annotated[
         float | None,
         typer.Option(
@@ -55,50 +66,58 @@ def pause(
 
     if timeout_s is None:
         timeout_s = 120.0 if vacate else 10.0
-    process_verb = functools.partial(client.pause, vacate=vacate)
-    _ask(process_verb, functools.partial(pause_job, vacate=vacate), pid, job, timeout_s)
+    process_verb = functools.partial(client.pause, vacate=vacate, timeout_s=timeout_s)
+    job_verb = functools.partial(pause_job, vacate=vacate, timeout_s=timeout_s)
+    _ask(process_verb, job_verb, pid, job, all_elements=all_elements)
 
 
-def resume(pid: Pid = None, job: JobId = None, timeout_s: Timeout = 10.0) -> None:
+def resume(
+    pid: Pid = None,
+    job: Job = None,
+    all_elements: AllElements = False,
+    timeout_s: Timeout = 10.0,
+) -> None:
     """Resume a paused process or job in place, and print how long that took per rank."""
     from hydroslurm.jobs.control.requests import resume_job
     from hydroslurm.runtime import client
 
-    _ask(client.resume, resume_job, pid, job, timeout_s)
+    process_verb = functools.partial(client.resume, timeout_s=timeout_s)
+    job_verb = functools.partial(resume_job, timeout_s=timeout_s)
+    _ask(process_verb, job_verb, pid, job, all_elements=all_elements)
 
 
 def requeue(
-    job_id: Annotated[int, typer.Argument(help="The job.")],
+    job: Annotated[str, typer.Argument(help="The job: 12, or 12_3 of an array.")],
+    all_elements: AllElements = False,
     timeout_s: Annotated[
         float, typer.Option("--timeout", help="How long to wait for the save, seconds.")
     ] = 60.0,
 ) -> None:
     """Make a job save and requeue; unlike scontrol requeue, this gives it time to save."""
     from hydroslurm.jobs.control.requests import requeue_job
-    from hydroslurm.slurm.client import open_client
 
-    _print_job(requeue_job(open_client(), job_id, timeout_s=timeout_s))
+    _for_each(job, functools.partial(requeue_job, timeout_s=timeout_s), all_elements=all_elements)
 
 
-def cancel(which: Which) -> None:
+def cancel(which: Which, all_elements: AllElements = False) -> None:
     """End a job for good. Ranks that can save do so; it is not started again."""
-    from hydroslurm.errors import NotPermitted, WrongJobState
-    from hydroslurm.jobs.control.plain_job import job_of
-    from hydroslurm.slurm.client import open_client
+    _for_each(which, _cancel, all_elements=all_elements)
 
-    client = open_client()
-    found = job_of(client, which)
-    if found.slurm is None:
-        raise WrongJobState(f"Slurm does not know the job of {found.run.root}, or has forgotten it")
-    job_id = found.slurm.job_id
-    if found.slurm.state.has_ended:
-        typer.echo(f"job {job_id} has ended already: {found.slurm.state.value}")
+
+def _cancel(client: SlurmClient, job: SlurmJob) -> None:
+    from hydroslurm.errors import NotPermitted, WrongJobState
+    from hydroslurm.jobs.control.plain_job import require_ours
+    from hydroslurm.jobs.control.requests import ranks_dir_of
+
+    require_ours(client, ranks_dir_of(job), job, str(job.id))
+    if job.state.has_ended:
+        typer.echo(f"job {job.id} has ended already: {job.state.value}")
         return
     # a rank that takes the signal for a preemption would request a requeue, and get it
     with contextlib.suppress(NotPermitted, WrongJobState):
-        client.set_requeue(job_id, allowed=False)
-    client.cancel(job_id)
-    typer.echo(f"job {job_id} is cancelled; hydroslurm describe {job_id} shows how it ends")
+        client.set_requeue(job, allowed=False)
+    client.cancel(job)
+    typer.echo(f"job {job.id} is cancelled; hydroslurm describe {job.id} shows how it ends")
 
 
 def logs(
@@ -172,7 +191,7 @@ class _Ended:
             return True
         if time.monotonic() - self._asked_s > ASK_EVERY_S:
             slurm = None if isinstance(self._found, Overview) else self._found.slurm
-            which = str(self._found.run.root if slurm is None else slurm.job_id)
+            which = str(self._found.run.root if slurm is None else slurm.id)
             try:
                 self._found = job_of(open_client(), which)
             except NoSuchJob:  # it ended, and slurmctld has forgotten it
@@ -184,11 +203,12 @@ class _Ended:
 
 
 def _ask(
-    process_verb: Callable[..., Answer],
-    job_verb: Callable[..., JobAnswer],
+    process_verb: Callable[[int], Answer],
+    job_verb: Callable[[SlurmClient, SlurmJob], JobAnswer],
     pid: int | None,
-    job: int | None,
-    timeout_s: float,
+    job: str | None,
+    *,
+    all_elements: bool,
 ) -> None:
     """Pause or resume a process or a job, whichever is given."""
     from hydroslurm.errors import UsageError
@@ -196,19 +216,56 @@ def _ask(
     if pid is not None and job is not None:
         raise UsageError("give either --pid or --job, not both")
     if job is not None:
-        from hydroslurm.slurm.client import open_client
-
-        _print_job(job_verb(open_client(), job, timeout_s=timeout_s))
+        _for_each(job, job_verb, all_elements=all_elements)
         return
     if pid is None:
         raise UsageError("give --job JOBID, or --pid PID for a process of this machine")
-    answer = process_verb(pid, timeout_s=timeout_s)
+    answer = process_verb(pid)
     echo(f"pid {pid} rank {answer.rank}: {answer.message}")
     if not answer.done:
         raise typer.Exit(1)
 
 
-def _print_job(answer: JobAnswer) -> None:
+def _for_each(
+    which: str, act: Callable[[SlurmClient, SlurmJob], JobAnswer | None], *, all_elements: bool
+) -> None:
+    """Act on the job of an id or a run folder; on several only by ``--all-elements``, and then on
+    all that can be acted on. Exit status 1: something was not done."""
+    from hydroslurm.core.jobid import JobId
+    from hydroslurm.errors import HydroslurmError, WrongJobState
+    from hydroslurm.jobs.control.overview import locate
+    from hydroslurm.jobs.control.plain_job import require_ours
+    from hydroslurm.jobs.control.requests import find_jobs
+    from hydroslurm.slurm.client import open_client
+
+    client = open_client()
+    if all_elements:
+        jobs = find_jobs(client, JobId.parse(which))
+    else:
+        run, job = locate(client, which)
+        if job is None:
+            require_ours(client, run, None, which)
+            raise WrongJobState(f"Slurm does not know the job of {run.root}, or has forgotten it")
+        jobs = (job,)
+    done = True
+    for job in jobs:
+        if all_elements and job.state.has_ended:
+            typer.echo(f"job {job.id} has ended already: {job.state.value}")
+            continue
+        try:
+            answer = act(client, job)
+            done &= answer is None or _print_job(answer)
+        except HydroslurmError as error:
+            if not all_elements:
+                raise
+            echo(f"hydroslurm: {error}", err=True)
+            done = False
+    if not done:
+        raise typer.Exit(1)
+
+
+def _print_job(answer: JobAnswer) -> bool:
+    """Whether all its ranks have done it."""
     echo(f"job {answer.job_id}: {answer.how}")
     for one in answer.answers:
         echo(f"  rank {one.rank}: {one.message}")
@@ -218,5 +275,4 @@ def _print_job(answer: JobAnswer) -> None:
             "importing, or inside a long one), or it cannot write its events",
             err=True,
         )
-    if answer.silent or not all(one.done for one in answer.answers):
-        raise typer.Exit(1)
+    return not answer.silent and all(one.done for one in answer.answers)

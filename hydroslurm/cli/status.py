@@ -21,7 +21,7 @@ def status(
         str | None,
         typer.Argument(
             metavar="JOB",
-            help="A job, or a task of an array: 12, 12_3. Default: all of mine.",
+            help="A job, an array or an element of one: 12, 12_3. Default: all of mine.",
         ),
     ] = None,
     as_json: Annotated[
@@ -31,14 +31,16 @@ def status(
     """Show a job's state in Slurm and what its ranks report."""
     import getpass
 
-    from hydroslurm.jobs.control.overview import job_of_id, job_status
+    from hydroslurm.core.jobid import JobId
+    from hydroslurm.jobs.control.overview import job_status
+    from hydroslurm.jobs.control.requests import find_jobs
     from hydroslurm.slurm.client import open_client
 
     client = open_client()
     if job_id is None:
-        jobs = list(client.jobs(user=getpass.getuser()))
+        jobs = client.jobs(user=getpass.getuser())
     else:
-        jobs = [job_of_id(client, job_id)]
+        jobs = find_jobs(client, JobId.parse(job_id))
     for found in map(job_status, jobs):
         if as_json:
             typer.echo(json.dumps(_as_json(found)))
@@ -97,7 +99,7 @@ def _print_status(found: JobStatus) -> None:
     where = f"on {compress_nodes(job.nodes)}" if job.nodes else f"({job.reason})"
     limit = f"time limit {format_duration(job.time_limit_s)}"
     echo(
-        f"job {job.job_id} {job.name}: {job.state.value} {where}, partition {job.partition}, "
+        f"job {job.id} {job.name}: {job.state.value} {where}, partition {job.partition}, "
         f"{limit}, restarts {job.restart_count}"
     )
     if condition is not None:
@@ -176,6 +178,7 @@ def _as_json(found: JobStatus) -> dict[str, object]:
     job, condition = found.job, found.condition
     member = member_of(job)
     return {
+        "job": str(job.id),
         "job_id": job.job_id,
         "name": job.name,
         "slurm_state": job.state.value,

@@ -31,7 +31,7 @@ _SLOW_S = 5.0
 
 def top(
     jobs: Annotated[
-        list[int] | None, typer.Argument(help="Only these jobs, or tasks of these arrays.")
+        list[str] | None, typer.Argument(help="Only these jobs, or elements of these arrays.")
     ] = None,
     all_users: AllUsers = False,
     partition: OnlyPartition = None,
@@ -55,6 +55,7 @@ def top(
     however many jobs there are."""
     import getpass
 
+    from hydroslurm.core.jobid import JobId
     from hydroslurm.errors import UsageError
     from hydroslurm.observe.watcher import RANKS_EACH_TIME, Watcher
     from hydroslurm.slurm.client import RetryPolicy, open_client
@@ -63,7 +64,7 @@ def top(
         raise UsageError(f"--interval {interval_s:g}: wanted {LEAST_EVERY_S:g} or more seconds")
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without "≤" shall not end us
         sys.stdout.reconfigure(errors="replace")
-    named = jobs or []
+    named = [JobId.parse(text) for text in jobs or ()]
     has_screen = not once and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
     is_only_view = once or (interval_s is None and not has_screen)
     watcher = Watcher(

@@ -34,8 +34,8 @@ class Row:
 
     Attributes:
         job, facts: what the rest was made from.
-        job_id: as a person writes it: ``12_3`` for the task of an array, ``12_[*]`` for those of
-            its tasks that have not started.
+        job_id: as Slurm prints it: ``12_3`` for an element of an array, ``12_[4-9%1]`` for those
+            that have not started.
         state: Slurm's; or PARKED (all ranks) and STOPPING, which only its
             ranks know; or FORGOTTEN: it has ended, and Slurm does not remember how.
         parked, ranks: of this attempt.
@@ -134,7 +134,7 @@ def row_of(
     return Row(
         job=job,
         facts=facts,
-        job_id=_shown_id(job),
+        job_id=str(job.id),
         state="FORGOTTEN" if forgotten else _state(job, facts),
         reason="" if job.reason in ("None", "") else job.reason,
         parked=facts.parked if has_ranks else None,
@@ -151,13 +151,6 @@ def row_of(
         stuck=alive and job.state is JobState.RUNNING and _is_stuck(facts, now_epoch_s=now_epoch_s),
         forgotten=forgotten,
     )
-
-
-def _shown_id(job: Job) -> str:
-    if job.array_job_id is None:
-        return str(job.job_id)
-    task = "[*]" if job.array_task_id is None else job.array_task_id
-    return f"{job.array_job_id}_{task}"
 
 
 def _state(job: Job, facts: RunFacts) -> str:

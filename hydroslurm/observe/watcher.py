@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hydroslurm.core.garbage import without_gc
+from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import SlurmError, SlurmMissing
 from hydroslurm.jobs.control.requests import run_dir_of
 from hydroslurm.observe.folder import FollowedRun
@@ -40,7 +41,7 @@ class View:
     epoch_s: float
     answered_epoch_s: float | None
     error: str | None = None
-    missing: tuple[int, ...] = ()
+    missing: tuple[JobId, ...] = ()
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
@@ -74,7 +75,7 @@ class Watcher:
         *,
         user: str | None,
         partition: str | None = None,
-        ids: Collection[int] = (),
+        ids: Collection[JobId] = (),
         policies: bool = True,
         ranks_each_time: int = sys.maxsize,
         clock: Callable[[], float] = time.time,
@@ -86,7 +87,7 @@ class Watcher:
         self._wants_policies = policies
         self._policies: Policies | None = None
         self._clock = clock
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[JobId, _Seen] = {}
         self._answered_epoch_s: float | None = None
         self._turn = 0
         self._ranks_each_time = ranks_each_time
@@ -119,25 +120,25 @@ class Watcher:
         if self._partition is not None:
             jobs = tuple(job for job in jobs if self._partition in job.partition.split(","))
         for job in jobs:
-            seen = self._seen.get(job.job_id)
+            seen = self._seen.get(job.id)
             run = run_dir_of(job)
             if seen is None or seen.run.run != run:
-                self._seen[job.job_id] = _Seen(job, FollowedRun(run))
+                self._seen[job.id] = _Seen(job, FollowedRun(run))
                 continue
             # the last lines of a job that has just ended are still to be read
             seen.settled = seen.job.state is job.state and _is_still(job)
             seen.job, seen.forgotten_epoch_s = job, None
-        there = {job.job_id for job in jobs}
+        there = {job.id for job in jobs}
         for job_id in self._seen.keys() - there:
             self._forget(job_id, now_epoch_s)
 
-    def _forget(self, job_id: int, now_epoch_s: float) -> None:
+    def _forget(self, job_id: JobId, now_epoch_s: float) -> None:
         """Slurm does not name it any more: it has ended. One that we saw end is let go; another
         stays a while, so that nobody has to ask Slurm what became of it."""
         seen = self._seen[job_id]
         if seen.forgotten_epoch_s is None:
             seen.forgotten_epoch_s = now_epoch_s
-        array = seen.job.array_job_id is not None and seen.job.array_task_id is None
+        array = bool(seen.job.id.tasks)
         gone_s = now_epoch_s - seen.forgotten_epoch_s
         if seen.job.state.has_ended or array or gone_s > FORGOTTEN_FOR_S:
             del self._seen[job_id]
@@ -166,8 +167,9 @@ class Watcher:
             )
             for seen in self._seen.values()
         )
-        known = {i for one in self._seen.values() for i in (one.job.job_id, one.job.array_job_id)}
-        missing = tuple(i for i in self._ids if i not in known) if error is None else ()
+        known = [one.job for one in self._seen.values()]
+        unknown = (one for one in self._ids if not any(job.is_named(one) for job in known))
+        missing = tuple(unknown) if error is None else ()
         return View(jobs, now_epoch_s, self._answered_epoch_s, error, missing)
 
 

@@ -252,7 +252,7 @@ class LocalRun(ScriptRun):
 class JobRun(ScriptRun):
     """One batch job, requeued by ``scontrol requeue`` for each stop."""
 
-    _job_id: int | None = None
+    _job: Job | None = None
     _client: SlurmClient | None = None
     _asked_s = 0.0
     _runs = True
@@ -261,6 +261,7 @@ class JobRun(ScriptRun):
         if self.number > 1:
             self._runs, self._asked_s = True, 0.0
             return  # Slurm starts it again
+        from hydroslurm.core.jobid import JobId
         from hydroslurm.slurm.client import open_client
         from hydroslurm.slurm.programs import sbatch
 
@@ -284,21 +285,26 @@ class JobRun(ScriptRun):
         done = sbatch(script)
         if done.returncode:
             raise UsageError(f"sbatch refused the job: {clean(' '.join(done.stderr.split()))}")
-        self._job_id = int(done.stdout.split()[-1])
         self._client = open_client()
+        jobs = self._client.jobs_of(JobId.parse(done.stdout.split()[-1]))
+        if jobs[0].array_job_id is not None:
+            for job in jobs:
+                self._client.cancel(job)
+            raise UsageError("--slurm: a job array cannot be proved; omit --array")
+        self._job = jobs[0]
 
     def _output(self) -> Path:
         return self.root / "job.log"
 
     def is_running(self) -> bool:
         assert self._client is not None
-        assert self._job_id is not None
+        assert self._job is not None
         if self._runs and time.monotonic() - self._asked_s >= _ASK_SLURM_S:
-            job = self._client.job(self._job_id)
+            job = self._client.job(self._job.job_id)
             self._asked_s = time.monotonic()
             if job.restart_count >= self.number:
                 raise ProofError(
-                    f"job {self._job_id} was requeued by Slurm or by somebody else, and only "
+                    f"job {job.id} was requeued by Slurm or by somebody else, and only "
                     "hydroslurm prove is to stop it; use a partition and QOS that are not preempted"
                 )
             self._runs = not job.state.has_ended
@@ -308,8 +314,8 @@ class JobRun(ScriptRun):
 
     def stop(self) -> int | None:
         assert self._client is not None
-        assert self._job_id is not None
-        self._client.requeue(self._job_id)
+        assert self._job is not None
+        self._client.requeue(self._job)
         self._wait_until(self._is_requeued)
         return None
 
@@ -318,21 +324,22 @@ class JobRun(ScriptRun):
         return job.restart_count >= self.number and _has_left(job)
 
     def end(self) -> None:
-        if self._client is None or self._job_id is None:
+        if self._client is None or self._job is None:
             return
-        if not self._client.job(self._job_id).state.has_ended:
-            self._client.cancel(self._job_id)
+        job = self._client.job(self._job.job_id)
+        if not job.state.has_ended:
+            self._client.cancel(job)
         self._wait_until(_has_left)
 
     def _wait_until(self, is_so: Callable[[Job], bool]) -> None:
         """Slurm counts a restart, and calls a job ended, while its processes still write."""
         assert self._client is not None
-        assert self._job_id is not None
+        assert self._job is not None
         give_up_s = time.monotonic() + self.script.limit_s
-        while not is_so(job := self._client.job(self._job_id)):
+        while not is_so(job := self._client.job(self._job.job_id)):
             if time.monotonic() > give_up_s:
                 raise ProofError(
-                    f"job {self._job_id} was to be stopped, and is still {job.state.value} after "
+                    f"job {job.id} was to be stopped, and is still {job.state.value} after "
                     f"{self.script.limit_s:g} s (--limit)"
                 )
             time.sleep(_ASK_SLURM_S)

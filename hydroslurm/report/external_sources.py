@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hydroslurm.core.files import clean
+from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import NoSuchJob, SlurmError, SlurmMissing
 from hydroslurm.report.attempts import Attempt, StopRequest
 from hydroslurm.report.history import History
@@ -32,7 +33,7 @@ class SlurmAttempt:
     """One attempt of a job in Slurm's accounting; seconds since 1970, None where unknown.
 
     Attributes:
-        job_id: Slurm's.
+        job_id: its own number, as its processes know it.
         number: earlier attempts, as far as accounting has them.
         state: how it ended (``REQUEUED``, ``PREEMPTED`` ...), or its current state.
         submit_epoch_s: when it was submitted, or requeued.
@@ -40,6 +41,7 @@ class SlurmAttempt:
         start_epoch_s: when its nodes were allocated.
         end_epoch_s: when they were released; None while it runs.
         suspended_s: how long it was suspended in total.
+        name: what Slurm calls the job: ``44_3`` for an element of an array.
     """
 
     job_id: int
@@ -50,6 +52,7 @@ class SlurmAttempt:
     start_epoch_s: int | None = None
     end_epoch_s: int | None = None
     suspended_s: int | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,11 @@ class Accounting:
             if found:
                 return found[-1]
         return None
+
+    def names(self, job_ids: Iterable[int]) -> str:
+        """What Slurm calls these jobs; where it was not asked, their own numbers."""
+        known = {one.job_id: one.name for one in self.attempts if one.name}
+        return ", ".join(known.get(job_id, str(job_id)) for job_id in job_ids)
 
     def after(self, attempt: SlurmAttempt) -> SlurmAttempt | None:
         """The next one of the same job."""
@@ -185,7 +193,8 @@ def _sentence(text: str) -> str:
 def _attempts(client: SlurmClient, job_id: int, missing: list[str]) -> list[SlurmAttempt]:
     """From accounting; of a cluster without it, the attempt that slurmctld still knows."""
     try:
-        return [_attempt(job) for job in client.history(job_id)]
+        records = client.history(JobId(job_id))  # of all elements, if it is an array's, too
+        return [_attempt(job) for job in records if job.job_id == job_id]
     except NoSuchJob as error:
         missing.append(f"Accounting: {error}")
     try:
@@ -206,6 +215,7 @@ def _attempt(job: Job) -> SlurmAttempt:
         start_epoch_s=job.start_epoch_s,
         end_epoch_s=None if is_running else job.end_epoch_s,
         suspended_s=job.suspended_s,
+        name=str(job.id),
     )
 
 

@@ -90,7 +90,7 @@ def slurm_table(sources: ExternalSources) -> Table | None:
         return None
     rows = [
         (
-            f"{one.job_id}",
+            sources.accounting.names([one.job_id]),
             one.state,
             _span(one.submit_epoch_s, one.eligible_epoch_s),
             _span(one.eligible_epoch_s, one.start_epoch_s),

@@ -46,7 +46,7 @@ def report_view(
     sources = sources or ExternalSources()
     rows = rows or Rows.of(history, sources)
     figures = figures or figures_of(history, sources, rows)
-    heading = Text(_heading(figures), style="bold")
+    heading = Text(_heading(figures, sources), style="bold")
     below = [Text(sentence) for sentence in _sentences_below(history, sources)]
     if not history.attempts:
         why = "No events yet: the job has not started, or pausing was never installed in it."
@@ -107,6 +107,7 @@ def page(
     ]
     return environment.get_template("page.html.j2").render(
         figures=figures,
+        jobs=sources.accounting.names(figures.job_ids),
         pictures=[(alt, base64.b64encode(png).decode()) for alt, png in pictures],
         tables=[table for table in tables if table is not None and table.rows],
         sentences=_sentences_below(history, sources),
@@ -188,8 +189,8 @@ def _together_sentences(history: History, figures: Figures) -> list[str]:
     return said
 
 
-def _heading(figures: Figures) -> str:
-    jobs = ", ".join(map(str, figures.job_ids))
+def _heading(figures: Figures, sources: ExternalSources) -> str:
+    jobs = sources.accounting.names(figures.job_ids)
     parts = [
         f"run {figures.run}",
         f"job {jobs}" if jobs else "no Slurm job",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from hydroslurm.errors import HydroslurmError, UsageError
 
 if TYPE_CHECKING:
+    from hydroslurm.core.jobid import JobId
     from hydroslurm.core.rundir import RunDir
     from hydroslurm.runtime.controller import Controller
     from hydroslurm.slurm.policy import SitePolicy
@@ -48,8 +49,7 @@ def watch(
             return
         # Slurm's programs are missing in a container, slurmctld is busy: not worth a message
         with contextlib.suppress(HydroslurmError, UsageError, OSError):
-            policy = _policy(job_id, environ) if _is_first(run, job_id) else None
-            message = None if policy is None else what_is_lost(policy, job_id)
+            message = _what_is_lost(job_id, environ) if _is_first(run, job_id) else None
             if message is not None and not is_over(0.0):
                 sys.stderr.write(f"hydroslurm: {message}\n")
                 sys.stderr.flush()
@@ -58,14 +58,16 @@ def watch(
     return ended.set
 
 
-def _policy(job_id: int, environ: Mapping[str, str]) -> SitePolicy | None:
+def _what_is_lost(job_id: int, environ: Mapping[str, str]) -> str | None:
     from hydroslurm.slurm.client import open_client  # every start would pay for it
     from hydroslurm.slurm.policy import Policies
     from hydroslurm.slurm.refusals import RetryPolicy
 
     retry_policy = RetryPolicy(call_timeout_s=ANSWER_S, give_up_after_s=0.0)
     client = open_client(environ=environ, retry_policy=retry_policy)
-    return Policies.read(client).of(client.job(job_id))
+    job = client.job(job_id)
+    policy = Policies.read(client).of(job)
+    return None if policy is None else what_is_lost(policy, job.id)
 
 
 def _is_first(run: RunDir, job_id: int) -> bool:
@@ -98,7 +100,7 @@ def handles_sigterm() -> bool:
     return callable(handler) and module.partition(".")[0] != "submitit"
 
 
-def what_is_lost(policy: SitePolicy, job_id: int) -> str | None:
+def what_is_lost(policy: SitePolicy, job_id: JobId) -> str | None:
     """A sentence on what a preemption costs a job in which nothing saves; None if preemption does
     not stop it."""
     how = {"requeue": "stops this job and requeues it", "cancel": "ends this job for good"}

@@ -18,9 +18,10 @@ class Allocation:
     SLURM_NTASKS and SLURM_PROCID for the batch shell, too, where they say nothing about processes.
 
     Attributes:
-        job_id: the raw id, with which Slurm's programs can be asked about this very task of an
-            array. rank: among all tasks of the job step (SLURM_PROCID). local_rank: among the tasks
-            of the job step on this node (SLURM_LOCALID). world_size: tasks of the job step
+        job_id: SLURM_JOB_ID, by which ``SlurmClient.job`` finds this very element of an array. It
+            must not name a job to change: to Slurm it may mean all elements.
+        rank: among all tasks of the job step (SLURM_PROCID). local_rank: among the tasks of the job
+            step on this node (SLURM_LOCALID). world_size: tasks of the job step
             (SLURM_STEP_NUM_TASKS, else SLURM_NTASKS). node_rank: index of this node in ``nodes``
             (SLURM_NODEID). nodes: of the job step where there is one, else of the job.
             restart_count: how often the job had been requeued when this process started.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import signal as signals
 from collections.abc import Collection, Mapping
-from typing import TypeVar
+from dataclasses import replace
 
+from hydroslurm.core.jobid import JobId
 from hydroslurm.core.signals import signal_number
 from hydroslurm.errors import (
     ControllerUnreachable,
@@ -24,9 +24,6 @@ from hydroslurm.slurm.programs import Programs, checked_job_id
 from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.values import Element, Job, JobState, Partition, Qos
 
-Result = TypeVar("Result")
-_ELEMENT = re.compile(r"[1-9][0-9]*_[0-9]+")
-
 
 class SlurmClient:
     """All requests to Slurm. Every call may raise, besides what it documents:
@@ -38,8 +35,9 @@ class SlurmClient:
     - NotPermitted: this user may not do that.
     - UnreadableOutput: the answer has a form that no known release has.
 
-    Calls block. They are thread-safe, but not to be made from a signal handler. Ids are raw job
-    ids; with the commands backend the id of an array stands for all its tasks.
+    Calls block. They are thread-safe, but not to be made from a signal handler. What changes a job
+    takes it as Slurm has described it, and acts on ``Job.id``: the number that a process or a file
+    knows may be that of a whole array, whose other elements are other people's work.
 
     Attributes:
         backend: ``commands`` or ``pyslurm``.
@@ -61,7 +59,8 @@ class SlurmClient:
         self._retry_policy = retry_policy or RetryPolicy()
 
     def job(self, job_id: int) -> Job:
-        """Describe one job."""
+        """Describe the job that has this number of its own: what its processes know as
+        SLURM_JOB_ID. For what a person writes there is :meth:`jobs_of`."""
         # outside of a federation --local only saves the question whether there is one; a process
         # of the job itself is where it runs in any case
         local = ["--local"] if self._programs.environ.get("SLURM_JOB_ID") == str(job_id) else []
@@ -71,23 +70,39 @@ class SlurmClient:
                 return job
         raise NoSuchJob(f"scontrol show job {job_id}: slurmctld described other jobs only")
 
+    def jobs_of(self, job_id: JobId) -> tuple[Job, ...]:
+        """Describe the job that an id names, or the elements of an array; of those that wait
+        together one record tells, of no others than the id names."""
+        output = self._ask("scontrol", "show", "job", str(job_id.number))
+        found = [
+            replace(job, array_task_id=both.task, array_tasks=both.tasks)
+            if (both := job_id.common(job.id)) is not None
+            else job
+            for job in scontrol_text.read_jobs(output)
+            if job.is_named(job_id)
+        ]
+        if not found:
+            raise NoSuchJob(f"slurmctld knows a job {job_id.number}, but no {job_id} (any more)")
+        # the components of a heterogeneous job are one job, by its leader's number
+        own = [job for job in found if job.job_id == job_id.number and job.array_job_id is None]
+        return tuple(own or found)
+
     def jobs(
-        self, *, user: str | None = None, ids: Collection[int] | None = None
+        self, *, user: str | None = None, ids: Collection[JobId] | None = None
     ) -> tuple[Job, ...]:
         """Describe the jobs that slurmctld knows, ended ones included, in one request.
 
         Args:
             user: only this user's.
-            ids: only these jobs, and the tasks of these arrays. Unknown ones are ignored.
+            ids: only these jobs, and the elements of these arrays. Unknown ones are ignored.
         """
         if ids is not None and not ids:
             return ()
-        wanted = None if ids is None else frozenset(checked_job_id(i) for i in ids)
         return tuple(
             job
             for job in self._all_jobs(user)
             if (user is None or job.user == user)
-            and (wanted is None or job.job_id in wanted or job.array_job_id in wanted)
+            and (ids is None or any(job.is_named(one) for one in ids))
         )
 
     def elements(self, *, user: str, name: str) -> tuple[Element, ...]:
@@ -101,21 +116,22 @@ class SlurmClient:
     def cancel_elements(self, names: Collection[str]) -> None:
         """Cancel elements of arrays; success for those that have ended already."""
         for name in names:
-            if not _ELEMENT.fullmatch(name):
+            if JobId.parse(name).task is None:
                 raise UsageError(f"not an element of an array: {name!r}; wanted 123_4")
         if names:
             self._run("scancel", "--quiet", *sorted(names))
 
-    def history(self, job_id: int) -> tuple[Job, ...]:
-        """Every start of a job according to accounting, oldest first; a requeue adds one.
+    def history(self, job_id: JobId) -> tuple[Job, ...]:
+        """Every start of a job, or of all elements of an array, according to accounting, oldest
+        first; a requeue adds one.
 
         Raises:
             NoSuchJob: accounting has no record of it (yet: records arrive a moment late).
         """
         columns = ",".join(listings.SACCT_FIELDS)
         options = ("-D", "-X", "-P", "-n", f"--delimiter={listings.DELIMITER}", "-o", columns)
-        output = self._ask("sacct", *options, "-j", str(checked_job_id(job_id)))
-        attempts = tuple(job for job in listings.read_attempts(output) if job.job_id == job_id)
+        output = self._ask("sacct", *options, "-j", str(JobId(job_id.number, job_id.task)))
+        attempts = tuple(job for job in listings.read_attempts(output) if job.is_named(job_id))
         if not attempts:
             raise NoSuchJob(
                 f"sacct -D -j {job_id}: accounting has no record of it. Records arrive a moment "
@@ -123,10 +139,10 @@ class SlurmClient:
             )
         return attempts
 
-    def submit_line(self, job_id: int) -> str:
+    def submit_line(self, job: Job) -> str:
         """The command line of the submission, from accounting; empty if it has none."""
         options = ("-X", "-P", "-n", "-o", "SubmitLine")
-        return self._ask("sacct", *options, "-j", str(checked_job_id(job_id))).rstrip("\n")
+        return self._ask("sacct", *options, "-j", job.id.argument).rstrip("\n")
 
     def partitions(self) -> tuple[Partition, ...]:
         """Describe all partitions, hidden ones included."""
@@ -150,12 +166,11 @@ class SlurmClient:
             return None
         return listings.read_qoses(output)
 
-    def batch_script(self, job_id: int) -> str | None:
+    def batch_script(self, job: Job) -> str | None:
         """The batch script as submitted; None if there is none, or it is another user's."""
         try:
-            script = self._ask(
-                "scontrol", "write", "batch_script", str(checked_job_id(job_id)), "-"
-            )
+            # by its own number: scontrol of 22.05 reads no other here
+            script = self._ask("scontrol", "write", "batch_script", str(job.job_id), "-")
         except (NotPermitted, NoSuchJob, WrongJobState):
             return None
         return script or None
@@ -164,23 +179,23 @@ class SlurmClient:
         """The controller's configuration."""
         return scontrol_text.read_config(self._ask("scontrol", "show", "config"))
 
-    def suspend(self, job_id: int) -> None:
+    def suspend(self, job: Job) -> None:
         """Send SIGTSTP to a running job, then SIGSTOP; success if it is already suspended.
 
         Raises:
             WrongJobState: it does not run.
         """
-        self._act(job_id, "scontrol", "suspend", str(job_id))
+        self._act(job, "scontrol", "suspend", job.id.leader)
 
-    def resume(self, job_id: int) -> None:
+    def resume(self, job: Job) -> None:
         """Continue a suspended job.
 
         Raises:
             WrongJobState: it is not suspended.
         """
-        self._act(job_id, "scontrol", "resume", str(job_id))
+        self._act(job, "scontrol", "resume", job.id.leader)
 
-    def requeue(self, job_id: int) -> None:
+    def requeue(self, job: Job) -> None:
         """End a batch job and put it back into the queue; success if it is already pending.
 
         An ended batch job is started again. "Requeued by this call" and "already requeued" look the
@@ -189,11 +204,11 @@ class SlurmClient:
         Raises:
             WrongJobState: not a batch job, or submitted with --no-requeue.
         """
-        self._act(job_id, "scontrol", "requeue", str(job_id), pending_is_success=True)
+        self._act(job, "scontrol", "requeue", job.id.leader, pending_is_success=True)
 
     def signal(
         self,
-        job_id: int,
+        job: Job,
         signal: str | int | signals.Signals,
         *,
         step: int | None = None,
@@ -203,6 +218,7 @@ class SlurmClient:
         """Send a signal to the job steps of a running job.
 
         Args:
+            job: as slurmctld has just described it.
             signal: ``"USR1"``, ``"SIGUSR1"``, ``10`` or ``signal.SIGUSR1``.
             step: only this job step; Slurm does not report one that does not exist.
             batch: the batch shell only.
@@ -217,22 +233,21 @@ class SlurmClient:
             raise UsageError("only one of step=, batch= and full= can be asked for")
         # scancel repeats a signal to a waiting or suspended job for a minute and a half, and then
         # signals the next attempt of a requeued one
-        _check_signallable(self.job(job_id), number)
-        self._send_signal(job_id, number, step=step, batch=batch, full=full)
+        _check_signallable(job, number)
+        self._send_signal(job, number, step=step, batch=batch, full=full)
 
-    def cancel(self, job_id: int) -> None:
+    def cancel(self, job: Job) -> None:
         """Cancel a job; success if it has already ended."""
-        # for an id that does not exist scancel prints nothing and exits with 0
-        self.job(job_id)
-        self._act(job_id, "scancel", str(job_id))
+        self._act(job, "scancel", job.id.argument)
 
-    def set_requeue(self, job_id: int, *, allowed: bool) -> None:
+    def set_requeue(self, job: Job, *, allowed: bool) -> None:
         """Set whether Slurm may requeue a job; its owner may change that while it runs.
 
         Raises:
             WrongJobState: it has ended.
         """
-        self._act(job_id, "scontrol", "update", f"JobId={job_id}", f"Requeue={int(allowed)}")
+        target = f"JobId={job.id.leader}"
+        self._act(job, "scontrol", "update", target, f"Requeue={int(allowed)}")
 
     def node_address(self, name: str) -> str:
         """The host name or address of a node, which Slurm knows even if the node's name does not
@@ -257,12 +272,12 @@ class SlurmClient:
             return scontrol_text.read_jobs(self._ask("scontrol", "-a", "show", "job"))
 
     def _send_signal(
-        self, job_id: int, number: int, *, step: int | None, batch: bool, full: bool
+        self, job: Job, number: int, *, step: int | None, batch: bool, full: bool
     ) -> None:
-        target = str(job_id) if step is None else f"{job_id}.{step}"
+        target = job.id.argument if step is None else f"{job.id.argument}.{step}"
         where = ["--batch"] if batch else ["--full"] if full else []
         # what may have arrived is not repeated: a second USR1 could be a second pause
-        self._act(job_id, "scancel", f"--signal={number}", *where, target, may_repeat=False)
+        self._act(job, "scancel", f"--signal={number}", *where, target, may_repeat=False)
 
     def _ask(self, program: str, *arguments: str) -> str:
         return self._retry_policy.retry(lambda: self._run(program, *arguments))
@@ -273,7 +288,7 @@ class SlurmClient:
 
     def _act(
         self,
-        job_id: int,
+        job: Job,
         program: str,
         *arguments: str,
         pending_is_success: bool = False,
@@ -281,7 +296,6 @@ class SlurmClient:
     ) -> None:
         """Run a program that changes something; if it fails without a reason, find out the
         reason."""
-        checked_job_id(job_id)
 
         def once() -> None:
             try:
@@ -299,7 +313,7 @@ class SlurmClient:
                 if not refusals.says_nothing(error):
                     raise
                 # raises NoSuchJob or ControllerUnreachable when that was the cause
-                self._run("scontrol", "show", "job", str(job_id))
+                self._run("scontrol", "show", "job", str(job.id.number))
                 raise
 
         self._retry_policy.retry(once, may_repeat=may_repeat)
@@ -314,5 +328,5 @@ def _check_signallable(job: Job, number: int) -> None:
     suspended = job.state is JobState.SUSPENDED and number != signals.SIGKILL
     if job.state.has_ended or job.state.is_waiting or suspended:
         raise WrongJobState(
-            f"job {job.job_id} is {job.state.value} and cannot be signalled; it has to be RUNNING"
+            f"job {job.id} is {job.state.value} and cannot be signalled; it has to be RUNNING"
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import UnreadableOutput
 from hydroslurm.slurm import text
 from hydroslurm.slurm.job_fields import job_of_fields, number
@@ -82,7 +83,7 @@ def read_elements(output: str) -> tuple[Element, ...]:
         array, task, state, node, reason = cells
         if array.isdecimal() and task.isdecimal():  # else it is no array's
             parsed, _ = text.parse_state(state)
-            name = f"{array}_{task}"
+            name = str(JobId(int(array), int(task)))
             found.append(Element(name=name, state=parsed, node=node, reason=reason))
     return tuple(found)
 
@@ -118,7 +119,8 @@ def _sacct_rows(output: str) -> Iterator[list[str]]:
 def _job_of_sacct(cells: list[str]) -> Job:
     cell = dict(zip(SACCT_FIELDS, cells, strict=True))
     state, flags = text.parse_state(cell["State"])
-    array = re.fullmatch(r"(\d+)_(\d+|\[.*\])", cell["JobID"])
+    array = re.fullmatch(r"(\d+)_(?:(\d+)|\[(.*)\])", cell["JobID"])
+    het = re.fullmatch(r"(\d+)\+(\d+)", cell["JobID"])
     by = re.fullmatch(r"CANCELLED by (\d+)", cell["State"])
     return job_of_fields(
         "sacct",
@@ -127,7 +129,10 @@ def _job_of_sacct(cells: list[str]) -> Job:
         flags=flags,
         exit_code=text.parse_exit(cell["ExitCode"]),
         array_job_id=int(array[1]) if array else None,
-        array_task_id=int(array[2]) if array and array[2].isdecimal() else None,
+        array_task_id=int(array[2]) if array and array[2] else None,
+        array_tasks=(array and array[3]) or "",
+        het_job_id=int(het[1]) if het else None,
+        het_component=int(het[2]) if het else None,
         cancelled_by_uid=int(by[1]) if by else None,
     )
 
@@ -170,6 +175,8 @@ def read_jobs(output: str) -> tuple[Job, ...]:
 def _job_of_json(row: Mapping[str, Any]) -> Job:
     state, flags = text.parse_state(row["job_state"])
     array_id = number(row.get("array_job_id")) or None
+    task = number(row.get("array_task_id")) if array_id else None
+    het_id = number(row.get("het_job_id")) or None
     reason = row.get("state_description") or row.get("state_reason") or ""
     job = job_of_fields(
         "json",
@@ -179,7 +186,10 @@ def _job_of_json(row: Mapping[str, Any]) -> Job:
         reason=reason.replace(" ", "_"),
         exit_code=_exit_of_json(row.get("exit_code")),
         array_job_id=array_id,
-        array_task_id=number(row.get("array_task_id")) if array_id else None,
+        array_task_id=task,
+        array_tasks=row.get("array_task_string") or "" if task is None else "",
+        het_job_id=het_id,
+        het_component=number(row.get("het_job_offset")) if het_id else None,
         gres=text.join_gres(row.get(f"tres_per_{what}") or "" for what in _TRES_PER),
     )
     return _with_files(job, row)

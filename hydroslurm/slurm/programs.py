@@ -33,9 +33,10 @@ class Programs:
     environ: Mapping[str, str]
 
     def child_environ(self) -> dict[str, str]:
-        """English messages, times as epoch seconds, none of the user's format settings."""
+        """English messages, times as epoch seconds, all elements of an array that waits, none of
+        the user's format settings."""
         kept = {name: value for name, value in self.environ.items() if not _AMBIENT.match(name)}
-        return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
+        return kept | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
 
     def run(self, program: str, *arguments: str, timeout_s: float, silent: bool = False) -> str:
         """Run it and return what it printed.

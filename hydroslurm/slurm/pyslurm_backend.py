@@ -7,12 +7,10 @@ What was read in the source of pyslurm 25.11.2 and is met here:
 
 - Its calls hold the GIL until libslurm has an answer or gives up (MessageTimeout, once or twice),
   so ``RetryPolicy.call_timeout_s`` does not bound them; the retries are ours.
-- ``cancel`` and ``send_signal`` ignore "already done", and cancel an unknown id too; the job is
-  looked up first, so that both backends raise alike.
 - ``Job.time_limit`` is in minutes and None for unlimited; ``Partition.max_time`` likewise.
 - ``Job.exit_code`` has lost 128 when it was 128 or more, as ``values.Job`` says for all backends.
-- ``suspend`` and ``unsuspend`` of an unknown job fail with whatever errno is left over from before,
-  "Zero Bytes were transmitted or received" for one; the job is looked up first.
+- Jobs are numbers to it, and an array's number is also that of its last element: what acts on an
+  element, or on a component of a heterogeneous job, is left to the programs.
 - libslurm reads slurm.conf when pyslurm is imported and keeps it, whatever SLURM_CONF becomes:
   ``open_client`` lets no client for another one be made.
 - ``Config.preempt_parameters`` and ``auth_info`` are taken apart already, into a dict and a list.
@@ -90,9 +88,10 @@ class PyslurmClient(SlurmClient):
 
     def job(self, job_id: int) -> Job:
         checked_job_id(job_id)
-        return self._call(
+        job = self._call(
             f"load job {job_id}", lambda: job_of_pyslurm(self._pyslurm.Job.load(job_id))
         )
+        return job if job.job_id == job_id else super().job(job_id)  # of an array it gave another
 
     def partitions(self) -> tuple[Partition, ...]:
         return self._call(
@@ -108,38 +107,40 @@ class PyslurmClient(SlurmClient):
             lambda: config_of_pyslurm(self._pyslurm.slurmctld.Config.load()),
         )
 
-    def suspend(self, job_id: int) -> None:
-        self.job(job_id)  # raises NoSuchJob
-        self._change(job_id, "suspend", lambda job: job.suspend())
+    def suspend(self, job: Job) -> None:
+        self._change(job, "suspend", lambda its: its.suspend(), super().suspend)
 
-    def resume(self, job_id: int) -> None:
-        self.job(job_id)  # raises NoSuchJob
-        self._change(job_id, "resume", lambda job: job.unsuspend())
+    def resume(self, job: Job) -> None:
+        self._change(job, "resume", lambda its: its.unsuspend(), super().resume)
 
-    def requeue(self, job_id: int) -> None:
+    def requeue(self, job: Job) -> None:
         try:
-            self._change(job_id, "requeue", lambda job: job.requeue())
+            self._change(job, "requeue", lambda its: its.requeue(), super().requeue)
         except WrongJobState as error:
             if refusals.ALREADY_PENDING not in str(error):
                 raise
 
     def _send_signal(
-        self, job_id: int, number: int, *, step: int | None, batch: bool, full: bool
+        self, job: Job, number: int, *, step: int | None, batch: bool, full: bool
     ) -> None:
+        def by_program(job: Job) -> None:
+            SlurmClient._send_signal(self, job, number, step=step, batch=batch, full=full)
+
         if step is not None:
-            super()._send_signal(job_id, number, step=step, batch=batch, full=full)
+            by_program(job)
             return
         steps = "batch" if batch else "all" if full else "children"
         self._change(
-            job_id,
+            job,
             f"signal {number}",
-            lambda job: job.send_signal(number, steps=steps),
+            lambda its: its.send_signal(number, steps=steps),
+            by_program,
             may_repeat=False,
         )
 
-    def cancel(self, job_id: int) -> None:
-        if not self.job(job_id).state.has_ended:
-            self._change(job_id, "cancel", lambda job: job.cancel())
+    def cancel(self, job: Job) -> None:
+        if not job.state.has_ended:
+            self._change(job, "cancel", lambda its: its.cancel(), super().cancel)
 
     def _all_jobs(self, user: str | None) -> tuple[Job, ...]:  # noqa: ARG002 - pyslurm loads all
         return self._call(
@@ -149,15 +150,20 @@ class PyslurmClient(SlurmClient):
 
     def _change(
         self,
-        job_id: int,
+        job: Job,
         verb: str,
         call: Callable[[Any], None],
+        by_program: Callable[[Job], None],
         *,
         may_repeat: bool = True,
     ) -> None:
-        checked_job_id(job_id)
+        if job.array_job_id is not None or job.het_job_id is not None:
+            by_program(job)
+            return
         self._call(
-            f"{verb} job {job_id}", lambda: call(self._pyslurm.Job(job_id)), may_repeat=may_repeat
+            f"{verb} job {job.id}",
+            lambda: call(self._pyslurm.Job(job.job_id)),
+            may_repeat=may_repeat,
         )
 
     def _call(
@@ -185,6 +191,10 @@ def job_of_pyslurm(job: Any) -> Job:
     """``pyslurm.Job`` -> Job."""
     state, flags = text.parse_state(job.state)
     array_id = number(job.array_id)
+    # 0 is a task's number, and is also what pyslurm makes None of: "not in an array" is told by
+    # array_id
+    task = (number(job.array_task_id) or _first_task(job)) if array_id else None
+    het_id = number(getattr(job, "heterogeneous_id", None)) or None
     read = job_of_fields(
         "pyslurm",
         lambda name, _: getattr(job, name, None) if name == "qos" else getattr(job, name),
@@ -192,9 +202,10 @@ def job_of_pyslurm(job: Any) -> Job:
         flags=flags,
         exit_code=job.exit_code,
         array_job_id=array_id,
-        # 0 is a task's number, and is also what pyslurm makes None of: "not in an array" is told by
-        # array_id
-        array_task_id=(number(job.array_task_id) or _first_task(job)) if array_id else None,
+        array_task_id=task,
+        array_tasks=str(job.array_tasks_waiting or "") if array_id and task is None else "",
+        het_job_id=het_id,
+        het_component=number(getattr(job, "heterogeneous_offset", None)) if het_id else None,
         gres=text.join_gres(_gres_of_pyslurm(job)),
     )
     return replace(read, std_err=read.std_err or read.std_out)

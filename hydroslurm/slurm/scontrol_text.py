@@ -24,7 +24,8 @@ _TRES_PER = ("TresPerJob", "TresPerNode", "TresPerSocket", "TresPerTask")
 _RECORD_START = re.compile(r"\n\s*\n(?=JobId=\d+ [^\n]*\n   (?:UserId|SLUID|HetJobIdSet)=)")
 _FIRST_LINE = re.compile(
     r"JobId=(?P<JobId>\d+) (?:ArrayJobId=(?P<ArrayJobId>\d+) ArrayTaskId=(?P<ArrayTaskId>\S+) )?"
-    r"(?:ArrayTaskThrottle=\d+ )?(?:HetJobId=\d+ HetJobOffset=\d+ )?JobName=(?P<JobName>.*)"
+    r"(?:ArrayTaskThrottle=\d+ )?"
+    r"(?:HetJobId=(?P<HetJobId>\d+) HetJobOffset=(?P<HetJobOffset>\d+) )?JobName=(?P<JobName>.*)"
 )
 _PAIR = re.compile(r"(?:^|(?<=\s))([A-Za-z][\w/:]*)=")
 
@@ -131,6 +132,9 @@ def _job_of_text(fields: Mapping[str, str]) -> Job:
         exit_code=text.parse_exit(fields.get("ExitCode", "")),
         array_job_id=int(fields["ArrayJobId"]) if "ArrayJobId" in fields else None,
         array_task_id=int(array_task) if array_task.isdecimal() else None,
+        array_tasks="" if array_task.isdecimal() else array_task,
+        het_job_id=int(fields["HetJobId"]) if "HetJobId" in fields else None,
+        het_component=int(fields["HetJobOffset"]) if "HetJobOffset" in fields else None,
         gres=text.join_gres(_present(fields.get(name)) or "" for name in _TRES_PER),
     )
     # 22.05 pads the comment with one space; 25.11 prints no StdErr for a job without one of its own

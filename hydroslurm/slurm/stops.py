@@ -22,6 +22,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
+from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import SlurmError, StaleAttempt
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import WARNING_EARLY_S
@@ -120,7 +121,7 @@ def ask_why(
     stop = why_stopped(job, now_epoch_s=asked_epoch_s, warning_s=warning_s)
     deadline_s = time.monotonic() + history_within_s
     while stop.needs_history:
-        attempt = _last_attempt(client, job_id)
+        attempt = _last_attempt(client, job.id)
         if attempt is not None:
             stop = why_stopped(job, now_epoch_s=asked_epoch_s, attempt=attempt, warning_s=warning_s)
         if not stop.needs_history or time.monotonic() > deadline_s:
@@ -204,7 +205,7 @@ def is_pending(job: Job) -> bool:
     return limit_s is not None and job.end_epoch_s - job.start_epoch_s >= limit_s
 
 
-def _last_attempt(client: SlurmClient, job_id: int) -> Job | None:
+def _last_attempt(client: SlurmClient, job_id: JobId) -> Job | None:
     """The attempt that has just ended, according to accounting; None if not recorded yet."""
     try:
         attempts = client.history(job_id)
@@ -238,8 +239,8 @@ class Start:
     began_epoch_s: float
 
 
-def requeue(client: SlurmClient, start: Start, *, job: Job | None = None) -> None:
-    """Requeue the job, unless it is already pending.
+def requeue(client: SlurmClient, start: Start, *, job: Job | None = None) -> Job:
+    """Requeue the job, unless it is already pending; return it as it was before.
 
     Args:
         job: as slurmctld has just described it, where it was asked anyway.
@@ -255,7 +256,8 @@ def requeue(client: SlurmClient, start: Start, *, job: Job | None = None) -> Non
         job = client.job(start.job_id)
     check_newest(job, start)
     if not (job.restart_count > start.restart_count and is_pending(job)):
-        client.requeue(start.job_id)
+        client.requeue(job)
+    return job
 
 
 def check_newest(job: Job, start: Start) -> None:
@@ -271,7 +273,7 @@ def check_newest(job: Job, start: Start) -> None:
     is_older = job.restart_count > start.restart_count and not is_pending(job)
     if is_older and (job.start_epoch_s is None or start.began_epoch_s < job.start_epoch_s):
         raise StaleAttempt(
-            f"job {start.job_id} is not requeued: Slurm has started it {job.restart_count} times "
+            f"job {job.id} is not requeued: Slurm has started it {job.restart_count} times "
             f"again (it is {job.state.value}), and this process is of its restart "
             f"{start.restart_count}. The attempt that runs is left alone"
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from hydroslurm.core.jobid import JobId
+
 
 class JobState(str, Enum):
     """What a job does now, in the words of squeue's long form.
@@ -87,7 +89,7 @@ class Job:
     """One job as Slurm described it at one moment. ``None`` where Slurm did not say.
 
     Attributes:
-        job_id: the raw id; every task of an array has one of its own.
+        job_id: its own number, the SLURM_JOB_ID of its processes; :attr:`id` is its name.
         state: what squeue shows.
         flags: every word that Slurm gave for the state, ``state`` included.
         reason: why it waits or why it ended, ``"None"`` when neither.
@@ -104,7 +106,9 @@ class Job:
             and 15 both read 15: pyslurm and sacct of 22.05 tell no more, and one meaning for all
             backends and for accounting is worth more than the bit.
         array_job_id, array_task_id: None outside of an array. The record that stands for the tasks
-            which have not started has no array_task_id.
+            which have not started has no array_task_id, and ``array_tasks`` instead (``2-9%1``).
+        het_job_id, het_component: of a component of a heterogeneous job, its leader's number and
+            the place in it.
         is_batch: False for what srun or salloc started; those cannot be requeued.
         may_requeue: False for ``--no-requeue``.
         memory_per_node_bytes, memory_per_cpu_bytes: asked for; None when nothing was.
@@ -140,6 +144,9 @@ class Job:
     exit_code: int | None = None
     array_job_id: int | None = None
     array_task_id: int | None = None
+    array_tasks: str = ""
+    het_job_id: int | None = None
+    het_component: int | None = None
     is_batch: bool | None = None
     may_requeue: bool | None = None
     memory_per_node_bytes: int | None = None
@@ -147,6 +154,22 @@ class Job:
     qos: str = ""
     gres: str = ""
     cancelled_by_uid: int | None = None
+
+    @property
+    def id(self) -> JobId:
+        """What Slurm calls it, and what names it, and no other job, to Slurm's programs."""
+        if self.array_job_id is not None:
+            return JobId(self.array_job_id, self.array_task_id, self.array_tasks)
+        if self.het_job_id is not None:
+            return JobId(self.het_job_id, component=self.het_component)
+        return JobId(self.job_id)
+
+    def is_named(self, job_id: JobId) -> bool:
+        """Whether an id means this job, or several of which it is one; a bare number is a job's
+        own, an array's, or that of a heterogeneous job."""
+        if job_id == JobId(job_id.number):
+            return job_id.number in (self.job_id, self.array_job_id, self.het_job_id)
+        return job_id.common(self.id) is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from hydroslurm.slurm.client import open_client
 from hydroslurm.slurm.policy import Policies, SitePolicy, read_policies
 from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.stops import IN_GRACE, Start, Stop, StopReason, ask_why, requeue
+from hydroslurm.slurm.values import Job
 from hydroslurm.training.attempts import Ending
 from hydroslurm.training.reporting import notice, warning
 
@@ -232,7 +233,7 @@ class StopHandler:
         self._controller.record(EventKind.REQUEUE_ASKED, {"job_id": job_id})
         try:
             with self._controller.marks.range(Range.REQUEUEING, self._controller.step or 0):
-                self._requeue(self._allocation, plan.deadline_mono_s, stop)
+                job = self._requeue(self._allocation, plan.deadline_mono_s, stop)
         except StaleAttempt as error:
             return self._stay_away(error)
         except WrongJobState as error:
@@ -247,7 +248,7 @@ class StopHandler:
         else:
             took_us = (time.monotonic_ns() - begin_ns) / 1e3
             self._controller.record(EventKind.REQUEUED, {"job_id": job_id, "requeue_us": took_us})
-            notice(f"job {job_id} is requeued and resumes later")
+            notice(f"job {job.id} is requeued and resumes later")
         return ExitForRequeue(plan.exit_code)
 
     # --- with Slurm
@@ -328,7 +329,7 @@ class StopHandler:
         warning(str(error))
         return ExitForRequeue.must_not_run_again()
 
-    def _requeue(self, allocation: Allocation, deadline_mono_s: float, stop: Stop | None) -> None:
+    def _requeue(self, allocation: Allocation, deadline_mono_s: float, stop: Stop | None) -> Job:
         left_s = max(5.0, deadline_mono_s - time.monotonic())
         retry_policy = RetryPolicy(give_up_after_s=min(left_s, 120.0))
         start = Start(
@@ -337,7 +338,7 @@ class StopHandler:
             began_epoch_s=self._began_epoch_s,
         )
         client = open_client(environ=self._environ, retry_policy=retry_policy)
-        requeue(client, start, job=None if stop is None else stop.job)
+        return requeue(client, start, job=None if stop is None else stop.job)
 
     def _cannot_requeue(self, error: WrongJobState) -> str:
         policy = self._policy

@@ -170,4 +170,4 @@ def test_status_names_what_it_takes() -> None:
     """What is no id of a job is refused with one that is."""
     result = CliRunner().invoke(app, ["status", "twelve"])
     assert result.exit_code == 1
-    assert "'twelve' is no id of a job; wanted one such as 12, or 12_3" in str(result.exception)
+    assert "'twelve' is no job id; wanted one as Slurm prints it: 44, 44_3" in str(result.exception)

@@ -15,6 +15,7 @@ from rich.cells import cell_len
 from statusfile import write_status
 
 from hydroslurm.core.events import Event, EventKind
+from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir, comment_for
 from hydroslurm.core.status import Moment, load_status
 from hydroslurm.elastic.folder import ElasticFolder
@@ -307,14 +308,14 @@ def test_jobs_come_and_go(tmp_path: Path) -> None:
     write(run.rank_events(0), event(EventKind.INSTALLED, world_size=2), began(), parked(1, 50.0))
     write(run.rank_events(1), event(EventKind.INSTALLED, rank=1))
     first = job(1, comment=comment_for(run), end_epoch_s=int(NOW_S) + 60)
-    waiting = job(3, JobState.PENDING, array_job_id=3)
+    waiting = job(3, JobState.PENDING, array_job_id=3, array_tasks="4-9%1")
     slurm = Slurm(first, job(2), waiting)
-    watching = watcher(slurm, ids=(1, 2, 3, 99))
+    watching = watcher(slurm, ids=tuple(map(JobId, (1, 2, 3, 99))))
     view = watching.look()
     by_id = {row.job_id: row for row in view.rows}
-    assert set(by_id) == {"1", "2", "3_[*]"}
+    assert set(by_id) == {"1", "2", "3_[4-9%1]"}
     assert (by_id["1"].parked, by_id["1"].ranks, by_id["1"].left_s) == (1, 2, 60.0)
-    assert (by_id["2"].ranks, view.missing) == (None, (99,))
+    assert (by_id["2"].ranks, view.missing) == (None, (JobId(99),))
 
     write(run.rank_events(1), parked(1, 60.0, rank=1))
     slurm.answer = (first, replace(job(2), state=JobState.COMPLETED))

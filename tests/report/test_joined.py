@@ -9,6 +9,7 @@ from report.profiles import profile_of
 from report.ranklog import RankLog
 from report.views import history_of, shown
 
+from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import NoSuchJob, SlurmMissing
 from hydroslurm.report.external_sources import Accounting, ExternalSources, SlurmAttempt, ask_slurm
 from hydroslurm.report.figures import figures_of
@@ -37,10 +38,10 @@ class Answers:
         self._jobs = jobs
         self._error = error
 
-    def history(self, job_id: int) -> tuple[Job, ...]:
+    def history(self, job_id: JobId) -> tuple[Job, ...]:
         if self._error:
             raise self._error
-        found = tuple(job for job in self._jobs if job.job_id == job_id)
+        found = tuple(job for job in self._jobs if job.is_named(job_id))
         if not found:
             raise NoSuchJob("accounting has nothing on it")
         return found

@@ -7,13 +7,16 @@ import signal
 
 from submitit.core.job_environment import SignalHandler
 
+from hydroslurm.core.jobid import JobId
 from hydroslurm.runtime.unsaved_warning import handles_sigterm, what_is_lost
 from hydroslurm.slurm.policy import PreemptAction, SitePolicy
 
 
 def test_only_where_a_preemption_stops_the_job() -> None:
     """One that pauses, or never comes, costs nothing."""
-    said = {one: what_is_lost(SitePolicy(action=one, action_why="X"), 7) for one in PreemptAction}
+    said = {
+        one: what_is_lost(SitePolicy(action=one, action_why="X"), JobId(7)) for one in PreemptAction
+    }
     assert said[PreemptAction.NEVER] is said[PreemptAction.PAUSE] is None
     assert str(said[PreemptAction.CANCEL]).startswith("a preemption ends this job for good (X), ")
     assert "requeues it (X)" in str(said[PreemptAction.REQUEUE])

@@ -22,6 +22,7 @@ from hydroslurm.cli.describe import plain_job_lines
 from hydroslurm.core import agentstate, rundir
 from hydroslurm.core.ack import judge_pause, wait_for_answers
 from hydroslurm.core.files import clean
+from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import NEVER, RankStatus
 from hydroslurm.errors import NoSuchJob, RunFolderError, TargetError
@@ -70,17 +71,17 @@ class Slurm:
     answer: tuple[Job, ...]
 
     def jobs(
-        self, *, user: str | None = None, ids: Collection[int] | None = None
+        self, *, user: str | None = None, ids: Collection[JobId] | None = None
     ) -> tuple[Job, ...]:
         return self.answer
 
-    def history(self, job_id: int) -> tuple[Job, ...]:
+    def history(self, job_id: JobId) -> tuple[Job, ...]:
         return ()
 
-    def job(self, job_id: int) -> Job:
-        return next(job for job in self.answer if job.job_id == job_id)
+    def jobs_of(self, job_id: JobId) -> tuple[Job, ...]:
+        return tuple(job for job in self.answer if job.is_named(job_id))
 
-    def suspend(self, job_id: int) -> None:
+    def suspend(self, job: Job) -> None:
         """It does nothing."""
 
 
@@ -164,7 +165,7 @@ def test_pause(run: RunDir) -> None:
     """Ranks that never answer are silent when the time is over; where there are none, the job is
     left alone."""
     try:
-        answer = pause_job(Slurm((_job(run),)), 7, timeout_s=0.05)  # type: ignore[arg-type]
+        answer = pause_job(Slurm(()), _job(run), timeout_s=0.05)  # type: ignore[arg-type]
     except TargetError:
         return
     assert answer.silent or answer.answers

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hydroslurm.core.jobid import JobId
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import NoSuchJob, SlurmError, SlurmMissing, WrongJobState
 from hydroslurm.slurm.client import Job, JobState, SlurmClient, open_client
@@ -131,7 +132,7 @@ def test_a_running_job(client: SlurmClient, jobs: Jobs, tmp_path: Path) -> None:
     assert job.start_epoch_s >= job.submit_epoch_s
     assert job.end_epoch_s == job.start_epoch_s + job.time_limit_s
     assert (job.preempt_epoch_s, job.suspend_epoch_s, job.array_job_id) == (None, None, None)
-    assert client.jobs(ids=[job_id]) == (job,)
+    assert client.jobs(ids=[JobId(job_id)]) == (job,)
     assert job in client.jobs()
     assert job in client.jobs(user=job.user)
     assert job not in client.jobs(user="nobody")
@@ -141,47 +142,47 @@ def test_suspend_and_resume(client: SlurmClient, jobs: Jobs) -> None:
     """A job is suspended, twice without harm, refuses signals meanwhile, and is resumed once."""
     job_id = jobs.submit()
     _wait_state(client, job_id, JobState.RUNNING)
-    client.suspend(job_id)
+    client.suspend(client.job(job_id))
     job = _wait_state(client, job_id, JobState.SUSPENDED)
     assert job.suspend_epoch_s is not None
-    client.suspend(job_id)
+    client.suspend(client.job(job_id))
     with pytest.raises(WrongJobState):
-        client.signal(job_id, "USR1")
-    client.resume(job_id)
+        client.signal(client.job(job_id), "USR1")
+    client.resume(client.job(job_id))
     _wait_state(client, job_id, JobState.RUNNING)
     with pytest.raises(WrongJobState):
-        client.resume(job_id)
+        client.resume(client.job(job_id))
 
 
 def test_requeue(client: SlurmClient, jobs: Jobs) -> None:
     """A requeued job waits again with one restart; the second requeue succeeds and counts none."""
     job_id = jobs.submit()
     _wait_state(client, job_id, JobState.RUNNING)
-    client.requeue(job_id)
+    client.requeue(client.job(job_id))
     job = _wait_state(client, job_id, JobState.PENDING)
     assert job.restart_count == 1
-    client.requeue(job_id)
+    client.requeue(client.job(job_id))
     assert client.job(job_id).restart_count == 1
     with pytest.raises(WrongJobState):
-        client.suspend(job_id)
+        client.suspend(client.job(job_id))
     with pytest.raises(WrongJobState):
-        client.signal(job_id, "USR1")
+        client.signal(client.job(job_id), "USR1")
 
 
 def test_attempts_are_told_by_accounting(client: SlurmClient, jobs: Jobs) -> None:
     """History has one entry for each attempt, the first one ended by the requeue."""
     job_id = jobs.submit()
     _wait_state(client, job_id, JobState.RUNNING)
-    client.requeue(job_id)
+    client.requeue(client.job(job_id))
     _wait(client, job_id, lambda job: job.state.is_waiting)
-    client.cancel(job_id)
+    client.cancel(client.job(job_id))
     deadline_s = time.monotonic() + 40
     attempts: tuple[Job, ...] = ()
     while len(attempts) < 2:
         assert time.monotonic() < deadline_s, attempts
         time.sleep(0.2)
         try:
-            attempts = client.history(job_id)
+            attempts = client.history(JobId(job_id))
         except NoSuchJob:
             continue
     assert [attempt.restart_count for attempt in attempts] == [0, 1]
@@ -195,13 +196,13 @@ def test_signals(client: SlurmClient, jobs: Jobs, tmp_path: Path) -> None:
     job_id = jobs.submit("-o", "out", script=TALKER)
     out = tmp_path / "out"
     _wait_text(out, "ready")
-    client.signal(job_id, "URG")
+    client.signal(client.job(job_id), "URG")
     assert "batch" not in _wait_text(out, "task got URG")
-    client.signal(job_id, "USR1", step=0)
+    client.signal(client.job(job_id), "USR1", step=0)
     assert "batch" not in _wait_text(out, "task got USR1")
-    client.signal(job_id, "USR1", batch=True)
+    client.signal(client.job(job_id), "USR1", batch=True)
     assert _wait_text(out, "batch got USR1").count("task got USR1") == 1
-    client.signal(job_id, "USR1", full=True)
+    client.signal(client.job(job_id), "USR1", full=True)
     for words in ("batch got USR1", "task got USR1"):
         _wait_text(out, words, count=2)
 
@@ -210,14 +211,14 @@ def test_cancel(client: SlurmClient, jobs: Jobs) -> None:
     """A cancelled job ends; cancelling it again is no error; nothing else can be done with it."""
     job_id = jobs.submit()
     _wait_state(client, job_id, JobState.RUNNING)
-    client.cancel(job_id)
+    client.cancel(client.job(job_id))
     _wait_state(client, job_id, JobState.CANCELLED)
-    client.cancel(job_id)
+    client.cancel(client.job(job_id))
     for act in (client.suspend, client.resume):
         with pytest.raises(WrongJobState):
-            act(job_id)
+            act(client.job(job_id))
     with pytest.raises(WrongJobState):
-        client.signal(job_id, "TERM")
+        client.signal(client.job(job_id), "TERM")
 
 
 def test_jobs_that_cannot_be_requeued(
@@ -227,7 +228,7 @@ def test_jobs_that_cannot_be_requeued(
     job_id = jobs.submit("--no-requeue")
     _wait_state(client, job_id, JobState.RUNNING)
     with pytest.raises(WrongJobState):
-        client.requeue(job_id)
+        client.requeue(client.job(job_id))
     assert client.job(job_id).state is JobState.RUNNING
     assert client.job(job_id).may_requeue is False
     allocation = pause_cluster.run(["salloc", "--no-shell", "-n1", "-p", "low"])
@@ -235,20 +236,20 @@ def test_jobs_that_cannot_be_requeued(
     jobs.ids.append(interactive)
     assert client.job(interactive).is_batch is False
     with pytest.raises(WrongJobState):
-        client.requeue(interactive)
+        client.requeue(client.job(interactive))
     with pytest.raises(WrongJobState):
-        client.signal(interactive, "USR1", batch=True)
+        client.signal(client.job(interactive), "USR1", batch=True)
 
 
 def test_a_job_that_may_not_be_requeued_any_more(client: SlurmClient, jobs: Jobs) -> None:
     """Whether a running job may be requeued can be changed; Slurm's requeue then heeds it."""
     job_id = jobs.submit()
     _wait_state(client, job_id, JobState.RUNNING)
-    client.set_requeue(job_id, allowed=False)
+    client.set_requeue(client.job(job_id), allowed=False)
     assert client.job(job_id).may_requeue is False
     with pytest.raises(WrongJobState):
-        client.requeue(job_id)
-    client.set_requeue(job_id, allowed=True)
+        client.requeue(client.job(job_id))
+    client.set_requeue(client.job(job_id), allowed=True)
     assert client.job(job_id).may_requeue is True
 
 
@@ -265,7 +266,7 @@ def test_exit_codes(client: SlurmClient, jobs: Jobs, status: int, told: int) -> 
     job_id = jobs.submit(script=f"#!/bin/bash\nexit {status}\n")
     job = _wait(client, job_id, lambda job: job.state.has_ended)
     assert (job.state, job.exit_code) == (JobState.FAILED, told)
-    assert client.jobs(ids=[job_id]) == (job,)
+    assert client.jobs(ids=[JobId(job_id)]) == (job,)
     deadline_s = time.monotonic() + 40
     while (attempt := _last_attempt(client, job_id)) is None or not attempt.state.has_ended:
         assert time.monotonic() < deadline_s, attempt
@@ -275,7 +276,7 @@ def test_exit_codes(client: SlurmClient, jobs: Jobs, status: int, told: int) -> 
 
 def _last_attempt(client: SlurmClient, job_id: int) -> Job | None:
     try:
-        return client.history(job_id)[-1]
+        return client.history(JobId(job_id))[-1]
     except NoSuchJob:
         return None
 
@@ -285,38 +286,32 @@ def test_stderr_without_a_file_of_its_own(client: SlurmClient, jobs: Jobs) -> No
     job_id = jobs.submit("-o", "out-%j")
     job = client.job(job_id)
     assert job.std_err == job.std_out == f"{jobs.folder}/out-{job_id}"
-    assert client.jobs(ids=[job_id])[0].std_err == job.std_err
+    assert client.jobs(ids=[JobId(job_id)])[0].std_err == job.std_err
 
 
 def test_arrays(client: SlurmClient, jobs: Jobs) -> None:
     """The id of an array finds its tasks, task 0 included, and the record of those that wait."""
     array_id = jobs.submit("--array=0-2%1")
     deadline_s = time.monotonic() + 40
-    while not any(job.state is JobState.RUNNING for job in client.jobs(ids=[array_id])):
+    while not any(job.state is JobState.RUNNING for job in client.jobs(ids=[JobId(array_id)])):
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
-    tasks = client.jobs(ids=[array_id])
+    tasks = client.jobs(ids=[JobId(array_id)])
     assert {job.array_job_id for job in tasks} == {array_id}
     assert {job.array_task_id: job.state.value for job in tasks} == {0: "RUNNING", None: "PENDING"}
     assert {job.job_id for job in tasks} >= {array_id}
     assert all(client.job(job.job_id) == job for job in tasks)
 
 
-@pytest.mark.parametrize(
-    "act",
-    ["job", "history", "suspend", "resume", "requeue", "cancel"],
-)
-def test_unknown_job(client: SlurmClient, act: str) -> None:
-    """Every request for a job that does not exist says so, and leaves it out of lists."""
+def test_unknown_job(client: SlurmClient) -> None:
+    """Every question about a job that does not exist says so, and leaves it out of lists."""
     with pytest.raises(NoSuchJob):
-        getattr(client, act)(UNKNOWN_JOB)
-    assert client.jobs(ids=[UNKNOWN_JOB]) == ()
-
-
-def test_signal_to_an_unknown_job(client: SlurmClient) -> None:
-    """A signal to a job that does not exist is refused too."""
-    with pytest.raises(NoSuchJob):
-        client.signal(UNKNOWN_JOB, "USR1")
+        client.job(UNKNOWN_JOB)
+    for job_id in (JobId(UNKNOWN_JOB), JobId(UNKNOWN_JOB, 3), JobId(UNKNOWN_JOB, component=1)):
+        for ask_of in (client.jobs_of, client.history):
+            with pytest.raises(NoSuchJob):
+                ask_of(job_id)
+        assert client.jobs(ids=[job_id]) == ()
 
 
 def test_another_cluster_in_one_process(
@@ -368,12 +363,12 @@ def test_qoses(client: SlurmClient) -> None:
 def test_batch_script(client: SlurmClient, jobs: Jobs, pause_cluster: DevCluster) -> None:
     """A batch job's script comes back as submitted; what has none gives None."""
     job_id = jobs.submit("--begin=now+1hour", script=TALKER)
-    assert client.batch_script(job_id) == TALKER
+    assert client.batch_script(client.job(job_id)) == TALKER
     allocation = pause_cluster.run(["salloc", "--no-shell", "-n1", "-p", "low"])
     interactive = int(allocation.stderr.rsplit("allocation ", 1)[1].split()[0])
     jobs.ids.append(interactive)
-    assert client.batch_script(interactive) is None
-    assert client.batch_script(UNKNOWN_JOB) is None
+    assert client.batch_script(client.job(interactive)) is None
+    assert client.batch_script(Job(job_id=UNKNOWN_JOB, state=JobState.RUNNING)) is None
     job = client.job(interactive)
     assert (job.qos, job.gres, job.work_dir) == ("normal", "", str(Path.cwd()))
 

@@ -15,18 +15,19 @@ from typing import Any
 
 import pytest
 
+from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import (
     ControllerUnreachable,
-    NoSuchJob,
     NotPermitted,
     SlurmError,
+    SlurmMissing,
     UnreadableOutput,
     WrongJobState,
 )
 from hydroslurm.slurm import listings
 from hydroslurm.slurm.pyslurm_backend import PyslurmClient
 from hydroslurm.slurm.refusals import RetryPolicy
-from hydroslurm.slurm.values import JobState
+from hydroslurm.slurm.values import Job, JobState
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -169,7 +170,7 @@ def test_job(client: PyslurmClient, module: StandIn) -> None:
     assert client.job(501) == rows[0]
     assert client.jobs() == (rows[0],)
     assert client.jobs(user="eve") == ()
-    assert client.jobs(ids=[7]) == ()
+    assert client.jobs(ids=[JobId(7)]) == ()
     module.attributes |= {"time_limit": None, "state": "COMPLETING", "allocated_nodes": None}
     assert client.job(501) == replace(
         rows[0],
@@ -215,13 +216,13 @@ def test_partitions_and_config(client: PyslurmClient) -> None:
 
 def test_acts(client: PyslurmClient, module: StandIn) -> None:
     """Each request is the call of pyslurm's that means it."""
-    client.suspend(501)
-    client.resume(501)
-    client.requeue(501)
-    client.signal(501, "USR1")
-    client.signal(501, "USR1", batch=True)
-    client.signal(501, "USR1", full=True)
-    client.cancel(501)
+    client.suspend(client.job(501))
+    client.resume(client.job(501))
+    client.requeue(client.job(501))
+    client.signal(client.job(501), "USR1")
+    client.signal(client.job(501), "USR1", batch=True)
+    client.signal(client.job(501), "USR1", full=True)
+    client.cancel(client.job(501))
     assert [act for act in module.acts if act[0] != "load"] == [
         ("suspend", 501),
         ("unsuspend", 501),
@@ -234,13 +235,11 @@ def test_acts(client: PyslurmClient, module: StandIn) -> None:
 
 
 def test_silence_of_pyslurm_is_made_up_for(client: PyslurmClient, module: StandIn) -> None:
-    """pyslurm is silent on cancels of unknown jobs and signals to ended ones; the client is not."""
-    with pytest.raises(NoSuchJob):
-        client.cancel(7)
+    """pyslurm is silent on cancels of and signals to ended jobs; the client is not."""
     module.attributes["state"] = "COMPLETED"
-    client.cancel(501)
+    client.cancel(client.job(501))
     with pytest.raises(WrongJobState, match="COMPLETED"):
-        client.signal(501, "USR1")
+        client.signal(client.job(501), "USR1")
     assert {act[0] for act in module.acts} == {"load"}
 
 
@@ -264,7 +263,7 @@ def test_errors(
         module=module,
     )
     with pytest.raises(SlurmError, match="pyslurm: suspend job 501") as caught:
-        client.suspend(501)
+        client.suspend(client.job(501))
     assert type(caught.value) is error
 
 
@@ -274,17 +273,21 @@ def test_retry_and_pending(client: PyslurmClient, module: StandIn) -> None:
         "Unable to contact slurm controller (connect failure)",
         "Job is pending execution",
     ]
-    client.requeue(501)
-    assert [act[0] for act in module.acts] == ["requeue", "requeue"]
+    client.requeue(client.job(501))
+    assert [act[0] for act in module.acts] == ["load", "requeue", "requeue"]
 
 
-def test_suspend_of_an_unknown_job(client: PyslurmClient, module: StandIn) -> None:
-    """libslurm says whatever it said last, here that the controller is away: it is not asked."""
-    module.refuse["suspend"] = module.refuse["unsuspend"] = ["Zero Bytes were transmitted"] * 1000
-    for act in (client.suspend, client.resume):
-        with pytest.raises(NoSuchJob):
-            act(7)
-    assert [act[0] for act in module.acts] == ["load", "load"]
+@pytest.mark.parametrize("part", [{"array_job_id": 501, "array_task_id": 3}, {"het_job_id": 501}])
+def test_parts_of_jobs_are_left_to_the_programs(
+    client: PyslurmClient, module: StandIn, part: dict[str, int]
+) -> None:
+    """To libslurm an element is a number, which may be that of its whole array."""
+    job = Job(job_id=501, state=JobState.RUNNING, **part)  # type: ignore[arg-type]
+    acts = (client.suspend, client.resume, client.requeue, client.cancel)
+    for act in (*acts, lambda job: client.signal(job, "USR1")):
+        with pytest.raises(SlurmMissing, match="no program"):
+            act(job)
+    assert module.acts == []
 
 
 def test_stderr_without_a_file_of_its_own(client: PyslurmClient, module: StandIn) -> None:

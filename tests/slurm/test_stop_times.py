@@ -7,7 +7,6 @@ attempt that it gave; the bound is what the policy computed from what Slurm said
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,26 +151,7 @@ def test_slurm_requeues_a_cancelled_job_that_still_attempts(
     victims.append(Victim(pause_cluster, tmp_path / "a", node="n1", cpus=1))
     victims[0].wait_for("ready")
     client = _client(pause_cluster)
-    client.cancel(victims[0].id)
+    client.cancel(client.job(victims[0].id))
     victims[0].wait_for("SIGTERM")
-    client.requeue(victims[0].id)
+    client.requeue(client.job(victims[0].id))
     assert client.job(victims[0].id).restart_count == 1
-
-
-def test_one_task_of_an_array(
-    pause_cluster: DevCluster, tmp_path: Path, victims: list[Victim]
-) -> None:
-    """By its raw id one task is requeued, and its siblings go on."""
-    victims.append(Victim(pause_cluster, tmp_path / "a", "--array=0-1", node="n2", cpus=1))
-    (array,) = victims
-    for task in "01":
-        array.wait_for("ready", task=task)
-    client = _client(pause_cluster)
-    raw = {job.array_task_id: job.job_id for job in client.jobs(ids=[array.id])}
-    client.requeue(raw[0])
-    array.wait_for("SIGTERM", task="0")
-    wait_until(lambda: client.job(raw[0]).restart_count == 1, "one restart")
-    other = client.job(raw[1])
-    assert (other.state, other.restart_count) == (JobState.RUNNING, 0)
-    assert array.heard("SIGTERM", task="1") == []
-    assert array.heard("alive", task="1")[-1] > time.time() - 30

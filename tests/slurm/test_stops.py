@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
+from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import ControllerUnreachable, NoSuchJob
 from hydroslurm.slurm import scontrol_text
 from hydroslurm.slurm.client import SlurmClient
@@ -125,7 +126,7 @@ class Answers(SlurmClient):
             raise self._job
         return self._job
 
-    def history(self, job_id: int) -> tuple[Job, ...]:
+    def history(self, job_id: JobId) -> tuple[Job, ...]:
         attempts = self._histories.pop(0) if len(self._histories) > 1 else self._histories[0]
         if isinstance(attempts, Exception):
             raise attempts

@@ -19,7 +19,7 @@ first = os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
 def heard(number, frame):
     say(signal.Signals(number).name)
     if number == signal.SIGTERM and len(sys.argv) > 2 and first:
-        ask = f"open_client().requeue({os.environ['SLURM_JOB_ID']})"
+        ask = f"c = open_client(); c.requeue(c.job({os.environ['SLURM_JOB_ID']}))"
         code = f"from hydroslurm.slurm.client import open_client; {ask}"
         done = subprocess.run([sys.argv[2], "-c", code], cwd=sys.argv[3])
         say(f"requeue-ended-{done.returncode}")

@@ -270,7 +270,7 @@ def test_a_rank_of_a_dead_attempt_leaves_the_living_one_alone(
         by_hand.expect("asks False")
         for rank in (by_run, by_hand):
             rank.signal(signal.SIGSTOP)
-        client.requeue(int(training.job_id))
+        client.requeue(client.job(int(training.job_id)))
         training.wait_for_attempt(2)
         for rank in (by_run, by_hand):
             rank.signal(signal.SIGTERM)

@@ -99,11 +99,11 @@ def test_requeued_in_the_middle_of_an_epoch(
     slurm = open_client()
     try:
         wait_until((there / "waits").exists, "it waits in step 6")
-        slurm.requeue(int(submitted.job_id))
+        slurm.requeue(slurm.job(int(submitted.job_id)))
         wait_until((there / "end").exists, "it ends", limit_s=120)
         assert submitted.result() == 3
     finally:
-        slurm.cancel(int(submitted.job_id))
+        slurm.cancel(slurm.job(int(submitted.job_id)))
 
     manager = CheckpointManager(submitted.run_dir.root)
     assert manager.epochs() == (0, 1, 2, 3)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from clusters import require_slurm
 
+from hydroslurm.core.jobid import JobId
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.jobs.control.requests import find_job, run_dir_of
 from hydroslurm.slurm.client import open_client
@@ -70,7 +71,7 @@ def _job_one(folder: Path) -> tuple[int, list[str]]:
         )
         said = (folder / "out.txt").read_text()
         assert done.stdout.strip() == "1", done.stderr
-        found = run_dir_of(find_job(open_client(environ=environ), 1))
+        found = run_dir_of(find_job(open_client(environ=environ), JobId(1)))
         return done.returncode, [*said.splitlines(), f"found {found.root}"]
 
 

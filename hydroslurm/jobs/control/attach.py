@@ -79,7 +79,7 @@ def _of_rank(found: PlainJob, slurm: Job, replica: str | None) -> tuple[str, lis
         raise no_replica(replica, list(here))
     else:
         raise UsageError(
-            f"no rank of job {slurm.job_id} has said where it is, in {found.run.events}: it may "
+            f"no rank of job {slurm.id} has said where it is, in {found.run.events}: it may "
             f"still be starting. srun --jobid={slurm.job_id} --overlap --pty --nodelist=NODE bash "
             f"gives a shell on one of {', '.join(slurm.nodes[:20])}"
         )

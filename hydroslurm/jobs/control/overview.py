@@ -4,7 +4,6 @@ shows. Jobs without a spec: :mod:`~hydroslurm.jobs.control.plain_job`; all jobs 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from hydroslurm.core import agentstate
 from hydroslurm.core.agentstate import AgentState
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.files import read_regular
+from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import RankStatus, load_status, status_of
 from hydroslurm.errors import (
@@ -24,6 +24,7 @@ from hydroslurm.errors import (
     SlurmError,
     SlurmMissing,
     SpecError,
+    UsageError,
 )
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.control.requests import find_job, ranks_dir_of, run_dir_of
@@ -50,7 +51,6 @@ from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.run_folders import read_owner
 from hydroslurm.slurm.values import Job, JobState
 
-_ID = re.compile(r"([0-9]+)(_[0-9]+)?")
 _MOST_BYTES = 16 << 20
 """Of a spec, of a plan, and of the events that are searched for pauses."""
 
@@ -130,36 +130,27 @@ def locate(client: SlurmClient, which: str) -> tuple[RunDir, Job | None]:
 
     Raises:
         NoSuchJob, SlurmMissing, ControllerUnreachable: Slurm knows no such job, or cannot be asked.
+        UsageError: it means all elements of an array.
     """
-    numbers = _ID.fullmatch(which)
-    if numbers is None:
+    try:
+        job_id = JobId.parse(which)
+    except UsageError:
         run = RunDir(Path(which).absolute())
         if not run.root.is_dir():
-            raise NoSuchJob(f"{which!r} is neither the id of a job nor a run folder")
+            raise NoSuchJob(
+                f"{which!r} is neither the id of a job nor a run folder; an id is 44, or 44_3 for "
+                "an element of an array"
+            ) from None
         slurm = _job_of_folder(client, run)
         # another cluster may have a job of that number
         is_its = slurm is not None and run_dir_of(slurm).root.resolve() == run.root.resolve()
         return run, slurm if is_its else None
     try:
-        slurm = job_of_id(client, which)
+        slurm = find_job(client, job_id)
     except (NoSuchJob, SlurmMissing, ControllerUnreachable) as error:
         message = f"{error}. Where the run folder of the job is known, give that in place of its id"
         raise type(error)(message) from None
     return ranks_dir_of(slurm), slurm
-
-
-def job_of_id(client: SlurmClient, which: str) -> Job:
-    """The job of an id as squeue shows it: ``12``, or ``12_3`` for a task of an array.
-
-    Raises:
-        NoSuchJob, SlurmMissing, ControllerUnreachable: as :func:`locate`.
-    """
-    numbers = _ID.fullmatch(which)
-    if numbers is None:
-        raise NoSuchJob(
-            f"{which!r} is no id of a job; wanted one such as 12, or 12_3 for a task of an array"
-        )
-    return _array_task(client, which) if numbers[2] else find_job(client, int(which))
 
 
 def read_overview(run: RunDir, slurm: Job | None) -> Overview:
@@ -301,22 +292,13 @@ def submission_of(run: RunDir) -> Submission | None:
 
 def _job_of_folder(client: SlurmClient, run: RunDir) -> Job | None:
     asked, owner = submission_of(run), read_owner(run)  # an owner: of a default folder
-    job_id = owner.job_id if owner is not None else None
+    named = str(owner.job_id) if owner is not None else None
     if asked is not None:
-        job_id = int(asked.job_id) if asked.job_id and asked.job_id.isdecimal() else None
+        named = asked.job_id
     try:
-        return find_job(client, job_id) if job_id is not None else None
-    except SlurmError:
+        return find_job(client, JobId.parse(named)) if named is not None else None
+    except (SlurmError, UsageError):
         return None
-
-
-def _array_task(client: SlurmClient, which: str) -> Job:
-    """A task of an array by the id that squeue and submitit show."""
-    array, _, task = which.partition("_")
-    for job in client.jobs(ids=[int(array)]):
-        if job.array_task_id == int(task):
-            return job
-    raise NoSuchJob(f"Slurm knows no task {task} of an array {array} (any more)")
 
 
 def replica_states(found: Overview) -> dict[str, str]:

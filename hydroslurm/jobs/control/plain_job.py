@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hydroslurm.core.events import Event, EventKind
+from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import RankStatus, read_status
 from hydroslurm.errors import RunFolderError, SlurmError
@@ -100,7 +101,7 @@ def job_of(client: SlurmClient, which: str) -> Overview | PlainJob:
     try:
         if os.path.lexists(run.job_yaml):
             return read_overview(run, slurm)
-        _require_ours(run, slurm, which)
+        require_ours(client, run, slurm, which)
     except PermissionError:
         raise RunFolderError(f"{run.root} is its owner's (0700): do this as that user") from None
     return _read(run, slurm, _history(client, slurm))
@@ -111,9 +112,19 @@ def _is_ours(run: RunDir) -> bool:
     return run.submission_json.exists() or run.events.is_dir() or run.elastic.is_dir()
 
 
-def _require_ours(run: RunDir, slurm: Job | None, which: str) -> None:
+def require_ours(client: SlurmClient, run: RunDir, slurm: Job | None, which: str) -> None:
+    """Require that hydroslurm has a part in a job, or in another element of its array: one that has
+    not started has no run folder.
+
+    Raises:
+        RunFolderError: it has none.
+    """
     if _is_ours(run) or (slurm is not None and member_of(slurm) is not None):
         return
+    if slurm is not None and slurm.array_job_id is not None and slurm.state.is_waiting:
+        others = client.jobs_of(JobId(slurm.array_job_id))
+        if any(_is_ours(ranks_dir_of(one)) for one in others):
+            return
     if slurm is None:
         raise RunFolderError(
             f"{run.root} is not a run folder: neither {run.events.name}/ nor "
@@ -123,7 +134,7 @@ def _require_ours(run: RunDir, slurm: Job | None, which: str) -> None:
     if slurm.state.has_ended:
         why = " (%s): hydroslurm was not in it"
     raise RunFolderError(
-        f"job {which} has no run folder{why % run.root}. `scontrol show job {slurm.job_id}` says "
+        f"job {which} has no run folder{why % run.root}. `scontrol show job {slurm.id}` says "
         "what Slurm knows; hydroslurm submit, or srun --preempt in the batch script, makes the "
         "next one preemptible"
     )
@@ -131,7 +142,7 @@ def _require_ours(run: RunDir, slurm: Job | None, which: str) -> None:
 
 def _history(client: SlurmClient, slurm: Job | None) -> tuple[Job, ...]:
     try:
-        return client.history(slurm.job_id) if slurm is not None else ()
+        return client.history(slurm.id) if slurm is not None else ()
     except SlurmError:  # no accounting, or none yet
         return ()
 

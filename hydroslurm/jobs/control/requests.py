@@ -18,10 +18,18 @@ from hydroslurm.core.ack import (
     judge_vacate,
     wait_for_answers,
 )
+from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.status import RankStatus, read_status, status_of
-from hydroslurm.errors import NoSuchJob, NotPermitted, SlurmError, TargetError, WrongJobState
+from hydroslurm.errors import (
+    NoSuchJob,
+    NotPermitted,
+    SlurmError,
+    TargetError,
+    UsageError,
+    WrongJobState,
+)
 from hydroslurm.jobs.control.listeners import Verb, listeners
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.client import Job, JobState, SlurmClient
@@ -36,13 +44,13 @@ class JobAnswer:
     """How a job's ranks answered.
 
     Attributes:
-        job_id: Slurm's.
+        job_id: what Slurm calls it.
         how: what was done: which command, and why not a better one.
         answers: of the ranks that answered in time.
         silent: ranks that did not.
     """
 
-    job_id: int
+    job_id: JobId
     how: str
     answers: tuple[Answer, ...]
     silent: tuple[int, ...]
@@ -60,9 +68,7 @@ def member_of(job: Job) -> tuple[RunDir, str] | None:
     """The elastic run that this array element is a member of, and the member's name; None of any
     other job."""
     run = rundir.elastic_run_of(job.comment)
-    if run is None or job.array_job_id is None or job.array_task_id is None:
-        return None
-    return run, f"{job.array_job_id}_{job.array_task_id}"
+    return None if run is None or job.array_task_id is None else (run, str(job.id))
 
 
 def ranks_dir_of(job: Job) -> RunDir:
@@ -73,19 +79,40 @@ def ranks_dir_of(job: Job) -> RunDir:
     return run_dir_of(job)
 
 
-def find_job(client: SlurmClient, job_id: int) -> Job:
-    """A job of now, or the latest record of one that slurmctld has forgotten.
+def find_jobs(client: SlurmClient, job_id: JobId) -> tuple[Job, ...]:
+    """The job of an id, or all elements of an array; what slurmctld has forgotten as accounting has
+    it, the latest record of each.
 
     Raises:
         NoSuchJob: the accounting does not know it either.
     """
     try:
-        return client.job(job_id)
+        return client.jobs_of(job_id)
     except NoSuchJob:
-        records = client.history(job_id)
-        if not records:
-            raise
-        return _commented(client, records[-1])
+        latest = {job.id: job for job in client.history(job_id)}
+        return tuple(_commented(client, job) for job in latest.values())
+
+
+def find_job(client: SlurmClient, job_id: JobId) -> Job:
+    """The one job of an id, as :func:`find_jobs`.
+
+    Raises:
+        NoSuchJob: the accounting does not know it either.
+        UsageError: it means all elements of an array.
+    """
+    found = find_jobs(client, job_id)
+    (job, *others) = found
+    if others or job.id.tasks or job_id == JobId(job.array_job_id or 0):
+        listed = ", ".join(f"{one.id} ({one.state.value})" for one in found[:_MOST_LISTED])
+        more = f" and {len(found) - _MOST_LISTED} more" if len(found) > _MOST_LISTED else ""
+        raise UsageError(
+            f"{job_id} is a job array; name the element that you mean: {listed}{more}. "
+            "Or pause, resume, requeue or cancel all of them with --all-elements"
+        )
+    return job
+
+
+_MOST_LISTED = 20
 
 
 def _commented(client: SlurmClient, job: Job) -> Job:
@@ -94,7 +121,7 @@ def _commented(client: SlurmClient, job: Job) -> Job:
     if job.comment:
         return job
     try:
-        match = _SUBMITTED.fullmatch(client.submit_line(job.job_id))
+        match = _SUBMITTED.fullmatch(client.submit_line(job))
     except SlurmError:
         match = None
     if match is None:
@@ -103,25 +130,25 @@ def _commented(client: SlurmClient, job: Job) -> Job:
 
 
 def pause_job(
-    client: SlurmClient, job_id: int, *, timeout_s: float = 10.0, vacate: bool = False
+    client: SlurmClient, job: Job, *, timeout_s: float = 10.0, vacate: bool = False
 ) -> JobAnswer:
     """Suspend a job where that is permitted, else signal its ranks; wait until every rank is
     parked. Only job steps are signalled whose ranks take it, and in which nobody dies of it.
 
     Args:
+        job: as slurmctld has just described it.
         vacate: have the ranks move their device memory to the host as well, and wait for that.
 
     Raises:
-        NoSuchJob, ControllerUnreachable ...: as the client.
+        ControllerUnreachable ...: as the client.
         WrongJobState: the job does not run.
         TargetError: no rank of the job can answer, or none may be signalled, and why.
     """
-    job = client.job(job_id)
     _must_be(job, JobState.RUNNING, "pause")
 
     def act() -> _Act:
         try:
-            client.suspend(job_id)
+            client.suspend(job)
             return _Act("scontrol suspend")
         except NotPermitted:
             done = _signal(client, job, "pause")
@@ -141,19 +168,18 @@ def pause_job(
             ask_to_vacate(log, number=number, grace_s=grace_s)
         except OSError as error:
             raise TargetError(
-                f"job {job_id} was left alone: a rank cannot be asked to vacate: {error}"
+                f"job {job.id} was left alone: a rank cannot be asked to vacate: {error}"
             ) from error
 
     return _ask(job, act, judge_vacate, timeout_s, prepare=prepare)
 
 
-def resume_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> JobAnswer:
+def resume_job(client: SlurmClient, job: Job, *, timeout_s: float = 10.0) -> JobAnswer:
     """Undo :func:`pause_job`, whichever way it went; raises as it does."""
-    job = client.job(job_id)
 
     def act() -> _Act:
         if job.state is JobState.SUSPENDED:
-            client.resume(job_id)
+            client.resume(job)
             return _Act("scontrol resume")
         _must_be(job, JobState.RUNNING, "resume")
         return _signal(client, job, "resume")
@@ -161,21 +187,20 @@ def resume_job(client: SlurmClient, job_id: int, *, timeout_s: float = 10.0) -> 
     return _ask(job, act, judge_resume, timeout_s)
 
 
-def requeue_job(client: SlurmClient, job_id: int, *, timeout_s: float = 60.0) -> JobAnswer:
+def requeue_job(client: SlurmClient, job: Job, *, timeout_s: float = 60.0) -> JobAnswer:
     """Have a job save, and be requeued once that is committed; nothing ends it before.
 
     ``scontrol requeue`` leaves a job KillWait to save in, this all the time that it needs. The
     ranks are sent the warning signal (SIGURG), which harms no process that does not know it.
 
     Raises:
-        NoSuchJob, ControllerUnreachable ...: as the client.
+        ControllerUnreachable ...: as the client.
         WrongJobState: the job does not run.
         TargetError: nobody in it would save.
     """
-    job = client.job(job_id)
     if job.state is JobState.SUSPENDED:
         raise WrongJobState(
-            f"cannot requeue job {job_id} gently: it is SUSPENDED, and a suspended job gets no "
+            f"cannot requeue job {job.id} gently: it is SUSPENDED, and a suspended job gets no "
             "signal. Resume it first (hydroslurm resume --job)"
         )
     _must_be(job, JobState.RUNNING, "requeue")
@@ -183,13 +208,13 @@ def requeue_job(client: SlurmClient, job_id: int, *, timeout_s: float = 60.0) ->
     read = (read_status(status_of(path)) for path in _event_files(job, run).values())
     if not any(one and one.saver and one.saver_restart_count == job.restart_count for one in read):
         raise TargetError(
-            f"nobody in job {job_id} would save: its ranks use no hydroslurm.Run and no "
+            f"nobody in job {job.id} would save: its ranks use no hydroslurm.Run and no "
             f"receive_suspend_command(), or have not come to it yet ({run.events}). "
-            f"`scontrol requeue {job_id}` starts it again from what it has saved itself"
+            f"`scontrol requeue {job.id.leader}` starts it again from what it has saved itself"
         )
 
     def act() -> _Act:
-        client.signal(job_id, "URG")
+        client.signal(job, "URG")
         return _Act("scancel --signal=URG, and a requeue once the state is committed")
 
     return _ask(job, act, judge_stop, timeout_s)
@@ -213,14 +238,14 @@ def _signal(client: SlurmClient, job: Job, verb: Verb) -> _Act:
     found = listeners(files, verb, restart_count=job.restart_count)
     if not found.signals:
         raise TargetError(
-            f"job {job.job_id} was not signalled, and was left alone. "
+            f"job {job.id} was not signalled, and was left alone. "
             f"{'; '.join(found.refusals) or 'No rank of it is there any more'}"
-            + (f". Operators may `scontrol suspend {job.job_id}`" if verb == "pause" else "")
+            + (f". Operators may `scontrol suspend {job.id.leader}`" if verb == "pause" else "")
         )
     for step_id, number in found.signals.items():
-        client.signal(job.job_id, number, step=step_id)
+        client.signal(job, number, step=step_id)
     message = ", ".join(
-        f"scancel --signal={signal_name(number).removeprefix('SIG')} {job.job_id}.{step_id}"
+        f"scancel --signal={signal_name(number).removeprefix('SIG')} {job.id.argument}.{step_id}"
         for step_id, number in found.signals.items()
     )
     left = "".join(f" (left alone: {reason})" for reason in found.refusals)
@@ -232,7 +257,7 @@ def _event_files(job: Job, run: RunDir) -> dict[int, Path]:
         return run.rank_event_files()
     except OSError as error:
         raise TargetError(
-            f"job {job.job_id} was left alone: {run.events} cannot be looked at "
+            f"job {job.id} was left alone: {run.events} cannot be looked at "
             f"({error.strerror}), so that no answer of its ranks would be seen. Its owner can do it"
         ) from error
 
@@ -251,7 +276,7 @@ def _ask(
     alive = {rank: now for rank, now in read.items() if now is not None and _is_alive(now, job)}
     if not alive:
         raise TargetError(
-            f"no rank of job {job.job_id} has announced itself in {run.events}. It may still be "
+            f"no rank of job {job.id} has announced itself in {run.events}. It may still be "
             "starting, or hydroslurm is not "
             "installed in it (start it with `hydroslurm submit`). It was left alone"
         )
@@ -264,7 +289,7 @@ def _ask(
     before = {rank: (status_of(logs[rank]), now) for rank, now in alive.items()}
     answers = wait_for_answers(before, judge, timeout_s=timeout_s)
     return JobAnswer(
-        job.job_id,
+        job.id,
         done.how,
         tuple(answers[rank] for rank in sorted(answers)),
         tuple(sorted(alive.keys() - answers.keys())),
@@ -279,5 +304,5 @@ def _is_alive(status: RankStatus, job: Job) -> bool:
 def _must_be(job: Job, state: JobState, verb: str) -> None:
     if job.state is not state:
         raise WrongJobState(
-            f"cannot {verb} job {job.job_id}: it is {job.state.value}, and should be {state.value}"
+            f"cannot {verb} job {job.id}: it is {job.state.value}, and should be {state.value}"
         )

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hydroslurm.core.jobid import JobId
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.roster import Record
 from hydroslurm.errors import HydroslurmError, LaunchError
@@ -175,7 +176,7 @@ class Allocator:
                 f"members cannot be submitted: {(done.stderr or done.stdout).strip()}"
             )
         self._submit_s = 0.0
-        members = [f"{found[1]}_{number}" for number in range(count)]
+        members = [str(JobId(int(found[1]), number)) for number in range(count)]
         data = {"members": members, "job_id": int(found[1]), "base": wanted.is_base}
         self._record("submitted", data)
         self.elements.note("submitted", data, time.monotonic())

@@ -28,10 +28,15 @@ def requeue_lines() -> list[str]:
     with SIGTERM. A cancelled job must not be requeued, which Slurm would do while its processes
     live: it is COMPLETING, like a requeued one and one whose time is over, and only the last has a
     reason. Before each try the script checks that this is still Slurm's current attempt, so that it
-    cannot end the one that replaced it.
+    cannot end the one that replaced it. Which element of an array this is, Slurm
+    says: the variables may be those of an array whose element has submitted this job.
     """
     return textwrap.dedent(f"""\
-        case "$status:$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null)" in
+        # by this number scontrol shows, and would requeue, all elements of an array; its own record
+        # of one line says which element this is
+        show() {{ scontrol -o show job "$SLURM_JOB_ID" 2>&1 | grep "^JobId=$SLURM_JOB_ID " || :; }}
+        record=$(show)
+        case "$status:$record" in
         {RUN_AGAIN}:*JobState=COMPLETING*Reason=TimeLimit*) again=1 ;;
         {RUN_AGAIN}:*JobState=COMPLETING*) again= ;; # cancelled or already requeued
         {RUN_AGAIN}:*) again=1 ;;
@@ -41,9 +46,14 @@ def requeue_lines() -> list[str]:
         esac
         if [ -n "$again" ]; then
             for pause in 1 2 4 8 16; do
-                case "$(scontrol show job "$SLURM_JOB_ID" 2>&1)" in
+                job=$SLURM_JOB_ID
+                case "$record" in "JobId=$job ArrayJobId="*)
+                    array=${{record#*ArrayJobId=}} task=${{record#*ArrayTaskId=}}
+                    job=${{array%% *}}_${{task%% *}} ;;
+                esac
+                case "$record" in
                 *" Restarts=${{SLURM_RESTART_COUNT:-0}} "*)
-                    answer=$(scontrol requeue "$SLURM_JOB_ID" 2>&1) && break ;;
+                    answer=$(scontrol requeue "$job" 2>&1) && break ;;
                 *" Restarts="*) break ;; # already requeued, or replaced
                 *) answer="scontrol does not say how often the job was restarted" ;;
                 esac
@@ -52,6 +62,7 @@ def requeue_lines() -> list[str]:
                 # --no-requeue: no try will succeed, and an urgent job waits for these nodes
                 case "$answer" in *"presently disabled"*) break ;; esac
                 sleep "$pause"
+                record=$(show)
             done
         fi
         exit "$status"

@@ -233,6 +233,7 @@ def _set_by_us(given: Mapping[str, Any]) -> list[str]:
     is_ours = {
         "comment": rundir.is_named(str(given.get("comment"))),
         "signal": given.get("signal") == signal,
+        "array": False,  # its elements would share the run folder: map_array gives each its own
     }
     return [name for name, same in is_ours.items() if name in given and not same]
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import LaunchError, SlurmError
@@ -109,11 +110,11 @@ def _last_record(run: RunDir, environ: Mapping[str, str]) -> Job | None:
         return None
     client = open_client(environ=environ)
     try:
-        return client.job(int(job_id))
+        return client.jobs_of(JobId.parse(job_id))[0]
     except SlurmError:
         try:
-            return client.history(int(job_id))[-1]
-        except (SlurmError, IndexError):
+            return client.history(JobId.parse(job_id))[-1]
+        except SlurmError:
             return None
 
 

@@ -65,6 +65,7 @@ from hydroslurm.jobs.supervisor.task_exits import TaskExits
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.stops import Start, Stop, StopReason, ask_why, check_newest, requeue
+from hydroslurm.slurm.values import Job
 
 PEERS_S = 10.0
 """How long the other replicas get to end by themselves when one has failed, or the master has
@@ -279,7 +280,8 @@ class Supervisor:
         exits.look()
         if exits.step_id is not None:
             with contextlib.suppress(SlurmError):
-                self.client.signal(self.allocation.job_id, signal.SIGKILL, step=exits.step_id)
+                job = self.client.job(self.allocation.job_id)
+                self.client.signal(job, signal.SIGKILL, step=exits.step_id)
 
     # --- with Slurm
 
@@ -366,21 +368,25 @@ class Supervisor:
                 message = f"attempt {attempt.number} was ended by Slurm{f': {why}' if why else ''}"
                 self._add_condition("Preempted", condition_reason(reason), message)
 
-    def _check_newest(self) -> None:
+    def _check_newest(self) -> Job | None:
         """Make sure that this allocation is still the job's current one: what follows acts on the
-        job by its id, so a supervisor of a dead attempt would hit the living one.
+        job, so a supervisor of a dead attempt would hit the living one. None: Slurm is away.
 
         Raises:
             StaleAttempt: it is not.
         """
-        with contextlib.suppress(SlurmError):
-            check_newest(self.client.job(self.allocation.job_id), self._start)
+        try:
+            job = self.client.job(self.allocation.job_id)
+        except SlurmError:
+            return None
+        check_newest(job, self._start)
+        return job
 
     def _forbid_requeue(self) -> None:
         """Keep ranks that save at SIGTERM from having the job restarted."""
-        self._check_newest()
         with contextlib.suppress(SlurmError):
-            self.client.set_requeue(self.allocation.job_id, allowed=False)
+            if (job := self._check_newest()) is not None:
+                self.client.set_requeue(job, allowed=False)
 
     # --- the end of a step
 

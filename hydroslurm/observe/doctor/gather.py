@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import UntrustedFile, UsageError
-from hydroslurm.jobs.control.requests import run_dir_of
+from hydroslurm.jobs.control.requests import find_job, run_dir_of
 from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver, VacateFacts
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.client import SlurmClient
@@ -22,7 +23,7 @@ from hydroslurm.slurm.values import Job, JobState
 def gather(
     client: SlurmClient,
     *,
-    job_id: int | None = None,
+    job_id: JobId | None = None,
     partition: str = "",
     qos: str = "",
     script: ScriptOptions | None = None,
@@ -38,13 +39,14 @@ def gather(
 
     Raises:
         SlurmError: Slurm did not answer.
-        UsageError: there is no such partition, or a job is given together with what it has itself.
+        UsageError: there is no such partition, a job is given together with what it has itself, or
+            the id means all elements of an array.
     """
     if job_id is not None and script is not None:
         raise UsageError("give either a job or --script: a job has its own")
     if job_id is not None and (partition or qos):
         raise UsageError("give either a job or --partition and --qos: a job has its own")
-    job = None if job_id is None else client.job(job_id)
+    job = None if job_id is None else find_job(client, job_id)
     config = client.config()
     partitions = client.partitions()
     chosen = find_partition(partitions, job.partition if job else partition)
@@ -167,5 +169,5 @@ def last_save(run: Path) -> SaveFacts | None:
 
 
 def _script_of(client: SlurmClient, job: Job) -> ScriptOptions | None:
-    text = None if job.is_batch is False else client.batch_script(job.job_id)
+    text = None if job.is_batch is False else client.batch_script(job)
     return None if text is None else read_script(text)

@@ -27,16 +27,24 @@ def test_the_scripts_in_sbatch_end_with_these_lines(name: str) -> None:
 
 
 SCONTROL = """#!/bin/bash
-# Fake scontrol: writes down what it was asked; "show" prints $STATE, "requeue" prints $ANSWER and
+# Fake scontrol: writes down what it was asked; "show" prints $STATE of job 7, which is an element
+# of $ARRAY if that is not empty, and another state of its neighbours; "requeue" prints $ANSWER and
 # fails when that is not empty, $TIMES times.
 echo "$*" >> "$CALLS"
-state="JobId=7 JobState=$STATE Requeue=1 Restarts=$RESTARTS BatchFlag=1"
-if [ "$1" = show ]; then echo "$state"; exit 0; fi
+if [ "$2" = show ]; then
+    others="JobState=COMPLETING Requeue=1 Restarts=3 PreemptTime=1 BatchFlag=1"
+    [ -z "$ARRAY" ] || echo "JobId=5 ArrayJobId=$ARRAY ArrayTaskId=1 JobName=a $others"
+    own=${ARRAY:+ArrayJobId=$ARRAY ArrayTaskId=3 }
+    echo "JobId=7 ${own}JobName=a JobState=$STATE Requeue=1 Restarts=$RESTARTS BatchFlag=1"
+    [ -z "$ARRAY" ] || echo "JobId=6 ArrayJobId=$ARRAY ArrayTaskId=2 JobName=a $others"
+    exit 0
+fi
 n=$(grep -c requeue "$CALLS")
 if [ -n "$ANSWER" ] && [ "$n" -le "${TIMES:-99}" ]; then echo "$ANSWER" >&2; exit 1; fi
 """
 
 
+@pytest.mark.parametrize("array", ["", "7"])
 @pytest.mark.parametrize(
     ("status", "state", "restarts", "answer", "requeues"),
     [
@@ -55,10 +63,11 @@ if [ -n "$ANSWER" ] && [ "$n" -le "${TIMES:-99}" ]; then echo "$ANSWER" >&2; exi
     ],
 )
 def test_the_status_of_the_ranks_becomes_a_requeue(
-    status: int, state: str, restarts: int, answer: str, requeues: int, tmp_path: Path
+    status: int, state: str, restarts: int, answer: str, requeues: int, array: str, tmp_path: Path
 ) -> None:
     """75 asks for a requeue until it is granted, was before, or never will be; 143 only inside a
-    grace; an attempt that Slurm has replaced never; the status itself is kept."""
+    grace; an attempt that Slurm has replaced never; the status itself is kept. Of the element of an
+    array that has the array's number its own record counts, and it alone is requeued."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(SCONTROL)
     scontrol.chmod(0o755)
@@ -70,7 +79,10 @@ def test_the_status_of_the_ranks_becomes_a_requeue(
         env={
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "SLURM_JOB_ID": "7",
+            "SLURM_ARRAY_JOB_ID": "2",  # of the array whose element has submitted this job
+            "SLURM_ARRAY_TASK_ID": "1",
             "CALLS": str(calls),
+            "ARRAY": array,
             "STATE": state,
             "RESTARTS": str(restarts),
             "ANSWER": answer,
@@ -80,4 +92,5 @@ def test_the_status_of_the_ranks_becomes_a_requeue(
         check=False,
     )
     assert done.returncode == status
-    assert calls.read_text().count("requeue 7") == requeues
+    asked = [line for line in calls.read_text().splitlines() if line.startswith("requeue")]
+    assert asked == ["requeue 7_3" if array else "requeue 7"] * requeues

@@ -180,7 +180,7 @@ def test_what_is_written_is_what_arrives(
             )
     finally:
         for case in cases:
-            client.cancel(case.job.job_id)
+            client.cancel(client.job(case.job.job_id))
     for case in cases:
         init, main = _told(case)
         template = case.template

@@ -83,7 +83,7 @@ def submit(on_cluster: None, slurm: SlurmClient, folder: Path):
 
     yield start
     for job in jobs:
-        slurm.cancel(int(job.job_id))
+        slurm.cancel(slurm.job(int(job.job_id)))
 
 
 def _state(run: RunDir, rank: int = 0) -> str:
@@ -111,7 +111,7 @@ def test_an_unmodified_script_is_suspended_and_resumed(
     """scontrol suspend parks it before Slurm's SIGSTOP, resume continues it, and it ends well."""
     job = submit()
     _trains(folder)
-    paused = pause_job(slurm, int(job.job_id))
+    paused = pause_job(slurm, slurm.job(int(job.job_id)))
     assert paused.how == "scontrol suspend"
     assert [answer.done for answer in paused.answers] == [True]
     assert _slurm_state(slurm, job) is JobState.SUSPENDED
@@ -124,7 +124,7 @@ def test_an_unmodified_script_is_suspended_and_resumed(
     assert rank.causes == ("slurm",)
     assert _process_state(rank.pid) != "T"
     wait_until(lambda: _process_state(rank.pid) == "T", "Slurm's SIGSTOP after its grace")
-    resumed = resume_job(slurm, int(job.job_id))
+    resumed = resume_job(slurm, slurm.job(int(job.job_id)))
     assert resumed.how == "scontrol resume"
     assert [answer.done for answer in resumed.answers] == [True]
     (folder / "stop").touch()
@@ -138,18 +138,20 @@ def test_two_ranks_on_two_nodes_answer_each(
     """Every rank of a job writes its own events and acknowledges its own pause."""
     job = submit(nodes=2, tasks_per_node=1)
     _trains(folder, ranks=2)
-    paused = pause_job(slurm, int(job.job_id))
+    paused = pause_job(slurm, slurm.job(int(job.job_id)))
     assert [answer.rank for answer in paused.answers] == [0, 1]
     assert not paused.silent
     status = job_status(slurm.job(int(job.job_id)))
     assert status.job.state is JobState.SUSPENDED
     assert [rank.state for rank in status.ranks] == ["parked", "parked"]
     assert len({rank.pid for rank in status.ranks}) == 2
-    assert resume_job(slurm, int(job.job_id)).answers[1].done
-    vacated = pause_job(slurm, int(job.job_id), vacate=True)  # asked, and without a device
+    assert resume_job(slurm, slurm.job(int(job.job_id))).answers[1].done
+    vacated = pause_job(
+        slurm, slurm.job(int(job.job_id)), vacate=True
+    )  # asked, and without a device
     assert [answer.done for answer in vacated.answers] == [False, False]
     assert all("no device memory" in answer.message for answer in vacated.answers)
-    assert resume_job(slurm, int(job.job_id)).answers[1].done
+    assert resume_job(slurm, slurm.job(int(job.job_id))).answers[1].done
     (folder / "stop").touch()
     job.results()
 
@@ -170,13 +172,13 @@ def test_an_owner_who_may_not_suspend_pauses_by_signal(
     _trains(folder)
     with monkeypatch.context() as patched:
         patched.setattr(slurm, "suspend", refuse)
-        paused = pause_job(slurm, int(job.job_id))
+        paused = pause_job(slurm, slurm.job(int(job.job_id)))
     assert "USR1" in paused.how
     assert "only operators" in paused.how
     assert [answer.done for answer in paused.answers] == [True]
     assert _slurm_state(slurm, job) is JobState.RUNNING
     assert _state(job.run_dir) == "parked"
-    resumed = resume_job(slurm, int(job.job_id))
+    resumed = resume_job(slurm, slurm.job(int(job.job_id)))
     assert "USR2" in resumed.how
     assert [answer.done for answer in resumed.answers] == [True]
     (folder / "stop").touch()
@@ -245,14 +247,14 @@ def test_a_pause_by_signal_touches_only_ranks_that_take_it(
         monkeypatch.setattr(slurm, "suspend", refuse)
         if reason:
             with pytest.raises(TargetError, match=reason):
-                pause_job(slurm, job_id)
+                pause_job(slurm, slurm.job(job_id))
             assert EventKind.SIGNAL_RECEIVED not in {e.kind for e in read_events(events)}
         else:
             wait_until((folder / "helper").exists, "the helper runs")
-            paused = pause_job(slurm, job_id)
+            paused = pause_job(slurm, slurm.job(job_id))
             assert [answer.done for answer in paused.answers] == [True]
             assert f" {job_id}." in paused.how
-            assert resume_job(slurm, job_id).answers[0].done
+            assert resume_job(slurm, slurm.job(job_id)).answers[0].done
             steps = subprocess.run(
                 ["squeue", "--steps", "-h", "-j", str(job_id)], capture_output=True, text=True
             ).stdout
@@ -260,7 +262,7 @@ def test_a_pause_by_signal_touches_only_ranks_that_take_it(
         assert not (folder / "heard").exists()
         assert slurm.job(job_id).state is JobState.RUNNING
     finally:
-        slurm.cancel(job_id)
+        slurm.cancel(slurm.job(job_id))
 
 
 TWO_CALLS = """
@@ -287,12 +289,12 @@ def test_requeue_of_a_job_that_saves_in_its_own_way(slurm: SlurmClient, folder: 
     job_id = int(done.stdout)
     try:
         wait_until((folder / "ready").exists, "it listens")
-        answer = requeue_job(slurm, job_id)
+        answer = requeue_job(slurm, slurm.job(job_id))
         assert [one.done for one in answer.answers] == [True]
         assert "saved in its own way; requeued" in answer.answers[0].message
         assert (folder / "saved").exists()
     finally:
-        slurm.cancel(job_id)
+        slurm.cancel(slurm.job(job_id))
 
 
 def test_gang_scheduling_parks_for_an_urgent_job(
@@ -345,7 +347,7 @@ def test_a_killed_rank_is_not_said_to_run(
     """After scancel --signal=KILL the status says killed, though the rank wrote nothing of it."""
     job = submit()
     _trains(folder)
-    slurm.signal(int(job.job_id), "KILL", full=True)
+    slurm.signal(slurm.job(int(job.job_id)), "KILL", full=True)
     wait_until(lambda: slurm.job(int(job.job_id)).state.has_ended, "Slurm has seen its end")
     assert [rank.state for rank in job_status(slurm.job(int(job.job_id))).ranks] == ["killed"]
 
@@ -437,7 +439,7 @@ def test_a_job_that_can_never_start_is_named(
     for options, warned in ((("-N", "99"), True), (("--sbatch", "begin=now+1hour"), False)):
         done = hydroslurm_submit(folder, *options, "train.py", str(folder / "stop"))
         assert done.returncode == 0, done.stderr
-        slurm.cancel(int(done.stdout.split()[1]))
+        slurm.cancel(slurm.job(int(done.stdout.split()[1])))
         assert ("can never start" in done.stderr) == warned
         assert ("it asks for 99 nodes" in done.stderr) == warned
 
@@ -474,10 +476,10 @@ def test_a_job_without_hydroslurm_is_left_alone(slurm: SlurmClient, folder: Path
     try:
         wait_until(lambda: slurm.job(job_id).state is JobState.RUNNING, "it runs")
         with pytest.raises(TargetError, match="left alone"):
-            pause_job(slurm, job_id)
+            pause_job(slurm, slurm.job(job_id))
         assert slurm.job(job_id).state is JobState.RUNNING
     finally:
-        slurm.cancel(job_id)
+        slurm.cancel(slurm.job(job_id))
 
 
 def test_the_command_line_does_it_all(

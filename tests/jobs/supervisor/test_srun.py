@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import NoSuchJob
 from hydroslurm.jobs.layout import plan_job
@@ -52,14 +53,14 @@ class Client:
     def node_address(self, _: str) -> str:
         return "127.0.0.1"
 
-    def history(self, job_id: int) -> tuple[Job, ...]:
+    def history(self, job_id: JobId) -> tuple[Job, ...]:
         raise NoSuchJob(str(job_id))
 
-    def signal(self, job_id: int, number: int, *, step: int) -> None:
-        self.asked.append(("signal", job_id, int(number), step))
+    def signal(self, job: Job, number: int, *, step: int) -> None:
+        self.asked.append(("signal", job.job_id, int(number), step))
 
-    def requeue(self, job_id: int) -> None:
-        self.asked.append(("requeue", job_id))
+    def requeue(self, job: Job) -> None:
+        self.asked.append(("requeue", job.job_id))
 
 
 class Requeued:
