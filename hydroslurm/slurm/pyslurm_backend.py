@@ -9,8 +9,6 @@ What was read in the source of pyslurm 25.11.2 and is met here:
   so ``RetryPolicy.call_timeout_s`` does not bound them; the retries are ours.
 - ``Job.time_limit`` is in minutes and None for unlimited; ``Partition.max_time`` likewise.
 - ``Job.exit_code`` has lost 128 when it was 128 or more, as ``values.Job`` says for all backends.
-- Jobs are numbers to it, and an array's number is also that of its last element: what acts on an
-  element, or on a component of a heterogeneous job, is left to the programs.
 - libslurm reads slurm.conf when pyslurm is imported and keeps it, whatever SLURM_CONF becomes:
   ``open_client`` lets no client for another one be made.
 - ``Config.preempt_parameters`` and ``auth_info`` are taken apart already, into a dict and a list.
@@ -22,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from hydroslurm.errors import UnreadableOutput, WrongJobState
+from hydroslurm.errors import UnreadableOutput
 from hydroslurm.slurm import refusals, text
 from hydroslurm.slurm.commands import SlurmClient
 from hydroslurm.slurm.config import Config
@@ -59,8 +57,9 @@ class PyslurmClient(SlurmClient):
     """A :class:`~hydroslurm.slurm.commands.SlurmClient` that asks libslurm where pyslurm can.
 
     Left to the programs: ``history`` (pyslurm.db gives the last start of a job only, sacct -D all),
-    ``qoses`` (it would hold a connection to slurmdbd open for one question), a signal to one job
-    step (it would have to be loaded first), and what pyslurm has no call for.
+    ``qoses`` (it would hold a connection to slurmdbd open for one question), what pyslurm has no
+    call for, and whatever changes a job: to libslurm a job is a number, and that of an array is
+    also the number of one of its elements.
     """
 
     backend = "pyslurm"
@@ -107,72 +106,13 @@ class PyslurmClient(SlurmClient):
             lambda: config_of_pyslurm(self._pyslurm.slurmctld.Config.load()),
         )
 
-    def suspend(self, job: Job) -> None:
-        self._change(job, "suspend", lambda its: its.suspend(), super().suspend)
-
-    def resume(self, job: Job) -> None:
-        self._change(job, "resume", lambda its: its.unsuspend(), super().resume)
-
-    def requeue(self, job: Job) -> None:
-        try:
-            self._change(job, "requeue", lambda its: its.requeue(), super().requeue)
-        except WrongJobState as error:
-            if refusals.ALREADY_PENDING not in str(error):
-                raise
-
-    def _send_signal(
-        self, job: Job, number: int, *, step: int | None, batch: bool, full: bool
-    ) -> None:
-        def by_program(job: Job) -> None:
-            SlurmClient._send_signal(self, job, number, step=step, batch=batch, full=full)
-
-        if step is not None:
-            by_program(job)
-            return
-        steps = "batch" if batch else "all" if full else "children"
-        self._change(
-            job,
-            f"signal {number}",
-            lambda its: its.send_signal(number, steps=steps),
-            by_program,
-            may_repeat=False,
-        )
-
-    def cancel(self, job: Job) -> None:
-        if not job.state.has_ended:
-            self._change(job, "cancel", lambda its: its.cancel(), super().cancel)
-
     def _all_jobs(self, user: str | None) -> tuple[Job, ...]:  # noqa: ARG002 - pyslurm loads all
         return self._call(
             "load jobs",
             lambda: tuple(job_of_pyslurm(each) for each in self._pyslurm.Jobs.load().values()),
         )
 
-    def _change(
-        self,
-        job: Job,
-        verb: str,
-        call: Callable[[Any], None],
-        by_program: Callable[[Job], None],
-        *,
-        may_repeat: bool = True,
-    ) -> None:
-        if job.array_job_id is not None or job.het_job_id is not None:
-            by_program(job)
-            return
-        self._call(
-            f"{verb} job {job.id}",
-            lambda: call(self._pyslurm.Job(job.job_id)),
-            may_repeat=may_repeat,
-        )
-
-    def _call(
-        self,
-        doing: str,
-        call: Callable[[], Result],
-        *,
-        may_repeat: bool = True,
-    ) -> Result:
+    def _call(self, doing: str, call: Callable[[], Result]) -> Result:
         def once() -> Result:
             try:
                 return call()
@@ -184,7 +124,7 @@ class PyslurmClient(SlurmClient):
                     "HYDROSLURM_SLURM_BACKEND=commands does without it"
                 ) from error
 
-        return self._retry_policy.retry(once, may_repeat=may_repeat)
+        return self._retry_policy.retry(once)
 
 
 def job_of_pyslurm(job: Any) -> Job:
