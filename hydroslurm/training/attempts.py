@@ -7,9 +7,10 @@ last line, and torn lines are skipped.
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,6 +106,7 @@ class AttemptRecord:
         job_id, restart_count: Slurm's; None and 0 outside of a job.
         ending: None while it runs, or when it died.
         end_step: where it ended; None with ``ending``.
+        token: random; of two that took one number, the first in the file has it.
     """
 
     number: int
@@ -114,6 +116,7 @@ class AttemptRecord:
     restart_count: int = 0
     ending: str | None = None
     end_step: int | None = None
+    token: str = field(default="", compare=False)
 
 
 class AttemptLog:
@@ -175,18 +178,24 @@ class AttemptLog:
         at_least: int = 1,
     ) -> int:
         """Record that an attempt begins; returns its number, the next one that is ``at_least``."""
-        last = max((attempt.number for attempt in self.attempts()), default=0)
-        number = max(last + 1, at_least)
-        self._append(
-            {
-                "attempt": number,
-                "began_epoch_ns": now_epoch_ns,
-                "step": step,
-                "job_id": job_id,
-                "restart_count": restart_count,
-            }
-        )
-        return number
+        token = secrets.token_hex(8)
+        while True:
+            last = max((attempt.number for attempt in self.attempts()), default=0)
+            number = max(last + 1, at_least)
+            self._append(
+                {
+                    "attempt": number,
+                    "began_epoch_ns": now_epoch_ns,
+                    "step": step,
+                    "job_id": job_id,
+                    "restart_count": restart_count,
+                    "token": token,
+                }
+            )
+            # another start may have read the file at the same time
+            taken = {one.number: one.token for one in self.attempts()}
+            if taken.get(number, token) == token:
+                return number
 
     def end(self, number: int, ending: Ending, *, step: int, now_epoch_ns: int) -> None:
         """Record why an attempt ends, and at which step."""
@@ -254,13 +263,15 @@ def _fold(found: dict[int, AttemptRecord], line: bytes, path: Path) -> None:
                 found[number] = replace(found[number], ending=str(row["ended"]), end_step=step)
             return
         job_id = row.get("job_id")
-        found[number] = AttemptRecord(
+        record = AttemptRecord(
             number=number,
             began_epoch_ns=_whole(row["began_epoch_ns"]),
             step=step,
             job_id=job_id if type(job_id) is int else None,
             restart_count=_whole(row.get("restart_count", 0)),
+            token=str(row.get("token", "")),
         )
+        found.setdefault(number, record)
     except (ValueError, KeyError, TypeError):
         return  # torn, or written by a later version
 

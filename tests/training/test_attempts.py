@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
 
 from hydroslurm.core.rundir import ATTEMPT_ENV, ATTEMPTS_ENV, SUPERVISED_ENV
 from hydroslurm.errors import RunEnded, RunFolderError, UsageError
+from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training.attempts import (
     AttemptLog,
@@ -154,3 +157,19 @@ def test_numbers_are_those_of_the_job(tmp_path: Path) -> None:
     log = AttemptLog(tmp_path / "attempts.jsonl")
     moment = {"now_epoch_ns": 1, "job_id": 7, "restart_count": 0}
     assert [log.begin(0, **moment, at_least=least) for least in (1, 3, 3)] == [1, 3, 4]
+
+
+def test_starts_at_one_moment_take_different_numbers(tmp_path: Path) -> None:
+    """Of a Run and of a supervisor, each with the file as it is then."""
+    runs, starts = tmp_path / "attempts.jsonl", tmp_path / "starts.jsonl"
+    together = Barrier(8)
+
+    def begin(_: int) -> tuple[int, int]:
+        together.wait()
+        number = AttemptLog(runs).begin(0, now_epoch_ns=1, job_id=7, restart_count=0)
+        return number, Attempts(starts).begin(0).number
+
+    with ThreadPoolExecutor(8) as pool:
+        numbers = list(pool.map(begin, range(8)))
+    for of_one_kind in zip(*numbers, strict=True):
+        assert len(set(of_one_kind)) == 8, of_one_kind

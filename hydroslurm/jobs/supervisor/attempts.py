@@ -137,10 +137,15 @@ class Attempts:
         Raises:
             RunFolderError: the journal cannot be read or written.
         """
-        last = max((one.number for one in self.all()), default=0)
-        attempt = Attempt(max(last, after) + 1, restart_count, time.time_ns())
-        self._append(attempt, restart_count=restart_count, began_epoch_ns=attempt.began_epoch_ns)
-        return attempt
+        while True:
+            last = max((one.number for one in self.all()), default=0)
+            attempt = Attempt(max(last, after) + 1, restart_count, time.time_ns())
+            began = {"restart_count": restart_count, "began_epoch_ns": attempt.began_epoch_ns}
+            self._append(attempt, **began)
+            # another start may have read the journal at the same time: the first in it has the
+            # number
+            if attempt in self.all():
+                return attempt
 
     def started(self, attempt: Attempt, *, srun_pid: int, srun_started: int) -> Attempt:
         """Record which process runs its job step."""
