@@ -22,6 +22,7 @@
     |-- SpankError                 the plugin for --preempt cannot be built or installed
     |-- SpecError                  a job spec that is none: what, where, what to write instead
     |-- LaunchError                a job could not be submitted
+    |   `-- MaybeSubmitted         and Slurm has it, or may have it
     |-- RunFolderError             a run folder that is not one, or that cannot be written
     |-- UntrustedFile              somebody else owns it, or could write it
     |-- CheckpointError            a checkpoint could not be written, found, trusted or applied
@@ -145,6 +146,11 @@ class SpecError(HydroslurmError):
 
 class LaunchError(HydroslurmError):
     """A job could not be submitted."""
+
+
+class MaybeSubmitted(LaunchError):
+    """A submission failed, and Slurm has the job, or may have it; the message says which one it is,
+    or how to look."""
 
 
 class RunFolderError(HydroslurmError):

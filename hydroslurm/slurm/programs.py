@@ -3,6 +3,7 @@ answer."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal as signals
@@ -87,6 +88,8 @@ class Programs:
 
 
 SBATCH_TIMEOUT_S = 120.0
+WAIT_ENV = "SBATCH_WAIT"
+"""Environment variable that has sbatch wait for the end of the job, and exit with its status."""
 
 
 def sbatch(
@@ -103,10 +106,11 @@ def sbatch(
         SlurmMissing: there is no sbatch.
         SlurmTimeout: it did not answer; Slurm may have the job.
     """
+    environ = os.environ if environ is None else environ
     try:
         return subprocess.run(
             ["sbatch", *options, str(script)],
-            env=None if environ is None else dict(environ),
+            env={name: value for name, value in environ.items() if name != WAIT_ENV},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

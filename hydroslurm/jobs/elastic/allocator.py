@@ -171,7 +171,7 @@ class Allocator:
         self._submit_s = time.monotonic() + AGAIN_S
         done = sbatch(script, *options, environ=self._environ)
         found = _SUBMITTED.search(done.stdout)
-        if done.returncode or found is None:
+        if found is None:
             raise LaunchError(
                 f"members cannot be submitted: {(done.stderr or done.stdout).strip()}"
             )

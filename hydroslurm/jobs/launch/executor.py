@@ -20,6 +20,7 @@ import shlex
 import shutil
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -35,11 +36,11 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from hydroslurm.core import rundir
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import SlurmMissing, UsageError
+from hydroslurm.errors import RunFolderError, SlurmMissing, UsageError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.launch.batch_script import in_option_line, requeue_lines
 from hydroslurm.jobs.launch.rank import SUBMITIT_SIGNAL, InRank, Script
-from hydroslurm.jobs.launch.sbatch import call_sbatch, new_run, removing_on_refusal
+from hydroslurm.jobs.launch.sbatch import call_sbatch, new_run, new_submission
 from hydroslurm.jobs.submission import Submission
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
@@ -150,35 +151,37 @@ class Executor(SlurmExecutor):
         if self._here is not None:
             return [self._run_here(self._here, delayed) for delayed in delayed_submissions]
         is_array = len(delayed_submissions) > 1
-        with removing_on_refusal(JobPaths.get_first_id_independent_folder(self.folder)):
-            run, name = self._new_run(delayed_submissions[0])
+        name = self._job_name(delayed_submissions[0])
+        with new_submission(JobPaths.get_first_id_independent_folder(self.folder), name) as run:
             intent = Submission(name, _describe(delayed_submissions[0]), time.time_ns())
             submission.write(run, intent)
             for delayed in delayed_submissions:
                 delayed.function = InRank(delayed.function, run.root, is_array=is_array)
             jobs = self._submit_into(run, name, delayed_submissions)
-        submission.write(
-            run,
-            replace(
-                intent, job_id=jobs[0].job_id.partition("_")[0] if is_array else jobs[0].job_id
-            ),
-        )
-        shutil.copyfile(jobs[0].paths.submission_file, run.job_sbatch)
         found: list[submitit.Job[Any]] = [
             PausableJob(run.logs, job.job_id, list(range(job.num_tasks))) for job in jobs
         ]
-        self._lead_to(found)
+        job_id = jobs[0].job_id.partition("_")[0] if is_array else jobs[0].job_id
+        try:
+            submission.write(run, replace(intent, job_id=job_id))
+            shutil.copyfile(jobs[0].paths.submission_file, run.job_sbatch)
+            self._lead_to(found)
+        except (OSError, RunFolderError) as error:
+            warnings.warn(
+                f"hydroslurm: Slurm has job {job_id}, but its run folder does not say so: {error}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         return found
 
-    def _new_run(self, delayed: submitit_utils.DelayedSubmission) -> tuple[RunDir, str]:
-        """A run folder, and the name of its job."""
-        name = self.parameters.get("job_name") or _name_of(delayed.function)
-        return new_run(JobPaths.get_first_id_independent_folder(self.folder), name), name
+    def _job_name(self, delayed: submitit_utils.DelayedSubmission) -> str:
+        return self.parameters.get("job_name") or _name_of(delayed.function)
 
     def _run_here(
         self, here: WithoutSlurm, delayed: submitit_utils.DelayedSubmission
     ) -> submitit.Job[Any]:
-        run, _ = self._new_run(delayed)
+        folder = JobPaths.get_first_id_independent_folder(self.folder)
+        run = new_run(folder, self._job_name(delayed))
         job = here.submit(run, delayed)
         job.run_dir = run  # type: ignore[attr-defined] # as a PausableJob has it
         self._lead_to([job])
@@ -222,7 +225,6 @@ class Executor(SlurmExecutor):
         return call_sbatch(
             lambda: list(SlurmExecutor._internal_process_submissions(inner, delayed)),
             run,
-            is_new=True,
         )
 
 

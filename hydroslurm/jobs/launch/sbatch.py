@@ -4,7 +4,9 @@ that can never start."""
 from __future__ import annotations
 
 import contextlib
+import getpass
 import io
+import os
 import re
 import secrets
 import shutil
@@ -14,16 +16,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from hydroslurm.core import rundir
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import (
+    HydroslurmError,
     LaunchError,
+    MaybeSubmitted,
     RunFolderError,
     SlurmError,
-    SlurmMissing,
     SlurmTimeout,
     UsageError,
 )
-from hydroslurm.slurm.programs import sbatch
+from hydroslurm.slurm.programs import WAIT_ENV, sbatch
 
 if TYPE_CHECKING:  # what is not needed before sbatch has the job does not delay it
     from hydroslurm.slurm.client import Job, SlurmClient
@@ -32,7 +36,9 @@ Answer = TypeVar("Answer")
 
 _MAYBE_TAKEN = ("timed out", "time out", "timeout", "zero bytes", "unexpected message", "killed")
 """In messages of sbatch that got no answer: slurmctld may have the job all the same."""
-_SUBMITTED = re.compile(r"^Submitted batch job (\d+)", re.MULTILINE)
+SUBMITTED = re.compile(r"Submitted batch job (\d+)")
+_LOOK_S = 10.0
+"""How long Slurm is asked whether it has a job after all."""
 _NEVER = re.compile(
     r"PartitionConfig|PartitionNodeLimit|PartitionTimeLimit|BadConstraints|InvalidAccount"
     r"|InvalidQOS|(?:Assoc|QOS)\w*PerJob(?:Limit)?|QOSMin\w+"
@@ -57,75 +63,88 @@ def new_run(base: Path, name: str) -> RunDir:
     return RunDir(base / f"{stamp}-{safe}-{secrets.token_hex(2)}").create()
 
 
-def call_sbatch(submit: Callable[[], Answer], run: RunDir, *, is_new: bool) -> Answer:
+@contextlib.contextmanager
+def new_submission(base: Path, name: str) -> Iterator[RunDir]:
+    """A new run folder for a job that the block submits. When the block raises, the folder is gone
+    again, with those above it that were made for it, unless Slurm may have the job.
+
+    Raises:
+        RunFolderError: as :func:`new_run`.
+    """
+    created = [path for path in (base, *base.parents) if not path.exists()]
+    run: RunDir | None = None
+    try:
+        run = new_run(base, name)
+        yield run
+    except MaybeSubmitted:
+        raise
+    except Exception as error:
+        if run is not None:
+            shutil.rmtree(run.root, ignore_errors=True)
+        for path in created:
+            with contextlib.suppress(OSError):  # not empty: of another job
+                path.rmdir()
+        if isinstance(error, LaunchError):
+            raise LaunchError(f"{error}. Nothing is left of it in {base}") from error
+        raise
+
+
+def call_sbatch(submit: Callable[[], Answer], run: RunDir) -> Answer:
     """Let submitit call sbatch. A refusal is reported by the error alone, although submitit prints
     it.
 
     Args:
         run: the job's run folder.
-        is_new: nothing else needs the run folder: remove it at a refusal, unless Slurm may have the
-            job.
 
     Raises:
-        LaunchError: sbatch refused the job, or did not confirm it.
+        LaunchError: sbatch refused the job.
+        MaybeSubmitted: it did not confirm it, or something failed after that.
     """
     from submitit.core import utils as submitit_utils  # a TrainingJob starts sooner without
 
     stderr = io.StringIO()
+    waits = os.environ.pop(WAIT_ENV, None)
     try:
         with contextlib.redirect_stderr(stderr):
             answer = submit()
     except (submitit_utils.FailedJobError, submitit_utils.FailedSubmissionError) as error:
         _print_stderr(stderr.getvalue().replace(str(error), ""))
         is_refused = isinstance(error, submitit_utils.FailedJobError)
-        message = _refusal(str(error), run, is_refused=is_refused, is_new=is_new)
-        raise LaunchError(message) from error
-    except BaseException:
+        answered = getattr(error.__cause__, "output", "")
+        raise _failure(str(error), answered, run, is_refused=is_refused) from error
+    except BaseException as error:
         _print_stderr(stderr.getvalue())
+        if isinstance(error, Exception) and any(run.logs.glob("*submission*.sh")):
+            raise _failure(str(error), "", run, is_refused=False) from error
         raise
+    finally:
+        if waits is not None:
+            os.environ[WAIT_ENV] = waits
     _print_stderr(stderr.getvalue())
     return answer
 
 
-def submit_script(script: Path, run: RunDir, *, is_new: bool) -> int:
+def submit_script(script: Path, run: RunDir) -> int:
     """Submit a batch script of our own; returns the job's id. sbatch's warnings go to stderr.
 
     Args:
-        run, is_new: as for :func:`call_sbatch`.
+        run: the job's run folder.
 
     Raises:
-        LaunchError: sbatch refused the job, or did not confirm it.
+        LaunchError: sbatch refused the job.
+        MaybeSubmitted: it did not confirm it.
         SlurmMissing: there is no sbatch.
     """
     try:
         done = sbatch(script)
     except SlurmTimeout as error:
-        raise LaunchError(_refusal(str(error), run, is_refused=False, is_new=is_new)) from error
-    except SlurmMissing:
-        if is_new:
-            shutil.rmtree(run.root, ignore_errors=True)
-        raise
+        raise _failure(str(error), "", run, is_refused=False) from error
     said = done.stderr.strip()
-    found = _SUBMITTED.search(done.stdout)
-    if done.returncode or found is None:
-        message = said or done.stdout
-        is_refused = done.returncode != 0
-        raise LaunchError(_refusal(message, run, is_refused=is_refused, is_new=is_new))
-    _print_stderr(said)
+    found = SUBMITTED.search(done.stdout)
+    if found is None:
+        raise _failure(said or done.stdout, "", run, is_refused=done.returncode != 0)
+    _print_stderr(said)  # whatever the exit status: Slurm has it
     return int(found[1])
-
-
-@contextlib.contextmanager
-def removing_on_refusal(base: Path) -> Iterator[None]:
-    """At a refusal inside the block, remove the folder of run folders if it was created for it."""
-    created = [path for path in (base, *base.parents) if not path.exists()]
-    try:
-        yield
-    except (LaunchError, SlurmMissing):
-        for path in created:
-            with contextlib.suppress(OSError):  # not empty: Slurm may have that job
-                path.rmdir()
-        raise
 
 
 def never_starts(client: SlurmClient, job_id: int, *, nodes: int) -> str | None:
@@ -158,19 +177,41 @@ def never_starts(client: SlurmClient, job_id: int, *, nodes: int) -> str | None:
     )
 
 
-def _refusal(said: str, run: RunDir, *, is_refused: bool, is_new: bool) -> str:
-    """``is_refused``: sbatch said no, instead of nothing."""
+def _failure(said: str, answered: str, run: RunDir, *, is_refused: bool) -> LaunchError:
+    """
+    Args:
+        said: the error. answered: what sbatch printed.
+        is_refused: sbatch said no, instead of nothing.
+    """
     lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in _lines(said)]
-    message = f"sbatch refused the job: {'; '.join(lines) or 'it gave no reason'}"
-    if not is_refused or any(phrase in said.lower() for phrase in _MAYBE_TAKEN):
-        return (
-            f"{message}. Slurm may have it all the same: check squeue --me before you submit it "
-            f"again. The request is in {run.root}"
+    message = "; ".join(lines) or "it gave no reason"
+    found = SUBMITTED.search(answered)
+    if found is None and is_refused and not any(part in said.lower() for part in _MAYBE_TAKEN):
+        return LaunchError(f"sbatch refused the job: {message}")
+    job_ids = found[1] if found is not None else _jobs_of(run)
+    if job_ids:
+        return MaybeSubmitted(
+            f"Slurm has the job, as {job_ids}, although its submission failed: {message}. The "
+            f"request is in {run.root}; `scancel {job_ids}` takes it back"
         )
-    if is_new:
-        shutil.rmtree(run.root, ignore_errors=True)
-        return f"{message}. Nothing is left of it in {run.root.parent}"
-    return message
+    return MaybeSubmitted(
+        f"sbatch refused the job: {message}. Slurm may have it all the same: check squeue --me "
+        f"before you submit it again. The request is in {run.root}"
+    )
+
+
+def _jobs_of(run: RunDir) -> str:
+    """The id under which Slurm has the job of a run folder; "" if it does not say so."""
+    from hydroslurm.slurm.client import RetryPolicy, open_client
+
+    patience = RetryPolicy(call_timeout_s=_LOOK_S, give_up_after_s=0.0)
+    try:
+        jobs = open_client(retry_policy=patience).jobs(user=getpass.getuser())
+    except (HydroslurmError, UsageError, KeyError):
+        return ""
+    own = rundir.comment_for(run)
+    found = (job.array_job_id or job.job_id for job in jobs if (job.comment or "").startswith(own))
+    return str(next(found, ""))
 
 
 def _because(job: Job) -> str:

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from hydroslurm.core.files import fsync_together, write_atomically
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import LaunchError, RunFolderError
+from hydroslurm.errors import LaunchError, MaybeSubmitted, RunFolderError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.images import Runtime, find_runtime, no_runtime
 from hydroslurm.jobs.launch.job_script import janitor_script, job_script
-from hydroslurm.jobs.launch.sbatch import new_run, removing_on_refusal, submit_script
+from hydroslurm.jobs.launch.sbatch import new_submission, submit_script
 from hydroslurm.jobs.layout import plan_job
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
@@ -93,7 +93,8 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
         folder: where its run folder is created; all nodes must see it.
 
     Raises:
-        LaunchError: sbatch refused it, or an image cannot be run; the run folder holds the request.
+        LaunchError: sbatch refused it, or an image cannot be run; no run folder is left.
+        MaybeSubmitted: sbatch did not confirm it; the run folder holds the request.
         RunFolderError: the run folder cannot be created.
         UsageError: members of an elastic job could not come and go here.
     """
@@ -109,8 +110,7 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
             notes = (*notes, f"engine: {spec.job.elastic.engine} ({spec.engine_why})")
         notes = (*notes, *elastic_job.check_site(spec.job, open_client(environ=environ)))
         notes = (*notes, *try_members(spec.job, plan, folder.absolute(), environ=environ))
-    with removing_on_refusal(folder.absolute()):
-        run = new_run(folder.absolute(), spec.job.name)
+    with new_submission(folder.absolute(), spec.job.name) as run:
         if spec.job.elastic is not None:
             plan = elastic_job.prepare(spec.job, plan, run)
         intent = _intent(spec.job, plan)
@@ -121,12 +121,11 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
             else job_script(spec.job, plan, run)
         )
         try:
-            job_id = _submit(script, run.job_sbatch, run, is_new=True)
-        except LaunchError as error:
-            if run.root.exists():  # Slurm may have it all the same
-                add_condition(
-                    run.conditions_jsonl, "Failed", reason="SubmissionRefused", message=str(error)
-                )
+            job_id = _submit(script, run.job_sbatch, run)
+        except MaybeSubmitted as error:
+            add_condition(
+                run.conditions_jsonl, "Failed", reason="SubmissionRefused", message=str(error)
+            )
             raise
     try:
         submission.write(run, replace(intent, job_id=str(job_id)))
@@ -134,9 +133,7 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
     except RunFolderError as error:
         notes = (*notes, f"Slurm has job {job_id}, but its run folder does not say so: {error}")
     try:
-        janitor = _submit(
-            janitor_script(spec.job, run, job_id), run.janitor_sbatch, run, is_new=False
-        )
+        janitor = _submit(janitor_script(spec.job, run, job_id), run.janitor_sbatch, run)
     except (LaunchError, RunFolderError) as error:
         notes = (*notes, f"the job that cleans up after it could not be submitted: {error}")
     else:
@@ -199,9 +196,9 @@ def _resolved(spec: JobSpec) -> TrainingJob:
     return spec.job.model_copy(update={"tensorboard": board})
 
 
-def _submit(script: str, path: Path, run: RunDir, *, is_new: bool) -> int:
+def _submit(script: str, path: Path, run: RunDir) -> int:
     _write(path, script)
-    return submit_script(path, run, is_new=is_new)
+    return submit_script(path, run)
 
 
 def _link_checkpoints(run: RunDir, directory: Path) -> None:
