@@ -114,8 +114,8 @@ def _print_status(found: JobStatus) -> None:
         echo(f"  no rank has announced itself in {found.run_dir.events}")
     for node in found.nodes:
         echo(f"  {_node_line(node, now_epoch_ns=time.time_ns())}")
-    for rank in found.ranks:
-        echo(f"  {rank_line(rank, now_epoch_ns=time.time_ns())}")
+    for rank, training in zip(found.ranks, found.trainings, strict=True):
+        echo(f"  {training}{rank_line(rank, now_epoch_ns=time.time_ns())}")
     for number, why in found.silent:
         echo(f"  rank {number}: {why}")
 

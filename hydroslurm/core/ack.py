@@ -9,9 +9,10 @@ the status *before* the signal is sent: the answer is what has changed since.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.status import RankStatus, read_status
@@ -44,21 +45,23 @@ class Answer:
     vacated_bytes: int | None = None
 
 
+Key = TypeVar("Key", bound=Hashable)
 Judge = Callable[[RankStatus, RankStatus, bool], Answer | None]
 """The answer of a rank to one request: its status before, its status now, and whether the time is
 over. None: not yet, or nothing that could be told."""
 
 
 def wait_for_answers(
-    before: Mapping[int, tuple[Path, RankStatus]], judge: Judge, *, timeout_s: float
-) -> dict[int, Answer]:
+    before: Mapping[Key, tuple[Path, RankStatus]], judge: Judge, *, timeout_s: float
+) -> dict[Key, Answer]:
     """Read the statuses until every rank has answered or the time is over; ranks that did not
     answer are absent.
 
     Args:
-        before: rank -> its status file, and what was in that before the request.
+        before: of each rank, under any name, its status file, and what was in that before the
+            request.
     """
-    answers: dict[int, Answer] = {}
+    answers: dict[Key, Answer] = {}
     deadline = time.monotonic() + timeout_s
     while True:
         is_late = time.monotonic() >= deadline

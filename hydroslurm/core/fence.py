@@ -24,10 +24,13 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
+from hydroslurm.core.command import Command
 from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.errors import RunFolderError, StaleAttempt
 
 LIMIT_BYTES = 64 * 1024
+_CLOCK_CHANGE_S = 2.0
+"""How far the clock may have been set since a process has said when it was started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,8 @@ class Claim:
         began_epoch_s: when the process that did so was started.
         cluster, job_id, restart_count: Slurm's; "", 0 and 0 outside of a job.
         host, pid: of that process.
+        script: the name of its program's script or module; "" for neither.
+        step_id: SLURM_STEP_ID; "" outside of a job step.
     """
 
     token: str
@@ -50,6 +55,13 @@ class Claim:
     restart_count: int
     host: str
     pid: int
+    script: str = ""
+    step_id: str = ""
+
+    def is_of_start(self, other: Claim) -> bool:
+        """Whether both are of one start of one job."""
+        one_job = self.job_id > 0 and (self.cluster, self.job_id) == (other.cluster, other.job_id)
+        return one_job and self.restart_count == other.restart_count
 
     def is_earlier_than(self, other: Claim) -> bool:
         """Whether both are of one job, and Slurm has started the other one later.
@@ -64,6 +76,14 @@ class Claim:
             and self.began_epoch_s < other.began_epoch_s
         )
 
+    def lives_here(self) -> bool:
+        """Whether its process has not ended, on this machine."""
+        try:
+            began_epoch_s = process_began_epoch_s(self.pid)
+        except OSError:
+            return False
+        return abs(began_epoch_s - self.began_epoch_s) < _CLOCK_CHANGE_S
+
     def __str__(self) -> str:
         if not self.job_id:
             return f"process {self.pid} on {self.host}"
@@ -75,11 +95,17 @@ class Fence:
     """One attempt's view of the claim on its run folder. Safe to use from several threads."""
 
     def __init__(
-        self, path: Path, *, cluster: str = "", job_id: int = 0, restart_count: int = 0
+        self,
+        path: Path,
+        *,
+        cluster: str = "",
+        job_id: int = 0,
+        restart_count: int = 0,
+        step_id: str = "",
     ) -> None:
         """Touches no disk."""
         self.path = path
-        self._me = Claim(
+        self.me = Claim(
             token=secrets.token_hex(16),
             since_epoch_ns=0,
             began_epoch_s=process_began_epoch_s(),
@@ -88,6 +114,8 @@ class Fence:
             restart_count=restart_count,
             host=socket.gethostname(),
             pid=os.getpid(),
+            script=Command.of_this_process().script,
+            step_id=step_id,
         )
         self._held: Claim | None = None
 
@@ -98,11 +126,8 @@ class Fence:
             StaleAttempt: Slurm has started this job again since this process began.
             RunFolderError: the folder cannot be written.
         """
-        mine = Claim(**{**asdict(self._me), "since_epoch_ns": time.time_ns()})
-        try:
-            found = self._read()
-        except OSError:  # a link, a FIFO ...: the rename replaces it
-            found = None
+        mine = Claim(**{**asdict(self.me), "since_epoch_ns": time.time_ns()})
+        found = self.holder()
         if found is not None and mine.is_earlier_than(found):
             raise self._stale("the start", found)
         try:
@@ -114,6 +139,13 @@ class Fence:
             ) from error
         self._held = mine
         return asdict(mine)
+
+    def holder(self) -> Claim | None:
+        """Who has claimed the folder; None where nothing says so."""
+        try:
+            return self._read()
+        except OSError:  # a link, a FIFO ...: the rename replaces it
+            return None
 
     def hold(self, claim: Mapping[str, Any]) -> None:
         """This process is of the attempt that has claimed."""
@@ -136,7 +168,7 @@ class Fence:
         if found is None:
             return
         if self._held is None:
-            if self._me.is_earlier_than(found):
+            if self.me.is_earlier_than(found):
                 raise self._stale(what, found)
         elif found.token != self._held.token:
             if not found.is_earlier_than(self._held):
@@ -148,7 +180,7 @@ class Fence:
         since = datetime.fromtimestamp(found.since_epoch_ns / 1e9, tz=timezone.utc)
         return StaleAttempt(
             f"{what} is not done: {found} holds {self.path.parent} since {since:%Y-%m-%d %H:%M:%S} "
-            f"UTC, and this is {self._held or self._me}. Only the newest attempt of a run may "
+            f"UTC, and this is {self._held or self.me}. Only the newest attempt of a run may "
             "write; two runs need two folders: Run(directory=...)"
         )
 
@@ -156,10 +188,13 @@ class Fence:
         """The claim; None when there is none that can be understood."""
         try:
             row = parse_json(read_regular(self.path, limit_bytes=LIMIT_BYTES))
-            found = {one.name: row[one.name] for one in fields(Claim)}
+            found = {
+                one.name: row.get(one.name, "") if one.default == "" else row[one.name]
+                for one in fields(Claim)
+            }
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError):  # by a later version, or damaged
+        except (ValueError, KeyError, TypeError, AttributeError):  # by a later version, or damaged
             return None
         right = all(type(found[one.name]).__name__ == one.type for one in fields(Claim))
         return Claim(**found) if right else None
@@ -170,9 +205,16 @@ class Fence:
         write_atomically(self.path, dumps({"v": 1, **asdict(claim)}), durable=True)
 
 
-def process_began_epoch_s() -> float:
-    """When this process was started: before whatever it waits for, or hangs in."""
-    # field 22 of proc(5); the name in the second may hold anything
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+def process_began_epoch_s(pid: int | None = None) -> float:
+    """When this process, or another one, was started: before whatever it waits for, or hangs in.
+
+    Raises:
+        OSError: there is none of that number here.
+        ProcessLookupError: it has ended, and is not waited for.
+    """
+    # proc(5): the name in the second field may hold anything; the state is the third
+    stat = Path(f"/proc/{pid or 'self'}/stat").read_text().rpartition(")")[2].split()
+    if stat[0] in "ZX":
+        raise ProcessLookupError(pid)
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s

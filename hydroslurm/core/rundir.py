@@ -15,7 +15,8 @@
   events/told-123              job 123 was told that nobody saves for it
   checkpoints/step-000001234/  what was saved; there from its commit on, and not before
   checkpoints/step-000001234.2/  the same step, saved again: the newer one
-  job.json                     of a default folder (run_folders.py): its job
+  job.json                     of a default folder (run_folders.py): its job and its command line
+  start-0.json, start-0.2.json  who has taken it in the job's first start, one after the other
   claim.json                   the newest attempt: no older one writes here any more
   attempts.jsonl               one line when an attempt begins, one when it ends, and why
   finished.json                the training is done, and its process ended well: a restart leaves
@@ -143,6 +144,15 @@ class RunDir:
     def job_json(self) -> Path:
         """The job that a default folder belongs to."""
         return self.root / "job.json"
+
+    def numbered(self, number: int) -> RunDir:
+        """Of a job's first default folder: that of its n-th training."""
+        return self if number == 1 else RunDir(self.root.with_name(f"{self.root.name}.{number}"))
+
+    def start_json(self, restart_count: int, holder: int) -> Path:
+        """The n-th training that has taken a default folder in one start of its job."""
+        number = "" if holder == 1 else f".{holder}"
+        return self.root / f"start-{restart_count}{number}.json"
 
     @property
     def claim_json(self) -> Path:

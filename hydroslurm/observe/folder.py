@@ -1,4 +1,4 @@
-"""Follow a run folder: the statuses of its ranks."""
+"""Follow the run folders of a job: the statuses of their ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from hydroslurm.errors import UntrustedFile
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """The facts in a run folder about the present attempt of its job.
+    """The facts in the run folders of a job about its present attempt. Of several trainings in it,
+    what is not of all ranks is that of the one with the oldest checkpoint, which would lose most.
 
     Attributes:
         ranks: of this attempt, in order of rank.
@@ -70,6 +71,38 @@ def size_of(status: Mapping[str, Any]) -> tuple[int, int, int] | None:
     if type(now) is int and type(wanted) is int and type(most) is int:
         return now, wanted, most
     return None
+
+
+class FollowedJob:
+    """Follows the folders of all trainings of a job."""
+
+    def __init__(self, runs: tuple[RunDir, ...]) -> None:
+        self.runs = runs
+        self._followed = tuple(map(FollowedRun, runs))
+
+    def read(self, *, most: int) -> int:
+        """As :meth:`FollowedRun.read`."""
+        count = 0
+        for run in self._followed:
+            count += run.read(most=most - count)
+        return count
+
+    def facts(self, restart_count: int) -> RunFacts:
+        """Return the facts of the attempt with that restart count, of the trainings that run; when
+        none does, of the last."""
+        found = [run.facts(restart_count) for run in self._followed]
+        living = [one for one in found if any(rank.state != "ended" for rank in one.ranks)]
+        if len(living) < 2:
+            return living[0] if living else found[-1]
+        lead = min(living, key=lambda one: (one.commit or one.began or (0, 0))[1])
+        counts = zip(*(one.pause_counts for one in living), strict=True)
+        return replace(
+            lead,
+            ranks=tuple(rank for one in living for rank in one.ranks),
+            n_ranks=sum(one.n_ranks for one in living),
+            pause_counts=tuple(map(sum, counts)),
+            pause_sum_s=sum(one.pause_sum_s for one in living),
+        )
 
 
 class FollowedRun:

@@ -11,8 +11,8 @@ from functools import cached_property
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import SlurmError, SlurmMissing
-from hydroslurm.jobs.control.requests import run_dir_of
-from hydroslurm.observe.folder import FollowedRun
+from hydroslurm.jobs.control.requests import run_dirs_of
+from hydroslurm.observe.folder import FollowedJob
 from hydroslurm.observe.row import Row, row_of
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import Policies, read_policies
@@ -52,7 +52,7 @@ class View:
 @dataclass
 class _Seen:
     job: Job
-    run: FollowedRun
+    run: FollowedJob
     settled: bool = False
     forgotten_epoch_s: float | None = None
 
@@ -121,9 +121,9 @@ class Watcher:
             jobs = tuple(job for job in jobs if self._partition in job.partition.split(","))
         for job in jobs:
             seen = self._seen.get(job.id)
-            run = run_dir_of(job)
-            if seen is None or seen.run.run != run:
-                self._seen[job.id] = _Seen(job, FollowedRun(run))
+            runs = run_dirs_of(job)
+            if seen is None or seen.run.runs != runs:
+                self._seen[job.id] = _Seen(job, FollowedJob(runs))
                 continue
             # the last lines of a job that has just ended are still to be read
             seen.settled = seen.job.state is job.state and _is_still(job)

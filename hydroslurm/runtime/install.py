@@ -41,14 +41,11 @@ from hydroslurm.runtime.out_of_reach import OutOfReach
 from hydroslurm.runtime.standing import Watch
 from hydroslurm.runtime.status_writer import StatusWriter, interval_s
 from hydroslurm.slurm import run_folders
-from hydroslurm.slurm.allocation import Allocation
+from hydroslurm.slurm.allocation import Allocation, is_alone
 from hydroslurm.vacate.policy import VacatePolicy, grace_from
 
 if TYPE_CHECKING:
     import torch
-
-ALONE_ENV = "HYDROSLURM_ALONE"
-"""Environment variable: 1 keeps the ranks of a job apart."""
 
 
 @dataclass
@@ -340,7 +337,7 @@ def _world_of_several(alone: bool | None, environ: Mapping[str, str]) -> World |
     """The ranks that pause together; None where this one is alone, or to be."""
     world = World.from_environ(environ)
     if alone is None:
-        alone = environ.get(ALONE_ENV, "").strip().lower() in ("1", "true", "yes", "on")
+        alone = is_alone(environ)
     return None if alone or world.world_size == 1 else world
 
 

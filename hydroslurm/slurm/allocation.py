@@ -8,6 +8,14 @@ from dataclasses import dataclass
 from hydroslurm.errors import UnreadableOutput, UsageError
 from hydroslurm.slurm.text import expand_nodes
 
+ALONE_ENV = "HYDROSLURM_ALONE"
+"""Environment variable: 1 says that the tasks of a job step do not train together."""
+
+
+def is_alone(environ: Mapping[str, str]) -> bool:
+    """Whether this process trains without the other tasks of its job step."""
+    return environ.get(ALONE_ENV, "").strip().lower() in ("1", "true", "yes", "on")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:

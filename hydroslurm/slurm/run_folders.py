@@ -1,12 +1,17 @@
-"""The default run folder of a job, ``hydroslurm-runs/JOBID``, and whether it is this job's.
+"""The default run folders of a job: ``hydroslurm-runs/JOBID``, ``JOBID.2``, ``JOBID.3`` ...
 
-Job ids start again on every cluster, and on one that was reinstalled. So the process that makes a
-default folder writes ``job.json`` into it, and a job that finds another job's folder is refused.
+A run belongs to a training, and a job may have several: job steps one after the other or side by
+side, several programs in one step, one line in a loop. ``job.json`` says which command line a
+folder was made for, and ``start-RESTART.json``, which only one process can make, which job step has
+taken it in a start of the job. So a restart finds its folder again by its command line, whatever
+the order in which the steps come. Of one line that runs several times each has the next folder,
+unless the one before it is over and has not finished: then it is a retry.
 
-The environment decides in nearly all cases: by the name of the cluster, the restart count, the
-address of the srun, and the job's start, where Slurm sets it (23.02). Without the latter a later
-job step of a first attempt looks like another job of the same number; its first rank asks
-slurmctld, once, when the job has started.
+Job ids start again on every cluster, and on one that was reinstalled. So ``job.json`` names the
+job, too, and a job that finds another job's folder is refused. The environment decides in nearly
+all cases: by the name of the cluster, the restart count, the address of the srun, and the job's
+start, where Slurm sets it (23.02). Without the latter a later job step of a first attempt looks
+like another job of the same number; its first rank asks slurmctld, once, when the job has started.
 """
 
 from __future__ import annotations
@@ -17,17 +22,21 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydroslurm.core import rundir
+from hydroslurm.core.command import Command
+from hydroslurm.core.fence import Claim
 from hydroslurm.core.files import clean, parse_json, read_regular
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import is_trusted
 from hydroslurm.errors import RunFolderError, SlurmError, UsageError
+from hydroslurm.slurm.allocation import is_alone
+from hydroslurm.slurm.programs import Programs
 
 if TYPE_CHECKING:
     from hydroslurm.slurm.values import Job
@@ -40,21 +49,25 @@ _ANSWER_S = 20.0
 """Slurm's programs give up on an absent controller after 9 to 18 s."""
 _APPEAR_S = 1.0
 """How late a network file system may show what another rank has written."""
+_LOOK_AGAIN_S = 0.1
 _LIMIT_BYTES = 1 << 16
 _STEP_ADDRESS = ("SLURM_STEP_ID", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_PORT")
 _BATCH_ADDRESS = ("SLURMD_NODENAME", "SLURM_TASK_PID")
 
 _lock = threading.Lock()
-_refusals: dict[tuple[object, ...], RunFolderError | None] = {}
+_chosen: dict[tuple[object, ...], RunDir | RunFolderError] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The job that made a folder.
+    """The process that made a folder, or has taken it in a start of its job.
 
     Attributes:
-        step: the address of the srun that started its maker; "" where the environment has none.
-        made_epoch_s: when, by the maker's clock.
+        step: the address of the srun that started it; "" where the environment has none.
+        step_id: SLURM_STEP_ID; "" in a batch script.
+        task: of a task that trains by itself, its number; -1 for ranks that train together.
+        script, exact, stable: its :class:`Command`; "" where a version before this one wrote it.
+        made_epoch_s: when, by its clock.
     """
 
     cluster: str
@@ -62,27 +75,47 @@ class Owner:
     job_name: str
     step: str
     made_epoch_s: float
+    step_id: str = ""
+    task: int = -1
+    script: str = ""
+    exact: str = ""
+    stable: str = ""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str], job_id: int) -> Owner:
-        address = _STEP_ADDRESS if environ.get("SLURM_STEP_ID") else _BATCH_ADDRESS
+        step_id = environ.get("SLURM_STEP_ID", "")
+        address = _STEP_ADDRESS if step_id else _BATCH_ADDRESS
         parts = [environ.get(name, "") for name in address]
+        command = Command.of_this_process()
         return cls(
             cluster=environ.get("SLURM_CLUSTER_NAME", ""),
             job_id=job_id,
             job_name=environ.get("SLURM_JOB_NAME", ""),
             step=" ".join(parts) if all(parts) else "",
             made_epoch_s=time.time(),
+            step_id=step_id,
+            task=int(environ.get("SLURM_PROCID") or 0) if is_alone(environ) else -1,
+            script=command.script,
+            exact=command.exact,
+            stable=command.stable,
         )
 
     def is_before(self, start_epoch_s: int | None) -> bool:
         """Whether the folder was made before a job started; None: it has not started."""
         return start_epoch_s is None or self.made_epoch_s < start_epoch_s - CLOCKS_APART_S
 
+    def trains(self, other: Owner, *, exactly: bool = False) -> bool:
+        """Whether both have the command line of one training."""
+        if not (self.exact and other.exact):
+            return True
+        same = self.exact == other.exact if exactly else self.stable == other.stable
+        return same and self.task == other.task
+
 
 def from_environment(environ: Mapping[str, str]) -> RunDir | None:
     """The run folder of this rank, or None when the process belongs to no run: as
-    :func:`rundir.from_environment`; the default one is made, and checked to be this job's.
+    :func:`rundir.from_environment`; of the default ones, that of this training is made, and
+    checked to be this job's.
 
     Raises:
         RunFolderError: it belongs to another job of this number.
@@ -90,15 +123,35 @@ def from_environment(environ: Mapping[str, str]) -> RunDir | None:
     default = rundir.from_environment(environ)
     if default is None or rundir.named_in(environ):
         return default
-    run = RunDir(default.root.absolute())
-    me = Owner.from_environ(environ, int(run.root.name))
-    key = (run, me.cluster, me.step)
+    base = RunDir(default.root.absolute())
+    me = Owner.from_environ(environ, int(base.root.name))
+    key = (base, me.cluster, me.step, me.task)
     with _lock:
-        if key not in _refusals:
-            _refusals[key] = _refusal(run, me, environ)
-        if (refusal := _refusals[key]) is not None:
-            raise refusal
-        return run
+        if key not in _chosen:
+            try:
+                refusal = _refusal(base, me, environ)
+                _chosen[key] = refusal or _choose(base, me, environ)
+            except RunFolderError as error:
+                _chosen[key] = error
+        if isinstance(found := _chosen[key], RunFolderError):
+            raise found
+        return found
+
+
+def all_of_job(job: Job) -> tuple[RunDir, ...]:
+    """The run folders of all trainings of a job, in the order in which they first began; one where
+    its comment names it."""
+    first = of_job(job)
+    return (first,) if rundir.is_named(job.comment or "") else tuple(_numbered(first))
+
+
+def others_of_job(environ: Mapping[str, str]) -> tuple[RunDir, ...]:
+    """The default folders of the other trainings of this process's job."""
+    default = rundir.from_environment(environ)
+    if default is None or rundir.named_in(environ):
+        return ()
+    mine = from_environment(environ)
+    return tuple(one for one in _numbered(RunDir(default.root.absolute())) if one != mine)
 
 
 def of_job(job: Job) -> RunDir:
@@ -116,17 +169,152 @@ def of_job(job: Job) -> RunDir:
 
 def read_owner(run: RunDir) -> Owner | None:
     """The job that made a folder, for display; None where nothing says so."""
+    return _read(run.job_json)
+
+
+def _read(path: Path) -> Owner | None:
     try:
-        row = parse_json(read_regular(run.job_json, limit_bytes=_LIMIT_BYTES))
-        return Owner(
-            cluster=str(row["cluster"]),
-            job_id=int(row["job_id"]),
-            job_name=str(row["job_name"]),
-            step=str(row["step"]),
-            made_epoch_s=float(row["made_epoch_s"]),
-        )
+        row = parse_json(read_regular(path, limit_bytes=_LIMIT_BYTES))
+        known = {one.name: row[one.name] for one in fields(Owner) if one.name in row}
+        right = all(type(value) is type(getattr(_NOBODY, name)) for name, value in known.items())
+        return Owner(**known) if right else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+_NOBODY = Owner(cluster="", job_id=0, job_name="", step="", made_epoch_s=0.0)
+
+
+def _numbered(first: RunDir) -> Iterator[RunDir]:
+    """All that there are; the first in any case."""
+    yield first
+    number = 2
+    while os.path.lexists((run := first.numbered(number)).job_json):
+        yield run
+        number += 1
+
+
+def lives(holder: Claim, me: Claim) -> bool:
+    """Whether the training that has claimed a folder in this start of the job still runs, instead
+    of having been started anew in this process."""
+    environ = os.environ
+    if environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or environ.get(rundir.GENERATION_ENV):
+        return False
+    if holder.host == me.host:
+        return holder.lives_here()
+    return (
+        bool(holder.step_id)
+        and holder.step_id != me.step_id
+        and _step_lives(me.job_id, holder.step_id, environ)
+    )
+
+
+# --- which training a folder is of
+# ------------------------------------------------------------------------------------------------
+
+
+def _choose(base: RunDir, me: Owner, environ: Mapping[str, str]) -> RunDir:
+    """The folder of this training, which no other one has in this start of the job."""
+    ask_from_s = time.monotonic()
+    if (environ.get("RANK") or environ.get("SLURM_PROCID") or "0") != "0" and me.task < 0:
+        ask_from_s += _ANSWER_S  # the first rank asks for all
+    while True:
+        may_ask = time.monotonic() >= ask_from_s
+        found = _find(base, me, environ, may_ask=may_ask)
+        if found is None:
+            time.sleep(_LOOK_AGAIN_S)
+            continue
+        run, record = found
+        try:
+            if record is None or _write_once(record, me):
+                return run
+        except OSError:  # who writes there first has the better message
+            return run
+
+
+def _find(
+    base: RunDir, me: Owner, environ: Mapping[str, str], *, may_ask: bool
+) -> tuple[RunDir, Path | None] | None:
+    """The folder to take, and the record to write for it; no record where a process of this
+    training has done that. None: look again."""
+    restart_count = int(environ.get("SLURM_RESTART_COUNT") or 0)
+    runs = list(_numbered(base))
+    usable = [run for run in runs if run == base or is_trusted(run.root, shared=True)]
+    taken = [(run, _holders(run, restart_count)) for run in usable]
+    for run, holders in taken:
+        is_mine = holders and holders[-1].step_id == me.step_id and holders[-1].trains(me)
+        is_over = is_mine and run.finished_json.exists() and _repeats(holders[-1], me, environ)
+        if is_mine and not is_over:
+            return run, None
+    free: dict[bool, tuple[RunDir, Path]] = {}
+    is_beside = False
+    for run, holders in taken:
+        if holders:
+            if run.finished_json.exists() or not holders[-1].trains(me, exactly=True):
+                continue
+            if not may_ask:
+                return None
+            if _lives(holders[-1], me, environ):
+                is_beside = True
+                continue
+        owner = _read_soon(run.job_json)
+        exactly = owner is None or owner.trains(me, exactly=True)
+        if exactly or (owner is not None and owner.trains(me)):
+            free.setdefault(exactly, (run, run.start_json(restart_count, len(holders) + 1)))
+    if is_beside:
+        _warn(
+            "a line of this job runs several times at once. A restart cannot tell which run folder "
+            "is whose: give each its own by Run(directory=...), or another argument"
+        )
+    if free:
+        return free[max(free)]
+    new = base.numbered(len(runs) + 1)
+    return (new, new.start_json(restart_count, 1)) if _take(new, me) is None else None
+
+
+def _holders(run: RunDir, restart_count: int) -> list[Owner]:
+    """Who has taken it in this start of the job, one after the other."""
+    found: list[Owner] = []
+    while os.path.lexists(path := run.start_json(restart_count, len(found) + 1)):
+        found.append(_read_soon(path) or _NOBODY)
+    return found
+
+
+def _repeats(holder: Owner, me: Owner, environ: Mapping[str, str]) -> bool:
+    """Whether this is the next run of a line that has finished in this very job step, instead of a
+    rank that comes late, or a restart of the whole job."""
+    below_torchrun = bool(environ.get("TORCHELASTIC_RUN_ID"))
+    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
+    if me.step_id and tasks != "1" and me.task < 0 and not below_torchrun:
+        return False
+    if environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return False
+    try:
+        return not _is_of_earlier_start(holder, me, environ)
+    except (SlurmError, UsageError):
+        return False
+
+
+def _lives(holder: Owner, me: Owner, environ: Mapping[str, str]) -> bool:
+    """Whether the job step of a holder still runs, so that this is no retry of it."""
+    if not holder.step_id:
+        return True
+    try:
+        if _is_of_earlier_start(holder, me, environ):
+            return False
+    except (SlurmError, UsageError):
+        return True
+    return _step_lives(me.job_id, holder.step_id, environ)
+
+
+def _is_of_earlier_start(holder: Owner, me: Owner, environ: Mapping[str, str]) -> bool:
+    """srun --export=NONE drops the variable with the restart count."""
+    if environ.get("SLURM_RESTART_COUNT", "0") != "0":
+        return False
+    started = environ.get("SLURM_JOB_START_TIME", "")
+    if started.isascii() and started.isdecimal():
+        return holder.is_before(int(started))
+    return holder.is_before(_ask(me.job_id, environ).start_epoch_s)
 
 
 def _refusal(run: RunDir, me: Owner, environ: Mapping[str, str]) -> RunFolderError | None:
@@ -148,13 +336,10 @@ def _refusal(run: RunDir, me: Owner, environ: Mapping[str, str]) -> RunFolderErr
     except (SlurmError, UsageError) as error:
         # refusing would end every second job step where no Slurm program is (containers)
         reason = " ".join(str(error).split())
-        with contextlib.suppress(RuntimeWarning):  # an error by -W is not worth a training
-            warnings.warn(
-                f"hydroslurm: {run.root} exists and is used, but whether this job made it is not "
-                f"known: {reason}. {rundir.RUN_DIR_ENV} names another run folder",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+        _warn(
+            f"{run.root} exists and is used, but whether this job made it is not known: {reason}. "
+            f"{rundir.RUN_DIR_ENV} names another run folder"
+        )
         return None
     # srun --export=NONE drops the variable with the restart count
     is_another = not job.restart_count and owner.is_before(job.start_epoch_s)
@@ -166,19 +351,37 @@ def _take(run: RunDir, me: Owner) -> Owner | None:
     cannot be anybody's, which the first to write into it reports."""
     try:
         run.claim()
-        fd = os.open(run.job_json, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        until_s = time.monotonic() + _APPEAR_S
-        while is_trusted(run.job_json, shared=True) and time.monotonic() < until_s:
-            if (owner := read_owner(run)) is not None:
-                return owner
-            time.sleep(0.01)
-        return None
+        if _write_once(run.job_json, me):
+            return None
     except (OSError, RunFolderError):
         return None
+    return _read_soon(run.job_json)
+
+
+def _write_once(path: Path, me: Owner) -> bool:
+    """Write a record that only one process can make; False: another has."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return False
     with contextlib.suppress(OSError), os.fdopen(fd, "w") as file:
         file.write(json.dumps({"v": 1, **asdict(me)}))
+    return True
+
+
+def _read_soon(path: Path) -> Owner | None:
+    """What another process may be writing now; None where it says nothing."""
+    until_s = time.monotonic() + _APPEAR_S
+    while is_trusted(path, shared=True) and time.monotonic() < until_s:
+        if (owner := _read(path)) is not None:
+            return owner
+        time.sleep(0.01)
     return None
+
+
+def _warn(text: str) -> None:
+    with contextlib.suppress(RuntimeWarning):  # an error by -W is not worth a training
+        warnings.warn(f"hydroslurm: {text}", RuntimeWarning, stacklevel=6)
 
 
 def _ask(job_id: int, environ: Mapping[str, str]) -> Job:
@@ -187,6 +390,16 @@ def _ask(job_id: int, environ: Mapping[str, str]) -> Job:
 
     retry_policy = RetryPolicy(call_timeout_s=_ANSWER_S, give_up_after_s=0.0)
     return open_client(environ=environ, retry_policy=retry_policy).job(job_id)
+
+
+def _step_lives(job_id: int, step_id: str, environ: Mapping[str, str]) -> bool:
+    """Whether a job step still runs, also where Slurm cannot be asked."""
+    try:
+        step = f"{_ask(job_id, environ).id.argument}.{step_id}"
+        arguments = ("--noheader", f"--steps={step}", "--format=%i")
+        return bool(Programs(environ).run("squeue", *arguments, timeout_s=_ANSWER_S).strip())
+    except (SlurmError, UsageError):
+        return True
 
 
 def _of_another_job(run: RunDir, owner: Owner) -> RunFolderError:

@@ -17,6 +17,7 @@ from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
+from hydroslurm.training import finished
 
 DEFAULT_EVERY_S = 600.0
 """Seconds between two periodic saves when nothing was said: what a crash may cost."""
@@ -70,7 +71,9 @@ def _seconds(environ: Mapping[str, str], name: str) -> float:
 
 
 def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir:
-    """Where the run keeps its state: the folder that was named, else the job's.
+    """Where the run keeps its state: the folder that was named, else that of this training in the
+    job; for the n-th training of a process, which makes the same ones in each attempt, ``fit-N`` in
+    it.
 
     It is made here, that of the job for its owner only: its name can be guessed.
 
@@ -91,7 +94,7 @@ def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, st
             "this process is in no Slurm job, so that there is no run folder to save into; give "
             'one: Run(directory="runs/my-run")'
         )
-    return RunDir(found.root.absolute()).claim()
+    return finished.next_unfinished(RunDir(found.root.absolute())).claim()
 
 
 def fence_of(run: RunDir, allocation: Allocation | None) -> Fence:
@@ -103,6 +106,7 @@ def fence_of(run: RunDir, allocation: Allocation | None) -> Fence:
         cluster=allocation.cluster_name,
         job_id=allocation.job_id,
         restart_count=allocation.restart_count,
+        step_id="" if allocation.step_id is None else str(allocation.step_id),
     )
 
 

@@ -34,7 +34,7 @@ from hydroslurm.training.objects import Objects, require_registrable
 from hydroslurm.training.oversights import LoopWatch
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice, warning
-from hydroslurm.training.resuming import differences, enter, load_for
+from hydroslurm.training.resuming import differences, enter, load_for, require_one_folder
 from hydroslurm.training.saves import Saves
 from hydroslurm.training.script_state import ScriptState, of_objects
 from hydroslurm.training.stopping import Stopping
@@ -144,6 +144,8 @@ class Beginning(ABC):
         :attr:`epoch` call it if it was not called before.
 
         Raises:
+            RunFolderError: the folder is another training's: of another script, or of this start of
+                the job, where it still runs.
             StateMismatch: the checkpoint belongs to other objects; names the keys.
             UsageError: called twice.
         """
@@ -199,6 +201,7 @@ class Beginning(ABC):
 
     def _go_on(self, *, may_load: bool, seen: str) -> bool:
         rank_group = self._rank_group
+        require_one_folder(rank_group, self.dir)
         entered = rank_group.decide(
             "enter",
             lambda: enter(self.dir, fence=self._fence, store=self._store, anew=self._begins_anew),

@@ -132,6 +132,15 @@ def at_good_end(run: RunDir, *, step: int, fence: Fence) -> None:
     _trained[run.root] = _Trained(os.getpid(), run, step, fence)
 
 
+def next_unfinished(run: RunDir) -> RunDir:
+    """The folder itself, or the first ``fit-N`` in it in which this process has not finished."""
+    number, found = 1, run
+    while found.root in _trained and _trained[found.root].pid == os.getpid():
+        number += 1
+        found = RunDir(run.root / f"fit-{number}")
+    return found
+
+
 def require_unfinished(run: RunDir) -> None:
     """Check that a Run may be created in a folder.
 

@@ -20,16 +20,18 @@ from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN, ExitForReque
 from hydroslurm.core.fence import Fence, process_began_epoch_s
 from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.core.signals import signal_name
-from hydroslurm.errors import HydroslurmError, StaleAttempt, WrongJobState
+from hydroslurm.errors import HydroslurmError, RunFolderError, StaleAttempt, WrongJobState
 from hydroslurm.gate.marks import Range
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import open_client
 from hydroslurm.slurm.policy import Policies, SitePolicy, read_policies
 from hydroslurm.slurm.refusals import RetryPolicy
+from hydroslurm.slurm.run_folders import others_of_job
 from hydroslurm.slurm.stops import IN_GRACE, Start, Stop, StopReason, ask_why, requeue
 from hydroslurm.slurm.values import Job
 from hydroslurm.training.attempts import Ending
+from hydroslurm.training.neighbours import wait_until_saved
 from hydroslurm.training.reporting import notice, warning
 
 ANSWER_S = 2.0
@@ -38,6 +40,8 @@ ASSUMED_GRACE_S = 25.0
 """Assumed when the site's policy is unknown: KillWait's default of 30 s less a margin."""
 LEAST_GRACE_S = 4.0
 """What slurmd leaves between SIGTERM and SIGKILL whatever KillWait says, and a margin."""
+REQUEUE_S = 2.0
+"""What the call of scontrol needs at the end of the grace."""
 LONGEST_WARNING_S = 900.0
 """A SIGURG within this time before the time limit is taken for its warning."""
 SPREAD_S = 5.0
@@ -220,6 +224,7 @@ class StopHandler:
         """
         if not plan.requeue or self._allocation is None:
             return ExitForRequeue(plan.exit_code)
+        self._wait_for_neighbours(self._allocation, plan.deadline_mono_s)
         stop = self._stop_now()
         if stop is not None and stop.reason is StopReason.CANCELLED:
             notice("the job was cancelled meanwhile: it is saved, and not requeued")
@@ -328,6 +333,17 @@ class StopHandler:
         self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
         warning(str(error))
         return ExitForRequeue.must_not_run_again()
+
+    def _wait_for_neighbours(self, allocation: Allocation, deadline_mono_s: float) -> None:
+        """A requeue would kill the other trainings of the job while they save."""
+        with contextlib.suppress(RunFolderError):
+            if neighbours := others_of_job(self._environ):
+                self._controller.record(EventKind.REQUEUE_ASKED, {"job_id": allocation.job_id})
+                wait_until_saved(
+                    neighbours,
+                    restart_count=allocation.restart_count,
+                    until_mono_s=deadline_mono_s - REQUEUE_S,
+                )
 
     def _requeue(self, allocation: Allocation, deadline_mono_s: float, stop: Stop | None) -> Job:
         left_s = max(5.0, deadline_mono_s - time.monotonic())

@@ -11,8 +11,11 @@ from hydroslurm.checkpoint.newest import Found
 from hydroslurm.checkpoint.rng import for_new_rank
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.core.fence import Fence
-from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.files import clean
+from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
 from hydroslurm.errors import RunFolderError
+from hydroslurm.slurm import run_folders
+from hydroslurm.slurm.allocation import ALONE_ENV
 from hydroslurm.training import finished
 from hydroslurm.training.composition import Composition, Loading, changes
 from hydroslurm.training.objects import Objects
@@ -71,7 +74,11 @@ def enter(run_dir: RunDir, *, fence: Fence, store: CheckpointStore, anew: bool) 
 
     Returns:
         ``finished``, the step at which the run has finished or None, and the fence's ``claim``.
+
+    Raises:
+        RunFolderError: as :func:`require_own`.
     """
+    require_own(run_dir, fence=fence, anew=anew)
     done = None if anew else finished.step_of(run_dir)
     claim = None
     if done is None:
@@ -83,6 +90,51 @@ def enter(run_dir: RunDir, *, fence: Fence, store: CheckpointStore, anew: bool) 
                 notice(f"resume=False: what was committed is in {aside} now")
         done = finished.step_of(run_dir)  # an older attempt may have been about to write it
     return {"finished": done, "claim": claim}
+
+
+def require_one_folder(rank_group: RankGroup, run_dir: RunDir) -> None:
+    """Check that all ranks of the job step are in one training.
+
+    Raises:
+        RunFolderError: they have come to different run folders.
+    """
+    if rank_group.world_size == 1:
+        return
+    found = rank_group.exchange("folder", run_dir.root.name)
+    other = next((rank for rank, name in found.items() if name != found[0]), None)
+    if other is not None:
+        raise RunFolderError(
+            f"the {rank_group.world_size} tasks of this job step are not ranks of one training: "
+            f"rank 0 has the run folder {found[0]}, rank {other} has {found[other]}, since their "
+            f"command lines differ. If each trains by itself, set {ALONE_ENV}=1; if they train "
+            "together, give all the same Run(directory=...)"
+        )
+
+
+def require_own(run_dir: RunDir, *, fence: Fence, anew: bool = False) -> None:
+    """Check that the folder is of this training.
+
+    Raises:
+        RunFolderError: another script has trained there, or a process of this start of the job does
+            now.
+    """
+    me, holder = fence.me, fence.holder()
+    if holder is None or holder.token == me.token:
+        return
+    otherwise = (
+        "A folder belongs to one training: give this one its own by Run(directory=...), or "
+        f"{RUN_DIR_ENV} in the line that starts it"
+    )
+    if me.script and holder.script and me.script != holder.script and not anew:
+        raise RunFolderError(
+            f"{run_dir.root} is the run folder of {clean(holder.script)} ({clean(str(holder))}), "
+            f"and this is {me.script}: nothing of it was loaded. {otherwise}. If the script was "
+            f"renamed, remove {run_dir.claim_json.name} there"
+        )
+    if holder.is_of_start(me) and holder.pid != me.pid and run_folders.lives(holder, me):
+        raise RunFolderError(
+            f"another training of this job is in {run_dir.root} ({clean(str(holder))}). {otherwise}"
+        )
 
 
 def set_aside(checkpoints: Path) -> Path | None:

@@ -23,7 +23,7 @@ def attempt(folder: Path, restart: int = 0, *, job: int = 7, began_s: float = 0.
     """One of a job whose attempts begin ``began_s`` seconds after this process did."""
     fence = Fence(folder / "claim.json", cluster="c", job_id=job, restart_count=restart)
     began = process_began_epoch_s() + began_s
-    fence._me = dataclasses.replace(fence._me, began_epoch_s=began)
+    fence.me = dataclasses.replace(fence.me, began_epoch_s=began)
     return fence
 
 
@@ -76,7 +76,7 @@ def test_a_claim_that_was_overtaken_is_put_back(tmp_path: Path) -> None:
     """A dead attempt that had looked before the living one claimed, and wrote after it."""
     dead, living = attempt(tmp_path), attempt(tmp_path, 1, began_s=60)
     living.claim()
-    dead._write(dataclasses.replace(dead._me, since_epoch_ns=1))
+    dead._write(dataclasses.replace(dead.me, since_epoch_ns=1))
     living.check("a save")
     with pytest.raises(StaleAttempt):
         dead.check("a save")

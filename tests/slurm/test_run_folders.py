@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hydroslurm.core.command import Command
 from hydroslurm.core.rundir import RunDir, comment_for
 from hydroslurm.errors import ControllerUnreachable, RunFolderError
 from hydroslurm.slurm import run_folders
@@ -22,8 +24,12 @@ class Site:
         self.folder = folder
         self.answer: Job | None = None
         self.asked = 0
+        self.words = ["train.py"]
+        self.living: set[str] = set()
         monkeypatch.setattr(run_folders, "_ask", self._ask)
-        monkeypatch.setattr(run_folders, "_refusals", {})
+        monkeypatch.setattr(run_folders, "_chosen", {})
+        monkeypatch.setattr(run_folders, "_step_lives", lambda _, step, __: step in self.living)
+        monkeypatch.setattr(Command, "of_this_process", lambda: Command.of(self.words))
         monkeypatch.setattr(run_folders, "_APPEAR_S", 0.05)
 
     def starts(self, in_s: float, *, restart_count: int = 0) -> None:
@@ -49,21 +55,26 @@ class Site:
         cluster: str = "a",
         rank: int = 0,
         start_epoch_s: int | None = None,
+        step: str = "0",
+        line: str = "train.py",
+        **variables: str,
     ) -> str:
         """The folder of one rank."""
+        self.words = line.split()
         environ = {
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NAME": "train",
             "SLURM_SUBMIT_DIR": str(self.folder),
             "SLURM_CLUSTER_NAME": cluster,
-            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_ID": step,
             "SLURM_PROCID": str(rank),
             "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
             "SLURM_SRUN_COMM_PORT": str(port),
             **({"SLURM_RESTART_COUNT": str(restart)} if restart else {}),
             **({"SLURM_JOB_START_TIME": str(start_epoch_s)} if start_epoch_s else {}),
+            **variables,
         }
-        run_folders._refusals.clear()  # as another process
+        run_folders._chosen.clear()  # as another process
         found = run_folders.from_environment(environ)
         assert found is not None
         assert found.root.parent == self.folder / "hydroslurm-runs"
@@ -173,3 +184,82 @@ def test_who_looks_for_a_job_finds_no_folder_of_an_earlier_one(site: Site) -> No
     assert found(start_epoch_s=later, restart_count=1).root.name == "7"
     assert found(comment=comment_for(RunDir(Path("/runs/mine")))).root.name == "mine"
     assert found(job_id=8).root.name == "8"
+
+
+def test_each_line_of_a_job_finds_its_folder_again(site: Site) -> None:
+    """Whatever the order of the job steps and the lines that come for the first time, and although
+    ranks, hosts, dates and what to resume from are other ones in each start."""
+    rank = "torch.py --node_rank {} --master_addr={} --name run-{}"
+    first = [
+        site.name(step="0", line="pretrain.py"),
+        site.name(step="1", line="train.py --lr 0.1"),
+        site.name(step="2", line="train.py --lr 0.2"),
+        site.name(step="3", line=rank.format(0, "n1", "20261126-1930")),
+        site.name(step="3", rank=1, line=rank.format(1, "n1", "20261126-1930")),
+        site.name(step="", line="train.py --lr 0.2", HYDROSLURM_ALONE="0"),
+    ]
+    assert first == ["7", "7.2", "7.3", "7.4", "7.4", "7.5"]
+    again = [
+        site.name(restart=1, step="0", line="train.py --lr 0.3"),
+        site.name(restart=1, step="1", line="train.py --lr 0.2"),
+        site.name(restart=1, step="2", line="train.py --lr 0.1 --resume last.pt"),
+        site.name(restart=1, step="3", line=rank.format(0, "n2", "20261127-0100")),
+        site.name(restart=1, step="4", line="pretrain.py"),
+    ]
+    assert again == ["7.6", "7.3", "7.2", "7.4", "7"]
+
+
+def test_a_line_that_runs_several_times(site: Site) -> None:
+    """Side by side, or after the last has finished, each has a folder of its own; one after an end
+    that is none has the same, and so has torchrun's restart."""
+    site.starts(-60)
+    assert site.name(step="0") == "7"
+    site.living = {"0"}
+    with pytest.warns(RuntimeWarning, match="runs several times at once"):
+        assert site.name(step="1") == "7.2"
+    assert site.name(step="1", rank=1) == "7.2"
+    site.living = set()
+    assert site.name(step="2", rank=0) == "7", "a retry"
+    folder = site.folder / "hydroslurm-runs"
+    (folder / "7" / "finished.json").touch()
+    assert site.name(step="2", TORCHELASTIC_RESTART_COUNT="1") == "7"
+    assert site.name(step="3") == "7.2"
+    (folder / "7.2" / "finished.json").touch()
+    assert site.name(step="3") == "7.3", "the same step once more"
+    assert [site.name(restart=1, step=str(step)) for step in range(3)] == ["7", "7.2", "7.3"]
+
+
+def test_tasks_that_train_alone_have_a_folder_each(site: Site) -> None:
+    """The same one in each start; without HYDROSLURM_ALONE they share one."""
+    alone = [site.name(rank=rank, HYDROSLURM_ALONE="1") for rank in (1, 0, 2)]
+    assert alone == ["7", "7.2", "7.3"]
+    again = [site.name(restart=1, rank=rank, HYDROSLURM_ALONE="1") for rank in (0, 1, 2)]
+    assert again == ["7.2", "7", "7.3"]
+
+
+def test_job_steps_that_come_together_share_nothing(site: Site) -> None:
+    """Forty ranks of ten lines at once: one folder a line, in each start."""
+    environ = {"SLURM_CLUSTER_NAME": "a", "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0"}
+
+    def choose(line: int, rank: int, restart: int) -> str:
+        step = {**environ, "SLURM_STEP_ID": str((line + restart) % 10), "SLURM_PROCID": str(rank)}
+        step["SLURM_RESTART_COUNT"] = str(restart)
+        command = Command.of(["train.py", f"--lr={line}"])
+        me = replace(
+            run_folders.Owner.from_environ(step, 7), exact=command.exact, stable=command.stable
+        )
+        assert run_folders._refusal(base, me, step) is None
+        return run_folders._choose(base, me, step).root.name
+
+    base = RunDir(site.folder / "hydroslurm-runs" / "7")
+    lines = [(line, rank) for rank in range(4) for line in range(10)]
+    seen: list[dict[int, set[str]]] = []
+    with ThreadPoolExecutor(40) as pool:
+        for restart in (1, 2):
+            names = pool.map(lambda one, restart=restart: choose(*one, restart), lines)
+            seen.append({line: set() for line in range(10)})
+            for (line, _), name in zip(lines, names, strict=True):
+                seen[-1][line].add(name)
+    assert seen[0] == seen[1]
+    assert sorted(map(len, seen[0].values())) == [1] * 10
+    assert len(set.union(*seen[0].values())) == 10

@@ -7,8 +7,9 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 from processes import Child, child, wait_until
@@ -17,13 +18,15 @@ from zygote import forked
 
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
+from hydroslurm.core.fence import Fence, process_began_epoch_s
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.errors import StaleAttempt
+from hydroslurm.errors import RunFolderError, StaleAttempt
 from hydroslurm.slurm.client import JobState, open_client
 from hydroslurm.slurm.stops import Start, check_newest
 from hydroslurm.slurm.values import Job
 from hydroslurm.training.attempts import AttemptLog
+from hydroslurm.training.resuming import require_own
 
 ATTEMPT = f"""
 import os, sys, time
@@ -187,6 +190,36 @@ def test_the_newer_one_that_loads_slowly_is_not_disturbed(begin: Begin, run: Run
     reach(new, further=10)
     new.signal(signal.SIGTERM)
     assert new.wait() == RUN_AGAIN, str(new)
+
+
+def test_a_folder_of_another_training_is_refused(tmp_path: Path) -> None:
+    """Of another script, in whatever job, and of one that is at work in this start of the job; not
+    of one that has ended, of another start, or where torchrun restarts its ranks."""
+    folder = RunDir(tmp_path)
+
+    def fence(**changes: Any) -> Fence:
+        made = Fence(folder.claim_json, cluster="c", job_id=7, step_id="1")
+        made.me = replace(made.me, **{"pid": -1, "script": "finetune.py", **changes})
+        return made
+
+    other = fence(script="pretrain.py", job_id=6)
+    other.claim()
+    with pytest.raises(RunFolderError, match=r"is the run folder of pretrain\.py .*directory="):
+        require_own(folder, fence=fence())
+    require_own(folder, fence=fence(), anew=True)
+    with child("import time; print('on', flush=True); time.sleep(600)", tmp_path) as living:
+        living.expect("on")
+        began_epoch_s = process_began_epoch_s(living.pid)
+        fence(pid=living.pid, began_epoch_s=began_epoch_s, step_id="0").claim()
+        with pytest.raises(RunFolderError, match=r"another training of this job .*directory="):
+            require_own(folder, fence=fence())
+        require_own(folder, fence=fence(restart_count=1))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+            require_own(folder, fence=fence())
+        living.signal(signal.SIGKILL)
+        living.wait()
+        require_own(folder, fence=fence())
 
 
 # --- with Slurm

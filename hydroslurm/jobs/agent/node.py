@@ -20,7 +20,7 @@ from hydroslurm.core import registry
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.dates import clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
-from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.rundir import RunDir, variables_of
 from hydroslurm.core.signals import signal_name
 from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
 from hydroslurm.errors import HydroslurmError, RanksError, RunFolderError
@@ -206,7 +206,7 @@ class NodeLog:
     its Slurm task, else that of the rendezvous."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._run = self._run_folder(environ)
+        self.run = self._run_folder(environ)
         self._allocation = Allocation.from_environ(environ)
         self._log: EventLog | None = None
         self._early: list[tuple[EventKind, dict[str, object]]] = []
@@ -230,7 +230,7 @@ class NodeLog:
         if self.number is not None:
             return
         self.number = number
-        self._log = EventLog(self._run.agent_events(number) if self._run else None)
+        self._log = EventLog(self.run.agent_events(number) if self.run else None)
         early, self._early = self._early, []
         for kind, data in early:
             self.record(kind, data)
@@ -295,6 +295,8 @@ def run_agent(arguments: Sequence[str], *, environ: MutableMapping[str, str]) ->
         UsageError: a variable has an impossible value.
     """
     node = Node(environ)
+    if node.log.run is not None:  # the workers have a command line of their own
+        environ.update(variables_of(node.log.run.root, environ))
     with node.listening():
         key = _shared_key(environ, node)
         where = find_rendezvous(environ, key=key)

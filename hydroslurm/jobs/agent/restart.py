@@ -61,7 +61,7 @@ from hydroslurm.jobs.agent.node import Node
 from hydroslurm.jobs.agent.progress import Absence, Progress, Watch, is_paused, meeting_s
 from hydroslurm.jobs.agent.signal_pipe import Departed
 from hydroslurm.jobs.agent.workers import exit_codes
-from hydroslurm.runtime.install import ALONE_ENV
+from hydroslurm.slurm.allocation import ALONE_ENV
 
 MONITOR_S = 0.02
 """Between two looks at the workers: a worker that fails has to be seen before those of other nodes

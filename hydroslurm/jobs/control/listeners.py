@@ -9,10 +9,10 @@ whom nobody would die of it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.signals import signal_name
@@ -26,14 +26,14 @@ class _Step:
     """All that is known of one job step.
 
     Attributes:
-        ranks: how each announced itself.
+        ranks: how each announced itself, by the key of its file.
         tasks: that have come so far, ended ones too.
         replaced: per rank the signals that others have a handler for.
     """
 
-    ranks: dict[int, Event] = field(default_factory=dict)
+    ranks: dict[Hashable, Event] = field(default_factory=dict)
     tasks: set[int] = field(default_factory=set)
-    replaced: dict[int, set[str]] = field(default_factory=dict)
+    replaced: dict[Hashable, set[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ class Listeners:
 
     Attributes:
         signals: job step -> the number of the signal that its ranks take.
-        ranks: that will hear it.
+        ranks: the files' keys of those that will hear it.
         refusals: of each other step why it is left alone.
     """
 
     signals: Mapping[int, int]
-    ranks: frozenset[int]
+    ranks: frozenset[Hashable]
     refusals: tuple[str, ...]
 
 
-def listeners(files: Mapping[int, Path], verb: Verb, *, restart_count: int) -> Listeners:
-    """Read who has announced itself in the present attempt. Who wrote a file that cannot be
-    read is not among them."""
+def listeners(files: Mapping[Any, Path], verb: Verb, *, restart_count: int) -> Listeners:
+    """Read who has announced itself in the present attempt, in files under any names. Who wrote a
+    file that cannot be read is not among them."""
     signals: dict[int, int] = {}
-    ranks: set[int] = set()
+    ranks: set[Hashable] = set()
     refusals: list[str] = []
     for step_id, step in _steps(files, restart_count).items():
         reason = _why_not(step_id, step, verb)
@@ -71,39 +71,39 @@ _BATCH = -1
 """In the place of a step, for what runs in the batch script."""
 
 
-def _steps(files: Mapping[int, Path], restart_count: int) -> dict[int, _Step]:
+def _steps(files: Mapping[Any, Path], restart_count: int) -> dict[int, _Step]:
     steps: dict[int, _Step] = {}
-    for rank, path in files.items():
+    for key, path in files.items():
         of_pid: dict[tuple[str, int], _Step] = {}
         with contextlib.suppress(OSError):
             for event in read_events(path):
                 if event.restart_count == restart_count:
-                    _take(steps, of_pid, rank, event)
+                    _take(steps, of_pid, key, event)
     return {step_id: step for step_id, step in steps.items() if step.ranks}
 
 
 def _take(
-    steps: dict[int, _Step], of_pid: dict[tuple[str, int], _Step], rank: int, event: Event
+    steps: dict[int, _Step], of_pid: dict[tuple[str, int], _Step], key: Hashable, event: Event
 ) -> None:
     process = event.host, event.pid
     if event.kind is EventKind.INSTALLED:
         step_id = event.data.get("step_id")
         step = steps.setdefault(_BATCH if step_id is None else int(step_id), _Step())
         of_pid[process] = step
-        step.ranks[rank], step.replaced[rank] = event, set()
-        step.tasks.add(event.data.get("task", rank))
+        step.ranks[key], step.replaced[key] = event, set()
+        step.tasks.add(event.data.get("task", event.rank))
         return
     step = of_pid.get(process, _Step())
-    known = step.ranks.get(rank)
+    known = step.ranks.get(key)
     if known is None or (known.host, known.pid) != process:
         return
     if event.kind is EventKind.HANDLER_REPLACED:
         of_others = {str(event.data.get("signal"))}
-        step.replaced[rank] -= of_others
+        step.replaced[key] -= of_others
         if not is_ours_alone(event.data):
-            step.replaced[rank] |= of_others
+            step.replaced[key] |= of_others
     elif event.kind is EventKind.UNINSTALLED:
-        del step.ranks[rank]
+        del step.ranks[key]
 
 
 def _asked_by(announced: Event) -> Mapping[str, int]:
@@ -119,19 +119,19 @@ def _why_not(step_id: int, step: _Step, verb: Verb) -> str:
             "its ranks run in the batch script without srun, where a signal would reach the batch "
             "shell too; start them with srun"
         )
-    reasons = (_of_rank(rank, step, verb) for rank in step.ranks)
+    reasons = (_of_rank(key, step, verb) for key in step.ranks)
     reason = next(filter(None, reasons), "") or _of_signals(step, verb) or _of_tasks(step)
     return f"step {step_id}: {reason}" if reason else ""
 
 
-def _of_rank(rank: int, step: _Step, verb: Verb) -> str:
-    told = step.ranks[rank]
-    who = f"rank {rank} (pid {told.pid} on {told.host})"
+def _of_rank(key: Hashable, step: _Step, verb: Verb) -> str:
+    told = step.ranks[key]
+    who = f"rank {told.rank} (pid {told.pid} on {told.host})"
     number = _asked_by(told).get(verb)
     if number is None:
         return f"{who} takes no signal for a {verb}: HYDROSLURM_SIGNALS, or it was ignored before"
     name = signal_name(number)
-    if name in step.replaced[rank]:
+    if name in step.replaced[key]:
         return (
             f"{who} has another handler for {name} than hydroslurm's. What that does is not known: "
             "Lightning saves and requeues. Choose another signal, "

@@ -27,7 +27,7 @@ from hydroslurm.errors import (
     UsageError,
 )
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.control.requests import find_job, ranks_dir_of, run_dir_of
+from hydroslurm.jobs.control.requests import find_job, ranks_dir_of, ranks_dirs_of, run_dirs_of
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.spec.reading import loads
@@ -108,11 +108,12 @@ class JobStatus:
     """A job as Slurm sees it, and its ranks as they see themselves.
 
     Attributes:
-        ranks: in order of rank.
+        ranks: of all trainings of the job, each in order of rank.
         silent: ranks that have written events, and why their status is not known.
         nodes: as their agents see them, where ranks were started by ``hydroslurm agent``.
         condition: what it is now; None while nobody has said anything.
         problem: why its run folder cannot be looked at.
+        trainings: of each of ``ranks``, the name of its run folder, where the job has several.
     """
 
     job: Job
@@ -122,6 +123,7 @@ class JobStatus:
     nodes: tuple[AgentState, ...] = ()
     condition: Condition | None = None
     problem: str | None = None
+    trainings: tuple[str, ...] = ()
 
 
 def locate(client: SlurmClient, which: str) -> tuple[RunDir, Job | None]:
@@ -143,7 +145,8 @@ def locate(client: SlurmClient, which: str) -> tuple[RunDir, Job | None]:
             ) from None
         slurm = _job_of_folder(client, run)
         # another cluster may have a job of that number
-        is_its = slurm is not None and run_dir_of(slurm).root.resolve() == run.root.resolve()
+        folders = () if slurm is None else run_dirs_of(slurm)
+        is_its = any(one.root.resolve() == run.root.resolve() for one in folders)
         return run, slurm if is_its else None
     try:
         slurm = find_job(client, job_id)
@@ -176,30 +179,38 @@ def job_status(job: Job) -> JobStatus:
     run = ranks_dir_of(job)
     ranks: list[RankStatus] = []
     silent: list[tuple[int, str]] = []
-    files: Mapping[int, Path] = {}
-    nodes: tuple[AgentState, ...] = ()
+    nodes: list[AgentState] = []
     condition = problem = None
-    try:
-        files, nodes = run.rank_event_files(), _agents(job, run)
-    except OSError as error:
-        problem = f"{run.events}: {error.strerror}"
-    for rank, path in files.items():
+    folders = ranks_dirs_of(job)
+    names: list[str] = []
+    for folder in folders:
+        files: Mapping[int, Path] = {}
         try:
-            ranks.append(load_status(status_of(path)))
-        except FileNotFoundError:
-            silent.append((rank, "no status yet"))
+            files = folder.rank_event_files()
+            nodes += _agents(job, folder)
         except OSError as error:
-            silent.append((rank, f"its status cannot be read: {error.strerror}"))
-        except ValueError as error:
-            silent.append((rank, str(error)))
+            problem = f"{folder.events}: {error.strerror}"
+        for rank, path in files.items():
+            try:
+                ranks.append(load_status(status_of(path)))
+                names.append(f"{folder.root.name}: " if len(folders) > 1 else "")
+            except FileNotFoundError:
+                silent.append((rank, "no status yet"))
+            except OSError as error:
+                silent.append((rank, f"its status cannot be read: {error.strerror}"))
+            except ValueError as error:
+                silent.append((rank, str(error)))
     if job.state.has_ended:
         ranks = [one if one.state == "ended" else replace(one, state="killed") for one in ranks]
+    first = next((one for one in ranks if one.state != "ended"), next(iter(ranks), None))
     try:
-        said = (*newest_conditions(run.conditions_jsonl), *pause_now(next(iter(ranks), None)))
+        said = (*newest_conditions(run.conditions_jsonl), *pause_now(first))
         condition = newest(in_order(said, job))
     except RunFolderError as error:
         problem = problem or str(error)
-    return JobStatus(job, run, tuple(ranks), tuple(silent), nodes, condition, problem)
+    return JobStatus(
+        job, run, tuple(ranks), tuple(silent), tuple(nodes), condition, problem, tuple(names)
+    )
 
 
 def _agents(job: Job, run: RunDir) -> tuple[AgentState, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,11 +57,24 @@ class JobAnswer:
 
 
 def run_dir_of(job: Job) -> RunDir:
-    """The run folder of a job, whether it was started by ``hydroslurm submit`` or by srun alone."""
-    folder = run_folders.of_job(job)
-    if job.array_task_id is not None and "%a" in str(folder.root):
-        return RunDir(Path(str(folder.root).replace("%a", str(job.array_task_id))))
-    return folder
+    """The run folder of a job, whether it was started by ``hydroslurm submit`` or by srun alone; of
+    several trainings, that of the one which was last at work."""
+    return max(run_dirs_of(job), key=_last_told_ns)
+
+
+def run_dirs_of(job: Job) -> tuple[RunDir, ...]:
+    """The run folders of all trainings of a job."""
+    folders = run_folders.all_of_job(job)
+    if job.array_task_id is not None and "%a" in str(folders[0].root):
+        return (RunDir(Path(str(folders[0].root).replace("%a", str(job.array_task_id)))),)
+    return folders
+
+
+def _last_told_ns(run: RunDir) -> int:
+    try:
+        return run.rank_status(0).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def member_of(job: Job) -> tuple[RunDir, str] | None:
@@ -77,6 +90,11 @@ def ranks_dir_of(job: Job) -> RunDir:
         run, name = member
         return RunDir(run.elastic / "members" / name)
     return run_dir_of(job)
+
+
+def ranks_dirs_of(job: Job) -> tuple[RunDir, ...]:
+    """The same of the ranks of all its trainings."""
+    return run_dirs_of(job) if member_of(job) is None else (ranks_dir_of(job),)
 
 
 def find_jobs(client: SlurmClient, job_id: JobId) -> tuple[Job, ...]:
@@ -204,12 +222,11 @@ def requeue_job(client: SlurmClient, job: Job, *, timeout_s: float = 60.0) -> Jo
             "signal. Resume it first (hydroslurm resume --job)"
         )
     _must_be(job, JobState.RUNNING, "requeue")
-    run = run_dir_of(job)
-    read = (read_status(status_of(path)) for path in _event_files(job, run).values())
+    read = (read_status(status_of(path)) for path in _event_files(job).values())
     if not any(one and one.saver and one.saver_restart_count == job.restart_count for one in read):
         raise TargetError(
             f"nobody in job {job.id} would save: its ranks use no hydroslurm.Run and no "
-            f"receive_suspend_command(), or have not come to it yet ({run.events}). "
+            f"receive_suspend_command(), or have not come to it yet ({_places(job)}). "
             f"`scontrol requeue {job.id.leader}` starts it again from what it has saved itself"
         )
 
@@ -217,7 +234,19 @@ def requeue_job(client: SlurmClient, job: Job, *, timeout_s: float = 60.0) -> Jo
         client.signal(job, "URG")
         return _Act("scancel --signal=URG, and a requeue once the state is committed")
 
-    return _ask(job, act, judge_stop, timeout_s)
+    is_requeued = False
+
+    def judge(before: RankStatus, now: RankStatus, is_late: bool) -> Answer | None:
+        """The requeue by one training kills the others, which have saved by then."""
+        nonlocal is_requeued
+        is_requeued = is_requeued or (now.requeue == "" and before.requeue is None)
+        answer = judge_stop(before, now, is_late)
+        if is_requeued and now.requeue is None and now.committed != before.committed:
+            message = f"step {now.committed_step} committed; requeued with the job"
+            return Answer(now.rank, True, None, message)
+        return answer
+
+    return _ask(job, act, judge, timeout_s)
 
 
 @dataclass(frozen=True)
@@ -225,7 +254,7 @@ class _Act:
     """What was done. ``ranks``: who will answer; None for all."""
 
     how: str
-    ranks: frozenset[int] | None = None
+    ranks: frozenset[Hashable] | None = None
 
 
 def _signal(client: SlurmClient, job: Job, verb: Verb) -> _Act:
@@ -234,7 +263,7 @@ def _signal(client: SlurmClient, job: Job, verb: Verb) -> _Act:
     Raises:
         TargetError: in every step somebody would die of it, or take it for something else.
     """
-    files = _event_files(job, run_dir_of(job))
+    files = _event_files(job)
     found = listeners(files, verb, restart_count=job.restart_count)
     if not found.signals:
         raise TargetError(
@@ -252,14 +281,24 @@ def _signal(client: SlurmClient, job: Job, verb: Verb) -> _Act:
     return _Act(message + left, found.ranks)
 
 
-def _event_files(job: Job, run: RunDir) -> dict[int, Path]:
-    try:
-        return run.rank_event_files()
-    except OSError as error:
-        raise TargetError(
-            f"job {job.id} was left alone: {run.events} cannot be looked at "
-            f"({error.strerror}), so that no answer of its ranks would be seen. Its owner can do it"
-        ) from error
+def _event_files(job: Job) -> dict[tuple[int, int], Path]:
+    """Of the ranks of all its trainings, by the number of the training and the rank."""
+    found: dict[tuple[int, int], Path] = {}
+    for number, run in enumerate(run_dirs_of(job)):
+        try:
+            found |= {(number, rank): path for rank, path in run.rank_event_files().items()}
+        except OSError as error:
+            raise TargetError(
+                f"job {job.id} was left alone: {run.events} cannot be looked at "
+                f"({error.strerror}), so that no answer of its ranks would be seen. Its owner can "
+                "do it"
+            ) from error
+    return found
+
+
+def _places(job: Job) -> str:
+    """Where its ranks write."""
+    return ", ".join(str(run.events) for run in run_dirs_of(job))
 
 
 def _ask(
@@ -270,13 +309,12 @@ def _ask(
     *,
     prepare: Callable[[Path], None] | None = None,
 ) -> JobAnswer:
-    run = run_dir_of(job)
-    logs = _event_files(job, run)
+    logs = _event_files(job)
     read = {rank: read_status(status_of(path)) for rank, path in logs.items()}
     alive = {rank: now for rank, now in read.items() if now is not None and _is_alive(now, job)}
     if not alive:
         raise TargetError(
-            f"no rank of job {job.id} has announced itself in {run.events}. It may still be "
+            f"no rank of job {job.id} has announced itself in {_places(job)}. It may still be "
             "starting, or hydroslurm is not "
             "installed in it (start it with `hydroslurm submit`). It was left alone"
         )
@@ -288,11 +326,17 @@ def _ask(
         alive = {rank: now for rank, now in alive.items() if rank in done.ranks}
     before = {rank: (status_of(logs[rank]), now) for rank, now in alive.items()}
     answers = wait_for_answers(before, judge, timeout_s=timeout_s)
+    names = [f" ({run.root.name})" for run in run_dirs_of(job)]
+    if len({number for number, _ in alive}) == 1:
+        names = [""] * len(names)
     return JobAnswer(
         job.id,
         done.how,
-        tuple(answers[rank] for rank in sorted(answers)),
-        tuple(sorted(alive.keys() - answers.keys())),
+        tuple(
+            replace(one, message=one.message + names[number])
+            for (number, _), one in sorted(answers.items())
+        ),
+        tuple(rank for _, rank in sorted(alive.keys() - answers.keys())),
     )
 
 

@@ -11,7 +11,7 @@ from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import UntrustedFile, UsageError
-from hydroslurm.jobs.control.requests import find_job, run_dir_of
+from hydroslurm.jobs.control.requests import find_job, run_dir_of, run_dirs_of
 from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver, VacateFacts
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.client import SlurmClient
@@ -95,11 +95,11 @@ def saver_of(job: Job, run: Path | None = None) -> Saver:
     A Run of an earlier attempt counts, because this one may not have reached it yet; a Run of
     another job in the same folder does not.
     """
-    folder = run_dir_of(job) if run is None else RunDir(run)
+    folders = run_dirs_of(job) if run is None else (RunDir(run),)
     wanted = (EventKind.ATTEMPT_BEGAN, EventKind.STOPS_TAKEN, EventKind.INSTALLED)
     told: set[tuple[EventKind, int]] = set()
     try:
-        for path in folder.rank_event_files().values():
+        for path in (file for one in folders for file in one.rank_event_files().values()):
             events = read_events(path, kinds=wanted)
             told |= {(one.kind, one.restart_count) for one in events if one.job_id == job.job_id}
     except OSError:
