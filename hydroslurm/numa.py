@@ -11,12 +11,12 @@ import contextlib
 import ctypes
 import itertools
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydroslurm.coordination.world import World
+from hydroslurm.core.threads import say
 
 SYSFS = Path("/sys")
 
@@ -83,9 +83,7 @@ def bind(
     cpus = frozenset(os.sched_getaffinity(0))
     binding = Binding(world.rank, world.local_rank, nodes, cpus, message)
     bindings.append(binding)
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr closed, or None
-        sys.stderr.write(f"hydroslurm: rank {world.rank} {message}\n")
-        sys.stderr.flush()
+    say(f"rank {world.rank} {message}")
     for observer in observers:
         observer(binding)
     return binding

@@ -39,7 +39,8 @@ MAY_IMPORT = {
     "jobs": ELASTIC | {"runtime", "vacate"},
     "report": BASE | {"slurm"},
     "observe": BASE
-    | {"elastic.folder", "slurm", "checkpoint", "training.attempts", "jobs", "vacate"},
+    | {"elastic.folder", "slurm", "checkpoint", "training.attempts", "jobs", "vacate"}
+    | {"gate.signals"},
     "devcluster": {"errors", "core.files", "core.trust", "slurm.spank.build"},
     "cli": {""},  # everything
     "__init__": {""},

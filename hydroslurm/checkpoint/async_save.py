@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from hydroslurm.checkpoint.deadline import InFlight, remaining_s
 from hydroslurm.checkpoint.state_writer import SaveRequest
+from hydroslurm.core.threads import thread
 from hydroslurm.errors import AgreementFailed
 
 _under_way: weakref.WeakSet[AsyncSave] = weakref.WeakSet()
@@ -46,9 +47,7 @@ class AsyncSave:
         self._ended = threading.Event()
         self._given_up = threading.Event()
         self._begin_s = time.monotonic()
-        self._thread = threading.Thread(
-            target=self._run, name=f"hydroslurm-save-{self.request.step}", daemon=False
-        )
+        self._thread = thread(self._run, name=f"hydroslurm-save-{self.request.step}", daemon=False)
         _wait_before_shutdown()
         _under_way.add(self)
         self._thread.start()

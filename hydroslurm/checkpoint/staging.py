@@ -21,6 +21,7 @@ from hydroslurm.checkpoint.tensor_bytes import bytes_of
 from hydroslurm.checkpoint.tensor_file import Piece
 from hydroslurm.checkpoint.write_plan import WritePlan
 from hydroslurm.core.memory import Room, room
+from hydroslurm.core.threads import thread
 
 CHUNK_BYTES = 256 * 2**20
 """Size of one piece of staging memory. A power of two: torch rounds pinned memory up to the next
@@ -84,7 +85,7 @@ class Staging:
                 self._make_copies(plan)
                 self._pageable.touch()
 
-        self._reserving = threading.Thread(target=reserve, name="hydroslurm-reserve", daemon=False)
+        self._reserving = thread(reserve, name="hydroslurm-reserve", daemon=False)
         self._reserving.start()
 
     def join(self) -> None:

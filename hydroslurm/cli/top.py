@@ -9,12 +9,13 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from hydroslurm.core.threads import thread
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -146,7 +147,7 @@ class _Screen:
         from rich.live import Live
 
         console = Console()
-        threading.Thread(target=self._ask, name="asks Slurm", daemon=True).start()
+        thread(self._ask, name="hydroslurm-top").start()
         with (
             contextlib.suppress(KeyboardInterrupt),
             _keys(),

@@ -24,6 +24,7 @@ from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.stop_barrier import StopBarriers
 from hydroslurm.coordination.world import World
 from hydroslurm.core.events import EventKind
+from hydroslurm.core.threads import thread
 from hydroslurm.errors import CoordinatorLost, NoSecret
 from hydroslurm.gate.protocol import GateEvent
 
@@ -97,7 +98,7 @@ class CoordinatorClient:
         self._gone: dict[int, bool] = {}
         self._pause_barrier = PauseBarrier(gate, send=self._send, emit=emit, wake=self._wake)
         self._began_s = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="hydroslurm-ranks", daemon=True)
+        self._thread = thread(self._run, name="hydroslurm-ranks")
 
     def start(self) -> None:
         """Begin to look for the others; return at once."""

@@ -15,7 +15,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +25,7 @@ from hydroslurm.coordination.secret import Secret, find_secret
 from hydroslurm.coordination.world import KEY_ENV, World, key_from, set_torch_variables
 from hydroslurm.core import registry
 from hydroslurm.core.module_command import module_command
+from hydroslurm.core.threads import thread
 from hydroslurm.errors import CoordinatorLost, RunFolderError
 from hydroslurm.slurm import run_folders
 
@@ -147,7 +147,7 @@ def start_coordinator(world: World, secret: Secret) -> int:
     )
     process = _launch(options)
     # only that thread calls poll(): a return code means that the process is gone
-    threading.Thread(target=process.wait, name="hydroslurm-coordinator", daemon=True).start()
+    thread(process.wait, name="hydroslurm-coordinator").start()
     answer = _first_line(process)
     if "port" not in answer:
         raise CoordinatorLost(

@@ -63,6 +63,7 @@ class EventKind(str, Enum):
     CALLBACK_LOST = "callback_lost"
     HANDLER_REPLACED = "handler_replaced"
     EVENTS_DROPPED = "events_dropped"
+    OUTPUT_LOST = "output_lost"
     NUMA_BOUND = "numa_bound"
     # of several ranks: how they came together, and what they agreed on
     RANKS_JOINED = "ranks_joined"

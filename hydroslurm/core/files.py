@@ -14,11 +14,12 @@ import math
 import os
 import re
 import stat
-import threading
 import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from hydroslurm.core.threads import thread
 
 MAX_DEPTH = 64
 """Of lists and objects inside each other; what we write ourselves stays below ten."""
@@ -198,19 +199,19 @@ def fsync_together(paths: Iterable[Path]) -> None:
     Raises:
         OSError: one of them cannot be opened or synced.
     """
-    failed: list[OSError] = []
+    failed: list[Exception] = []
 
     def sync(path: Path) -> None:
         try:
             fsync_folder(path) if path.is_dir() else _fsync_file(path)
-        except OSError as error:
+        except Exception as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=sync, args=(path,)) for path in paths]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    threads = [thread(sync, path, name="hydroslurm-fsync", daemon=False) for path in paths]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
     if failed:
         raise failed[0]
 

@@ -9,6 +9,7 @@ import statistics
 import threading
 from typing import TYPE_CHECKING
 
+from hydroslurm.core.threads import thread
 from hydroslurm.elastic.autoscale import UTILIZATIONS, AutoscalePolicy, Observation, decide
 from hydroslurm.errors import HydroslurmError
 
@@ -91,7 +92,7 @@ class Autoscaler:
         if self._policy.queue_length is None or not partition:
             return
         if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=self._ask, args=(partition,), daemon=True)
+            self._asking = thread(self._ask, partition, name="hydroslurm-queue")
             self._asking.start()
 
     def _ask(self, partition: str) -> None:

@@ -32,6 +32,7 @@ from hydroslurm.coordination.server import (
     Server,
 )
 from hydroslurm.core.fence import Fence
+from hydroslurm.core.threads import say
 from hydroslurm.elastic.autoscaler import Autoscaler
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
 from hydroslurm.elastic.membership import Membership
@@ -361,7 +362,7 @@ class Coordinator(Server):
             self._folder.write(self._folder.status_json, self.status())
         except OSError as error:
             if not self._status_failed:
-                sys.stderr.write(f"hydroslurm: the status cannot be written: {error}\n")
+                say(f"the status cannot be written: {error}")
             self._status_failed = True
         else:
             self._status_failed = False

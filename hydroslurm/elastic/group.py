@@ -21,7 +21,6 @@ import socket
 import stat
 import struct
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +33,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from hydroslurm.core.threads import thread
 from hydroslurm.elastic.member import STORE_S, Member
 from hydroslurm.elastic.roster import MEETING_S, Form
 from hydroslurm.elastic.sharded import Shards
@@ -258,11 +258,11 @@ def _interruptible_gloo(is_over: Callable[[], bool], store: Store) -> Iterator[N
                 made.append((None, error))
             made.append(store)  # kept for as long as the group may ask it
 
-        thread = threading.Thread(target=run, name="hydroslurm-meeting", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(_LOOK_S)
-            if thread.is_alive() and is_over():
+        making = thread(run, name="hydroslurm-meeting")
+        making.start()
+        while making.is_alive():
+            making.join(_LOOK_S)
+            if making.is_alive() and is_over():
                 raise RanksError("a rank that was to come is gone")
         group, error = made[0]
         if error is not None:

@@ -31,6 +31,7 @@ from hydroslurm.coordination.network import configure_socket
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core.awake_clock import AwakeClock
+from hydroslurm.core.threads import thread
 from hydroslurm.elastic.coordinator import attempt_of
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.messages import check_from_coordinator
@@ -123,7 +124,7 @@ class Member:
         self._place: Message | None = None
         self._beat_due_s = 0.0
         self._usage = Usage()
-        self._thread = threading.Thread(target=self._run, name="hydroslurm-elastic", daemon=True)
+        self._thread = thread(self._run, name="hydroslurm-elastic")
 
     def start(self) -> None:
         """Begin to look for the coordinator; return at once."""
@@ -386,8 +387,8 @@ class Member:
         while not self._closed:
             try:
                 self._serve()
-            except (HydroslurmError, OSError) as error:
-                self._lost = str(error)
+            except Exception as error:  # of any kind: it connects again
+                self._lost = str(error) or repr(error)
             with self._cond:
                 self._channel = None
                 self._cond.notify_all()

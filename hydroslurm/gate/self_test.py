@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from hydroslurm.core.events import EventKind
+from hydroslurm.core.threads import thread
 from hydroslurm.errors import GateSelfTestFailed
 from hydroslurm.gate.protocol import Action, Cause
 
@@ -72,7 +72,7 @@ def self_test(library: str) -> None:
         gate.request(Action.RESUME, Cause.API)
 
     read_until(lambda: EventKind.GATE_CLOSED in seen)
-    helper = threading.Thread(target=resume_when_held)
+    helper = thread(resume_when_held, name="hydroslurm-self-test", daemon=False)
     helper.start()
     total = torch.ones(3, requires_grad=True).sum()
     total.backward()  # type: ignore[no-untyped-call]

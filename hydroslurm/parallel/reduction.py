@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from hydroslurm.core.awake_clock import AwakeClock
+from hydroslurm.core.threads import thread
 from hydroslurm.errors import ReductionFailed
 from hydroslurm.parallel.network import Network
 from hydroslurm.parallel.node_memory import ARRIVED, READY, SUMMED, TAKEN, NodeMemory
@@ -185,7 +186,7 @@ class Reduction:
             except Exception as error:
                 self._fail(error)
 
-        threading.Thread(target=run, name=f"hydroslurm-{name}", daemon=True).start()
+        thread(run, name=f"hydroslurm-{name}").start()
 
     def _each(self, pieces: queue.SimpleQueue[Piece | None], act: Callable[[Piece], None]) -> None:
         while (piece := pieces.get()) is not None:

@@ -56,13 +56,13 @@ import multiprocessing.util
 import os
 import signal
 import subprocess
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from hydroslurm.core import registry
+from hydroslurm.core.threads import thread
 from hydroslurm.runtime.autoload import BELOW_ENV, PREEMPT_ENV, RankAbove
 
 _CHECK_S = 5.0  # how often a worker checks that its rank is alive, as torch's watchdog does
@@ -211,7 +211,7 @@ class WorkerGuard:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # sigtimedwait wants them blocked, whoever started this worker
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
-        threading.Thread(target=self._watch, name="hydroslurm-signals", daemon=True).start()
+        thread(self._watch, name="hydroslurm-signals").start()
         return self.then(*args, **kwargs)
 
     def _watch(self) -> None:

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,8 @@ from hydroslurm.coordination.world import World
 from hydroslurm.core.dates import boot_id, clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.signals import signal_name
-from hydroslurm.errors import AckTimeout, InstallError
+from hydroslurm.core.threads import say, thread
+from hydroslurm.errors import AckTimeout, HydroslurmError, InstallError
 from hydroslurm.gate.marks import Emit, Range
 from hydroslurm.gate.native_gate import NativeGate
 from hydroslurm.gate.protocol import (
@@ -48,9 +50,10 @@ from hydroslurm.runtime.children import Children
 from hydroslurm.runtime.device import Drain
 from hydroslurm.runtime.guard import CHECK_S, Guard
 from hydroslurm.runtime.launch_ahead import LaunchAhead
+from hydroslurm.runtime.output import Output
 from hydroslurm.runtime.recorder import Recorder
 from hydroslurm.runtime.status_writer import StatusWriter
-from hydroslurm.runtime.vacating import Vacating, say
+from hydroslurm.runtime.vacating import Vacating
 from hydroslurm.vacate.policy import VacatePolicy
 
 if TYPE_CHECKING:
@@ -61,6 +64,8 @@ MOST_ERROR = 300
 DRAIN_LIMIT_S = 10.0
 """How long a pause waits for busy devices before it says that they do not drain."""
 _AFTER_FAULT_S = 0.1
+_LOOK_AT_OUTPUT_S = 0.05
+"""How often to look, once a stop is requested, for pipes that nobody reads any more."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,7 @@ class Controller:
         ranks: the other ranks of the job, None for a rank that is alone.
         marks: the NVTX marks of this process.
         vacating: what moves the device's memory away in a pause, and back.
+        output: guards stdout and stderr where stops are claimed.
     """
 
     def __init__(
@@ -145,6 +151,7 @@ class Controller:
         ranks_here: int = 1,
         launch_ahead_s: float | None = None,
         registry_base: Path | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
@@ -154,6 +161,8 @@ class Controller:
             ranks_here: on this node.
             launch_ahead_s: how much work may be queued on the device; None: any.
             registry_base: where the processes that can be paused announce themselves.
+            environ: with which Slurm is asked whether a signal warns of the job's time limit; None
+                where nobody asks.
         """
         self.gate = gate
         self.marks = gate.marks
@@ -179,6 +188,8 @@ class Controller:
             ranks_here=ranks_here,
             drain_s=DRAIN_LIMIT_S,
         )
+        self._environ = environ
+        self._asking: threading.Thread | None = None
         self._launch_ahead = LaunchAhead(gate, launch_ahead_s, warn=say)
         self._parking = _Parking()
         self._may_vacate = False
@@ -191,14 +202,14 @@ class Controller:
         self._guard = Guard(gate, plan) if isinstance(gate, NativeGate) else None
         self._faults: set[str] = set()
         self._stop_lock = threading.Lock()
+        self._stop_noted = threading.Event()
+        self.output = Output(self._stop_noted.wait, self._record_lost_output)
         self._claimed = self.had_saver = False
-        self._stop_of_peer: tuple[int, str] | None = None
+        self._stop_from: tuple[int | None, str] = (None, "")
         self._on_stop: list[Callable[[StopRequest], None]] = []
         self._owner_pid = os.getpid()
         self.causes_at_stop = NO_CAUSE
-        self._thread = threading.Thread(
-            target=self._loop, name="hydroslurm-controller", daemon=True
-        )
+        self._thread = thread(self._loop, name="hydroslurm-controller")
 
     # --- install and uninstall
     # --------------------------------------------------------------------------------------------
@@ -290,12 +301,13 @@ class Controller:
         self.gate.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=DRAIN_LIMIT_S)
-        self._take_events(0.0)
+        self._guarded(self._take_events, 0.0)
         self._children.resume()
         data = {"handlers_replaced_by_others": replaced, **launched, **_told_of(error)}
         self._write(EventKind.UNINSTALLED, data)
         self._log.close()
         self._status.close(self.step)
+        self.output.release()
         return replaced
 
     # --- what users and engines call
@@ -354,6 +366,7 @@ class Controller:
             InstallError: the handlers could not be put in place.
         """
         self._claimed = self.had_saver = True
+        self.output.guard()
         if on_stop is not None:
             self._listen(on_stop)
         self.gate.claim(Action.STOP)
@@ -363,6 +376,7 @@ class Controller:
     def release_stops(self) -> None:
         """Take :meth:`claim_stops` back."""
         self._claimed = False
+        self.output.release()
         self._on_stop.clear()
         self.gate.unclaim(Action.STOP)
 
@@ -411,24 +425,26 @@ class Controller:
     def _loop(self) -> None:
         with self.gate.exempt():
             while not self._leaving:
-                if not self._guarded(self._turn):
+                heard, done = self._guarded(self._take_events), self._guarded(self._turn)
+                if not heard:
+                    self._guarded(self._note_missed_stop)
+                if not (heard and done):
                     time.sleep(_AFTER_FAULT_S)
 
-    def _guarded(self, act: Callable[..., None], *arguments: object) -> bool:
+    def _guarded(self, act: Callable[..., object], *arguments: object) -> bool:
         """Nothing ends this thread: without it a pause has no answer, and a stop that was claimed
-        from the user's handler would be nobody's. A fault is told once."""
+        from the user's handler would be nobody's. A fault is reported once."""
         try:
             act(*arguments)
-        except Exception as error:
-            if (text := f"{type(error).__name__}: {error}") not in self._faults:
-                self._faults.add(text)
-                say(f"a fault of hydroslurm's own, it goes on:\n{traceback.format_exc()}")
+        except BaseException:
+            with contextlib.suppress(Exception):  # an error that cannot be printed, no memory
+                if (text := traceback.format_exc()) not in self._faults:
+                    self._faults.add(text)
+                    say(f"a fault of hydroslurm's own, it goes on:\n{text}")
             return False
         return True
 
     def _turn(self) -> None:
-        due_s = self._status.wait_s()
-        self._take_events(CHECK_S if due_s is None else min(due_s, CHECK_S))
         if self._guard is not None:
             self._guard.check()
         self._report_drains()
@@ -436,13 +452,32 @@ class Controller:
         if self._may_vacate:
             self._may_vacate = False
             self._vacate()
+        self._check_output()
         self._status.write(self.step)
 
-    def _take_events(self, wait_s: float) -> None:
+    def _check_output(self) -> None:
+        if self._claimed and self.stop_request is not None:
+            self.output.guard()  # the script may have replaced them
+            self.output.check()
+
+    def _take_events(self, wait_s: float | None = None) -> None:
+        if wait_s is None:
+            due_s = self._status.wait_s()
+            wait_s = CHECK_S if self.stop_request is None else _LOOK_AT_OUTPUT_S
+            wait_s = wait_s if due_s is None else min(due_s, wait_s)
         for seen in self.gate.wait_events(wait_s):
             self._guarded(self._handle, seen)
             if seen.kind is EventKind.STOP_REQUESTED:
                 self._guarded(self._note_stop, seen)
+
+    def _note_missed_stop(self) -> None:
+        """The event of a stop may be what could not be read."""
+        if self.gate.status().state is GateState.STOPPING:
+            self._set_stop(StopRequest(None, 0, *clocks()))
+
+    def _record_lost_output(self, stream: str, error: OSError) -> None:
+        data = {"stream": stream, "message": str(error)}
+        self._guarded(self._write, EventKind.OUTPUT_LOST, data)
 
     def _handle(self, seen: GateEvent) -> None:
         if seen.kind is EventKind.HANDLER_REPLACED:
@@ -454,6 +489,8 @@ class Controller:
             self.gate.check_handlers()
         record = self._recorder.record(seen)
         ranks = self.ranks
+        if seen.kind is EventKind.SIGNAL_RECEIVED:
+            self._look_for_warning(seen.signo, seen.sender_pid)
         if seen.kind is EventKind.PARKED:
             if ranks and ranks.have_joined and not ranks.lost:
                 record.data["world_size"] = ranks.world_size
@@ -465,6 +502,33 @@ class Controller:
         self._follow(record.kind)
         self._follow_vacating(seen)
 
+    def _look_for_warning(self, signo: int, sender_pid: int) -> None:
+        """A pause's signal may warn of the time limit. Slurm sends that to all ranks, and the first
+        one asks; the pause is in force until the answer is there."""
+        job_id, environ, ranks = self._identity.job_id, self._environ, self.ranks
+        if job_id is None or environ is None or (self._asking and self._asking.is_alive()):
+            return
+        is_first = ranks is None or not ranks.have_joined or ranks.lost or ranks.rank == 0
+        if not is_first or signo not in (self.plan.user_pause, self.plan.user_resume):
+            return
+
+        def ask() -> None:
+            from hydroslurm.slurm.limit_warning import why_warned  # every start would pay for it
+
+            name = signal_name(signo)
+            with self.gate.exempt():
+                try:
+                    stop = why_warned(job_id, signo, sender_pid=sender_pid, environ=environ)
+                except HydroslurmError as error:
+                    say(f"whether {name} warns of the time limit is not known: {error}")
+                else:
+                    if stop is not None:
+                        say(f"{name} is the job's --signal, no pause or resume: {stop.message}")
+                        self._stop_by(name)
+
+        self._asking = thread(ask, name="hydroslurm-limit-warning")
+        self._asking.start()
+
     def _listen(self, on_stop: Callable[[StopRequest], None]) -> None:
         with self._stop_lock:
             self._on_stop.append(on_stop)
@@ -473,23 +537,29 @@ class Controller:
             on_stop(request)
 
     def _note_stop(self, seen: GateEvent) -> None:
-        if self.stop_request is not None:
-            return
         mono_ns = seen.value_ns or seen.mono_ns
-        of_rank, theirs = (None, "") if seen.signo else self._stop_of_peer or (None, "")
-        request = StopRequest(
-            signal=signal_name(seen.signo) if seen.signo else theirs or None,
-            sender_pid=seen.sender_pid,
-            mono_ns=mono_ns,
-            epoch_ns=seen.epoch_ns - (seen.mono_ns - mono_ns),
-            of_rank=of_rank,
+        of_rank, theirs = (None, "") if seen.signo else self._stop_from
+        self._set_stop(
+            StopRequest(
+                signal=signal_name(seen.signo) if seen.signo else theirs or None,
+                sender_pid=seen.sender_pid,
+                mono_ns=mono_ns,
+                epoch_ns=seen.epoch_ns - (seen.mono_ns - mono_ns),
+                of_rank=of_rank,
+            )
         )
+
+    def _set_stop(self, request: StopRequest) -> None:
+        if self.stop_request is not None:  # the first one counts
+            return
         with self._stop_lock:
             self.stop_request = request
             listeners = tuple(self._on_stop)
-        self._call_stop(request)
+        self._stop_noted.set()
+        for act in (self._check_output, partial(self._call_stop, request)):
+            self._guarded(act)
         for listener in listeners:
-            listener(request)
+            self._guarded(listener, request)
 
     def _call_stop(self, request: StopRequest) -> None:
         """Any rank that was signalled is enough: all stop. Only where stops are somebody's here."""
@@ -499,9 +569,12 @@ class Controller:
     def _on_barrier_called(self, kind: str, of_rank: int, message: str) -> None:
         """One of the other ranks is to stop, and so is this one; in the channel's thread."""
         if kind == "stop" and self.ranks is not None and of_rank != self.ranks.rank:
-            self._stop_of_peer = of_rank, message
-            with contextlib.suppress(InstallError):  # this rank has just left
-                self.gate.request(Action.STOP, Cause(0))
+            self._stop_by(message, of_rank)
+
+    def _stop_by(self, name: str, of_rank: int | None = None) -> None:
+        self._stop_from = of_rank, name
+        with contextlib.suppress(InstallError):  # this rank has just left
+            self.gate.request(Action.STOP, Cause(0))
 
     def _follow(self, kind: EventKind) -> None:
         if kind is EventKind.PARKED:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hydroslurm.core.awake_clock import AwakeClock
+from hydroslurm.core.threads import thread
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,7 @@ def drain_in_background(
     devices = used_devices()
     if not devices:
         return False
-    threading.Thread(
-        target=_drain_bounded,
-        args=(devices, done, limit_s, exempt),
-        name="hydroslurm-drain",
-        daemon=True,
-    ).start()
+    thread(_drain_bounded, devices, done, limit_s, exempt, name="hydroslurm-drain").start()
     return True
 
 
@@ -111,7 +107,7 @@ def _drain_bounded(
             failures.append(f"{type(error).__name__}: {error}")
         finished.set()
 
-    threading.Thread(target=synchronise, name="hydroslurm-sync", daemon=True).start()
+    thread(synchronise, name="hydroslurm-sync").start()
     clock = AwakeClock()  # Slurm's SIGSTOP may come meanwhile
     until_s = clock.now_s() + limit_s
     while not (in_time := finished.wait(min(1.0, max(0.0, until_s - clock.now_s())))):

@@ -26,7 +26,7 @@ from hydroslurm.coordination.secret import find_secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core import registry, rundir
 from hydroslurm.core.events import EventKind, EventLog
-from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.rundir import GENERATION_ENV, RunDir
 from hydroslurm.errors import AlreadyInstalled, HydroslurmError, NotInstalled, TorchMissing
 from hydroslurm.gate import GateKind, open_gate
 from hydroslurm.gate.marks import Emit
@@ -204,6 +204,8 @@ def _set_up(
             ranks_here=World.from_environ(environ).local_world_size,
             launch_ahead_s=launch_ahead_from(environ),
             registry_base=base,
+            # below the agent of an elastic member the agent decides
+            environ=None if environ.get(GENERATION_ENV) else environ,
         )
         for shield in (
             SpawnShield(plan.pausing(), killing=plan.killing()),
@@ -324,6 +326,8 @@ def _uninstall_at_exit() -> None:
     # of a script that has ended by it: atexit comes behind the traceback
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     _take_out(replaced=replaced, error=error)
+    if mine.stop_request is not None:
+        mine.output.guard()  # Python flushes them last; a failure would replace the exit status
     _ignore({signo for signo in late if signal.getsignal(signo) is signal.SIG_DFL})
 
 

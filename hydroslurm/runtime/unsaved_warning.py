@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from hydroslurm.core.threads import say, thread
 from hydroslurm.errors import HydroslurmError, UsageError
 
 if TYPE_CHECKING:
@@ -51,10 +52,9 @@ def watch(
         with contextlib.suppress(HydroslurmError, UsageError, OSError):
             message = _what_is_lost(job_id, environ) if _is_first(run, job_id) else None
             if message is not None and not is_over(0.0):
-                sys.stderr.write(f"hydroslurm: {message}\n")
-                sys.stderr.flush()
+                say(message)
 
-    threading.Thread(target=check, name="hydroslurm-unsaved-warning", daemon=True).start()
+    thread(check, name="hydroslurm-unsaved-warning").start()
     return ended.set
 
 

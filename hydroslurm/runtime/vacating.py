@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.memory import room
+from hydroslurm.core.threads import say, thread
 from hydroslurm.errors import HydroslurmError, InstallError, UsageError
 from hydroslurm.gate.marks import Range
 from hydroslurm.gate.protocol import Action, Cause, GateState
@@ -104,12 +104,8 @@ class Vacating:
         """Where each pause vacates, the first must not wait for a helper to start, nor for
         slurmctld; returns at once."""
         if self.policy is VacatePolicy.ALWAYS:
-            threading.Thread(
-                target=self._get_ready,
-                args=(dict(environ), job_id),
-                name="hydroslurm-vacate-ready",
-                daemon=True,
-            ).start()
+            name = "hydroslurm-vacate-ready"
+            thread(self._get_ready, dict(environ), job_id, name=name).start()
 
     def _get_ready(self, environ: Mapping[str, str], job_id: int | None) -> None:
         if job_id is not None and grace_from(environ) is None:
@@ -152,11 +148,9 @@ class Vacating:
         self._over.clear()
         self.is_at_work = True
         agree: Agree = alone if ranks is None else ranks.agree
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(pause, self._gate.status().closes, f"vacate/{topic}.{number}", agree, refusal),
-            name="hydroslurm-vacate",
-            daemon=True,
+        closing, topic = self._gate.status().closes, f"vacate/{topic}.{number}"
+        self._thread = thread(
+            self._run, pause, closing, topic, agree, refusal, name="hydroslurm-vacate"
         )
         self._thread.start()
 
@@ -171,9 +165,9 @@ class Vacating:
         """Give everything back, before the gate is stopped; waits for it."""
         self._over.set()
         self._ended.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        at_work = self._thread
+        if at_work is not None and at_work is not threading.current_thread():
+            at_work.join()
         if self._device is not None:
             self._device.close()
             self._device = None
@@ -343,9 +337,3 @@ def _lost_message(outcome: Outcome) -> str:
 
 def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def say(message: str) -> None:
-    """One line for a person."""
-    sys.stderr.write(f"hydroslurm: {message}\n")
-    sys.stderr.flush()

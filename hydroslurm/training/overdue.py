@@ -25,6 +25,7 @@ from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import RUN_AGAIN
+from hydroslurm.core.threads import thread
 from hydroslurm.errors import RanksError
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.training.current_attempt import CurrentAttempt
@@ -55,9 +56,7 @@ class Overdue:
     def note_request(self, request: StopRequest) -> None:
         """A stop was requested. Returns at once; called once, in the controller's thread."""
         watch = self._lead if self.rank_group.rank == 0 else self._follow
-        threading.Thread(
-            target=watch, args=(request,), name="hydroslurm-overdue", daemon=True
-        ).start()
+        thread(watch, request, name="hydroslurm-overdue").start()
 
     def stand_down(self) -> None:
         """The training has come to its safe point, or the run is closed. Does not return where this

@@ -20,15 +20,25 @@ from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN, ExitForReque
 from hydroslurm.core.fence import Fence, process_began_epoch_s
 from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.core.signals import signal_name
+from hydroslurm.core.threads import thread
 from hydroslurm.errors import HydroslurmError, RunFolderError, StaleAttempt, WrongJobState
 from hydroslurm.gate.marks import Range
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.slurm.client import open_client
+from hydroslurm.slurm.client import SlurmClient, open_client
+from hydroslurm.slurm.limit_warning import requested_warnings
 from hydroslurm.slurm.policy import Policies, SitePolicy, read_policies
 from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.run_folders import others_of_job
-from hydroslurm.slurm.stops import IN_GRACE, Start, Stop, StopReason, ask_why, requeue
+from hydroslurm.slurm.stops import (
+    IN_GRACE,
+    Start,
+    Stop,
+    StopReason,
+    ask_why,
+    requeue,
+    why_stopped,
+)
 from hydroslurm.slurm.values import Job
 from hydroslurm.training.attempts import Ending
 from hydroslurm.training.neighbours import wait_until_saved
@@ -42,8 +52,6 @@ LEAST_GRACE_S = 4.0
 """What slurmd leaves between SIGTERM and SIGKILL whatever KillWait says, and a margin."""
 REQUEUE_S = 2.0
 """What the call of scontrol needs at the end of the grace."""
-LONGEST_WARNING_S = 900.0
-"""A SIGURG within this time before the time limit is taken for its warning."""
 SPREAD_S = 5.0
 """The settings are read at a random moment within this time after the start, so that the tasks of
 an array do not all ask slurmctld in the same second."""
@@ -127,9 +135,7 @@ class StopHandler:
 
     def _ask(self) -> None:
         if self._allocation is not None and self._asking is None:
-            self._asking = threading.Thread(
-                target=self._find_out, name="hydroslurm-policy", daemon=True
-            )
+            self._asking = thread(self._find_out, name="hydroslurm-policy")
             self._asking.start()
 
     def note_request(self, request: StopRequest) -> None:
@@ -268,7 +274,7 @@ class StopHandler:
             if not self._heard.wait(random.uniform(0.0, SPREAD_S)):
                 self._policies = read_policies(client)  # unknown means a short grace
                 self._heard.wait()
-            stop = self._named(ask_why(client, job_id, warning_s=self._warning_s()))
+            stop = self._named(self._warned_early(client, ask_why(client, job_id)))
             if self._policies is None:
                 self._policies = read_policies(client)
             self._stop = stop
@@ -305,21 +311,25 @@ class StopHandler:
             return None
         return ask_why(client, self._allocation.job_id, history_within_s=0.5)
 
-    def _warning_s(self) -> float | None:
-        """How early SIGURG can be the warning: a rank does not know the T of ``--signal=URG@T``.
-        Only Slurm and ``hydroslurm requeue`` send SIGURG, the latter mostly long before the end."""
-        return LONGEST_WARNING_S if self._is_warned else None
+    def _warned_early(self, client: SlurmClient, stop: Stop) -> Stop:
+        """The stop, if the job has asked Slurm for its signal so long before the time limit."""
+        job = stop.job
+        if stop.reason is not StopReason.ASKED or stop.to_end_s is None or job is None:
+            return stop
+        for asked in requested_warnings(client, job, self._environ):
+            if self._is_by(asked.signo):
+                why = why_stopped(job, now_epoch_s=time.time(), warning_s=asked.before_s)
+                return replace(why, job=job)
+        return stop
 
-    @property
-    def _is_warned(self) -> bool:
-        request, warning = self._request, self._controller.plan.warning
-        return (
-            request is not None and warning is not None and request.signal == signal_name(warning)
-        )
+    def _is_by(self, signo: int | None) -> bool:
+        """Whether this signal asked for the stop."""
+        request = self._request
+        return request is not None and signo is not None and request.signal == signal_name(signo)
 
     def _named(self, stop: Stop) -> Stop:
         """Name the command behind a SIGURG that came too early to be the warning."""
-        if stop.reason is not StopReason.ASKED or not self._is_warned:
+        if stop.reason is not StopReason.ASKED or not self._is_by(self._controller.plan.warning):
             return stop
         message = "asked to save and go back into the queue, as `hydroslurm requeue` does"
         return replace(stop, message=message)

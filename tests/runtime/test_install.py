@@ -356,3 +356,40 @@ def test_signals_ignored_at_start_stay_ignored(tmp_path: Path) -> None:
         assert "SIGUSR1" in program.expect("skipped")
         assert program.expect("causes") == "0"
         assert program.expect("then") == "False"
+
+
+def _fails(*_: object, **__: object) -> None:
+    """With an error that cannot even be printed."""
+
+    class Error(SystemExit):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    raise Error
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        "gate.wait_events", "_handle", "_log.append", "_status.note", "_status.write",
+        "_status.wait_s", "_recorder.record", "_guard.check", "_report_drains",
+        "_children.stop_again", "output.check", "_call_stop", "vacating.on_causes",
+    ],
+)  # fmt: skip
+def test_whatever_fails_in_the_controller_a_claimed_stop_is_heard(
+    at: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each thing that its thread does fails, again and again; so does a listener that was first."""
+    heard = threading.Event()
+    with hydroslurm.installed(run_dir=tmp_path) as controller:
+        controller.claim_stops(_fails)
+        controller.claim_stops(lambda _: heard.set())
+        *way, name = at.split(".")
+        target = controller
+        for step in way:
+            target = getattr(target, step)
+        monkeypatch.setattr(target, name, _fails)
+        signal.raise_signal(signal.SIGTERM)
+        assert heard.wait(30)
+        assert controller.stop_request is not None
+        monkeypatch.undo()

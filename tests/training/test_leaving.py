@@ -37,8 +37,9 @@ def submit(requeue_cluster: DevCluster, tmp_path: Path) -> Submit:
     """Submits sbatch/requeue.sbatch; what is left at the end is cancelled."""
     started: list[Training] = []
 
-    def start(*options: str, python: str | None = None) -> Training:
+    def start(*options: str, python: str | None = None, **environ: str) -> Training:
         training = Training(requeue_cluster, tmp_path / f"job{len(started)}", LONG)
+        training.environ.update(environ)
         if python:
             training.environ["PYTHON"] = python
         started.append(training.submit(*options))
@@ -200,3 +201,37 @@ def test_a_job_that_would_not_save_is_left_alone(
         requeue_job(client, client.job(int(job_id)))
     assert client.job(int(job_id)).state is JobState.RUNNING
     plain.slurm("scancel", job_id)
+
+
+def test_the_warning_that_lightning_and_submitit_teach_saves_and_requeues(submit: Submit) -> None:
+    """--signal=USR1 or USR2, on the command line or in SBATCH_SIGNAL: a stop near the time limit.
+    Long before it the same signals pause and resume, with the request in force."""
+    near = submit("--time=1", "--signal=USR1@40", "--nodelist=n1")
+    other = submit("--time=1", "--nodelist=n2", SBATCH_SIGNAL="SIGUSR2@40")
+    far = submit("--time=10", "--signal=USR1@40", "--nodelist=n1")
+    far.wait_for_attempt(1)
+    for signal, kind in (("USR1", EventKind.PARKED), ("USR2", EventKind.RESUMED)):
+        far.slurm("scancel", f"--signal={signal}", far.job_id)
+        wait_until(lambda kind=kind: kind in kinds(far), kind.value)
+    for training, signal in ((near, "SIGUSR1"), (other, "SIGUSR2")):
+        training.wait_for_attempt(2)
+        first, second = training.attempts()[:2]
+        assert (first.ending, second.step) == ("time_limit", first.end_step), training.log()
+        assert f"{signal} is the job's --signal" in training.log()
+        assert f"{signal} received: its time limit ends it in" in training.log()
+    assert EventKind.STOP_REQUESTED not in kinds(far)
+
+
+def test_a_pipe_that_breaks_at_the_stop_costs_nothing(submit: Submit, tmp_path: Path) -> None:
+    """Under linuxproc the SIGTERM of a preemption also ends the `tee` behind the rank."""
+    python = tmp_path / "python-into-tee"
+    python.write_text(f'#!/bin/bash\n{sys.executable} "$@" 2>&1 | tee log\n')
+    python.chmod(0o755)
+    training = submit("--nodelist=n1", python=str(python))
+    training.wait_for_attempt(1)
+    urgent = ("--partition=urgent", "--nodes=1", "--nodelist=n1", "--exclusive", "--time=1")
+    training.slurm("srun", *urgent, "true")
+    training.wait_for_attempt(2)
+    first, second = training.attempts()[:2]
+    assert (first.ending, second.step) == ("preempted", first.end_step), training.log()
+    assert EventKind.OUTPUT_LOST in kinds(training)

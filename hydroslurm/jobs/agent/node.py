@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hydroslurm.coordination.network import set_master_addr
@@ -22,6 +23,7 @@ from hydroslurm.core.dates import clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.rundir import RunDir, variables_of
 from hydroslurm.core.signals import signal_name
+from hydroslurm.core.threads import thread
 from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
 from hydroslurm.errors import HydroslurmError, RanksError, RunFolderError
 from hydroslurm.gate.signals import SignalPlan
@@ -77,13 +79,13 @@ class Node:
     def listening(self) -> Iterator[None]:
         """Handle signals inside the block, after which the process is to exit. Main thread only."""
         self.signal_pipe.open()
-        thread = threading.Thread(target=self._listen, name="hydroslurm-node", daemon=True)
-        thread.start()
+        listener = thread(self._listen, name="hydroslurm-node")
+        listener.start()
         try:
             yield
         finally:
             self.signal_pipe.close(to_exit=True)
-            thread.join(5.0)
+            listener.join(5.0)
             self.log.close()
 
     def on_suspend(self, callback: Callable[[bool], None]) -> None:
@@ -140,9 +142,12 @@ class Node:
             arrived = self.signal_pipe.wait(None if self._watched is None else _POLL_S)
             if arrived is None:
                 return
-            for signo in arrived:
-                self._take(signo)
-            self._report()
+            acts: list[Callable[[], None]] = [partial(self._take, signo) for signo in arrived]
+            for act in (*acts, self._report):
+                try:
+                    act()
+                except Exception:  # without this thread no signal reaches the workers
+                    LOGGER.exception("a signal could not be passed on")
 
     def _take(self, signo: int) -> None:
         meaning = self._meanings[signo]

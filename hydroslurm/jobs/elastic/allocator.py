@@ -7,17 +7,18 @@ members that go comes from the coordinator at once.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hydroslurm.core.jobid import JobId
+from hydroslurm.core.threads import thread
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.roster import Record
-from hydroslurm.errors import HydroslurmError, LaunchError
+from hydroslurm.errors import LaunchError
 from hydroslurm.jobs.elastic.elements import Action, Cancel, Elements, Submit
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.programs import sbatch
@@ -67,7 +68,7 @@ class Allocator:
         self._polled_s = -POLL_S
         self._submit_s = 0.0
         self._said = ""
-        self._thread = threading.Thread(target=self._run, name="hydroslurm-allocator", daemon=True)
+        self._thread = thread(self._run, name="hydroslurm-allocator")
         for entry in folder.ledger():
             self.elements.replay(entry["kind"], entry, time.monotonic())
 
@@ -128,8 +129,9 @@ class Allocator:
                     self._look(now_s)
                     self._adjust(now_s)
                 self._say("")
-            except HydroslurmError as error:
-                self._say(str(error))
+            except Exception as error:  # a full disk, too; without this thread no member comes
+                with contextlib.suppress(OSError):
+                    self._say(str(error) or repr(error))
 
     def _nothing(self, _: float) -> None:
         """Time has passed."""

@@ -6,6 +6,7 @@ has ended for good, not at a requeue (seen on 22.05.8).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -119,8 +120,9 @@ def _last_record(run: RunDir, environ: Mapping[str, str]) -> Job | None:
 
 
 def log(message: str) -> None:
-    """A line of the batch script's output."""
-    print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} hydroslurm: {message}", flush=True)
+    """A line of the batch script's output; a full disk must not end what supervises the job."""
+    with contextlib.suppress(OSError):
+        print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} hydroslurm: {message}", flush=True)
 
 
 def main(arguments: list[str]) -> int:

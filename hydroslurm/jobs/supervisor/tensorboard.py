@@ -23,6 +23,7 @@ from typing import Any
 from hydroslurm.core.files import open_regular, parse_json, read_regular, write_atomically
 from hydroslurm.core.module_command import module_command
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.threads import thread
 from hydroslurm.jobs.plan import TensorBoardPlan
 
 MISSING = (
@@ -125,7 +126,7 @@ class Board:
         except OSError as error:
             self._log(f"TensorBoard could not be started: {error}. The job runs without")
             return
-        self._watcher = threading.Thread(target=self._watch, args=(begin,), daemon=True)
+        self._watcher = thread(self._watch, begin, name="hydroslurm-tensorboard")
         self._watcher.start()
 
     def stop(self) -> None:

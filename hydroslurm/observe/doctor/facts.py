@@ -117,10 +117,12 @@ class Facts:
 
     def stops(self) -> tuple[tuple[StopKind, TimeLeft], ...]:
         """Each kind of stop that can happen here and the time it leaves, in the report's order."""
-        warning_s = (self.script.warning_s if self.script else None) or 0.0
+        script = self.script
+        warns = script is not None and script.saves_at_warning
+        warning_s = script.warning.before_s if warns and script and script.warning else 0.0
         kinds = [StopKind.PREEMPTED] if self.is_preempted_to_stop else []
         if self.has_time_limit:
-            kinds.append(StopKind.TIME_LIMIT_WARNED if warning_s else StopKind.TIME_LIMIT)
+            kinds.append(StopKind.TIME_LIMIT_WARNED if warns else StopKind.TIME_LIMIT)
         kinds += [StopKind.REQUEUED, StopKind.CANCELLED, StopKind.NODE_FAILURE]
         return tuple((kind, self.policy.time_left(kind, warning_s=warning_s)) for kind in kinds)
 

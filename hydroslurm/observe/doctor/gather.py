@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from hydroslurm.core.events import EventKind, read_events
@@ -15,6 +16,7 @@ from hydroslurm.jobs.control.requests import find_job, run_dir_of, run_dirs_of
 from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver, VacateFacts
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.limit_warning import requested_warnings
 from hydroslurm.slurm.munge import Munge, MungeError, socket_of
 from hydroslurm.slurm.policy import find_partition, site_policy
 from hydroslurm.slurm.values import Job, JobState
@@ -170,4 +172,7 @@ def last_save(run: Path) -> SaveFacts | None:
 
 def _script_of(client: SlurmClient, job: Job) -> ScriptOptions | None:
     text = None if job.is_batch is False else client.batch_script(job)
-    return None if text is None else read_script(text)
+    if text is None:
+        return None
+    known = [one for one in requested_warnings(client, job, {}) if one.signal]
+    return replace(read_script(text), warning=known[0] if known else None)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
+from hydroslurm.core.signals import signal_name
+from hydroslurm.gate.signals import SIGNALS_ENV
 from hydroslurm.observe.doctor.facts import Facts, Finding, Severity
-from hydroslurm.slurm.policy import PreemptAction
+from hydroslurm.slurm.policy import WARNING_EARLY_S, PreemptAction
 
 REQUEUE_FIX = "sbatch: --requeue (slurm.conf: JobRequeue=1 makes it the default)"
 PATIENT_WAIT_S = 10
@@ -80,16 +84,38 @@ def no_warning(facts: Facts) -> Finding | None:
     if script is None:
         text = "Whether the job asks for a warning before its time limit is not known."
         return Finding("warning", Severity.NOTE, "time-limit warning not known", text, fix)
-    if not script.warning:
+    warning = script.warning
+    if warning is None:
         text = (
             "No --signal in the batch script: the time limit comes without warning and leaves "
             f"{facts.policy.kill_after_s:.1f} s to save. (Options on sbatch's command line cannot "
             "be seen.)"
         )
         return Finding("warning", Severity.RISK, "no warning before the time limit", text, fix)
-    if script.batch_shell_only:
-        text = "--signal=B:... is sent to the batch shell only, not to the ranks."
+    fix = f"sbatch: --signal=URG@{warning.before_s} (without B:)"
+    if warning.batch_shell_only:
+        text = (
+            "--signal=B:... is sent to the batch shell only. The ranks get what a trap of the "
+            "script sends them, and otherwise the time limit's SIGTERM."
+        )
         return Finding("warning", Severity.RISK, "the warning reaches no rank", text, fix)
+    name = "signal" if warning.signo is None else signal_name(warning.signo)
+    if not script.saves_at_warning:
+        text = (
+            f"--signal={warning.signal}: {name} does not make the ranks save. Unless the script "
+            "handles it, its default action is what happens, and most signals end a program."
+        )
+        fix += f", or export {SIGNALS_ENV}=warning={warning.signal}"
+        if warning.signo == signal.SIGINT:
+            fix += ",interrupt=none"
+        return Finding("warning", Severity.RISK, "the warning saves nothing", text, fix)
+    if warning.signo in (signal.SIGUSR1, signal.SIGUSR2):
+        text = (
+            f"{name} pauses or resumes a rank. In the last {warning.before_s + WARNING_EARLY_S} s "
+            "before the time limit it means save and leave."
+        )
+        title = f"{name} warns of the time limit"
+        return Finding("warning", Severity.NOTE, title, text, fix)
     return None
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-DEFAULT_WARNING_S = 60
-"""Slurm's, for ``--signal=USR1`` without ``@``."""
+from hydroslurm.errors import UsageError
+from hydroslurm.gate.signals import SIGNALS_ENV, SignalPlan
+from hydroslurm.slurm.limit_warning import LimitWarning, script_options
 
-_SIGNAL = re.compile(r"(?:(?P<who>[BR]+):)?(?P<name>\w+)(?:@(?P<seconds>\d+))?")
 # each of these starts the ranks itself, where signals to srun's tasks may not reach them
 _LAUNCHERS = re.compile(
     r"\b(torchrun|torch\.distributed\.(?:run|launch)|accelerate launch|deepspeed)\b"
@@ -25,6 +24,7 @@ _FIXED_PORTS = (
     re.compile(r"--master[-_]port[= ]['\"]?([1-9]\d*)\b"),
     re.compile(r"--rdzv[-_]endpoint[= ]\S+?:([1-9]\d*)\b"),
 )
+_SIGNALS = re.compile(rf"\b{SIGNALS_ENV}=['\"]?([^\s'\";]+)")
 _SETTING = re.compile(r"\b((?:TORCH|NCCL|GLOO|SLURM)_[A-Z_]+|keep_alive_\w+)=['\"]?([\w.]+)")
 
 
@@ -33,9 +33,8 @@ class ScriptOptions:
     """What ``#SBATCH`` lines and commands say; options on sbatch's command line are unknown.
 
     Attributes:
-        warning: the signal of ``--signal``, such as ``URG``; empty without.
-        warning_s: how long before the time limit it is sent; None without.
-        batch_shell_only: it is sent to the batch shell only (``B:``).
+        warning: what ``--signal`` asks for; None without.
+        signals: HYDROSLURM_SIGNALS, as the script sets it.
         appends: ``--open-mode=append`` is given.
         launcher: a program between srun and the ranks, such as ``torchrun``; empty for none.
         has_agent: ``hydroslurm agent`` starts the ranks.
@@ -48,9 +47,8 @@ class ScriptOptions:
         settings: environment variables of torch and NCCL, and the rendezvous' keep-alive.
     """
 
-    warning: str = ""
-    warning_s: int | None = None
-    batch_shell_only: bool = False
+    warning: LimitWarning | None = None
+    signals: str = ""
     appends: bool = False
     launcher: str = ""
     has_agent: bool = False
@@ -62,21 +60,29 @@ class ScriptOptions:
     fixed_port: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def saves_at_warning(self) -> bool:
+        """Whether the ranks get the warning, and know it for one: a pause's signals are one near
+        the limit."""
+        try:
+            plan = SignalPlan().with_environment({SIGNALS_ENV: self.signals})
+        except UsageError:  # install() refuses it
+            plan = SignalPlan()
+        known = {*plan.stopping(), plan.user_pause, plan.user_resume}
+        warning = self.warning
+        return warning is not None and not warning.batch_shell_only and warning.signo in known
+
 
 def read_script(text: str) -> ScriptOptions:
     """Read a batch script. Slurm reads its options up to the first command."""
-    options = _options(text)
-    signal = _SIGNAL.fullmatch(options.get("signal", ""))
-    seconds = signal["seconds"] if signal else None
+    options = script_options(text)
     commands = _commands(text)
-    launcher = _LAUNCHERS.search(commands)
     settings = dict(_SETTING.findall(commands))
     return ScriptOptions(
-        warning=signal["name"] if signal else "",
-        warning_s=int(seconds or DEFAULT_WARNING_S) if signal else None,
-        batch_shell_only=bool(signal and "B" in (signal["who"] or "")),
+        warning=LimitWarning.parse(options.get("signal", "")),
+        signals=_first(_SIGNALS, commands),
         appends=options.get("open-mode", "").startswith("a"),
-        launcher=launcher[1] if launcher else "",
+        launcher=_first(_LAUNCHERS, commands),
         has_agent=bool(_AGENT.search(commands)),
         tasks=_tasks(options),
         outlives_ranks=_outlives_ranks(commands, settings),
@@ -86,32 +92,6 @@ def read_script(text: str) -> ScriptOptions:
         fixed_port=_fixed_port(commands),
         settings=settings,
     )
-
-
-def _options(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for line in text.splitlines():
-        if line.strip() and not line.startswith("#"):
-            break
-        if not line.startswith("#SBATCH"):
-            continue
-        words = _words(line.removeprefix("#SBATCH"))
-        for word, following in zip(words, [*words[1:], ""], strict=True):
-            if word.startswith("--"):
-                name, _, value = word.removeprefix("--").partition("=")
-                found[name] = value or following
-            elif word == "-k":
-                found["no-kill"] = ""
-            elif word.startswith(("-n", "-N")):
-                found[{"-n": "ntasks", "-N": "nodes"}[word[:2]]] = word[2:] or following
-    return found
-
-
-def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError:  # an unbalanced quote: Slurm will complain
-        return line.split()
 
 
 def _commands(text: str) -> str:
@@ -144,5 +124,9 @@ def _mpi(commands: str) -> str:
 
 
 def _fixed_port(commands: str) -> str:
-    found = (pattern.search(commands) for pattern in _FIXED_PORTS)
-    return next((match[1] for match in found if match), "")
+    return next(filter(None, (_first(pattern, commands) for pattern in _FIXED_PORTS)), "")
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str:
+    match = pattern.search(text)
+    return match[1] if match else ""

@@ -13,7 +13,8 @@ from hydroslurm.observe.doctor.findings import as_json, diagnose, work_would_be_
 from hydroslurm.observe.doctor.gather import last_save, why_untrusted
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.policy import site_policy
+from hydroslurm.slurm.limit_warning import LimitWarning
+from hydroslurm.slurm.policy import StopKind, site_policy
 from hydroslurm.slurm.values import Job, JobState, Partition
 
 URGENT = Partition(name="urgent", priority_tier=10, nodes=("n1",))
@@ -27,7 +28,7 @@ GOOD = {
     "AccountingStorageType": "accounting_storage/slurmdbd",
     "ProctrackType": "proctrack/linuxproc",
 }
-SCRIPT = ScriptOptions(warning="URG", warning_s=120, appends=True)
+SCRIPT = ScriptOptions(warning=LimitWarning("URG", 120), appends=True)
 GANG = {"PreemptMode": "GANG,SUSPEND"}
 
 
@@ -52,6 +53,11 @@ def _facts(
         script=script,
         save=None if save_s is None else SaveFacts(save_s=save_s),
     )
+
+
+def _warned(option: str, *, signals: str = "") -> Facts:
+    warning = LimitWarning.parse(option)
+    return _facts(mode="OFF", script=replace(SCRIPT, warning=warning, signals=signals), save_s=40.0)
 
 
 def _job(**values: bool | str) -> Job:
@@ -156,6 +162,30 @@ def test_a_time_limit_without_warning_is_what_counts() -> None:
     assert found["preemption"].title == "never preempted"
 
 
+@pytest.mark.parametrize(
+    ("option", "signals", "saves"),
+    [
+        ("TERM@90", "", True),
+        ("SIGUSR1@90", "", True),
+        ("12@90", "", True),
+        ("HUP@90", "", False),
+        ("HUP@90", "warning=HUP", True),
+        ("INT@90", "", False),
+        ("CONT@90", "", False),
+        ("USR1@90", "user_pause=none", False),
+        ("B:USR1@90", "", False),
+    ],
+)
+def test_only_a_warning_that_makes_the_ranks_save_gives_them_time(
+    option: str, signals: str, saves: bool
+) -> None:
+    """Any other leaves what the time limit leaves, KillWait."""
+    facts = _warned(option, signals=signals)
+    kinds = {kind for kind, _ in facts.stops()}
+    assert (StopKind.TIME_LIMIT_WARNED in kinds) is saves
+    assert _found(facts)["save"].severity is (Severity.RISK if saves else Severity.LOSS)
+
+
 def test_what_could_not_be_looked_at_is_not_called_a_loss() -> None:
     """Without a script to look into, a warning before the time limit may be there or not."""
     found = _found(_facts(script=None, save_s=40.0))
@@ -175,12 +205,10 @@ def test_what_could_not_be_looked_at_is_not_called_a_loss() -> None:
         (_facts(job=_job(is_batch=False)), "requeue", Severity.NOTE, "sbatch"),
         (_facts(script=ScriptOptions(appends=True)), "warning", Severity.RISK, "--signal=URG@"),
         (_facts(script=None), "warning", Severity.NOTE, "--signal=URG@"),
-        (
-            _facts(script=replace(SCRIPT, batch_shell_only=True)),
-            "warning",
-            Severity.RISK,
-            "without B:",
-        ),
+        (_warned("B:URG@120"), "warning", Severity.RISK, "without B:"),
+        (_warned("USR1@90"), "warning", Severity.NOTE, "--signal=URG@90"),
+        (_warned("HUP@90"), "warning", Severity.RISK, "warning=HUP"),
+        (_warned("SIGINT@90"), "warning", Severity.RISK, "warning=SIGINT,interrupt=none"),
         (
             _facts(script=replace(SCRIPT, is_expedited=True)),
             "expedite",
@@ -296,14 +324,18 @@ def test_paused_in_place() -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("#SBATCH --signal=URG@90", ScriptOptions(warning="URG", warning_s=90)),
-        ("#SBATCH --signal URG@90 --ntasks=2", ScriptOptions(warning="URG", warning_s=90, tasks=2)),
-        ("#SBATCH --signal=USR1", ScriptOptions(warning="USR1", warning_s=60)),
+        ("#SBATCH --signal=URG@90", ScriptOptions(warning=LimitWarning("URG", 90))),
+        (
+            "#SBATCH --signal URG@90 --ntasks=2",
+            ScriptOptions(warning=LimitWarning("URG", 90), tasks=2),
+        ),
+        ("#SBATCH --signal=USR1", ScriptOptions(warning=LimitWarning("USR1", 60))),
         (
             "#SBATCH --signal=B:10@5  # a remark",
-            ScriptOptions(warning="10", warning_s=5, batch_shell_only=True),
+            ScriptOptions(warning=LimitWarning("10", 5, batch_shell_only=True)),
         ),
         ("#SBATCH --open-mode=append", ScriptOptions(appends=True)),
+        ("export HYDROSLURM_SIGNALS='warning=HUP'", ScriptOptions(signals="warning=HUP")),
         ("#SBATCH --requeue=expedite", ScriptOptions(is_expedited=True)),
         ("#SBATCH --requeue", ScriptOptions()),
         ("##SBATCH --signal=URG@90", ScriptOptions()),

@@ -13,11 +13,12 @@ from hydroslurm.observe.doctor.findings import diagnose
 from hydroslurm.observe.doctor.gather import read_file
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.config import Config
+from hydroslurm.slurm.limit_warning import LimitWarning
 from hydroslurm.slurm.policy import site_policy
 from hydroslurm.slurm.values import Partition
 
 URGENT = Partition(name="urgent", priority_tier=10, nodes=("n1",))
-SCRIPT = ScriptOptions(warning="URG", warning_s=120, appends=True, tasks=4)
+SCRIPT = ScriptOptions(warning=LimitWarning("URG", 120), appends=True, tasks=4)
 
 
 def _facts(

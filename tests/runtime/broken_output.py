@@ -1,0 +1,112 @@
+"""Runs whose output breaks, each a fork of this process: started by test_output.py, which says on
+stdin in which folder, what breaks, and what the loop writes with."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import hydroslurm
+
+FULL = Path("/dev/full")
+
+
+class Tee:
+    """The logger of many a script, whose own file is on a disk that becomes full."""
+
+    def __init__(self) -> None:
+        self.terminal, self.log = sys.stdout, FULL.open("w", buffering=1)
+        self.is_full = False
+
+    def write(self, text: str) -> None:
+        self.terminal.write(text)
+        if self.is_full:
+            self.log.write(text)
+
+    def flush(self) -> None:
+        self.terminal.flush()
+
+
+def in_worker() -> None:
+    pid = os.fork()
+    if pid == 0:
+        print("of a worker", flush=True)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def writer(by: str) -> Callable[[], object]:
+    """Made before the Run, so that a bound ``write`` which it holds is older than the guard."""
+    bar = tqdm(total=1000, file=sys.stderr, mininterval=0.0)
+    logger = logging.getLogger("script")
+    logger.addHandler(logging.StreamHandler(sys.stdout))
+    return {
+        "print": lambda: print("x" * 9000),
+        "flushed": lambda: print("x", file=sys.stderr, flush=True),
+        "tqdm": lambda: bar.update(1),
+        "logging": lambda: logger.warning("x"),
+        "warnings": lambda: warnings.warn("x", stacklevel=1),
+        "bytes": lambda: sys.stdout.buffer.write(b"x" * 9000),
+        "worker": in_worker,
+    }[by]
+
+
+def attempt(folder: Path, breaks: str, by: str) -> None:
+    reads, writes = os.pipe()
+    os.dup2(writes, 1)
+    os.dup2(writes, 2)
+    os.close(writes)
+    if breaks == "sigpipe":
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    write = writer(by)
+    tee = Tee()
+    if breaks == "tee":
+        sys.stdout = tee  # type: ignore[assignment]
+    with hydroslurm.Run(model=torch.nn.Linear(1, 1), directory=folder, every_steps=0) as run:
+        run.resume()
+        while True:
+            time.sleep(0.001)
+            run.step += 1
+            if run.step == 3:
+                if breaks == "disk":
+                    full = os.open(FULL, os.O_WRONLY)
+                    os.dup2(full, 1)
+                    os.dup2(full, 2)
+                elif breaks != "tee":
+                    os.close(reads)
+                tee.is_full = True
+                if breaks == "early":  # what read it was signalled first
+                    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                elif breaks != "no stop":
+                    os.kill(os.getpid(), signal.SIGTERM)
+            write()
+            run.safe_point()
+
+
+def main() -> None:
+    if sys.version_info >= (3, 12):  # torch has threads by now, which do nothing
+        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
+    torch.optim.Adam([torch.ones(1)])  # imports most of what torch has, and Run the rest
+    assert hydroslurm.Run
+    print("ready", flush=True)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            folder, breaks, by = line.rstrip("\n").split("\t")
+            attempt(Path(folder), breaks, by)
+            return  # through the end of the interpreter
+        print("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

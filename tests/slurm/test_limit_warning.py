@@ -1,0 +1,111 @@
+"""What a job has asked Slurm to send before its time limit, and whether a signal is that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from hydroslurm.errors import NoSuchJob
+from hydroslurm.slurm import limit_warning
+from hydroslurm.slurm.client import SlurmClient
+from hydroslurm.slurm.limit_warning import LimitWarning, requested_warnings, why_warned
+from hydroslurm.slurm.stops import StopReason
+from hydroslurm.slurm.values import Job, JobState
+
+SCRIPT = "#!/bin/bash\n#SBATCH --signal=USR1@90 --requeue\nsrun python a.py --signal=HUP@1\n"
+
+
+@dataclass
+class Slurm:
+    """A Slurm that knows one job."""
+
+    script: str | None = SCRIPT
+    command: str | None = "sbatch job.sh"
+    to_end_s: float | None = 100.0
+    preempted: bool = False
+    state: JobState = JobState.RUNNING
+
+    def job(self, job_id: int) -> Job:
+        now = time.time()
+        return Job(
+            job_id=job_id,
+            state=self.state,
+            end_epoch_s=None if self.to_end_s is None else int(now + self.to_end_s),
+            preempt_epoch_s=int(now) if self.preempted else None,
+        )
+
+    def batch_script(self, _: Job) -> str | None:
+        return self.script
+
+    def submit_line(self, job: Job) -> str:
+        if self.command is None:
+            raise NoSuchJob(f"job {job.id} is not recorded")
+        return self.command
+
+
+def _client(**known: Any) -> SlurmClient:
+    return cast("SlurmClient", Slurm(**known))
+
+
+UNKNOWN = LimitWarning("", 120)
+
+
+@pytest.mark.parametrize(
+    ("command", "variable", "script", "wanted"),
+    [
+        ("sbatch job.sh", "", SCRIPT, (LimitWarning("USR1", 90),)),
+        ("sbatch --signal=B:SIGUSR2@60 job.sh", "", SCRIPT, (LimitWarning("SIGUSR2", 60, True),)),
+        ("sbatch --signal URG@9 job.sh", "TERM@3", SCRIPT, (LimitWarning("URG", 9),)),
+        ("sbatch job.sh", "TERM", SCRIPT, (LimitWarning("TERM", 60),)),
+        ("sbatch --wrap srun it's", "", "#!/bin/sh\nsrun\n", ()),
+        (None, "", SCRIPT, (LimitWarning("USR1", 90), UNKNOWN)),
+        (None, "", None, (UNKNOWN,)),
+        ("", "", "#!/bin/sh\nsrun\n", (UNKNOWN,)),
+    ],
+)
+def test_it_is_read_as_sbatch_reads_it(
+    command: str | None, variable: str, script: str | None, wanted: tuple[LimitWarning, ...]
+) -> None:
+    """The command line, else the variable, else the script; unknown is not the same as none."""
+    client = _client(command=command, script=script)
+    assert requested_warnings(client, client.job(1), {"SBATCH_SIGNAL": variable}) == wanted
+
+
+NO_ACCOUNTING: dict[str, Any] = {"command": None, "script": "#!/bin/sh\n"}
+
+
+@pytest.mark.parametrize(
+    ("signo", "known", "by_slurm", "reason"),
+    [
+        (signal.SIGUSR1, {}, True, StopReason.TIME_LIMIT),
+        (signal.SIGUSR1, {}, False, StopReason.TIME_LIMIT),  # a trap's, for B:
+        (signal.SIGUSR2, {}, True, None),
+        (signal.SIGUSR1, {"to_end_s": 145.0}, True, StopReason.TIME_LIMIT),  # a minute early
+        (signal.SIGUSR1, {"to_end_s": 170.0}, True, None),
+        (signal.SIGUSR1, {"to_end_s": None}, True, None),
+        (signal.SIGUSR1, {"state": JobState.SUSPENDED}, True, None),
+        (signal.SIGUSR1, {"to_end_s": 5e3, "preempted": True}, True, StopReason.PREEMPTED),
+        (signal.SIGUSR1, {"script": "#!/bin/sh\n"}, True, None),
+        (signal.SIGUSR2, NO_ACCOUNTING, True, StopReason.TIME_LIMIT),
+        (signal.SIGUSR2, NO_ACCOUNTING, False, None),
+        (signal.SIGUSR2, {"command": None}, True, StopReason.TIME_LIMIT),
+        (signal.SIGUSR2, {**NO_ACCOUNTING, "to_end_s": 200.0}, True, None),
+    ],
+)
+def test_the_signal_of_a_pause_is_the_warning_near_the_limit_only(
+    signo: int,
+    known: dict[str, Any],
+    by_slurm: bool,
+    reason: StopReason | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the job has asked for, and when it comes, tell it from a person's."""
+    monkeypatch.setattr(limit_warning, "open_client", lambda **_: _client(**known))
+    sender_pid = 0 if by_slurm else os.getpid()
+    stop = why_warned(1, signo, sender_pid=sender_pid, environ={})
+    assert (stop and stop.reason) is reason
