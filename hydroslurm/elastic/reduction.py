@@ -34,6 +34,7 @@ class GradientSum:
             parts of all ranks add up to 1.
         averages: the ranks train apart: of each step one number is summed, by which they notice
             who is gone at the same step.
+        begun: collectives of steps so far, those that failed included.
         is_sending: gradients of the step have been sent, so that whoever is late is another one.
             Whoever counts the steps sets it back.
     """
@@ -54,6 +55,7 @@ class GradientSum:
         self.weight = 1.0
         self.averages = False
         self.is_sending = False
+        self.begun = 0
         self._group = group
         self._may_send = may_send
         self._on_error = on_error
@@ -67,6 +69,7 @@ class GradientSum:
 
     def sum(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Sum one bucket over the generation."""
+        self.begun += 1
         buffer = bucket.buffer()
         group = self._group()
         if group is None or not self._may_send():
@@ -117,6 +120,7 @@ class GradientSum:
 
     def sum_shards(self, gradients: ShardGradients, count: int) -> None:
         """Sum the gradients of a step's shards in their order, ``count`` of them on all ranks."""
+        self.begun += 1
         if not self._may_send():
             self._on_error()
             return
@@ -134,6 +138,7 @@ class GradientSum:
 
     def share_buffers(self, module: torch.nn.Module) -> None:
         """Give all ranks the buffers of rank 0, as DDP does before each forward of a training."""
+        self.begun += 1
         group = self._group()
         buffers = [one for one in module.buffers() if one.numel()]
         if group is None or not buffers or not self._may_send():

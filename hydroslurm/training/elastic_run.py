@@ -9,8 +9,9 @@ Each rank is a run of its own as far as signals, events and saving go; who train
 coordinator's to say (:mod:`hydroslurm.elastic`). The first rank of a generation saves, for all have
 the same state. A member that is signalled announces that it leaves, and the others train on.
 
-What one step costs besides: a look at two attributes, and the position and random numbers are
-noted, to which a step that could not be completed comes back.
+What one step costs besides: a look at two attributes, and what a step that could not be completed
+comes back to: the position, random numbers, and the copies of
+:class:`~hydroslurm.training.step_undo.StepUndo`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.core.events import EventKind
 from hydroslurm.data.global_batches import share_batches
+from hydroslurm.elastic.roster import Depart
 from hydroslurm.errors import UsageError
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.training.generations import Generations
+from hydroslurm.training.plain import plain
 
 
 class ElasticRun(Generations):
@@ -41,10 +47,14 @@ class ElasticRun(Generations):
                 if self._log is not None:
                     self._log.watch(thing)
         # of all optimizers: one that the run does not know must not step by what is no gradient
-        self._unwatch = register_optimizer_step_pre_hook(self._before_optimizer).remove
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(lambda *_: self._undo.after_optimizer()),
+        ]
 
     def close(self) -> None:
-        self._unwatch()
+        for hook in self._hooks:
+            hook.remove()
         super().close()
 
     # --- what differs at the beginning and the end
@@ -82,7 +92,7 @@ class ElasticRun(Generations):
         if self._shard_steps is None:
             yield batch
         else:
-            yield from self._shard_steps.shards(batch, self._undo.buffers)
+            yield from self._shard_steps.shards(batch, self._undo.kept_of)
 
     def _add(self, name: str, thing: Any, *, per_rank: bool = False) -> None:
         super()._add(name, thing, per_rank=per_rank)
@@ -99,18 +109,22 @@ class ElasticRun(Generations):
     def _complete_step(self) -> None:
         if self._shard_steps is not None:
             self._shard_steps.require_summed("the step ended")
-        failed = self._engine.failed
         self._engine.sum.is_sending = False
         self._cursor.count_step()
         if failed:
-            self._undo.drop()
+            self._drop_step()
         else:
             self._step += 1
             self._scaled.step()
+        # a window of accumulated batches is one step here: dropped, held behind and saved as one
+        accumulates = self._undo.accumulates()
+        failed = self._engine.failed or (accumulates and self._member.broken)
             self._are_equal = not self._average_every
             if self._average_every and self._step % self._average_every == 0:
                 self._average()
-            self._keep()
+            if not accumulates:
+                self._undo.completed()
+                self._keep()
             if self._log is not None and self._is_first:
                 self._log.completed(
                     self._step, self._epoch, own=self._kept_own, samples=self._samples
@@ -124,13 +138,16 @@ class ElasticRun(Generations):
         )
         if directive is not None:
             self._obey(directive)
+        if accumulates and not failed:
+            return
         if not failed:
             super().safe_point()
 
     def _left_of_epoch(self, accumulate: int) -> Iterator[Any]:
         while True:
             self._moved = False
-            self._keep()
+            if not (self._undo.is_kept and self._undo.accumulates()):
+                self._keep()
             for batch in super()._left_of_epoch(accumulate):
                 mine, total = self._cursor.share_of_batch()
                 self._engine.sum.weight = mine / total
@@ -201,8 +218,42 @@ class ElasticRun(Generations):
 
     def _keep(self) -> None:
         """Note where the run is, between two steps."""
-        self._kept_own = self._position()
+        own = self._position()
+        registered = {"registered": plain(own["registered"])} if "registered" in own else {}
+        self._kept_own = {**own, **registered}
+        self._kept_at = self._step, self._epoch
         self._undo.keep()
+        else:
+            self._undo.before_optimizer()
+
+    def _drop_step(self) -> None:
+        """Leave where that cannot be done: whoever starts anew has a state that is right."""
+        if not self._undo.drop():
+            self._depart(
+                Depart(
+                    "a rank is gone, and this step cannot be undone: for the first time in this "
+                    "process it has summed gradients after an optimizer had stepped, or changed "
+                    "weights that were frozen",
+                    again=True,
+                )
+            )
+        self._step, self._epoch = self._kept_at
+
+    def _count_step_left_early(self) -> None:
+        """One that was dropped counts for nothing, and with its loop left nobody repeats it."""
+        if self._engine.failed and self._cursor.step_has_begun:
+            self._cursor.count_step()
+            self._drop_step()
+        super()._count_step_left_early()
+
+    def _one_step(self) -> Iterator[int]:
+        if not self._undo.is_kept:
+            self._keep()
+        yield from super()._one_step()
+
+    def _begin_loop(self, name: str) -> None:
+        super()._begin_loop(name)
+        self._undo.is_kept = False
         now_s = time.monotonic()
         took_s = now_s - self._step_began_s
         self._step_began_s = now_s

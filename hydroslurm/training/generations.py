@@ -56,6 +56,7 @@ class Generations(Run):
         self._attempt_number = 0
         self._is_done = False
         self._kept_own: Mapping[str, Any] = {}
+        self._kept_at = (0, 0)  # step and epoch
         self._step_began_s = 0.0
         self._samples = 0
         options = self._elastic_folder.options()
@@ -68,7 +69,7 @@ class Generations(Run):
         self._save_is_asked = False
         self._are_equal = True
         super().__init__(**arguments)
-        self._undo = StepUndo(self._objects, self._engine.modules)
+        self._undo = StepUndo(self._objects, self._engine.sum)
         self._engine.is_paused = lambda: self._controller.state is not GateState.RUNNING
         needs_replicas = options.size.spares and not self._in_order
         self._replicas = PeerReplicas(tell=notice) if needs_replicas else None
@@ -150,6 +151,8 @@ class Generations(Run):
             self._are_equal = True
         except (RuntimeError, ValueError) as error:
             warning(f"step {self._step}: the weights are not averaged, for a rank is gone: {error}")
+            if self._undo.is_kept:
+                self._undo.keep()
 
     def _meet(self, form: Form) -> bool:
         """Form a generation; whether it was formed."""
@@ -162,7 +165,7 @@ class Generations(Run):
             self._member.formed(form, ok=False, error=str(error))
             return False
         self._member.formed(form, ok=True, step=self._step)
-        self._moved = True
+        self._moved, self._undo.is_kept = True, False
         self._tell_generation(form, began_step)
         return True
 

@@ -3,7 +3,7 @@ loop over ``run.shards(batch)``. See :mod:`hydroslurm.elastic.fixed_order`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from hydroslurm.elastic.engine import InPlaceEngine
 from hydroslurm.elastic.fixed_order import ShardGradients
 from hydroslurm.errors import UsageError
 
-KeptBuffers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+KeptOf = Callable[[torch.nn.Module, str], Any]
 
 
 class ShardSteps:
@@ -47,11 +47,11 @@ class ShardSteps:
                 "end, and the optimizer's step behind it"
             )
 
-    def shards(self, batch: object, buffers: KeptBuffers) -> Iterator[Any]:
+    def shards(self, batch: object, kept_of: KeptOf) -> Iterator[Any]:
         """Yield this rank's shards, each to have its forward and backward; then sum.
 
         Args:
-            buffers: of the model, with what they held before the step.
+            kept_of: what a module's buffer held before the step.
 
         Raises:
             UsageError: that is no batch of the run; the forward has changed a buffer.
@@ -66,18 +66,24 @@ class ShardSteps:
             with gradients.shard(one.samples / batch.samples), rng.seeded(key):
                 yield one.batch
         if not self._are_buffers_checked:
-            self._require_same(buffers)
+            self._require_same(kept_of)
             self._are_buffers_checked = True
         batch.passes += 1
         self._engine.sum.sum_shards(gradients, batch.count)
         self._unsummed = None
 
-    def _require_same(self, buffers: KeptBuffers) -> None:
-        names = [name for each in self._engine.modules for name, _ in each.module.named_buffers()]
-        for name, (buffer, kept) in zip(names, buffers, strict=False):
-            if not torch.equal(buffer, kept):
+    def _require_same(self, kept_of: KeptOf) -> None:
+        buffers = [
+            (prefix, module, name, buffer)
+            for each in self._engine.modules
+            for prefix, module in each.module.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        for prefix, module, name, buffer in buffers:
+            if not torch.equal(buffer, kept_of(module, name)):
+                path = f"{prefix}.{name}" if prefix else name
                 raise UsageError(
-                    f"the forward has changed the buffer {name!r}, and with `summation: "
+                    f"the forward has changed the buffer {path!r}, and with `summation: "
                     "fixed_order` nothing may follow from which shards a rank has had. BatchNorm's "
                     "running statistics do: use GroupNorm or LayerNorm, "
                     "track_running_stats=False, or freeze it with .eval(); or leave summation out"

@@ -201,11 +201,32 @@ def trains_for(story: ElasticStory, name: str, seconds: float) -> None:
     )
 
 
-def test_the_training_is_that_of_a_fixed_size(story: ElasticStory, tmp_path: Path) -> None:
+ACCUMULATES = TRAIN.replace(
+    """            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+""",
+    """            loss.backward()
+            if step % 4 == 3:
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+""",
+)
+"""Over four batches, and the end of an epoch, without a word to the run."""
+
+
+@pytest.mark.parametrize("program", [TRAIN, ACCUMULATES], ids=["each batch", "accumulated"])
+def test_the_training_is_that_of_a_fixed_size(tmp_path: Path, program: str) -> None:
     """With keep_global a step has the same samples with one member and with three that come and go:
     the mean loss of each step, and the weights at the end, differ by the order of sums only."""
-    (tmp_path / "alone").mkdir()
-    with ElasticStory(tmp_path / "alone", max=4, wanted=1) as alone:
+    for name in ("alone", "together"):
+        (tmp_path / name).mkdir()
+    with (
+        ElasticStory(tmp_path / "together", program=program) as story,
+        ElasticStory(tmp_path / "alone", program=program, max=4, wanted=1) as alone,
+    ):
         alone.start("x", plain=True, step_s=0.0)
         story.start_all("abc", plain=True)
         story.wait_for_step("a", size=3)

@@ -1,0 +1,144 @@
+"""A step that a death cuts off is undone wholly: whatever the script keeps beside its weights."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from elasticstory import ElasticStory
+
+KEEPS_MUCH = """
+    import copy, json, os, signal, sys, time
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+    import hydroslurm
+
+    options = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(0)
+
+    class Net(nn.Module):  # with a key encoder as in MoCo
+        def __init__(self):
+            super().__init__()
+            self.query, self.norm = nn.Linear(8, 4), nn.BatchNorm1d(4)
+            self.key = copy.deepcopy(self.query).requires_grad_(False)
+            self.register_buffer("mean", torch.zeros(4))
+            self.forwards, self.queue, self.last = 0, [], {}
+
+        def forward(self, x):
+            self.forwards += 1
+            self.queue.append(float(self.forwards))
+            for one, other in zip(self.key.parameters(), self.query.parameters()):
+                one.data = one.data * 0.9 + other.data * 0.1
+            out = self.norm(self.query(x))
+            self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
+            self.last["forward"] = self.forwards
+            return out + 0.1 * self.key(x)
+
+    class Shadow:
+        def __init__(self, net):
+            self.shadow = {name: one.detach().clone() for name, one in net.named_parameters()}
+            self.updates = 0
+
+        def update(self, net):
+            self.updates += 1
+            for name, one in net.named_parameters():
+                self.shadow[name].mul_(0.9).add_(one.detach(), alpha=0.1)
+
+        def state_dict(self):
+            return {"shadow": self.shadow, "updates": self.updates}
+
+        def load_state_dict(self, state):
+            self.shadow, self.updates = state["shadow"], state["updates"]
+
+    def die(place):
+        now = place, run.step, dist.get_rank(), run.generation
+        if now == (options["place"], options["at"], 1, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    net = Net()
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD([*net.parameters()], lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    optimizer.register_step_pre_hook(lambda *_: die("in step"))
+    swa, teacher, shadow = AveragedModel(net), copy.deepcopy(net).requires_grad_(False), Shadow(net)
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    extra = {"swa": swa, "ema": average, "teacher": teacher, "shadow": shadow}
+    with hydroslurm.Run(
+        model=model, optimizer=optimizer, scheduler=scheduler, extra=extra, elastic=True, every_s=0
+    ) as run:
+        own = Shadow(net)
+        run.register("own", own, per_rank=True)
+        for step in run.steps(12):
+            print("STEP", json.dumps({"step": step, "size": dist.get_world_size()}), flush=True)
+            shadow.update(net)
+            own.update(net)
+            scheduler.step()
+            for part in range(1 + options["parts"]):
+                drawn = torch.Generator().manual_seed(2 * step + part)
+                x = torch.randn(4, 8, generator=drawn)
+                if part == options["parts"]:
+                    die("before backward")
+                loss = (model(x) - x[:, :4]).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                if part == options["parts"]:
+                    die("before step")
+                optimizer.step()
+                with torch.no_grad():
+                    if options["clips"]:
+                        net.query.weight.clamp_(-0.3, 0.3).mul_(0.99)
+            swa.update_parameters(net)
+            average.update_parameters(net)
+            for one, other in zip(teacher.parameters(), net.parameters()):
+                one.data.mul_(0.9).add_(other.data, alpha=0.1)
+            time.sleep(0.02)
+    things = {"net": net, "swa": swa, "ema": average, "teacher": teacher, "optimizer": optimizer}
+    things |= {"shadow": shadow, "scheduler": scheduler, "own": own}
+
+    def numbers(node):
+        if isinstance(node, torch.Tensor):
+            return node.double().flatten().tolist()
+        if isinstance(node, dict):
+            return [one for value in node.values() for one in numbers(value)]
+        if isinstance(node, (list, tuple)):
+            return [one for value in node for one in numbers(value)]
+        return [node] if isinstance(node, (int, float)) else []
+
+    print("DONE", json.dumps({
+        **{name: numbers(one.state_dict()) for name, one in things.items()},
+        "attributes": [net.forwards, *net.queue, *net.last.values()],
+    }))
+"""
+"""Each rank trains the same batches, so that the result does not depend on their number."""
+
+
+@pytest.mark.parametrize("place", ["before backward", "before step", "in step"])
+@pytest.mark.parametrize(
+    ("parts", "clips", "at"), [(0, False, 5), (0, True, 5), (2, False, 0), (2, False, 5)]
+)
+def test_nothing_of_a_dropped_step_is_left(
+    tmp_path: Path, place: str, parts: int, clips: bool, at: int
+) -> None:
+    """Averages, teachers, attributes, buffers, schedulers, and the weights of a step with several
+    backwards: all are at the end as in a run in which nobody died."""
+    told = {"parts": parts, "clips": clips, "at": at}
+    (tmp_path / "alone").mkdir()
+    with (
+        ElasticStory(tmp_path / "alone", program=KEEPS_MUCH, max=1) as alone,
+        ElasticStory(tmp_path / "together", program=KEEPS_MUCH, max=3) as story,
+    ):
+        alone.start("x", place="", **told)
+        story.start_all("abc", place=place, **told)
+        dead = story.wait_for("failure")["member"]
+        ends = [story.done(name) for name in "abc" if name != dead]
+        wanted = alone.done("x")
+        assert story.members[dead].wait() == -signal.SIGKILL
+        for end in ends:
+            for name, numbers in wanted.items():
+                assert end[name] == pytest.approx(numbers, rel=1e-4, abs=1e-6), (name, str(story))
