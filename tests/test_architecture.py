@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "checkpoint": BASE,
     "data": BASE | {"checkpoint.rng", "runtime.child_signals"},
     "parallel": COORDINATION,
-    "elastic": ELASTIC | {"checkpoint.tree", "data.position"},
+    "elastic": ELASTIC | {"checkpoint.tree", "data.position", "data.sampler"},
     "training": TRAINING,
     "compat": TRAINING | {"training", "integrations"},
     "integrations": TRAINING | {"training", "numa", "parallel"},

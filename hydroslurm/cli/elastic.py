@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from hydroslurm.elastic.folder import ElasticFolder
     from hydroslurm.slurm.values import Job
 
-_CHANGED = ("generation", "suspended", "paused", "continued", "wanted", "finished", "gave_up")
+_CHANGED = (
+    "generation", "suspended", "paused", "continued", "wanted", "trained", "finished", "gave_up",
+)  # fmt: skip
 _CHANGES = 12
 """So many changes are listed; the rest is counted."""
 _SILENT_S = 15.0
@@ -212,6 +214,8 @@ def _change_line(one: dict[str, Any], cost: dict[str, Any] | None) -> str:
     if one["kind"] in ("paused", "continued"):
         waits = ": the others wait for it" if one["kind"] == "paused" else ""
         return f"{at}  {one['member']} on {one['node'] or '?'} was {one['kind']}{waits}"
+    if one["kind"] == "trained":
+        return f"{at}  trained to step {one['step']}; what follows the training is under way"
     if one["kind"] == "finished":
         return f"{at}  finished at step {one['step']}"
     if one["kind"] == "gave_up":

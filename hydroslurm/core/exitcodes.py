@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import atexit
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 RUN_AGAIN = 75
 """Saved, not finished: the same command continues. sysexits' EX_TEMPFAIL. A batch script turns it
@@ -31,6 +38,45 @@ def leaves_with(status: Any) -> None:
 def left_with() -> Any:
     """The status that was told last; None before the first."""
     return _status
+
+
+# --- what is done as the process exits
+
+_calls: list[tuple[int, Callable[[str], None]]] = []
+_exit = sys.exit
+
+
+def at_end(call: Callable[[str], None]) -> None:
+    """Have this called as the process exits, in the order of these calls: with "" after a good end,
+    else with its status or its error.
+
+    An uncaught exception and :func:`sys.exit` with another status than 0 are noticed, and after a
+    signal nothing is called; ``raise SystemExit(1)`` cannot be told from a successful exit.
+    """
+    if all(pid != os.getpid() for pid, _ in _calls):
+        if multiprocessing.parent_process() is None:
+            atexit.register(_end)
+        else:  # exits through os._exit(), which skips atexit
+            multiprocessing.util.Finalize(None, _end, exitpriority=0)
+        sys.exit = _noting_exit
+    _calls.append((os.getpid(), call))
+
+
+def _end() -> None:
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    status = left_with()
+    failed = "" if status in (None, 0) else f"status {status}"
+    for pid, call in _calls:
+        if pid == os.getpid():
+            call(failed if error is None else type(error).__name__)
+    _calls.clear()
+
+
+def _noting_exit(status: Any = None, /) -> NoReturn:
+    """``sys.exit`` that records its status, which nothing else reveals at exit."""
+    if threading.current_thread() is threading.main_thread():
+        leaves_with(status)
+    _exit(status)
 
 
 class ExitForRequeue(SystemExit):

@@ -152,6 +152,10 @@ class ResumableSampler(Sampler[int]):
             return self.state_at(self.epoch, self._start)
         return self.state_at(self._latest.epoch, self._latest.consumed)
 
+    def begin_state(self) -> dict[str, Any]:
+        """Where the latest iterator began."""
+        return self.state_at(self.epoch, self._start)
+
     def state_at(self, epoch: int, consumed: int) -> dict[str, Any]:
         """The state in which all ranks together have consumed so many samples of an epoch."""
         return {

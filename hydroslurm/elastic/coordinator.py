@@ -187,6 +187,10 @@ class Coordinator(Server):
             self.uses[rank] = message["use"]
             told = {name: message[name] for name in TOLD_BY_BEATS}
             self.act(self.membership.beat(rank, now_s=now_s, **told))
+        elif kind == "done":
+            self.act(self.membership.done(rank, now_s))
+            value = int(self.membership.finished)
+            self._put(peer, {"type": "added", "id": message["id"], "value": value})
         elif kind in ("set", "get", "add"):
             self._serve_store(peer, message)
         elif kind in EVENTS:
@@ -378,11 +382,20 @@ def restored(
 ) -> tuple[Membership, int]:
     """The membership as the ledger has it, and the number of this coordinator, from 1."""
     forming: Message = {}
+    trained: Message | None = None
+    done: list[Rank] = []
+    failed: list[str] = []
     size, epoch, finished = options.size, 1, False
     for entry in folder.ledger():
         kind = entry["kind"]
         if kind == "forming":
-            forming = entry
+            forming, trained = entry, None
+        elif kind == "trained":
+            trained, done, failed = entry, [], []
+        elif kind == "done":
+            done.append((entry["member"], entry["local_rank"]))
+        elif kind in ("left", "failure") and trained is not None:
+            failed.append(entry["member"])
         elif kind == "wanted" and size.min <= int(entry["size"]) <= size.max:
             size = Size(min=size.min, max=size.max, wanted=int(entry["size"]), spares=size.spares)
         elif kind == "coordinator":
@@ -403,6 +416,8 @@ def restored(
     membership.finished = finished
     membership.ranks_each = options.ranks_each
     membership.are_agents = options.engine == "restart"
+    if trained is not None and not finished:
+        membership.resume_tail(trained["step"], done=done, failed=failed)
     return membership, epoch
 
 

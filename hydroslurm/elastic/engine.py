@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 
+from hydroslurm.core.exitcodes import at_end
 from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
 from hydroslurm.elastic.group import GenerationGroup, backend_of_script, parallel_modules, rebuild
@@ -144,6 +145,20 @@ class InPlaceEngine:
         finally:  # torch makes them parts of one vector, and somebody may know where they were
             for one, place in zip(parameters, places, strict=True):
                 one.data = place
+
+    def remain(self) -> None:
+        """The training is complete. What follows has the group of all who have trained, and the
+        coordinator hears how this process ends."""
+        if self.shards is not None:
+            self.group.close()
+        at_end(self._end)
+
+    def _end(self, problem: str) -> None:
+        if not problem:
+            self.member.done()
+        self.member.close()
+        if self.shards is None:
+            self.group.destroy()
 
     def close(self) -> None:
         """End the connection and the group."""

@@ -49,6 +49,8 @@ Less than a new one waits for its ranks; more than between two of its words."""
 TOLD_AFTER_S = 60.0
 MOST_ERROR = 500
 """Characters of an error that the coordinator is told."""
+GOODBYE_S = 60.0
+"""A process that ends waits so long for a coordinator that could hear of it."""
 STORE_S = 120.0
 """As long as a rank waits for another in a group that the script makes."""
 
@@ -106,6 +108,7 @@ class Member:
         self._holding: tuple[int, bool, bool] | None = None
         self._directives: deque[Directive] = deque()
         self._ready = False
+        self._all_done = False
         self._leaving = ""
         self._failure: Message | None = None
         self._aborted_for = 0
@@ -298,6 +301,25 @@ class Member:
         """What is said with the next beat."""
         self._pace = (step_s, samples_per_s)
 
+    def done(self, *, of_all: bool = False) -> bool:
+        """What follows the training is done, and this process ends well. Return once the
+        coordinator knows, or, for the word ``of_all`` ranks, once it knows that of each; whether it
+        does."""
+        until_s = time.monotonic() + GOODBYE_S
+        while not (self._all_done or self.broken) and time.monotonic() < until_s:
+            try:
+                self._all_done = bool(self._ask({"type": "done"}, GOODBYE_S))
+            except CoordinatorLost:
+                self._all_done = self._has_succeeded()
+                if self._closed:
+                    break
+            else:
+                until_s = time.monotonic() + GOODBYE_S
+                if not of_all:
+                    return True
+            time.sleep(RETRY_S)
+        return self._all_done
+
     # --- the store by which a process group meets
 
     def set_value(self, key: str, value: bytes) -> None:
@@ -397,9 +419,8 @@ class Member:
 
     def _look_for_end(self) -> None:
         """Nobody may be left who could say that the run has finished, or where it is."""
-        status = self._folder.read(self._folder.status_json) or {}
-        if status.get("state") == "Succeeded":
-            self._put(Finished(int(status.get("step", 0))))
+        if self._has_succeeded():
+            self._put(Finished())
             self._closed = True
         elif self._clock.now_s() - self._alone_since_s > TOLD_AFTER_S:
             self._alone_since_s = math.inf
@@ -408,6 +429,10 @@ class Member:
                 f"({self._lost or 'nobody listens'}); this member trains on, and changes nothing "
                 "until it is back. Is its job running?"
             )
+
+    def _has_succeeded(self) -> bool:
+        status = self._folder.read(self._folder.status_json) or {}
+        return status.get("state") == "Succeeded"
 
     def _serve(self) -> None:
         connection = self._connect()
@@ -526,8 +551,10 @@ class Member:
             self._put(Save(message["change"]))
         elif kind == "depart":
             self._put(Depart(message["reason"], failed=message["failed"]))
-        elif kind == "finished":
-            self._put(Finished(message["step"]))
+        elif kind in ("trained", "finished"):
+            with self._cond:
+                self._holding = None
+            self._put(Finished())
         elif kind == "paused":
             self._warn(
                 f"member {message['member']} on {message['node'] or '?'} is paused: the others "

@@ -10,6 +10,9 @@ no socket and no file. One change of the generation goes through these phases:
     FORMING    they stand still; the new generation meets, and newcomers get the state
     SUSPENDED  they stand still, and wait for more members
 
+Behind its last step a generation stays together for what follows the training (its *tail*). The run
+has finished once all its processes have ended well; if one has not, others repeat the tail.
+
 A change that is called while all is well loses nothing: all ranks hold behind one step. One that a
 death forces repeats at most the step in flight. Ranks that are one step ahead of others (a death
 may let a collective succeed here and fail there) are the source of the state for these.
@@ -57,7 +60,7 @@ class Membership:
         size: may be replaced by :meth:`scale` only.
         generation: the number of the newest one; 0 before the first.
         current: its members, in the order of their ranks; () while none trains.
-        finished: the training is complete.
+        finished: the training is complete, and what follows it is done.
         gave_up: why the run cannot go on, "" while it can.
         ranks_each: of torch, where those that speak here are agents and start so many each.
         are_agents: whether they are: a generation that is formed has then yet to meet.
@@ -98,6 +101,8 @@ class Membership:
         self._gather_until_s: float | None = None
         self._join_at_s: float | None = None
         self._begun: tuple[int, int, float] | None = None
+        self._tail: set[Rank] | None = None  # ranks that do what follows the training
+        self._tail_failed: list[str] = []
         self._failed_meetings = FailedMeetings()
         self._meet_again_s: float | None = None
         for name, local_size in current:
@@ -135,6 +140,13 @@ class Membership:
         member = self.members.get(name)
         if member is not None and member.local_size != local_size:
             raise Refused(f"{name} has {member.local_size} ranks, and {local_size} are claimed")
+        other = next(iter(self.members.values()), None)
+        if member is None and other is not None and other.local_size != local_size:
+            raise Refused(
+                f"{name} has {local_size} ranks, and each member of this run has "
+                f"{other.local_size}: their share of a step and their learning rate would not be "
+                "the same. Start as many processes on each node"
+            )
         if member is not None and local in member.present:
             raise Refused(f"rank {local} of {name} is connected already", again=True)
         if generation and not self._may_return(name, generation, holding):
@@ -155,7 +167,10 @@ class Membership:
         self._absent.discard(rank)
         self._liveness.heard(rank, now_s)
         self._send(rank, "welcome", generation=self.generation)
-        if generation and (holding or self.change is not None):
+        if self._tail is not None:
+            if holding:  # it has missed the word
+                self._send(rank, "trained", step=self.step)
+        elif generation and (holding or self.change is not None):
             self._break("the coordinator was replaced during a change", now_s)
             self._abort(rank)
         return self._settled(now_s)
@@ -193,13 +208,15 @@ class Membership:
         self._heard(rank, now_s)
         self.step = max(self.step, step)
         step = step if has_state else -1
-        if rank[0] in self._training:
+        if rank[0] in self._training and self._tail is None:
             if self.change is None and failed:
                 self._break(f"{rank[0]}: a collective failed", now_s)
             elif self.change is None:
                 self._begin(Phase.HOLDING, f"{rank[0]} has trained to the end", now_s)
             assert self.change is not None
-            if change in (self.change.number, 0) or final:
+            if final and self.change.phase is Phase.FORMING and rank not in self.change.to_form:
+                self.change.ended[rank] = Arrival(step, failed, final)
+            elif change in (self.change.number, 0) or final:
                 self.change.arrivals[rank] = Arrival(step, failed, final)
                 if failed and self.change.phase in (Phase.CALLING, Phase.HOLDING):
                     self._break("a collective failed", now_s)
@@ -220,7 +237,8 @@ class Membership:
         they had ``met``, nobody is to blame for it yet, and the cause is what one tells that has
         not just ``lost_peer``."""
         member = self._heard(rank, now_s)
-        if generation == self.generation and member is not None and rank[0] in self._training:
+        is_current = generation == self.generation and self._tail is None
+        if is_current and member is not None and rank[0] in self._training:
             member.failure = reason
             cause = f"{rank[0]}: {reason}" if reason else "a collective failed"
             change = self.change
@@ -288,8 +306,24 @@ class Membership:
                 self._record_generation(pause_s)
                 if not self.are_agents:
                     self._has_met()
-                self.change = None
+                ended, self.change = self.change.ended, None
+                if ended:
+                    self._begin(Phase.HOLDING, "nothing to train", now_s).arrivals = ended
         return self._settled(now_s)
+
+    def done(self, rank: Rank, now_s: float) -> list[Action]:
+        """The process of this rank has done what follows the training, and ends well."""
+        self._heard(rank, now_s)
+        if self._tail is not None and rank in self._tail:
+            self._tail.remove(rank)
+            self._record("done", member=rank[0], local_rank=rank[1])
+        return self._settled(now_s)
+
+    def resume_tail(self, step: int, *, done: Iterable[Rank], failed: Iterable[str]) -> None:
+        """The coordinator before has seen the training end at this step, and this since."""
+        self.step, self._tail_failed = step, list(failed)
+        self._tail = set(self._present_ranks()) - set(done)
+        self._absent &= self._tail
 
     def leave(self, rank: Rank, reason: str, now_s: float) -> list[Action]:
         """A member announces that it has to go."""
@@ -367,16 +401,18 @@ class Membership:
 
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed."""
-        # while nobody is heard, it may as well be this end that is cut off
+        # while nobody is heard, it may as well be this end that is cut off; in the tail no rank
+        # waits for another within a step, and an export may hold the GIL for long
         heard_until_s = max(self._liveness.newest_s(), now_s - CUT_OFF_S)
-        while (silent := self._liveness.most_silent()) is not None:
+        while self._tail is None and (silent := self._liveness.most_silent()) is not None:
             rank, heard_s = silent
             if heard_until_s - heard_s <= self.timing.silent_s:
                 break
             self._actions.append(Close(rank))
             self._lost(rank, now_s, why=f"silent for {now_s - heard_s:.1f} s")
         self._tell_who_is_awaited()
-        training = self._present_ranks() if self.change is None else ()
+        trains = self.change is None and self._tail is None
+        training = self._present_ranks() if trains else ()
         for rank in self._liveness.stuck(training, now_s, after_s=self.timing.stuck_s):
             self._lost(rank, now_s, why=f"hangs in a step: the others wait for {rank[0]}")
             self._actions.append(Close(rank))
@@ -398,6 +434,11 @@ class Membership:
 
     # --- what is seen
     # --------------------------------------------------------------------------------------------
+
+    @property
+    def is_in_tail(self) -> bool:
+        """Whether the training is complete, and what follows it is under way and has not failed."""
+        return self._tail is not None and not self._tail_failed
 
     @property
     def state(self) -> str:
@@ -487,6 +528,8 @@ class Membership:
         change = self.change
         if self.finished or self.gave_up:
             return False
+        if self._tail is not None:
+            return self._settle_tail()
         if change is None:
             return self._may_begin(now_s)
         if not self._count_ranks() and change.phase is not Phase.FORMING:
@@ -613,8 +656,12 @@ class Membership:
         """Everybody stands still: who goes on?"""
         arrivals = [change.arrivals[rank] for rank in ranks]
         steps = {one.step for one in arrivals}
-        if all(one.final for one in arrivals) and len(steps) == 1:
-            self._finish(max(steps.pop(), self.step))
+        # a group that is broken, or whose members leave, is of no use for what follows
+        is_whole = change.phase is Phase.HOLDING and not any(
+            self.members[name].leaving for name in self.current
+        )
+        if all(one.final for one in arrivals) and len(steps) == 1 and (is_whole or self.are_agents):
+            self._end_training(max(steps.pop(), self.step))
             return False
         if any(one.failed for one in arrivals) and max(steps) == min(steps) >= 0:
             change.steps_lost = 1
@@ -713,6 +760,29 @@ class Membership:
             self.change = None
             return True
         return self._form(change)
+
+    def _end_training(self, step: int) -> None:
+        """Agents arrive when their processes have ended, and with them what follows."""
+        self.change, self.step = None, step
+        if self.are_agents:
+            self._finish(step)
+            return
+        self._tail, self._tail_failed = set(self._present_ranks()), []
+        self._record("trained", step=step, generation=self.generation)
+        for rank in self._present_ranks():
+            self._send(rank, "trained", step=step)
+
+    def _settle_tail(self) -> bool:
+        if self._tail:
+            return False
+        if not self._tail_failed:
+            self._finish(self.step)
+            return False
+        for name in self.current:
+            if (member := self.members.get(name)) is not None:
+                self._drop(member)
+        self._tail, self.current = None, ()  # whoever is ready repeats it, from the last save
+        return True
 
     def _finish(self, step: int) -> None:
         self.finished = True
@@ -852,6 +922,9 @@ class Membership:
         self._liveness.forget(rank)
         if member is None or (rank[1] not in member.present and rank not in self._absent):
             return
+        if self._tail is not None and member.id in self._training:
+            self._lost_in_tail(rank, member, why)
+            return
         self._drop(member)
         gone = f"rank {rank[1]} of this node is gone: {why}"
         for other in member.ranks:
@@ -868,6 +941,26 @@ class Membership:
         self._failed_meetings.forget()
         self._break(f"{member.id} is gone ({why})", now_s)
         self._forget(member)
+
+    def _lost_in_tail(self, rank: Rank, member: MemberState, why: str) -> None:
+        """The process of a rank has ended. Unless that was well the others' collectives fail, and
+        they end too; only the first counts as a failure."""
+        assert self._tail is not None
+        member.present.discard(rank[1])
+        self._absent.discard(rank)
+        if rank not in self._tail:
+            return
+        self._tail.remove(rank)
+        if member.id not in self._tail_failed:
+            self._record(
+                "left" if member.leaving or self._tail_failed else "failure",
+                member=member.id,
+                node=member.node,
+                reason=member.leaving or f"what follows the training was not done: {why}",
+            )
+            self._tail_failed.append(member.id)
+        for other in self._present_ranks():
+            self._abort(other)
 
 
 def _in_order(order: Sequence[str], staying: Sequence[str], joining: Sequence[str]) -> list[str]:

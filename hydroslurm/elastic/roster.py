@@ -171,6 +171,7 @@ class Change:
         proposals: rank -> the next step behind which it can hold.
         arrivals: the ranks that hold.
         to_form: the ranks of the generation that is forming that do not have it yet.
+        ended: ranks of it that had nothing to train, and hold already.
         culprit: the member where something failed first, if one has said so.
         resumes_behind: the step behind which the ranks that have formed train on.
     """
@@ -183,6 +184,7 @@ class Change:
     proposals: dict[Rank, int] = field(default_factory=dict)
     arrivals: dict[Rank, Arrival] = field(default_factory=dict)
     to_form: set[Rank] = field(default_factory=set)
+    ended: dict[Rank, Arrival] = field(default_factory=dict)
     culprit: str = ""
     lost: list[str] = field(default_factory=list)
     steps_lost: int = 0
@@ -260,8 +262,6 @@ class Depart:
 @dataclass(frozen=True)
 class Finished:
     """All ranks have trained to the end."""
-
-    step: int
 
 
 Directive = Form | Save | Average | Depart | Finished

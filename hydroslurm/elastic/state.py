@@ -36,12 +36,17 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import DataLoader
 
 from hydroslurm.checkpoint.tree import encode
 from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN, ExitForRequeue
 from hydroslurm.data.position import position_of
+from hydroslurm.data.sampler import ResumableSampler
+from hydroslurm.elastic.accumulation import Accumulation
 from hydroslurm.elastic.engine import InPlaceEngine
 from hydroslurm.elastic.group import meeting
 from hydroslurm.elastic.roster import Depart, Directive, Finished, Form, Save
@@ -88,9 +93,11 @@ class State:
     def __init__(self, **objects: Any) -> None:
         if taken := sorted(name for name in objects if hasattr(type(self), name)):
             raise UsageError(f"State({taken[0]}=...): the name is taken by a method of the state")
+        self._has_optimizer = any(isinstance(one, Optimizer) for one in objects.values())
         for name, one in objects.items():
             if isinstance(one, DataLoader):
-                objects = {"epoch": 0, **objects, name: StateLoader(one, epoch=self._epoch_now)}
+                loader = StateLoader(one, epoch=self._epoch_now, has_optimizer=self._has_optimizer)
+                objects = {"epoch": 0, **objects, name: loader}
         self._objects = {
             name: one for name, one in objects.items() if hasattr(one, "load_state_dict")
         }
@@ -117,6 +124,9 @@ class State:
         self._kept_point = 0
         self._is_done = False
         self._kept: Mapping[str, Any] = {}
+        self._accumulation = Accumulation()
+        self._used: dict[str, dict[str, Any]] = {}
+        """Of samplers: where they were when an optimizer stepped last."""
         self._on_reset: list[Callable[[], None]] = []
         self._stop = threading.Event()
 
@@ -126,11 +136,7 @@ class State:
         Raises:
             Resized: they did; :func:`run` handles it.
         """
-        broken = self._engine.agree()
-        if not self._engine.failed:
-            self._point += 1
-            self._keep()
-        self._let_change(broken)
+        self._reach_point(keeps=True)
 
     def check_host_updates(self) -> None:
         """Let members come and go here, without a copy; all ranks call it equally often.
@@ -138,10 +144,7 @@ class State:
         Raises:
             Resized: they did.
         """
-        broken = self._engine.agree()
-        if not self._engine.failed:
-            self._point += 1
-        self._let_change(broken)
+        self._reach_point(keeps=False)
 
     def save(self) -> None:
         """Keep a copy of the state in this process, as :meth:`commit` does; all ranks call it."""
@@ -166,6 +169,20 @@ class State:
 
     # --- inside
     # --------------------------------------------------------------------------------------------
+
+    def _reach_point(self, *, keeps: bool) -> None:
+        """Gradients that are being accumulated are no part of the state: nothing happens until an
+        optimizer has used them, and if a rank is gone the last copy is gone back to."""
+        broken = self._engine.agree()
+        if self._has_optimizer and self._accumulation.is_under_way(self._weights()):
+            if not broken:
+                return
+            self._engine.failed = True
+        if not self._engine.failed:
+            self._point += 1
+            if keeps:
+                self._keep()
+        self._let_change(broken)
 
     def _let_change(self, broken: bool) -> None:
         if self._stop.is_set():
@@ -197,15 +214,42 @@ class State:
         if self._engine.failed and self._engine.shards is None:
             raise Dropped("a rank is gone; the step is dropped")
 
+    def _after_optimizer(self, *_: Any) -> None:
+        """What was fetched until now has been used."""
+        self._accumulation.used(self._weights())
+        for name, one in self._objects.items():
+            if isinstance(one, ResumableSampler):
+                self._used[name] = one.state_dict()
+            elif isinstance(one, StateLoader):
+                one.note_used()
+
+    def _weights(self) -> list[nn.Parameter]:
+        modules = [one for one in self._objects.values() if isinstance(one, nn.Module)]
+        return [one for each in modules for one in each.parameters() if one.requires_grad]
+
+    def _state_of(self, name: str) -> Any:
+        """A batch that was fetched and that no optimizer has stepped by yet comes again."""
+        one = self._objects[name]
+        now = one.state_dict()
+        if not isinstance(one, ResumableSampler) or not (self._used or self._has_optimizer):
+            return now
+        used = self._used.get(name)
+        if used and used["epoch"] == now["epoch"] and used["consumed"] <= now["consumed"]:
+            return used
+        return one.begin_state()
+
     def _now(self) -> dict[str, Any]:
         return {
-            "objects": {name: one.state_dict() for name, one in self._objects.items()},
+            "objects": {name: self._state_of(name) for name in self._objects},
             "values": {name: getattr(self, name) for name in self._names},
         }
 
     def _apply(self, state: Mapping[str, Any]) -> None:
         for name, one in self._objects.items():
             one.load_state_dict(state["objects"][name])
+            if isinstance(one, nn.Module):
+                one.zero_grad(set_to_none=True)
+        self._used = {name: state["objects"][name] for name in self._used}
         for name in self._names:
             setattr(self, name, state["values"][name])
 
@@ -239,6 +283,10 @@ class State:
     def _begin(self) -> None:
         self._engine.member.start()
         self._obey(self._engine.member.begin(stop=self._stop.is_set))
+        if self._is_done:
+            self._engine.close()
+            warnings.warn("this run has finished; nothing to do", stacklevel=2)
+            raise ExitForRequeue.finished()
 
     def _obey(self, directive: Directive) -> None:
         member = self._engine.member
@@ -278,6 +326,8 @@ class State:
         engine.member.formed(form, ok=True, step=self._point)
         self._keep()
         self._share_samples()
+        for one in self._weights():
+            one.grad = None  # the function begins anew, and may clear them behind its steps
         for callback in self._on_reset:
             callback()
         return True
@@ -342,18 +392,22 @@ class State:
 
 
 class StateLoader:
-    """A DataLoader of a :class:`State`: gives what is left of an epoch, to each rank its share; a
-    batch that was given is used.
+    """A DataLoader of a :class:`State`: gives what is left of an epoch, to each rank its share. A
+    batch is used once an optimizer has stepped behind it: it may be committed before it is trained.
 
     Args:
         loader: with a :class:`~hydroslurm.data.ResumableSampler`, and with workers or without.
         epoch: says which one is to be gone through.
+        has_optimizer: whether an optimizer of the state steps; else a batch that was given is used,
+            until one has.
 
     Raises:
         UsageError: another sampler, whose order not all members could take up.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, epoch: Callable[[], int]) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], *, epoch: Callable[[], int], has_optimizer: bool
+    ) -> None:
         self._loader = loader
         self._epoch = epoch
         self._position = position_of(loader, shield=(signal.SIGTERM,))
@@ -365,6 +419,8 @@ class StateLoader:
                 "of shuffle= or a DistributedSampler"
             )
         self._loaded: Mapping[str, Any] | None = None
+        self._used: Mapping[str, Any] | None = None
+        self._counts_used = has_optimizer
         self._ended: int | None = None
 
     def __len__(self) -> int:
@@ -380,24 +436,37 @@ class StateLoader:
             )
         state, self._loaded = self._loaded, None
         if state is not None and state["epoch"] == epoch:
-            yield from self._position.resume_epoch(state)
+            batches = self._position.resume_epoch(state)
         else:
-            yield from self._position.begin_epoch(epoch)
-        self._ended = epoch
+            batches = self._position.begin_epoch(epoch)
+        self._used = self._position.state_dict()
+        yield from batches
+        self._ended, self._used = epoch, self._position.state_dict()
+
+    def note_used(self) -> None:
+        """An optimizer has stepped: the batches that were given are used."""
+        self._counts_used = True
+        if self._used is not None:
+            self._used = self._position.state_dict()
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The place between two batches."""
-        return self._position.state_dict() if self._loaded is None else self._loaded
+        """The place behind the last batch that is used."""
+        if self._loaded is not None:
+            return self._loaded
+        if self._counts_used and self._used is not None:
+            return self._used
+        return self._position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next iterator begin there, if it is for the same epoch."""
-        self._loaded, self._ended = state, None
+        self._loaded, self._used, self._ended = state, None, None
 
 
 def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State, P], R | None]:
     """Make a function train elastically: it is called again after each change of the members.
 
-    It returns what the function has returned; None where the run had finished without this member.
+    It returns what the function has returned, and torch's default group is that of all who have
+    trained. A process that comes after the end of the run ends at once, with status 0.
     """
 
     @functools.wraps(train)
@@ -405,7 +474,10 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
         result: R | None = None
         with state._stopping_at_sigterm():
             state._begin()
-            hook = register_optimizer_step_pre_hook(state._before_optimizer)
+            hooks = [
+                register_optimizer_step_pre_hook(state._before_optimizer),
+                register_optimizer_step_post_hook(state._after_optimizer),
+            ]
             try:
                 while not state._is_done:
                     try:
@@ -416,8 +488,11 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
                     except RuntimeError as error:
                         state._recover(error)
             finally:
-                hook.remove()
-                state._engine.close()
+                for hook in hooks:
+                    hook.remove()
+                if not state._is_done:
+                    state._engine.close()
+        state._engine.remain()
         return result
 
     return elastic

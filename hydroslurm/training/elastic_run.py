@@ -61,7 +61,8 @@ class ElasticRun(Generations):
     # --------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait until all members have trained to the end; the first of them saves."""
+        """Wait until all members have trained to the end; the first of them saves. The default
+        group stays that of these members, for what follows."""
         if not self._has_begun:
             self._begin_unasked("the run is to be finished", may_load=False)
         self._count_step_left_early()
@@ -74,6 +75,10 @@ class ElasticRun(Generations):
         else:
             self._attempt.record(EventKind.RUN_FINISHED)
             self._leave()
+        self._engine.remain()
+
+    def _others_have_ended(self) -> bool:
+        return self._member.done(of_all=True)
 
     def _use(self, loader: Any) -> None:
         options = self._elastic_folder.options()
@@ -111,14 +116,14 @@ class ElasticRun(Generations):
             self._shard_steps.require_summed("the step ended")
         self._engine.sum.is_sending = False
         self._cursor.count_step()
+        # a window of accumulated batches is one step here: dropped, held behind and saved as one
+        accumulates = self._undo.accumulates()
+        failed = self._engine.failed or (accumulates and self._member.broken)
         if failed:
             self._drop_step()
         else:
             self._step += 1
             self._scaled.step()
-        # a window of accumulated batches is one step here: dropped, held behind and saved as one
-        accumulates = self._undo.accumulates()
-        failed = self._engine.failed or (accumulates and self._member.broken)
             self._are_equal = not self._average_every
             if self._average_every and self._step % self._average_every == 0:
                 self._average()
@@ -133,13 +138,13 @@ class ElasticRun(Generations):
             if self._replicas is not None:
                 self._replicas.exchange(self._kept_own)
         self._look_for_stop()
+        if accumulates and not failed:
+            return
         directive = self._member.safe_point(
             self._step, failed=failed, equal=self._are_equal, stop=self._stop_seen
         )
         if directive is not None:
             self._obey(directive)
-        if accumulates and not failed:
-            return
         if not failed:
             super().safe_point()
 
@@ -215,14 +220,6 @@ class ElasticRun(Generations):
             self._shard_steps.require_summed("an optimizer stepped")
         if self._engine.failed:
             self._undo.hold_back(optimizer)
-
-    def _keep(self) -> None:
-        """Note where the run is, between two steps."""
-        own = self._position()
-        registered = {"registered": plain(own["registered"])} if "registered" in own else {}
-        self._kept_own = {**own, **registered}
-        self._kept_at = self._step, self._epoch
-        self._undo.keep()
         else:
             self._undo.before_optimizer()
 
@@ -254,6 +251,14 @@ class ElasticRun(Generations):
     def _begin_loop(self, name: str) -> None:
         super()._begin_loop(name)
         self._undo.is_kept = False
+
+    def _keep(self) -> None:
+        """Note where the run is, between two steps."""
+        own = self._position()
+        registered = {"registered": plain(own["registered"])} if "registered" in own else {}
+        self._kept_own = {**own, **registered}
+        self._kept_at = self._step, self._epoch
+        self._undo.keep()
         now_s = time.monotonic()
         took_s = now_s - self._step_began_s
         self._step_began_s = now_s

@@ -107,10 +107,15 @@ class Ending(Saving):
         warning(f"while the ranks were about to stop: {type(error).__name__}: {error}")
         raise self._stopping.leave_unsaved(broken, request, step=self._step) from error
 
+    def _others_have_ended(self) -> bool:
+        """Asked as this process ends: whether those that count have ended well."""
+        return True
+
     def _write_finished(self) -> None:
         self._fence.check("the end of the run")
         self._attempt.end("finished", step=self._step)
         if self._rest_is_redone:
-            finished.at_good_end(self.dir, step=self._step, fence=self._fence)
+            others = self._others_have_ended
+            finished.at_good_end(self.dir, step=self._step, fence=self._fence, others=others)
         else:
             finished.write(self.dir, step=self._step)

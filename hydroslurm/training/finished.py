@@ -11,20 +11,15 @@ none: the next start trains nothing, and repeats that last part.
 
 from __future__ import annotations
 
-import atexit
 import json
-import multiprocessing
-import multiprocessing.util
 import os
-import sys
-import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
-from hydroslurm.core.exitcodes import leaves_with, left_with
+from hydroslurm.core.exitcodes import at_end
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.core.rundir import RunDir
@@ -111,25 +106,22 @@ class _Trained:
     run: RunDir
     step: int
     fence: Fence
+    others: Callable[[], bool]
 
 
 _trained: dict[Path, _Trained] = {}
-_exit = sys.exit
 
 
-def at_good_end(run: RunDir, *, step: int, fence: Fence) -> None:
-    """Write the marker of a run once this process exits with status 0.
+def at_good_end(run: RunDir, *, step: int, fence: Fence, others: Callable[[], bool]) -> None:
+    """Write the marker of a run once this process exits with status 0; see
+    :func:`hydroslurm.core.exitcodes.at_end`.
 
-    An uncaught exception and :func:`sys.exit` with another status are noticed, and after a signal
-    nothing of this runs; ``raise SystemExit(1)`` cannot be told from a successful exit.
+    Args:
+        others: asked then: whether all other ranks that have to have ended well, too.
     """
     if not _trained:
-        if multiprocessing.parent_process() is None:
-            atexit.register(settle)
-        else:  # exits through os._exit(), which skips atexit
-            multiprocessing.util.Finalize(None, settle, exitpriority=0)
-        sys.exit = _noting_exit
-    _trained[run.root] = _Trained(os.getpid(), run, step, fence)
+        at_end(settle)
+    _trained[run.root] = _Trained(os.getpid(), run, step, fence, others)
 
 
 def next_unfinished(run: RunDir) -> RunDir:
@@ -157,29 +149,20 @@ def require_unfinished(run: RunDir) -> None:
         )
 
 
-def settle() -> None:
+def settle(problem: str = "") -> None:
     """Write the markers as the process exits, or log why not."""
     for done in [one for one in _trained.values() if one.pid == os.getpid()]:
         del _trained[done.run.root]
-        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        status = left_with()
-        if error is not None or status not in (None, 0):
-            why = type(error).__name__ if error is not None else f"status {status}"
+        if problem or not done.others():
+            why = f"the process ends with {problem}" if problem else "another rank ends otherwise"
             warning(
-                f"the training in {done.run.root} is done, but the process ends with {why}: a "
-                "restart repeats what follows the training"
+                f"the training in {done.run.root} is done, but {why}: a restart repeats what "
+                "follows the training"
             )
             continue
         try:
             done.fence.check("the end of the run")
             if done.run.root.is_dir():
                 write(done.run, step=done.step)
-        except Exception as problem:  # an exit status cannot be changed any more
-            warning(f"finished.json could not be written, so a restart repeats the end: {problem}")
-
-
-def _noting_exit(status: Any = None, /) -> NoReturn:
-    """``sys.exit`` that records its status, which nothing else reveals at exit."""
-    if threading.current_thread() is threading.main_thread():
-        leaves_with(status)
-    _exit(status)
+        except Exception as error:  # an exit status cannot be changed any more
+            warning(f"finished.json could not be written, so a restart repeats the end: {error}")

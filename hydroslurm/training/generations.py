@@ -108,13 +108,15 @@ class Generations(Run):
         if self._is_done:
             notice("this run has finished; nothing to do")
             self.close()
+            self._engine.close()
             raise ExitForRequeue.finished()
         self._has_begun = True
         return self._step > 0
 
     def close(self) -> None:
         super().close()
-        self._engine.close()
+        if not self._is_done:
+            self._engine.close()
 
     # --- directives
     # --------------------------------------------------------------------------------------------
@@ -149,10 +151,10 @@ class Generations(Run):
         try:
             self._engine.average()
             self._are_equal = True
-        except (RuntimeError, ValueError) as error:
-            warning(f"step {self._step}: the weights are not averaged, for a rank is gone: {error}")
             if self._undo.is_kept:
                 self._undo.keep()
+        except (RuntimeError, ValueError) as error:
+            warning(f"step {self._step}: the weights are not averaged, for a rank is gone: {error}")
 
     def _meet(self, form: Form) -> bool:
         """Form a generation; whether it was formed."""

@@ -9,6 +9,7 @@ import pytest
 from elasticworld import World, gathered
 
 from hydroslurm.elastic.liveness import Liveness
+from hydroslurm.elastic.membership import Membership
 from hydroslurm.elastic.roster import Close, Record, Refused, Send, Size
 
 
@@ -143,6 +144,7 @@ def test_the_first_failure_is_the_one_that_counts() -> None:
     first is named to all, and its reason is in the ledger if it goes."""
     world = gathered(2, max=2)
     membership = world.membership
+    membership.are_agents = True
     told = membership.failed(("m2", 0), 1, 5.0, reason="rank 1 was killed by SIGKILL")
     told += membership.failed(("m1", 0), 1, 5.1, reason="rank 0 exited with status 1")
     aborts = [one.message for one in told if isinstance(one, Send)]
@@ -339,3 +341,22 @@ def test_a_run_whose_members_cannot_meet_ends() -> None:
     assert kinds.index("depart", kinds.index("save")) > kinds.index("save")
     with pytest.raises(Refused, match="could not meet"):
         membership.join(("m9", 0), local_size=1, node="", generation=0, holding=False, now_s=0.0)
+
+
+def test_a_generation_may_have_nothing_to_train() -> None:
+    """One of its ranks may be at its end before another has met it; members with another number of
+    ranks are refused."""
+    membership = Membership(Size(min=2, max=2, wanted=2))
+    told: list[object] = []
+    for name in ("m1", "m2"):
+        membership.join((name, 0), local_size=1, node="", generation=0, holding=False, now_s=0.0)
+        told += membership.ready((name, 0), 0.0)
+    assert membership.change is not None
+    number = membership.change.number
+    membership.formed(("m1", 0), number, True, 0.1, 1.0)
+    membership.arrived(("m1", 0), 0, 20, 1.1, final=True)
+    membership.formed(("m2", 0), number, True, 0.1, 1.2)
+    ended = membership.arrived(("m2", 0), 0, 20, 1.3, final=True)
+    assert [one.kind for one in ended if isinstance(one, Record)] == ["trained"]
+    with pytest.raises(Refused, match="m3 has 2 ranks, and each member of this run has 1"):
+        membership.join(("m3", 0), local_size=2, node="", generation=0, holding=False, now_s=2.0)

@@ -116,16 +116,21 @@ AS_HOROVOD_HAS_IT = """
             if not options["gives_loader"]:
                 sampler.set_epoch(state.epoch)
             for x, y, ids in state.loader if options["gives_loader"] else loader:
-                optimizer.zero_grad()
+                if options.get("at_top"):  # as in Horovod's ImageNet example
+                    (state.commit if state.batch % 10 == 0 else state.check_host_updates)()
                 loss = nn.functional.mse_loss(model(x), y)
                 loss.backward()
-                optimizer.step()
+                if (state.batch + 1) % options.get("window", 1) == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
                 print("STEP", json.dumps({
                     "step": state.batch, "epoch": state.epoch, "size": dist.get_world_size(),
                     "ids": ids.tolist(), "generation": 0, "lr": optimizer.param_groups[0]["lr"],
                 }))
                 time.sleep(0.0 if os.path.exists(options["hurry"]) else 0.1)
                 state.batch += 1
+                if options.get("at_top"):
+                    continue
                 if state.batch % 50 == 0:
                     state.commit()
                 elif options["checks"]:
@@ -181,6 +186,32 @@ def test_a_script_of_horovods_shape(tmp_path: Path) -> None:
         assert "a DataLoader whose sampler is a SequentialSampler" in plain
         assert "Give it sampler=hydroslurm.data.ResumableSampler(dataset)" in plain
         assert "epoch 3 is over, and state.epoch says 3 still" in over
+
+
+@pytest.mark.parametrize(
+    ("at_top", "window", "gives_loader"), [(True, 1, True), (True, 1, False), (False, 4, True)]
+)
+def test_a_batch_is_used_when_an_optimizer_has_stepped(
+    tmp_path: Path, at_top: bool, window: int, gives_loader: bool
+) -> None:
+    """A commit before a batch is trained, or while gradients are accumulated: who goes and comes
+    costs no batch, and the newcomer's weights are those of the others."""
+    told = {"hurry": str(tmp_path / "hurry"), "checks": True, "gives_loader": gives_loader}
+    told |= {"at_top": at_top, "window": window}
+    with ElasticStory(tmp_path, program=AS_HOROVOD_HAS_IT, max=3) as story:
+        story.start_all("abc", **told)
+        story.wait_for_step("a", size=3)
+        story.signal("b", signal.SIGTERM)
+        assert story.ended("b") == RUN_AGAIN
+        story.start("d", seed=5, **told)
+        story.wait_for_step("d", size=3)
+        story.signal("c", signal.SIGKILL)
+        story.wait_for_step("a", size=2, times=4)
+        (tmp_path / "hurry").touch()
+        ends = [story.done(name) for name in "ad"]
+        assert ends[0] == ends[1], story
+        for epoch, seen in times_seen(*story.all_steps()).items():
+            assert set(seen) == set(range(SAMPLES)), epoch
 
 
 @pytest.mark.elastic

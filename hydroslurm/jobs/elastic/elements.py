@@ -77,14 +77,15 @@ class Element:
 
     Attributes:
         state: ``waiting``, ``running``; ``leaving``: it has said that it goes; ``lost``: its
-            member is gone without a word; ``left``: the others go on without it.
+            member is gone without a word; ``left``: the others go on without it; ``done``: a
+            process of it has ended well behind the training.
         reason: why it goes.
     """
 
     name: str
     is_base: bool
     since_s: float
-    state: Literal["waiting", "running", "leaving", "lost", "left"] = "waiting"
+    state: Literal["waiting", "running", "leaving", "lost", "left", "done"] = "waiting"
     node: str = ""
     reason: str = ""
     has_joined: bool = False
@@ -160,6 +161,8 @@ class Elements:
         reason = str(data.get("reason", ""))
         if kind == "leaving":
             one.state, one.reason = "leaving", reason
+        elif kind == "done":
+            one.state = "done"
         elif kind == "left" and one.state == "leaving":
             return self._end(one, "preemption", one.reason, now_s)
         elif kind == "left":
@@ -206,7 +209,7 @@ class Elements:
 
     def _why(self, one: Element, found: values.Element) -> tuple[How, str]:
         state = found.state
-        if one.state == "left" or self._finished:
+        if one.state in ("left", "done") or self._finished:
             return "left", one.reason or "the run has finished"
         if one.state == "leaving":
             return "preemption", one.reason

@@ -135,7 +135,11 @@ class ElasticJob:
             self._leave(served)
         elif self._status == 0 and (verdict := self._allocator.elements.verdict()) is not None:
             self._give_up(served, *verdict)
-        elif self._status == 0 and not (served.membership.finished or served.membership.gave_up):
+        elif self._status == 0 and not (
+            served.membership.finished
+            or served.membership.gave_up
+            or served.membership.is_in_tail  # its members end one by one
+        ):
             self._send_away(served)
             self._allocator.want(size.wanted + size.spares, served.membership.current)
 

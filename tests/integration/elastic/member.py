@@ -52,6 +52,7 @@ def obey(directive: object) -> None:
         if isinstance(directive, Save):
             member.saved(directive)
         elif isinstance(directive, Finished):
+            member.done()
             print(f"finished at {step}", flush=True)
             sys.exit(0)
         else:

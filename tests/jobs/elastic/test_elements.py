@@ -130,6 +130,23 @@ def test_a_lost_member_is_replaced_when_it_is_known_why() -> None:
     assert len(of.want(2, first)) == 1
 
 
+def test_one_that_has_done_what_follows_the_training_may_end() -> None:
+    """It is neither replaced nor counted nor cancelled, however long it takes; another one's end
+    without a word is a failure."""
+    ledger = Ledger()
+    first, second = ledger.want(2)
+    ledger.train(first, second)
+    ledger.note("done", member=first, local_rank=0)
+    ledger.note("failure", member=second, node="n2", reason="its connection ended")
+    assert not ledger.want(1)
+    ledger.seen(row(first), row(second, JobState.FAILED), now_s=2 * LINGERS_S)
+    ledger.seen(row(first, JobState.COMPLETED), now_s=3 * LINGERS_S)
+    ended = [(data["member"], data["how"]) for kind, data in ledger.lines if kind == "ended"]
+    assert ended == [(second, "failure"), (first, "left")]
+    assert not ledger.cancelled
+    assert len(ledger.want(1)) == 1
+
+
 def test_a_node_that_fails_members_is_excluded_once() -> None:
     """What waits could start there, and is submitted again without it."""
     of = Ledger(failures=9, exclude_after=2)
