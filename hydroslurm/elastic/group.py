@@ -244,50 +244,33 @@ def _interruptible_gloo(is_over: Callable[[], bool], store: Store) -> Iterator[N
 
     gloo waits for a peer that has said where it listens and has died since, for five times the
     time-out of its collectives, and nothing wakes it (2.13: Pair::waitUntilConnected). So each
-    group is made in a thread, which is left behind then; torch knows nothing of its group yet.
+    group is made in a thread, which is left behind then; torch does not know of its group yet.
     """
-    make = distributed_c10d.ProcessGroupGloo
+    init = dist.ProcessGroupGloo.__init__
 
-    def make_in_thread(*arguments: Any, **options: Any) -> Any:
-        made: list[Any] = []
+    def init_in_thread(*arguments: Any, **options: Any) -> None:
+        errors: list[Exception] = []
 
-        def run() -> None:
+        def run(_store: Store) -> None:  # kept for as long as the group may ask it
             try:
-                made.append((make(*arguments, **options), None))
+                init(*arguments, **options)
             except Exception as error:
-                made.append((None, error))
-            made.append(store)  # kept for as long as the group may ask it
+                errors.append(error)
 
-        making = thread(run, name="hydroslurm-meeting")
+        making = thread(run, store, name="hydroslurm-meeting")
         making.start()
         while making.is_alive():
             making.join(_LOOK_S)
             if making.is_alive() and is_over():
                 raise RanksError("a rank that was to come is gone")
-        group, error = made[0]
-        if error is not None:
-            raise error
-        return group
+        if errors:
+            raise errors[0]
 
-    class Meeting(type):
-        """torch also asks what is an instance."""
-
-        def __call__(cls, *arguments: Any, **options: Any) -> Any:
-            return make_in_thread(*arguments, **options)
-
-        def __instancecheck__(cls, instance: Any) -> bool:
-            return isinstance(instance, make)
-
-        def __getattr__(cls, name: str) -> Any:
-            return getattr(make, name)
-
-    distributed_c10d.ProcessGroupGloo = Meeting(  # type: ignore[assignment, misc]
-        "ProcessGroupGloo", (), {}
-    )
+    dist.ProcessGroupGloo.__init__ = init_in_thread  # type: ignore[method-assign]
     try:
         yield
     finally:
-        distributed_c10d.ProcessGroupGloo = make  # type: ignore[misc]
+        dist.ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]
 
 
 _LOOK_S = 0.1

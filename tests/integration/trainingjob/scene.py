@@ -22,6 +22,11 @@ from hydroslurm.jobs.supervisor.conditions import Condition, final_condition, re
 HERE = Path(__file__).parent
 LIMIT_S = 240.0
 LOOK_S = 0.05
+OF_THE_USER = """import sys
+if "agent" in sys.orig_argv or any(".jobs." in word for word in sys.orig_argv):
+    raise SystemExit("a process of hydroslurm's imports from the user's folder")
+"""
+"""A module that pathlib looks for, beside the spec."""
 Acts = Mapping[str, list[int | str]]
 
 
@@ -51,6 +56,7 @@ class Scene:
         self.folder.mkdir(parents=True)
         shutil.copy(HERE / "actor.py", self.folder)
         (self.folder / "acts.json").write_text(json.dumps(self.acts))
+        (self.folder / "nt.py").write_text(OF_THE_USER)
         file = self.folder / "job.yaml"
         file.write_text(spec.replace("ACTOR", "command: [python, actor.py, acts.json]"))
         return self.submit_file(file)
