@@ -170,9 +170,11 @@ class Coordinator(Server):
             self._on_message(peer, message)
         except (BadMessage, StaleAttempt):
             raise
-        except Exception:  # ours; it ends this connection, and must not do so without a word
+        except Exception as error:  # it ends this connection, which is no failure of the rank's
             traceback.print_exc()
-            raise
+            told = traceback.format_exception_only(error)[-1].strip()
+            self._forget(peer, fault=f"a fault of the coordinator's own: {told}")
+            self.drop(peer)
 
     def _on_message(self, peer: PeerConnection, message: Message) -> None:
         kind, now_s = message["type"], self.clock.now_s()
@@ -237,13 +239,16 @@ class Coordinator(Server):
         self._put(peer, {"type": "answer", "ok": ok, "message": text, "status": self.status()})
 
     def on_drop(self, peer: PeerConnection) -> None:
+        self._forget(peer)
+
+    def _forget(self, peer: PeerConnection, *, fault: str = "") -> None:
         self._waiting = [one for one in self._waiting if one[0] is not peer]
         rank = self._ranks.pop(peer, None)
         if rank is not None and self._peers.get(rank) is peer and not self._is_ending:
             del self._peers[rank]
             self._paces.pop(rank, None)
             self.uses.pop(rank, None)
-            self.act(self.membership.lost(rank, self.clock.now_s()))
+            self.act(self.membership.lost(rank, self.clock.now_s(), fault=fault))
 
     # --- the store by which process groups meet
 
@@ -285,8 +290,7 @@ class Coordinator(Server):
         """Carry out what the membership has decided."""
         for action in actions:
             if isinstance(action, Record):
-                self._fence.check("a change of this run")
-                self._folder.record(action.kind, action.data)
+                self._record(action)
                 if action.kind == "forming":
                     self._store.clear()  # addresses of the generation before
                     self._waiting, self._said = [], set()
@@ -306,6 +310,20 @@ class Coordinator(Server):
                     self._ranks.pop(peer, None)
                     del self._peers[action.rank]
                     self.drop(peer)
+
+    def _record(self, action: Record) -> None:
+        """Write a change down before anybody hears of it; on a full disk that waits for room. The
+        members train on meanwhile."""
+        has_waited = False
+        while True:
+            try:
+                self._fence.check("a change of this run")
+                return self._folder.record(action.kind, action.data)
+            except OSError as error:
+                if not has_waited:
+                    sys.stderr.write(f"hydroslurm: no change of this run can be made: {error}\n")
+                has_waited = True
+            time.sleep(STATUS_S)
 
     def _put(self, peer: PeerConnection, message: Message) -> None:
         self.send(peer, Packed(pack(message)))

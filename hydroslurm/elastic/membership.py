@@ -333,9 +333,11 @@ class Membership:
             self._record("leaving", member=member.id, node=member.node, reason=member.leaving)
         return self._settled(now_s)
 
-    def lost(self, rank: Rank, now_s: float) -> list[Action]:
-        """The connection of a rank has ended."""
-        self._lost(rank, now_s)
+    def lost(self, rank: Rank, now_s: float, *, fault: str = "") -> list[Action]:
+        """The connection of a rank has ended; ``fault``: of ours, by which it did."""
+        if fault and (member := self.members.get(rank[0])) is not None:
+            member.leaving = member.leaving or fault  # it has not failed
+        self._lost(rank, now_s, why=fault or CONNECTION_ENDED)
         return self._settled(now_s)
 
     def beat(

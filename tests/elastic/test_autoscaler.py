@@ -8,12 +8,15 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from hydroslurm.coordination.frames import pack
 from hydroslurm.elastic.autoscale import AutoscalePolicy, Behavior
 from hydroslurm.elastic.autoscaler import Autoscaler
-from hydroslurm.elastic.coordinator import MOST_RANKS, Coordinator, restored, start
+from hydroslurm.elastic.coordinator import EVENTS, MOST_RANKS, Coordinator, restored, start
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
 from hydroslurm.elastic.roster import Size
 from hydroslurm.elastic.usage import Usage
@@ -152,6 +155,47 @@ def test_a_full_disk_does_not_end_the_run(
     assert written == [folder.status_json] * 3
     assert capsys.readouterr().err.count("the status cannot be written") == 1
     assert [one["size"] for one in folder.ledger() if one["kind"] == "dry_run"] == [4]
+
+
+def test_a_change_waits_for_room_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is neither made without being written down, nor given up; that is said once."""
+    folder, coordinator = started(tmp_path, POLICY)
+    record, waited_s = type(folder).record, []
+
+    def full(*change: Any) -> None:
+        if len(waited_s) < 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        record(*change)
+
+    monkeypatch.setattr(type(folder), "record", full)
+    monkeypatch.setattr("time.sleep", waited_s.append)
+    try:
+        coordinator.act(coordinator.membership.scale(3, (), time.monotonic(), by="me"))
+    finally:
+        coordinator.close()
+    assert [one["size"] for one in folder.ledger() if one["kind"] == "wanted"] == [3]
+    assert capsys.readouterr().err.count("No space left") == 1
+
+
+def test_a_fault_of_the_coordinators_own_is_no_failure_of_a_member(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends the connection of the rank whose message it was, which is said by what it was."""
+    folder, coordinator = started(tmp_path, POLICY)
+    peer = Mock()
+    coordinator._peers["a", 0], coordinator._ranks[peer] = peer, ("a", 0)
+    monkeypatch.setitem(EVENTS, "leave", lambda *_, **__: int("x"))
+    monkeypatch.setattr(coordinator, "drop", coordinator.on_drop)
+    try:
+        coordinator.on_body(peer, pack({"type": "leave", "reason": ""}))
+    finally:
+        coordinator.close()
+    (gone,) = (one for one in folder.ledger() if one["kind"] in ("left", "failure"))
+    assert (gone["kind"], gone["member"]) == ("left", "a")
+    assert gone["reason"].startswith("a fault of the coordinator's own: ValueError: invalid")
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_a_ledger_of_any_length_is_read(tmp_path: Path) -> None:
