@@ -9,7 +9,6 @@ crash tears the last line at the most; :func:`read_events` passes over a torn on
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import threading
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.core.files import open_regular, parse_json
+from hydroslurm.core.journal import open_journal, write_all
 
 SCHEMA = 1
 
@@ -279,7 +279,7 @@ class EventLog:
             try:
                 if self._fd is None:
                     self._fd = self._open(self.path)
-                _write(self._fd, self._dropped_line(event) + _line(event))
+                write_all(self._fd, self._dropped_line(event) + _line(event))
             except OSError as error:
                 self._close()  # the next try looks whether a line was torn
                 self._dropped += 1
@@ -300,16 +300,7 @@ class EventLog:
     @staticmethod
     def _open(path: Path) -> int:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-        try:
-            size_bytes = os.fstat(fd).st_size
-            # glued to a line that a kill or a full disk tore, the next one would be lost with it
-            if size_bytes and os.pread(fd, 1, size_bytes - 1) != b"\n":
-                _write(fd, b"\n")
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+        return open_journal(path)
 
     def _dropped_line(self, event: Event) -> bytes:
         if not self._dropped:
@@ -345,11 +336,6 @@ def _line(event: Event) -> bytes:
 
 _CUT = 1000
 """Characters of a text, each up to 12 bytes, in an event that is too long."""
-
-
-def _write(fd: int, data: bytes) -> None:
-    if os.write(fd, data) != len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read_events(

@@ -23,18 +23,40 @@ def append_entry(path: Path, entry: Mapping[str, Any], *, durable: bool = True) 
     """
     text = json.dumps(entry, ensure_ascii=False) + "\n"
     line = text.encode(errors="backslashreplace")  # half a character, as JSON writes it
-    fd = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    fd = open_journal(path)
     try:
-        size_bytes = os.fstat(fd).st_size
-        # glued to a line that a kill or a full disk tore, this one would be lost with it
-        if size_bytes and os.pread(fd, 1, size_bytes - 1) != b"\n":
-            line = b"\n" + line
-        while line:
-            line = line[os.write(fd, line) :]
+        write_all(fd, line)
         if durable:
             os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def open_journal(path: Path) -> int:
+    """Open a journal to append whole lines to it; a line that a kill or a full disk tore is ended
+    first, or the next one would be lost with it.
+
+    Returns:
+        A descriptor, closed by the caller.
+
+    Raises:
+        OSError: as for :func:`append_entry`.
+    """
+    fd = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    try:
+        size_bytes = os.fstat(fd).st_size
+        if size_bytes and os.pread(fd, 1, size_bytes - 1) != b"\n":
+            write_all(fd, b"\n")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Raises OSError: there is no room for all of it."""
+    while data:
+        data = data[os.write(fd, data) :]
 
 
 def entries_of(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
