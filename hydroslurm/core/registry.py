@@ -99,12 +99,13 @@ def start_ticks(pid: int) -> int | None:
 def place() -> str:
     """Where a pid is unique: this boot of this host, and this pid namespace.
 
-    Two containers can share a host name, and a node can come back after a crash.
+    The host's name says less: two containers can share one, and one that shares the pids of its
+    host can have another.
     """
     namespace = ""
     with contextlib.suppress(OSError):  # no /proc here
         namespace = str(Path("/proc/self/ns/pid").readlink())
-    here = f"{socket.gethostname()} {boot_id()} {namespace}"
+    here = f"{boot_id() or socket.gethostname()} {namespace}"
     return f"{zlib.crc32(here.encode()):08x}"
 
 
