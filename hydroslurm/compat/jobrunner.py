@@ -24,8 +24,11 @@ from hydroslurm.compat.tasks import Client, Group, LocalSession, TaskGroup
 from hydroslurm.core import rundir
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import SaveFailed, UsageError
+from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training import finished
+from hydroslurm.training.arguments import fence_of
 from hydroslurm.training.reporting import notice, warning
+from hydroslurm.training.resuming import require_own
 
 
 class JobRunner:
@@ -109,6 +112,9 @@ class JobRunner:
         self.job.check()
         manager, origin = self._branch()
         if manager is not None and (done := finished.read(RunDir(manager.directory))) is not None:
+            allocation = Allocation.from_environ(os.environ)
+            place = RunDir(manager.directory)
+            require_own(place, fence=fence_of(place, allocation))
             notice(f"this job has finished at step {done.step}; nothing to do {manager.directory}")
             return manager.last_epoch() or 0
         with ExitStack() as stack:

@@ -43,7 +43,8 @@ class Claim:
         began_epoch_s: when the process that did so was started.
         cluster, job_id, restart_count: Slurm's; "", 0 and 0 outside of a job.
         host, pid: of that process.
-        script: the name of its program's script or module; "" for neither.
+        script, command: of its :class:`~hydroslurm.core.command.Command`, ``stable`` of it; "" for
+            none.
         step_id: SLURM_STEP_ID; "" outside of a job step.
     """
 
@@ -56,6 +57,7 @@ class Claim:
     host: str
     pid: int
     script: str = ""
+    command: str = ""
     step_id: str = ""
 
     def is_of_start(self, other: Claim) -> bool:
@@ -105,6 +107,7 @@ class Fence:
     ) -> None:
         """Touches no disk."""
         self.path = path
+        command = Command.of_this_process()
         self.me = Claim(
             token=secrets.token_hex(16),
             since_epoch_ns=0,
@@ -114,7 +117,8 @@ class Fence:
             restart_count=restart_count,
             host=socket.gethostname(),
             pid=os.getpid(),
-            script=Command.of_this_process().script,
+            script=command.script,
+            command=command.stable,
             step_id=step_id,
         )
         self._held: Claim | None = None

@@ -66,7 +66,7 @@ class Owner:
         step: the address of the srun that started it; "" where the environment has none.
         step_id: SLURM_STEP_ID; "" in a batch script.
         task: of a task that trains by itself, its number; -1 for ranks that train together.
-        script, exact, stable: its :class:`Command`; "" where a version before this one wrote it.
+        exact, stable: its :class:`Command`; "" where a version before this one wrote it.
         made_epoch_s: when, by its clock.
     """
 
@@ -77,7 +77,6 @@ class Owner:
     made_epoch_s: float
     step_id: str = ""
     task: int = -1
-    script: str = ""
     exact: str = ""
     stable: str = ""
 
@@ -95,7 +94,6 @@ class Owner:
             made_epoch_s=time.time(),
             step_id=step_id,
             task=int(environ.get("SLURM_PROCID") or 0) if is_alone(environ) else -1,
-            script=command.script,
             exact=command.exact,
             stable=command.stable,
         )
@@ -195,8 +193,8 @@ def _numbered(first: RunDir) -> Iterator[RunDir]:
 
 
 def lives(holder: Claim, me: Claim) -> bool:
-    """Whether the training that has claimed a folder in this start of the job still runs, instead
-    of having been started anew in this process."""
+    """Whether the training that has claimed a folder in this start of the job still runs, and is
+    not the one that torchrun or our agent has just started again."""
     environ = os.environ
     if environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or environ.get(rundir.GENERATION_ENV):
         return False

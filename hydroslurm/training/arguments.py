@@ -17,7 +17,6 @@ from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.training import finished
 
 DEFAULT_EVERY_S = 600.0
 """Seconds between two periodic saves when nothing was said: what a crash may cost."""
@@ -72,8 +71,7 @@ def _seconds(environ: Mapping[str, str], name: str) -> float:
 
 def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir:
     """Where the run keeps its state: the folder that was named, else that of this training in the
-    job; for the n-th training of a process, which makes the same ones in each attempt, ``fit-N`` in
-    it.
+    job.
 
     It is made here, that of the job for its owner only: its name can be guessed.
 
@@ -94,7 +92,7 @@ def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, st
             "this process is in no Slurm job, so that there is no run folder to save into; give "
             'one: Run(directory="runs/my-run")'
         )
-    return finished.next_unfinished(RunDir(found.root.absolute())).claim()
+    return RunDir(found.root.absolute()).claim()
 
 
 def fence_of(run: RunDir, allocation: Allocation | None) -> Fence:

@@ -115,25 +115,27 @@ def require_own(run_dir: RunDir, *, fence: Fence, anew: bool = False) -> None:
     """Check that the folder is of this training.
 
     Raises:
-        RunFolderError: another script has trained there, or a process of this start of the job does
-            now.
+        RunFolderError: another script has trained there; or another line of this start of the job
+            has finished there; or a process of this start does train there now.
     """
     me, holder = fence.me, fence.holder()
     if holder is None or holder.token == me.token:
         return
-    otherwise = (
-        "A folder belongs to one training: give this one its own by Run(directory=...), or "
-        f"{RUN_DIR_ENV} in the line that starts it"
-    )
-    if me.script and holder.script and me.script != holder.script and not anew:
-        raise RunFolderError(
-            f"{run_dir.root} is the run folder of {clean(holder.script)} ({clean(str(holder))}), "
-            f"and this is {me.script}: nothing of it was loaded. {otherwise}. If the script was "
-            f"renamed, remove {run_dir.claim_json.name} there"
+    beside = holder.is_of_start(me)
+    is_other = beside and holder.command != me.command and run_dir.finished_json.exists()
+    why = ""
+    if not anew and (is_other or (me.script and holder.script and me.script != holder.script)):
+        why = (
+            f"{run_dir.root} is the run folder of {clean(holder.script) or 'another command'} "
+            f"({clean(str(holder))}), and this is {me.script or 'another one'}: nothing of it was "
+            f"loaded. If it is the same training, remove {run_dir.claim_json.name} there"
         )
-    if holder.is_of_start(me) and holder.pid != me.pid and run_folders.lives(holder, me):
+    elif beside and holder.pid != me.pid and run_folders.lives(holder, me):
+        why = f"another training of this job is in {run_dir.root} ({clean(str(holder))})"
+    if why:
         raise RunFolderError(
-            f"another training of this job is in {run_dir.root} ({clean(str(holder))}). {otherwise}"
+            f"{why}. A folder belongs to one training: give this one its own by "
+            f"Run(directory=...), or {RUN_DIR_ENV} in the line that starts it"
         )
 
 

@@ -82,7 +82,8 @@ class Run(Looping, Ending):
         loader: what :meth:`batches` iterates: a DataLoader, torchdata's StatefulDataLoader, or any
             iterable (see :func:`hydroslurm.data.position.position_of`).
         directory: where the run keeps its checkpoints and attempts, on a file system that all nodes
-            share; default: the run folder of this job (``hydroslurm-runs/JOBID``).
+            share; default: the run folder of this training in its job (``hydroslurm-runs/JOBID``,
+            ``JOBID.2`` ...), and for a further run of one process ``fit-N`` in it.
         every_steps, every_s: how often to save in the background while training; every 600 s when
             neither is given, never when both are 0. A save in the background needs memory for a
             copy of the state: where a limit leaves too little, the training waits for each save.
@@ -157,6 +158,8 @@ class Run(Looping, Ending):
         allocation = Allocation.from_environ(environ)
         self._cadence = Cadence.of(every_steps, every_s, environ)
         self.dir = run_directory(directory, environ)
+        if directory is None:  # a script makes the same runs, in the same order, in each attempt
+            self.dir = finished.next_unfinished(self.dir).claim()
         finished.require_unfinished(self.dir)
         self._folder = FolderWatch(self.dir.root)
         self._step = 0

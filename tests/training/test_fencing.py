@@ -194,7 +194,8 @@ def test_the_newer_one_that_loads_slowly_is_not_disturbed(begin: Begin, run: Run
 
 def test_a_folder_of_another_training_is_refused(tmp_path: Path) -> None:
     """Of another script, in whatever job, and of one that is at work in this start of the job; not
-    of one that has ended, of another start, or where torchrun restarts its ranks."""
+    of one that has ended, of another start, or where torchrun restarts its ranks. So is one that
+    another line of this start has finished; a later job may train longer there."""
     folder = RunDir(tmp_path)
 
     def fence(**changes: Any) -> Fence:
@@ -220,6 +221,12 @@ def test_a_folder_of_another_training_is_refused(tmp_path: Path) -> None:
         living.signal(signal.SIGKILL)
         living.wait()
         require_own(folder, fence=fence())
+    fence(command="train --phase 1").claim()
+    require_own(folder, fence=fence(command="train --phase 2"))
+    folder.finished_json.touch()
+    with pytest.raises(RunFolderError, match="nothing of it was loaded"):
+        require_own(folder, fence=fence(command="train --phase 2"))
+    require_own(folder, fence=fence(command="train --epochs 20", job_id=8))
 
 
 # --- with Slurm
