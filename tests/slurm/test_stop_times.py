@@ -14,6 +14,7 @@ import pytest
 from processes import wait_until
 from slurm.victims import Victim, preempt
 
+from hydroslurm.core.jobid import JobId
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.slurm.client import SlurmClient, open_client
 from hydroslurm.slurm.policy import Policies, PreemptAction, SitePolicy, StopKind
@@ -109,7 +110,9 @@ def test_gang(gang_requeue_cluster: DevCluster, tmp_path: Path, victims: list[Vi
     assert (stop.reason, stop.pending_again) == (StopReason.REQUEUED, True)
     assert stop.message == "requeued, by hand or by a preemption"
     client = _client(cluster)
-    wait_until(lambda: client.history(victim.id)[0].state is JobState.PREEMPTED, "its record")
+    wait_until(
+        lambda: client.history(JobId(victim.id))[0].state is JobState.PREEMPTED, "its record"
+    )
     policy = _policy(cluster, victim.id)
     assert (policy.action, policy.gang) == (PreemptAction.REQUEUE, True)
     assert policy.grace_s == cluster.spec.grace_s

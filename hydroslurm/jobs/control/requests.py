@@ -106,8 +106,11 @@ def find_jobs(client: SlurmClient, job_id: JobId) -> tuple[Job, ...]:
     """
     try:
         return client.jobs_of(job_id)
-    except NoSuchJob:
-        latest = {job.id: job for job in client.history(job_id)}
+    except NoSuchJob as unknown:
+        try:
+            latest = {job.id: job for job in client.history(job_id)}
+        except NoSuchJob:
+            raise unknown from None
         return tuple(_commented(client, job) for job in latest.values())
 
 
@@ -194,12 +197,13 @@ def pause_job(
 
 def resume_job(client: SlurmClient, job: Job, *, timeout_s: float = 10.0) -> JobAnswer:
     """Undo :func:`pause_job`, whichever way it went; raises as it does."""
+    if job.state is not JobState.SUSPENDED:
+        _must_be(job, JobState.RUNNING, "resume")
 
     def act() -> _Act:
         if job.state is JobState.SUSPENDED:
             client.resume(job)
             return _Act("scontrol resume")
-        _must_be(job, JobState.RUNNING, "resume")
         return _signal(client, job, "resume")
 
     return _ask(job, act, judge_resume, timeout_s)

@@ -273,7 +273,7 @@ def test_what_is_no_job_of_hydroslurms(jobs_cluster: DevCluster, tmp_path: Path)
             (plain, f"job {plain} has no run folder"),
             ("99999", "give that in place of its id"),
             ("nowhere", "'nowhere' is neither the id of a job nor a run folder"),
-            (f"{plain}_3", f"no task 3 of an array {plain}"),
+            (f"{plain}_3", f"slurmctld knows a job {plain}, but no {plain}_3"),
             (str(tmp_path), "is not a run folder: neither events/ nor submission.json is in it"),
         ):
             for verb in ("describe", "cancel", "logs", "attach"):

@@ -159,9 +159,7 @@ def test_an_element_is_stopped_and_its_neighbours_are_not(array: Array) -> None:
         assert status in (1, 2), verb
         assert "A is a job array; name the element that you mean: A_" in out, verb
         assert all(f"A_{task} (" in out for task in range(3)), verb
-    assert (
-        "no job id" in array.run("pause", "--job", f"{array.number // 10}_{array.number % 10}_")[1]
-    )
+    assert "neither the id of a job" in array.run("pause", "--job", "A__2")[1]
     for words in (["top", "A"], ["list"]):
         assert all(f"A_{task}" in array.run(*words)[1] for task in (1, 2)), words
     assert "Slurm:        job A_2, RUNNING" in array.run("describe", "A_2")[1]
