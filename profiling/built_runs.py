@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +56,8 @@ replicaSpecs:
 """
 
 
-@dataclass(frozen=True)
-class Jobs:
-    """So many jobs, with the environment in which Slurm knows them."""
-
-    runs: tuple[RunDir, ...]
-    environ: Mapping[str, str]
-
-
-def build(folder: Path, count: int) -> Jobs:
-    """Write their run folders, and the programs of their Slurm."""
+def build(folder: Path, count: int) -> tuple[RunDir, ...]:
+    """Write the run folders of so many jobs."""
     folder.mkdir()
     runs = tuple(RunDir(folder / f"run-{number}") for number in range(count))
     for number, run in enumerate(runs):
@@ -74,7 +66,7 @@ def build(folder: Path, count: int) -> Jobs:
         for rank in range(RANKS):
             run.rank_events(rank).touch(mode=0o600)
             write_status(run, rank, number, step=1000)
-    return Jobs(runs, _slurm(folder / "programs", runs))
+    return runs
 
 
 def _describe(run: RunDir, number: int, *, with_spec: bool) -> None:
@@ -127,8 +119,9 @@ def write_status(run: RunDir, rank: int, number: int, *, step: int) -> None:
     write_atomically(run.rank_status(rank), status.to_json())
 
 
-def _slurm(folder: Path, runs: tuple[RunDir, ...]) -> dict[str, str]:
-    """Programs that print one answer, in the form of 22.05.8."""
+def slurm_of(runs: tuple[RunDir, ...], folder: Path) -> dict[str, str]:
+    """An environment whose Slurm knows these jobs: programs that print one answer, in the form of
+    22.05.8."""
     folder.mkdir()
     answer = json.loads((RECORDED / "squeue.json").read_text())
     first = answer["jobs"][0]
@@ -160,17 +153,17 @@ def _slurm(folder: Path, runs: tuple[RunDir, ...]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def heartbeats(jobs: Jobs) -> Iterator[None]:
+def heartbeats(runs: tuple[RunDir, ...]) -> Iterator[None]:
     """Each rank replaces its status once every ``HEARTBEAT_S``, evenly over time."""
     end = threading.Event()
 
     def write() -> None:
         for step in itertools.count(1000, 15):
             begin_s = time.monotonic()
-            for number, run in enumerate(jobs.runs):
+            for number, run in enumerate(runs):
                 for rank in range(RANKS):
                     write_status(run, rank, number, step=step)
-                due_s = begin_s + HEARTBEAT_S * (number + 1) / len(jobs.runs)
+                due_s = begin_s + HEARTBEAT_S * (number + 1) / len(runs)
                 if end.wait(max(0.0, due_s - time.monotonic())):
                     return
 
@@ -191,14 +184,16 @@ def list_cpu_s(environ: Mapping[str, str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def looks(jobs: Jobs, *, count: int, every_s: float) -> Iterator[tuple[float, bool]]:
+def looks(
+    environ: Mapping[str, str], *, jobs: int, count: int, every_s: float
+) -> Iterator[tuple[float, bool]]:
     """CPU seconds of each of the views of one ``top``, and whether all ranks are in it."""
     command = [*HYDROSLURM, "top", "--json", "-n", str(every_s)]
     used_s = 0.0
-    with subprocess.Popen(command, env=jobs.environ, stdout=subprocess.PIPE, text=True) as top:
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as top:
         assert top.stdout is not None
         for _ in range(count):
-            rows = [json.loads(top.stdout.readline()) for _ in jobs.runs]
+            rows = [json.loads(top.stdout.readline()) for _ in range(jobs)]
             complete = all(row["ranks"] == RANKS and row["parked"] == 0 for row in rows)
             now_s = _cpu_s(top.pid)
             yield now_s - used_s, complete and all(row["step"] for row in rows)
@@ -212,17 +207,17 @@ def _cpu_s(pid: int) -> float:
     return sum(map(int, fields[11:15])) / _TICKS
 
 
-def measure(jobs: Jobs, *, quick: bool) -> dict[str, Any]:
+def measure(runs: tuple[RunDir, ...], environ: Mapping[str, str], *, quick: bool) -> dict[str, Any]:
     times, every_s = (1, QUICK_EVERY_S) if quick else (3, EVERY_S)
-    list_cpu_s(jobs.environ)  # files into the cache
-    list_s = statistics.median(list_cpu_s(jobs.environ) for _ in range(times))
-    with heartbeats(jobs):
-        seen = list(looks(jobs, count=2 + times, every_s=every_s))
+    list_cpu_s(environ)  # files into the cache
+    list_s = statistics.median(list_cpu_s(environ) for _ in range(times))
+    with heartbeats(runs):
+        seen = list(looks(environ, jobs=len(runs), count=2 + times, every_s=every_s))
     complete = [is_complete for _, is_complete in seen]
     return {
-        "jobs": len(jobs.runs),
+        "jobs": len(runs),
         "ranks": RANKS,
-        "list_ms_per_job": 1000 * list_s / len(jobs.runs),
+        "list_ms_per_job": 1000 * list_s / len(runs),
         "top_looks_until_complete": complete.index(True) + 1 if True in complete else None,
         "top_cpu_s": max(cpu_s for cpu_s, _ in seen[1:]),
     }
@@ -231,7 +226,8 @@ def measure(jobs: Jobs, *, quick: bool) -> dict[str, Any]:
 def main() -> None:
     chosen = options("What list and top of made-up jobs cost.")
     with scratch("built") as folder:
-        result = measure(build(folder / "jobs", 20 if chosen.quick else 1000), quick=chosen.quick)
+        runs = build(folder / "jobs", 20 if chosen.quick else 1000)
+        result = measure(runs, slurm_of(runs, folder / "programs"), quick=chosen.quick)
     finish(chosen, "built_runs: list and top of made-up jobs", result)
 
 

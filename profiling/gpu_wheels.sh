@@ -20,7 +20,4 @@ fetch pydantic "${packages[@]}"
 core=$(unzip -p "$folder"/pydantic-[0-9]*.whl '*/METADATA' |
     sed -n 's/^Requires-Dist: \(pydantic-core==[^ ;]*\).*/\1/p')
 fetch "$core" # this release and no other
-(cd "$folder" && du -h --apparent-size -- *.whl)
-megabytes() { xargs -0 du -c --apparent-size -B1 | awk 'END { printf "%.0f MB", $1 / 1e6 }'; }
-wheels=$(find "$folder" -name '*.whl' -print0 | megabytes)
-echo "$folder: $wheels, beside $(git ls-files -z | megabytes) of tracked files"
+du -ch --apparent-size -- "$folder"/*.whl

@@ -8,7 +8,7 @@ committed is a stop whose very step is on the disk, and from which the next atte
 from __future__ import annotations
 
 from harness import finish, options, scratch
-from stop import Way, figures, stops_of, to_durable_ms
+from stop import Way, figures, stops_of
 
 KILL_WAIT_S = 5
 TURNS: tuple[Way, ...] = ("urgent", "requeue")
@@ -18,16 +18,9 @@ def main() -> None:
     chosen = options("A large state, and nothing but KillWait.")
     turns, state_bytes = (1, 20_000_000) if chosen.quick else (10, 500_000_000)
     with scratch("killwait") as folder:
-        stops = stops_of(
-            "gang-requeue",
-            folder,
-            TURNS * turns,
-            state_bytes=state_bytes,
-            kill_wait_s=KILL_WAIT_S,
-        )
-    slowest_ms = max(to_durable_ms(stops), default=None)
-    title = "killwait: a large state, and nothing but KillWait"
-    finish(chosen, title, {**figures(stops), "sigterm_to_durable_ms_max": slowest_ms})
+        sizes = {"state_bytes": state_bytes, "kill_wait_s": KILL_WAIT_S}
+        stops = stops_of("gang-requeue", folder, TURNS * turns, **sizes)
+    finish(chosen, "killwait: a large state, and nothing but KillWait", figures(stops))
 
 
 if __name__ == "__main__":

@@ -61,12 +61,9 @@ FULL = Plan(ranks=4, rounds=10, timeout_s=3.0, suspended_s=30.0)
 QUICK = Plan(ranks=2, rounds=1, timeout_s=2.0, suspended_s=6.0)
 
 
-@dataclass(frozen=True)
-class Round:
-    """One suspend."""
-
-    continued: bool
-    in_flight_ranks: int
+Round = tuple[bool, int]
+"""Of one suspend: whether all ranks have trained on, and how many were held with a collective under
+way."""
 
 
 class SuspendedJob:
@@ -110,7 +107,7 @@ class SuspendedJob:
         time.sleep(self._plan.suspended_s)
         steps = self._steps()
         self._slurm.run("scontrol", "resume", self._id)
-        return Round(self._is_trained(max(steps) + STEPS_AFTER), self._in_flight(asked_ns))
+        return self._is_trained(max(steps) + STEPS_AFTER), self._in_flight(asked_ns)
 
     def end(self) -> None:
         self._slurm.cancel(self._id)
@@ -169,7 +166,7 @@ def suspend_again_and_again(
             while len(seen) < rounds:
                 time.sleep(0.5)
                 seen.append(job.suspend())
-                if not seen[-1].continued:
+                if not seen[-1][0]:
                     break
         finally:
             job.end()
@@ -201,11 +198,11 @@ def figures(rounds: dict[tuple[str, str], list[Round]]) -> dict[str, int]:
     ddp, fsdp = rounds["with", "ddp"], rounds["with", "fsdp"]
     theirs = [*rounds["without", "ddp"], *rounds["without", "fsdp"]]
     return {
-        "continued_ddp": sum(one.continued for one in ddp),
-        "continued_fsdp": sum(one.continued for one in fsdp),
+        "continued_ddp": sum(continued for continued, _ in ddp),
+        "continued_fsdp": sum(continued for continued, _ in fsdp),
         "rounds_without": len(theirs),
-        "continued_without": sum(one.continued for one in theirs),
-        "in_flight_ranks": sum(one.in_flight_ranks for one in [*ddp, *fsdp]),
+        "continued_without": sum(continued for continued, _ in theirs),
+        "in_flight_ranks": sum(in_flight for _, in_flight in [*ddp, *fsdp]),
     }
 
 

@@ -27,12 +27,8 @@ class Row:
     what: str
 
 
-def _rows() -> tuple[Row, ...]:
-    with Path(__file__).with_name("figures.csv").open(newline="") as file:
-        return tuple(Row(**row) for row in csv.DictReader(file))
-
-
-ROWS = _rows()
+_TEXT = Path(__file__).with_name("figures.csv").read_text()
+ROWS = tuple(Row(**row) for row in csv.DictReader(_TEXT.splitlines()))
 HEADLINES = (
     ("overhead", "ratio_installed"),
     ("pause_latency", "pause_us_p50"),

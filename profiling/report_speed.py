@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from harness import finish, options, scratch
@@ -29,46 +28,37 @@ from hydroslurm.core.rundir import RunDir
 LIMIT_S = 300.0
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A run to be made up.
-
-    Attributes:
-        attempts: of each rank; each but the last is preempted and requeued.
-        pauses: of each attempt.
-        saves: periodic ones, of each attempt.
-    """
-
-    ranks: int
-    attempts: int
-    pauses: int
-    saves: int = 4
+RANKS = 8
+ATTEMPTS = 3
+"""Of each rank; each but the last is preempted and requeued."""
+SAVES = 400
+"""Periodic ones, of each attempt."""
 
 
-def make_run(plan: Plan, folder: Path) -> int:
-    """Write the run's folder; returns the number of events."""
+def make_run(folder: Path, pauses: int) -> int:
+    """Write the run's folder, with so many pauses of each attempt; returns the number of events."""
     run = RunDir(folder).create()
-    return sum(_make_rank(plan, run, rank) for rank in range(plan.ranks))
+    return sum(_make_rank(run, rank, pauses) for rank in range(RANKS))
 
 
-def _make_rank(plan: Plan, run: RunDir, rank: int) -> int:
+def _make_rank(run: RunDir, rank: int, pauses: int) -> int:
     """All attempts of one rank; returns the number of its events."""
     chance, at_s, count = random.Random(rank), 0.0, 0
-    for attempt in range(1, plan.attempts + 1):
+    for attempt in range(1, ATTEMPTS + 1):
         log = RankLog(rank, 1000 * attempt + rank, attempt - 1, host=f"n{rank // 4}")
         log.trains(at_s, attempt=attempt, step=log.step or 0)
-        log.add(EventKind.RANKS_JOINED, at_s + 2.6, world_size=plan.ranks, joined_s=0.4)
+        log.add(EventKind.RANKS_JOINED, at_s + 2.6, world_size=RANKS, joined_s=0.4)
         at_s += 4.0
-        for number in range(1, plan.pauses + 1):
+        for number in range(1, pauses + 1):
             at_s += 2.0
             log.step = 20 * number
             _pause(log, chance, at_s + 0.0003 * (rank > 0))
-            if number % max(1, plan.pauses // plan.saves) == 0:
+            if number % max(1, pauses // SAVES) == 0:
                 at_s += 2.0
                 _save(log, chance, at_s)
         at_s += 5.0
-        if attempt < plan.attempts:
-            log.stop(at_s, step=20 * plan.pauses + 1, attempt=attempt)
+        if attempt < ATTEMPTS:
+            log.stop(at_s, step=20 * pauses + 1, attempt=attempt)
         else:
             log.add(EventKind.RUN_FINISHED, at_s, attempt=attempt)
             log.add(EventKind.ATTEMPT_ENDED, at_s, attempt=attempt, ending="finished")
@@ -139,10 +129,9 @@ def _pss_bytes(pid: int) -> int:
 
 def main() -> None:
     chosen = options("What hydroslurm report takes of a long run.")
-    plan = Plan(ranks=8, attempts=3, pauses=50 if chosen.quick else 6600, saves=400)
     with scratch("report") as folder:
         run = folder / "run"
-        events = make_run(plan, run)
+        events = make_run(run, 50 if chosen.quick else 6600)
         report(run)  # files into the cache
         took_s, _ = report(run)
         _, peak_mb = report(run, look=True)

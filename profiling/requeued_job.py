@@ -8,6 +8,7 @@ step changes a few rows, and a stack of many small layers.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -32,13 +33,8 @@ class Net(nn.Module):
             nn.Embedding.from_pretrained(torch.zeros(rows, WIDTH), freeze=False, sparse=True)
             for _ in range(TABLES)
         )
-        self.layers = nn.Sequential(
-            *(
-                module
-                for _ in range(LAYERS)
-                for module in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
-            )
-        )
+        layers = [(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(LAYERS)]
+        self.layers = nn.Sequential(*itertools.chain.from_iterable(layers))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         looked_up = [table(column) for table, column in zip(self.tables, rows.T, strict=True)]

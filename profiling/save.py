@@ -231,8 +231,6 @@ def measure(size_bytes: int, folder: Path, repeats: int) -> dict[str, Any]:
         "stop_to_durable_ms": 1e3 * statistics.median(stops),
         "save_ratio_to_best_peer": ratio_to_best(saved),
         "load_ratio_to_best_peer": ratio_to_best(loaded),
-        **{f"save_s_{name}": statistics.median(took) for name, took in saved.items()},
-        **{f"load_s_{name}": statistics.median(took) for name, took in loaded.items()},
     }
 
 

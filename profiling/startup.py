@@ -13,6 +13,8 @@ there, as pip leaves it, also where PYTHONDONTWRITEBYTECODE would have each star
 from __future__ import annotations
 
 import compileall
+import functools
+import itertools
 import json
 import os
 import shutil
@@ -20,7 +22,7 @@ import statistics
 import sys
 import time
 import venv
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness import Slurm, finish, interleaved, median_ratio, options, scratch
@@ -72,10 +74,10 @@ def python_starts(folder: Path, *, rounds: int) -> dict[str, list[float]]:
         for name in ("bare", "with", "again")
     }
 
-    def start(python: Path) -> Callable[[], float]:
-        return lambda: seconds_of([str(python), "-c", ""])
-
-    arms = {name: start(python) for name, python in pythons.items()}
+    arms = {
+        name: functools.partial(seconds_of, [str(python), "-c", ""])
+        for name, python in pythons.items()
+    }
     interleaved(arms, rounds=3)  # files into the cache
     return interleaved(arms, rounds=rounds)
 
@@ -86,13 +88,13 @@ class Submissions:
     def __init__(self, cluster: DevCluster, folder: Path) -> None:
         self._slurm = Slurm(cluster, folder)
         self._folder = folder
-        self._count = 0
+        self._stamps = (folder / f"first-{number}" for number in itertools.count())
         self._script = folder / "first_operator.py"
         self._script.write_text(SCRIPT)
 
     def spec(self) -> float:
         """Seconds from `hydroslurm submit job.yaml` to the first operator."""
-        stamp = self._stamp()
+        stamp = next(self._stamps)
         template = {"command": ["python", str(self._script), str(stamp)]}
         file = stamp.with_suffix(".yaml")
         file.write_text(json.dumps({"replicaSpecs": [{"replicas": 1, "template": template}]}))
@@ -101,14 +103,10 @@ class Submissions:
 
     def sbatch(self) -> float:
         """The same with plain sbatch and srun."""
-        stamp = self._stamp()
+        stamp = next(self._stamps)
         wrap = f"srun -n1 {sys.executable} {self._script} {stamp}"
         out = str(stamp.with_suffix(".out"))
         return self._seconds(["sbatch", "-n1", "-o", out, "--wrap", wrap], stamp)
-
-    def _stamp(self) -> Path:
-        self._count += 1
-        return self._folder / f"first-{self._count}"
 
     def _seconds(self, argv: list[str], stamp: Path) -> float:
         wait_until(lambda: not self._slurm.run("squeue", "-h"), "the cluster is idle")
@@ -139,7 +137,6 @@ def main() -> None:
     result = {
         "python_start_ratio": median_ratio(starts, "with", "bare"),
         "python_start_ratio_bare_again": median_ratio(starts, "again", "bare"),
-        "python_start_ms": 1e3 * statistics.median(starts["bare"]),
         "help_s": statistics.median(helps),
         "submit_to_first_operator_s": statistics.median(jobs["spec"]),
         "sbatch_to_first_operator_s": statistics.median(jobs["sbatch"]),

@@ -29,21 +29,12 @@ def transformer() -> Training:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
     model = nn.Sequential(
-        nn.Linear(16, 64), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), _Last()
+        nn.Linear(16, 64),
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        nn.Flatten(),
+        nn.Linear(32 * 64, 10),
     )
     return _training(model, torch.randn(8, 32, 16), torch.randint(0, 10, (8,)))
-
-
-class _Last(nn.Module):
-    """From the last position of a sequence to ten classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.head(x[:, -1])
-        return scores
 
 
 def _training(model: nn.Module, data: torch.Tensor, target: torch.Tensor) -> Training:

@@ -57,8 +57,7 @@ class Arm:
     @property
     def attempts(self) -> int:
         """How many attempts have made a step."""
-        attempts = read_attempts(self.config.folder / "attempts")
-        return sum(attempt.step > attempt.begin for attempt in attempts)
+        return sum(one.step > one.begin for one in read_attempts(self.config.folder / "attempts"))
 
     @property
     def is_over(self) -> bool:
@@ -89,7 +88,6 @@ def submit(name: str, node: str, folder: Path, *, epochs: int, cluster: DevClust
     """Start one of the jobs on the cluster that this process is led to."""
     config = Config(folder, epochs)
     folder.mkdir(parents=True)
-    parameters: dict[str, Any] = {"slurm_partition": "low", "timeout_min": 60}
     executor: Any
     if name == "executor":
         executor = hydroslurm.Executor(folder / "submitit")
@@ -97,7 +95,7 @@ def submit(name: str, node: str, folder: Path, *, epochs: int, cluster: DevClust
     else:
         executor = submitit.AutoExecutor(folder / "submitit", cluster="slurm")
         work = (StockTraining(config, AttemptLog),)
-    executor.update_parameters(**parameters, slurm_nodelist=node)
+    executor.update_parameters(slurm_partition="low", timeout_min=60, slurm_nodelist=node)
     return Arm(name, node, config, executor.submit(*work), Slurm(cluster, folder))
 
 

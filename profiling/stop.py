@@ -157,17 +157,13 @@ def stops_of(
         return stops
 
 
-def to_durable_ms(stops: Sequence[Stop]) -> list[float]:
-    """Of all stops that were committed."""
-    return [stop.to_durable_ms for stop in stops if stop.to_durable_ms is not None]
-
-
 def figures(stops: Sequence[Stop]) -> dict[str, Any]:
+    durable_ms = [stop.to_durable_ms for stop in stops if stop.to_durable_ms is not None]
     return {
         "stops": len(stops),
         "committed": sum(stop.to_durable_ms is not None and not stop.steps_lost for stop in stops),
         "steps_lost": sum(stop.steps_lost for stop in stops),
-        **p50_p99("sigterm_to_durable_ms", to_durable_ms(stops)),
+        **p50_p99("sigterm_to_durable_ms", durable_ms),
         **p50_p99("eligible_to_first_step_ms", [stop.eligible_to_first_step_ms for stop in stops]),
     }
 

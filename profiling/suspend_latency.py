@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from harness import EventTail, Slurm, finish, finished, options, p50_p99, scratch
+from harness import PROFILING, EventTail, Slurm, finish, finished, options, p50_p99, scratch
 from processes import is_stopped, wait_until
 
 from hydroslurm.core.events import EventKind
@@ -20,14 +20,6 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
 LIMIT_S = 60.0
-
-
-def submit(slurm: Slurm, run_dir: RunDir) -> str:
-    """Start the job; its Slurm id."""
-    script = run_dir.root / "job.sh"
-    job = f"{Path(__file__).with_name('victim.py')} hydroslurm {run_dir.root} train 0"
-    script.write_text(f"#!/bin/sh\nexec srun --unbuffered {sys.executable} {job}\n")
-    return slurm.submit("-p", "low", "-n1", "-o", str(run_dir.logs / "job.log"), str(script))
 
 
 def suspend_and_resume(slurm: Slurm, job_id: str, events: EventTail) -> tuple[float, bool]:
@@ -48,9 +40,10 @@ def suspend_and_resume(slurm: Slurm, job_id: str, events: EventTail) -> tuple[fl
 def measure(folder: Path, count: int) -> list[tuple[float, bool]]:
     """Bring a cluster up, suspend its job ``count`` times, end both."""
     with DevCluster.up(ClusterSpec(nodes=1, profile="pause")) as cluster:
-        run_dir, slurm = RunDir(folder), Slurm(cluster, folder)
-        run_dir.create()
-        job_id = submit(slurm, run_dir)
+        run_dir, slurm = RunDir(folder).create(), Slurm(cluster, folder)
+        victim = f"{sys.executable} {PROFILING}/victim.py hydroslurm {folder} train 0"
+        options = ("-p", "low", "-n1", "-o", str(run_dir.logs / "job.log"))
+        job_id = slurm.submit(*options, "--wrap", f"exec srun --unbuffered {victim}")
         events = EventTail(run_dir.rank_events(0))
         events.until(EventKind.INSTALLED, limit_s=LIMIT_S)
         time.sleep(0.5)

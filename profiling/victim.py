@@ -65,7 +65,6 @@ def train(way: str, folder: Path) -> None:
 def backwards(way: str, folder: Path, seconds: float) -> None:
     chain, data = Chain(), torch.randn(128, 128)
     chain(data).sum().backward()
-    begin = time.perf_counter()
     output = chain(data).sum()
     begin = time.perf_counter()
     output.backward()

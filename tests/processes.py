@@ -21,6 +21,8 @@ LIMIT_S = 120.0
 class Child:
     """A Python program under test; its output is read line by line."""
 
+    stderr: int | None = subprocess.STDOUT
+
     def __init__(
         self,
         code: str,
@@ -44,7 +46,7 @@ class Child:
             [*self._prefix, sys.executable, "-u", str(script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=self.stderr,
             text=True,
             cwd=script.parent,
             env=environ,

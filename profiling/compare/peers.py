@@ -38,7 +38,11 @@ class Peer:
     preempt: bool = False
 
     def version(self) -> str:
-        """The versions of what it is made of."""
+        """The versions of what it is made of.
+
+        Raises:
+            PackageNotFoundError: one of them is missing.
+        """
         found = [f"{name} {importlib.metadata.version(name)}" for name in self.versions]
         return ", ".join(found) or self.otherwise
 
@@ -144,14 +148,3 @@ PEERS = {
         ),
     )
 }
-
-
-def absent(peer: Peer) -> list[str]:
-    """Which of its distributions are missing."""
-    missing = []
-    for name in peer.versions:
-        try:
-            importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
-    return missing

@@ -26,6 +26,7 @@ A peer whose packages are missing is left out, with a word.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
@@ -44,9 +45,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import drive
 import figures
 from attempts import read_attempts
+from drive import Event, Kind, storm
 from harness import environment, finish, parser, rounded, scratch
-from interruptions import Event, Kind, storm
-from peers import PEERS, Peer, absent
+from peers import PEERS, Peer
 from slurm_jobs import BEGIN_DELAY_S, Place, cluster_spec
 from table import table
 
@@ -127,9 +128,12 @@ def compare(wanted: Sequence[Peer], plan: Plan, folder: Path) -> dict[str, Any]:
 
 
 def _is_here(peer: Peer) -> bool:
-    if missing := absent(peer):
-        say(f"{peer.title} is left out: not installed: {', '.join(missing)}")
-    return not missing
+    try:
+        peer.version()
+    except importlib.metadata.PackageNotFoundError as missing:
+        say(f"{peer.title} is left out: not installed: {missing.name}")
+        return False
+    return True
 
 
 def _places(cluster: DevCluster, plan: Plan) -> queue.Queue[Place]:

@@ -18,7 +18,8 @@ class Column:
     """A figure of each peer.
 
     Attributes:
-        head: of the table's column and the picture's panel, with the unit.
+        head: of the table's column, with the unit.
+        axis: of the picture's panel, where it is another.
         absent: what is said where there was nothing to measure.
         zero: what is said of 0.
         logarithmic: the picture's axis.
@@ -27,6 +28,7 @@ class Column:
 
     key: str
     head: str
+    axis: str = ""
     absent: str = "–"
     zero: str = "0"
     logarithmic: bool = False
@@ -44,7 +46,7 @@ class Column:
 
 
 COLUMNS = (
-    Column("goodput", "goodput"),
+    Column("goodput", "goodput", axis="goodput (dashed: the most that Slurm leaves)"),
     Column("steps_lost_per_preemption", "steps lost per preemption"),
     Column("samples_seen_twice", "samples seen twice"),
     Column("samples_never_seen", "samples never seen"),
@@ -150,16 +152,8 @@ def _panel(panel: Any, column: Column, result: Mapping[str, Any]) -> None:
     if column.key == "goodput" and result.get("goodput_limit"):
         panel.set_xlim(0, max(top, result["goodput_limit"]) * 1.25)
         panel.axvline(result["goodput_limit"], color="black", linewidth=0.9, linestyle="--")
-        panel.annotate(
-            "most that Slurm leaves",
-            (result["goodput_limit"], 1.0),
-            xycoords=("data", "axes fraction"),
-            ha="center",
-            va="bottom",
-            fontsize=8,
-        )
     panel.set_yticks(range(len(peers)), [peer["title"] for peer in peers])
     panel.set_ylim(len(peers) - 0.4, -0.6)
-    panel.set_xlabel(column.head, fontsize=9)
+    panel.set_xlabel(column.axis or column.head, fontsize=9)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)

@@ -75,7 +75,8 @@ def main() -> int:
                     print(text, file=results, flush=True)
                     print(text, flush=True)
             for name in group:
-                log.write(_log_of(name, work))
+                text = (work / f"{name}.log").read_bytes()[-MOST_LOG_BYTES:]
+                log.write(f"===== {name}\n".encode() + text + b"\n")
                 log.flush()
     table = _table(lines, facts, time.monotonic() - began_s)
     (out / "table.txt").write_text(table)
@@ -131,6 +132,7 @@ def _device(*, dry: bool) -> dict[str, Any]:
 def _run_part(name: str, work: Path, environ: Mapping[str, str], limit_s: float) -> dict[str, Any]:
     """Run it, and whatever becomes of it return what it has found."""
     path, said = work / f"{name}.json", work / f"{name}.log"
+    said.touch()
     began_s, status = time.monotonic(), "no time was left for it"
     if limit_s > 5.0:
         with said.open("wb") as output:
@@ -161,13 +163,6 @@ def _run_part(name: str, work: Path, environ: Mapping[str, str], limit_s: float)
     figures = {key: line[key] for line in lines for key in line if key != "failure"}
     took_s = round(time.monotonic() - began_s, 1)
     return {"ok": not failures, "took_s": took_s, "failures": failures, **figures}
-
-
-def _log_of(name: str, work: Path) -> bytes:
-    """What a part has written; of one that was never started, nothing."""
-    path = work / f"{name}.log"
-    text = path.read_bytes() if path.exists() else b""
-    return f"===== {name}\n".encode() + text[-MOST_LOG_BYTES:] + b"\n"
 
 
 def _table(lines: list[dict[str, Any]], facts: Mapping[str, Any], took_s: float) -> str:

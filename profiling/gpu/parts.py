@@ -82,22 +82,14 @@ class Child(processes.Child):
         what: the module with its ``main``; the folder below is its working directory.
     """
 
+    stderr = None  # the part's: what a library writes there must not fall into a line
+
     def __init__(
         self, what: str, folder: Path, *argv: str, environ: Mapping[str, str] | None = None
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(f"import {what}\n{what}.main()", folder, *argv, environ=environ)
         self.seen: dict[str, Any] = {}
-
-    def _start(
-        self, script: Path, arguments: tuple[str, ...], environ: Mapping[str, str]
-    ) -> subprocess.Popen[str]:
-        """With the part's stderr: what a library writes there must not fall into a line."""
-        command = [sys.executable, "-u", str(script), *arguments]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, text=True, cwd=script.parent, env=environ
-        )
 
     def told(self, key: str, *, limit_s: float = START_S) -> Any:
         """The value of the next line that has this key; all are kept in ``seen``.

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import TESTS
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -205,7 +206,11 @@ def loop(
     deterministic()
     controller = hydroslurm.install(run_dir=run)
     if fake:
-        _fake_checkpoints(controller, fake)
+        from coordination.crew import use_model
+
+        model = TESTS / "vacate/model.py"
+        Path(fake, "faults.json").write_text("[]")
+        use_model([str(model), fake])
     chosen = size_for(size)
     segment = steps_per_segment(chosen, variant)
     say(ready=os.getpid(), steps=segment * (pauses + 1))
@@ -229,21 +234,6 @@ def loop(
     say(disturbed=train(disturbed=True))
     sys.stdin.readline()  # a resume may be on its way: nobody signals a process that is gone
     hydroslurm.uninstall()
-
-
-def _fake_checkpoints(controller: Any, folder: str) -> None:
-    from hydroslurm.vacate.communicators import Communicators
-    from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint
-
-    model = Path(__file__).resolve().parents[2] / "tests/vacate/model.py"
-    Path(folder, "faults.json").write_text("[]")
-    assert hasattr(controller.vacating, "open_device"), "which this replaces"
-    controller.vacating.open_device = lambda: CudaCheckpoint(
-        used_bytes=lambda: 10**9,
-        devices=1,
-        communicators=Communicators(),
-        command=[sys.executable, str(model), folder],
-    )
 
 
 def run(*, run: str, ranks: str = "", steps: int, every: int) -> None:

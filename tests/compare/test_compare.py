@@ -18,7 +18,7 @@ import attempts  # noqa: E402
 import drive  # noqa: E402 - scripts of a folder, not a package
 import figures  # noqa: E402
 import table  # noqa: E402
-from interruptions import Event, storm  # noqa: E402
+from drive import Event, storm  # noqa: E402
 
 COUNTS = {"suspend": 12, "preempt": 5, "requeue": 3}
 
