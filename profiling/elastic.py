@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import PROFILING, finish, interleaved, parser, scratch  # makes the tests importable
+from harness import PROFILING, finish, interleaved, options, scratch  # makes the tests importable
 
 # isort: split
 from elasticstory import ElasticStory
@@ -140,7 +140,7 @@ CASES: dict[str, Callable[[Path], float]] = {
 
 
 def main() -> None:
-    chosen = parser(__doc__).parse_args()
+    chosen = options(__doc__ or "")
     with scratch("elastic") as folder:
 
         def in_a_place(name: str, case: Callable[[Path], float]) -> float:

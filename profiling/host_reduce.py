@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import finish, interleaved, median_ratio, options
+from harness import finish, interleaved, median_ratio, options, scratch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,9 +32,9 @@ def main() -> None:
     chosen = options(__doc__ or "")
     rounds, steps = (2, 1) if chosen.quick else (9, 2)
     fork = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="hydroslurm-reduce-") as folder:
+    with scratch("reduce") as folder:
         ours, theirs = fork.Pipe(duplex=False)
-        arguments = (Path(folder) / "meet", theirs, rounds, steps)
+        arguments = (folder / "meet", theirs, rounds, steps)
         ranks = [
             fork.Process(target=be_rank, args=(rank, *arguments))
             for rank in range(NODES * LOCAL_RANKS)

@@ -14,11 +14,12 @@ The ranks are this script, too: ``long_suspend.py with|without ddp|fsdp FOLDER T
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,18 +71,21 @@ class SuspendedJob:
     """One job, from its submission to its end.
 
     Args:
+        place: of the folders of such jobs.
         kind: ``with`` or ``without``, and ``ddp`` or ``fsdp``.
     """
 
     def __init__(
         self,
         cluster: DevCluster,
-        folder: Path,
+        place: Path,
         kind: tuple[str, str],
+        name: str,
         *,
         plan: Plan,
         nodes: Sequence[str],
     ) -> None:
+        folder = place / name
         folder.mkdir(parents=True)
         self._folder, self._plan = folder, plan
         self._run = RunDir(folder / "run")
@@ -148,20 +152,11 @@ class SuspendedJob:
         )
 
 
-def suspend_again_and_again(
-    cluster: DevCluster,
-    folder: Path,
-    kind: tuple[str, str],
-    rounds: int,
-    *,
-    plan: Plan,
-    nodes: Sequence[str],
-) -> list[Round]:
-    """All rounds of one kind of job."""
+def suspend_again_and_again(start: Callable[[str], SuspendedJob], rounds: int) -> list[Round]:
+    """All rounds of one kind of job, each of which has a name."""
     seen: list[Round] = []
     while len(seen) < rounds:
-        name = "-".join([*kind, str(len(seen))])
-        job = SuspendedJob(cluster, folder / name, kind, plan=plan, nodes=nodes)
+        job = start(f"job-{len(seen)}")
         try:
             while len(seen) < rounds:
                 time.sleep(0.5)
@@ -188,9 +183,9 @@ def measure(folder: Path, plan: Plan) -> dict[tuple[str, str], list[Round]]:
         running = {}
         for kind, count in rounds.items():
             nodes = [next(names) for _ in range(plan.ranks)]
-            running[kind] = pool.submit(
-                suspend_again_and_again, cluster, folder, kind, count, plan=plan, nodes=nodes
-            )
+            place = folder / "-".join(kind)
+            start = functools.partial(SuspendedJob, cluster, place, kind, plan=plan, nodes=nodes)
+            running[kind] = pool.submit(suspend_again_and_again, start, count)
         return {kind: one.result() for kind, one in running.items()}
 
 

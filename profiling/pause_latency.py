@@ -132,15 +132,14 @@ def inside_backward(folder: Path, count: int, seconds: float) -> dict[str, list[
                 victim.expect("begin")
                 time.sleep(random.uniform(0.1, 0.6) * seconds)
                 sent_ns = victim.send(signal.SIGUSR1)
-                held_ns = victim.held(sent_ns) if victim.way == "hydroslurm" else None
-                if held_ns is not None:
+                if victim.way == "hydroslurm":
+                    victim.held(sent_ns)
                     time.sleep(0.05)
                     victim.send(signal.SIGUSR2)
                 # the incumbent's module ends first; there is nothing to be held at before that
                 ended_ns = int(victim.expect("end"))
                 victim.send(signal.SIGUSR2)
-                if held_ns is None:
-                    held_ns = victim.first_held(after_ns=sent_ns, or_else_ns=ended_ns)
+                held_ns = victim.first_held(after_ns=sent_ns, or_else_ns=ended_ns)
                 seen[victim.way].append(held_ns < ended_ns)
                 victim.send(signal.SIGSTOP)
     return seen

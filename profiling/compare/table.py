@@ -91,15 +91,12 @@ def table(result: Mapping[str, Any]) -> str:
 
 def _storm(result: Mapping[str, Any]) -> str:
     kinds = [event["kind"] for event in result["events"]]
-    words = (
+    return (
         f"The storm: {kinds.count('suspend')} suspends of some seconds, {kinds.count('preempt')} "
         f"urgent jobs and {kinds.count('requeue')} requeues by an operator, at the same moments "
-        "for each. It is dense, and so goodput is low for everybody"
+        "for each. It is dense, and so goodput is low for everybody: "
+        f"{result['goodput_limit']:.2f} is what the suspends and Slurm's own wait leave at most."
     )
-    limit = result["goodput_limit"]
-    if limit is None:
-        return f"{words}."
-    return f"{words}: {limit:.2f} is what the suspends and Slurm's own wait leave at most."
 
 
 def _by_hand(peer: Mapping[str, Any]) -> str:
@@ -149,7 +146,7 @@ def _panel(panel: Any, column: Column, result: Mapping[str, Any]) -> None:
             fontsize=9,
             bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"},
         )
-    if column.key == "goodput" and result.get("goodput_limit"):
+    if column.key == "goodput":
         panel.set_xlim(0, max(top, result["goodput_limit"]) * 1.25)
         panel.axvline(result["goodput_limit"], color="black", linewidth=0.9, linestyle="--")
     panel.set_yticks(range(len(peers)), [peer["title"] for peer in peers])

@@ -65,29 +65,22 @@ def with_lightning(folder: Path) -> None:
 
 
 def with_transformers(folder: Path, *, compiled: bool) -> None:
-    from transformers import (
-        GPT2Config,
-        GPT2LMHeadModel,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-        set_seed,
-    )
+    import transformers as hf
 
-    class Steps(TrainerCallback):
+    class Steps(hf.TrainerCallback):
         def on_step_end(self, _: object, state: Any, *__: object, **___: object) -> None:
             say_step(state.global_step)
 
     torch.use_deterministic_algorithms(True)
-    set_seed(11)
-    config = GPT2Config(
+    hf.set_seed(11)
+    config = hf.GPT2Config(
         vocab_size=512, n_positions=64, n_embd=128, n_layer=2, n_head=4,
         bos_token_id=0, eos_token_id=0, attn_implementation="eager",
     )  # fmt: skip
     rows = torch.randint(1, 512, (STEPS // 2 * BATCH, 64))
-    trainer = Trainer(
-        model=GPT2LMHeadModel(config),
-        args=TrainingArguments(
+    trainer = hf.Trainer(
+        model=hf.GPT2LMHeadModel(config),
+        args=hf.TrainingArguments(
             output_dir=str(folder),
             num_train_epochs=2,
             per_device_train_batch_size=BATCH,
