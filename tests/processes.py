@@ -12,8 +12,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 LIMIT_S = 120.0
 
@@ -144,6 +145,16 @@ def wait_until(
             raise AssertionError(f"not within {limit_s} s: {what() if callable(what) else what}")
         # looks that ask Slurm, or read much, would take the processor from what is waited for
         time.sleep(min(max(0.005, 4 * (now - looked)), 0.2))
+
+
+def captured(
+    argv: Sequence[str | Path], *, timeout: float, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, whatever that is; what it writes is text. ``more``: ``cwd``,
+    ``env`` and ``input``, as :func:`subprocess.run` has them."""
+    return subprocess.run(
+        argv, capture_output=True, text=True, timeout=timeout, check=False, **more
+    )
 
 
 def free_port() -> int:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 import hydroslurm
 from hydroslurm import numa
@@ -229,11 +230,9 @@ def test_on_this_machine() -> None:
 def test_for_an_unmodified_script(tmp_path: Path) -> None:
     """`hydroslurm run --bind-numa` binds when torch comes, and the run's events tell it."""
     command = [sys.executable, "-m", "hydroslurm.cli", "run", "--bind-numa", "--"]
-    done = subprocess.run(
+    done = captured(
         [*command, sys.executable, "-c", "import torch; torch.ones(1)"],
         env={**os.environ, "HYDROSLURM_RUN_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import captured
 from stories import stories
 
 RERUN = """
@@ -70,13 +70,10 @@ def test_a_rerun_has_fixtures_of_its_own(tmp_path: Path) -> None:
     again, once, and the next test sees what came of that."""
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_rerun.py").write_text(RERUN)
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-m", "pytest", "-q", "--reruns=1", "-p", "stories"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
     assert "2 passed, 1 rerun" in done.stdout, done.stdout + done.stderr

@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoint.faulty import NUMBERS, CountingStorage, failing
 from checkpoint.states import holds, newest_in, state_of
+from processes import captured
 
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.errors import CheckpointCorrupt, SaveFailed
@@ -190,13 +191,7 @@ def test_read_only_folder(quick_folder: Path) -> None:
     quick_folder.chmod(0o755)
     (quick_folder / "c").chmod(0o555)
     try:
-        ended = subprocess.run(
-            [sys.executable, "-c", code, str(quick_folder / "c")],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        ended = captured([sys.executable, "-c", code, str(quick_folder / "c")], timeout=100)
     finally:
         (quick_folder / "c").chmod(0o755)
     assert "SaveFailed: step 2 could not be saved to " in ended.stderr

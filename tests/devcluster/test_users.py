@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from clusters import require_slurm
+from processes import captured
 
 import hydroslurm
 
@@ -44,14 +45,11 @@ def _slurm() -> None:
 
 def _run(argv: list[str], folder: Path, **environ: str) -> str:
     """Run a program to its end; its output, with that of a failure in the test's own message."""
-    done = subprocess.run(
+    done = captured(
         argv,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(PACKAGE_PARENT), **environ},
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 from elasticstory import TRAIN, ElasticStory
-from processes import wait_until
+from processes import captured, wait_until
 
 from hydroslurm.elastic.group import MEETING_S, GenerationGroup
 from hydroslurm.elastic.roster import Form
@@ -30,10 +29,8 @@ UNREACHABLE = TRAIN.replace(
 
 def test_a_newcomer_that_nobody_can_reach_is_left_out(tmp_path: Path) -> None:
     """The others try thrice with it, and train on alone."""
-    story = ElasticStory(tmp_path, program=UNREACHABLE, max=3)
-    try:
-        for name in "ab":
-            story.start(name, epochs=4, step_s=0.03)
+    with ElasticStory(tmp_path, program=UNREACHABLE, max=3) as story:
+        story.start_all("ab", epochs=4, step_s=0.03)
         story.wait_for_step("a", size=2)
         story.start("c", unreachable=True, epochs=4, step_s=0.03)
         assert story.ended("c") == 1, story
@@ -43,8 +40,6 @@ def test_a_newcomer_that_nobody_can_reach_is_left_out(tmp_path: Path) -> None:
         (failure,) = story.entries("failure")
         assert (failure["member"], "none0" in failure["reason"]) == ("c", True), story
         assert set(story.entries("generation")[-1]["members"]) == {"a", "b"}, story
-    finally:
-        story.close()
 
 
 def test_a_newcomer_with_another_model_ends_with_its_own_error(tmp_path: Path) -> None:
@@ -52,8 +47,7 @@ def test_a_newcomer_with_another_model_ends_with_its_own_error(tmp_path: Path) -
     program = TRAIN.replace("nn.Linear(8, 16)", "nn.Linear(8, options.get('width', 16))").replace(
         "*rest, nn.ReLU(), nn.Linear(16, 1)", "nn.ReLU(), nn.Linear(options.get('width', 16), 1)"
     )
-    story = ElasticStory(tmp_path, program=program, max=2)
-    try:
+    with ElasticStory(tmp_path, program=program, max=2) as story:
         story.start("a", epochs=4, step_s=0.03)
         story.wait_for_step("a", size=1)
         story.start("b", epochs=4, width=17)
@@ -62,15 +56,12 @@ def test_a_newcomer_with_another_model_ends_with_its_own_error(tmp_path: Path) -
         story.done("a")
         assert [one["member"] for one in story.entries("failure")] == ["b"], story
         assert len(story.entries("forming")) <= 3, story
-    finally:
-        story.close()
 
 
 @pytest.mark.elastic
 def test_a_run_that_cannot_begin_ends_with_the_reason(tmp_path: Path) -> None:
     """After six tries the member ends, and so does the coordinator."""
-    story = ElasticStory(tmp_path, program=UNREACHABLE, max=1)
-    try:
+    with ElasticStory(tmp_path, program=UNREACHABLE, max=1) as story:
         story.start("a", unreachable=True)
         assert story.ended("a") == 1, story
         assert story.coordinator is not None
@@ -79,8 +70,6 @@ def test_a_run_that_cannot_begin_ends_with_the_reason(tmp_path: Path) -> None:
         assert "6 generations in a row could not meet, the last: a: " in gave_up["reason"]
         assert gave_up["reason"] in str(story.members["a"].lines)
         assert len(story.entries("forming")) == 6, story
-    finally:
-        story.close()
 
 
 DYING = TRAIN.replace(
@@ -110,10 +99,8 @@ def test_a_newcomer_may_die_before_any_message(tmp_path: Path) -> None:
     """From the moment when it has said where it listens until it has the whole state: the others
     train on at once, without anybody who waits for it."""
     deaths = [("meeting", n) for n in range(3)] + [("transfer", n) for n in range(6)]
-    story = ElasticStory(tmp_path, program=DYING, max=3)
-    try:
-        for name in "ab":
-            story.start(name, epochs=1000, step_s=0.03)
+    with ElasticStory(tmp_path, program=DYING, max=3) as story:
+        story.start_all("ab", epochs=1000, step_s=0.03)
         story.wait_for_step("a", size=2)
         for number, dies in enumerate(deaths):
             one = story.start(f"c{number}", dies=dies)
@@ -121,8 +108,6 @@ def test_a_newcomer_may_die_before_any_message(tmp_path: Path) -> None:
             for name in "ab":
                 goes_on(story, name)
         generations, failures = story.entries("generation"), story.entries("failure")
-    finally:
-        story.close()
     assert {len(one["members"]) for one in generations} <= {2, 3}
     assert max(one["pause_s"] for one in generations) < MEETING_S / 2, generations
     assert [one["member"] for one in failures] == [f"c{number}" for number in range(len(deaths))]
@@ -214,12 +199,9 @@ ABORTED = """
 def test_an_abort_is_of_the_generations_own_connections(tmp_path: Path) -> None:
     """Collectives of the generation fail. A group that the script has made beside it, and what
     another thread has connected while the ranks met, stay."""
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-c", textwrap.dedent(ABORTED), str(tmp_path / "store")],
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
         timeout=60,
-        check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from processes import wait_until
+from processes import captured, wait_until
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
@@ -20,14 +19,8 @@ LIMIT_S = 180.0
 
 
 def slurm(cluster: DevCluster, *command: str, cwd: Path) -> str:
-    done = subprocess.run(
-        command,
-        env={**cluster.child_environ(), "PYTHON": sys.executable},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    done = captured(
+        command, cwd=cwd, env={**cluster.child_environ(), "PYTHON": sys.executable}, timeout=60
     )
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout.strip()

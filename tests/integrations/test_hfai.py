@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import free_port, wait_until
+from processes import captured, free_port, wait_until
 
 SCRIPT = Path(__file__).parents[1] / "integration" / "scripts" / "hfai_example.py"
 STEPS = 200
@@ -81,11 +81,8 @@ def rank_below(pid: int, rank: int) -> int:
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Scene]:
     """Each a training with its stops; torch and Lightning are loaded once."""
-    done = subprocess.run(
-        [sys.executable, SCRIPT.parents[2] / "integrations" / "hfai_scenes.py",
-         tmp_path_factory.mktemp("scenes")],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = captured([sys.executable, SCRIPT.parents[2] / "integrations" / "hfai_scenes.py",
+         tmp_path_factory.mktemp("scenes")], timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr
     found: dict[str, Scene] = json.loads(done.stdout.splitlines()[-1])
     return found

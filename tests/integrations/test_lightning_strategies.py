@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 from hydroslurm.errors import UsageError
 
@@ -88,12 +88,8 @@ def test_a_strategy_that_cannot_be_saved_is_refused() -> None:
 def test_a_fit_by_name(tmp_path: Path) -> None:
     """Two ranks of torchrun's: both are bound, train alike, and end with the same weights."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, "--standalone", str(SCRIPT), "hfreduce_bind_numa"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
+    done = captured(
+        [*command, "--standalone", str(SCRIPT), "hfreduce_bind_numa"], cwd=tmp_path, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("bound to NUMA node") == 2

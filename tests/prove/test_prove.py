@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import ProofError, UsageError
@@ -133,12 +134,10 @@ def test_arguments_that_leave_nothing_to_compare(tmp_path: Path) -> None:
 def test_two_ranks_of_a_real_job(requeue_cluster: DevCluster, tmp_path: Path) -> None:
     """Requeued by Slurm; nothing of the job is left behind."""
     words = ["--slurm", "-p low -N 2 -n 2", "--steps", "12", "--stops", "1", "--json"]
-    done = subprocess.run(
+    done = captured(
         command("--preempt", "off", *words, str(LOOP), "nothing"),
-        capture_output=True,
-        text=True,
-        timeout=300,
         env=requeue_cluster.child_environ(),
+        timeout=300,
     )
     told = json.loads(done.stdout or "{}")
     assert done.returncode == 0, (told, done.stderr)

@@ -9,18 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import captured
 from report.ranklog import RankLog
 
 from hydroslurm.core.rundir import RunDir
 
 
 def report(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "hydroslurm.cli", "report", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    return captured(
+        [sys.executable, "-W", "error", "-m", "hydroslurm.cli", "report", *arguments], timeout=60
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from clusters import require_slurm
+from processes import captured
 
 from hydroslurm.core.jobid import JobId
 from hydroslurm.devcluster import ClusterSpec, DevCluster
@@ -60,14 +60,8 @@ def _job_one(folder: Path) -> tuple[int, list[str]]:
     (folder / "out.txt").unlink(missing_ok=True)
     with DevCluster.up(ClusterSpec(nodes=2, profile="requeue", kill_wait_s=5)) as cluster:
         environ = {**cluster.child_environ(), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            ["sbatch", "--parsable", "--wait", "job.sbatch"],
-            cwd=folder,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=400,
-            check=False,
+        done = captured(
+            ["sbatch", "--parsable", "--wait", "job.sbatch"], cwd=folder, env=environ, timeout=400
         )
         said = (folder / "out.txt").read_text()
         assert done.stdout.strip() == "1", done.stderr

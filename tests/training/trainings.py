@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from processes import wait_until
+from processes import captured, wait_until
 
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
@@ -76,19 +76,16 @@ class Training:
         wait_until(is_gone, f"end of job {self.job_id}")
 
     def slurm(self, *command: str, check: bool = True) -> str:
-        done = subprocess.run(
+        done = captured(
             command,
+            cwd=self.folder,
             env={
                 **self.cluster.child_environ(),
                 "PYTHON": sys.executable,
                 "OMP_NUM_THREADS": "1",
                 **self.environ,
             },
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
             timeout=120,
-            check=False,
         )
         assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stderr}"
         return done.stdout.strip()

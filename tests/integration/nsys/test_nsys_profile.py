@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import child
+from processes import captured, child
 
 SCRIPT = str(Path(__file__).resolve().parents[3] / "sbatch" / "nsys_profile.sh")
 
@@ -27,12 +27,10 @@ def bare_path(tmp_path: Path) -> Path:
 
 
 def profiled(folder: Path, path: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return captured(
         [SCRIPT, *command],
-        env={"PATH": str(path), "PYTHON": str(path / "python")},
         cwd=folder,
-        capture_output=True,
-        text=True,
+        env={"PATH": str(path), "PYTHON": str(path / "python")},
         timeout=60,
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from clusters import require_slurm
-from processes import wait_until
+from processes import captured, wait_until
 
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
@@ -46,12 +46,10 @@ class Job:
         return "".join(path.read_text() for path in self.folder.glob("*.out"))
 
     def slurm(self, *command: str, check: bool = True) -> str:
-        done = subprocess.run(
+        done = captured(
             command,
-            env={**self.cluster.child_environ(), "PYTHON": sys.executable},
             cwd=self.folder,
-            capture_output=True,
-            text=True,
+            env={**self.cluster.child_environ(), "PYTHON": sys.executable},
             timeout=60,
         )
         assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stderr}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import child
+from processes import captured, child
 
 from hydroslurm.runtime import autoload
 
@@ -25,14 +25,7 @@ WAITS = (
 
 def python(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """One Python to its end."""
-    return subprocess.run(
-        [sys.executable, *argv],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return captured([sys.executable, *argv], env={**os.environ, **environ}, timeout=120)
 
 
 @pytest.mark.parametrize("value", [None, "", "0", "off", "OFF", "no", "none", "false"])

@@ -12,6 +12,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 from hydroslurm.slurm.spank.build import PLUGIN
 from hydroslurm.slurm.spank.plugstack import MARK
@@ -24,13 +25,8 @@ include plugstack.conf.d/*.conf
 
 
 def hydroslurm(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hydroslurm.cli", *argv],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    return captured(
+        [sys.executable, "-m", "hydroslurm.cli", *argv], env={**os.environ, **environ}, timeout=120
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from processes import wait_until
+from processes import captured, wait_until
 
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.slurm.spank.build import PLUGIN
@@ -33,14 +33,11 @@ def slurm(pause_cluster: DevCluster, tmp_path: Path):
     def run(
         *argv: str, environ: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return captured(
             argv,
             cwd=tmp_path,
             env=pause_cluster.child_environ({**os.environ, **(environ or {})}),
-            capture_output=True,
-            text=True,
             timeout=120,
-            check=False,
         )
 
     return run

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from clusters import require_slurm
 from integration.trainingjob.scene import LIMIT_S, Scene, is_alive
+from processes import captured
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
@@ -104,13 +105,11 @@ def test_attach_runs_a_command_as_the_replica(debug: Scene) -> None:
     show = "echo $RANK/$WORLD_SIZE $MASTER_PORT $SLURMD_NODENAME $PWD [$TOKEN]; cat; exit 7"
     ranks = {}
     for replica in ("master-0", "worker-0", "worker-1"):
-        done = subprocess.run(
+        done = captured(
             [*ATTACH, str(debug.job_id), "--replica", replica, "--", "sh", "-c", show],
             cwd=debug.folder,
             env=debug.cluster.child_environ(),
             input="typed\n",
-            capture_output=True,
-            text=True,
             timeout=LIMIT_S,
         )
         assert done.returncode == 7, done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from jobs.agent.agentworkers import Scene, one_node
-from processes import free_port, wait_until
+from processes import captured, free_port, wait_until
 
 from hydroslurm.jobs.agent import workers
 
@@ -233,15 +233,8 @@ def test_arguments(scene: Scene) -> None:
     with scene.agent("--no-such-option", name="wrong") as agent:
         assert agent.wait() == 2
         assert "unrecognized arguments" in str(agent) or "error" in str(agent)
-    import subprocess
 
-    done = subprocess.run(
-        [sys.executable, "-m", "hydroslurm.cli", "agent"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = captured([sys.executable, "-m", "hydroslurm.cli", "agent"], timeout=60)
     assert done.returncode == 2
     assert "Usage" in done.stderr
     assert "torchrun's arguments" in done.stderr

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import wait_until
+from processes import captured, wait_until
 
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
@@ -445,13 +445,10 @@ def test_a_job_that_can_never_start_is_named(
 
 
 def hydroslurm_submit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return captured(
         [sys.executable, "-m", "hydroslurm.cli", "submit", "--folder", "runs", *words],
         cwd=folder,
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
 
 
@@ -489,12 +486,7 @@ def test_the_command_line_does_it_all(
     monkeypatch.chdir(folder)
 
     def hydroslurm(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "hydroslurm.cli", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = captured([sys.executable, "-m", "hydroslurm.cli", *arguments], timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

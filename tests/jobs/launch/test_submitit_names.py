@@ -6,14 +6,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import submitit
-from processes import wait_until
+from processes import captured, wait_until
 
 import hydroslurm
 from hydroslurm.core.events import EventKind, read_events
@@ -42,12 +41,10 @@ def test_submitits_own_tests_with_our_executor(tmp_path: Path) -> None:
     paths = [str(tmp_path), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     options = ["-p", "submitit_plugin", "-p", "no:cacheprovider", "-rfEx", "--tb=short", "-q"]
     tests = [str(package / test) for test in ("slurm/test_slurm.py", "auto/test_auto.py")]
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-m", "pytest", *options, *tests],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
         timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
