@@ -9,6 +9,16 @@ import pytest
 from processes import Child, child
 from training.jobrunner_story import PROGRAM, Story
 
+import hydroslurm
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_installed() -> Iterator[None]:
+    """A test that fails must not take the next ones with it."""
+    yield
+    if hydroslurm.is_installed():
+        hydroslurm.uninstall()
+
 
 @pytest.fixture(scope="module")
 def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:

@@ -3,7 +3,7 @@ the attempt there, and with the bits of a run that was left alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,6 @@ from hydroslurm.errors import UsageError
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 EPOCHS = 3
 STOPPED, KILLED = "stopped", "killed"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_installed() -> Iterator[None]:
-    yield
-    if hydroslurm.is_installed():
-        hydroslurm.uninstall()
 
 
 class Killed(BaseException):

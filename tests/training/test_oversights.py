@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,6 @@ from hydroslurm.training.attempts import AttemptLog
 from hydroslurm.training.oversights import recompiles
 
 STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_installed() -> Iterator[None]:
-    """A test that fails must not take the next ones with it."""
-    yield
-    if hydroslurm.is_installed():
-        hydroslurm.uninstall()
 
 
 class Loop:

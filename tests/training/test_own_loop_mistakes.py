@@ -25,14 +25,6 @@ OTHERWISE = " If what you register saves it in another form: run.steps(total, ch
 ADAM = "Adam (of parameters of shape [1, 2], [1])"
 
 
-@pytest.fixture(autouse=True)
-def _nothing_stays_installed() -> Iterator[None]:
-    """A test that fails must not take the next ones with it."""
-    yield
-    if hydroslurm.is_installed():
-        hydroslurm.uninstall()
-
-
 class Parts:
     """A model with all that belongs to it, and a second one."""
 

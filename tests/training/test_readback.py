@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,8 @@ ODD: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_installed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """A test that fails must not take the next ones with it; news is heard."""
+def _news_is_heard(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="hydroslurm")
-    yield
-    if hydroslurm.is_installed():
-        hydroslurm.uninstall()
 
 
 class Own(torch.optim.SGD):

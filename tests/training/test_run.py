@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,6 @@ from hydroslurm.training import finished, reporting
 from hydroslurm.training.attempts import AttemptLog, Limits
 
 EPOCHS = 3
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_installed() -> Iterator[None]:
-    """A test that fails must not take the next ones with it."""
-    yield
-    if hydroslurm.is_installed():
-        hydroslurm.uninstall()
 
 
 @pytest.fixture(scope="module")
