@@ -115,20 +115,6 @@ def test_a_full_disk_costs_one_warning(tmp_path: Path) -> None:
     assert torn == Event(EventKind.PARKED, 2, 2).to_json().encode()[: len(torn)]
 
 
-def test_an_attempt_begins_with_a_line_of_its_own(tmp_path: Path) -> None:
-    """After an attempt that a full disk ended in the middle of a line, the next one's first line is
-    whole."""
-    path = tmp_path / "rank-00000.jsonl"
-    first = EventLog(path)
-    first.append(Event(EventKind.INSTALLED, 1, 1))
-    with _no_growth(path), pytest.warns(RuntimeWarning):
-        first.append(Event(EventKind.PARKED, 2, 2))
-    del first  # killed
-    assert not path.read_bytes().endswith(b"\n")
-    EventLog(path).append(Event(EventKind.INSTALLED, 3, 3))
-    assert [event.mono_ns for event in read_events(path)] == [1, 3]
-
-
 _ANY = st.recursive(
     st.none()
     | st.booleans()

@@ -198,18 +198,6 @@ def test_a_fault_of_the_coordinators_own_is_no_failure_of_a_member(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_ledger_of_any_length_is_read(tmp_path: Path) -> None:
-    """A run that has lasted for years still has a coordinator that starts."""
-    folder = ElasticFolder(run=tmp_path)
-    folder.record("wanted", {"size": 2})
-    with folder.ledger_jsonl.open("r+b") as file:
-        for number in range(1, 300):
-            file.seek(number << 20)
-            file.write(b"\n")
-    folder.record("wanted", {"size": 3})
-    assert [one["size"] for one in folder.ledger()] == [2, 3]
-
-
 def test_the_status_of_many_members_is_read(tmp_path: Path) -> None:
     """Of as many as a run may have, each of which leaves for a reason."""
     folder, coordinator = started(tmp_path, POLICY)
@@ -221,13 +209,3 @@ def test_the_status_of_many_members_is_read(tmp_path: Path) -> None:
     status = folder.read(folder.status_json)
     assert status is not None
     assert len(status["members"]) == MOST_RANKS
-
-
-def test_a_torn_line_of_the_ledger_takes_no_other_with_it(tmp_path: Path) -> None:
-    """What a coordinator records after a power cut is there for the next one."""
-    folder = ElasticFolder(run=tmp_path)
-    folder.record("wanted", {"size": 2})
-    with folder.ledger_jsonl.open("ab") as file:
-        file.write(b'{"kind": "wan')
-    folder.record("wanted", {"size": 3})
-    assert [one["size"] for one in folder.ledger()] == [2, 3]

@@ -44,19 +44,6 @@ def test_what_was_begun_and_ended_is_read_back(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("cut", range(2, 60, 7))
-def test_a_torn_line_costs_that_line_only(cut: int, tmp_path: Path) -> None:
-    """A kill in the middle of a write: the line before is read, and the next one is whole."""
-    path = tmp_path / "attempts.jsonl"
-    log = AttemptLog(path)
-    log.begin(0, now_epoch_ns=1, job_id=None, restart_count=0)
-    log.begin(3, now_epoch_ns=2, job_id=None, restart_count=0)
-    path.write_bytes(path.read_bytes()[:-cut])
-    assert [attempt.step for attempt in log.attempts()] == [0]
-    assert log.begin(4, now_epoch_ns=3, job_id=None, restart_count=0) == 2
-    assert [attempt.step for attempt in log.attempts()] == [0, 4]
-
-
 def test_a_folder_in_its_place_is_told(tmp_path: Path) -> None:
     """What cannot be written or read is an error that names the file."""
     (tmp_path / "attempts.jsonl").mkdir()
@@ -132,18 +119,6 @@ def test_a_file_of_an_older_version_is_refused(tmp_path: Path) -> None:
     path.write_text('{"v": 1, "life": 1, "began_epoch_ns": 1, "step": 3}\n')
     with pytest.raises(RunFolderError, match="older version of hydroslurm"):
         AttemptLog(path).attempts()
-
-
-def test_a_list_of_any_length_is_read(tmp_path: Path) -> None:
-    """A run that has been started half a million times goes on, and no number comes twice."""
-    log = AttemptLog(tmp_path / "attempts.jsonl")
-    moment = {"now_epoch_ns": 1, "job_id": 7, "restart_count": 0}
-    log.begin(0, **moment)
-    with log.path.open("r+b") as file:
-        for number in range(1, 80):
-            file.seek(number << 20)
-            file.write(b"\n")
-    assert [log.begin(0, **moment, at_least=one) for one in (9, 1)] == [9, 10]
 
 
 def test_numbers_are_those_of_the_job(tmp_path: Path) -> None:

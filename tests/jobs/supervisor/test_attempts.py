@@ -116,15 +116,6 @@ def test_files_of_another_version_are_skipped(tmp_path: Path) -> None:
     assert read_conditions(conditions) == attempts.all() == ()
 
 
-def test_a_verdict_after_a_torn_line_is_there(tmp_path: Path) -> None:
-    """A supervisor that was killed while it wrote takes one line with it, and not the next."""
-    path = tmp_path / "conditions.jsonl"
-    add_condition(path, "Running")
-    path.write_bytes(path.read_bytes() + b'{"v": 1, "type": "Preem')
-    add_condition(path, "Succeeded")
-    assert [one.type for one in read_conditions(path)] == ["Running", "Succeeded"]
-
-
 class Clock:
     """A clock that is set by hand, seconds."""
 
