@@ -1,15 +1,15 @@
-"""How a rank and the coordinator prove to each other that they belong to one job step. Pure, but
-for MUNGE.
+"""How a rank and the coordinator prove to each other that they belong to one job step. Pure.
 
 Both know a random key of 32 bytes, or the coordinator gives it to the rank in a MUNGE credential
-that only the same user can read. Nothing that arrives is interpreted before its sender has
-authenticated, except these fields of fixed form:
+that only the same user can read (:mod:`hydroslurm.coordination.secret` makes and reads it). Nothing
+that arrives is interpreted before its sender has authenticated, except these fields of fixed form:
 
-    rank -> coordinator   magic, mode, nonce, credential (mode ``m``: names the attempt and the
-                          nonce)
-    coordinator -> rank   nonce, credential (mode ``m``: names the rank's nonce and holds the key),
-                          proof
+    rank -> coordinator   magic, mode, nonce, local rank
+    coordinator -> rank   nonce, credential (mode ``m``: holds the key), proof
     rank -> coordinator   proof
+
+The credential was made before the coordinator began to listen, so that a stranger's connection
+costs it a hash and never a question to munged. The nonces make each proof good for one connection.
 
 A proof is an HMAC-SHA256, under the key, of the sender's name and everything sent before. The keys
 of the frames that follow are derived in the same way, one for each direction. Whoever only relays
@@ -18,16 +18,11 @@ the bytes learns nothing and can change nothing.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import os
 import secrets
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from hydroslurm.slurm.munge import Munge
 
 KEY_BYTES = 32
 MAGIC = b"hydroslurm 1\n"
@@ -38,7 +33,6 @@ CREDENTIAL_BYTES = 4096
 _NONCE_BYTES = _PROOF_BYTES = 32
 _LENGTH = struct.Struct(">H")
 _HELLO_BYTES = len(MAGIC) + 1 + _NONCE_BYTES + _LENGTH.size
-_JOIN, _KEY = b"hydroslurm rank\0", b"hydroslurm key\0"
 
 
 class GreetingFailed(Exception):
@@ -64,30 +58,24 @@ class RankGreeting:
 
     Attributes:
         hello: what to send first.
-        key: known from the beginning, or from the coordinator's answer on.
+        key: known from the beginning, or from the coordinator's credential on.
         session: None until the coordinator has authenticated.
     """
 
-    def __init__(self, *, attempt: str, key: bytes | None, munge: Munge | None) -> None:
+    def __init__(
+        self, *, key: bytes | None, open_credential: Callable[[bytes], bytes], local_rank: int = 0
+    ) -> None:
         """
         Args:
-            attempt: names the ranks that belong together, to a coordinator that gives the key by
-                MUNGE.
             key: None to be given it.
-            munge: needed without a key.
-
-        Raises:
-            MungeError: it does not answer.
+            open_credential: returns the key in the coordinator's credential, or raises what
+                :meth:`feed` raises.
+            local_rank: ranks of one node are given different credentials.
         """
-        assert key is not None or munge is not None
         self.key = key
-        self._munge = munge
-        mode, nonce, credential = BY_KEY, secrets.token_bytes(_NONCE_BYTES), b""
-        self._bond = _bond(attempt, nonce)
-        if key is None:
-            assert munge is not None
-            mode, credential = BY_MUNGE, munge.encode(_JOIN + self._bond)
-        self.hello = MAGIC + mode + nonce + _LENGTH.pack(len(credential)) + credential
+        self._open_credential = open_credential
+        mode, nonce = BY_KEY if key else BY_MUNGE, secrets.token_bytes(_NONCE_BYTES)
+        self.hello = MAGIC + mode + nonce + _LENGTH.pack(local_rank % (1 << 16))
         self.session: Session | None = None
         self._buffer = b""
 
@@ -110,7 +98,7 @@ class RankGreeting:
             return None
         answer, proof = self._buffer[:end], self._buffer[end : end + _PROOF_BYTES]
         if self.key is None:
-            self.key = self._given(answer[head:])
+            self.key = self._open_credential(answer[head:])
         sent = self.hello + answer
         if not hmac.compare_digest(proof, _prove(self.key, b"coordinator", sent)):
             raise GreetingFailed("not the coordinator of this job: it does not know the key")
@@ -118,110 +106,67 @@ class RankGreeting:
         self.session = _session(self.key, sent, rest)
         return _prove(self.key, b"rank", sent)
 
-    def _given(self, credential: bytes) -> bytes:
-        assert self._munge is not None
-        payload, uid = self._munge.decode(credential)
-        start = _KEY + self._bond
-        if uid != os.getuid() or payload[: len(start)] != start:
-            raise GreetingFailed(f"not the coordinator of this job: its credential is of uid {uid}")
-        key = payload[len(start) :]
-        if len(key) != KEY_BYTES:
-            raise GreetingFailed("not the coordinator of this job: it gives no key")
-        return key
-
 
 class CoordinatorGreeting:
     """The coordinator's end of one connection.
 
-    ``feed`` takes bytes; once ``hello`` is there, ``answer`` makes what is to be sent, which may
-    take the millisecond that MUNGE needs; then ``feed`` takes the proof.
-
     Attributes:
-        hello: of the rank, when it is complete.
         session: None until the rank has authenticated.
     """
 
-    def __init__(self) -> None:
-        self.hello: bytes | None = None
+    def __init__(self, key: bytes, credentials: Sequence[bytes]) -> None:
+        """
+        Args:
+            key: of this attempt.
+            credentials: that hold it; none to refuse ranks that have no key.
+        """
         self.session: Session | None = None
+        self._key = key
+        self._credentials = credentials
         self._sent = b""
-        self._key = b""
         self._buffer = b""
 
-    def feed(self, data: bytes) -> None:
-        """Take bytes of the rank.
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes of the rank; return what to answer, which may be nothing.
 
         Raises:
             GreetingFailed: it is no rank of this job step.
         """
         self._buffer += data
-        if self.hello is None:
-            self._read_hello()
         if not self._sent:
-            if self.hello is not None and self._buffer:
-                raise GreetingFailed("continues before it was answered")
-        elif len(self._buffer) >= _PROOF_BYTES and self.session is None:
+            return self._answer()
+        if len(self._buffer) >= _PROOF_BYTES and self.session is None:
             proof, rest = self._buffer[:_PROOF_BYTES], self._buffer[_PROOF_BYTES:]
             if not hmac.compare_digest(proof, _prove(self._key, b"rank", self._sent)):
                 raise GreetingFailed("does not know the key")
             self.session = _session(self._key, self._sent, rest)
+        return b""
 
-    @property
-    def asks_munge(self) -> bool:
-        """Whether the rank has no key, so that an answer needs MUNGE."""
-        assert self.hello is not None
-        return self.hello[len(MAGIC) : len(MAGIC) + 1] == BY_MUNGE
-
-    def _read_hello(self) -> None:
-        start = self._buffer[: len(MAGIC)]
-        if start != MAGIC[: len(start)]:
+    def _answer(self) -> bytes:
+        hello, self._buffer = self._buffer, b""
+        if hello[: len(MAGIC)] != MAGIC[: len(hello)]:
             raise GreetingFailed("speaks another protocol")
-        if len(self._buffer) < _HELLO_BYTES:
-            return
-        (length,) = _LENGTH.unpack_from(self._buffer, _HELLO_BYTES - _LENGTH.size)
-        if length > CREDENTIAL_BYTES:
-            raise GreetingFailed("its credential is too long")
-        end = _HELLO_BYTES + length
-        if len(self._buffer) >= end:
-            self.hello, self._buffer = self._buffer[:end], self._buffer[end:]
-
-    def answer(self, key: bytes, *, attempt: str, munge: Munge | None) -> bytes:
-        """What is to be sent for ``hello``; in any thread.
-
-        Args:
-            key: of this attempt.
-            munge: None to refuse ranks that have no key.
-
-        Raises:
-            GreetingFailed, MungeError: it may not be given the key.
-        """
-        assert self.hello is not None
-        mode = self.hello[len(MAGIC) : len(MAGIC) + 1]
-        nonce = self.hello[len(MAGIC) + 1 : _HELLO_BYTES - _LENGTH.size]
-        credential = b""
+        if len(hello) < _HELLO_BYTES:
+            self._buffer = hello
+            return b""
+        if len(hello) > _HELLO_BYTES:
+            raise GreetingFailed("continues before it was answered")
+        mode, credential = hello[len(MAGIC) : len(MAGIC) + 1], b""
         if mode == BY_MUNGE:
-            if munge is None:
+            if not self._credentials:
                 raise GreetingFailed("has no key, and there is no MUNGE here")
-            bond = _bond(attempt, nonce)
-            payload, uid = munge.decode(self.hello[_HELLO_BYTES:])
-            if uid != os.getuid() or not hmac.compare_digest(payload, _JOIN + bond):
-                raise GreetingFailed(f"its credential is of uid {uid}, or of another attempt")
-            credential = munge.encode(_KEY + bond + key)
+            (local_rank,) = _LENGTH.unpack_from(hello, _HELLO_BYTES - _LENGTH.size)
+            credential = self._credentials[local_rank % len(self._credentials)]
         elif mode != BY_KEY:
             raise GreetingFailed("speaks another protocol")
-        own = secrets.token_bytes(_NONCE_BYTES)
-        answer = own + _LENGTH.pack(len(credential)) + credential
-        self._key, self._sent = key, self.hello + answer
-        return answer + _prove(key, b"coordinator", self._sent)
+        answer = secrets.token_bytes(_NONCE_BYTES) + _LENGTH.pack(len(credential)) + credential
+        self._sent = hello + answer
+        return answer + _prove(self._key, b"coordinator", self._sent)
 
 
 def derive(key: bytes, purpose: str) -> bytes:
     """Another key of 32 bytes, from which nobody can tell the first."""
     return hmac.digest(key, b"derive\0" + purpose.encode(), "sha256")
-
-
-def _bond(attempt: str, nonce: bytes) -> bytes:
-    return hashlib.sha256(nonce + attempt.encode()).digest()
 
 
 def _prove(key: bytes, who: bytes, sent: bytes) -> bytes:

@@ -328,7 +328,7 @@ class _Search:
     def _connected(self, sock: socket.socket) -> None:
         if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(code, os.strerror(code))
-        greeting = self._secret.greeting(self._world.incarnation_id)
+        greeting = self._secret.greeting(self._world)
         if greeting is None:
             raise OSError("rank 0 has not written the ranks' key yet")
         self._greetings[sock] = greeting

@@ -39,7 +39,6 @@ from hydroslurm.coordination.network import allow_descriptors, listen
 from hydroslurm.coordination.server import (
     MAX_UNAUTHENTICATED,
     SPARE_DESCRIPTORS,
-    Authenticator,
     Packed,
     PeerConnection,
     Server,
@@ -63,8 +62,7 @@ class CoordinatorOptions:
         host, ports: where to listen; the first port that is free.
         parent_pid: of rank 0, which may end before it has joined.
         key: of this attempt, in hexadecimal digits.
-        munge_socket: of munged, for ranks that have no key; "" for MUNGE's default, None to refuse
-            such ranks.
+        credentials: of MUNGE, with the key for ranks that have none; empty to refuse such ranks.
     """
 
     incarnation_id: str
@@ -73,19 +71,15 @@ class CoordinatorOptions:
     ports: Sequence[int]
     parent_pid: int
     key: str
-    munge_socket: str | None
+    credentials: Sequence[str]
 
 
 class Coordinator(Server):
     """A :class:`CoordinatorState` behind sockets."""
 
     def __init__(self, listener: socket.socket, options: CoordinatorOptions) -> None:
-        super().__init__(
-            listener,
-            Authenticator(
-                key=options.key, attempt=options.incarnation_id, munge_socket=options.munge_socket
-            ),
-        )
+        credentials = [credential.encode() for credential in options.credentials]
+        super().__init__(listener, key=bytes.fromhex(options.key), credentials=credentials)
         self._options = options
         self._state = CoordinatorState(options.world_size)
         self._joined: dict[int, PeerConnection] = {}

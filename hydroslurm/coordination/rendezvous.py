@@ -134,8 +134,13 @@ def start_coordinator(world: World, secret: Secret) -> int:
     if process is not None and process.returncode is None:
         return port
     from hydroslurm.coordination.coordinator import CoordinatorOptions
+    from hydroslurm.slurm.munge import MungeError
 
     assert secret.key is not None
+    try:
+        credentials = secret.credentials(world)
+    except MungeError as error:
+        raise CoordinatorLost(f"MUNGE does not give the ranks their key: {error}") from error
     options = CoordinatorOptions(
         incarnation_id=world.incarnation_id,
         world_size=world.world_size,
@@ -143,7 +148,7 @@ def start_coordinator(world: World, secret: Secret) -> int:
         ports=world.coordinator_ports(secret.port_key),
         parent_pid=os.getpid(),
         key=secret.key.hex(),
-        munge_socket=secret.munge_socket,
+        credentials=[credential.decode("ascii") for credential in credentials],
     )
     process = _launch(options)
     # only that thread calls poll(): a return code means that the process is gone

@@ -5,8 +5,8 @@ The first source that works is used:
 environment   ``HYDROSLURM_STEP_KEY``, which the supervisor, the agent and the plugin of
               ``srun --preempt`` give to a job step. A process's environment can be read by its own
               user only, its command line by everybody.
-munge         the first rank makes a key, and the coordinator gives it to each rank in a credential
-              that only the same user can read.
+munge         the first rank makes a key and puts it into credentials that only the same user can
+              read; the coordinator gives them to whoever asks, and never asks munged itself.
 file          the first rank writes it, mode 0600, below the run folder, whose ownership is checked.
 
 Without any of them several ranks are not connected. There is no fallback to a connection without a
@@ -21,10 +21,11 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydroslurm.coordination.authentication import KEY_BYTES, RankGreeting
+from hydroslurm.coordination.authentication import KEY_BYTES, GreetingFailed, RankGreeting
 from hydroslurm.coordination.world import KEY_ENV, World, key_from
 from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.core.trust import check_trusted
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 KEYS = "keys"
 """The folder of key files in a run folder."""
+_MOST_CREDENTIALS = 256
+_HOLDS_KEY = b"hydroslurm key\0"
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +47,10 @@ class Secret:
     Attributes:
         source: ``environment``, ``munge`` or ``file``.
         key: None on a rank that has not received it yet.
-        munge_socket: for the coordinator; see ``CoordinatorOptions``.
     """
 
     source: str
     key: bytes | None
-    munge_socket: str | None = None
     _munge: Munge | None = None
     _path: Path | None = None
 
@@ -59,19 +60,49 @@ class Secret:
         others can guess the ports then, and take them."""
         return self.key if self.source == "environment" else None
 
-    def greeting(self, attempt: str) -> RankGreeting | None:
-        """A greeting for one connection; None while the key's file does not exist yet.
+    def credentials(self, world: World) -> list[bytes]:
+        """The key for ranks of this user that have none, one credential for each rank of a node:
+        munged logs one that is read twice. Made by the first rank.
 
         Raises:
             MungeError: munged does not answer any more.
+        """
+        if self._munge is None or self.key is None:
+            return []
+        payload = _start_of_payload(world) + self.key
+        count = min(world.local_world_size, _MOST_CREDENTIALS)
+        return [self._munge.encode(payload) for _ in range(count)]
+
+    def greeting(self, world: World) -> RankGreeting | None:
+        """A greeting for one connection; None while the key's file does not exist yet.
+
+        Raises:
             UntrustedFile: the key's file is not ours alone.
         """
-        key = self.key
+        key = self.key or _received.get((os.getpid(), world.incarnation_id))
         if key is None and self._path is not None:
             key = _read(self._path)
             if key is None:
                 return None
-        return RankGreeting(attempt=attempt, key=key, munge=self._munge)
+        opened = partial(self._open, world)
+        return RankGreeting(key=key, open_credential=opened, local_rank=world.local_rank)
+
+    def _open(self, world: World, credential: bytes) -> bytes:
+        if self._munge is None:
+            raise GreetingFailed("not the coordinator of this job: it needs no key")
+        from hydroslurm.slurm.munge import MungeError
+
+        try:
+            payload, uid = self._munge.decode(credential)
+        except MungeError as error:
+            raise GreetingFailed(f"it refuses this rank, with a credential: {error}") from error
+        start = _start_of_payload(world)
+        key = payload.removeprefix(start)
+        if uid != os.getuid() or len(payload) != len(start) + KEY_BYTES or len(key) != KEY_BYTES:
+            raise GreetingFailed(
+                f"not the coordinator of this job: its credential is of uid {uid}, or of another"
+            )
+        return _received.setdefault((os.getpid(), world.incarnation_id), key)
 
     def forget(self) -> None:
         """Remove the key's file at the end of the attempt. For the first rank."""
@@ -94,12 +125,12 @@ def find_secret(world: World, environ: Mapping[str, str], *, folder: Path | None
 
     socket = socket_of(environ)
     if (key := key_from(environ)) is not None:
-        return Secret("environment", key, socket or "")
+        return Secret("environment", key)
     is_first = world.rank == 0
     try:
         munge = Munge(socket)
         munge.encode(b"")
-        return Secret("munge", _own_key(world) if is_first else None, socket or "", munge)
+        return Secret("munge", _own_key(world) if is_first else None, munge)
     except MungeError as error:
         no_munge = str(error)
     if folder is None:
@@ -109,7 +140,7 @@ def find_secret(world: World, environ: Mapping[str, str], *, folder: Path | None
         key = _write(path, _own_key(world)) if is_first else None
     except (OSError, UntrustedFile) as error:
         raise _nothing(no_munge, str(error)) from error
-    return Secret("file", key, None, None, path)
+    return Secret("file", key, None, path)
 
 
 def new_key() -> str:
@@ -118,11 +149,16 @@ def new_key() -> str:
 
 
 _own: dict[tuple[int, str], bytes] = {}
+_received: dict[tuple[int, str], bytes] = {}
 
 
 def _own_key(world: World) -> bytes:
     """The key made by this process, the first rank: the same at each call in one incarnation."""
     return _own.setdefault((os.getpid(), world.incarnation_id), secrets.token_bytes(KEY_BYTES))
+
+
+def _start_of_payload(world: World) -> bytes:
+    return _HOLDS_KEY + hashlib.sha256(world.incarnation_id.encode()).digest()
 
 
 def _write(path: Path, key: bytes) -> bytes:

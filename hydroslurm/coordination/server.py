@@ -14,26 +14,24 @@ import itertools
 import selectors
 import socket
 import traceback
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hydroslurm.coordination.authentication import CoordinatorGreeting, GreetingFailed
 from hydroslurm.coordination.frames import BadFrame, Sealer, Unsealer, digest
 from hydroslurm.coordination.network import configure_socket
 from hydroslurm.core.awake_clock import AwakeClock
-from hydroslurm.slurm.munge import Munge, MungeError
 
 GREETING_S = 10.0
 """A connection that has not authenticated and joined by then is closed."""
 MAX_UNAUTHENTICATED = 256
-"""Connections that have not joined; one more, and the oldest is closed. A rank needs only
-milliseconds, so whoever floods the listener drives out its own connections."""
+"""Connections that have not joined; one more, and the oldest of the address that has the most is
+closed. So a flood drives out its own connections; ranks on the flooding node need milliseconds."""
 ACCEPT_AGAIN_S = 0.5
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 SPARE_DESCRIPTORS = 32
-OF_A_PEER = (OSError, ValueError, BadFrame, GreetingFailed, MungeError)
+OF_A_PEER = (OSError, ValueError, BadFrame, GreetingFailed)
 """What a peer can make go wrong; anything else is a fault of ours."""
 ACCEPTS = 64
 """Connections taken between two looks at those that exist: these must not wait for a flood."""
@@ -61,14 +59,23 @@ class PeerConnection:
     """One connection as the coordinator has it; writing never blocks.
 
     Attributes:
+        address: of the peer's node.
         rank: that has joined on it, and is present.
         has_joined: a rank has joined on it.
         events: what the selector watches for.
     """
 
-    def __init__(self, connection: socket.socket, since_s: float) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        address: str,
+        greeting: CoordinatorGreeting,
+        *,
+        since_s: float,
+    ) -> None:
         self.connection = connection
-        self.greeting = CoordinatorGreeting()
+        self.address = address
+        self.greeting = greeting
         self.since_s = since_s
         self.unsealer: Unsealer | None = None
         self.rank: int | None = None
@@ -138,59 +145,6 @@ class PeerConnection:
             count -= len(first)
 
 
-class Authenticator:
-    """Answers greetings in a thread of its own: munged may be slow, and must not delay a pause."""
-
-    def __init__(self, *, key: str, attempt: str, munge_socket: str | None) -> None:
-        """As in ``CoordinatorOptions``; ``attempt`` is the incarnation."""
-        self._key = bytes.fromhex(key)
-        self._attempt = attempt
-        self._munge_socket = munge_socket
-        self._munge: Munge | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="authenticator")
-        self._asked: deque[tuple[PeerConnection, Future[bytes]]] = deque()
-        self.wakeup, self._waker = socket.socketpair()
-        self.wakeup.setblocking(False)
-        self._waker.setblocking(False)
-
-    def answer_at_once(self, greeting: CoordinatorGreeting) -> bytes:
-        """The answer to a rank that has the key, for which nobody has to be asked."""
-        return greeting.answer(self._key, attempt=self._attempt, munge=None)
-
-    def ask(self, peer: PeerConnection) -> None:
-        """Have the hello of a peer without the key answered; see :meth:`answered`."""
-        answer = self._pool.submit(self._answer, peer.greeting)
-        self._asked.append((peer, answer))
-        answer.add_done_callback(self._wake)
-
-    def _wake(self, _answer: Future[bytes]) -> None:
-        """Make the descriptor ``wakeup`` ready, in the thread that answers."""
-        with contextlib.suppress(OSError):
-            self._waker.send(b".")
-
-    def on_wakeup(self) -> None:
-        """The descriptor ``wakeup`` is ready."""
-        with contextlib.suppress(BlockingIOError):
-            self.wakeup.recv(4096)
-
-    def answered(self) -> list[tuple[PeerConnection, Future[bytes]]]:
-        """What has been answered since the last call."""
-        ready = []
-        while self._asked and self._asked[0][1].done():  # one thread: in the order of asking
-            ready.append(self._asked.popleft())
-        return ready
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self.wakeup.close()
-        self._waker.close()
-
-    def _answer(self, greeting: CoordinatorGreeting) -> bytes:
-        if self._munge is None and self._munge_socket is not None:
-            self._munge = Munge(self._munge_socket or None)
-        return greeting.answer(self._key, attempt=self._attempt, munge=self._munge)
-
-
 class Server:
     """Accepts, authenticates, reads and writes, in one thread; a subclass says what a message means
     (:meth:`on_body`) and what the end of a connection means (:meth:`on_drop`).
@@ -200,14 +154,17 @@ class Server:
             takes nobody for late or silent.
     """
 
-    def __init__(self, listener: socket.socket, authenticator: Authenticator) -> None:
+    def __init__(
+        self, listener: socket.socket, *, key: bytes, credentials: Sequence[bytes] = ()
+    ) -> None:
+        """The other arguments are those of :class:`CoordinatorGreeting`."""
         self.clock = AwakeClock()
-        self._authenticator = authenticator
+        self._key = key
+        self._credentials = credentials
         self._listener = listener
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(authenticator.wakeup, selectors.EVENT_READ, authenticator.on_wakeup)
         self._accept_again_s: float | None = None
         self._open: set[PeerConnection] = set()
         self._unjoined: deque[PeerConnection] = deque()
@@ -240,8 +197,6 @@ class Server:
                 self._guarded(key.data, self._serve, key.data)
             else:
                 key.data()
-        for peer, answer in self._authenticator.answered():
-            self._guarded(peer, self._answer, peer, answer)
         self.on_round()
         while self._unflushed:  # one that is lost over it may be news for others
             peers, self._unflushed = self._unflushed, {}
@@ -255,7 +210,6 @@ class Server:
             self.drop(peer)
         self._selector.close()
         self._listener.close()
-        self._authenticator.close()
 
     def send(self, peer: PeerConnection, packed: Packed) -> None:
         """Put a body on its way; raises ValueError for one that is too long."""
@@ -297,7 +251,7 @@ class Server:
     def _accept(self) -> None:
         for _ in range(ACCEPTS):
             try:
-                connection, _ = self._listener.accept()
+                connection, (address, _) = self._listener.accept()
             except OSError as error:
                 if error.errno in OUT_OF_RESOURCES and not self._drop_oldest():
                     # the waiting connection stays readable: trying again at once would be a busy
@@ -305,7 +259,9 @@ class Server:
                     self._selector.unregister(self._listener)
                     self._accept_again_s = self.clock.now_s() + ACCEPT_AGAIN_S
                 return
-            self._take(PeerConnection(connection, self.clock.now_s()))
+            greeting = CoordinatorGreeting(self._key, self._credentials)
+            peer = PeerConnection(connection, address, greeting, since_s=self.clock.now_s())
+            self._take(peer)
 
     def _take(self, peer: PeerConnection) -> None:
         self._unjoined.append(peer)
@@ -318,20 +274,20 @@ class Server:
         except (OSError, ValueError):
             self.drop(peer)
         if len(self._unjoined) > MAX_UNAUTHENTICATED:
-            self._unjoined = deque(
-                one for one in self._unjoined if one in self._open and not one.has_joined
-            )
-            if len(self._unjoined) > MAX_UNAUTHENTICATED:
-                self._drop_oldest()
+            self._drop_oldest(most=MAX_UNAUTHENTICATED)
 
-    def _drop_oldest(self) -> bool:
-        """Close the oldest connection that has not joined; return whether there was one."""
-        while self._unjoined:
-            peer = self._unjoined.popleft()
-            if peer in self._open and not peer.has_joined:
-                self.drop(peer)
-                return True
-        return False
+    def _drop_oldest(self, *, most: int = 0) -> bool:
+        """If more than so many connections have not joined, close the oldest of the address that
+        has the most of them; return whether one was closed."""
+        self._unjoined = deque(
+            one for one in self._unjoined if one in self._open and not one.has_joined
+        )
+        if len(self._unjoined) <= most:
+            return False
+        addresses = Counter(one.address for one in self._unjoined)
+        ((crowded, _),) = addresses.most_common(1)
+        self.drop(next(one for one in self._unjoined if one.address == crowded))
+        return True
 
     # --- one connection, whose failures are its own
 
@@ -364,10 +320,9 @@ class Server:
     def _receive(self, peer: PeerConnection, data: bytes) -> None:
         if peer.unsealer is None:
             greeting = peer.greeting
-            had_hello = greeting.hello is not None
-            greeting.feed(data)
-            if greeting.hello is not None and not had_hello:
-                self._answer_hello(peer)
+            if answer := greeting.feed(data):
+                peer.put_bytes(answer)
+                self._unflushed[peer] = None
             if greeting.session is None:
                 return
             peer.open_session()
@@ -377,15 +332,3 @@ class Server:
             self.on_body(peer, body)
             if peer not in self._open:
                 return
-
-    def _answer_hello(self, peer: PeerConnection) -> None:
-        if peer.greeting.asks_munge:
-            self._authenticator.ask(peer)
-        else:
-            peer.put_bytes(self._authenticator.answer_at_once(peer.greeting))
-            self._unflushed[peer] = None
-
-    def _answer(self, peer: PeerConnection, answer: Future[bytes]) -> None:
-        if peer in self._open:
-            peer.put_bytes(answer.result())
-            self._unflushed[peer] = None

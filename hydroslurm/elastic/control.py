@@ -14,7 +14,6 @@ from hydroslurm.coordination.frames import BadFrame
 from hydroslurm.coordination.messages import BadMessage, Message
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
-from hydroslurm.elastic.coordinator import attempt_of
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.messages import check_from_coordinator
 from hydroslurm.errors import CoordinatorLost, UsageError
@@ -60,9 +59,8 @@ def _ask(folder: ElasticFolder, message: Message) -> Answer:
             f"{folder.coordinator_json} is not there: the coordinator of this run has not begun "
             "yet. `hydroslurm describe` shows whether its job waits"
         )
-    world = World(incarnation_id=attempt_of(folder))
     address = (str(place.get("host")), int(place.get("port", 0)))
-    found = connect([address], world, Secret("file", key))
+    found = connect([address], World(), Secret("file", key))
     if found is None:
         raise CoordinatorLost(
             f"the coordinator of this run does not answer at {address[0]}:{address[1]}, where it "

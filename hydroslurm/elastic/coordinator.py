@@ -26,7 +26,6 @@ from hydroslurm.coordination.network import allow_descriptors, listen, own_addre
 from hydroslurm.coordination.server import (
     MAX_UNAUTHENTICATED,
     SPARE_DESCRIPTORS,
-    Authenticator,
     Packed,
     PeerConnection,
     Server,
@@ -94,10 +93,7 @@ class Coordinator(Server):
         fence: Fence,
         epoch: int,
     ) -> None:
-        super().__init__(
-            listener,
-            Authenticator(key=folder.key().hex(), attempt=attempt_of(folder), munge_socket=None),
-        )
+        super().__init__(listener, key=folder.key())
         self.membership = membership
         self.observers: list[Observer] = []
         self.on_tick: list[Callable[[float], None]] = []
@@ -388,11 +384,6 @@ class Coordinator(Server):
             self._status_failed = True
         else:
             self._status_failed = False
-
-
-def attempt_of(folder: ElasticFolder) -> str:
-    """What ranks and coordinator of one run have in common, beside the key."""
-    return f"elastic {folder.run.name}"
 
 
 def restored(

@@ -32,7 +32,6 @@ from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.threads import thread
-from hydroslurm.elastic.coordinator import attempt_of
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.messages import check_from_coordinator
 from hydroslurm.elastic.roster import Average, Awaited, Depart, Directive, Finished, Form, Save
@@ -466,9 +465,8 @@ class Member:
         place = self._place = self._folder.read(self._folder.coordinator_json)
         if place is None:
             return None
-        world = World(incarnation_id=attempt_of(self._folder))
         secret = Secret("file", self._folder.key())
-        found = connect([(str(place.get("host")), int(place.get("port", 0)))], world, secret)
+        found = connect([(str(place.get("host")), int(place.get("port", 0)))], World(), secret)
         if found is None:
             return None
         hello = {

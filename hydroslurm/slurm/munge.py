@@ -19,8 +19,10 @@ from hydroslurm.slurm.config import find_slurm_conf
 SOCKET_ENV = "HYDROSLURM_MUNGE_SOCKET"
 """Environment variable: munged's socket, where neither MUNGE's default nor slurm.conf has it."""
 
-_CIPHER_TYPE, _SOCKET, _UID_RESTRICTION = 0, 8, 9
-_AES128 = 4
+_CIPHER_TYPE, _TTL, _SOCKET, _UID_RESTRICTION = 0, 4, 8, 9
+_AES128, _LONGEST_TTL = 4, -1
+_AUTHENTIC = (0, 15, 16, 17)
+"""Success; expired, rewound and replayed credentials, which munged reads out all the same."""
 
 
 class MungeError(HydroslurmError):
@@ -48,6 +50,7 @@ class Munge:
         # only this user can read what we make, and nobody on the way
         self._set(_UID_RESTRICTION, ctypes.c_uint32(os.getuid()))
         self._set(_CIPHER_TYPE, ctypes.c_int(_AES128))
+        self._set(_TTL, ctypes.c_int(_LONGEST_TTL))
 
     def __del__(self) -> None:
         if getattr(self, "_context", None):
@@ -55,7 +58,7 @@ class Munge:
             self._context = None
 
     def encode(self, payload: bytes) -> bytes:
-        """A credential that only this user can read, good for once and for minutes.
+        """A credential that only this user can read.
 
         Raises:
             MungeError: munged does not answer.
@@ -70,10 +73,11 @@ class Munge:
             _free(made)
 
     def decode(self, credential: bytes) -> tuple[bytes, int]:
-        """What is in a credential, and the uid of who made it.
+        """What is in a credential, and the uid of who made it. It may be old, and others may have
+        read it before: what proves that its sender is there now is up to the caller.
 
         Raises:
-            MungeError: it is none, is too old, was read before, or is not meant for this user.
+            MungeError: it is none, or is not meant for this user.
         """
         payload, length = ctypes.c_void_p(), ctypes.c_int(0)
         uid, gid = ctypes.c_uint32(), ctypes.c_uint32()
@@ -86,7 +90,7 @@ class Munge:
             ctypes.byref(gid),
         )
         try:
-            self._check(status)
+            self._check(0 if status in _AUTHENTIC else status)
             return ctypes.string_at(payload, length.value), uid.value
         finally:
             _free(payload)

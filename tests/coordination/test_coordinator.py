@@ -362,9 +362,8 @@ def coordinator() -> Iterator[tuple[World, int]]:
 class Visitor:
     """A connection to the coordinator, with the key or without."""
 
-    def __init__(self, port: int, *, attempt: str = "") -> None:
+    def __init__(self, port: int) -> None:
         self.line = socket.create_connection(("127.0.0.1", port), timeout=60)
-        self.incarnation_id = attempt
 
     def __enter__(self) -> Visitor:
         return self
@@ -374,7 +373,7 @@ class Visitor:
 
     def greet(self, key: bytes = KEY) -> None:
         """Prove that we know the key."""
-        greeting = RankGreeting(attempt=self.incarnation_id, key=key, munge=None)
+        greeting = RankGreeting(key=key, open_credential=lambda _: pytest.fail("has the key"))
         self.line.sendall(greeting.hello)
         proof = None
         while proof is None:
@@ -469,8 +468,7 @@ def test_a_stranger_is_refused_with_a_reason(
         b"\x00\x00\x00\x02{]",
         b"[" * 60_000,
         b'\x00\x00\x00\x2a{"type":"join","rank":Infinity,"incarnation_id":"","cut_off":[]}',
-        b"hydroslurm 1\n" + b"k" + b"\0" * 32 + b"\xff\xff",
-        b"hydroslurm 1\n" + b"m" + b"\0" * 32 + b"\x00\x08" + b"MUNGE:x:",
+        b"hydroslurm 1\n" + b"m" + b"\0" * 34,
         b"hydroslurm 1\n" + b"?" + b"\0" * 34,
         b"hydroslurm 1\n" + b"k" + b"\0" * 34 + b"\0" * 32,
         b"hydroslurm 1\n" + b"k" + b"\0" * 34 + b"\0" * 100_000,
@@ -612,7 +610,7 @@ def test_a_coordinator_without_descriptors_waits_and_does_not_spin() -> None:
     """
     options = {
         "incarnation_id": "few", "world_size": 2, "host": "127.0.0.1", "ports": [0],
-        "parent_pid": os.getpid(), "key": KEY.hex(), "munge_socket": None,
+        "parent_pid": os.getpid(), "key": KEY.hex(), "credentials": [],
     }  # fmt: skip
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],

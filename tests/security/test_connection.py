@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -20,16 +21,17 @@ from processes import wait_until
 import hydroslurm
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.checkpoint.write_plan import State
-from hydroslurm.coordination.authentication import CoordinatorGreeting, GreetingFailed, RankGreeting
+from hydroslurm.coordination.authentication import MAGIC, CoordinatorGreeting, GreetingFailed
 from hydroslurm.coordination.channel import find_coordinator, join_coordinator
 from hydroslurm.coordination.client import CoordinatorClient
+from hydroslurm.coordination.frames import Sealer, Unsealer, pack
 from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import KEYS, Secret, find_secret
 from hydroslurm.coordination.world import KEY_ENV, World
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import NoSecret, SaveFailed, UntrustedFile, UsageError
 from hydroslurm.gate.protocol import Action, Cause, GateState, GateStatus
-from hydroslurm.slurm.munge import Munge, MungeError
+from hydroslurm.slurm.munge import Munge
 
 PACKAGE = Path(hydroslurm.__file__).parent
 
@@ -47,8 +49,7 @@ ATTACKS = """
         json.dumps({"type": "call_barrier", "kind": "stop", "message": "x"}).encode(),
         json.dumps({"type": "agree", "topic": "save/1/open", "value": {"folder": "/"}}).encode(),
     ]
-    heads = [b"", b"hydroslurm 1\\n" + b"k" + bytes(34), b"hydroslurm 1\\n" + b"m" + bytes(32)
-             + struct.pack(">H", 9) + b"MUNGE:AA:"]
+    heads = [b"", b"hydroslurm 1\\n" + b"k" + bytes(34), b"hydroslurm 1\\n" + b"m" + bytes(34)]
     for head in heads:
         for body in bodies:
             try:
@@ -261,37 +262,62 @@ def test_munge_gives_the_key_to_this_user_only(stranger: Any, munged: str, tmp_p
     joined.socket.close()
 
 
-def test_a_credential_counts_once_and_for_one_attempt(munged: str) -> None:
-    """One that is heard on the way opens nothing: not again, not elsewhere, not later."""
-    munge, key = Munge(munged), secrets.token_bytes(32)
-    rank = RankGreeting(attempt="one", key=None, munge=munge)
-    coordinator = CoordinatorGreeting()
-    coordinator.feed(rank.hello)
-    proof = rank.feed(coordinator.answer(key, attempt="one", munge=munge))
-    assert rank.key == key
-    coordinator.feed(proof or b"")
-    assert coordinator.session is not None
+def test_strangers_cost_munged_nothing_and_keep_no_rank_out(munged: str, tmp_path: Path) -> None:
+    """The coordinator asks munged for nothing once it listens, so that no flood of greetings stands
+    before a rank's. A flood that stays connected drives out its own connections only."""
+    attempt = f"flood {secrets.token_hex(4)}"
+    first, second = world_of(attempt), world_of(attempt, rank=1)
+    link = tmp_path / "munged"
+    link.symlink_to(munged)
+    secret = find_secret(first, {"HYDROSLURM_MUNGE_SOCKET": str(link)}, folder=None)
+    port = start_coordinator(first, secret)
+    link.unlink()
+    hello = MAGIC + b"m" + bytes(34)
+    for _ in range(300):
+        with socket.create_connection(("127.0.0.1", port)) as line:
+            line.sendall(hello)
+    slow = find_secret(second, {"HYDROSLURM_MUNGE_SOCKET": munged}, folder=None).greeting(second)
+    assert slow is not None
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as rank:
+        rank.sendall(slow.hello)
+        answer = rank.recv(1 << 16)
+        flood = [socket.create_connection(("127.0.0.1", port), 60, ("127.0.0.2", 0))
+                 for _ in range(600)]  # fmt: skip
+        flood[-1].sendall(hello)
+        assert flood[-1].recv(1), "the last of the flood has been served"
+        rank.sendall(slow.feed(answer) or b"")
+        assert slow.session is not None
+        assert slow.key == secret.key
+        sealer = Sealer(slow.session.to_coordinator)
+        join = {"type": "join", "incarnation_id": attempt, "rank": 1, "world_size": 2}
+        rank.sendall(sealer.seal(pack({**join, "cut_off": []})))
+        assert Unsealer(slow.session.to_rank).feed(rank.recv(1 << 16)) == [{"type": "welcome"}]
+    for line in flood:
+        line.close()
 
-    again = CoordinatorGreeting()
-    again.feed(rank.hello)
-    with pytest.raises(MungeError, match=r"[Rr]eplayed"):
-        again.answer(key, attempt="one", munge=munge)
-    other = CoordinatorGreeting()
-    other.feed(RankGreeting(attempt="one", key=None, munge=munge).hello)
-    with pytest.raises(GreetingFailed, match="another attempt"):
-        other.answer(key, attempt="two", munge=munge)
 
-
-def test_a_hub_of_somebody_else_gives_no_key(munged: str) -> None:
-    """Who answers a rank without knowing its nonce, or with a key of its own making, is no
-    coordinator."""
-    munge = Munge(munged)
-    rank = RankGreeting(attempt="one", key=None, munge=munge)
-    forger = CoordinatorGreeting()
-    forger.feed(RankGreeting(attempt="one", key=None, munge=munge).hello)
-    answer = forger.answer(secrets.token_bytes(32), attempt="one", munge=munge)
+def test_a_credential_is_for_one_attempt_and_proves_nothing_alone(munged: str) -> None:
+    """One that is heard on the way opens nothing: ranks of another attempt refuse it, and whoever
+    repeats it without its key is no coordinator."""
+    environ, attempt = {"HYDROSLURM_MUNGE_SOCKET": munged}, secrets.token_hex(4)
+    first, second = world_of(attempt), world_of(attempt, rank=1)
+    credentials = find_secret(first, environ, folder=None).credentials(first)
+    secret = find_secret(second, environ, folder=None)
+    other = secret.greeting(world_of("other", rank=1))
+    assert other is not None
     with pytest.raises(GreetingFailed, match="not the coordinator of this job"):
-        rank.feed(answer)
+        other.feed(CoordinatorGreeting(secrets.token_bytes(32), credentials).feed(other.hello))
+    for _ in range(2):  # without the key, and when it has come
+        rank = secret.greeting(second)
+        assert rank is not None
+        forger = CoordinatorGreeting(secrets.token_bytes(32), credentials)
+        with pytest.raises(GreetingFailed, match="does not know the key"):
+            rank.feed(forger.feed(rank.hello))
+    made_up = [Munge(munged).encode(b"hydroslurm key\0" + bytes(64))]
+    third = find_secret(world_of("third", rank=1), environ, folder=None).greeting(world_of("third"))
+    assert third is not None
+    with pytest.raises(GreetingFailed, match="not the coordinator of this job"):
+        third.feed(CoordinatorGreeting(bytes(32), made_up).feed(third.hello))
 
 
 NO_MUNGE = {"HYDROSLURM_MUNGE_SOCKET": "/nowhere/munge.socket"}
@@ -306,14 +332,14 @@ def test_a_key_file_is_for_the_owner_only(tmp_path: Path, stranger: Any) -> None
     (path,) = (tmp_path / KEYS).iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / KEYS).stat().st_mode & 0o777 == 0o700
-    greeting = second.greeting(attempt)
+    greeting = second.greeting(world_of(attempt))
     assert greeting is not None
     assert greeting.key == first.key
     os.chown(path, stranger.uid, stranger.gid)
     with pytest.raises(UntrustedFile, match=f"uid {stranger.uid}"):
-        second.greeting(attempt)
+        second.greeting(world_of(attempt))
     first.forget()
-    assert second.greeting(attempt) is None
+    assert second.greeting(world_of(attempt)) is None
 
 
 def test_a_key_folder_of_somebody_else_is_refused(tmp_path: Path, stranger: Any) -> None:
