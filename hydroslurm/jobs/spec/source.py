@@ -192,23 +192,41 @@ def _value(node: yaml.Node, path: KeyPath, reading: _Reading) -> Any:
 
 
 def _mapping(node: yaml.MappingNode, path: KeyPath, reading: _Reading) -> dict[str, Any]:
-    seen: dict[str, int] = {}
-    for key_node, _ in node.value:  # as written: a key may override one that it merges in
-        if key_node.tag == f"{_TAG}merge":
-            continue
-        key, line = _key(key_node, reading), _line(key_node)
-        if key in seen:
-            shown = key if len(key) <= 60 else f"{key[:57]}..."
-            raise reading.error(key_node, f"duplicate key {shown!r}, first on line {seen[key]}")
-        seen[key] = line
-    reading.loader.flatten_mapping(node)
     found: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        key = _key(key_node, reading)
+    for key, (key_node, value_node) in _fields(node, reading).items():
         where = (*path, key)
         reading.lines[where] = _line(key_node)
         found[key] = _value(value_node, where, reading)
     return found
+
+
+def _fields(node: yaml.MappingNode, reading: _Reading) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+    """The key and value of each field. A field overrides one that is merged in (``<<:``), and the
+    first mapping that is merged overrides the others. PyYAML's own ``flatten_mapping`` writes
+    merged fields into the node, where an alias finds them as duplicates."""
+    own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+    merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+    for key_node, value_node in node.value:
+        if key_node.tag == f"{_TAG}merge":
+            is_list = isinstance(value_node, yaml.SequenceNode)
+            for source in value_node.value if is_list else (value_node,):
+                if not isinstance(source, yaml.MappingNode):
+                    wanted = "expected a mapping or list of mappings for merging"
+                    raise yaml.MarkedYAMLError(
+                        "while constructing a mapping",
+                        node.start_mark,
+                        f"{wanted}, but found {source.id}",
+                        source.start_mark,
+                    )
+                merged = _fields(source, reading) | merged
+            continue
+        key = _key(key_node, reading)
+        if key in own:
+            shown = key if len(key) <= 60 else f"{key[:57]}..."
+            first = _line(own[key][0])
+            raise reading.error(key_node, f"duplicate key {shown!r}, first on line {first}")
+        own[key] = key_node, value_node
+    return merged | own
 
 
 def _key(node: yaml.Node, reading: _Reading) -> str:
@@ -236,7 +254,9 @@ def _check_bounds(text: str, name: str, bounds: Bounds) -> None:
     recursion."""
     now = Bounds(0, 0)
     sizes: dict[str, Bounds] = {}
+    heights: dict[str, int] = {}
     opened: list[tuple[str | None, Bounds]] = []
+    below = [0]  # of each collection that is open: levels within it so far, aliases expanded
     documents = 0
     for event in yaml.parse(text, Loader=_Loader):
         where = f"{name}:{_line(event)}"
@@ -245,22 +265,26 @@ def _check_bounds(text: str, name: str, bounds: Bounds) -> None:
             raise SpecError(f"{where}: a second document begins here; wanted one job per file")
         if isinstance(event, yaml.CollectionStartEvent):
             opened.append((event.anchor, now))
+            below.append(0)
             now += Bounds(1, 0)
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before = opened.pop()
+            height = below.pop() + 1
+            below[-1] = max(below[-1], height)
             if anchor is not None:
-                sizes[anchor] = now - before
+                sizes[anchor], heights[anchor] = now - before, height
         elif isinstance(event, yaml.ScalarEvent):
             size = Bounds(1, len(event.value.encode(errors="replace")))
             now += size
             if event.anchor is not None:
-                sizes[event.anchor] = size
+                sizes[event.anchor], heights[event.anchor] = size, 0
         elif isinstance(event, yaml.AliasEvent):
             anchor = str(event.anchor)
             if anchor in (one for one, _ in opened):
                 raise SpecError(f"{where}: *{anchor[:60]} contains itself")
             now += sizes.get(anchor, Bounds(1, 0))
-        if len(opened) > DEEPEST:
+            below[-1] = max(below[-1], heights.get(anchor, 0))
+        if len(opened) + below[-1] > DEEPEST:
             raise SpecError(f"{where}: nests deeper than {DEEPEST} levels; is it a job spec?")
         if now.values > bounds.values or now.content_bytes > bounds.content_bytes:
             raise SpecError(

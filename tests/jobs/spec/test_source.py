@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hydroslurm.errors import SpecError
 from hydroslurm.jobs.spec.reading import JobSpec, load, loads
-from hydroslurm.jobs.spec.source import MOST_BYTES, OF_A_FILE
+from hydroslurm.jobs.spec.source import MOST_BYTES, OF_A_FILE, parse_source
 
 SPEC = "replicaSpecs:\n- template: {command: [python, train.py]}\n"
 LIMIT_S = 60.0
@@ -66,7 +66,18 @@ HOSTILE = {
     "unknown-alias": ("name: *nobody\n", "undefined alias"),
     "list-as-key": ("? [a, b]\n: c\n", "cannot be the name of a field"),
     "key-twice-as-number": (f"1: a\n'1': b\n{SPEC}", "duplicate key"),
+    "key-twice-in-a-merge": ("a: {<<: {x: 1, x: 2}}\n", "duplicate key"),
+    "key-twice-beside-a-merge": ("a: &a {x: 1}\nb: {<<: *a, x: 2, x: 3}\n", "duplicate key"),
     "merge-of-text": (f"<<: 3\n{SPEC}", "merging"),
+    "merge-of-texts": (f"<<: [{{a: b}}, 3]\n{SPEC}", "merging"),
+    "deep-by-aliases": (
+        "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}]\n" for n in range(60)),
+        "nests deeper",
+    ),
+    "deep-by-merges": (
+        "a0: &a0 {x: 1}\n" + "".join(f"a{n + 1}: &a{n + 1} {{<<: *a{n}}}\n" for n in range(60)),
+        "nests deeper",
+    ),
     "tab": ("replicaSpecs:\n\t- template\n", "indent with spaces"),
     "newlines": ("\n" * (MOST_BYTES - 1), "is empty"),
     "comment": ("# nothing\n", "is empty"),
@@ -116,6 +127,25 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     assert refused(absent) == f"cannot read {absent}: No such file or directory"
     assert "larger" in refused(Path("/dev/zero"))
     assert "is empty" in refused(Path("/dev/null"))
+
+
+@pytest.mark.parametrize(
+    ("b", "c", "found"),
+    [
+        ("{<<: {x: 1, y: 2}, y: 3}", "{<<: *b, z: 4}", {"x": 1, "y": 3, "z": 4}),
+        ("{y: 3, <<: {x: 1, y: 2}}", "{<<: *b, y: 4}", {"x": 1, "y": 4}),
+        ("{<<: [{x: 1}, {x: 2, y: 3}]}", "{<<: [{z: 9}, *b, {y: 9}]}", {"x": 1, "y": 3, "z": 9}),
+        ("\n  <<: {x: 1}\n  <<: {x: 2, y: 3}", "{<<: [{x: 9}, *b]}", {"x": 9, "y": 3}),
+        ("{<<: {x: {p: 1}, y: 2}, x: 1, y: 3}", "{x: {<<: *b}}", {"x": {"x": 1, "y": 3}}),
+    ],
+)
+def test_a_mapping_that_merges_and_overrides_is_used_again(
+    b: str, c: str, found: dict[str, int]
+) -> None:
+    """As an alias, merged once more and overridden; each use leaves the others what they are."""
+    value = parse_source(f"b: &b {b}\nc: {c}\nd: [*b, *b]\n", name="job.yaml").value
+    once = {"x": 1, "y": 3}
+    assert value == {"b": once, "c": found, "d": [once, once]}
 
 
 def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
