@@ -5,6 +5,7 @@ process listens to and where it writes its events and its status. The file says
 when the process started, so that a recycled pid is never taken for it.
 
     $XDG_RUNTIME_DIR/hydroslurm/           or  <temporary folder>/hydroslurm-<uid>/
+                                           or  ~/.cache/hydroslurm/ranks-<boot>/
         <place>-<pid>.json                 a process; place: the host and pid namespace
         <place>-<pid>/events/...           the events of one that belongs to no run; gone with it
 
@@ -58,6 +59,9 @@ class Entry:
 def folder(environ: Mapping[str, str]) -> Path:
     """The registry's folder for this user; made when it is missing.
 
+    In a temporary folder anybody can take our name first. Then it is one in the user's home, from
+    then on for all processes of this boot, so that whoever gives the name back divides nobody.
+
     Raises:
         RunFolderError: it cannot be made, or others can write there: whoever reads an entry sends
             the signals that it names, and believes the events that it leads to.
@@ -65,9 +69,21 @@ def folder(environ: Mapping[str, str]) -> Path:
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     # below sudo it may be that of another user, who could exchange what root keeps there
     if runtime and os.access(runtime, os.W_OK) and is_trusted(Path(runtime)):
-        path = Path(runtime) / "hydroslurm"
-    else:
-        path = Path(tempfile.gettempdir()) / f"hydroslurm-{os.getuid()}"
+        return _made(Path(runtime) / "hydroslurm")
+    in_home = Path(environ.get("HOME", ""), ".cache/hydroslurm", f"ranks-{boot_id()}")
+    if in_home.is_absolute() and os.access(in_home, os.W_OK):
+        return _made(in_home)
+    try:
+        return _made(Path(tempfile.gettempdir()) / f"hydroslurm-{os.getuid()}")
+    except RunFolderError:
+        with contextlib.suppress(OSError, RunFolderError):
+            if in_home.is_absolute():
+                in_home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                return _made(in_home)
+        raise
+
+
+def _made(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         check_trusted(path, what="the registry")

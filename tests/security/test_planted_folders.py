@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from clusters import require_slurm
+from processes import child
 
 from hydroslurm.core import registry
 from hydroslurm.devcluster import ClusterSpec, DevCluster
@@ -170,6 +171,33 @@ def test_a_planted_registry_is_refused(
     with pytest.raises(RunFolderError, match=f"belongs to uid {stranger.uid}"):
         client.pause(bystander.pid, timeout_s=1, environ={})
     assert bystander.poll() is None
+
+
+RANK = """
+import hydroslurm
+hydroslurm.install()
+print("ready", flush=True)
+import torch
+while True:
+    torch.ones(1) + 1
+"""
+
+
+def test_a_registry_whose_name_is_taken_is_elsewhere(
+    scratch: Path, stranger: Stranger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A neighbour has made /tmp/hydroslurm-UID: ranks and clients meet in the user's home, also
+    when the name is given back in between."""
+    folder = scratch / f"hydroslurm-{os.getuid()}"
+    stranger.python("import os, sys; os.mkdir(sys.argv[1])", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    environ = {"HOME": str(tmp_path), "TMPDIR": str(scratch), "XDG_RUNTIME_DIR": ""}
+    with child(RANK, tmp_path, environ=environ) as rank:
+        rank.expect("ready")
+        assert client.pause(rank.pid, environ=environ).done
+        stranger.python("import os, sys; os.rmdir(sys.argv[1])", str(folder))
+        assert client.resume(rank.pid, environ=environ).done
+    assert not folder.exists()
 
 
 def test_a_registry_that_others_can_write_is_refused(
