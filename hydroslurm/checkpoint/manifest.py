@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.checkpoint.folders import is_file_name
-from hydroslurm.core.files import check_depth, clean
+from hydroslurm.core.files import clean, decode_json
 from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld, UsageError
 
 OLDEST, SCHEMA = 2, 3
@@ -120,14 +120,13 @@ class Manifest:
             CheckpointCorrupt: anything but what was written.
         """
         try:
-            check_depth(text, max_depth=MOST_DEPTH)
-            body = json.loads(text)
+            body = decode_json(text, max_depth=MOST_DEPTH)
             written = body.pop("checksum")
             schema = _count(body, "schema")
             writer = clean(str(body["written_by"]["hydroslurm"]))
             covered = text.removesuffix(_SUM.format(written))
             seen = checksum(f"{covered}{_END}".encode())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointCorrupt(
                 f"{where} cannot be read ({type(error).__name__}: {error})"
             ) from error

@@ -323,15 +323,21 @@ def of_job(job_id: int, *, work_dir: Path, comment: str = "") -> RunDir:
 
     ``hydroslurm submit`` writes the comment; a job started by srun alone uses the default.
     """
-    named = _NAMED.search(comment)
+    named = _NAMED.search(_last_line(comment))
     if named:
         return RunDir(Path(named[1]))
     return RunDir(work_dir / "hydroslurm-runs" / str(job_id))
 
 
+def _last_line(comment: str) -> str:
+    """Anybody's comment may have thousands of places where a name could begin. In its last line the
+    first of them reaches the end, so that the search takes one pass."""
+    return comment.removesuffix("\n").rpartition("\n")[2]
+
+
 def is_named(comment: str) -> bool:
     """Whether a job's comment names its run folder."""
-    return _NAMED.search(comment) is not None
+    return _NAMED.search(_last_line(comment)) is not None
 
 
 def comment_for(run_dir: RunDir) -> str:
@@ -348,7 +354,7 @@ def comment_for_members(run_dir: RunDir) -> str:
 
 def elastic_run_of(comment: str) -> RunDir | None:
     """The run that :func:`comment_for_members` names; None of any other job."""
-    named = _MEMBER_OF.search(comment)
+    named = _MEMBER_OF.search(_last_line(comment))
     return RunDir(Path(named[1])) if named else None
 
 

@@ -11,6 +11,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hydroslurm.core.files import decode_json
+
 
 @dataclass(frozen=True)
 class Step:
@@ -152,7 +154,7 @@ class Plan:
         Raises:
             ValueError, KeyError, TypeError: not written by it.
         """
-        value: dict[str, Any] = json.loads(text)
+        value: dict[str, Any] = decode_json(text)
         tasks = tuple(_task(one) for one in value.pop("tasks"))
         policies = tuple((str(kind), str(policy)) for kind, policy in value.pop("policies"))
         board, elastic = value.pop("tensorboard"), value.pop("elastic", None)

@@ -9,7 +9,6 @@ copy every line once more.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydroslurm.core.events import MOST_LINE_BYTES, MOST_RANK, SCHEMA, Event, EventKind
-from hydroslurm.core.files import clean, open_regular, parse_json
+from hydroslurm.core.files import DECODER, check_depth, clean, open_regular, parse_json
 
 _MOST_CHARACTERS = 1 << 30
 """Of one file: three million events."""
@@ -81,7 +80,7 @@ def read_lines(path: Path, unread: Unread) -> Iterator[Line]:
     """
     known: dict[str, Who] = {}
     kinds = {kind.value: kind for kind in EventKind}
-    taken, decode = _HEAD.match, make_scanner(json.JSONDecoder())  # type: ignore[arg-type]
+    taken, decode = _HEAD.match, make_scanner(DECODER)  # type: ignore[arg-type]
     with os.fdopen(open_regular(path), encoding="utf-8", errors="replace", newline="\n") as file:
         left = _MOST_CHARACTERS
         lines: Iterator[str] = iter(partial(file.readline, MOST_LINE_BYTES), "")
@@ -98,7 +97,8 @@ def read_lines(path: Path, unread: Unread) -> Iterator[Line]:
                 who = known.get(process)
                 try:
                     if who is None:
-                        who = known[process] = _who(json.loads(f"{{{process}}}"))
+                        who = known[process] = _who(parse_json(f"{{{process}}}", printable=False))
+                    check_depth(text)
                     data, end = decode(text, match.end())
                     if end != len(text) - 2:
                         raise ValueError("something follows the fields")

@@ -21,7 +21,7 @@ _FREE = re.compile(
 # what may follow them, and names what a job asked for
 _TAIL = re.compile(r"   (Power|TresPer(?:Job|Node|Socket|Task)|MailUser)=")
 _TRES_PER = ("TresPerJob", "TresPerNode", "TresPerSocket", "TresPerTask")
-_RECORD_START = re.compile(r"\n\s*\n(?=JobId=\d+ [^\n]*\n   (?:UserId|SLUID|HetJobIdSet)=)")
+_RECORD_START = re.compile(r"\n[^\S\n]*\n(?=JobId=\d+ [^\n]*\n   (?:UserId|SLUID|HetJobIdSet)=)")
 _FIRST_LINE = re.compile(
     r"JobId=(?P<JobId>\d+) (?:ArrayJobId=(?P<ArrayJobId>\d+) ArrayTaskId=(?P<ArrayTaskId>\S+) )?"
     r"(?:ArrayTaskThrottle=\d+ )?"

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import os
 import socket
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hydroslurm.core import files
 from hydroslurm.core.files import Tail, atomic_file, fsync_together, write_atomically
@@ -63,10 +72,87 @@ def test_hostile_json_is_a_value_error(text: str) -> None:
         files.parse_json(text)
 
 
+MANY = 16 << 20
+LONG = {
+    "unclosed": b'"' + b'\\"' * (MANY // 2),
+    "quotes": b"[" * 65 + b'"' * MANY,
+    "escapes": b"[" * 65 + b"\\" * MANY,
+    "one string": b'"' + b"[" * MANY + b'"',
+    "escaped string": b'"' + b'[\\"' * (MANY // 3) + b'"',
+    "digits": b"9" * MANY,
+    "fraction": b"0." + b"9" * MANY,
+    "exponent": b"1e" + b"9" * MANY,
+    "flat": b"[" + b"[]," * (MANY // 3) + b"[]]",
+    "keys": b"{" + b'"[":[],' * (MANY // 7) + b'"":0}',
+    "nothing": bytes(MANY),
+    "blanks": b" " * MANY,
+    "no text": b"\xff" * MANY,
+}
+
+
+def test_long_json_costs_what_it_is_long() -> None:
+    """16 MiB of whatever a scanner might go back over: a value or a ValueError, in the time of a
+    pass or two and in memory for the text and its values. A quadratic reader takes days."""
+    code = """
+        import resource, sys
+        from core.test_files import LONG
+        from hydroslurm.core import files
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+        for name, text in LONG.items():
+            for read in (files.parse_json, files.decode_json):
+                try:
+                    read(text)
+                except ValueError:
+                    pass
+        print("all read")
+    """
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environ, capture_output=True, text=True
+    )
+    assert done.stdout == "all read\n", done.stderr
+
+
+_TREES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 63) - 1)
+    | st.floats(allow_nan=False, allow_infinity=False) | st.text('"\\[]{}aé\ud83d\x00', max_size=6),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('"[\\', max_size=3), inner),
+)  # fmt: skip
+
+
+@given(tree=_TREES, cut=st.integers(0, 400), most=st.integers(0, 6))
+def test_json_is_what_the_library_reads_up_to_a_depth(tree: Any, cut: int, most: int) -> None:
+    """Any value, as text or bytes, is read as ``json`` reads it if it is no deeper than that, and
+    refused if it is; any beginning of it is a value or a ValueError, too."""
+
+    def depth(value: Any) -> int:
+        inner = value.values() if isinstance(value, dict) else value
+        is_leaf = not isinstance(value, (dict, list))
+        return 0 if is_leaf else 1 + max(map(depth, inner), default=0)
+
+    text = json.dumps(tree)
+    for read in (files.decode_json, functools.partial(files.parse_json, printable=False)):
+        for form in (text, text.encode()):
+            if depth(tree) <= most:
+                assert read(form, max_depth=most) == tree
+            else:
+                with pytest.raises(ValueError, match="nested deeper"):
+                    read(form, max_depth=most)
+            with contextlib.suppress(ValueError):
+                read(form[:cut], max_depth=most)
+
+
 def test_bytes_that_are_no_text_are_a_value_error() -> None:
-    """Not a UnicodeDecodeError of another family: that one is a ValueError already."""
+    """Not a UnicodeDecodeError of another family: that one is a ValueError already. Nor is a mark
+    of the order of bytes JSON, or text of another encoding."""
     with pytest.raises(ValueError, match="decode"):
         files.parse_json(b"\xff\xfe")
+    for data in (b"\xef\xbb\xbf1", "[1]".encode("utf-16-le"), b'"\xed\xa0\x80"'):
+        with pytest.raises(ValueError):
+            files.parse_json(data)
 
 
 def test_plain_json_is_read() -> None:

@@ -22,7 +22,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.core.files import read_end, write_atomically
+from hydroslurm.core.files import parse_json, read_end, read_regular, write_atomically
 from hydroslurm.core.journal import append_entry, entries_of
 from hydroslurm.errors import RunFolderError
 from hydroslurm.jobs.supervisor.conditions import FORMAT
@@ -268,6 +268,6 @@ class ActiveTime:
 
 def _read(path: Path) -> float:
     try:
-        return float(json.loads(path.read_text())["active_s"])
+        return float(parse_json(read_regular(path, limit_bytes=4096))["active_s"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from hydroslurm.checkpoint.manifest import MOST_BYTES, MOST_DEPTH
 from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.files import clean, decode_json, read_regular
 from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
@@ -159,13 +160,13 @@ def last_save(run: Path) -> SaveFacts | None:
     folders = sorted(RunDir(run).checkpoints.glob("step-*/manifest.json"), reverse=True)
     for path in folders:
         try:
-            row = json.loads(path.read_text())
+            row = decode_json(read_regular(path, limit_bytes=MOST_BYTES), max_depth=MOST_DEPTH)
             return SaveFacts(
                 save_s=float(row["save_s"]),
                 state_bytes=int(row["state_bytes"]),
-                source=f"the {row['kind']} checkpoint of step {row['step']}",
+                source=clean(f"the {row['kind']} checkpoint of step {row['step']}"),
             )
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, ArithmeticError, KeyError, TypeError):
             continue
     return None
 
