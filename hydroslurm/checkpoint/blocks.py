@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 from isal.isal_zlib import crc32
 
-from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES
+from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES, open_checked, unreadable
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.pages import populate
 from hydroslurm.checkpoint.storage import MOST_BUFFERS, Storage
-from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UntrustedFile
+from hydroslurm.errors import CheckpointCorrupt
 
 READERS = 4
 """Threads of one load. More than one keeps a disk busy while another one computes checksums; all
@@ -100,7 +100,7 @@ class BlockReader:
             CheckpointCorrupt: this file, or one before it, is not what was written.
             CheckpointError: someone else may have written it.
         """
-        fd = _opened(source.path, source.entry, self._storage)
+        fd = open_checked(source.path, source.entry, storage=self._storage)
         futures: deque[Future[None]] = deque()
         self._open.append((fd, futures, then))
         blocks = _blocks(ranges, source.entry.size_bytes)
@@ -173,7 +173,7 @@ class BlockReader:
             try:
                 read_fully(self._storage, fd, views, offset=number * BLOCK_BYTES)
             except OSError as error:
-                raise _unreadable(source.path, error) from error
+                raise unreadable(source.path, error) from error
             crc = 0
             for view in views:
                 crc = crc32(view, crc)
@@ -196,17 +196,6 @@ class BlockReader:
             else:
                 views.append(part)
         return views
-
-
-def require_size(path: Path, entry: FileEntry, *, storage: Storage) -> None:
-    """Check that as many bytes as were written are stored.
-
-    Raises:
-        CheckpointCorrupt, CheckpointError: as :meth:`BlockReader.read`.
-    """
-    fd = _opened(path, entry, storage)
-    with suppress(OSError):
-        storage.close(fd)
 
 
 def read_fully(storage: Storage, fd: int, views: Sequence[memoryview], *, offset: int) -> None:
@@ -249,30 +238,3 @@ def _filled(
 ) -> list[memoryview | int]:
     rest = min((number + 1) * BLOCK_BYTES, size_bytes) - at
     return [*parts, rest] if rest > 0 else parts
-
-
-def _opened(path: Path, entry: FileEntry, storage: Storage) -> int:
-    try:
-        storage.check_trusted(path)
-        fd = storage.open(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    except UntrustedFile as error:
-        raise CheckpointError(str(error)) from error
-    try:
-        size_bytes = storage.size(fd)
-        if size_bytes != entry.size_bytes:
-            raise CheckpointCorrupt(
-                f"{path} has {size_bytes} bytes; {entry.size_bytes} were written"
-            )
-    except BaseException as error:
-        with suppress(OSError):
-            storage.close(fd)
-        if isinstance(error, OSError):
-            raise _unreadable(path, error) from error
-        raise
-    return fd
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"{path} cannot be read: {error.strerror or error}")

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.checkpoint import folders, manifest
-from hydroslurm.checkpoint.checksummed_file import check_file, read_whole
+from hydroslurm.checkpoint.checksummed_file import check_file, read_whole, require_size
 from hydroslurm.checkpoint.manifest import Manifest
+from hydroslurm.checkpoint.reader import CheckpointFiles, check_state
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UntrustedFile
@@ -168,21 +169,27 @@ class Checker:
         cancel: threading.Event | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        """Read all of it.
+        """Find out whether it can be loaded: compare the sizes of all files, read what describes
+        the state as a load does, then read the rest.
 
         Args:
             share: (rank, world size) of ranks that divide the files among themselves. None of them
                 alone knows whether the checkpoint is good.
 
         Raises:
-            CheckpointCorrupt: names the first file that is not what was written.
+            CheckpointCorrupt: names the first file that is not what was written, or says what
+                cannot be put together.
             CheckpointTooNew: a newer release has meanwhile replaced its manifest.
             SaveAbandoned: ``cancel`` was set.
         """
         self._good.discard(_key(checkpoint))
         files = read_again(checkpoint, storage=self._storage).files
         rank, of_ranks = share
-        for name in sorted(files)[rank::of_ranks]:
+        names = sorted(files)[rank::of_ranks]
+        for name in names:
+            require_size(checkpoint.path / name, files[name], storage=self._storage)
+        check_state(CheckpointFiles(checkpoint.path, files, storage=self._storage), share=share)
+        for name in names:
             check_file(checkpoint.path / name, files[name], storage=self._storage, cancel=cancel)
         if of_ranks == 1:
             self.trust(checkpoint)

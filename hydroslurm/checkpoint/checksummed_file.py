@@ -161,17 +161,63 @@ def read_whole(path: Path, *, storage: Storage, limit_bytes: int = MOST_WHOLE_BY
     return bytes(found)
 
 
-def chunks(path: Path, *, storage: Storage, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:
+def chunks(path: Path, *, storage: Storage) -> Iterator[memoryview]:
     """The bytes of a file in pieces; each is valid until the next one is requested."""
     fd = storage.open(path)
     try:
-        buffer = memoryview(bytearray(chunk_bytes))
-        offset = 0
-        while got := storage.read(fd, [buffer], offset=offset):
-            yield buffer[:got]
-            offset += got
+        yield from _chunks(fd, storage=storage, chunk_bytes=CHUNK_BYTES)
     finally:
         storage.close(fd)
+
+
+def _chunks(fd: int, *, storage: Storage, chunk_bytes: int) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(chunk_bytes))
+    offset = 0
+    while got := storage.read(fd, [buffer], offset=offset):
+        yield buffer[:got]
+        offset += got
+
+
+def open_checked(path: Path, entry: FileEntry, *, storage: Storage) -> int:
+    """Open a file that has as many bytes as were written; the caller closes it.
+
+    Raises:
+        CheckpointCorrupt: missing, unreadable, or of another size.
+        CheckpointError: someone else may have written it.
+    """
+    try:
+        storage.check_trusted(path)
+        fd = storage.open(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except UntrustedFile as error:
+        raise CheckpointError(str(error)) from error
+    try:
+        size_bytes = storage.size(fd)
+        if size_bytes != entry.size_bytes:
+            raise _other_size(path, size_bytes, entry)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            storage.close(fd)
+        if isinstance(error, OSError):
+            raise unreadable(path, error) from error
+        raise
+    return fd
+
+
+def require_size(path: Path, entry: FileEntry, *, storage: Storage) -> None:
+    """Check that as many bytes as were written are stored; raises as :func:`open_checked`."""
+    fd = open_checked(path, entry, storage=storage)
+    with contextlib.suppress(OSError):
+        storage.close(fd)
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointCorrupt:
+    return CheckpointCorrupt(f"{path} cannot be read: {error.strerror or error}")
+
+
+def _other_size(path: Path, size_bytes: int, entry: FileEntry) -> CheckpointCorrupt:
+    return CheckpointCorrupt(f"{path} has {size_bytes} bytes; {entry.size_bytes} were written")
 
 
 def copy_file(
@@ -205,8 +251,12 @@ def read_checked(path: Path, entry: FileEntry, *, storage: Storage) -> bytes:
     """All bytes of a file that are what was written.
 
     Raises:
-        CheckpointCorrupt, CheckpointError: as :func:`check_file`.
+        CheckpointCorrupt: as :func:`check_file`, or it is longer than :data:`MOST_WHOLE_BYTES`.
+        CheckpointError: as :func:`check_file`.
     """
+    if entry.size_bytes > MOST_WHOLE_BYTES:
+        what = f"{entry.size_bytes} bytes; at most {MOST_WHOLE_BYTES} are read into memory"
+        raise CheckpointCorrupt(f"{path} has {what}")
     found = bytearray()
     for chunk in checked_chunks(path, entry, storage=storage):
         found += chunk
@@ -232,28 +282,25 @@ def checked_chunks(path: Path, entry: FileEntry, *, storage: Storage) -> Iterato
     """The bytes of a file in pieces, not to be used before the last one has come; raises as
     :func:`check_file`."""
     sums = BlockSums()
+    fd = open_checked(path, entry, storage=storage)
     try:
-        storage.check_trusted(path)
-        for chunk in chunks(path, storage=storage, chunk_bytes=BLOCK_BYTES):
+        for chunk in _chunks(fd, storage=storage, chunk_bytes=BLOCK_BYTES):
             sums.update(chunk)
-            if sums.size_bytes > entry.size_bytes:  # it may be endless
-                raise CheckpointCorrupt(
-                    f"{path} has more than the {entry.size_bytes} bytes written"
-                )
+            if sums.size_bytes > entry.size_bytes:  # somebody appends to it
+                break
             yield chunk
     except OSError as error:
-        raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror or error}") from error
-    except UntrustedFile as error:
-        raise CheckpointError(str(error)) from error
+        raise unreadable(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            storage.close(fd)
     compare(path, entry, sums.entry)
 
 
 def compare(path: Path, wanted: FileEntry, seen: FileEntry) -> None:
     """Raise CheckpointCorrupt, with both entries, if a file is not what was written."""
     if seen.size_bytes != wanted.size_bytes:
-        raise CheckpointCorrupt(
-            f"{path} has {seen.size_bytes} bytes; {wanted.size_bytes} were written"
-        )
+        raise _other_size(path, seen.size_bytes, wanted)
     if seen.checksum != wanted.checksum:
         raise CheckpointCorrupt(
             f"{path} has checksum {seen.checksum}; {wanted.checksum} was written"

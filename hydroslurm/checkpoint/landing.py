@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hydroslurm.checkpoint.blocks import BlockReader, Range, Source, require_size
+from hydroslurm.checkpoint.blocks import BlockReader, Range, Source
+from hydroslurm.checkpoint.checksummed_file import require_size
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.planner import box_of
 from hydroslurm.checkpoint.storage import Storage

@@ -20,19 +20,19 @@ from hydroslurm.checkpoint.landing import Landing, Wanted, land
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_file import (
+    SHARED_JSON,
     PartIndex,
     frozen_part,
     index_name,
     is_frozen_part,
-    is_size,
     parse,
     part_name,
     parts_among,
+    require_tensor,
     tensors_name,
 )
 from hydroslurm.checkpoint.tree import JsonValue, decode, tensor_keys
 from hydroslurm.checkpoint.write_plan import SharedTensor, State
-from hydroslurm.checkpoint.writer import SHARED_JSON
 from hydroslurm.errors import CheckpointCorrupt, CheckpointMissing
 
 
@@ -151,11 +151,30 @@ def read_state(
     for name, value in state.items():
         layouts |= tensor_keys(value, (like or {}).get(name))
     wanted = [*_wanted_of_shared(layouts, shared, files), *_wanted_of_own(own, rank, files)]
-    tensors = _read_tensors(files, wanted, first=rank)
-    return State(
-        shared={name: decode(value, tensors) for name, value in state.items()},
-        own={name: decode(value, tensors) for name, value in own.items()},
-    )
+    tensors = _landed(files, _landings(files, wanted, first=rank))
+    return State(shared=_decoded(state, tensors), own=_decoded(own, tensors))
+
+
+def check_state(files: CheckpointFiles, *, share: tuple[int, int] = (0, 1)) -> None:
+    """Put together all that :func:`read_state` reads on any rank, with tensors that have no memory
+    in the place of those that are stored. Reads the indexes only.
+
+    Args:
+        share: (rank, world size) of ranks that divide the parts among themselves.
+
+    Raises:
+        CheckpointCorrupt, CheckpointError: as :func:`read_state`.
+    """
+    rank, of_ranks = share
+    if rank == 0:
+        shared = files.shared()
+        keys = tensor_keys(list(shared.state.values()))
+        wanted = _wanted_of_shared(keys, shared, files)
+        _decoded(shared.state, _without_values(_landings(files, wanted, first=rank)))
+    for part in files.parts[rank::of_ranks]:
+        own = files.index(part).own
+        wanted = _wanted_of_own(own, part, files)
+        _decoded(own, _without_values(_landings(files, wanted, first=part)))
 
 
 def read_own(files: CheckpointFiles, *, rank: int) -> dict[str, Any]:
@@ -170,8 +189,8 @@ def read_own(files: CheckpointFiles, *, rank: int) -> dict[str, Any]:
             f"{files.folder} has nothing of rank {rank}: {len(files.ranks)} ranks saved it"
         )
     own = files.index(rank).own
-    tensors = _read_tensors(files, _wanted_of_own(own, rank, files), first=rank)
-    return {name: decode(value, tensors) for name, value in own.items()}
+    wanted = _wanted_of_own(own, rank, files)
+    return _decoded(own, _landed(files, _landings(files, wanted, first=rank)))
 
 
 def tensors_of(files: CheckpointFiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -213,10 +232,10 @@ def _wanted_of_own(own: Mapping[str, JsonValue], rank: int, files: CheckpointFil
     ]
 
 
-def _read_tensors(
+def _landings(
     files: CheckpointFiles, wanted: Iterable[Wanted], *, first: int
-) -> dict[str, torch.Tensor]:
-    """Find all pieces, then take memory, then read.
+) -> dict[str, Landing]:
+    """Find all pieces of some tensors, before memory is taken for any.
 
     Args:
         first: the rank whose part holds, if nothing has changed since the save, what this process
@@ -237,7 +256,22 @@ def _read_tensors(
         for chunk in files.index(part).chunks:
             if chunk.key in lacking:
                 lacking[chunk.key].take(part, chunk, where=where)
+    return landings
+
+
+def _landed(files: CheckpointFiles, landings: Mapping[str, Landing]) -> dict[str, torch.Tensor]:
     return land(landings.values(), index=files.index, tensors=files.tensors, storage=files.storage)
+
+
+def _without_values(landings: Mapping[str, Landing]) -> dict[str, torch.Tensor]:
+    wanted = {key: one.wanted for key, one in landings.items()}
+    return {
+        key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in wanted.items()
+    }
+
+
+def _decoded(state: Mapping[str, JsonValue], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: decode(value, tensors) for name, value in state.items()}
 
 
 def _likely(landings: Iterable[Landing], first: int) -> set[int]:
@@ -255,10 +289,7 @@ def _likely(landings: Iterable[Landing], first: int) -> set[int]:
 
 def _shared_tensor(shape: Any, dtype: Any, writer: Any) -> SharedTensor:
     """Raises TypeError or ValueError: it is none."""
-    if not isinstance(shape, list) or not all(map(is_size, shape)):
-        raise ValueError(f"there is a tensor whose shape is {shape!r:.80}")
-    if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise TypeError(f"a tensor of {dtype!r:.80}")
+    require_tensor(shape, dtype)
     if writer is not None and type(writer) is not int:
         raise TypeError(f"there is a tensor whose writer is {writer!r:.80}")
     return SharedTensor(tuple(shape), dtype, writer)

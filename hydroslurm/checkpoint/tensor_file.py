@@ -22,12 +22,19 @@ from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES, checksum_of
 from hydroslurm.checkpoint.folders import inner_of
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.tree import JsonValue
+from hydroslurm.core.files import decode_json
 from hydroslurm.errors import CheckpointCorrupt
+
+SHARED_JSON = "shared.json"
+"""What all ranks share, without its tensors."""
 
 ALIGN_BYTES = 64
 """Of the first value in a file, for those who map it into memory. The tensors follow in the order
 of the size of their elements, so that each of them is aligned for its type without gaps, which the
 format forbids."""
+
+_MOST_JSON_DEPTH = 1000
+"""Of a tree of state: ``tree.MOST_DEPTH`` containers, of several levels each."""
 
 _NAMES = {
     torch.float64: "F64",
@@ -218,10 +225,7 @@ def parse(text: bytes) -> dict[str, Any]:
     Raises:
         ValueError: it is none, or is nested too deeply.
     """
-    try:
-        found = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    found = decode_json(text, max_depth=_MOST_JSON_DEPTH)
     if not isinstance(found, dict):
         raise ValueError(f"it holds no names, but a {type(found).__name__}")
     return found
@@ -278,6 +282,16 @@ def is_size(number: Any) -> bool:
     return type(number) is int and 0 <= number < 1 << 63
 
 
+def require_tensor(shape: Any, dtype: Any) -> None:
+    """Raises TypeError or ValueError: torch makes no such tensor, whatever memory there is."""
+    if not isinstance(shape, (list, tuple)) or not all(map(is_size, shape)):
+        raise ValueError(f"there is a tensor whose shape is {shape!r:.80}")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise TypeError(f"a tensor of {dtype!r:.80}")
+    if math.prod(max(1, size) for size in shape) * _DTYPES[dtype].itemsize >= 1 << 63:
+        raise ValueError(f"there is a tensor of shape {list(shape)!r:.80}")
+
+
 def _json(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
@@ -288,8 +302,9 @@ def _chunk(key: Any, shape: Any, dtype: Any, offsets: Any, sizes: Any, at_bytes:
     numbers = (*chunk.shape, *chunk.offsets, *chunk.sizes, at_bytes)
     if not all(map(is_size, numbers)):
         raise ValueError(f"a piece of {key!r:.80} lies at {numbers}")
-    if not isinstance(key, str) or dtype not in _DTYPES:
-        raise TypeError(f"{key!r:.80} is a tensor of {dtype!r:.80}")
+    if not isinstance(key, str):
+        raise TypeError(f"{key!r:.80} is no name of a tensor")
+    require_tensor(chunk.shape, dtype)
     if len({len(chunk.shape), len(chunk.offsets), len(chunk.sizes)}) != 1 or any(
         at + size > whole
         for at, size, whole in zip(chunk.offsets, chunk.sizes, chunk.shape, strict=True)

@@ -331,7 +331,8 @@ def _strided(tensor: torch.Tensor, stride: list[int] | None) -> torch.Tensor:
         tensor.numel() - 1
     ):
         raise CheckpointCorrupt(f"a tensor of {tensor.numel()} values has strides {stride}")
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+    shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(tensor)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -360,7 +361,13 @@ def _ordered(pairs: Any, metadata: Any) -> OrderedDict[Any, Any]:
 
 
 def _ndarray(dtype: Any, shape: Any, raw: torch.Tensor) -> Any:
-    return np.frombuffer(raw.numpy().tobytes(), np.dtype(str(dtype))).reshape(shape).copy()
+    kind = np.dtype(str(dtype))
+    count, rest = divmod(raw.numel(), kind.itemsize)
+    if rest or raw.dtype != torch.uint8 or kind.hasobject:
+        raise ValueError(f"{raw.numel()} values of {raw.dtype} are no array of {kind}")
+    if raw.is_meta:  # reader.check_state only looks
+        return np.broadcast_to(np.zeros((), kind), (count,)).reshape(shape)
+    return np.frombuffer(raw.numpy().tobytes(), kind).reshape(shape).copy()
 
 
 def _children(value: JsonValue, like: Any) -> Iterator[tuple[JsonValue, Any]]:

@@ -30,6 +30,7 @@ from hydroslurm.checkpoint.save_round import checked
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_bytes import packed
 from hydroslurm.checkpoint.tensor_file import (
+    SHARED_JSON,
     frozen_part,
     index_name,
     index_text,
@@ -40,8 +41,6 @@ from hydroslurm.checkpoint.tensor_file import (
 from hydroslurm.checkpoint.write_plan import TALLY_MODULUS, WritePlan
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import SaveFailed
-
-SHARED_JSON = "shared.json"
 
 AT_A_TIME, LET_GO_S = 32, 1e-4
 """Answers that are read before the training may have the interpreter. It asks for it 5 ms after it

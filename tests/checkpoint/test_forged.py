@@ -19,8 +19,7 @@ from hydroslurm.checkpoint.catalog import look
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
-from hydroslurm.checkpoint.tensor_file import PartIndex
-from hydroslurm.checkpoint.writer import SHARED_JSON
+from hydroslurm.checkpoint.tensor_file import SHARED_JSON, PartIndex
 from hydroslurm.cli.checkpoint import checkpoint_app
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
 
@@ -199,7 +198,7 @@ def _said_of_weight(*said: object) -> Forge:
     return _json(SHARED_JSON, lambda body: body["tensors"].update({WEIGHT: said}))
 
 
-FOUND_BY_LOADING = {
+FORGED_INSIDE = {
     "shape of 10**18": _shaped(10**9, 10**9),
     "shape of a hundred gigabytes": _shaped(25, 10**9),
     "shape of the index only": _chunk(SHAPE, [10**9, 10**9]),
@@ -234,17 +233,20 @@ FOUND_BY_LOADING = {
         {"model": {"$tensor": WEIGHT, "stride": [1000000000000000, 1]}}
     ),
     "tensor named by a list": _state({"model": {"$tensor": ["a"]}}),
+    "empty tensor of endless steps": _said_of_weight([0, 1 << 62, 1 << 62], "float32", 0),
+    "array of another size": _state({"model": {"$ndarray": ["<U7", [3], {"$tensor": WEIGHT}]}}),
+    "set of lists": _state({"model": {"$set": [[1]]}}),
 }
 
 
-@pytest.mark.parametrize("how", FOUND_BY_LOADING)
+@pytest.mark.parametrize("how", FORGED_INSIDE)
 def test_forged_inside(how: str, store: CheckpointStore) -> None:
-    """What only a load can find is CheckpointCorrupt, before any memory is taken for it."""
-    FOUND_BY_LOADING[how](_third(store))
+    """What a load refuses, before any memory is taken for it, verifying refuses, too."""
+    FORGED_INSIDE[how](_third(store))
     third = next(one for one in store.committed() if one.step == 3)
-    store.verify(third)
-    with pytest.raises(CheckpointCorrupt):
-        store.load(third)
+    for read in (store.load, store.verify):
+        with pytest.raises(CheckpointCorrupt):
+            read(third)
 
 
 _ANY = st.recursive(
