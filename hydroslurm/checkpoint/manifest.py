@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.checkpoint.folders import is_file_name
-from hydroslurm.core.files import clean, decode_json
+from hydroslurm.core.files import check_depth, clean, decode_json
 from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld, UsageError
 
 OLDEST, SCHEMA = 2, 3

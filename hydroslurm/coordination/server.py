@@ -285,7 +285,8 @@ class Server:
         if len(self._unjoined) <= most:
             return False
         addresses = Counter(one.address for one in self._unjoined)
-        ((crowded, _),) = addresses.most_common(1)
+        # most_common() imports a module, for which there may be no descriptor
+        crowded = max(addresses, key=addresses.__getitem__)
         self.drop(next(one for one in self._unjoined if one.address == crowded))
         return True
 

@@ -44,6 +44,9 @@ SPOIL = r"""
 
     make("endless", endless)
     make("deep", lambda path: path.write_bytes(b"[" * 200_000 + b"\n" + b'{"v":' * 200_000 + b"\n"))
+    # what a pattern for strings goes over from each quote to the end
+    unclosed = b"[" * 70 + b'"' + b'\\"' * 30_000 + b"\n"
+    make("unclosed", lambda path: path.write_bytes(unclosed * 20))
     BIG = "9" * 400
     numbers = lines(
         line(kind="installed"),
@@ -106,7 +109,7 @@ SPOIL = r"""
 """A program of the standard library alone, which an attacker runs: the folder to make them in, a
 place outside that their reports are to lead to, and the kinds that shall do so."""
 
-KINDS = ("fifos", "devices", "folders", "endless", "deep", "numbers", "words")
+KINDS = ("fifos", "devices", "folders", "endless", "deep", "unclosed", "numbers", "words")
 SHOWN_NASTY = "owned"
 """Of every text in the folder ``words`` this is to be seen."""
 

@@ -100,12 +100,14 @@ def read_conditions(path: Path) -> tuple[Condition, ...]:
 def newest_conditions(path: Path) -> tuple[Condition, ...]:
     """The last few of :func:`read_conditions`, the verdict among them once there is one, in a
     hundredth of the time that all of a job take that was often preempted."""
-    try:
-        lines = read_end(path, most_bytes=_END_BYTES).splitlines()[-_LAST:]
-    except OSError:
-        return ()
-    # one line may be longer than that
-    return tuple(_conditions(lines)) or read_conditions(path)
+    for most_bytes in (_END_BYTES, _MOST_BYTES):  # one line may be longer than the first
+        try:
+            lines = read_end(path, most_bytes=most_bytes).splitlines()[-_LAST:]
+        except OSError:
+            return ()
+        if found := tuple(_conditions(lines)):
+            return found
+    return ()
 
 
 def final_condition(conditions: Iterable[Condition]) -> Condition | None:
