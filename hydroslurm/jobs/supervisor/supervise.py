@@ -19,7 +19,7 @@ from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.fence import process_began_epoch_s
 from hydroslurm.core.rundir import ATTEMPT_ENV, RunDir
-from hydroslurm.errors import SlurmError, StaleAttempt
+from hydroslurm.errors import RunFolderError, SlurmError, StaleAttempt
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.supervisor.attempts import (
     ActiveTime,
@@ -356,8 +356,10 @@ class Supervisor:
         return Outcome(RUN_AGAIN, message)
 
     def _end_attempt(self, attempt: Attempt | None, ending: Ending) -> None:
+        """On a full disk it has no end, as if this process had been killed: the job is requeued."""
         if attempt is not None:
-            self._attempts.end(attempt, ending)
+            with self._logging_full_disk():
+                self._attempts.end(attempt, ending)
 
     def _end_lost_attempts(self) -> None:
         """End the attempts of earlier allocations that have no end: Slurm took their nodes away."""
@@ -413,14 +415,23 @@ class Supervisor:
     # --- recording
 
     def _add_condition(self, kind: ConditionType, reason: str, message: str) -> None:
-        add_condition(
-            self.run.conditions_jsonl,
-            kind,
-            reason=reason,
-            message=message,
-            restart_count=self.allocation.restart_count,
-        )
+        with self._logging_full_disk():
+            add_condition(
+                self.run.conditions_jsonl,
+                kind,
+                reason=reason,
+                message=message,
+                restart_count=self.allocation.restart_count,
+            )
         self.log(f"{kind}: {message}")
+
+    @contextlib.contextmanager
+    def _logging_full_disk(self) -> Iterator[None]:
+        """What is only told must not keep a job from its requeue."""
+        try:
+            yield
+        except RunFolderError as error:
+            self.log(str(error))
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:

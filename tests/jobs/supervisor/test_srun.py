@@ -12,11 +12,11 @@ import pytest
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import NoSuchJob
+from hydroslurm.errors import NoSuchJob, RunFolderError
 from hydroslurm.jobs.layout import plan_job
 from hydroslurm.jobs.spec.reading import loads
 from hydroslurm.jobs.supervisor import supervise
-from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
+from hydroslurm.jobs.supervisor.attempts import Attempt, Attempts, Ending
 from hydroslurm.jobs.supervisor.conditions import read_conditions
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.values import Job, JobState
@@ -99,6 +99,29 @@ def supervised(
         log=lambda _: None,
     )
     return run, supervisor.supervise()
+
+
+def test_a_full_disk_keeps_no_job_from_its_requeue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conditions and the end of an attempt cannot be written: an attempt without one was ended by
+    Slurm, and the next start of the job says so."""
+    monkeypatch.setattr(supervise, "STEP_WITHIN_S", 0.3)
+    end = Attempts.end
+
+    def full(*_: Any, **__: Any) -> None:
+        raise RunFolderError("No space left on device")
+
+    def end_or_not(log: Attempts, attempt: Attempt, ending: Ending, **more: Any) -> Any:
+        return (full if ending is Ending.PREEMPTED else end)(log, attempt, ending, **more)
+
+    monkeypatch.setattr(supervise, "add_condition", full)
+    monkeypatch.setattr(Attempts, "end", end_or_not)
+    spec = "replicaSpecs: [{restartPolicy: Never, template: {command: [python, a.py]}}]\n"
+    client = Client()
+    _, outcome = supervised(spec, SRUN, client, tmp_path, monkeypatch)
+    assert outcome.status == RUN_AGAIN
+    assert client.asked[-1] == ("requeue", 7)
 
 
 def test_neither_is_a_failure_of_the_training(
