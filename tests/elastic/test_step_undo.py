@@ -118,9 +118,15 @@ KEEPS_MUCH = """
 """Each rank trains the same batches, so that the result does not depend on their number."""
 
 
-@pytest.mark.parametrize("place", ["before backward", "before step", "in step"])
 @pytest.mark.parametrize(
-    ("parts", "clips", "at"), [(0, False, 5), (0, True, 5), (2, False, 0), (2, False, 5)]
+    ("place", "parts", "clips", "at"),
+    [
+        ("before backward", 0, False, 5),
+        ("before step", 0, True, 5),
+        ("in step", 0, False, 5),
+        ("before backward", 2, False, 0),
+        ("before step", 2, False, 5),
+    ],
 )
 def test_nothing_of_a_dropped_step_is_left(
     tmp_path: Path, place: str, parts: int, clips: bool, at: int
