@@ -90,7 +90,7 @@ def test_a_day_of_random_changes(tmp_path: Path) -> None:
             start()
         wait_until(trains, lambda: str(story))
         for _ in range(events):
-            if story.entries("finished"):
+            if story.entries("trained"):
                 break
             time.sleep(chance.uniform(0.1, 1.0))
             here, act = alive(), chance.random()
