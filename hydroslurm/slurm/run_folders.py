@@ -55,6 +55,7 @@ _STEP_ADDRESS = ("SLURM_STEP_ID", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_P
 _BATCH_ADDRESS = ("SLURMD_NODENAME", "SLURM_TASK_PID")
 
 _lock = threading.Lock()
+_twins: set[RunDir] = set()
 _chosen: dict[tuple[object, ...], RunDir | RunFolderError] = {}
 
 
@@ -134,6 +135,15 @@ def from_environment(environ: Mapping[str, str]) -> RunDir | None:
         if isinstance(found := _chosen[key], RunFolderError):
             raise found
         return found
+
+
+def warn_of_twins(run: RunDir) -> None:
+    """Say of a folder that another one has the same command line, if that runs beside it."""
+    if run in _twins:
+        _warn(
+            "a line of this job runs several times at once. A restart cannot tell which run folder "
+            "is whose: give each its own by Run(directory=...), or another argument"
+        )
 
 
 def all_of_job(job: Job) -> tuple[RunDir, ...]:
@@ -259,14 +269,11 @@ def _find(
         exactly = owner is None or owner.trains(me, exactly=True)
         if exactly or (owner is not None and owner.trains(me)):
             free.setdefault(exactly, (run, run.start_json(restart_count, len(holders) + 1)))
-    if is_beside:
-        _warn(
-            "a line of this job runs several times at once. A restart cannot tell which run folder "
-            "is whose: give each its own by Run(directory=...), or another argument"
-        )
     if free:
         return free[max(free)]
     new = base.numbered(len(runs) + 1)
+    if is_beside:
+        _twins.add(new)
     return (new, new.start_json(restart_count, 1)) if _take(new, me) is None else None
 
 
@@ -281,11 +288,11 @@ def _holders(run: RunDir, restart_count: int) -> list[Owner]:
 def _repeats(holder: Owner, me: Owner, environ: Mapping[str, str]) -> bool:
     """Whether this is the next run of a line that has finished in this very job step, instead of a
     rank that comes late, or a restart of the whole job."""
-    below_torchrun = bool(environ.get("TORCHELASTIC_RUN_ID"))
     tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or "1"
-    if me.step_id and tasks != "1" and me.task < 0 and not below_torchrun:
-        return False
-    if environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    together = tasks if me.step_id and me.task < 0 else "1"
+    if environ.get("TORCHELASTIC_RUN_ID"):  # ends before the next begins, on a single node
+        together = "1" if environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE") else tasks
+    if together != "1" or environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return False
     try:
         return not _is_of_earlier_start(holder, me, environ)
@@ -379,7 +386,7 @@ def _read_soon(path: Path) -> Owner | None:
 
 def _warn(text: str) -> None:
     with contextlib.suppress(RuntimeWarning):  # an error by -W is not worth a training
-        warnings.warn(f"hydroslurm: {text}", RuntimeWarning, stacklevel=6)
+        warnings.warn(f"hydroslurm: {text}", RuntimeWarning, stacklevel=4)
 
 
 def _ask(job_id: int, environ: Mapping[str, str]) -> Job:

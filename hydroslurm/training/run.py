@@ -29,6 +29,7 @@ from hydroslurm.elastic.folder import ELASTIC_ENV
 from hydroslurm.errors import UsageError
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
+from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training import finished, oversights
 from hydroslurm.training.arguments import (
@@ -159,6 +160,7 @@ class Run(Looping, Ending):
         self._cadence = Cadence.of(every_steps, every_s, environ)
         self.dir = run_directory(directory, environ)
         if directory is None:  # a script makes the same runs, in the same order, in each attempt
+            run_folders.warn_of_twins(self.dir)
             self.dir = finished.next_unfinished(self.dir).claim()
         finished.require_unfinished(self.dir)
         self._folder = FolderWatch(self.dir.root)

@@ -144,18 +144,6 @@ def test_where_slurm_cannot_be_asked_a_job_continues_and_says_so(site: Site) -> 
         assert site.name(port=2) == "7"
 
 
-def test_ranks_that_come_together_take_one_folder(site: Site) -> None:
-    """One of many makes it, also where a batch script had made it for its logs."""
-    (site.folder / "hydroslurm-runs" / "7" / "logs").mkdir(parents=True)
-    run = RunDir(site.folder / "hydroslurm-runs" / "7")
-    run.root.parent.chmod(0o755)
-    me = run_folders.Owner.from_environ({"SLURM_STEP_ID": "0"}, 7)
-    with ThreadPoolExecutor(8) as pool:
-        owners = list(pool.map(lambda _: run_folders._take(run, me), range(8)))
-    assert sorted(map(str, owners)) == sorted(map(str, [None, *[me] * 7]))
-    assert sorted(path.name for path in run.root.iterdir()) == ["job.json", "logs"]
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"v": 1}), json.dumps({"cluster": 1})])
 def test_a_file_that_says_nothing_refuses_nobody(site: Site, text: str) -> None:
     """A disk that was full when it was written, for example."""
@@ -215,8 +203,9 @@ def test_a_line_that_runs_several_times(site: Site) -> None:
     site.starts(-60)
     assert site.name(step="0") == "7"
     site.living = {"0"}
+    assert site.name(step="1") == "7.2"
     with pytest.warns(RuntimeWarning, match="runs several times at once"):
-        assert site.name(step="1") == "7.2"
+        run_folders.warn_of_twins(RunDir(site.folder / "hydroslurm-runs" / "7.2"))
     assert site.name(step="1", rank=1) == "7.2"
     site.living = set()
     assert site.name(step="2", rank=0) == "7", "a retry"
@@ -238,7 +227,8 @@ def test_tasks_that_train_alone_have_a_folder_each(site: Site) -> None:
 
 
 def test_job_steps_that_come_together_share_nothing(site: Site) -> None:
-    """Forty ranks of ten lines at once: one folder a line, in each start."""
+    """Forty ranks of ten lines at once: one folder a line, in each start; also where a batch script
+    had made one for its logs."""
     environ = {"SLURM_CLUSTER_NAME": "a", "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0"}
 
     def choose(line: int, rank: int, restart: int) -> str:
@@ -252,6 +242,8 @@ def test_job_steps_that_come_together_share_nothing(site: Site) -> None:
         return run_folders._choose(base, me, step).root.name
 
     base = RunDir(site.folder / "hydroslurm-runs" / "7")
+    (base.root / "logs").mkdir(parents=True)
+    base.root.parent.chmod(0o755)
     lines = [(line, rank) for rank in range(4) for line in range(10)]
     seen: list[dict[int, set[str]]] = []
     with ThreadPoolExecutor(40) as pool:
