@@ -19,7 +19,13 @@ from hydroslurm.checkpoint.deadline import SAFETY
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, ExitForRequeue
-from hydroslurm.errors import CoordinatorLost, RanksError, SaveFailed, StaleAttempt
+from hydroslurm.errors import (
+    CoordinatorLost,
+    RanksError,
+    RunFolderError,
+    SaveFailed,
+    StaleAttempt,
+)
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.overdue import Overdue
@@ -214,6 +220,8 @@ def exit_together(
         except StaleAttempt as error:
             warning(str(error))
             return MUST_NOT_RUN_AGAIN
+        except (RunFolderError, OSError) as error:  # a full disk must not cost the requeue
+            warning(f"the end of this attempt cannot be recorded: {error}")
         return int(stop_handler.requeue(plan).code or 0)
 
     try:

@@ -14,7 +14,7 @@ from training.loop import STEPS_PER_EPOCH, Training, ask_for_stop, same
 
 import hydroslurm
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, leaves_with
-from hydroslurm.errors import SaveFailed, StateMismatch, UnsavableState, UsageError
+from hydroslurm.errors import RunFolderError, SaveFailed, StateMismatch, UnsavableState, UsageError
 from hydroslurm.training import finished, reporting
 from hydroslurm.training.attempts import AttemptLog, Limits
 
@@ -242,6 +242,19 @@ def test_a_flipped_bit_falls_back_with_a_warning_that_names_both(
     with pytest.warns(RuntimeWarning, match=r"step-000000009.*step-00000000[48]"):
         again.train(epochs=EPOCHS)
     assert same(again.bits(), alone)
+
+
+def test_a_full_disk_costs_no_requeue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The end of the attempt cannot be recorded: it leaves to be started again all the same."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise RunFolderError("No space left on device")
+
+    monkeypatch.setattr(AttemptLog, "end", full)
+    assert stopped(Training(tmp_path), after=2) == RUN_AGAIN
+    assert "No space left on device" in caplog.text
 
 
 def test_what_somebody_has_to_see_is_a_warning(
