@@ -75,6 +75,8 @@ class SitePolicy:
         is_batch: False for a job of srun or salloc; None for a planned job.
         may_requeue: whether Slurm will start it again.
         requeue_why: why, or why not.
+        requeues_leavers: whether Slurm itself requeues a job that leaves inside its grace, whatever
+            its status: with PreemptMode=REQUEUE since 24.05.
         preemptors: the partitions or QOS that may preempt it; None if unknown.
         unknown: what could not be read, as sentences.
     """
@@ -88,6 +90,7 @@ class SitePolicy:
     is_batch: bool | None = None
     may_requeue: bool = True
     requeue_why: str = ""
+    requeues_leavers: bool = False
     preemptors: tuple[str, ...] | None = None
     unknown: tuple[str, ...] = ()
 
@@ -167,7 +170,11 @@ def site_policy(
     if policy.action is PreemptAction.REQUEUE and not may_requeue:
         why = f"{policy.action_why}, but {requeue_why}: Slurm kills what it cannot requeue"
         policy = replace(policy, action=PreemptAction.CANCEL, action_why=why)
-    return replace(policy, gang=config.gang and policy.action is not PreemptAction.NEVER)
+    return replace(
+        policy,
+        gang=config.gang and policy.action is not PreemptAction.NEVER,
+        requeues_leavers=policy.action is PreemptAction.REQUEUE and config.version >= (24, 5),
+    )
 
 
 def find_partition(partitions: tuple[Partition, ...], name: str) -> Partition:

@@ -25,7 +25,7 @@ from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import SlurmError, StaleAttempt
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.policy import WARNING_EARLY_S
+from hydroslurm.slurm.policy import WARNING_EARLY_S, Policies, read_policies
 from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState
 
@@ -239,11 +239,18 @@ class Start:
     began_epoch_s: float
 
 
-def requeue(client: SlurmClient, start: Start, *, job: Job | None = None) -> Job:
+def requeue(
+    client: SlurmClient, start: Start, *, job: Job | None = None, policies: Policies | None = None
+) -> Job:
     """Requeue the job, unless it is already pending; return it as it was before.
+
+    A job in its grace is left to Slurm where that requeues what leaves: from 24.05 to 25.11 the mark
+    of the grace stays set over a requeue, and the next attempt would be followed by a third one even
+    if it had succeeded (tests/slurm/test_leaving_in_grace.py).
 
     Args:
         job: as slurmctld has just described it, where it was asked anyway.
+        policies: the site's settings; read where they are needed.
 
     This could only hit the wrong attempt if somebody else's requeue and a whole start of the job
     happened between the check and the request.
@@ -255,9 +262,18 @@ def requeue(client: SlurmClient, start: Start, *, job: Job | None = None) -> Job
     if job is None:
         job = client.job(start.job_id)
     check_newest(job, start)
-    if not (job.restart_count > start.restart_count and is_pending(job)):
+    is_again = job.restart_count > start.restart_count and is_pending(job)
+    if not is_again and not _is_left_to_slurm(client, job, policies):
         client.requeue(job)
     return job
+
+
+def _is_left_to_slurm(client: SlurmClient, job: Job, policies: Policies | None) -> bool:
+    if job.state is not JobState.RUNNING or job.preempt_epoch_s is None:
+        return False
+    policies = policies or read_policies(client)
+    policy = None if policies is None else policies.of(job)
+    return policy is not None and policy.requeues_leavers
 
 
 def check_newest(job: Job, start: Start) -> None:

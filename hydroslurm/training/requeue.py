@@ -364,7 +364,8 @@ class StopHandler:
             began_epoch_s=self._began_epoch_s,
         )
         client = open_client(environ=self._environ, retry_policy=retry_policy)
-        return requeue(client, start, job=None if stop is None else stop.job)
+        job = None if stop is None else stop.job
+        return requeue(client, start, job=job, policies=self._policies)
 
     def _cannot_requeue(self, error: WrongJobState) -> str:
         policy = self._policy

@@ -39,6 +39,24 @@ def _job(**values: bool | str) -> Job:
 
 
 @pytest.mark.parametrize(
+    ("version", "mode", "left"),
+    [
+        ("22.05.8", "REQUEUE", False),
+        ("24.02.9", "REQUEUE", False),
+        ("24.05.0", "REQUEUE", True),
+        ("24.11.5", "CANCEL", False),
+        ("26.05.5", "REQUEUE", True),
+        ("", "REQUEUE", False),
+    ],
+)
+def test_a_newer_slurm_requeues_what_leaves_in_its_grace(
+    version: str, mode: str, left: bool
+) -> None:
+    policy = _policy({**REQUEUE, "SLURM_VERSION": version}, _low(mode, grace_s=60))
+    assert policy.requeues_leavers is left
+
+
+@pytest.mark.parametrize(
     ("settings", "mode", "action"),
     [
         (REQUEUE, "REQUEUE", PreemptAction.REQUEUE),

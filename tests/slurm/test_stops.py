@@ -13,10 +13,13 @@ from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import ControllerUnreachable, NoSuchJob
 from hydroslurm.slurm import scontrol_text
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.stops import Stop, StopReason, ask_why, why_stopped
-from hydroslurm.slurm.values import Job, JobState
+from hydroslurm.slurm.config import Config
+from hydroslurm.slurm.policy import Policies
+from hydroslurm.slurm.stops import Start, Stop, StopReason, ask_why, requeue, why_stopped
+from hydroslurm.slurm.values import Job, JobState, Partition
 
 RECORDED = Path(__file__).parent / "recorded/22.05/stops"
+URGENT = Partition(name="urgent", priority_tier=10, nodes=("n1",))
 
 
 def _job(name: str) -> Job:
@@ -120,6 +123,7 @@ class Answers(SlurmClient):
     def __init__(self, job: Job | Exception, *histories: tuple[Job, ...] | Exception) -> None:
         super().__init__({})
         self._job, self._histories = job, list(histories)
+        self.requeued: list[Job] = []
 
     def job(self, job_id: int) -> Job:
         if isinstance(self._job, Exception):
@@ -131,6 +135,30 @@ class Answers(SlurmClient):
         if isinstance(attempts, Exception):
             raise attempts
         return attempts
+
+    def requeue(self, job: Job) -> None:
+        self.requeued.append(job)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "requeued"),
+    [
+        ("grace", "22.05.8", True),
+        ("grace", "24.11.5", False),
+        ("asked", "24.11.5", True),
+    ],
+)
+def test_a_job_in_its_grace_is_left_to_a_slurm_that_requeues_it(
+    name: str, version: str, requeued: bool
+) -> None:
+    job = _job(name)
+    settings = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
+    low = Partition(name=job.partition, preempt_mode="REQUEUE", grace_time_s=60, nodes=("n1",))
+    policies = Policies(Config({**settings, "SLURM_VERSION": version}), (low, URGENT), None)
+    client = Answers(job)
+    start = Start(job_id=job.job_id, restart_count=job.restart_count, began_epoch_s=0.0)
+    requeue(client, start, policies=policies)
+    assert client.requeued == [job] * requeued
 
 
 def test_controller_away() -> None:

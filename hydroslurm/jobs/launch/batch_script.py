@@ -27,7 +27,8 @@ def requeue_lines() -> list[str]:
     count the job as failed. Without a PreemptTime another rank has failed, and srun ended the rest
     with SIGTERM. A cancelled job must not be requeued, which Slurm would do while its processes
     live: it is COMPLETING, like a requeued one and one whose time is over, and only the last has a
-    reason. Before each try the script checks that this is still Slurm's current attempt, so that it
+    reason. In a grace a Slurm since 24.05 requeues what leaves by itself, if the partition's jobs
+    are to be requeued; one more request would start the job once too often. Before each try the script checks that this is still Slurm's current attempt, so that it
     cannot end the one that replaced it. Which element of an array this is, Slurm
     says: the variables may be those of an array whose element has submitted this job.
     """
@@ -43,6 +44,14 @@ def requeue_lines() -> list[str]:
         {CANCELLED}:*JobState=RUNNING*PreemptTime=None*) again= ;; # a rank failed
         {CANCELLED}:*JobState=RUNNING*) again=1 ;;
         *) again= ;;
+        esac
+        case "$again:$record" in
+        1:*JobState=RUNNING*PreemptTime=None*) ;;
+        1:*JobState=RUNNING*PreemptTime=*)
+            case "$(scontrol --version):$(scontrol show partition "$SLURM_JOB_PARTITION")" in
+            *" 22."*|*" 23."*|*" 24.02."*) ;;
+            *PreemptMode=REQUEUE*) again= ;; # Slurm does it
+            esac ;;
         esac
         if [ -n "$again" ]; then
             for pause in 1 2 4 8 16; do

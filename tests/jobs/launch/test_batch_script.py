@@ -31,6 +31,8 @@ SCONTROL = """#!/bin/bash
 # of $ARRAY if that is not empty, and another state of its neighbours; "requeue" prints $ANSWER and
 # fails when that is not empty, $TIMES times.
 echo "$*" >> "$CALLS"
+if [ "$1" = --version ]; then echo "slurm-wlm $VERSION"; exit 0; fi
+if [ "$1 $2" = "show partition" ]; then echo "PartitionName=$3 PreemptMode=$MODE"; exit 0; fi
 if [ "$2" = show ]; then
     others="JobState=COMPLETING Requeue=1 Restarts=3 PreemptTime=1 BatchFlag=1"
     [ -z "$ARRAY" ] || echo "JobId=5 ArrayJobId=$ARRAY ArrayTaskId=1 JobName=a $others"
@@ -42,6 +44,33 @@ fi
 n=$(grep -c requeue "$CALLS")
 if [ -n "$ANSWER" ] && [ "$n" -le "${TIMES:-99}" ]; then echo "$ANSWER" >&2; exit 1; fi
 """
+
+
+def requeues_of(tmp_path: Path, status: int, **slurm: str) -> list[str]:
+    """Run the lines after ranks that ended with a status, and tell what they had requeued."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(SCONTROL)
+    scontrol.chmod(0o755)
+    calls = tmp_path / "calls"
+    calls.touch()
+    script = "\n".join(["set -uo pipefail", f"status={status}", *requeue_lines()])
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_PARTITION": "low",
+            "SLURM_ARRAY_JOB_ID": "2",  # of the array whose element has submitted this job
+            "SLURM_ARRAY_TASK_ID": "1",
+            "CALLS": str(calls),
+            "TIMES": "1",
+            **slurm,
+        },
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == status
+    return [line for line in calls.read_text().splitlines() if line.startswith("requeue")]
 
 
 @pytest.mark.parametrize("array", ["", "7"])
@@ -68,29 +97,28 @@ def test_the_status_of_the_ranks_becomes_a_requeue(
     """75 asks for a requeue until it is granted, was before, or never will be; 143 only inside a
     grace; an attempt that Slurm has replaced never; the status itself is kept. Of the element of an
     array that has the array's number its own record counts, and it alone is requeued."""
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(SCONTROL)
-    scontrol.chmod(0o755)
-    calls = tmp_path / "calls"
-    calls.touch()
-    script = "\n".join(["set -uo pipefail", f"status={status}", *requeue_lines()])
-    done = subprocess.run(
-        ["bash", "-c", script],
-        env={
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": "7",
-            "SLURM_ARRAY_JOB_ID": "2",  # of the array whose element has submitted this job
-            "SLURM_ARRAY_TASK_ID": "1",
-            "CALLS": str(calls),
-            "ARRAY": array,
-            "STATE": state,
-            "RESTARTS": str(restarts),
-            "ANSWER": answer,
-            "TIMES": "1",
-        },
-        timeout=60,
-        check=False,
+    asked = requeues_of(
+        tmp_path, status, ARRAY=array, STATE=state, RESTARTS=str(restarts), ANSWER=answer
     )
-    assert done.returncode == status
-    asked = [line for line in calls.read_text().splitlines() if line.startswith("requeue")]
     assert asked == ["requeue 7_3" if array else "requeue 7"] * requeues
+
+
+@pytest.mark.parametrize("status", [75, 143])
+@pytest.mark.parametrize(
+    ("version", "mode", "requeues"),
+    [
+        ("22.05.8", "REQUEUE", 1),
+        ("24.02.1", "REQUEUE", 1),
+        ("24.11.5", "REQUEUE", 0),
+        ("24.11.5", "CANCEL", 1),
+        ("26.05.5", "REQUEUE", 0),
+    ],
+)
+def test_what_slurm_requeues_by_itself_is_left_to_it(
+    tmp_path: Path, status: int, version: str, mode: str, requeues: int
+) -> None:
+    state = "RUNNING PreemptTime=2026-11-26T20:03:08"
+    asked = requeues_of(
+        tmp_path, status, STATE=state, RESTARTS="0", VERSION=version, MODE=mode, ARRAY="", ANSWER=""
+    )
+    assert asked == ["requeue 7"] * requeues

@@ -1,0 +1,138 @@
+"""What Slurm makes of a job that leaves inside the grace of its preemption: by release, by what it
+leaves with, and by PreemptMode. :mod:`hydroslurm.slurm.stops` acts on this table; two trainings
+show that each then runs exactly once more.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from clusters import require_slurm
+from processes import wait_until
+
+from hydroslurm.devcluster import ClusterSpec, DevCluster
+from hydroslurm.devcluster.programs import find_programs, search_path, slurm_release
+from hydroslurm.jobs.launch.batch_script import requeue_lines
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slurms]
+
+LEAVE = {"exit 0": "exit 0", "exit 75": "exit 75", "exit 1": "exit 1"}
+REQUEUE = {
+    "requeue, exit 75": "scontrol requeue $SLURM_JOB_ID; exit 75",
+    "requeue, stay": "scontrol requeue $SLURM_JOB_ID; sleep 60",
+}
+WAYS = {**LEAVE, **REQUEUE, "training": ""}
+MODES = ("REQUEUE", "CANCEL")
+JOBS = [(mode, way) for mode in MODES for way in WAYS]
+TWO_CALLS = Path(__file__).parents[2] / "examples" / "train_two_calls.py"
+
+ATTEMPT = """\
+#!/bin/bash
+echo begin >>{log}
+if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then sleep 1; exit 0; fi
+trap 'echo left >>{log}; trap "" TERM; {leave}' TERM
+while :; do sleep 0.1; done
+"""
+TRAINING = """\
+#!/bin/bash
+echo begin >>{log}
+exec {python} {script} --epochs 8 --batch-size 16 --think-s 0.02 --out {log}.json
+"""
+BATCH = """\
+#!/bin/bash
+trap '' TERM
+srun --quiet {preempt} {attempt}
+status=$?
+{end}
+"""
+
+
+def release() -> tuple[int, int]:
+    return slurm_release(find_programs(search_path(os.environ.get("PATH"))))
+
+
+def expected_attempts(mode: str, way: str) -> int:
+    """How often such a job is started, by what was measured on 22.05.8, 24.11.5 and 26.05.5."""
+    if way == "training":
+        return 2
+    if way in REQUEUE:
+        # GRACE_PREEMPT stays set over a requeue, and the next end is taken for that of the grace
+        again = (24, 5) <= release() < (26, 5) and mode == "REQUEUE"
+        return 3 if again else 2
+    return 2 if mode == "REQUEUE" and release() >= (24, 5) else 1
+
+
+def _partitions() -> str:
+    """Of each PreemptMode one whose jobs get a grace of 60 s, and one that preempts them all."""
+    nodes = ",".join(f"n{number}" for number in range(1, len(JOBS) + 1))
+    common = f"Nodes={nodes} MaxTime=INFINITE DefaultTime=01:00:00 State=UP"
+    lines = ["PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE"]
+    for name, mode in (("low", "REQUEUE"), ("cancel", "CANCEL")):
+        grace = f"PriorityTier=1 PreemptMode={mode} GraceTime=60"
+        lines.append(f"PartitionName={name} {common} {grace}")
+    lines.append(f"PartitionName=urgent {common} PriorityTier=10 PreemptMode=OFF")
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def attempts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], int]]:
+    """How often each job was started: all are preempted at once, and watched to their last end."""
+    require_slurm()
+    base = tmp_path_factory.mktemp("grace")
+    spec = ClusterSpec(nodes=len(JOBS), cpus_per_node=1, kill_wait_s=10, partitions=_partitions())
+    with DevCluster.up(spec) as cluster:
+        environ = cluster.child_environ({**os.environ, "OMP_NUM_THREADS": "1"})
+
+        def slurm(*words: str) -> str:
+            return subprocess.run(
+                words, env=environ, cwd=base, check=True, capture_output=True, text=True
+            ).stdout
+
+        logs = {job: base / f"{job[0]}-{job[1]}".replace(" ", "-") for job in JOBS}
+        for number, (mode, way) in enumerate(JOBS, 1):
+            log = logs[mode, way]
+            fields = {"log": log, "leave": WAYS[way], "python": sys.executable, "script": TWO_CALLS}
+            attempt, batch = log.with_suffix(".attempt"), log.with_suffix(".sbatch")
+            attempt.write_text((TRAINING if way == "training" else ATTEMPT).format(**fields))
+            attempt.chmod(0o755)
+            preempt, end = "", "exit $status"
+            if way == "training":
+                preempt, end = "--preempt", "\n".join(requeue_lines())
+            batch.write_text(BATCH.format(preempt=preempt, attempt=attempt, end=end))
+            partition = "low" if mode == "REQUEUE" else "cancel"
+            where = (
+                f"--nodelist=n{number}",
+                f"--output={log}.out",
+                "--requeue",
+                "--open-mode=append",
+            )
+            slurm("sbatch", f"--partition={partition}", *where, str(batch))
+        trainings = [Path(f"{logs[mode, 'training']}.out") for mode in MODES]
+        wait_until(lambda: all(log.exists() for log in logs.values()), "all jobs run")
+        wait_until(lambda: all(map(_has_begun, trainings)), "both trainings have begun")
+        for number in range(1, len(JOBS) + 1):
+            words = ("--partition=urgent", f"--nodelist=n{number}", "--output=/dev/null")
+            slurm("sbatch", *words, "--wrap=sleep 3")
+        wait_until(
+            lambda: not slurm("squeue", "--noheader"),
+            lambda: f"the last job ends; left:\n{slurm('squeue')}",
+            limit_s=300,
+        )
+        yield {job: log.read_text().count("begin") for job, log in logs.items()}
+
+
+def _has_begun(output: Path) -> bool:
+    return output.exists() and "begins at step" in output.read_text()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_job_that_leaves_in_its_grace_is_started(
+    attempts: dict[tuple[str, str], int], mode: str, way: str
+) -> None:
+    assert attempts[mode, way] == expected_attempts(mode, way)
