@@ -1,11 +1,12 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Variables: see setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test frameworks elastic faults gpu lint docs bench clean
+.PHONY: help setup demo test test-slurms frameworks elastic faults gpu lint docs bench clean
 PY := .venv/bin/python
 
 help:
 	@echo 'make demo    three acts on a private Slurm: paused in place; stopped and requeued; elastic. Tables and pictures'
 	@echo 'make test    run every test, those on a real Slurm included'
+	@echo 'make test-slurms  what depends on the release of Slurm, on 24.11 and 26.05 (root, Debian; about 20 minutes)'
 	@echo 'make elastic     every case of runs whose size changes, of which make test runs a third'
 	@echo 'make frameworks  every combination with Lightning and Hugging Face, of which make test runs a third'
 	@echo 'make faults  200 randomised fault rounds of runs of 2 to 4 ranks (about ten minutes)'
@@ -23,6 +24,10 @@ demo: setup
 
 test: setup
 	@$(PY) -m pytest -n 2 $(ARGS)
+
+# each in a mount namespace of its own: nothing is installed
+test-slurms: setup
+	@for suite in trixie sid; do tests/slurms.sh $$suite $(PY) -m pytest -n 2 -m 'slurm or slurms' @tests/slurms.txt || exit; done
 
 elastic: setup
 	@$(PY) -m pytest -m 'elastic or not elastic' tests/elastic tests/integration/elastic $(ARGS)

@@ -25,6 +25,7 @@ from typing import Any
 from hydroslurm.coordination.rendezvous import set_torch_environment
 from hydroslurm.coordination.world import World
 from hydroslurm.errors import UsageError
+from hydroslurm.slurm.allocation import step_of
 
 _PACKAGES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 _NAMES = {
@@ -149,7 +150,7 @@ class _Environment:
         environ = os.environ
         return bool(
             (environ.get("RANK") and environ.get("WORLD_SIZE"))
-            or (environ.get("SLURM_STEP_ID") and environ.get("SLURM_PROCID"))
+            or (step_of(environ) is not None and environ.get("SLURM_PROCID"))
         )
 
     def world_size(self) -> int:

@@ -17,6 +17,10 @@ def is_alone(environ: Mapping[str, str]) -> bool:
     return environ.get(ALONE_ENV, "").strip().lower() in ("1", "true", "yes", "on")
 
 
+_LAST_STEP = 0xFFFFFFF0
+"""SLURM_MAX_NORMAL_STEP_ID of slurm.h."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
     """What a process inside a Slurm job knows about itself from its environment.
@@ -56,7 +60,7 @@ class Allocation:
         job_id = _number(environ, "SLURM_JOB_ID", least=1)
         if job_id is None:
             return None
-        step_id = _number(environ, "SLURM_STEP_ID")
+        step_id = step_of(environ)
         rank, world_size = 0, 1
         if step_id is not None:
             rank = _number(environ, "SLURM_PROCID") or 0
@@ -73,6 +77,23 @@ class Allocation:
             submit_dir=environ.get("SLURM_SUBMIT_DIR", ""),
             cluster_name=environ.get("SLURM_CLUSTER_NAME", ""),
         )
+
+
+def step_of(environ: Mapping[str, str]) -> int | None:
+    """The number of srun's job step that this process is a task of; None for any other process.
+
+    Slurm numbers what is no step of srun's from the top: since 26.05 a batch script has
+    SLURM_STEP_ID=-5 and the shell of salloc -6 (SLURM_BATCH_SCRIPT and SLURM_INTERACTIVE_STEP of
+    slurm.h).
+
+    Raises:
+        UsageError: SLURM_STEP_ID is no number.
+    """
+    value = environ.get("SLURM_STEP_ID", "").strip()
+    if value.startswith("-") and value[1:].isascii() and value[1:].isdecimal():
+        return None
+    number = _number(environ, "SLURM_STEP_ID")
+    return None if number is None or number > _LAST_STEP else number
 
 
 def _number(environ: Mapping[str, str], name: str, *, least: int = 0) -> int | None:

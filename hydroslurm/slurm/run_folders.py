@@ -35,7 +35,7 @@ from hydroslurm.core.files import clean, parse_json, read_regular
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import is_trusted
 from hydroslurm.errors import RunFolderError, SlurmError, UsageError
-from hydroslurm.slurm.allocation import is_alone
+from hydroslurm.slurm.allocation import is_alone, step_of
 from hydroslurm.slurm.programs import Programs
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Owner:
 
     Attributes:
         step: the address of the srun that started it; "" where the environment has none.
-        step_id: SLURM_STEP_ID; "" in a batch script.
+        step_id: the number of srun's job step; "" in a batch script.
         task: of a task that trains by itself, its number; -1 for ranks that train together.
         exact, stable: its :class:`Command`; "" where a version before this one wrote it.
         made_epoch_s: when, by its clock.
@@ -83,8 +83,8 @@ class Owner:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str], job_id: int) -> Owner:
-        step_id = environ.get("SLURM_STEP_ID", "")
-        address = _STEP_ADDRESS if step_id else _BATCH_ADDRESS
+        step = step_of(environ)
+        address = _BATCH_ADDRESS if step is None else _STEP_ADDRESS
         parts = [environ.get(name, "") for name in address]
         command = Command.of_this_process()
         return cls(
@@ -93,7 +93,7 @@ class Owner:
             job_name=environ.get("SLURM_JOB_NAME", ""),
             step=" ".join(parts) if all(parts) else "",
             made_epoch_s=time.time(),
-            step_id=step_id,
+            step_id="" if step is None else str(step),
             task=int(environ.get("SLURM_PROCID") or 0) if is_alone(environ) else -1,
             exact=command.exact,
             stable=command.stable,

@@ -244,9 +244,9 @@ def requeue(
 ) -> Job:
     """Requeue the job, unless it is already pending; return it as it was before.
 
-    A job in its grace is left to Slurm where that requeues what leaves: from 24.05 to 25.11 the mark
-    of the grace stays set over a requeue, and the next attempt would be followed by a third one even
-    if it had succeeded (tests/slurm/test_leaving_in_grace.py).
+    A job in its grace is left to Slurm where that requeues what leaves: from 24.05 to 25.11 the
+    mark of the grace stays set over a requeue, and the next attempt would be followed by a third
+    one even if it had succeeded (tests/slurm/test_leaving_in_grace.py).
 
     Args:
         job: as slurmctld has just described it, where it was asked anyway.

@@ -52,9 +52,13 @@ def test_outside_of_a_job(environ: dict[str, str]) -> None:
     assert Allocation.from_environ(environ) is None
 
 
-def test_batch_shell_is_a_world_of_its_own() -> None:
-    """sbatch sets SLURM_NTASKS and SLURM_PROCID for the batch shell: one process all the same."""
+@pytest.mark.parametrize("step_id", [None, "-5", "-6", "4294967290", "4294967291"])
+def test_batch_shell_is_a_world_of_its_own(step_id: str | None) -> None:
+    """sbatch sets SLURM_NTASKS and SLURM_PROCID for the batch shell, and since 26.05 a
+    SLURM_STEP_ID that is no step's, as salloc does for its shell: one process all the same."""
     batch = {name: value for name, value in RANK.items() if not name.startswith("SLURM_STEP")}
+    if step_id is not None:
+        batch["SLURM_STEP_ID"] = step_id
     allocation = Allocation.from_environ(batch)
     assert allocation is not None
     assert (allocation.step_id, allocation.rank, allocation.world_size) == (None, 0, 1)
@@ -75,6 +79,8 @@ def test_first_attempt_has_no_restart_count() -> None:
         ("SLURM_JOB_ID", "0"),
         ("SLURM_JOB_ID", "15_0"),
         ("SLURM_PROCID", "-1"),
+        ("SLURM_STEP_ID", "--5"),
+        ("SLURM_STEP_ID", "batch"),
         ("SLURM_PROCID", "٣"),
         ("SLURM_PROCID", "4"),
         ("SLURM_STEP_NUM_TASKS", "0"),

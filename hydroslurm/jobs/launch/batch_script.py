@@ -27,10 +27,11 @@ def requeue_lines() -> list[str]:
     count the job as failed. Without a PreemptTime another rank has failed, and srun ended the rest
     with SIGTERM. A cancelled job must not be requeued, which Slurm would do while its processes
     live: it is COMPLETING, like a requeued one and one whose time is over, and only the last has a
-    reason. In a grace a Slurm since 24.05 requeues what leaves by itself, if the partition's jobs
-    are to be requeued; one more request would start the job once too often. Before each try the script checks that this is still Slurm's current attempt, so that it
-    cannot end the one that replaced it. Which element of an array this is, Slurm
-    says: the variables may be those of an array whose element has submitted this job.
+    reason. Slurm 24.05 and newer requeue what leaves in its grace where PreemptMode is REQUEUE; one
+    more request would start the job once too often. Before each try the script checks that this is
+    still Slurm's current attempt, so that it cannot end the one that replaced it. Which element of
+    an array this is, Slurm says: the variables may be those of an array whose element has submitted
+    this job.
     """
     return textwrap.dedent(f"""\
         # by this number scontrol shows, and would requeue, all elements of an array; its own record
