@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-# `-P` is Python 3.11's, `-I` would also hide what PYTHONPATH and `pip install --user` have
+import sys
+
+# `-I` would also hide what PYTHONPATH and `pip install --user` have
 _PROGRAM = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); from runpy import run_module; "
     "run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
+"""What ``-P -m`` does, which is Python 3.11's."""
 
 
 def module_command(
@@ -14,4 +17,8 @@ def module_command(
 ) -> list[str]:
     """As ``python -m module``, which would import from the working directory first: an ``nt.py`` or
     a ``queue.py`` of the user's would end the process."""
-    return [python, *(["-u"] if unbuffered else []), "-c", _PROGRAM, module, *arguments]
+    knows_it = python == sys.executable and sys.version_info >= (3, 11)
+    how = ["-P"] if knows_it else []
+    how += ["-u"] if unbuffered else []
+    how += ["-m"] if knows_it else ["-c", _PROGRAM]
+    return [python, *how, module, *arguments]
