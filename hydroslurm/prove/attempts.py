@@ -263,7 +263,7 @@ class JobRun(ScriptRun):
             return  # Slurm starts it again
         from hydroslurm.core.jobid import JobId
         from hydroslurm.slurm.client import open_client
-        from hydroslurm.slurm.programs import sbatch
+        from hydroslurm.slurm.programs import sbatch, submitted
 
         script = self.root / "job.sh"
         options = ["--job-name=hydroslurm-prove", *(self.script.sbatch or ())]
@@ -283,10 +283,11 @@ class JobRun(ScriptRun):
             )
         )
         done = sbatch(script)
-        if done.returncode:
+        job_id = submitted(done.stdout)
+        if job_id is None:
             raise UsageError(f"sbatch refused the job: {clean(' '.join(done.stderr.split()))}")
         self._client = open_client()
-        jobs = self._client.jobs_of(JobId.parse(done.stdout.split()[-1]))
+        jobs = self._client.jobs_of(JobId(job_id))
         if jobs[0].array_job_id is not None:
             for job in jobs:
                 self._client.cancel(job)

@@ -88,6 +88,7 @@ class Programs:
 
 
 SBATCH_TIMEOUT_S = 120.0
+_SUBMITTED = re.compile(r"Submitted batch job (\d+)")
 WAIT_ENV = "SBATCH_WAIT"
 """Environment variable that has sbatch wait for the end of the job, and exit with its status."""
 
@@ -125,6 +126,12 @@ def sbatch(
         ) from error
     except subprocess.TimeoutExpired as error:
         raise SlurmTimeout(f"no answer within {SBATCH_TIMEOUT_S:g} s") from error
+
+
+def submitted(text: str) -> int | None:
+    """The job that sbatch says Slurm has, whatever its exit status; None: it names none."""
+    found = _SUBMITTED.search(text)
+    return None if found is None else int(found[1])
 
 
 def _run_apart(

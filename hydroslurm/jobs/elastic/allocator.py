@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +20,7 @@ from hydroslurm.elastic.roster import Record
 from hydroslurm.errors import LaunchError
 from hydroslurm.jobs.elastic.elements import Action, Cancel, Elements, Submit
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.programs import sbatch
+from hydroslurm.slurm.programs import sbatch, submitted
 from hydroslurm.slurm.values import JobState
 
 POLL_S = 10.0
@@ -32,7 +31,6 @@ AGAIN_S = 30.0
 """After a refused submission."""
 MOST_ELEMENTS = 1000
 """Of one array: MaxArraySize is 1001 by default."""
-_SUBMITTED = re.compile(r"^Submitted batch job (\d+)", re.MULTILINE)
 _KEPT = ("SLURM_CONF",)
 """All other variables of Slurm are about the coordinator's own job."""
 
@@ -172,14 +170,14 @@ class Allocator:
             options.append(f"--exclude={','.join(sorted(self.elements.excluded))}")
         self._submit_s = time.monotonic() + AGAIN_S
         done = sbatch(script, *options, environ=self._environ)
-        found = _SUBMITTED.search(done.stdout)
-        if found is None:
+        job_id = submitted(done.stdout)
+        if job_id is None:
             raise LaunchError(
                 f"members cannot be submitted: {(done.stderr or done.stdout).strip()}"
             )
         self._submit_s = 0.0
-        members = [str(JobId(int(found[1]), number)) for number in range(count)]
-        data = {"members": members, "job_id": int(found[1]), "base": wanted.is_base}
+        members = [str(JobId(job_id, number)) for number in range(count)]
+        data = {"members": members, "job_id": job_id, "base": wanted.is_base}
         self._record("submitted", data)
         self.elements.note("submitted", data, time.monotonic())
         self._log(f"submitted {', '.join(members)}")

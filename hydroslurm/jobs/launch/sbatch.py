@@ -27,7 +27,7 @@ from hydroslurm.errors import (
     SlurmTimeout,
     UsageError,
 )
-from hydroslurm.slurm.programs import WAIT_ENV, sbatch
+from hydroslurm.slurm.programs import WAIT_ENV, sbatch, submitted
 
 if TYPE_CHECKING:  # what is not needed before sbatch has the job does not delay it
     from hydroslurm.slurm.client import Job, SlurmClient
@@ -36,7 +36,6 @@ Answer = TypeVar("Answer")
 
 _MAYBE_TAKEN = ("timed out", "time out", "timeout", "zero bytes", "unexpected message", "killed")
 """In messages of sbatch that got no answer: slurmctld may have the job all the same."""
-SUBMITTED = re.compile(r"Submitted batch job (\d+)")
 _LOOK_S = 10.0
 """How long Slurm is asked whether it has a job after all."""
 _NEVER = re.compile(
@@ -140,11 +139,11 @@ def submit_script(script: Path, run: RunDir) -> int:
     except SlurmTimeout as error:
         raise _failure(str(error), "", run, is_refused=False) from error
     said = done.stderr.strip()
-    found = SUBMITTED.search(done.stdout)
-    if found is None:
+    job_id = submitted(done.stdout)
+    if job_id is None:
         raise _failure(said or done.stdout, "", run, is_refused=done.returncode != 0)
     _print_stderr(said)  # whatever the exit status: Slurm has it
-    return int(found[1])
+    return job_id
 
 
 def never_starts(client: SlurmClient, job_id: int, *, nodes: int) -> str | None:
@@ -185,14 +184,13 @@ def _failure(said: str, answered: str, run: RunDir, *, is_refused: bool) -> Laun
     """
     lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in _lines(said)]
     message = "; ".join(lines) or "it gave no reason"
-    found = SUBMITTED.search(answered)
-    if found is None and is_refused and not any(part in said.lower() for part in _MAYBE_TAKEN):
+    job_id = submitted(answered)
+    if job_id is None and is_refused and not any(part in said.lower() for part in _MAYBE_TAKEN):
         return LaunchError(f"sbatch refused the job: {message}")
-    job_ids = found[1] if found is not None else _jobs_of(run)
-    if job_ids:
+    if (job := job_id or _job_of(run)) is not None:
         return MaybeSubmitted(
-            f"Slurm has the job, as {job_ids}, although its submission failed: {message}. The "
-            f"request is in {run.root}; `scancel {job_ids}` takes it back"
+            f"Slurm has the job, as {job}, although its submission failed: {message}. The request "
+            f"is in {run.root}; `scancel {job}` takes it back"
         )
     return MaybeSubmitted(
         f"sbatch refused the job: {message}. Slurm may have it all the same: check squeue --me "
@@ -200,18 +198,18 @@ def _failure(said: str, answered: str, run: RunDir, *, is_refused: bool) -> Laun
     )
 
 
-def _jobs_of(run: RunDir) -> str:
-    """The id under which Slurm has the job of a run folder; "" if it does not say so."""
+def _job_of(run: RunDir) -> int | None:
+    """The id under which Slurm has the job of a run folder; None if it does not say so."""
     from hydroslurm.slurm.client import RetryPolicy, open_client
 
     patience = RetryPolicy(call_timeout_s=_LOOK_S, give_up_after_s=0.0)
     try:
         jobs = open_client(retry_policy=patience).jobs(user=getpass.getuser())
     except (HydroslurmError, UsageError, KeyError):
-        return ""
+        return None
     own = rundir.comment_for(run)
     found = (job.array_job_id or job.job_id for job in jobs if (job.comment or "").startswith(own))
-    return str(next(found, ""))
+    return next(found, None)
 
 
 def _because(job: Job) -> str:
