@@ -94,7 +94,9 @@ class Owner:
             step=" ".join(parts) if all(parts) else "",
             made_epoch_s=time.time(),
             step_id="" if step is None else str(step),
-            task=int(environ.get("SLURM_PROCID") or 0) if is_alone(environ) else -1,
+            task=-1
+            if step is None or not is_alone(environ)
+            else int(environ.get("SLURM_PROCID", 0)),
             exact=command.exact,
             stable=command.stable,
         )

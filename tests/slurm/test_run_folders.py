@@ -215,6 +215,11 @@ def test_a_line_that_runs_several_times(site: Site) -> None:
     assert site.name(step="3") == "7.2"
     (folder / "7.2" / "finished.json").touch()
     assert site.name(step="3") == "7.3", "the same step once more"
+    (folder / "7.3" / "finished.json").touch()
+    batch = [site.name(step=step, SLURM_NTASKS="2") for step in ("4294967291", "-5", "")]
+    assert batch == ["7.4"] * 3, "no step of srun's"
+    (folder / "7.4" / "finished.json").touch()
+    assert site.name(step="-5", SLURM_NTASKS="2") == "7.5"
     assert [site.name(restart=1, step=str(step)) for step in range(3)] == ["7", "7.2", "7.3"]
 
 
