@@ -124,6 +124,7 @@ class Elements:
         self._ended: dict[str, float] = {}
         self._last_failure = ""
         self._finished = False
+        self._is_complete = False  # trained, and nobody has failed in what follows
 
     # --- what is known
     # --------------------------------------------------------------------------------------------
@@ -144,6 +145,8 @@ class Elements:
             self._count(data, now_s)
         elif kind == "excluded":
             self.excluded[str(data["node"])] = str(data["reason"])
+        elif kind == "trained":
+            self._is_complete = True
         elif kind == "finished":
             self._finished = True
         elif kind == "forming":
@@ -158,6 +161,8 @@ class Elements:
         self, one: Element, kind: str, data: Mapping[str, Any], now_s: float
     ) -> list[Action]:
         one.node = str(data.get("node") or one.node)
+        if kind in ("failure", "left"):
+            self._is_complete = False
         reason = str(data.get("reason", ""))
         if kind == "leaving":
             one.state, one.reason = "leaving", reason
@@ -284,6 +289,8 @@ class Elements:
     def wanted(self, count: int, *, training: Collection[str], now_s: float) -> list[Action]:
         """What brings the number of elements to ``count``; ``training`` are never cancelled: the
         coordinator has them leave."""
+        if self._is_complete:
+            return []
         counted = [one for one in self.elements.values() if one.counts]
         missing = count - len(counted)
         if missing >= 0:
