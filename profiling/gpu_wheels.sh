@@ -6,7 +6,7 @@ tag=${1:-cp312}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=profiling/gpu_wheels/$tag
 packages=(annotated-types typing-inspection typing-extensions submitit cloudpickle nvtx nvidia-nvtx
-    isal msgspec PyYAML)
+    isal PyYAML)
 options=(--quiet --no-deps --only-binary=:all: --dest "$folder" --python-version "${tag#cp}"
     --implementation cp --abi "$tag" --abi abi3 --abi none)
 for glibc in 5 12 17 24 27 28 31 34; do options+=(--platform "manylinux_2_${glibc}_x86_64"); done
