@@ -55,7 +55,7 @@ _STEP_ADDRESS = ("SLURM_STEP_ID", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_P
 _BATCH_ADDRESS = ("SLURMD_NODENAME", "SLURM_TASK_PID")
 
 _lock = threading.Lock()
-_twins: set[RunDir] = set()
+_doubts: dict[RunDir, str] = {}
 _chosen: dict[tuple[object, ...], RunDir | RunFolderError] = {}
 
 
@@ -139,13 +139,21 @@ def from_environment(environ: Mapping[str, str]) -> RunDir | None:
         return found
 
 
-def warn_of_twins(run: RunDir) -> None:
-    """Say of a folder that another one has the same command line, if that runs beside it."""
-    if run in _twins:
-        _warn(
-            "a line of this job runs several times at once. A restart cannot tell which run folder "
-            "is whose: give each its own by Run(directory=...), or another argument"
-        )
+_TWINS = (
+    "a line of this job runs several times at once. A restart cannot tell which run folder is "
+    "whose: give each its own by Run(directory=...), or another argument"
+)
+_NEW_LINE = (
+    "no start of this job before this one had this command line, so a new run begins, and {} is "
+    "left as it is. If an argument differs from start to start, name the folder: Run(directory=...)"
+)
+
+
+def warn_of_doubt(run: RunDir) -> None:
+    """Say of a new folder what speaks against it: another one of the same command line that runs
+    beside it, or one that an earlier start of the job has left unfinished."""
+    if run in _doubts:
+        _warn(_doubts[run])
 
 
 def all_of_job(job: Job) -> tuple[RunDir, ...]:
@@ -257,7 +265,7 @@ def _find(
         if is_mine and not is_over:
             return run, None
     free: dict[bool, tuple[RunDir, Path]] = {}
-    is_beside = False
+    doubt = ""
     for run, holders in taken:
         if holders:
             if run.finished_json.exists() or not holders[-1].trains(me, exactly=True):
@@ -265,17 +273,19 @@ def _find(
             if not may_ask:
                 return None
             if _lives(holders[-1], me, environ):
-                is_beside = True
+                doubt = _TWINS
                 continue
         owner = _read_soon(run.job_json)
         exactly = owner is None or owner.trains(me, exactly=True)
         if exactly or (owner is not None and owner.trains(me)):
             free.setdefault(exactly, (run, run.start_json(restart_count, len(holders) + 1)))
+        elif restart_count and not holders and not run.finished_json.exists():
+            doubt = doubt or _NEW_LINE.format(run.root)
     if free:
         return free[max(free)]
     new = base.numbered(len(runs) + 1)
-    if is_beside:
-        _twins.add(new)
+    if doubt:
+        _doubts[new] = doubt
     return (new, new.start_json(restart_count, 1)) if _take(new, me) is None else None
 
 

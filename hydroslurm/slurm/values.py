@@ -159,7 +159,9 @@ class Job:
     def id(self) -> JobId:
         """What Slurm calls it, and what names it, and no other job, to Slurm's programs."""
         if self.array_job_id is not None:
-            return JobId(self.array_job_id, self.array_task_id, self.array_tasks)
+            alone = self.array_tasks.partition("%")[0]  # 26.05: 44_[2%1], the last one that waits
+            task = int(alone) if alone.isdecimal() else self.array_task_id
+            return JobId(self.array_job_id, task, "" if task is not None else self.array_tasks)
         if self.het_job_id is not None:
             return JobId(self.het_job_id, component=self.het_component)
         return JobId(self.job_id)

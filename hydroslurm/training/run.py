@@ -160,7 +160,7 @@ class Run(Looping, Ending):
         self._cadence = Cadence.of(every_steps, every_s, environ)
         self.dir = run_directory(directory, environ)
         if directory is None:  # a script makes the same runs, in the same order, in each attempt
-            run_folders.warn_of_twins(self.dir)
+            run_folders.warn_of_doubt(self.dir)
             self.dir = finished.next_unfinished(self.dir).claim()
         finished.require_unfinished(self.dir)
         self._folder = FolderWatch(self.dir.root)

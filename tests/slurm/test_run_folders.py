@@ -195,6 +195,8 @@ def test_each_line_of_a_job_finds_its_folder_again(site: Site) -> None:
         site.name(restart=1, step="4", line="pretrain.py"),
     ]
     assert again == ["7.6", "7.3", "7.2", "7.4", "7"]
+    with pytest.warns(RuntimeWarning, match="no start of this job before this one had this"):
+        run_folders.warn_of_doubt(RunDir(site.folder / "hydroslurm-runs" / "7.6"))
 
 
 def test_a_line_that_runs_several_times(site: Site) -> None:
@@ -205,7 +207,7 @@ def test_a_line_that_runs_several_times(site: Site) -> None:
     site.living = {"0"}
     assert site.name(step="1") == "7.2"
     with pytest.warns(RuntimeWarning, match="runs several times at once"):
-        run_folders.warn_of_twins(RunDir(site.folder / "hydroslurm-runs" / "7.2"))
+        run_folders.warn_of_doubt(RunDir(site.folder / "hydroslurm-runs" / "7.2"))
     assert site.name(step="1", rank=1) == "7.2"
     site.living = set()
     assert site.name(step="2", rank=0) == "7", "a retry"

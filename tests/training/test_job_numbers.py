@@ -16,29 +16,29 @@ from hydroslurm.jobs.control.requests import find_job, run_dir_of
 from hydroslurm.slurm.client import open_client
 
 LIFE = """
-import sys, torch, hydroslurm
+import os, sys
+from hydroslurm.slurm import run_folders
+if os.environ["LIFE"] == "looks":
+    print("rank in", run_folders.from_environment(os.environ).root.name)
+    sys.exit()
+import torch, hydroslurm
 model = torch.nn.Linear(1, 1)
 run = hydroslurm.Run(model=model, every_s=0)
 run.resume()
-print(sys.argv[1], "from", run.step, "in", run.dir.root.name)
+print(os.environ["LIFE"], "from", run.step, "in", run.dir.root.name)
 run.step += 3
 run.safe_point()
 run.save()
 run.close()
 """
-"""Three steps on from where the run is, and a save."""
-
-FOLDER = """
-import os
-from hydroslurm.slurm import run_folders
-print("rank in", run_folders.from_environment(os.environ).root.name)
-"""
+"""Three steps on from where the run is, and a save; or a look at the folder. All lives have one
+command line, as one training has."""
 
 BATCH = """#!/bin/bash
 #SBATCH --nodes=2 --requeue --open-mode=append --output=out.txt
 export HYDROSLURM_GATE=hooks
-attempt() { srun --nodes=1 --ntasks=1 "$PYTHON" attempt.py "$1"; }
-srun --ntasks=8 --overcommit "$PYTHON" folder.py
+attempt() { LIFE=$1 srun --nodes=1 --ntasks=1 "$PYTHON" attempt.py; }
+LIFE=looks srun --ntasks=8 --overcommit "$PYTHON" attempt.py
 if [ -z "$SLURM_RESTART_COUNT" ]; then
     attempt first; attempt second
     scontrol requeue "$SLURM_JOB_ID"
@@ -50,7 +50,7 @@ attempt requeued
 
 AGAIN = """#!/bin/bash
 #SBATCH --nodes=2 --output=out.txt
-srun --nodes=1 --ntasks=1 "$PYTHON" attempt.py again
+LIFE=again srun --nodes=1 --ntasks=1 "$PYTHON" attempt.py
 """
 
 
@@ -76,7 +76,6 @@ def test_a_job_never_goes_on_from_another_one_of_its_number(tmp_path: Path) -> N
     folder, and who looks for the job's folder finds that one."""
     require_slurm()
     (tmp_path / "attempt.py").write_text(LIFE)
-    (tmp_path / "folder.py").write_text(FOLDER)
     (tmp_path / "job.sbatch").write_text(BATCH)
     code, said = _job_one(tmp_path)
     assert code == 0, "\n".join(said)
