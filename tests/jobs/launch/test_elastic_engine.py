@@ -85,7 +85,7 @@ def test_a_member_is_one_agent(tmp_path: Path) -> None:
     plan, _ = plan_for(spec, environ={})
     assert (len(plan.tasks), plan.cpus_per_node) == (1, 6)
     words = shlex.join(plan.tasks[0].argv)
-    assert "agent -- --nproc-per-node=3 --max-restarts=0 train.py --lr 1" in words
+    assert "agent -- --nproc-per-node=3 --max-restarts=0 -- train.py --lr 1" in words
     run = RunDir(tmp_path / "run")
     run.root.mkdir(mode=0o700)
     made = prepare(spec.job, plan, run)
