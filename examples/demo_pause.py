@@ -133,12 +133,12 @@ class _OnSlurm:
     def suspend_twice(self, job: PausableJob) -> None:
         for hold_s in (0.5, 3.0):
             _wait_for_training(job.run_dir)
-            answer = pause_job(self.client, int(job.job_id))
+            answer = pause_job(self.client, self.client.job(int(job.job_id)))
             tell(answer)
             if hold_s > 2:
                 say(f"held for {hold_s:g} s: after 2 s Slurm stops the processes, too (SIGSTOP)")
             time.sleep(hold_s)
-            tell(resume_job(self.client, int(job.job_id)))
+            tell(resume_job(self.client, self.client.job(int(job.job_id))))
 
     def preempt(self, job: PausableJob) -> None:
         _wait_for_training(job.run_dir)

@@ -154,18 +154,18 @@ class _OnSlurm:
         yield
         self.wait_for(job, "requeued", 1, SHARES[0])
         say(f"hydroslurm requeue {job_id}")
-        requeue_job(self.client, job_id)
+        requeue_job(self.client, self.client.job(job_id))
         tell_stop(job.run_dir, "requeued", 1)
         yield
         self.wait_for(job, "requeued", 2, SHARES[1])
-        tell(pause_job(self.client, job_id))
+        tell(pause_job(self.client, self.client.job(job_id)))
         time.sleep(0.5)
-        tell(resume_job(self.client, job_id))
+        tell(resume_job(self.client, self.client.job(job_id)))
         # in the two seconds before SIGSTOP Slurm only notes a resume, and a requeue that comes
         # before it has happened kills the job step without a word
         wait_for_state(job.run_dir, "running", pauses=1)
         say(f"scontrol requeue {job_id}")
-        self.client.requeue(job_id)
+        self.client.requeue(self.client.job(job_id))
         tell_stop(job.run_dir, "requeued", 2)
         yield
 
