@@ -14,7 +14,7 @@ from hydroslurm.slurm.policy import PreemptAction, SitePolicy, StopKind
 from hydroslurm.slurm.values import Job, JobState
 
 _HAS_PROCESSES = frozenset(
-    {JobState.RUNNING, JobState.SUSPENDED, JobState.STOPPED, JobState.SIGNALING, JobState.RESIZING}
+    {JobState.RUNNING, JobState.SUSPENDED, JobState.STOPPED, JobState.RESIZING}
 )
 
 

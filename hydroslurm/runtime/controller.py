@@ -64,6 +64,8 @@ MOST_ERROR = 300
 DRAIN_LIMIT_S = 10.0
 """How long a pause waits for busy devices before it says that they do not drain."""
 _AFTER_FAULT_S = 0.1
+_ASK_AGAIN_S = (1.0, 2.0, 4.0)
+"""What to wait before Slurm is asked once more whether a signal warns of the time limit."""
 _LOOK_AT_OUTPUT_S = 0.05
 """How often to look, once a stop is requested, for pipes that nobody reads any more."""
 
@@ -515,16 +517,20 @@ class Controller:
         def ask() -> None:
             from hydroslurm.slurm.limit_warning import why_warned  # every start would pay for it
 
-            name = signal_name(signo)
+            name, stop = signal_name(signo), None
             with self.gate.exempt():
-                try:
-                    stop = why_warned(job_id, signo, sender_pid=sender_pid, environ=environ)
-                except HydroslurmError as error:
-                    say(f"whether {name} warns of the time limit is not known: {error}")
-                else:
-                    if stop is not None:
-                        say(f"{name} is the job's --signal, no pause or resume: {stop.message}")
-                        self._stop_by(name)
+                for wait_s in (*_ASK_AGAIN_S, None):
+                    try:
+                        stop = why_warned(job_id, signo, sender_pid=sender_pid, environ=environ)
+                        break
+                    except HydroslurmError as error:
+                        if wait_s is None:
+                            say(f"whether {name} warns of the time limit is not known: {error}")
+                        else:
+                            time.sleep(wait_s)
+                if stop is not None:
+                    say(f"{name} is the job's --signal, no pause or resume: {stop.message}")
+                    self._stop_by(name)
 
         self._asking = thread(ask, name="hydroslurm-limit-warning")
         self._asking.start()

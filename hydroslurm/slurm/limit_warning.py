@@ -61,7 +61,8 @@ def requested_warnings(
     """What a job has asked for, as sbatch reads it: its command line, SBATCH_SIGNAL, the script.
 
     Returns:
-        At most one where accounting knows the command line; else also one without a signal.
+        At most one where Slurm knows the command line and the script; else also one without a
+        signal.
 
     Raises:
         SlurmError: Slurm could not be asked.
@@ -69,14 +70,15 @@ def requested_warnings(
     command = ""
     with contextlib.suppress(SlurmError):  # no accounting
         command = client.submit_line(job)
-    script = client.batch_script(job) or ""
+    script = client.batch_script(job)
     options = (
         _options_of(_words(command)).get("signal", ""),
         environ.get("SBATCH_SIGNAL", ""),
-        script_options(script).get("signal", ""),
+        script_options(script or "").get("signal", ""),
     )
     told = [one for option in options if (one := LimitWarning.parse(option))][:1]
-    return (*told, *(() if command else (LimitWarning("", int(USUAL_WARNING_S)),)))
+    is_told = bool(command) and (script is not None or job.is_batch is False)
+    return (*told, *(() if is_told else (LimitWarning("", int(USUAL_WARNING_S)),)))
 
 
 def why_warned(

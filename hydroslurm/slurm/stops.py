@@ -142,7 +142,7 @@ def why_stopped(
         warning_s: the T of ``--signal=X@T``, if known.
     """
     to_end_s = None if job.end_epoch_s is None else job.end_epoch_s - now_epoch_s
-    if job.state in (JobState.RUNNING, JobState.SUSPENDED, JobState.SIGNALING):
+    if job.state in (JobState.RUNNING, JobState.SUSPENDED):
         return _why_running(job, to_end_s, warning_s)
     # the processes are being killed: the state beneath COMPLETING tells why
     told = {job.state, *(JobState[word] for word in job.flags if word in JobState.__members__)}

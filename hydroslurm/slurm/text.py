@@ -130,14 +130,17 @@ def parse_state(words: str | Sequence[str]) -> tuple[JobState, frozenset[str]]:
     """The state that squeue would show, and all the words given.
 
     Accepts ``RUNNING``, ``CANCELLED by 1000``, sacct's truncated ``CANCELLED+``, and the list of
-    newer JSON, ``["RUNNING", "COMPLETING"]``. A word of no known release gives UNKNOWN.
+    newer JSON, ``["RUNNING", "COMPLETING"]``. A word of no known release gives UNKNOWN. While a
+    signal is on its way to the nodes scontrol says SIGNALING, of a job that runs.
     """
     given = [words] if isinstance(words, str) else list(words)
     plain = [word.split(" ")[0].rstrip("+") for word in given if word]
     if not plain:
         raise UnreadableOutput(f"a job without a state: {words!r}")
     known = [JobState(word) for word in plain if word in JobState.__members__]
-    state = min(known, key=_RANK.__getitem__) if known else JobState.UNKNOWN
+    if not known:
+        return JobState.RUNNING if "SIGNALING" in plain else JobState.UNKNOWN, frozenset(plain)
+    state = min(known, key=_RANK.__getitem__)
     return state, frozenset(plain)
 
 

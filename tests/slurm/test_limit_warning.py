@@ -65,6 +65,7 @@ UNKNOWN = LimitWarning("", 120)
         ("sbatch --wrap srun it's", "", "#!/bin/sh\nsrun\n", ()),
         (None, "", SCRIPT, (LimitWarning("USR1", 90), UNKNOWN)),
         (None, "", None, (UNKNOWN,)),
+        ("sbatch job.sh", "", None, (UNKNOWN,)),
         ("", "", "#!/bin/sh\nsrun\n", (UNKNOWN,)),
     ],
 )

@@ -35,8 +35,11 @@ def requeue_lines() -> list[str]:
     """
     return textwrap.dedent(f"""\
         # by this number scontrol shows, and would requeue, all elements of an array; its own record
-        # of one line says which element this is
-        show() {{ scontrol -o show job "$SLURM_JOB_ID" 2>&1 | grep "^JobId=$SLURM_JOB_ID " || :; }}
+        # of one line says which element this is. SIGNALING: it runs, and a signal is on its way
+        show() {{
+            scontrol -o show job "$SLURM_JOB_ID" 2>&1 | grep "^JobId=$SLURM_JOB_ID " |
+                sed 's/ JobState=SIGNALING / JobState=RUNNING /' || :
+        }}
         record=$(show)
         case "$status:$record" in
         {RUN_AGAIN}:*JobState=COMPLETING*Reason=TimeLimit*) again=1 ;;
