@@ -89,8 +89,18 @@ class Programs:
 
 SBATCH_TIMEOUT_S = 120.0
 _SUBMITTED = re.compile(r"Submitted batch job (\d+)")
-WAIT_ENV = "SBATCH_WAIT"
-"""Environment variable that has sbatch wait for the end of the job, and exit with its status."""
+_NOT_PASSED_ON = (
+    "SBATCH_WAIT", "SLURM_ARRAY_", "SLURM_STEP", "SLURM_RESTART_COUNT", "SLURM_PROCID",
+    "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID",
+)  # fmt: skip
+"""Starts of the names of variables that sbatch must not see: to wait for the end of the job, and
+what a process is that submits a job from within a job. The new job would inherit it, and take
+itself for that task, element or restart (seen on 22.05.8)."""
+
+
+def is_passed_on(name: str) -> bool:
+    """Whether a submission hands an environment variable to sbatch."""
+    return not name.startswith(_NOT_PASSED_ON)
 
 
 def sbatch(
@@ -111,7 +121,7 @@ def sbatch(
     try:
         return subprocess.run(
             ["sbatch", *options, str(script)],
-            env={name: value for name, value in environ.items() if name != WAIT_ENV},
+            env={name: value for name, value in environ.items() if is_passed_on(name)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

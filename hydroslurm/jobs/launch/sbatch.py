@@ -27,7 +27,7 @@ from hydroslurm.errors import (
     SlurmTimeout,
     UsageError,
 )
-from hydroslurm.slurm.programs import WAIT_ENV, sbatch, submitted
+from hydroslurm.slurm.programs import is_passed_on, sbatch, submitted
 
 if TYPE_CHECKING:  # what is not needed before sbatch has the job does not delay it
     from hydroslurm.slurm.client import Job, SlurmClient
@@ -102,7 +102,7 @@ def call_sbatch(submit: Callable[[], Answer], run: RunDir) -> Answer:
     from submitit.core import utils as submitit_utils  # a TrainingJob starts sooner without
 
     stderr = io.StringIO()
-    waits = os.environ.pop(WAIT_ENV, None)
+    kept_back = {name: os.environ.pop(name) for name in list(os.environ) if not is_passed_on(name)}
     try:
         with contextlib.redirect_stderr(stderr):
             answer = submit()
@@ -117,8 +117,7 @@ def call_sbatch(submit: Callable[[], Answer], run: RunDir) -> Answer:
             raise _failure(str(error), "", run, is_refused=False) from error
         raise
     finally:
-        if waits is not None:
-            os.environ[WAIT_ENV] = waits
+        os.environ.update(kept_back)
     _print_stderr(stderr.getvalue())
     return answer
 

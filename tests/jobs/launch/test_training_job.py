@@ -17,29 +17,36 @@ from hydroslurm.jobs.spec.reading import loads
 
 SPEC = "replicaSpecs: [{template: {command: [python, train.py]}}]"
 SBATCH = """#!/bin/sh
-# Fake sbatch: takes every job, and ends with the job's status if it is told to wait for it; nothing
-# can be written about the first one any more.
+# Fake sbatch: takes every job, and ends with a status all the same; nothing can be written about
+# the first one any more.
 cd "$RUNS"/*training*
+env >> "$RUNS/environ"
 rm submission.json conditions.jsonl
 mkdir submission.json conditions.jsonl
 echo "Submitted batch job 41"
-[ -z "$SBATCH_WAIT" ] || exit 3
+exit 3
 """
 
 
 def test_a_job_that_cannot_be_recorded_keeps_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm has it: an error would make people submit it again."""
+    """Slurm has it: an error would make people submit it again. It inherits nothing that says which
+    task, element or restart of another job has submitted it."""
     sbatch = tmp_path / "sbatch"
     sbatch.write_text(SBATCH)
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("SBATCH_WAIT", "1")
+    inherited = ("SBATCH_WAIT", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    for name in inherited:
+        monkeypatch.setenv(name, "1")
     job = submit_job(loads(SPEC), folder=tmp_path / "runs", environ=os.environ)
     assert job.job_id == 41
     assert any("Slurm has job 41, but its run folder does not say so" in one for one in job.notes)
+    environ = (tmp_path / "runs" / "environ").read_text()
+    assert "RUNS=" in environ
+    assert not any(f"{name}=" in environ for name in inherited)
 
 
 def test_without_slurm_no_run_folder_is_left(
