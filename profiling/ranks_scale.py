@@ -40,9 +40,9 @@ LIMIT_S = 300.0
 class Line:
     """The connection of one rank, which greets."""
 
-    def __init__(self, rank: int, port: int, *, attempt: str, key: bytes) -> None:
+    def __init__(self, rank: int, port: int, *, key: bytes) -> None:
         self.rank = rank
-        self._greeting = RankGreeting(attempt=attempt, key=key, munge=None)
+        self._greeting = RankGreeting(key=key, open_credential=lambda _: key)
         self.connection = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection.sendall(self._greeting.hello)
@@ -92,7 +92,7 @@ class SimulatedRanks:
     def join(self) -> None:
         for first in range(0, self.size, AT_ONCE):
             lines = [
-                Line(rank, self.port, attempt=self.attempt, key=self.key)
+                Line(rank, self.port, key=self.key)
                 for rank in range(first, min(first + AT_ONCE, self.size))
             ]
             for line in lines:
