@@ -70,6 +70,7 @@ def test_requeue_waits_for_slurmctld(tmp_path: Path) -> None:
     with DevCluster.up(ClusterSpec(nodes=1, profile="requeue", kill_wait_s=5)) as cluster:
         victim = Victim(cluster, tmp_path / "a", node="n1", cpus=1)
         victim.wait_for("ready")
+        job = open_client(environ=cluster.child_environ()).job(victim.id)
         controller = Controller(cluster)
         controller.stop()
         environ = _impatient(cluster, tmp_path)
@@ -85,7 +86,7 @@ def test_requeue_waits_for_slurmctld(tmp_path: Path) -> None:
 
         client = open_client(environ=environ, retry_policy=RetryPolicy(sleep=wait_a_little))
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(client.requeue, victim.id)
+            asked = pool.submit(client.requeue, job)
             assert retried.wait(60)
             with controller.started_again():
                 asked.result(90)
