@@ -270,7 +270,7 @@ SCRIPT = """\
 env -0 > env-${SLURM_RESTART_COUNT:-0}.tmp && mv env-${SLURM_RESTART_COUNT:-0}.tmp \
 env-${SLURM_RESTART_COUNT:-0}
 if [ -z "${SLURM_RESTART_COUNT:-}" ]; then sleep 1000; fi
-exec "$PYTHON" -u examples/train_run.py --think-s=0.01 --log-every=5 --every-steps=20 --epochs=9999
+exec "$PYTHON" -u PROGRAM
 """
 SUSPENDING = """
 import time
@@ -290,8 +290,8 @@ def test_a_rank_of_a_dead_attempt_leaves_the_living_one_alone(
     SIGTERM, whether they saved by a Run or in a way of their own, and nobody requeues the job."""
     folder = tmp_path / "job"
     folder.mkdir()
-    (folder / "examples").symlink_to(ROOT / "examples")
-    (folder / "job.sbatch").write_text(SCRIPT)
+    program = tmp_path / "by-run" / "program.py"  # the command line of the training, in both starts
+    (folder / "job.sbatch").write_text(SCRIPT.replace("PROGRAM", str(program)))
     training = Training(requeue_cluster, folder, 0)
     options = ("--parsable", "--requeue", "--open-mode=append", "--output=job-%j.out")
     training.job_id = training.slurm("sbatch", *options, "job.sbatch")
@@ -305,8 +305,8 @@ def test_a_rank_of_a_dead_attempt_leaves_the_living_one_alone(
         for name in ("by-run", "by-hand"):
             (tmp_path / name).mkdir()
         by_run = stack.enter_context(_orphan(training_program(), tmp_path / "by-run", environ))
-        by_hand = stack.enter_context(_orphan(SUSPENDING, tmp_path / "by-hand", environ))
         by_run.expect("epoch 0 step 20")
+        by_hand = stack.enter_context(_orphan(SUSPENDING, tmp_path / "by-hand", environ))
         by_hand.expect("asks False")
         for rank in (by_run, by_hand):
             rank.signal(signal.SIGSTOP)
