@@ -14,6 +14,7 @@ from processes import wait_until
 
 from hydroslurm.core.jobid import JobId
 from hydroslurm.devcluster import DevCluster
+from hydroslurm.jobs.control.requests import find_job
 from hydroslurm.jobs.launch.batch_script import requeue_lines
 from hydroslurm.slurm.client import Job, JobState, open_client
 
@@ -73,8 +74,7 @@ class Array:
 
     def job(self, task: int) -> Job:
         client = open_client("commands", environ=self.cluster.child_environ())
-        (job,) = client.jobs_of(JobId(self.number, task))
-        return job
+        return find_job(client, JobId(self.number, task))  # 26.05 forgets what never started
 
     def said(self, task: int) -> list[str]:
         path = self.folder / f"said-{task}"
