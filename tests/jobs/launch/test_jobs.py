@@ -434,10 +434,12 @@ def test_an_answer_that_never_came_leaves_the_folder(
 def test_a_job_that_can_never_start_is_named(
     on_cluster: None, folder: Path, slurm: SlurmClient
 ) -> None:
-    """More nodes than the partition has: submitted, as Slurm takes it, with one line of warning; a
-    job that only waits gets none."""
+    """More nodes than the partition has: submitted with one line of warning, as 22.05 and 26.05
+    take it (24.11 refuses it by itself); a job that only waits gets none."""
     for options, warned in ((("-N", "99"), True), (("--sbatch", "begin=now+1hour"), False)):
         done = hydroslurm_submit(folder, *options, "train.py", str(folder / "stop"))
+        if warned and "Requested node configuration is not available" in done.stderr:
+            continue
         assert done.returncode == 0, done.stderr
         slurm.cancel(slurm.job(int(done.stdout.split()[1])))
         assert ("can never start" in done.stderr) == warned
