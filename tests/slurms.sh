@@ -16,7 +16,12 @@ packages=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins slurmdbd munge l
 fetch() {
     mkdir -p "$home"/{lists,archives}/partial
     : >"$home/status" # nothing is installed, so that every library comes along
-    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian $suite main" >"$home/sources.list"
+    # from where this machine has its own packages
+    local archive codename
+    codename=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
+    archive=$(apt-get indextargets --format '$(REPO_URI) $(RELEASE)' | awk -v release="$codename" '$2 == release { print $1; exit }')
+    [ -n "$archive" ] || { echo "apt knows no archive of ${codename:-this system}: is this Debian, and was apt-get update run?" >&2; return 1; }
+    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $archive $suite main" >"$home/sources.list"
     local apt=(apt-get -qq -y --no-install-recommends
         -o "Dir::Etc::sourcelist=$home/sources.list" -o Dir::Etc::sourceparts=- -o "Dir::State::status=$home/status"
         -o "Dir::State::lists=$home/lists" -o "Dir::Cache::archives=$home/archives" -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache=)
