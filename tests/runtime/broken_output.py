@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from forkedranks import serve_scripts
 from tqdm import tqdm
 
 import hydroslurm
@@ -61,7 +62,7 @@ def writer(by: str) -> Callable[[], object]:
     }[by]
 
 
-def attempt(folder: Path, breaks: str, by: str) -> None:
+def attempt(folder: str, breaks: str, by: str) -> None:
     reads, writes = os.pipe()
     os.dup2(writes, 1)
     os.dup2(writes, 2)
@@ -93,20 +94,5 @@ def attempt(folder: Path, breaks: str, by: str) -> None:
             run.safe_point()
 
 
-def main() -> None:
-    if sys.version_info >= (3, 12):  # torch has threads by now, which do nothing
-        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
-    torch.optim.Adam([torch.ones(1)])  # imports most of what torch has, and Run the rest
-    assert hydroslurm.Run
-    print("ready", flush=True)
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            folder, breaks, by = line.rstrip("\n").split("\t")
-            attempt(Path(folder), breaks, by)
-            return  # through the end of the interpreter
-        print("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve_scripts(attempt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +18,9 @@ PROGRAM = Path(__file__).with_name("broken_output.py")
 
 @pytest.fixture(scope="module")
 def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
-    with child(
-        PROGRAM.read_text(), tmp_path_factory.mktemp("forker"), environ={"PYTHONUNBUFFERED": ""}
-    ) as forker:
+    path = os.pathsep.join([str(PROGRAM.parents[1]), os.environ["PYTHONPATH"]])
+    environ = {"PYTHONUNBUFFERED": "", "PYTHONPATH": path}
+    with child(PROGRAM.read_text(), tmp_path_factory.mktemp("forker"), environ=environ) as forker:
         forker.expect("ready")
         yield forker
 

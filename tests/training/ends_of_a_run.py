@@ -7,10 +7,10 @@ import multiprocessing
 import os
 import signal
 import sys
-import warnings
 from pathlib import Path
 
 import torch
+from forkedranks import serve_scripts
 
 import hydroslurm
 
@@ -35,7 +35,8 @@ def in_child(folder: Path, how: str) -> None:
         raise ZeroDivisionError
 
 
-def attempt(folder: Path, how: str) -> None:
+def attempt(where: str, how: str) -> None:
+    folder = Path(where)
     torch.manual_seed(0)
     if how == "stopped in the second":
         train(folder / "first")
@@ -66,20 +67,5 @@ def attempt(folder: Path, how: str) -> None:
         sys.exit(0)
 
 
-def main() -> None:
-    if sys.version_info >= (3, 12):  # torch has threads by now, which do nothing
-        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
-    torch.optim.Adam([torch.ones(1)])  # imports most of what torch has, and Run the rest
-    assert hydroslurm.Run
-    print("ready", flush=True)
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            folder, how = line.rstrip("\n").split("\t")
-            attempt(Path(folder), how)
-            return  # through the end of the interpreter
-        print("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve_scripts(attempt)

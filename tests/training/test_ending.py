@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,9 @@ Attempt = Callable[[str], tuple[int, list[str]]]
 @pytest.fixture(scope="module")
 def attempts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], Attempt]]:
     """Makes what makes attempts in a folder: the exit status, and what was said."""
-    with child(PROGRAM.read_text(), tmp_path_factory.mktemp("forker")) as forker:
+    path = os.pathsep.join([str(PROGRAM.parents[1]), os.environ["PYTHONPATH"]])
+    folder, environ = tmp_path_factory.mktemp("forker"), {"PYTHONPATH": path}
+    with child(PROGRAM.read_text(), folder, environ=environ) as forker:
         forker.expect("ready")
 
         def in_folder(folder: Path) -> Attempt:
