@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from elasticstory import SAMPLES, ElasticStory, times_seen
@@ -158,18 +159,23 @@ AS_HOROVOD_HAS_IT = """
 """
 
 
+def one_leaves_and_one_comes(story: ElasticStory, told: dict[str, Any]) -> None:
+    """Of a, b and c the second leaves, and d comes."""
+    story.start_all("abc", **told)
+    story.wait_for_step("a", size=3)
+    story.signal("b", signal.SIGTERM)
+    assert story.ended("b") == RUN_AGAIN
+    story.start("d", seed=5, **told)
+    story.wait_for_step("d", size=3)
+
+
 def test_a_script_of_horovods_shape(tmp_path: Path) -> None:
     """Commits now and then, a check behind each batch: who leaves and who comes costs no batch, and
     happens at the next check; a death costs those since the last copy, at the next step of the
     optimizer. The learning rate follows, and each epoch has all samples."""
     with ElasticStory(tmp_path, program=AS_HOROVOD_HAS_IT, max=3) as story:
         told = {"hurry": str(tmp_path / "hurry"), "checks": True, "gives_loader": True}
-        story.start_all("abc", **told)
-        story.wait_for_step("a", size=3)
-        story.signal("b", signal.SIGTERM)
-        assert story.ended("b") == RUN_AGAIN
-        story.start("d", seed=5, **told)
-        story.wait_for_step("d", size=3)
+        one_leaves_and_one_comes(story, told)
         batches = [one["step"] for one in story.steps("a")]
         assert batches == list(range(len(batches))), story
         story.signal("c", signal.SIGKILL)
@@ -199,12 +205,7 @@ def test_a_batch_is_used_when_an_optimizer_has_stepped(
     told = {"hurry": str(tmp_path / "hurry"), "checks": True, "gives_loader": gives_loader}
     told |= {"at_top": at_top, "window": window}
     with ElasticStory(tmp_path, program=AS_HOROVOD_HAS_IT, max=3) as story:
-        story.start_all("abc", **told)
-        story.wait_for_step("a", size=3)
-        story.signal("b", signal.SIGTERM)
-        assert story.ended("b") == RUN_AGAIN
-        story.start("d", seed=5, **told)
-        story.wait_for_step("d", size=3)
+        one_leaves_and_one_comes(story, told)
         story.signal("c", signal.SIGKILL)
         story.wait_for_step("a", size=2, times=4)
         (tmp_path / "hurry").touch()
