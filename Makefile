@@ -1,14 +1,13 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Variables: see setup.sh.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slurms frameworks elastic faults gpu lint docs bench clean
+.PHONY: help setup demo test test-long test-slurms faults gpu lint docs bench clean
 PY := .venv/bin/python
 
 help:
 	@echo 'make demo    three acts on a private Slurm: paused in place; stopped and requeued; elastic. Tables and pictures'
 	@echo 'make test    run every test, those on a real Slurm included'
+	@echo 'make test-long   what make test leaves out: every framework and elastic case, sweeps, measuring tools (LONG.md says when)'
 	@echo 'make test-slurms  what depends on the release of Slurm, on 24.11 and 26.05 (root, Debian; about 20 minutes)'
-	@echo 'make elastic     every case of runs whose size changes, of which make test runs a third'
-	@echo 'make frameworks  every combination with Lightning and Hugging Face, of which make test runs a third'
 	@echo 'make faults  200 randomised fault rounds of runs of 2 to 4 ranks (about ten minutes)'
 	@echo 'make gpu     what only a machine with a GPU can show, into build/gpu (at most eight minutes)'
 	@echo 'make lint    format, lint and type checks'
@@ -25,15 +24,13 @@ demo: setup
 test: setup
 	@$(PY) -m pytest -n 2 $(ARGS)
 
+# whoever closes an issue that touches one of them writes its result into tests/LONG.md
+test-long: setup
+	@$(PY) -m pytest -n 2 --long=all -m 'long and not slurms' $(ARGS)
+
 # each in a mount namespace of its own: nothing is installed
 test-slurms: setup
 	@for suite in trixie sid; do tests/slurms.sh $$suite $(PY) -m pytest -n 2 -m 'slurm or slurms' @tests/slurms.txt || exit; done
-
-elastic: setup
-	@$(PY) -m pytest -m 'elastic or not elastic' tests/elastic tests/integration/elastic $(ARGS)
-
-frameworks: setup
-	@$(PY) -m pytest -n 2 -m 'frameworks or not frameworks' tests/integrations tests/training/test_overdue.py $(ARGS)
 
 faults: setup
 	@$(PY) tests/faults/run.py $(ARGS)

@@ -21,7 +21,6 @@ def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
         yield program
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["ddp", "fsdp", "uneven", "hsdp", "fsdp_tp"])
 def test_with_another_number_of_ranks(checker: Child, quick_folder: Path, case: str) -> None:
     """Model and optimizer come back whole and in shards of any layout, and train on."""

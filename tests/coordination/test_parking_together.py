@@ -95,7 +95,6 @@ def _signals(story: Story, rank: int) -> int:
     return sum(str(event.data.get("signal", "")).startswith("SIGUSR") for event in seen)
 
 
-@pytest.mark.slow
 def test_a_suspend_longer_than_the_time_out(story: Story) -> None:
     """As Slurm suspends: SIGTSTP to all, SIGSTOP, and SIGCONT after three times the collectives'
     time-out. Nobody dies of it, and no step is missing."""

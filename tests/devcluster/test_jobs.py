@@ -169,7 +169,6 @@ def test_urgent_suspends_low_by_gang_scheduling(pause_cluster: DevCluster, tmp_p
     second.finish()
 
 
-@pytest.mark.slow
 def test_urgent_requeues_low_after_a_grace(requeue_cluster: DevCluster, tmp_path: Path) -> None:
     """A preempted job gets SIGTERM at once, goes on working in its grace, may requeue itself in it,
     and starts again when the urgent job has ended."""

@@ -71,7 +71,6 @@ def wait_for_step(cluster: DevCluster, job: str) -> None:
     wait_until(lambda: f"{job}.0" in cluster.run(step, check=False).stdout, "the job step")
 
 
-@pytest.mark.slow
 def test_down_leaves_the_logs_and_nothing_else(tmp_path: Path) -> None:
     """In a deep folder with an odd name: jobs run, also one suspended at the end; `down` ends all
     of them, keeps the logs, may be called twice, and the folder can be used again."""

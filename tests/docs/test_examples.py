@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/quickstart.md")
 
@@ -45,7 +43,6 @@ def _run(script: str, folder: Path) -> str:
     return (folder / "printed").read_text()
 
 
-@pytest.mark.slow
 def test_pause(tmp_path: Path) -> None:
     """The training is parked, which is said with the latency, and resumed."""
     printed = _run(_marked("pause"), tmp_path)
@@ -53,7 +50,6 @@ def test_pause(tmp_path: Path) -> None:
     assert re.search(r"running", printed), printed
 
 
-@pytest.mark.slow
 def test_stop(tmp_path: Path) -> None:
     """The training saves at SIGTERM, leaves with 75, and the next start trains to the end."""
     printed = _run(_marked("stop"), tmp_path)

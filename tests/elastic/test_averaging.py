@@ -92,7 +92,7 @@ def test_weights_are_equal_when_it_matters(tmp_path: Path) -> None:
     assert len(wrong) in (0, BATCH), wrong
 
 
-@pytest.mark.parametrize("every", [0, pytest.param(EVERY, marks=pytest.mark.elastic)])
+@pytest.mark.parametrize("every", [0, pytest.param(EVERY, marks=pytest.mark.long)])
 def test_a_save_in_the_loop_is_one_for_all(tmp_path: Path, every: int) -> None:
     """All ranks call it, and the first one saves: at once, or with averaging behind the next
     average, where the weights are equal."""

@@ -39,7 +39,7 @@ def goodput(story: ElasticStory, *, events: int) -> dict[str, float | str]:
     }
 
 
-@pytest.mark.elastic
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_day_of_random_changes(tmp_path: Path) -> None:
     """Members join, leave, die and hang, and the coordinator dies, in any order: every sample of

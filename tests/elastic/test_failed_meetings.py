@@ -58,7 +58,7 @@ def test_a_newcomer_with_another_model_ends_with_its_own_error(tmp_path: Path) -
         assert len(story.entries("forming")) <= 3, story
 
 
-@pytest.mark.elastic
+@pytest.mark.long
 def test_a_run_that_cannot_begin_ends_with_the_reason(tmp_path: Path) -> None:
     """After six tries the member ends, and so does the coordinator."""
     with ElasticStory(tmp_path, program=UNREACHABLE, max=1) as story:

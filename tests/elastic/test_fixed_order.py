@@ -58,7 +58,7 @@ def test_the_bits_are_those_of_a_fixed_size(
     assert fixed[1]["step"] == LONG["epochs"] * -(-SAMPLES_IN_SHARDS // (3 * BATCH))
 
 
-@pytest.mark.elastic
+@pytest.mark.long
 def test_loader_workers_change_no_bit(tmp_path: Path) -> None:
     """With a data set that is seeded for each sample the bits do not hang on who fetches it: none,
     or two workers of each of two members, of which one leaves."""

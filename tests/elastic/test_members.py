@@ -299,7 +299,7 @@ EVALUATING = (
 """With collectives of its own behind each fifth step; one rank gets SIGTERM at a chosen moment."""
 
 
-@pytest.mark.elastic
+@pytest.mark.long
 @pytest.mark.parametrize("at", ["first step", "evaluation"])
 def test_a_leave_at_an_awkward_moment(tmp_path: Path, at: str) -> None:
     """SIGTERM within the first step, while the loader's workers warm up, or in the middle of an
@@ -338,7 +338,7 @@ def test_a_run_whose_members_all_go_is_saved_and_goes_on(tmp_path: Path) -> None
             assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
 
 
-@pytest.mark.elastic
+@pytest.mark.long
 def test_members_leave_in_order_if_their_save_fails(tmp_path: Path) -> None:
     """Below ``min`` with a disk that takes nothing: the reason is told, both leave, and new members
     go on from the newest checkpoint; no sample is left out."""

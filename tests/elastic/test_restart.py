@@ -17,7 +17,7 @@ from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.rundir import RunDir
 
-ELASTIC = pytest.mark.elastic
+ELASTIC = pytest.mark.long
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_member_restarts_its_worker_as_often_as_it_may(story: RestartStory) ->
     assert story.entries("generation")[-1]["cause"] == "leave (b: SIGTSTP)"
 
 
-@pytest.mark.elastic
+@pytest.mark.long
 def test_fifty_changes_of_size_use_no_restart(tmp_path: Path) -> None:
     """With --max-restarts=1, after fifty changes, the first death of its worker is followed by
     another start, and only the second one ends the member."""
@@ -204,7 +204,7 @@ def test_a_worker_that_hangs_is_found(
         check(story, members="ab", lost=60, first=2 if hang == "before" else 1)
 
 
-@pytest.mark.elastic
+@pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_training_over_many_sizes(tmp_path: Path, sharded: bool) -> None:
     """SIGTERM, a join, SIGKILL of a worker and of an agent, DDP and FSDP2: every sample of what
@@ -227,7 +227,7 @@ def test_a_training_over_many_sizes(tmp_path: Path, sharded: bool) -> None:
         check(story, members="abcde", lost=6)
 
 
-@pytest.mark.elastic
+@pytest.mark.long
 def test_a_member_that_nobody_can_reach_is_left_out(tmp_path: Path) -> None:
     """Its ranks end in init_process_group: three tries that are charged to nobody, then it goes."""
     unreachable = 'if options.get("unreachable"): os.environ["GLOO_SOCKET_IFNAME"] = "none0"\n'
@@ -248,7 +248,7 @@ def test_a_member_that_nobody_can_reach_is_left_out(tmp_path: Path) -> None:
         assert [one["generation"] for one in story.entries("resumed")] == [4]
 
 
-@pytest.mark.elastic
+@pytest.mark.long
 @pytest.mark.parametrize("script", STOCK.values(), ids=STOCK)
 def test_a_script_that_knows_nothing_of_it(
     tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch

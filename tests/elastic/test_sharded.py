@@ -45,7 +45,7 @@ def undisturbed() -> list[float]:
     return [one.detach().double().square().sum().item() for one in net.parameters()]
 
 
-@pytest.mark.parametrize("sums", [False, pytest.param(True, marks=pytest.mark.elastic)])
+@pytest.mark.parametrize("sums", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_shards_stay_while_members_change(story: ElasticStory, sums: bool) -> None:
     """One comes and leaves, of the next a rank is killed, a third one comes: the weights are those
     of a training that nothing befell, and behind it the ranks of a node have their group again."""

@@ -70,9 +70,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     ("signo", "rank"),
     [
         (signal.SIGKILL, 0),
-        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.elastic),
-        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.elastic),
-        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.elastic),
+        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.long),
     ],
 )
 def test_a_spare_goes_on_with_the_same_numbers(
@@ -114,7 +114,7 @@ BULKY = TRAIN.replace(
 """Each rank keeps rows of 4 KiB; from the fifth step on 4 MiB of them."""
 
 
-@pytest.mark.elastic
+@pytest.mark.long
 def test_a_large_state_of_each_rank_is_told(tmp_path: Path) -> None:
     """How many bytes go behind each step, which object they are and what to do, once; and that one
     which has outgrown its message is not kept."""

@@ -215,7 +215,7 @@ def test_a_batch_is_used_when_an_optimizer_has_stepped(
             assert set(seen) == set(range(SAMPLES)), epoch
 
 
-@pytest.mark.elastic
+@pytest.mark.long
 def test_a_death_is_no_matter_of_the_next_commit(tmp_path: Path) -> None:
     """Without checks in between: the optimizer does not step by what is no gradient, and the rest
     meet at once."""

@@ -50,7 +50,6 @@ def test_batch_job_is_parked_for_an_urgent_one(
     assert (pause.causes, pause.signal) == (("slurm",), "SIGTSTP")
 
 
-@pytest.mark.slow
 def test_torchruns_ranks_save_for_an_urgent_job_and_go_on(
     requeue_cluster: DevCluster, root: Path, tmp_path: Path
 ) -> None:

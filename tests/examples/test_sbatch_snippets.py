@@ -14,7 +14,7 @@ from processes import wait_until
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 LIMIT_S = 120.0
 LIVES = 'trap "echo told; scontrol requeue $SLURM_JOB_ID; exit 75" TERM'

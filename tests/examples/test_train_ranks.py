@@ -17,7 +17,6 @@ WORLD = 2
 EPOCHS = 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
 def test_two_ranks_train_to_the_end(script: str, root: Path, tmp_path: Path) -> None:
     """Warnings are errors. It learns, every sample is seen once per epoch, a line for

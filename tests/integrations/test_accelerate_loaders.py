@@ -40,8 +40,6 @@ NOT_KEPT = {
     ),
 }
 
-pytestmark = pytest.mark.slow
-
 
 def played(folder: Path, *scenes: str) -> dict[str, list[Any]]:
     """Scene -> exit statuses of the stopped attempts, their notes, those of a run that nobody has
@@ -73,7 +71,7 @@ def test_each_has_a_position(scene: str, found: dict[str, list[Any]]) -> None:
     require_equal(scene, found)
 
 
-@pytest.mark.frameworks
+@pytest.mark.long
 def test_each_has_a_position_in_other_loops(tmp_path: Path) -> None:
     """With workers, accumulation, and samplers that accelerate seeds."""
     found = played(tmp_path, *MANY)

@@ -14,8 +14,6 @@ SCENES = Path(__file__).with_name("accelerate_mistakes.py")
 OTHERWISE = " If what you register saves it in another form: prepare(accelerator, ..., check=False)"
 Found: TypeAlias = dict[str, list[list[Any]]]
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:

@@ -14,7 +14,7 @@ from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 SCRIPT = Path(__file__).with_name("handlers_of_libraries.py")
 
-pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
+pytestmark = pytest.mark.long
 
 
 def run(folder: Path, *arguments: object) -> tuple[int, str]:

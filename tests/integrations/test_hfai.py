@@ -29,7 +29,6 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
         )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_the_example_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     """Each step once; the file of the stop is gone when the training has come to its end."""
     out = tmp_path / "out"
@@ -46,8 +45,7 @@ def test_the_example_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert f"done at {STEPS} False" in said
 
 
-@pytest.mark.slow
-@pytest.mark.frameworks
+@pytest.mark.long
 def test_two_ranks_of_torchrun(tmp_path: Path) -> None:
     """A SIGTERM to the second rank alone stops both at one step, and both go on from there."""
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]

@@ -12,7 +12,7 @@ import pytest
 
 SCENES = Path(__file__).with_name("lightning_scenes.py")
 STOPPED = 75
-LONG = pytest.mark.frameworks
+LONG = pytest.mark.long
 BOTH = """
 import pickle, sys
 import lightning.pytorch, pytorch_lightning, torch
@@ -52,7 +52,6 @@ def play(scene: str, folder: Path, *stops: str) -> dict[str, Any]:
     return {**json.loads(ran.stdout), "said": ran.stderr}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scene", "stops"),
     [
@@ -90,7 +89,6 @@ def test_stopped_run_is_the_undisturbed_one(scene: str, stops: str, tmp_path: Pa
     assert len(found["stopped"]) > 9
 
 
-@pytest.mark.slow
 def test_a_script_that_imports_both_packages(tmp_path: Path) -> None:
     """As one does whose libraries have not moved on: either Trainer takes the callback."""
     ran = subprocess.run(

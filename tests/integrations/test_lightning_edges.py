@@ -14,7 +14,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("lightning_edges.py")
 Found: TypeAlias = dict[str, list[list[Any]]]
 
-pytestmark = [pytest.mark.slow, pytest.mark.frameworks]
+pytestmark = pytest.mark.long
 
 
 def play(folder: Path, *edges: str) -> Found:

@@ -11,7 +11,7 @@ from integrations.stockjobs import StockJob
 
 from hydroslurm.devcluster import DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 METRICS = "logs/lightning_logs/version_0/metrics.csv"
 TASKS = ("--nodes=2", "--ntasks-per-node=1")

@@ -59,10 +59,9 @@ def test_a_save_reads_the_new_rows_only(tmp_path: Path) -> None:
     assert count.of(metrics) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("wandb") is None, reason="no wandb: make setup installs it")
 @pytest.mark.parametrize(
-    "framework", ["lightning", pytest.param("transformers", marks=pytest.mark.frameworks)]
+    "framework", ["lightning", pytest.param("transformers", marks=pytest.mark.long)]
 )
 def test_attempts_continue_one_run(framework: str, tmp_path: Path) -> None:
     """TensorBoard, CSV and Weights & Biases (offline) have what they have of an undisturbed run:

@@ -12,14 +12,12 @@ import pytest
 from hydroslurm.prove.attempts import Script, runnable
 from hydroslurm.prove.trial import Proof, prove
 
-pytestmark = pytest.mark.slow
-
 SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
 DOCS = Path(__file__).parents[2] / "docs"
-LONG = pytest.mark.frameworks
+LONG = pytest.mark.long
 
 
-@pytest.mark.frameworks
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command",
     [
@@ -39,7 +37,7 @@ def test_the_same_bits(preemptible_training: Callable[..., Proof], command: str)
     assert proof.stops[0].status == 75
 
 
-@pytest.mark.frameworks
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("page", "shown"),
     [

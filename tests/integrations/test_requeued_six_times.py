@@ -13,7 +13,7 @@ from integrations.stockjobs import StockJob, submitted
 
 from hydroslurm.devcluster import DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.frameworks]
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 LIGHTNING = {
     "ranks 1, workers 0": "--workers=0 --pause-s=0.1",

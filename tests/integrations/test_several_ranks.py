@@ -15,10 +15,9 @@ HERE = Path(__file__).parent
 LIGHTNING, STOCK, SHARDED = "lightning_ranks.py", "stock_ranks.py", "transformers_ranks.py"
 STOPPED = 75
 SAMPLES = 67
-LONG = pytest.mark.frameworks
+LONG = pytest.mark.long
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "scene", "world", "stops"),
     [
@@ -56,7 +55,6 @@ def test_stopped_run_is_the_undisturbed_one(
     assert len(found["stopped"]) > 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "attempts", [["2:2", "1:7", "3:"], pytest.param(["1:2", "3:4", "2:"], marks=LONG)]
 )

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import submitted_fit  # its ranks import it by this name too
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.frameworks]
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 SCRIPT = SCRIPTS / "lightning_digits.py"
 ARGUMENTS = ["--epochs=2", "--workers=2"]

@@ -13,7 +13,7 @@ from integrations.stockjobs import SCRIPTS, TORCHRUN, StockJob
 
 from hydroslurm.devcluster import DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.frameworks]
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 ITERATIONS = 25
 

@@ -53,7 +53,6 @@ def play(scene: str, folder: Path, *stops: str, program: Path = SCENES) -> dict[
     return {**json.loads(ran.stdout.splitlines()[-1]), "said": ran.stderr}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scene", "stops"),
     [
@@ -62,7 +61,7 @@ def play(scene: str, folder: Path, *stops: str, program: Path = SCENES) -> dict[
             id="before the first step, within one, at the ends of epochs, in evaluations",
         ),
         *(
-            pytest.param(*one, marks=pytest.mark.frameworks)
+            pytest.param(*one, marks=pytest.mark.long)
             for one in (
                 ("best", "step:2 epoch:1 eval:1 step:12 eval:3 epoch:3"),
                 ("accumulate", "every"),
@@ -98,8 +97,7 @@ def test_stopped_run_is_the_undisturbed_one(scene: str, stops: str, tmp_path: Pa
     assert found["stopped"] == found["undisturbed"]
 
 
-@pytest.mark.slow
-@pytest.mark.frameworks
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -177,18 +175,17 @@ class Script:
         return {one.name: one.read_text() for one in sorted(self.output.glob("*")) if one.is_file()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "arguments"),
     [
         pytest.param("accelerate_loop.py", 1, "--workers 1 --accumulate 2", id="accelerate"),
         pytest.param(
             "trl_rewarded.py", 2, "--items 16 --accumulate 2 --generations 4",
-            marks=pytest.mark.frameworks, id="trl_rewarded.py-2",
+            marks=pytest.mark.long, id="trl_rewarded.py-2",
         ),
         *(
             pytest.param(name, ranks, f"--workers {workers} --accumulate {accumulate}",
-                         marks=pytest.mark.frameworks)
+                         marks=pytest.mark.long)
             for name in ("hf_causal_lm.py", "accelerate_loop.py", "trl_sft.py")
             for ranks in (1, 2)
             for workers in (0, 2)

@@ -13,8 +13,6 @@ import pytest
 EDGES = Path(__file__).with_name("transformers_edges.py")
 Found: TypeAlias = dict[str, list[list[Any]]]
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:

@@ -11,7 +11,7 @@ from integrations.stockjobs import AGENT, StockJob
 
 from hydroslurm.devcluster import DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 
 def run(cluster: DevCluster, folder: Path, *arguments: str) -> StockJob:
@@ -35,7 +35,7 @@ def test_unchanged_script(requeue_cluster: DevCluster, tmp_path: Path) -> None:
     assert (job.folder / result).read_bytes() == (alone.folder / result).read_bytes()
 
 
-@pytest.mark.frameworks
+@pytest.mark.long
 def test_ranks_of_the_agent(requeue_cluster: DevCluster, tmp_path: Path) -> None:
     """The recipe of the page: two ranks below one task, after a requeue and a SIGTERM to one."""
 

@@ -88,7 +88,6 @@ def _training(clean: Path, folder: Path, environ: dict[str, str]) -> Iterator[in
         process.communicate()
 
 
-@pytest.mark.slow
 def test_both_are_complete(dist: Path) -> None:
     """The wheel has the native sources and the start-up line; the sdist has the rest, too."""
     (wheel,) = dist.glob("*.whl")
@@ -105,7 +104,6 @@ def test_both_are_complete(dist: Path) -> None:
         assert wanted in inner
 
 
-@pytest.mark.slow
 def test_the_wheel_pauses_a_training(clean: Path, tmp_path: Path) -> None:
     """An unmodified script is parked and resumed by the command line of the clean environment."""
     environ = {**os.environ, "PATH": f"{clean}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}

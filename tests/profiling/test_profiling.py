@@ -44,7 +44,6 @@ ON_SLURM: dict[str, dict[str, Any]] = {
     "startup": {},
     "long_suspend": {"continued_ddp": 1, "continued_fsdp": 1, "in_flight_ranks": 0},
 }
-SLOW = ("ranks", "host_reduce")
 
 
 def _wanted(script: str) -> set[str]:
@@ -64,10 +63,7 @@ def _check(script: str, result: dict[str, Any], expected: dict[str, Any]) -> Non
     assert result.get("rpcs_per_stop_preempted", 0.0) <= 2.0
 
 
-@pytest.mark.parametrize(
-    "script",
-    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in EXPECTED],
-)
+@pytest.mark.parametrize("script", EXPECTED)
 def test_a_script_prints_its_figures(script: str, tmp_path: Path) -> None:
     """Each figure of the table is there, and what depends on no machine is as it should be."""
     result, _ = run_script(f"{script}.py", "--json", folder=tmp_path)
@@ -90,7 +86,6 @@ def _run(script: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slurm
-@pytest.mark.slow
 @pytest.mark.parametrize("script", ON_SLURM)
 def test_a_script_on_slurm_prints_its_figures(
     script: str, printed: Stories[dict[str, Any]]

@@ -199,7 +199,6 @@ def _is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-@pytest.mark.slow
 def test_children_stand_still_with_their_rank(family: Family) -> None:
     """Signals to all processes of a rank, as Slurm sends them: what multiprocessing made stops with
     it and goes on with it, in the middle of a write to a queue too. Somebody else's SIGCONT does
@@ -235,7 +234,6 @@ def test_children_stand_still_with_their_rank(family: Family) -> None:
     assert family.rank.expect("pool") in ("0", str(-signal.SIGTERM))
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_while_parked(family: Family) -> None:
     """None of them stays stopped."""
     assert client.pause(family.rank.pid).done

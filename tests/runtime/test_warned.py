@@ -7,7 +7,6 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
 from processes import child
 
 WAITING = """
@@ -27,7 +26,6 @@ esac
 """
 
 
-@pytest.mark.slow
 def test_slurm_is_asked_again_whether_a_signal_warns_of_the_time_limit(tmp_path: Path) -> None:
     """Taken for a person's pause, it would park the rank until its time limit kills it."""
     recorded = Path(__file__).parents[1] / "slurm/recorded/22.05/stops/asked.txt"

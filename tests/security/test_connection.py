@@ -399,7 +399,6 @@ print(json.dumps(said), flush=True)
 
 
 @pytest.mark.slurm
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "source"),
     [((), "munge"), (("--preempt",), "environment")],

@@ -20,7 +20,7 @@ from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.slurm.client import RetryPolicy, open_client
 from hydroslurm.slurm.stops import IN_GRACE, StopReason, ask_why
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 
 class Controller:

@@ -21,7 +21,7 @@ from hydroslurm.slurm.policy import Policies, PreemptAction, SitePolicy, StopKin
 from hydroslurm.slurm.stops import IN_GRACE, Stop, StopReason, ask_why
 from hydroslurm.slurm.values import JobState
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 # the task writes a sign of attempt each 20 ms; a busy machine may be late with one
 LATE_S = 0.2

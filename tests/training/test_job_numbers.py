@@ -6,7 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
 from clusters import require_slurm
 from processes import captured
 
@@ -69,7 +68,6 @@ def _job_one(folder: Path) -> tuple[int, list[str]]:
         return done.returncode, [*said.splitlines(), f"found {found.root}"]
 
 
-@pytest.mark.slow
 def test_a_job_never_goes_on_from_another_one_of_its_number(tmp_path: Path) -> None:
     """Job 1 of a second cluster, in the folder where job 1 of the first one has run, is refused
     with the remedy. Within the job all ranks, its later job steps and its restart continue in one

@@ -53,13 +53,12 @@ def test_a_step_that_takes_long_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slurm
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "tasks"),
     [
         pytest.param("own loader --workers 2", 1, id="a loader that stalls"),
         *(
-            pytest.param(case, tasks, marks=pytest.mark.frameworks)
+            pytest.param(case, tasks, marks=pytest.mark.long)
             for case, tasks in (
                 ("own setup", 1),
                 ("own compile", 1),
@@ -110,8 +109,7 @@ def test_a_training_that_hangs(
 
 
 @pytest.mark.slurm
-@pytest.mark.slow
-@pytest.mark.frameworks
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "tasks"),
     [

@@ -21,7 +21,7 @@ from training.trainings import Training, steps_lost, trained_alone
 from hydroslurm.core.events import EventKind
 from hydroslurm.devcluster import DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 EPOCHS = 15  # of 90 steps
 STOPS = 5

@@ -13,7 +13,7 @@ from processes import wait_until
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 SCRIPT = Path(__file__).with_name("one_of_several.py")
 LIMIT_S = 400.0

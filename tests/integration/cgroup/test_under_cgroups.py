@@ -29,7 +29,7 @@ from training.trainings import ALONE_LIMIT_S, Training, steps_lost, trained_alon
 from hydroslurm.core.events import EventKind
 from hydroslurm.devcluster import DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 EPOCHS = 4  # of 90 steps
 LARGE = Path(__file__).with_name("large_training.py")

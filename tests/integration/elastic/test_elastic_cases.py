@@ -48,7 +48,7 @@ from restartstory import NOTES, SCRIPTS, STOCK, check_stock_training, said
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.elastic]
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from integration.elastic.elastic_scene import HERE, SPEC, ElasticScene
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.elastic]
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 LIMITED = """\
 AccountingStorageEnforce=limits
 MaxArraySize=8

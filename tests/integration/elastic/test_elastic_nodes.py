@@ -15,7 +15,7 @@ from integration.elastic.elastic_scene import ElasticScene
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.elastic]
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 QUICK_TO_GIVE_UP = """\
 SlurmdTimeout=10
 PreemptType=preempt/partition_prio

@@ -17,7 +17,7 @@ from integration.manyranks.rankstraining import EVERY_STEPS, RanksTraining
 from hydroslurm.core.events import EventKind
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.elastic]
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 RANKS = 3
 
 

@@ -59,7 +59,7 @@ def test_any_script_may_be_elastic(requeue_cluster: DevCluster, tmp_path: Path) 
     scene.assert_nothing_is_left()
 
 
-@pytest.mark.elastic
+@pytest.mark.long
 def test_a_training_loses_nothing_to_a_preemption(
     requeue_cluster: DevCluster, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from integration.elastic.elastic_scene import ElasticScene
 
 from hydroslurm.devcluster import DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.elastic]
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 def test_members_that_shard_are_replaced(requeue_cluster: DevCluster, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from training.trainings import steps_lost
 
 from hydroslurm.core.events import EventKind
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 
 def test_below_agents_it_ends_with_the_same_bits(

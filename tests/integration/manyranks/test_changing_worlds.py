@@ -11,7 +11,7 @@ from training.trainings import steps_lost
 
 from hydroslurm.core.events import EventKind
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 TOLERANCE = 1e-5
 """Between the mean losses of a step: the sums are taken in another order. Seen: 1e-7."""

@@ -7,7 +7,7 @@ from integration.manyranks.acts import SUSPENDED_S, Story
 
 from hydroslurm.core.events import EventKind
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 
 def test_ddp_goes_on_after_a_long_suspend(long_ddp_story: Story) -> None:

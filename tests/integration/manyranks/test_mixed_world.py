@@ -11,7 +11,7 @@ from integration.manyranks.rankstraining import EVERY_STEPS
 
 from hydroslurm.core.events import EventKind
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 RANKS = range(4)
 

@@ -12,7 +12,7 @@ from training.trainings import steps_lost
 
 from hydroslurm.core.events import EventKind
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 
 def test_ddp_ends_with_the_same_bits(ddp_alone: dict[str, Any], ddp_story: Story) -> None:

@@ -273,7 +273,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_a_rank_and_its_children(tmp_path: Path) -> None:
     """Two threads import torch at once, and it is installed once. DataLoader workers of every kind
     and other Pythons are not, and survive the pause signal. A call of the script's own with other
@@ -420,7 +419,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 def test_torchrun_and_a_run_of_the_scripts_own(tmp_path: Path) -> None:
     """torchrun's workers are ranks and find each other, its agent is none; a Run that is made later
     takes over, and its ranks find each other as well."""

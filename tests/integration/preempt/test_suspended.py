@@ -19,7 +19,7 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.runtime import client
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 SCRIPT = Path(__file__).with_name("another_style.py")
 TRAIN = [sys.executable, "-u", str(SCRIPT), "--epochs", "12"]

@@ -23,7 +23,6 @@ def trained(scene: Scene) -> list[tuple[str, ...]]:
     return sorted(tuple(one.groups()) for one in found if one)
 
 
-@pytest.mark.slow
 @pytest.mark.scene("manifest_torchrun")
 def test_a_manifest_with_torchrun(scene: Scene) -> None:
     """As it is: four agents meet, although one would do, and four ranks train in the order of their
@@ -35,7 +34,6 @@ def test_a_manifest_with_torchrun(scene: Scene) -> None:
     assert all("4 nodes meet at" in scene.printed(task) for task in range(4))
 
 
-@pytest.mark.slow
 @pytest.mark.scene("manifest_srun")
 def test_a_manifest_without_torchrun(scene: Scene) -> None:
     """One word changed: the same training, its ranks started by srun, behind the init container."""
@@ -53,7 +51,6 @@ def test_what_has_no_meaning_is_said_once(scene: Scene) -> None:
     assert scene.said.count("no effect") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.scene("minimal")
 def test_a_minimal_spec(scene: Scene) -> None:
     """A command, four replicas and a policy are enough for a training of four nodes, whose ranks

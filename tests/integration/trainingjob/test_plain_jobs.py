@@ -17,7 +17,7 @@ from integration.trainingjob.stage import EXAMPLES
 
 from hydroslurm.devcluster import DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 TWO_CALLS = EXAMPLES / "train_two_calls.py"
 OPTIONS = ("--epochs", "6", "--batch-size", "16", "--log-every", "10")

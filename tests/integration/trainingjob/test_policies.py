@@ -94,7 +94,6 @@ def test_all_replicas_share_one_limit(scene: Scene) -> None:
     assert "failed with status 137 (SIGKILL); backoffLimit 2 allows no more" in verdict.message
 
 
-@pytest.mark.slow
 @pytest.mark.scene("preempted")
 def test_preemptions_are_no_failures(scene: Scene) -> None:
     """Ten preemptions and one failure, with backoffLimit=1: it lives, and succeeds."""
@@ -121,7 +120,6 @@ def test_the_deadline_counts_over_all_attempts(scene: Scene) -> None:
     assert slurms_state(scene) == "FAILED|93:0"
 
 
-@pytest.mark.slow
 @pytest.mark.scene("suspended")
 def test_a_suspension_does_not_count_against_the_deadline(scene: Scene) -> None:
     """A job that was suspended for longer than activeDeadlineSeconds goes on to its end."""

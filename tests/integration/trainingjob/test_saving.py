@@ -15,7 +15,7 @@ from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.jobs.supervisor.attempts import Ending
 from hydroslurm.report.reading import read_history
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 
 @pytest.mark.scene("saved")

@@ -37,7 +37,6 @@ tensorboard: {logDirectory: tb logs}
 
 
 @pytest.mark.slurm
-@pytest.mark.slow
 def test_tensorboard_of_a_job(jobs_cluster: DevCluster, tmp_path: Path) -> None:
     """It answers its page on loopback and shows what the ranks write; describe has its address. It
     ends with a killed supervisor, a requeue and the job, and comes again with the first two."""

@@ -20,7 +20,7 @@ from processes import captured
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 ATTACH = (sys.executable, "-m", "hydroslurm.cli", "attach")
 SECRET = "hunter2-hunter2"

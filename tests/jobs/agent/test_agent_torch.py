@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
 from jobs.agent.agentworkers import Scene, one_node
 from processes import wait_until
 
@@ -49,7 +48,6 @@ def last_resumed(log: Path) -> bool:
     return [event.kind for event in read_events(log, kinds=kinds)][-1:] == [EventKind.RESUMED]
 
 
-@pytest.mark.slow
 def test_ranks_that_train_are_parked_resumed_and_stopped(tmp_path: Path) -> None:
     """Real ranks below an agent are held at the gate between USR1 and USR2, a stop lets them save,
     and their events lie beside the agent's. They train together."""

@@ -13,7 +13,7 @@ from processes import wait_until
 
 from hydroslurm.devcluster import DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 KEEP_ALIVE_S = 2
 

@@ -55,7 +55,6 @@ def suspend(pids: list[int]) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_suspend_longer_than_the_keep_alive(scene: Scene, announced: bool) -> None:
     """The workers go on in the same processes, and one that fails later is started again, with its
@@ -82,7 +81,6 @@ def test_a_suspend_longer_than_the_keep_alive(scene: Scene, announced: bool) -> 
         assert [agent.wait() for agent in agents] == [0, 0]
 
 
-@pytest.mark.slow
 def test_stock_torchrun_forgets_its_nodes(scene: Scene) -> None:
     """For the record, and so that we hear of it when torch mends it: after such a suspend the
     workers go on, but the failure of one ends the job, although restarts are left."""

@@ -154,7 +154,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slurm
-@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["submitit", "hydroslurm"])
 def test_a_submitted_function_outlives_its_preemptions(
     executor: str, stopped_twice: Stories[Submitted], alone: dict[str, Any]

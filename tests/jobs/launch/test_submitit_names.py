@@ -32,7 +32,6 @@ def whereabouts(given: int) -> list[Any]:
     return [given, installed, *(os.environ.get(name) for name in names)]
 
 
-@pytest.mark.slow
 def test_submitits_own_tests_with_our_executor(tmp_path: Path) -> None:
     """All of those of Slurm and of AutoExecutor pass, but for the few that are known to differ.
     They run in a copy of submitit, because one of them writes beside itself."""
@@ -82,7 +81,6 @@ def test_debug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Executor(tmp_path, cluster="cloud")  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 def test_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``cluster="local"`` each task is a rank. A Run that is warned saves, submitit starts it
     again, and ``result()`` is that of all its attempts."""

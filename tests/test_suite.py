@@ -1,0 +1,62 @@
+"""What a run of the suite leaves out, and what it says at its end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from processes import captured
+from suite import TENTHS
+
+TESTS = """
+import pytest
+
+RUNS = {}
+
+
+@pytest.mark.parametrize("number", range(40))
+@pytest.mark.long
+def test_long(number):
+    assert number >= 0
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_fails_once(number):
+    RUNS[number] = RUNS.get(number, 0) + 1
+    assert RUNS[number] == 2, f"run {RUNS[number]} of {number}"
+"""
+
+
+def _run(folder: Path, *options: str) -> tuple[int, str]:
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = long\n")
+    (folder / "test_few.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-p", "suite", "-p", "no:cacheprovider", "-q"]
+    ended = captured([*command, "--reruns", "1", *options], cwd=folder, timeout=120)
+    return ended.returncode, ended.stdout
+
+
+def test_ten_commits_in_a_row_run_every_long_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
+    captured(["git", "init", "-q"], cwd=tmp_path, timeout=60)
+    ran: list[str] = []
+    for number in range(TENTHS):
+        captured(
+            [*git, "commit", "-q", "--allow-empty", "-m", str(number)], cwd=tmp_path, timeout=60
+        )
+        status, said = _run(tmp_path, "--long=tenth", "-v", "-k", "long")
+        assert status in (0, 5), said  # 5: none of this tenth
+        ran += [line.split()[0] for line in said.splitlines() if "::" in line]
+    assert len(ran) == len(set(ran)) == 40
+
+
+def test_reruns_are_explained_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    status, said = _run(tmp_path, "--most-repeated", "2")
+    assert (status, "40 deselected" in said) == (0, True), said
+    assert "test_few.py::test_fails_once[1] (call): AssertionError: run 1 of 1" in said
+    status, said = _run(tmp_path, "--most-repeated", "1")
+    assert (status, "2 tests needed a rerun; 1 may" in said) == (1, True), said
