@@ -47,7 +47,7 @@ def test_ten_commits_in_a_row_run_every_long_test(
         captured(
             [*git, "commit", "-q", "--allow-empty", "-m", str(number)], cwd=tmp_path, timeout=60
         )
-        status, said = _run(tmp_path, "--long=tenth", "-v", "-k", "long")
+        status, said = _run(tmp_path, "--long=tenth", "-vv", "-k", "long")
         assert status in (0, 5), said  # 5: none of this tenth
         ran += [line.split()[0] for line in said.splitlines() if "::" in line]
     assert len(ran) == len(set(ran)) == 40
