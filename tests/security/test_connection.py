@@ -21,7 +21,12 @@ from processes import wait_until
 import hydroslurm
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.checkpoint.write_plan import State
-from hydroslurm.coordination.authentication import MAGIC, CoordinatorGreeting, GreetingFailed
+from hydroslurm.coordination.authentication import (
+    MAGIC,
+    CoordinatorGreeting,
+    GreetingFailed,
+    RankGreeting,
+)
 from hydroslurm.coordination.channel import find_coordinator, join_coordinator
 from hydroslurm.coordination.client import CoordinatorClient
 from hydroslurm.coordination.frames import Sealer, Unsealer, pack
@@ -318,6 +323,21 @@ def test_a_credential_is_for_one_attempt_and_proves_nothing_alone(munged: str) -
     assert third is not None
     with pytest.raises(GreetingFailed, match="not the coordinator of this job"):
         third.feed(CoordinatorGreeting(bytes(32), made_up).feed(third.hello))
+
+
+@pytest.mark.parametrize("proof", ["turned round", "the coordinator's own", "zeros"])
+def test_a_rank_proves_that_it_has_the_key_before_anything_of_it_is_read(proof: str) -> None:
+    """Each end has a proof of its own: what the coordinator has just sent is none of a rank's."""
+    key = secrets.token_bytes(32)
+    coordinator = CoordinatorGreeting(key, ())
+    rank = RankGreeting(key=key, open_credential=lambda _: pytest.fail("it has the key"))
+    answer = coordinator.feed(rank.hello)
+    right = rank.feed(answer)
+    assert right is not None
+    wrong = {"zeros": bytes(len(right)), "the coordinator's own": answer[-len(right) :]}
+    with pytest.raises(GreetingFailed, match="does not know the key"):
+        coordinator.feed(wrong.get(proof, right[::-1]))
+    assert coordinator.session is None
 
 
 NO_MUNGE = {"HYDROSLURM_MUNGE_SOCKET": "/nowhere/munge.socket"}
