@@ -64,56 +64,54 @@ _MEMBER_OF = re.compile(r"(?:^|\s)hydroslurm-member:(/\S.*)$")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,7})(\.jsonl?)")
 
 
+class _File:
+    """The path of this name in a run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, _: type[RunDir]) -> Path:
+        return run.root / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The paths of one run. Making the value touches no disk."""
 
     root: Path
 
-    @property
-    def submission_json(self) -> Path:
-        return self.root / "submission.json"
-
-    @property
-    def job_sbatch(self) -> Path:
-        return self.root / "job.sbatch"
-
-    @property
-    def janitor_sbatch(self) -> Path:
-        """Of the job that cleans up after a TrainingJob."""
-        return self.root / "janitor.sbatch"
-
-    @property
-    def job_yaml(self) -> Path:
-        return self.root / "job.yaml"
-
-    @property
-    def plan_json(self) -> Path:
-        return self.root / "plan.json"
-
-    @property
-    def conditions_jsonl(self) -> Path:
-        return self.root / "conditions.jsonl"
-
-    @property
-    def starts_jsonl(self) -> Path:
-        return self.root / "starts.jsonl"
-
-    @property
-    def active_json(self) -> Path:
-        return self.root / "active.json"
-
-    @property
-    def tensorboard_json(self) -> Path:
-        return self.root / "tensorboard.json"
-
-    @property
-    def tensorboard_log(self) -> Path:
-        return self.logs / "tensorboard.log"
-
-    @property
-    def scratch(self) -> Path:
-        return self.root / "scratch"
+    submission_json = _File("submission.json")
+    job_sbatch = _File("job.sbatch")
+    janitor_sbatch = _File("janitor.sbatch")
+    """Of the job that cleans up after a TrainingJob."""
+    job_yaml = _File("job.yaml")
+    plan_json = _File("plan.json")
+    conditions_jsonl = _File("conditions.jsonl")
+    starts_jsonl = _File("starts.jsonl")
+    active_json = _File("active.json")
+    tensorboard_json = _File("tensorboard.json")
+    tensorboard_log = _File("logs/tensorboard.log")
+    scratch = _File("scratch")
+    events = _File("events")
+    elastic = _File("elastic")
+    """Of an elastic run: what its coordinator keeps, see :mod:`hydroslurm.elastic.folder`."""
+    checkpoints = _File("checkpoints")
+    job_json = _File("job.json")
+    """The job that a default folder belongs to."""
+    claim_json = _File("claim.json")
+    """Which attempt holds the folder."""
+    attempts_jsonl = _File("attempts.jsonl")
+    finished_json = _File("finished.json")
+    logs = _File("logs")
+    report = _File("report")
+    profile = _File("profile")
+    """Reports of nsys, one per rank and attempt."""
+    timeline_png = _File("report/timeline.png")
+    histograms_png = _File("report/histograms.png")
+    report_html = _File("report/report.html")
+    trace_json = _File("report/trace.json")
+    """For ui.perfetto.dev."""
+    figures_json = _File("report/figures.json")
 
     def srun_log(self, attempt: int) -> Path:
         """What srun says of one attempt."""
@@ -123,27 +121,9 @@ class RunDir:
         """What one task of a TrainingJob prints, in all its attempts."""
         return self.logs / f"task-{task}.log"
 
-    @property
-    def events(self) -> Path:
-        return self.root / "events"
-
-    @property
-    def elastic(self) -> Path:
-        """Of an elastic run: what its coordinator keeps, see :mod:`hydroslurm.elastic.folder`."""
-        return self.root / "elastic"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
     def from_epoch(self, epoch: int) -> RunDir:
         """The run of a job that went back to an epoch of this one."""
         return RunDir(self.root / f"from-epoch-{epoch:09d}")
-
-    @property
-    def job_json(self) -> Path:
-        """The job that a default folder belongs to."""
-        return self.root / "job.json"
 
     def numbered(self, number: int) -> RunDir:
         """Of a job's first default folder: that of its n-th training."""
@@ -154,56 +134,9 @@ class RunDir:
         number = "" if holder == 1 else f".{holder}"
         return self.root / f"start-{restart_count}{number}.json"
 
-    @property
-    def claim_json(self) -> Path:
-        """Which attempt holds the folder."""
-        return self.root / "claim.json"
-
-    @property
-    def attempts_jsonl(self) -> Path:
-        return self.root / "attempts.jsonl"
-
-    @property
-    def finished_json(self) -> Path:
-        return self.root / "finished.json"
-
     def fused(self, rank: int) -> Path:
         """What optimize_modules() has chosen on this rank."""
         return self.root / "fused" / f"rank-{rank:05d}.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report"
-
-    @property
-    def profile(self) -> Path:
-        """Reports of nsys, one per rank and attempt."""
-        return self.root / "profile"
-
-    @property
-    def timeline_png(self) -> Path:
-        return self.report / "timeline.png"
-
-    @property
-    def histograms_png(self) -> Path:
-        return self.report / "histograms.png"
-
-    @property
-    def report_html(self) -> Path:
-        return self.report / "report.html"
-
-    @property
-    def trace_json(self) -> Path:
-        """For ui.perfetto.dev."""
-        return self.report / "trace.json"
-
-    @property
-    def figures_json(self) -> Path:
-        return self.report / "figures.json"
 
     def rank_events(self, rank: int) -> Path:
         return self.events / f"rank-{rank:05d}.jsonl"
