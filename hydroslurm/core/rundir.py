@@ -34,6 +34,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import RunFolderError, UntrustedFile
@@ -64,14 +65,21 @@ _MEMBER_OF = re.compile(r"(?:^|\s)hydroslurm-member:(/\S.*)$")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,7})(\.jsonl?)")
 
 
-class _File:
-    """The path of this name in a run folder."""
+class Rooted(Protocol):
+    """Has a folder."""
+
+    @property
+    def root(self) -> Path: ...
+
+
+class Below:
+    """Declares the path of this name below an object's ``root``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, run: RunDir, _: type[RunDir]) -> Path:
-        return run.root / self._name
+    def __get__(self, owner: Rooted, _: type[Rooted]) -> Path:
+        return owner.root / self._name
 
 
 @dataclass(frozen=True)
@@ -80,38 +88,38 @@ class RunDir:
 
     root: Path
 
-    submission_json = _File("submission.json")
-    job_sbatch = _File("job.sbatch")
-    janitor_sbatch = _File("janitor.sbatch")
+    submission_json = Below("submission.json")
+    job_sbatch = Below("job.sbatch")
+    janitor_sbatch = Below("janitor.sbatch")
     """Of the job that cleans up after a TrainingJob."""
-    job_yaml = _File("job.yaml")
-    plan_json = _File("plan.json")
-    conditions_jsonl = _File("conditions.jsonl")
-    starts_jsonl = _File("starts.jsonl")
-    active_json = _File("active.json")
-    tensorboard_json = _File("tensorboard.json")
-    tensorboard_log = _File("logs/tensorboard.log")
-    scratch = _File("scratch")
-    events = _File("events")
-    elastic = _File("elastic")
+    job_yaml = Below("job.yaml")
+    plan_json = Below("plan.json")
+    conditions_jsonl = Below("conditions.jsonl")
+    starts_jsonl = Below("starts.jsonl")
+    active_json = Below("active.json")
+    tensorboard_json = Below("tensorboard.json")
+    tensorboard_log = Below("logs/tensorboard.log")
+    scratch = Below("scratch")
+    events = Below("events")
+    elastic = Below("elastic")
     """Of an elastic run: what its coordinator keeps, see :mod:`hydroslurm.elastic.folder`."""
-    checkpoints = _File("checkpoints")
-    job_json = _File("job.json")
+    checkpoints = Below("checkpoints")
+    job_json = Below("job.json")
     """The job that a default folder belongs to."""
-    claim_json = _File("claim.json")
+    claim_json = Below("claim.json")
     """Which attempt holds the folder."""
-    attempts_jsonl = _File("attempts.jsonl")
-    finished_json = _File("finished.json")
-    logs = _File("logs")
-    report = _File("report")
-    profile = _File("profile")
+    attempts_jsonl = Below("attempts.jsonl")
+    finished_json = Below("finished.json")
+    logs = Below("logs")
+    report = Below("report")
+    profile = Below("profile")
     """Reports of nsys, one per rank and attempt."""
-    timeline_png = _File("report/timeline.png")
-    histograms_png = _File("report/histograms.png")
-    report_html = _File("report/report.html")
-    trace_json = _File("report/trace.json")
+    timeline_png = Below("report/timeline.png")
+    histograms_png = Below("report/histograms.png")
+    report_html = Below("report/report.html")
+    trace_json = Below("report/trace.json")
     """For ui.perfetto.dev."""
-    figures_json = _File("report/figures.json")
+    figures_json = Below("report/figures.json")
 
     def srun_log(self, attempt: int) -> Path:
         """What srun says of one attempt."""

@@ -27,7 +27,7 @@ from typing import Any, Literal
 from hydroslurm.coordination.authentication import KEY_BYTES
 from hydroslurm.core.files import open_regular, parse_json, read_regular, write_atomically
 from hydroslurm.core.journal import append_entry, entries_of
-from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.rundir import Below, RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.elastic.autoscale import AutoscalePolicy
 from hydroslurm.elastic.roster import Size, Timing
@@ -47,6 +47,14 @@ class ElasticFolder:
 
     run: Path
 
+    key_file = Below("key")
+    options_json = Below("options.json")
+    claim_json = Below("claim.json")
+    coordinator_json = Below("coordinator.json")
+    ledger_jsonl = Below("ledger.jsonl")
+    steps_jsonl = Below("steps.jsonl")
+    status_json = Below("status.json")
+
     @staticmethod
     def at(place: str) -> Path:
         """The run folder that :data:`ELASTIC_ENV` names."""
@@ -55,34 +63,6 @@ class ElasticFolder:
     @property
     def root(self) -> Path:
         return RunDir(self.run).elastic
-
-    @property
-    def key_file(self) -> Path:
-        return self.root / "key"
-
-    @property
-    def options_json(self) -> Path:
-        return self.root / "options.json"
-
-    @property
-    def claim_json(self) -> Path:
-        return self.root / "claim.json"
-
-    @property
-    def coordinator_json(self) -> Path:
-        return self.root / "coordinator.json"
-
-    @property
-    def ledger_jsonl(self) -> Path:
-        return self.root / "ledger.jsonl"
-
-    @property
-    def steps_jsonl(self) -> Path:
-        return self.root / "steps.jsonl"
-
-    @property
-    def status_json(self) -> Path:
-        return self.root / "status.json"
 
     # --- the key
 

@@ -26,7 +26,7 @@ from processes import wait_until
 from hydroslurm.coordination import channel, client
 from hydroslurm.coordination.authentication import RankGreeting
 from hydroslurm.coordination.client import CoordinatorClient
-from hydroslurm.coordination.frames import MAC_BYTES, Sealer, Unsealer, pack
+from hydroslurm.coordination.frames import MAC_BYTES, BadFrame, Sealer, Unsealer, pack
 from hydroslurm.coordination.messages import check_from_coordinator
 from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import Secret
@@ -543,7 +543,10 @@ def test_a_frame_of_a_deep_or_endless_value_is_refused(coordinator: tuple[World,
 def test_a_frame_that_is_changed_or_repeated_ends_the_connection(
     coordinator: tuple[World, int],
 ) -> None:
-    """Whoever sits between a rank and the coordinator can cut the connection, and nothing else."""
+    """Whoever sits between a rank and the coordinator can cut the connection, and nothing else; a
+    body of a length that nobody sends is not even waited for."""
+    with pytest.raises(BadFrame, match="4294967295 bytes"):
+        Unsealer(KEY).feed(b"\xff" * 4 + bytes(MAC_BYTES))
     world, port = coordinator
     for tamper in (
         lambda frame: frame[:-1] + b"]",
