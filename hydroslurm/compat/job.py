@@ -36,6 +36,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
@@ -61,8 +62,9 @@ class Job:
     init       once per run, after ``build``: pretrained weights, a first evaluation. If it is
                interrupted, nothing of it remains, and the next attempt starts it over
     epoch      repeatedly, until a stop signal is true after an epoch
-    exit       after the last epoch. If it is interrupted, the next attempt starts it over;
-               once done, it never runs again
+    exit       after the last epoch, and after Caffe2's ``download_group``, which collects what the
+               epochs have made. If one is interrupted, the next attempt starts it over; once
+               ``exit`` is done, neither runs again
     =========  ====================================================================================
 
     A function takes the job, or nothing. One thread registers functions and runs the job. While not
@@ -81,13 +83,21 @@ class Job:
         nodes_to_checkpoint: Iterable[str] | None = None,
         *,
         init_group: TaskGroup | None = None,
+        download_group: TaskGroup | None = None,
+        stop_conditions: Iterable[Any] | None = None,
     ) -> None:
         """Groups that are not given start empty. ``name`` may be the ``init_group``, Caffe2's first
-        argument. ``nodes_to_checkpoint``: for :meth:`nodes_to_checkpoint`."""
+        argument. ``nodes_to_checkpoint``: for :meth:`nodes_to_checkpoint`. ``stop_conditions``:
+        what later versions of Caffe2 call the ``stop_signals``."""
         if isinstance(name, TaskGroup):
             init_group = name
         self.name = name if isinstance(name, str) else "job"
-        given = {Group.INIT: init_group, Group.EPOCH: epoch_group, Group.EXIT: exit_group}
+        given = {
+            Group.INIT: init_group,
+            Group.EPOCH: epoch_group,
+            Group.COLLECT: download_group,
+            Group.EXIT: exit_group,
+        }
         self._groups = {group: given.get(group) or TaskGroup(group.value) for group in Group}
         for tasks in self._groups.values():
             tasks.job = self
@@ -98,7 +108,7 @@ class Job:
         self._loader: Any = None
         self._run: JobRun | None = None
         self._sealed = False
-        for signal in stop_signals or ():
+        for signal in (*(stop_signals or ()), *(stop_conditions or ())):
             self.add_stop_signal(signal)
 
     # --- registering
@@ -207,6 +217,9 @@ class Job:
             self._signals.append(Task(asked, group=TaskGroup("stop signals")))
         return signal
 
+    add_stop_condition = add_stop_signal
+    """What later versions of Caffe2 call it."""
+
     def compile(self, session: Any) -> Self:
         """Compile every group with a session and fix the nodes; return the job itself. Plain pickle
         can then pickle it with all its functions, closures included.
@@ -273,8 +286,14 @@ class Job:
         return self._groups[Group.EPOCH]
 
     @property
+    def download_group(self) -> TaskGroup:
+        """The group that runs after the last epoch, before ``exit_group``. What runs first, and
+        fetches data, are the functions of :meth:`download`."""
+        return self._groups[Group.COLLECT]
+
+    @property
     def exit_group(self) -> TaskGroup:
-        """The group that runs after the last epoch."""
+        """The group that runs last."""
         return self._groups[Group.EXIT]
 
     def nodes_to_checkpoint(self) -> tuple[str, ...]:
@@ -291,10 +310,27 @@ class Job:
             if any(task.has_output(one) for one in asked)
         }
 
+    @property
+    def stop_signals(self) -> tuple[TaskOutput | StopSignal, ...]:
+        """What ends the job, in order. ``fetch()`` of each tells, after an epoch, whether that was
+        the last one."""
+        return tuple(
+            signal.function if isinstance(signal.function, TaskOutput) else StopSignal(signal, self)
+            for signal in self._signals
+        )
+
+    stop_conditions = stop_signals
+    """What later versions of Caffe2 call them."""
+
     def ask_stop_signals(self) -> bool:
         """Whether the completed epoch was the last one."""
         answers = [bool(signal(self)) for signal in self._signals]
         return any(answers)
+
+    def signature(self) -> tuple[str, ...]:
+        """The names of the job and of its functions: two jobs of one script differ in them."""
+        tasks = [task for group in self._groups.values() for task in group.tasks()]
+        return (self.name, *(task.name for task in tasks))
 
     @property
     def is_running(self) -> bool:
@@ -382,6 +418,22 @@ class Job:
                 f"{what} comes too late: the objects of {self!r} are built and its state "
                 "is loaded. Do it in a function of the build group, or before the job runs"
             )
+
+
+@dataclass(frozen=True)
+class StopSignal:
+    """A function or a value that ends a job."""
+
+    task: Task
+    job: Job
+
+    def fetch(self) -> bool:
+        """Ask it.
+
+        Raises:
+            UsageError: it needs a running job, as an epoch limit does.
+        """
+        return bool(self.task(self.job))
 
 
 _local = threading.local()

@@ -15,6 +15,7 @@ from hydroslurm.checkpoint.store import Checkpoint, State
 from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress
 from hydroslurm.errors import CheckpointError, UsageError
 from hydroslurm.training.reading import require_one_store
+from hydroslurm.training.reporting import notice
 from hydroslurm.training.run import Run
 
 
@@ -29,10 +30,9 @@ class JobRun(Run):
         saves: there is a manager.
         fails_on_save_error: a failed save of an epoch is an error, not a warning.
         begins_at_origin: this attempt, the first in its folder, starts from another run's epoch.
+        is_committed: the completed epoch is.
+        is_finished: the job was done before this attempt, which has loaded its last epoch.
     """
-
-    _rest_is_redone = False
-    """The exit group is part of the run."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class JobRun(Run):
         self.saves = manager is not None
         self.fails_on_save_error = options.on_save_error == "fail"
         self._origin = origin
-        self.begins_at_origin = False
+        self.begins_at_origin = self.is_committed = self.is_finished = False
         self._unsaved: str | None = None
         if manager is None:
             self._unsaved = "nothing is saved, because the JobRunner has no checkpoint_manager"
@@ -144,6 +144,7 @@ class JobRun(Run):
         """Start an epoch."""
         self.progress.begun, self.progress.done, self.progress.outputs = True, 0, {}
         self.progress.first_step = self.step
+        self.is_committed = False
 
     def end_part(self) -> None:
         """Finish one function of the epoch group; the next may iterate over the data again."""
@@ -171,7 +172,8 @@ class JobRun(Run):
         self.progress.ended = bool(told[min(told)])
 
     def save_epoch(self, epoch: int) -> None:
-        """Commit the checkpoint of the completed epoch; an existing intact one is kept.
+        """Commit the checkpoint of the completed epoch; an existing intact one is kept. Without a
+        manager nothing is.
 
         Raises:
             SaveFailed, UnsavableState: as :meth:`Run.save`.
@@ -196,6 +198,7 @@ class JobRun(Run):
             )
             self._last_save_s = time.monotonic()
             self._saver.poll()
+        self.is_committed = True
 
     def newest_committed(self) -> Checkpoint | None:
         """The newest checkpoint by its manifest, after the save in flight has ended."""
@@ -206,6 +209,13 @@ class JobRun(Run):
             return next(reversed(self._store.committed()), None)
         except CheckpointError:  # called while reporting another error
             return None
+
+    def finish(self) -> None:
+        if self.is_finished:
+            self._cursor.restore_rng()
+            self._leave()
+        else:
+            super().finish()
 
     # --- Run's seams
     # --------------------------------------------------------------------------------------------
@@ -220,6 +230,33 @@ class JobRun(Run):
                 load(self._origin)
             return self._origin
         return found
+
+    def _go_on_finished(self, step: int) -> bool:
+        """Load the last epoch, for the code after the JobRunner: it may not have run yet, and must
+        not work on untrained objects."""
+        newest = self._load_newest() if self.saves else None
+        if newest is not None:
+            self._take_over(*newest)
+        if newest is None or self._step != step or not self.progress.ended:
+            has = "no checkpoint" if newest is None else f"no checkpoint after step {self._step}"
+            self._log_once(
+                f"{self.dir.checkpoints} has {has}: what follows the JobRunner would not have what "
+                f"was trained until step {step}, so the process ends here"
+            )
+            return super()._go_on_finished(step)
+        self.is_finished = True
+        self._log_once(
+            f"this job has finished at step {step}; it is loaded ({self.dir.root})", notice
+        )
+        return True
+
+    def _is_saved(self) -> bool:
+        return self.is_committed or not self.saves
+
+    def _rest_is_redone(self) -> bool:
+        """The exit group is part of the run. So its end counts at once where the last epoch is
+        committed: a restart has that for the code after the JobRunner."""
+        return not self.is_committed
 
     def _apply(self, state: State, *, source: str) -> None:
         super()._apply(state, source=source)

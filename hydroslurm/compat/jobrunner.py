@@ -22,13 +22,8 @@ from hydroslurm.compat.jobrun import JobRun
 from hydroslurm.compat.manager import CheckpointManager
 from hydroslurm.compat.tasks import Client, Group, LocalSession, TaskGroup
 from hydroslurm.core import rundir
-from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import SaveFailed, UsageError
-from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.training import finished
-from hydroslurm.training.arguments import fence_of
-from hydroslurm.training.reporting import notice, warning
-from hydroslurm.training.resuming import require_own
+from hydroslurm.training.reporting import warning
 
 
 class JobRunner:
@@ -37,7 +32,8 @@ class JobRunner:
     A checkpoint is committed after ``init`` (epoch 0) and after each epoch, before a stop signal
     ends the loop. A stop (SIGTERM, the warning before the time limit) takes effect at the next
     safe point, even in the middle of an epoch, and the next attempt resumes there. Once ``exit`` is
-    done, further attempts exit at once.
+    done, further attempts only build the objects and load the last epoch, for the code after the
+    runner. Where that epoch cannot be loaded, the process ends with status 0 and says why.
 
     Can be pickled until it runs. Main thread only, one per process at a time.
 
@@ -92,6 +88,9 @@ class JobRunner:
             )
         return self._run(client, at_least_one=True)
 
+    train = __call__
+    """What later versions of Caffe2 call it."""
+
     def run(self) -> int:
         """Run the job to its end; returns the number of completed epochs.
 
@@ -111,22 +110,20 @@ class JobRunner:
     def _run(self, client: Client, *, at_least_one: bool) -> int:
         self.job.check()
         manager, origin = self._branch()
-        if manager is not None and (done := finished.read(RunDir(manager.directory))) is not None:
-            allocation = Allocation.from_environ(os.environ)
-            place = RunDir(manager.directory)
-            require_own(place, fence=fence_of(place, allocation))
-            notice(f"this job has finished at step {done.step}; nothing to do {manager.directory}")
-            return manager.last_epoch() or 0
         with ExitStack() as stack:
             directory: Path | None = manager.directory if manager else None
-            if manager is None and rundir.from_environment(os.environ) is None:
+            if directory is not None:
+                _require_one_job(directory, self.job)
+            elif rundir.from_environment(os.environ) is None:
                 directory = stack.enter_context(_folder_for_now())
             run = JobRun(manager, directory=directory, origin=origin)
             stack.enter_context(run)  # writes the marker of a finished run at its end
             stack.enter_context(self.job.running(run))
             retrieved = None if origin is None else self.resume_from_epoch
             JobAttempt(self.job, run, self.checkpoint_manager, client, at_least_one).run(retrieved)
-            return run.epoch
+        if manager is not None:
+            _done[manager.directory] = self.job.signature()
+        return run.epoch
 
     def _branch(self) -> tuple[CheckpointManager | None, Found | None]:
         """The manager of this run, and what it starts from while it has no checkpoint."""
@@ -137,6 +134,23 @@ class JobRunner:
         if branch.committed():
             return branch, None
         return branch, manager.find(epoch=epoch)
+
+
+_done: dict[Path, tuple[str, ...]] = {}
+"""Directory -> signature of the job that this process has finished, or found finished, there."""
+
+
+def _require_one_job(directory: Path, job: Job) -> None:
+    """Refuse the second of two jobs in one directory: it would get what the first has trained.
+
+    Raises:
+        UsageError: another job is done there.
+    """
+    if _done.get(directory, job.signature()) != job.signature():
+        raise UsageError(
+            f"this process has finished another job in {directory}, and a directory belongs to one "
+            f'job. Give {job!r} its own: CheckpointManager("{directory}/second")'
+        )
 
 
 @contextmanager
@@ -156,6 +170,7 @@ _IN_GROUP = {
     Group.DOWNLOAD: "what was fetched stays; nothing was trained in this attempt",
     Group.BUILD: "nothing was trained in this attempt",
     Group.INIT: "an interrupted init leaves nothing behind; the next attempt starts it over",
+    Group.COLLECT: "the last epoch is committed; the next attempt starts the download group over",
     Group.EXIT: "the last epoch is committed; the next attempt starts the exit group over",
 }
 
@@ -177,7 +192,6 @@ class JobAttempt:
         self._manager = manager
         self._client = client
         self._at_least_one = at_least_one
-        self._committed = False
         self._has_just_loaded = False
 
     def run(self, retrieved: int | None) -> None:
@@ -190,11 +204,14 @@ class JobAttempt:
         if not self._resume(retrieved):
             self._group(Group.INIT)
             self._init_manager(None)
+        elif run.is_finished:
+            return
         elif run.begins_at_origin and self._at_least_one:
             run.agree_to_end(False)
         elif run.begins_at_origin:
             self._ask_stop_signals()
         self._epochs()
+        self._group(Group.COLLECT)
         self._group(Group.EXIT)
 
     def _resume(self, retrieved: int | None) -> bool:
@@ -223,7 +240,7 @@ class JobAttempt:
     def _group(self, group: Group) -> None:
         """Run the functions of any group but the epoch group. A stop inside saves nothing, unless
         the last epoch could not be committed."""
-        if group is Group.EXIT and not self._committed:
+        if group in (Group.COLLECT, Group.EXIT) and not self._run.is_committed:
             self._hand_over(group, lambda: self._call_all(group))
             return
         with self._run.unsaved(_IN_GROUP[group]):
@@ -244,7 +261,7 @@ class JobAttempt:
         progress = self._run.progress
         while True:
             if not progress.begun:
-                self._committed = self._save_epoch()
+                self._save_epoch()
                 if progress.ended:
                     return
                 self._check_stop_between()
@@ -273,8 +290,8 @@ class JobAttempt:
         with self._explained(f"a stop signal after epoch {self._run.epoch - 1}"):
             self._run.agree_to_end(self._job.ask_stop_signals())
 
-    def _save_epoch(self) -> bool:
-        """Save the completed epoch; return whether it is committed."""
+    def _save_epoch(self) -> None:
+        """Save the completed epoch, as far as that is possible and wanted."""
         run = self._run
         with self._explained(f"saving the checkpoint of epoch {run.epoch}"):
             try:
@@ -292,11 +309,9 @@ class JobAttempt:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-                return False
-        return run.saves
 
     def _check_stop_between(self) -> None:
-        if not self._committed:
+        if not self._run.is_committed:
             self._run.check_stop()
             return
         with self._run.unsaved(f"epoch {self._run.epoch} is committed already"):

@@ -50,6 +50,8 @@ class CheckpointManager(CheckpointReader):
             ``fail`` raises SaveFailed.
     """
 
+    _takes_several_nodes = False
+
     def __init__(
         self,
         directory: str | os.PathLike[str] | Run | None = None,
@@ -113,7 +115,15 @@ class CheckpointManager(CheckpointReader):
 
         Args:
             retrieve_from_epoch: take :meth:`blob_list` from this epoch's checkpoint.
+
+        Raises:
+            UsageError: more than one node; a :class:`MultiNodeCheckpointManager` takes several.
         """
+        if nodes is not None and len(nodes) > 1 and not self._takes_several_nodes:
+            raise UsageError(
+                f"{type(self).__name__}.init({', '.join(nodes)}): wanted one node; for several use "
+                "MultiNodeCheckpointManager"
+            )
 
         def settle() -> None:
             job = Job.current()
@@ -227,6 +237,8 @@ class MultiNodeCheckpointManager(CheckpointManager):
     The number of ranks may change between two attempts of a job: shared state is resharded, and the
     sample order continues where all of them together had stopped.
     """
+
+    _takes_several_nodes = True
 
     def world_size(self, *, epoch: int | None = None, step: int | None = None) -> int:
         """How many ranks wrote a checkpoint.

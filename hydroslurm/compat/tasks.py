@@ -212,6 +212,7 @@ class Group(str, Enum):
     BUILD = "build"
     INIT = "init"
     EPOCH = "epoch"
+    COLLECT = "download_group"
     EXIT = "exit"
 
 
@@ -274,23 +275,24 @@ class EpochLimit:
         return job.run.epoch >= self.epochs
 
 
-def epoch_limiter(epochs: int) -> EpochLimit:
+def epoch_limiter(epochs: int | Job, num_epochs: int | None = None) -> EpochLimit:
     """A stop signal that ends a job after this many epochs.
 
         job.add_stop_signal(hydroslurm.epoch_limiter(10))
 
     Inside ``with Job()`` it adds itself to that job, as Caffe2's does; adding it again has no
-    effect.
+    effect. Later versions of Caffe2 name the job first: ``epoch_limiter(job, 10)``.
 
     Raises:
         UsageError: not an integer of 1 or more.
     """
-    if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
-        raise UsageError(f"epoch_limiter({epochs!r}): wanted a whole number of 1 or more")
-    from hydroslurm.compat.job import innermost_job  # imports this module
+    from hydroslurm.compat.job import Job, innermost_job  # imports this module
 
-    limit = EpochLimit(epochs)
-    job = innermost_job()
+    job = epochs if isinstance(epochs, Job) else innermost_job()
+    count = num_epochs if isinstance(epochs, Job) else epochs
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise UsageError(f"epoch_limiter({count!r}): wanted a whole number of 1 or more")
+    limit = EpochLimit(count)
     if job is not None and not job.is_running:
         job.add_stop_signal(limit)
     return limit

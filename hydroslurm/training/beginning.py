@@ -207,29 +207,17 @@ class Beginning(ABC):
             lambda: enter(self.dir, fence=self._fence, store=self._store, anew=self._begins_anew),
         )
         if (step := entered["finished"]) is not None:
-            self._log_once(
-                f"this run has finished at step {step}; nothing to do ({self.dir.root}). To train "
-                f"it longer, remove {self.dir.finished_json.name} there",
-                notice,
-            )
-            self._leave()
-            raise ExitForRequeue.finished()
+            return self._go_on_finished(step)
         self._fence.hold(entered["claim"])
-        loaded: list[State] = []
-
-        def load(candidate: Found) -> None:
-            loaded.clear()  # of one that another rank has rejected
-            loaded.append(load_for(rank_group, candidate, like=self._objects.templates()))
-
-        found = self._newest(load if may_load else None)
-        if found is not None and not may_load:
+        newest = self._load_newest() if may_load else None
+        if not may_load and (found := self._newest(None)) is not None:
             raise UsageError(
                 f"{seen} and the run was not resumed, but step {found.checkpoint.step} is "
                 f"committed ({found.checkpoint.path}): the loop would train from 0 again. Call "
                 "run.resume() before the loop, and begin that at run.step; to begin anew, give "
                 "another directory= or Run(resume=False)"
             )
-        begins_at = found.checkpoint.step if found else 0
+        begins_at = newest[0].checkpoint.step if newest else 0
         try:
             number = rank_group.decide("attempt", lambda: self._attempt.enter(begins_at))
         except RunEnded as error:
@@ -237,21 +225,44 @@ class Beginning(ABC):
             self._leave()
             raise ExitForRequeue.must_not_run_again() from error
         self._attempt.begin(number, begins_at)
-        if found is None:
+        if newest is None:
             self._log_once(f"a new run, step 0 ({self.dir.root})", notice)
             return False
-        (state,) = loaded
+        self._take_over(*newest)
+        where = newest[0].checkpoint.path
+        self._log_once(f"attempt {number} resumes from step {self._step} ({where})", notice)
+        return True
+
+    def _go_on_finished(self, step: int) -> bool:
+        """Leave: the process that finished the run has also done what follows the training."""
+        self._log_once(
+            f"this run has finished at step {step}; nothing to do ({self.dir.root}). To train "
+            f"it longer, remove {self.dir.finished_json.name} there",
+            notice,
+        )
+        self._leave()
+        raise ExitForRequeue.finished()
+
+    def _load_newest(self) -> tuple[Found, State] | None:
+        """Load the checkpoint that all ranks resume from."""
+        loaded: list[State] = []
+
+        def load(candidate: Found) -> None:
+            loaded.clear()  # of one that another rank has rejected
+            loaded.append(load_for(self._rank_group, candidate, like=self._objects.templates()))
+
+        found = self._newest(load)
+        return None if found is None else (found, loaded[0])
+
+    def _take_over(self, found: Found, state: State) -> None:
+        """Put a loaded state into the objects."""
         for message in differences(
-            rank_group, found, state, objects=self._objects, loading=self._cursor.loading
+            self._rank_group, found, state, objects=self._objects, loading=self._cursor.loading
         ):
             self._log_once(message)
         self._saves.periodic_step = found.checkpoint.step
         self._saver.continues_from(found.checkpoint)
         self._apply(state, source=str(found.checkpoint.path))
-        self._log_once(
-            f"attempt {number} resumes from step {self._step} ({found.checkpoint.path})", notice
-        )
-        return True
 
     # --- inside
     # --------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ class Ending(Saving):
     """Base of Run, whose constructor makes what it needs."""
 
     _installed_here: bool
-    _rest_is_redone: bool
 
     def finish(self) -> None:
         """Declare the training done: save its last step unless that is saved already, and close.
@@ -42,7 +41,7 @@ class Ending(Saving):
         self._cursor.restore_rng()  # for what follows, where there was nothing left to train
         self._count_step_left_early()
         self._rank_group.exchange("finish", self._step)
-        if self._rest_is_redone and self._step != (self._saver.durable_step or 0):
+        if not self._is_saved():
             try:
                 self.save()
             except SaveFailed as error:
@@ -111,10 +110,18 @@ class Ending(Saving):
         """Asked as this process ends: whether those that count have ended well."""
         return True
 
+    def _is_saved(self) -> bool:
+        """Whether the last step is, or is not to be."""
+        return self._step == (self._saver.durable_step or 0)
+
+    def _rest_is_redone(self) -> bool:
+        """Whether a restart repeats what follows the training, until a process has done it."""
+        return True
+
     def _write_finished(self) -> None:
         self._fence.check("the end of the run")
         self._attempt.end("finished", step=self._step)
-        if self._rest_is_redone:
+        if self._rest_is_redone():
             others = self._others_have_ended
             finished.at_good_end(self.dir, step=self._step, fence=self._fence, others=others)
         else:

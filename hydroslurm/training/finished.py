@@ -92,7 +92,9 @@ def read(run: RunDir) -> Finished | None:
             stacklevel=2,
         )
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise RunFolderError(f"the run folder {run.root}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise RunFolderError(
             f"{run.finished_json} cannot be read ({error}). Remove it to train on"
         ) from error
@@ -153,6 +155,8 @@ def settle(problem: str = "") -> None:
     """Write the markers as the process exits, or log why not."""
     for done in [one for one in _trained.values() if one.pid == os.getpid()]:
         del _trained[done.run.root]
+        if not done.run.root.is_dir():  # a folder that was made for this process only
+            continue
         if problem or not done.others():
             why = f"the process ends with {problem}" if problem else "another rank ends otherwise"
             warning(
@@ -162,7 +166,6 @@ def settle(problem: str = "") -> None:
             continue
         try:
             done.fence.check("the end of the run")
-            if done.run.root.is_dir():
-                write(done.run, step=done.step)
+            write(done.run, step=done.step)
         except Exception as error:  # an exit status cannot be changed any more
             warning(f"finished.json could not be written, so a restart repeats the end: {error}")

@@ -109,9 +109,6 @@ class Run(Looping, Ending):
     _is_elastic = False
     """Whether its members may come and go."""
 
-    _rest_is_redone = True
-    """What follows the training is repeated until the process that has done it exits well."""
-
     def __new__(cls, *_: Any, elastic: bool | None = None, **arguments: Any) -> Self:
         """One whose members come and go is of a class of its own."""
         environ = arguments.get("environ") or os.environ

@@ -50,4 +50,4 @@ def test_a_job_ends_where_its_first_rank_says(story: Story) -> None:
         manager.load_own(2, epoch=1)
     again = story.live(WORLD, kind="job", epochs=2)
     assert set(again.codes.values()) == {0}, again.said
-    assert "nothing to do" in again.said
+    assert "it is loaded" in again.said

@@ -11,6 +11,7 @@ save_anew: the epoch before whose first batch all checkpoints vanish and it save
 lose_epochs: the one from which on no checkpoint of an epoch can be written.
 last_epoch: the one after which the output of training, a stop signal, is true.
 epochs, every_steps, back_to, on_save_error, keep: of the job and its manager.
+fail_after: it raises once the runner has returned.
 late_file: a folder for temporary ones; into each that is being removed somebody writes a file.
 lenient: warnings are printed instead of raised.
 """
@@ -49,6 +50,7 @@ class Story:
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
         self.losses: list[float] = []
+        self.model = torch.nn.Sequential()
 
     def at(self, place: str, job: Job) -> None:
         """Write down that we are here; hold or fail where that is wanted."""
@@ -79,8 +81,7 @@ def _without_epochs(store: CheckpointStore, state: Any, *, kind: str, **options:
     return _write(store, state, kind=kind, **options)
 
 
-def define(options: dict[str, Any]) -> Job:
-    story = Story(options)
+def define(options: dict[str, Any], story: Story) -> Job:
     with Job("story") as job:
 
         @job.download
@@ -90,7 +91,7 @@ def define(options: dict[str, Any]) -> Job:
         @job.build
         def build() -> None:
             torch.manual_seed(0)
-            model = job.save(
+            model = story.model = job.save(
                 "model", torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout())
             )
             optimizer = job.save("optimizer", torch.optim.Adam(model.parameters(), lr=0.1))
@@ -174,8 +175,12 @@ def live(options: dict[str, Any]) -> None:
             keep=options.get("keep"),
             on_save_error=options.get("on_save_error", "warn"),
         )
-    runner = JobRunner(define(options), manager, resume_from_epoch=options.get("back_to"))
-    print("returned", runner.run(), flush=True)
+    story = Story(options)
+    runner = JobRunner(define(options, story), manager, resume_from_epoch=options.get("back_to"))
+    epochs, weights = runner.run(), hashlib.sha256(repr(story.model.state_dict()).encode())
+    print("returned", epochs, "with", weights.hexdigest(), flush=True)
+    if options.get("fail_after"):
+        raise ArithmeticError("failing after the runner")
 
 
 def main() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+from typing import Any
 
 import pytest
-from training.jobrunner_story import WHOLE, Story, since, until
+from training.jobrunner_story import WHOLE, Attempt, Story, since, until
 
 from hydroslurm.compat.manager import CheckpointManager
 
@@ -22,13 +24,29 @@ def test_left_alone(story: Story) -> None:
     assert (story.directory / "finished.json").exists()
 
 
-def test_a_finished_job_does_nothing(story: Story) -> None:
-    """One more attempt leaves at once, says so, and knows how many epochs there were."""
-    story.live(epochs=1)
+def _returned(attempt: Attempt) -> str:
+    """The epochs that the runner has returned, and a hash of the weights after it."""
+    return next(line for line in attempt.said.splitlines() if line.startswith("returned"))
+
+
+@pytest.mark.parametrize("last_save", [{}, {"lose_epochs": "train 0.1", "lenient": True}])
+def test_what_follows_a_finished_job_has_what_it_trained(story: Story, last_save: Any) -> None:
+    """An export that fails after the runner is repeated with the trained weights, also where the
+    last epoch could not be saved as usual. Without any checkpoint of them, the process ends with a
+    line instead."""
+    first = story.live(epochs=1, fail_after=True, **last_save)
+    assert first.code == 1, first.said
     again = story.live(epochs=1)
-    assert (again.code, again.diary) == (0, [])
-    assert "has finished at step 4" in again.said
-    assert "returned 1" in again.said
+    assert (again.code, again.diary) == (0, [*SETUP, "exit"] if last_save else SETUP), again.said
+    assert _returned(again) == _returned(first)
+    assert "this job has finished at step 4; it is loaded" in story.live(epochs=1).said
+    for one in CheckpointManager(story.directory).committed():
+        if one.step == 4:
+            shutil.rmtree(one.path)
+    gone = story.live(epochs=1)
+    assert gone.code == 0
+    assert "returned" not in gone.said
+    assert "no checkpoint after step 0: what follows the JobRunner would not have" in gone.said
 
 
 @pytest.mark.parametrize("hold", ["download", "build", "weights"])
@@ -151,7 +169,7 @@ def test_a_stop_signal_ends_the_job_after_its_checkpoint(story: Story) -> None:
     assert manager.load_partial(["hydroslurm.job"], epoch=1)["hydroslurm.job"]["ended"] is True
     again = story.live(epochs=1)
     assert (again.code, again.diary) == (0, [*SETUP, "exit"])
-    assert story.live(epochs=1).diary == []
+    assert story.live(epochs=1).diary == SETUP
 
 
 def test_attempts_are_written_down(story: Story) -> None:
@@ -188,7 +206,7 @@ def test_resume_from_epoch(story: Story, undisturbed: str) -> None:
     assert sorted(path.name for path in (story.directory / "checkpoints").iterdir()) == before
     branch = CheckpointManager(story.directory).branch(1)
     assert branch.epochs() == (1, 2, 3)
-    assert story.live(back_to=1).diary == []
+    assert story.live(back_to=1).diary == SETUP
 
 
 def test_resume_from_epoch_trains_a_finished_job_further(story: Story, undisturbed: str) -> None:

@@ -22,7 +22,9 @@ from hydroslurm import (
     TaskGroup,
     epoch_limiter,
 )
-from hydroslurm.errors import UsageError
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.errors import RunFolderError, UsageError
+from hydroslurm.training import finished
 
 
 class Total:
@@ -140,6 +142,59 @@ def test_what_ends_a_job() -> None:
         output.fetch()
     LocalSession().run(outside)
     assert output.fetch() == 3
+
+
+def test_later_versions(tmp_path: Path) -> None:
+    """download_group runs once, after the epochs and before exit; train(), epoch_limiter(job, n)
+    and stop conditions are what they are called there."""
+    ran: list[str] = []
+    with Job(stop_conditions=[]) as job:
+        Task(step=lambda: ran.append("epoch") or len(ran) > 2)  # type: ignore[func-returns-value]
+        for group in (job.init_group, job.download_group, job.exit_group):
+            with group:
+                Task(step=lambda name=group.name: ran.append(name))
+        job.add_stop_condition(job.epoch_group.tasks()[0].outputs()[0])
+        job.add_stop_condition(lambda: False)
+    epoch_limiter(job, 5)
+    assert JobRunner(job, CheckpointManager(tmp_path)).train(LocalSession()) == 2
+    assert ran == ["init", "epoch", "epoch", "download_group", "exit"]
+    assert [signal.fetch() for signal in job.stop_signals[:2]] == [True, False]
+    assert job.stop_conditions[0] is job.epoch_group.tasks()[0].outputs()[0]
+
+
+def test_one_node_or_several(tmp_path: Path) -> None:
+    """CheckpointManager takes one node, as in Caffe2, and the other as many as there are."""
+    with pytest.raises(UsageError, match=r"init\(a, b\): wanted one node; .*MultiNodeCheckpointM"):
+        CheckpointManager(tmp_path).init(["a", "b"])
+    MultiNodeCheckpointManager(tmp_path).init(["a", "b"])
+
+
+def test_two_jobs_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second job would get what the first has trained: it needs a directory of its own, and has
+    one without a manager. The same job gets its own."""
+    job, total, _ = counting()
+    assert JobRunner(job, CheckpointManager(tmp_path / "run")).run() == 3
+    other, _, _ = counting()
+    other.init(lambda: None)
+    with pytest.raises(UsageError, match=r"another job in .*CheckpointManager\(.*run/second"):
+        JobRunner(other, CheckpointManager(tmp_path / "run")).run()
+    again, total, _ = counting()
+    assert JobRunner(again, CheckpointManager(tmp_path / "run")).run() == 3
+    assert total.total == 106
+    monkeypatch.setenv("HYDROSLURM_RUN_DIR", str(tmp_path / "job"))
+    for job, total, _ in (counting(), counting()):
+        assert (JobRunner(job).run(), total.total) == (3, 106)
+
+
+@pytest.mark.parametrize("folder", ["file/run", "file"])
+def test_an_unusable_folder(tmp_path: Path, folder: str) -> None:
+    """The error is about the folder, not about a file in it that is not there."""
+    (tmp_path / "file").touch()
+    job, _, _ = counting()
+    with pytest.raises(RunFolderError, match=rf"{folder}[^ ]*: Not a directory"):
+        JobRunner(job, CheckpointManager(tmp_path / folder)).run()
+    with pytest.raises(RunFolderError, match=rf"the run folder [^ ]*{folder}: Not a directory"):
+        finished.read(RunDir(tmp_path / folder))
 
 
 def test_a_compiled_job_travels(tmp_path: Path) -> None:

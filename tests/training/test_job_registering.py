@@ -27,12 +27,12 @@ def nothing() -> None:
 def test_functions_are_kept_in_order() -> None:
     """Each decorator adds to its group and returns the function as it was."""
     job = Job("order")
-    names = [group.value for group in Group]
-    for name in names:
-        add = getattr(job, name)
+    groups = [group for group in Group if group is not Group.COLLECT]
+    for group in groups:
+        add = getattr(job, group.value)
         assert add(nothing) is nothing
         add(functools.partial(print, end=""))
-    for group in Group:
+    for group in groups:
         assert [part.name for part in job.parts(group)] == ["nothing", "partial"]
 
 
