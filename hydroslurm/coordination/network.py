@@ -74,6 +74,18 @@ def own_address(environ: Mapping[str, str]) -> str:
         return "127.0.0.1"
 
 
+def address_towards(host: str) -> str:
+    """The address by which ``host``, and nodes that reach it, reach this one. Sends nothing.
+
+    Raises:
+        OSError: ``host`` does not resolve, or has no route.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        address = str(probe.getsockname()[0])
+    return host if address.startswith("127.") else address  # both are on one machine
+
+
 @functools.cache
 def _look_up(host: str) -> tuple[str, str]:
     """``host`` if it resolves, else the NodeAddr of Slurm's node of that name, and no failure; if

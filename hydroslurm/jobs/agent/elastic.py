@@ -39,6 +39,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api as launcher
 
 from hydroslurm.coordination.authentication import KEY_BYTES, derive
@@ -57,6 +58,7 @@ from hydroslurm.jobs.agent.exit_status import (
 )
 from hydroslurm.jobs.agent.node import Node
 from hydroslurm.jobs.agent.rendezvous import (
+    ExitBarrier,
     Rendezvous,
     RendezvousKeepalive,
     fill_in,
@@ -92,15 +94,16 @@ class NodeAgent(LocalElasticAgent):
         self._node = node
         self._monitoring = False
         self._leaving = False
+        self._barrier = ExitBarrier()
         self._watch_rendezvous(spec.rdzv_handler)
 
     def _watch_rendezvous(self, handler: Any) -> None:
-        keepalive = RendezvousKeepalive(
+        self._keepalive = RendezvousKeepalive(
             handler,
             leaving=lambda: self._leaving or self._stop_asked(),
             warn=self._node.log.warning,
         )
-        self._node.on_suspend(keepalive.suspend)
+        self._node.on_suspend(self._keepalive.suspend)
 
     def _stop_asked(self) -> bool:
         """Whether workers that end now may have been asked to."""
@@ -111,6 +114,13 @@ class NodeAgent(LocalElasticAgent):
             self._unless_stopped()
             super()._rendezvous(worker_group)
             os.environ[INCARNATION_ENV] = incarnation_of(worker_group)
+        self._keepalive.joined()
+        self._barrier.join(
+            worker_group.store,
+            worker_group.group_rank or 0,
+            worker_group.group_world_size or 1,
+            master_addr=worker_group.master_addr or "",
+        )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._unless_stopped()
@@ -146,15 +156,13 @@ class NodeAgent(LocalElasticAgent):
             self.status = node_status(codes, stop_asked=stop_asked)
             if self.status is not None or stop_asked:
                 self._remaining_restarts = 0
-                self._wait_for_others(worker_group, LEAVE_TOGETHER_S)
+                self._wait_for_others(LEAVE_TOGETHER_S)
         return result
 
     def _exit_barrier(self) -> None:
-        """Replace torch's, which waits in C++, where no signal handler runs. A stop only concerns
-        the other nodes: the workers of this one are done."""
-        self._wait_for_others(
-            self._worker_group, self._exit_barrier_timeout, give_up=self._stop_asked
-        )
+        """Replace torch's, which waits in C++, where no signal handler runs, and whole for an agent
+        that is gone. A stop only concerns the other nodes: the workers of this one are done."""
+        self._wait_for_others(self._exit_barrier_timeout, is_final=True)
 
     def _close(
         self,
@@ -193,17 +201,28 @@ class NodeAgent(LocalElasticAgent):
         if decision is Decision.END_OTHERS:
             self._node.kill_listeners()
 
-    def _wait_for_others(
-        self, group: Any, within_s: float, *, give_up: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Announce that the workers of this node have ended, and wait for all nodes to do so."""
-        names = [f"hydroslurm/ended/{number}" for number in range(group.group_world_size or 1)]
+    def _wait_for_others(self, within_s: float, *, is_final: bool = False) -> None:
+        """Announce that the workers of this node have ended, and wait for all nodes to do so.
+
+        Args:
+            is_final: they have finished their work, so that a stop ends the wait, and the first
+                node gets as long as its agent lives: its workers may evaluate and save.
+        """
         clock = AwakeClock()
         until_s = clock.now_s() + within_s
         # the store ends with its agent, which leaves once it has seen everybody
-        with contextlib.suppress(Exception):
-            group.store.set(names[group.group_rank or 0], "1")
-            while not group.store.check(names) and not give_up() and clock.now_s() < until_s:
+        with contextlib.suppress(Exception), contextlib.closing(self._barrier) as barrier:
+            working = barrier.enter()
+            if is_final:
+                self._keepalive.close_unless_enough(working)
+            while not (is_final and self._stop_asked()):
+                if not self._keepalive.is_held:
+                    missing = barrier.first_missing()
+                    is_patient = is_final and missing == 0 and barrier.is_connected
+                    if missing is None or (clock.now_s() >= until_s and not is_patient):
+                        return
+                    if is_final:
+                        self._keepalive.leave_if_awaited()
                 time.sleep(_POLL_S)
 
     def _unless_stopped(self) -> None:
@@ -268,6 +287,13 @@ def launch(
             first = error.get_first_failure()[1].exitcode
             failed = agents[-1].failed if agents else None
             return failed or failure_status([first], stop_asked=False) or FAILED
+        except RendezvousError as error:
+            failed = agents[-1].failed if agents else None
+            if failed is None:
+                raise
+            kind = type(error).__name__
+            node.log.warning(f"too few nodes are left to restart the workers that failed ({kind})")
+            return failed
 
 
 def _run(chosen: Any, agents: list[NodeAgent]) -> int:

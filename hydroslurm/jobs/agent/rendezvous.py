@@ -11,17 +11,25 @@ this process was stopped does not count: nobody is given up within ``ALLOWANCE_S
 own heartbeats. And from SIGTSTP on the store is not asked, because the SIGSTOP that follows would
 cut the call in two: a client that wakes up after its time-out takes the late answer for that of its
 next call.
+
+A node whose workers have ended waits for the others in an exit barrier. Torch's happens to block
+the heartbeats of that node, which is then forgotten, so that a worker that fails elsewhere is
+restarted without it; but it waits 300 s for an agent that has died. Ours (:class:`ExitBarrier`)
+leaves the round when others wait for the next one, and the kernel says which agents live.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import select
 import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hydroslurm.coordination.network import address_towards, configure_socket, listen
 from hydroslurm.coordination.world import World
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.slurm.allocation import Allocation
@@ -126,10 +134,16 @@ ALLOWANCE_S = 30.0
 STORE_LOST_S = 30.0
 """How long the store may be unreachable while the workers go on. The agent that hosts it may have
 left because its workers did, and ours may be about to find out."""
+CONNECT_S = 3.0
+"""How long the kernel of another node may take to accept a connection."""
 
 
 class RendezvousKeepalive:
-    """Keeps one agent's rendezvous handler from giving up on suspended nodes. Any thread."""
+    """Keeps one agent's rendezvous handler from giving up on suspended nodes. Any thread.
+
+    Attributes:
+        is_held: Slurm is about to stop this process, so that the store must not be asked.
+    """
 
     def __init__(
         self, handler: Any, *, leaving: Callable[[], bool], warn: Callable[[str], None]
@@ -143,7 +157,9 @@ class RendezvousKeepalive:
             warn: called if this version of torch cannot be patched.
         """
         self._leaving = leaving
-        self._held = False
+        self.is_held = False
+        self._handler = handler
+        self._met: frozenset[Any] = frozenset()
         self._lost: tuple[AwakeClock, float] | None = None
         self._seen_s = time.monotonic()
         self._allow_until_s = 0.0
@@ -151,7 +167,8 @@ class RendezvousKeepalive:
         self._nodes_waiting: Callable[[], int] = handler.num_nodes_waiting
         handler.num_nodes_waiting = self.num_nodes_waiting
         holder = getattr(handler, "_state_holder", None)
-        if holder is not None and not self._patch(handler, holder):
+        self._is_patched = holder is not None and self._patch(handler, holder)
+        if holder is not None and not self._is_patched:
             warn(
                 "the rendezvous of this version of torch is unknown: after a suspend longer than "
                 "its keep-alive (15 s by default; --rdzv-conf keep_alive_max_attempt=N) failed "
@@ -160,7 +177,35 @@ class RendezvousKeepalive:
 
     def suspend(self, begins: bool) -> None:
         """Slurm is about to stop this process (True), or has continued it."""
-        self._held = begins
+        self.is_held = begins
+
+    def joined(self) -> None:
+        """This node is in a new round."""
+        if self._is_patched:
+            self._met = frozenset(self._handler._state_holder.state.participants)
+
+    def close_unless_enough(self, working: int) -> None:
+        """Let no worker wait to be restarted where fewer nodes than the minimum can meet again.
+
+        Args:
+            working: how many nodes of this round have workers that have not ended.
+        """
+        if self._is_patched:
+            state = self._handler._state_holder.state
+            spare = (state.wait_list | state.redundancy_list) - self._met
+            if working + len(spare) < self._handler.settings.min_nodes:
+                self._handler.set_closed()
+
+    def leave_if_awaited(self) -> None:
+        """Leave this round, whose workers have ended here, if others wait for the next one: it
+        begins when all have left this one. Spare nodes are not to take a place before that."""
+        if self._is_patched and self._nodes_waiting() > 0:
+            from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp
+
+            handler = self._handler
+            handler._stop_heartbeats()
+            deadline = handler._get_deadline(handler.settings.timeout.close)
+            handler._op_executor.run(_RendezvousExitOp(), deadline)
 
     def num_nodes_waiting(self) -> int:
         """Torch's count; 0 if the workers of this node are leaving, or the store has just gone.
@@ -199,7 +244,7 @@ class RendezvousKeepalive:
 
         def sync_unless_suspended() -> bool | None:
             """None is torch's own answer when it keeps the state that it has."""
-            result: bool | None = None if self._held else sync()
+            result: bool | None = None if self.is_held else sync()
             return result
 
         # torch has no public hook for either
@@ -215,6 +260,90 @@ class RendezvousKeepalive:
             self._allow_until_s = now_s + ALLOWANCE_S
         self._seen_s = now_s
         return now_s < self._allow_until_s
+
+
+class ExitBarrier:
+    """Where the agents of one round wait until the workers of all nodes have ended.
+
+    Each agent listens at a port, and accepts nothing: its kernel does, also while the agent is
+    stopped, and closes the connection when the agent is gone. One connection at a time is enough,
+    to the first node that is missing. Nothing is read or written.
+    """
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._rank = 0
+        self._missing: list[int] = []
+        self._listener: socket.socket | None = None
+        self._address = ""
+        self._connection: socket.socket | None = None
+
+    def join(self, store: Any, rank: int, size: int, *, master_addr: str) -> None:
+        """A round begins.
+
+        Args:
+            store: torch's, of this round.
+            master_addr: an address that leads to the node with rank 0, from all nodes.
+        """
+        self._store, self._rank, self._missing = store, rank, list(range(size))
+        if self._listener is None and size > 1:
+            with contextlib.suppress(OSError):  # the others then wait for as long as torch does
+                self._address = address_towards(master_addr)
+                self._listener = listen(self._address, [0])
+        if self._listener is not None:
+            port = self._listener.getsockname()[1]
+            store.set(_agent_key(rank), f"{self._address}:{port}")
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the agent that is waited for is known to live."""
+        return self._connection is not None
+
+    def enter(self) -> int:
+        """The workers of this node have ended; returns on how many nodes they have not."""
+        self._store.set(_ended_key(self._rank), "1")
+        return sum(not self._store.check([_ended_key(rank)]) for rank in self._missing)
+
+    def first_missing(self) -> int | None:
+        """The first node whose workers run and whose agent is not known to be gone; None if there
+        is none."""
+        while self._missing:
+            rank = self._missing[0]
+            if not self._store.check([_ended_key(rank)]) and not self._is_gone(rank):
+                return rank
+            self.close()
+            self._missing.pop(0)
+        return None
+
+    def close(self) -> None:
+        """Close the connection. The listener is for the others, and closes with this process."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _is_gone(self, rank: int) -> bool:
+        if self._connection is None:
+            if not self._store.check([_agent_key(rank)]):
+                return False
+            host, _, port = self._store.get(_agent_key(rank)).decode().rpartition(":")
+            try:
+                self._connection = socket.create_connection((host, int(port)), CONNECT_S)
+                configure_socket(self._connection)
+            except ConnectionRefusedError:
+                return True
+            except OSError:  # a firewall, a name that does not resolve: it may live
+                return False
+        watch = select.poll()
+        watch.register(self._connection, select.POLLIN)
+        return bool(watch.poll(0))
+
+
+def _agent_key(rank: int) -> str:
+    return f"hydroslurm/agent/{rank}"
+
+
+def _ended_key(rank: int) -> str:
+    return f"hydroslurm/ended/{rank}"
 
 
 def in_order_of_tasks(handler: Any, where: Rendezvous, *, local_addr: str | None) -> None:

@@ -65,7 +65,8 @@ def wait_for(name):
 
 tell("began " + os.environ.get("HYDROSLURM_INCARNATION", "stock"))
 with (folder / f"places-{rank}").open("a") as file:
-    file.write(f"task {os.environ.get('SLURM_PROCID')}, master {os.environ['MASTER_ADDR']}\\n")
+    file.write(f"task {os.environ.get('SLURM_PROCID')}, master {os.environ['MASTER_ADDR']}, "
+               f"of {os.environ['WORLD_SIZE']}\\n")
 if (folder / "late").exists():
     wait_for("announce")
 plan = dict(slurm_pause="TSTP", slurm_resume="CONT", user_pause="USR1", user_resume="USR2",
@@ -93,6 +94,7 @@ class Scene:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        folder.mkdir(exist_ok=True)
         self.script = folder / "worker.py"
         self.script.write_text(WORKER)
         self.environ = {
@@ -124,7 +126,7 @@ class Scene:
         return [line.rpartition(" ")[0] for line in self._lines(rank)]
 
     def places(self, rank: int) -> list[str]:
-        """Slurm's task and torch's MASTER_ADDR in each start of a rank."""
+        """Slurm's task, torch's MASTER_ADDR and WORLD_SIZE in each start of a rank."""
         return (self.folder / f"places-{rank}").read_text().splitlines()
 
     def pid(self, rank: int) -> int:

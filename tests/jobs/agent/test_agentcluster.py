@@ -56,7 +56,7 @@ def test_suspend_resume_restart_and_stop(
     same processes after more than the keep-alive; a worker that fails then is started again with
     all others, in the same order, and at a stop the nodes leave together with 75."""
     scene, job_id = submitted
-    places = [f"task {rank // 2}, master 127.0.0.1" for rank in range(4)]
+    places = [f"task {rank // 2}, master 127.0.0.1, of 4" for rank in range(4)]
     assert [scene.places(rank) for rank in range(4)] == [[place] for place in places]
     before = scene.pids()
     pause_cluster.run(["scontrol", "suspend", job_id])

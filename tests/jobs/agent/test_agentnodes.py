@@ -17,6 +17,8 @@ from hydroslurm.jobs.agent import workers as proc
 
 KEEP_ALIVE_S = 2
 SUSPENDED_S = 5.0
+LAST_CALL = ",last_call_timeout=10"
+"""Long enough for two agents that start together, and what a restart alone waits."""
 
 
 @pytest.fixture
@@ -25,25 +27,28 @@ def scene(tmp_path: Path) -> Scene:
 
 
 @contextlib.contextmanager
-def two_nodes(scene: Scene, *, stock: bool = False) -> Iterator[tuple[Child, Child]]:
-    """Two agents with one worker each, which have announced themselves."""
+def two_nodes(
+    scene: Scene, *, stock: bool = False, nodes: str = "2", restarts: int = 2, conf: str = ""
+) -> Iterator[tuple[Child, Child]]:
+    """Two agents with one worker each, which have announced themselves: of the first with the
+    store, and rank 0, and of the second."""
     options = (
-        "--nnodes=2",
+        f"--nnodes={nodes}",
         "--nproc-per-node=1",
-        "--max-restarts=2",
+        f"--max-restarts={restarts}",
         "--local-addr=127.0.0.1",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint=127.0.0.1:{free_port()}",
         "--rdzv-id=two-nodes",
-        f"--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt={KEEP_ALIVE_S},join_timeout=6",
     )
+    conf = f"--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt={KEEP_ALIVE_S}{conf}"
     with (
-        scene.agent(*options, name="a", stock=stock) as a,
-        scene.agent(*options, name="b", stock=stock) as b,
+        scene.agent(*options, f"{conf},is_host=1", name="a", stock=stock) as a,
+        scene.agent(*options, f"{conf},is_host=0", name="b", stock=stock) as b,
     ):
         for rank in range(2):
             scene.wait_told(rank, "announced")
-        yield a, b
+        yield (a, b) if _has_children(a.pid, scene.pid(0)) else (b, a)
 
 
 def suspend(pids: list[int]) -> None:
@@ -84,7 +89,7 @@ def test_a_suspend_longer_than_the_keep_alive(scene: Scene, announced: bool) -> 
 def test_stock_torchrun_forgets_its_nodes(scene: Scene) -> None:
     """For the record, and so that we hear of it when torch mends it: after such a suspend the
     workers go on, but the failure of one ends the job, although restarts are left."""
-    with two_nodes(scene, stock=True) as agents:
+    with two_nodes(scene, stock=True, conf=",join_timeout=6") as agents:
         before = scene.pids()
         suspend([*before, *(agent.pid for agent in agents)])
         time.sleep(KEEP_ALIVE_S)
@@ -125,3 +130,59 @@ def test_a_stop_while_the_others_are_waited_for(scene: Scene) -> None:
 
 def _has_children(pid: int, child: int) -> bool:
     return child in list(proc.family(pid))
+
+
+def _ends(scene: Scene, agent: Child, rank: int) -> None:
+    """Have the only worker of an agent finish, and wait until the agent has seen it."""
+    worker = scene.pid(rank)
+    scene.leave(rank, 0)
+    wait_until(lambda: not _has_children(agent.pid, worker), "the agent has seen it end")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_worker_that_fails_after_the_others_have_ended(tmp_path: Path, failing: int) -> None:
+    """It is restarted alone, as by stock torchrun; also if its node was stopped for longer than
+    the keep-alive. The node that has ended waits for it."""
+    outcomes = []
+    for stock in (True, False):
+        scene = Scene(tmp_path / f"stock-{stock}")
+        with two_nodes(scene, stock=stock, nodes="1:2", conf=LAST_CALL) as agents:
+            _ends(scene, agents[1 - failing], 1 - failing)
+            if not stock:
+                suspend([agents[failing].pid, scene.pid(failing)])
+            scene.leave(failing, 3)
+            scene.wait_told(0, "announced", times=2)
+            assert [place.rpartition(" ")[2] for place in scene.places(0)] == ["2", "1"]
+            assert agents[1 - failing].process.poll() is None
+            scene.leave(0, 0)
+            outcomes.append((agents[failing].wait(), len(scene.places(0) + scene.places(1))))
+            if not stock:
+                assert agents[1 - failing].wait() == 0
+    assert outcomes == [(0, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "status"), [("1:2", 2, -signal.SIGKILL), ("1:2", 0, 3), ("2", 2, 3)]
+)
+def test_a_node_that_ends_badly_does_not_hold_those_that_have_ended(
+    tmp_path: Path, nodes: str, restarts: int, status: int
+) -> None:
+    """Its agent is killed, or its worker fails without a restart left, or with too few nodes for
+    one: the other leaves with 0, and not after torch's 300 s."""
+    with contextlib.ExitStack() as stack:
+        left = []
+        for stock in (True, False):
+            scene = Scene(tmp_path / f"stock-{stock}")
+            agents = two_nodes(scene, stock=stock, nodes=nodes, restarts=restarts)
+            first, second = stack.enter_context(agents)
+            if status < 0:
+                worker = scene.pid(1)
+                second.signal(signal.SIGKILL)
+                os.kill(worker, signal.SIGKILL)
+            _ends(scene, first, 0)
+            if status > 0:
+                scene.leave(1, status)
+            left.append((first, second))
+        (stock_first, _), (first, second) = left
+        assert (first.wait(), second.wait()) == (0, status)
+        assert stock_first.process.poll() is None
