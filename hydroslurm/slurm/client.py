@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 
 from hydroslurm.errors import SlurmMissing, UsageError
+from hydroslurm.slurm import pyslurm_backend
 from hydroslurm.slurm.commands import SlurmClient
 from hydroslurm.slurm.config import Config, find_slurm_conf
 from hydroslurm.slurm.refusals import RetryPolicy
@@ -34,6 +35,8 @@ __all__ = [
 BACKEND_ENV = "HYDROSLURM_SLURM_BACKEND"
 """Environment variable that chooses the backend: ``commands`` or ``pyslurm``."""
 
+_PROBE_TIMEOUT_S = 10.0
+
 _bound_conf: str | None = None
 """The slurm.conf that libslurm of this process has read: it reads one when pyslurm is imported, and
 asks that cluster from then on, whatever SLURM_CONF becomes (seen on 25.11.7)."""
@@ -45,7 +48,10 @@ def open_client(
     environ: Mapping[str, str] | None = None,
     retry_policy: RetryPolicy | None = None,
 ) -> SlurmClient:
-    """Choose a backend: pyslurm if it works, else Slurm's own programs. Does not ask Slurm.
+    """Choose a backend: pyslurm if it works, else Slurm's own programs.
+
+    Where pyslurm is installed, a child process makes one request with it first. If that fails, or
+    a request later on, this process uses the programs from then on, and a line of the log says so.
 
     Args:
         prefer: ``"commands"`` or ``"pyslurm"``; None: HYDROSLURM_SLURM_BACKEND, else what works.
@@ -68,14 +74,18 @@ def open_client(
         )
     if prefer == "commands":
         return SlurmClient(environ, retry_policy=retry_policy, why=f"commands: {source}")
+    global _bound_conf
     obstacle = _pyslurm_obstacle(environ)
-    if obstacle is None:
-        from hydroslurm.slurm.pyslurm_backend import PyslurmClient
-
-        global _bound_conf
+    if not obstacle and _bound_conf is None:
+        obstacle = _probe(min(_PROBE_TIMEOUT_S, retry_policy.call_timeout_s))
+        if obstacle and prefer is None:
+            pyslurm_backend.give_up(obstacle)
+    if not obstacle:
         _bound_conf = _conf_name(environ)
-        reason = source if prefer else f"importable, and {find_slurm_conf(environ)} exists"
-        return PyslurmClient(environ, retry_policy=retry_policy, why=f"pyslurm: {reason}")
+        reason = source if prefer else f"it answers, and {find_slurm_conf(environ)} exists"
+        return pyslurm_backend.PyslurmClient(
+            environ, retry_policy=retry_policy, why=f"pyslurm: {reason}"
+        )
     if prefer == "pyslurm":
         raise SlurmMissing(f"the pyslurm backend was {source}, but {obstacle}")
     return SlurmClient(environ, retry_policy=retry_policy, why=f"commands: {obstacle}")
@@ -87,8 +97,8 @@ def _conf_name(environ: Mapping[str, str]) -> str | None:
     return None if conf is None else os.path.realpath(conf)
 
 
-def _pyslurm_obstacle(environ: Mapping[str, str]) -> str | None:
-    """Why pyslurm cannot be used, None when it can. Never imports it into this process."""
+def _pyslurm_obstacle(environ: Mapping[str, str]) -> str:
+    """Why pyslurm cannot be tried, empty when it can. Never imports it into this process."""
     if importlib.util.find_spec("pyslurm") is None:
         return "pyslurm is not installed"
     if environ.get("SLURM_CONF") != os.environ.get("SLURM_CONF"):
@@ -106,23 +116,31 @@ def _pyslurm_obstacle(environ: Mapping[str, str]) -> str | None:
             "something else has imported pyslurm in this process, and which slurm.conf it read is "
             "not known; call open_client() before that"
         )
-    # it also calls exit() for a slurm.conf that it cannot read, and fails for another release of
-    # libslurm
-    probe = (
+    return pyslurm_backend.failure
+
+
+def _probe(timeout_s: float) -> str:
+    """Why a request of pyslurm's fails; empty if one succeeds. In a child: pyslurm calls exit() for
+    a slurm.conf that it cannot read, and fails for another release of libslurm. A controller older
+    than libslurm refuses every request: "Protocol authentication error".
+    """
+    code = (
         "import sys; sys.path[:1] == [''] and sys.path.pop(0); "  # not a module of the user's
-        "import pyslurm; pyslurm.Jobs, pyslurm.Partitions, pyslurm.slurmctld.Config"
+        "import pyslurm; pyslurm.Jobs, pyslurm.Partitions; pyslurm.slurmctld.Config.load()"
     )
     try:
         done = subprocess.run(
-            [sys.executable, "-c", probe],
+            [sys.executable, "-c", code],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=30,
+            timeout=timeout_s,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        return f"pyslurm got no answer within {timeout_s:g} s"
+    except OSError as error:
         return f"pyslurm could not be tried ({error})"
-    if done.returncode != 0:
-        message = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
-        return f"pyslurm cannot be imported ({message[-1][:200]})"
-    return None
+    if done.returncode == 0:
+        return ""
+    message = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
+    return f"pyslurm does not work here ({message[-1][:200]})"

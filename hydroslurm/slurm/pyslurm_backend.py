@@ -1,12 +1,13 @@
 """The client over pyslurm, for release 25.11 and later.
 
-Only ``open_client`` imports this module, and only this module imports pyslurm, when a client is
-made: without a slurm.conf, or with one that it cannot read, ``import pyslurm`` ends the process.
+Only this module imports pyslurm, when a client is made: without a slurm.conf, or with one that it
+cannot read, ``import pyslurm`` ends the process.
 
 What was read in the source of pyslurm 25.11.2 and is met here:
 
 - Its calls hold the GIL until libslurm has an answer or gives up (MessageTimeout, once or twice),
-  so ``RetryPolicy.call_timeout_s`` does not bound them; the retries are ours.
+  so ``RetryPolicy.call_timeout_s`` does not bound them. So none is repeated: what libslurm cannot
+  ask is left to the programs.
 - ``Job.time_limit`` is in minutes and None for unlimited; ``Partition.max_time`` likewise.
 - ``Job.exit_code`` has lost 128 when it was 128 or more, as ``values.Job`` says for all backends.
 - libslurm reads slurm.conf when pyslurm is imported and keeps it, whatever SLURM_CONF becomes:
@@ -16,11 +17,12 @@ What was read in the source of pyslurm 25.11.2 and is met here:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from hydroslurm.errors import UnreadableOutput
+from hydroslurm.errors import NoSuchJob, NotPermitted, WrongJobState
 from hydroslurm.slurm import refusals, text
 from hydroslurm.slurm.commands import SlurmClient
 from hydroslurm.slurm.config import Config
@@ -51,6 +53,21 @@ CONFIG_NAMES: Mapping[str, str] = {
     "SlurmctldParameters": "slurmctld_parameters",
 }
 """Slurm's name -> pyslurm's, for what ``config()`` tells with this backend."""
+
+
+failure = ""
+"""Why libslurm is not asked any more in this process, whatever the client; empty while it is."""
+
+
+def give_up(why: str) -> None:
+    """Leave everything to Slurm's programs from now on, and say so in one line."""
+    global failure
+    if not failure:
+        failure = why
+        logging.getLogger("hydroslurm").warning(
+            f"hydroslurm: {why}; Slurm's programs are used instead "
+            "(HYDROSLURM_SLURM_BACKEND=commands does not try pyslurm)"
+        )
 
 
 class PyslurmClient(SlurmClient):
@@ -90,41 +107,49 @@ class PyslurmClient(SlurmClient):
         job = self._call(
             f"load job {job_id}", lambda: job_of_pyslurm(self._pyslurm.Job.load(job_id))
         )
-        return job if job.job_id == job_id else super().job(job_id)  # of an array it gave another
+        if job is None or job.job_id != job_id:  # of an array it gave another
+            return super().job(job_id)
+        return job
 
     def partitions(self) -> tuple[Partition, ...]:
-        return self._call(
+        found = self._call(
             "load partitions",
             lambda: tuple(
                 partition_of_pyslurm(p) for p in self._pyslurm.Partitions.load().values()
             ),
         )
+        return super().partitions() if found is None else found
 
     def config(self) -> Config:
-        return self._call(
+        found = self._call(
             "load configuration",
             lambda: config_of_pyslurm(self._pyslurm.slurmctld.Config.load()),
         )
+        return super().config() if found is None else found
 
-    def _all_jobs(self, user: str | None) -> tuple[Job, ...]:  # noqa: ARG002 - pyslurm loads all
-        return self._call(
+    def _all_jobs(self, user: str | None) -> tuple[Job, ...]:
+        found = self._call(
             "load jobs",
             lambda: tuple(job_of_pyslurm(each) for each in self._pyslurm.Jobs.load().values()),
         )
+        return super()._all_jobs(user) if found is None else found
 
-    def _call(self, doing: str, call: Callable[[], Result]) -> Result:
-        def once() -> Result:
-            try:
-                return call()
-            except self._pyslurm.RPCError as error:
-                raise refusals.refusal(str(error), doing=f"pyslurm: {doing}") from error
-            except (AttributeError, TypeError, ValueError) as error:
-                raise UnreadableOutput(
-                    f"pyslurm: {doing}: {error}. This backend knows pyslurm 25.11; "
-                    "HYDROSLURM_SLURM_BACKEND=commands does without it"
-                ) from error
-
-        return self._retry_policy.retry(once)
+    def _call(self, doing: str, call: Callable[[], Result]) -> Result | None:
+        """None: libslurm cannot ask this controller, or pyslurm has other names than we know."""
+        if failure:
+            return None
+        doing = f"pyslurm: {doing}"
+        try:
+            return call()
+        except self._pyslurm.RPCError as error:
+            answer = refusals.refusal(str(error), doing=doing)
+            if isinstance(answer, NoSuchJob | NotPermitted | WrongJobState):
+                raise answer from error
+            give_up(f"{doing}: {error}")
+        except (AttributeError, TypeError, ValueError) as error:
+            give_up(f"{doing}: {error} (written for pyslurm 25.11)")
+        self.backend, self.why = "commands", f"commands: {failure}"
+        return None
 
 
 def job_of_pyslurm(job: Any) -> Job:

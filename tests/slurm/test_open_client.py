@@ -10,6 +10,7 @@ import pytest
 
 from hydroslurm.errors import SlurmMissing, UsageError
 from hydroslurm.slurm import client as client_module
+from hydroslurm.slurm import pyslurm_backend
 from hydroslurm.slurm.client import BACKEND_ENV, open_client
 from hydroslurm.slurm.config import find_slurm_conf
 
@@ -18,11 +19,15 @@ PYSLURM = """
 import os
 if not os.path.isfile(os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")):
     os._exit(1)
-class Jobs: pass
+class RPCError(Exception): pass
+class Jobs:
+    def load(): raise RPCError("Protocol authentication error")
 class Partitions: pass
 class slurmctld:
-    class Config: pass
+    class Config:
+        def load(): pass
 """
+OLDER_CONTROLLER = PYSLURM.replace("def load(): pass", "load = Jobs.load")
 
 
 def _pretend_pyslurm(tmp_path: Path, patch: pytest.MonkeyPatch, source: str = PYSLURM) -> None:
@@ -35,6 +40,7 @@ def _pretend_pyslurm(tmp_path: Path, patch: pytest.MonkeyPatch, source: str = PY
     patch.setitem(sys.modules, "pyslurm", None)
     patch.delitem(sys.modules, "pyslurm")
     patch.setattr(client_module, "_bound_conf", None)
+    patch.setattr(pyslurm_backend, "failure", "")
 
 
 @pytest.fixture
@@ -55,11 +61,31 @@ def test_without_pyslurm(tmp_path: Path) -> None:
 def test_pyslurm_where_it_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conf: Path
 ) -> None:
-    """An importable pyslurm and a slurm.conf: pyslurm, with the reason."""
+    """A pyslurm that answers, and a slurm.conf: pyslurm, with the reason."""
     _pretend_pyslurm(tmp_path, monkeypatch)
     client = open_client()
     assert client.backend == "pyslurm"
-    assert client.why == f"pyslurm: importable, and {conf} exists"
+    assert client.why == f"pyslurm: it answers, and {conf} exists"
+
+
+def test_a_request_that_fails_leaves_the_rest_to_the_programs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    conf: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """At the first one, for this client and later ones, with one line and no retry."""
+    _pretend_pyslurm(tmp_path, monkeypatch)
+    squeue = tmp_path / "squeue"
+    squeue.write_text("#!/bin/sh\necho '{\"jobs\": []}'\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    client = open_client()
+    assert client.backend == "pyslurm"
+    assert client.jobs() == client.jobs() == ()
+    assert (client.backend, open_client().backend) == ("commands", "commands")
+    (line,) = caplog.messages
+    assert "pyslurm: load jobs: Protocol authentication error; Slurm's programs are used" in line
 
 
 def test_no_slurm_conf_no_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,15 +105,27 @@ def test_no_slurm_conf_no_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("import os; os._exit(1)", "no reason given"),
         ("raise ImportError('libslurm.so.44: cannot open')", r"libslurm\.so\.44"),
         ("version = '18.08'", "no attribute 'Jobs'"),
+        (OLDER_CONTROLLER, "Protocol authentication error"),
     ],
 )
 def test_pyslurm_that_does_not_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conf: Path, source: str, words: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    conf: Path,
+    caplog: pytest.LogCaptureFixture,
+    source: str,
+    words: str,
 ) -> None:
-    """One that ends the process, lacks its library or is too old is found out in a child."""
+    """One that ends the process, lacks its library, is too old, or newer than the controller is
+    found out in a child, once; one line says so."""
     _pretend_pyslurm(tmp_path, monkeypatch, source)
-    client = open_client()
-    assert client.backend == "commands"
+    assert open_client().backend == "commands"
+    (line,) = caplog.messages
+    assert "Slurm's programs are used instead" in line
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/not/tried/again")
+        assert open_client().why == f"commands: {pyslurm_backend.failure}"
+    assert caplog.messages == [line]
     with pytest.raises(SlurmMissing, match=words):
         open_client("pyslurm")
 

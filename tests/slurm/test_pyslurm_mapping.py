@@ -15,17 +15,9 @@ from typing import Any
 import pytest
 
 from hydroslurm.core.jobid import JobId
-from hydroslurm.errors import (
-    ControllerUnreachable,
-    NotPermitted,
-    SlurmError,
-    SlurmMissing,
-    UnreadableOutput,
-    WrongJobState,
-)
-from hydroslurm.slurm import listings
+from hydroslurm.errors import NoSuchJob, NotPermitted, SlurmError, SlurmMissing, WrongJobState
+from hydroslurm.slurm import listings, pyslurm_backend
 from hydroslurm.slurm.pyslurm_backend import PyslurmClient
-from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -144,9 +136,9 @@ def module() -> StandIn:
 
 
 @pytest.fixture
-def client(module: StandIn) -> PyslurmClient:
-    retry_policy = RetryPolicy(sleep=lambda _: None)
-    return PyslurmClient({"PATH": ""}, retry_policy=retry_policy, module=module)
+def client(module: StandIn, monkeypatch: pytest.MonkeyPatch) -> PyslurmClient:
+    monkeypatch.setattr(pyslurm_backend, "failure", "")
+    return PyslurmClient({"PATH": ""}, module=module)
 
 
 def test_job(client: PyslurmClient, module: StandIn) -> None:
@@ -204,25 +196,35 @@ def test_partitions_and_config(client: PyslurmClient) -> None:
     [
         ("Access/permission denied", NotPermitted),
         ("Job is not running", WrongJobState),
-        ("Unable to contact slurm controller (connect failure)", ControllerUnreachable),
-        ("Something new", SlurmError),
+        ("Invalid job id specified", NoSuchJob),
     ],
 )
-def test_errors(module: StandIn, sentence: str, error: type[SlurmError]) -> None:
+def test_errors(
+    client: PyslurmClient, module: StandIn, sentence: str, error: type[SlurmError]
+) -> None:
     """The sentences of libslurm are the same errors as those of the programs."""
-    module.refuse["load"] = [sentence] * 1000
-    retry_policy = RetryPolicy(give_up_after_s=0, sleep=lambda _: None)
-    client = PyslurmClient({"PATH": ""}, retry_policy=retry_policy, module=module)
-    with pytest.raises(SlurmError, match="pyslurm: load job 501") as caught:
+    module.refuse["load"] = [sentence]
+    with pytest.raises(error, match="pyslurm: load job 501"):
         client.job(501)
-    assert type(caught.value) is error
+    assert client.backend == "pyslurm"
 
 
-def test_a_controller_that_is_away_is_asked_again(client: PyslurmClient, module: StandIn) -> None:
-    """Until it answers."""
-    module.refuse["load"] = ["Unable to contact slurm controller (connect failure)"]
-    assert client.job(501).job_id == 501
-    assert module.acts == [("load", 501)] * 2
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "Unable to contact slurm controller (connect failure)",
+        "Protocol authentication error",
+        "Something new",
+    ],
+)
+def test_what_libslurm_cannot_ask(client: PyslurmClient, module: StandIn, sentence: str) -> None:
+    """It is left to the programs, of which there are none here, and not tried again."""
+    module.refuse["load"] = [sentence]
+    for _ in range(2):
+        with pytest.raises(SlurmMissing, match="no program scontrol"):
+            client.job(501)
+    assert module.acts == [("load", 501)]
+    assert client.why == f"commands: pyslurm: load job 501: {sentence}"
 
 
 def test_what_changes_a_job_is_left_to_the_programs(client: PyslurmClient, module: StandIn) -> None:
@@ -242,7 +244,9 @@ def test_stderr_without_a_file_of_its_own(client: PyslurmClient, module: StandIn
 
 
 def test_another_pyslurm(client: PyslurmClient, module: StandIn) -> None:
-    """A pyslurm with other names is reported with the way around it."""
+    """A pyslurm with other names is left to the programs, too."""
     del module.attributes["requeue_count"]
-    with pytest.raises(UnreadableOutput, match="HYDROSLURM_SLURM_BACKEND=commands"):
+    with pytest.raises(SlurmMissing):
         client.job(501)
+    assert "requeue_count" in client.why
+    assert "pyslurm 25.11" in client.why
