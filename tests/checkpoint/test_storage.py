@@ -40,7 +40,8 @@ def first_saves(folder: Path, storage: PowerCutStorage) -> None:
 @pytest.mark.parametrize("names", [True, False], ids=["names-lost", "contents-lost"])
 def test_power_cut_at_every_call(quick_folder: Path, names: bool, base: bool) -> None:
     """Without power from any call on, an old or the new state loads, and what write() returned is
-    never lost; also where files of the checkpoint before are linked."""
+    never lost; also where files of the checkpoint before are linked. Whatever has the name of a
+    checkpoint is whole, also one that was being removed."""
     before = quick_folder / "before"
     for step in (0, 1):
         CheckpointStore(before).write(state_of(step, base=base), step=step, kind="periodic")
@@ -57,6 +58,9 @@ def test_power_cut_at_every_call(quick_folder: Path, names: bool, base: bool) ->
         assert found is not None, f"nothing loads after call {cut}"
         assert found.step == 2 or (found.step == 1 and not survived)
         assert holds(store, found, found.step)
+        assert store.problems() == {}
+        for one in store.committed():
+            store.verify(one)
         if survived:
             return
     pytest.fail(f"a save makes more than {CUTS} calls")
