@@ -3,13 +3,13 @@
 The rules are T9k's and Kubeflow's: the job ends with its master, and a replica's restart policy
 says what its failure means. The difference is the restart: ranks that train together cannot go on
 when one of them starts anew, so all of them are restarted. That counts as one failure, of the
-replica that failed first.
+replica that failed first. Once backoffLimit is spent nothing is restarted, as under Never.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -56,31 +56,49 @@ class ExitDecision:
     message: str = ""
 
 
-def decide_exit(plan: Plan, statuses: Mapping[int, int], order: Sequence[int]) -> ExitDecision:
+def decide_exit(
+    plan: Plan,
+    statuses: Mapping[int, int],
+    order: Sequence[int],
+    *,
+    earlier_restarts: int,
+    unrequested: Collection[int] = (),
+) -> ExitDecision:
     """Go through the exits in the order in which they came; the first that decides counts.
 
     Args:
         plan: what runs.
         statuses: task -> exit status, of those that have ended.
         order: the tasks of ``statuses``, the first to end first.
+        earlier_restarts: of this job, compared with backoffLimit.
+        unrequested: tasks that exited with 75 although nobody had asked them to stop. As a
+            preemption that would be requeued for ever, so it is an exit like any other.
     """
-    saved = [task for task in order if statuses[task] == RUN_AGAIN]
+    saved = [task for task in order if statuses[task] == RUN_AGAIN and task not in unrequested]
     if saved:  # others may have ended badly because of it
         replica = plan.tasks[saved[0]].replica
         return ExitDecision(
             Action.LEAVE, replica, RUN_AGAIN, message=f"{replica} has saved and left"
         )
+    is_spent = earlier_restarts >= plan.limits.backoff_limit
     for position, task in enumerate(order):
-        found = _of_one(plan, task, statuses[task], statuses, order[: position + 1])
+        found = _of_one(plan, task, statuses, order[: position + 1], is_spent=is_spent)
         if found is not None:
             return found
     return ExitDecision(Action.WAIT)
 
 
 def _of_one(
-    plan: Plan, task: int, status: int, statuses: Mapping[int, int], until_now: Sequence[int]
+    plan: Plan,
+    task: int,
+    statuses: Mapping[int, int],
+    until_now: Sequence[int],
+    *,
+    is_spent: bool,
 ) -> ExitDecision | None:
-    replica = plan.tasks[task].replica
+    """What one exit decides. A worker that is not restarted decides nothing: the job goes on until
+    its master ends."""
+    replica, status = plan.tasks[task].replica, statuses[task]
     policy = plan.policy_of(replica)
     is_master = replica == plan.replicas[0]
     if status == MUST_NOT_RUN_AGAIN:
@@ -91,41 +109,34 @@ def _of_one(
         done = all(number in until_now and statuses[number] == 0 for number in own)
         if not (done and is_master):
             return None
-        if policy == "Always":
+        if policy == "Always" and not is_spent:
             message = f"{replica} has ended; restartPolicy Always restarts it"
             return ExitDecision(Action.RESTART, replica, 0, True, "Always", message)
-        message = f"{replica} has ended with status 0"
+        spent = f", and {_allows_no_more(plan.limits)}" if policy == "Always" else ""
+        message = f"{replica} has ended with status 0{spent}"
         return ExitDecision(Action.SUCCEED, replica, 0, reason="MasterSucceeded", message=message)
-    if restarts(policy, status):
-        message = f"{replica} failed with status {format_status(status)}"
-        return ExitDecision(Action.RESTART, replica, status, True, "ReplicaFailed", message)
-    if is_master:
-        message = (
-            f"{replica} failed with status {format_status(status)}, which is final with "
-            f"restartPolicy {policy}"
-        )
-        return ExitDecision(Action.FAIL, replica, status, reason="MasterFailed", message=message)
-    return None
-
-
-def unrequested_exit(plan: Plan, found: ExitDecision) -> ExitDecision:
-    """Decide for a rank that exited with 75 although nobody asked it to stop. As a preemption it
-    would be requeued for ever, so it is an exit like any other, and the restart policy decides."""
-    assert found.action is Action.LEAVE
-    assert found.replica is not None
-    policy = plan.policy_of(found.replica)
-    message = (
-        f"{found.replica} exited with status {RUN_AGAIN} (stopped and saved), but nobody has "
-        "asked it to stop"
-    )
-    if restarts(policy, RUN_AGAIN):
-        return ExitDecision(
-            Action.RESTART, found.replica, RUN_AGAIN, True, "StoppedUnasked", message
-        )
-    message = f"{message}; that is final with restartPolicy {policy}"
+    message, is_restarted = _failure(replica, status), restarts(policy, status)
+    if not is_master and (is_spent or not is_restarted):
+        return None
+    if is_master and (earlier := [one for one in until_now if statuses[one] != 0])[0] != task:
+        message += f", after {_failure(plan.tasks[earlier[0]].replica, statuses[earlier[0]])}"
+    reason = "StoppedUnasked" if status == RUN_AGAIN else ""
+    if is_restarted:
+        reason = reason or "ReplicaFailed"
+        return ExitDecision(Action.RESTART, replica, status, True, reason, message)
+    message += f"; that is final with restartPolicy {policy}"
     return ExitDecision(
-        Action.FAIL, found.replica, RUN_AGAIN, reason="StoppedUnasked", message=message
+        Action.FAIL, replica, status, reason=reason or "MasterFailed", message=message
     )
+
+
+def _failure(replica: str, status: int) -> str:
+    if status == RUN_AGAIN:
+        return (
+            f"{replica} exited with status {status} (stopped and saved), but nobody has asked it "
+            "to stop"
+        )
+    return f"{replica} failed with status {format_status(status)}"
 
 
 def srun_was_killed(signal_number: int | None) -> ExitDecision:
@@ -190,9 +201,12 @@ def decide_job(
         return FinalDecision(True, DEADLINE_EXCEEDED, message)
     if decision.action is Action.FAIL:
         return FinalDecision(True, decision.reason, decision.message)
-    limit = limits.backoff_limit
-    if decision.counts and earlier_restarts >= limit:
-        allowed = "no more restarts" if limit else "no restart"
-        message = f"{decision.message}; backoffLimit {limit} allows {allowed}"
+    if decision.counts and earlier_restarts >= limits.backoff_limit:
+        message = f"{decision.message}; {_allows_no_more(limits)}"
         return FinalDecision(True, "BackoffLimitExceeded", message)
     return None
+
+
+def _allows_no_more(limits: RunLimits) -> str:
+    limit = limits.backoff_limit
+    return f"backoffLimit {limit} allows {'no more restarts' if limit else 'no restart'}"

@@ -77,7 +77,9 @@ class RunningStep:
                 os.kill(self.pid, signo)
 
 
-def after_srun(plan: Plan, step: RunningStep, ends: TaskExits) -> ExitDecision:
+def after_srun(
+    plan: Plan, step: RunningStep, ends: TaskExits, *, earlier_restarts: int
+) -> ExitDecision:
     """What to do when srun has ended, and the exits that it reported decide nothing."""
     # another supervisor's srun has no status here; one that ends by itself names its tasks
     killed = not ends.order if step.status is None else step.status < 0
@@ -87,7 +89,13 @@ def after_srun(plan: Plan, step: RunningStep, ends: TaskExits) -> ExitDecision:
         message = f"srun has started no task: {last_error(ends.path)}"
         return ExitDecision(Action.RESTART, None, LOST, True, "StepFailed", message)
     ends.fill_in(len(plan.tasks), step.status or LOST)
-    return decide_exit(plan, ends.statuses, ends.order)
+    return decide_exit(
+        plan,
+        ends.statuses,
+        ends.order,
+        earlier_restarts=earlier_restarts,
+        unrequested=ends.unrequested,
+    )
 
 
 def srun_command(plan: Plan, *, plan_file: Path, logs: Path, python: str) -> list[str]:

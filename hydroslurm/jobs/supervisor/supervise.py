@@ -44,7 +44,6 @@ from hydroslurm.jobs.supervisor.exit_policy import (
     decide_exit,
     decide_job,
     step_cannot_start,
-    unrequested_exit,
 )
 from hydroslurm.jobs.supervisor.job_step import (
     RunningStep,
@@ -143,25 +142,29 @@ class Supervisor:
     def _attempt(self) -> Outcome | None:
         """Run one attempt; None if another is to follow."""
         attempt, step, exits = self._adopt() or self._begin()
-        decision = self._watch(step, exits)
-        asked = None
-        if decision.action is Action.SUCCEED:
-            self._check_newest()
-        else:
-            asked = self._why_ended(attempt)
+        earlier_restarts = self._attempts.restarts()
+        while True:
+            decision = self._watch(step, exits, earlier_restarts)
+            asked = None
+            if decision.action is Action.SUCCEED:
+                self._check_newest()
+            else:
+                asked = self._why_ended(attempt)
+            if decision.action is not Action.LEAVE or self._was_requested(asked, attempt):
+                break
+            saved = (task for task in exits.order if exits.statuses[task] == RUN_AGAIN)
+            exits.unrequested = frozenset(saved)
         stop = None if asked is None or not is_by_slurm(asked) else asked
         if decision.action is Action.REQUEUE:
             step.end()
             return self._leave(attempt, stop, saved=False, instead=decision)
-        if decision.action is Action.LEAVE and not self._was_requested(asked, attempt):
-            decision = unrequested_exit(self.plan, decision)
         if decision.action is Action.LEAVE or stop is not None:
             step.wait(SAVE_S)
             return self._leave(attempt, stop, saved=decision.action is Action.LEAVE)
         final_decision = decide_job(
             decision,
             self.plan.limits,
-            earlier_restarts=self._attempts.restarts(),
+            earlier_restarts=earlier_restarts,
             is_over_deadline=self._is_over_deadline(),
         )
         attempt = self._attempts.end(
@@ -251,18 +254,24 @@ class Supervisor:
         )
         return {**self.environ, **made, ATTEMPT_ENV: str(attempt.number)}
 
-    def _watch(self, step: RunningStep, exits: TaskExits) -> ExitDecision:
+    def _watch(self, step: RunningStep, exits: TaskExits, earlier_restarts: int) -> ExitDecision:
         """Wait until something is decided, or nothing is left to wait for."""
         while True:
             has_ended = (
                 step.has_ended()
             )  # before look(), which then finds all that srun has printed
             exits.look()
-            decision = decide_exit(self.plan, exits.statuses, exits.order)
+            decision = decide_exit(
+                self.plan,
+                exits.statuses,
+                exits.order,
+                earlier_restarts=earlier_restarts,
+                unrequested=exits.unrequested,
+            )
             if decision.action is not Action.WAIT:
                 return decision
             if has_ended:
-                decision = after_srun(self.plan, step, exits)
+                decision = after_srun(self.plan, step, exits, earlier_restarts=earlier_restarts)
                 if decision.reason == SRUN_KILLED:
                     self._kill_step(exits)
                 return decision

@@ -53,6 +53,7 @@ class TaskExits:
     Attributes:
         statuses: task -> status.
         order: the same tasks, the first to end first.
+        unrequested: those whose status asks for a requeue, although nobody had asked them to stop.
         step_id: of the job step, once srun has printed it.
         waits: why there is no job step yet, in Slurm's words, while srun waits for one.
     """
@@ -60,6 +61,7 @@ class TaskExits:
     path: Path
     statuses: dict[int, int] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
+    unrequested: frozenset[int] = frozenset()
     step_id: int | None = None
     waits: str | None = None
     _clock: AwakeClock = field(default_factory=AwakeClock)

@@ -83,13 +83,20 @@ def srun_killed(cluster: DevCluster, folder: Path) -> Scene:
 
 
 def shared_limit(cluster: DevCluster, folder: Path) -> Scene:
-    """Three failures, each of another replica, while the others run on."""
+    """Four failures: two spend the limit, a worker's is not followed by a restart, and the job is
+    over with the master's."""
     acts: dict[str, list[int | str]] = {
-        "worker-0": ["forever", "forever", "kill SIGKILL"],
-        "worker-1": [3, "forever", "forever"],
+        "worker-0": ["forever", "forever", "forever"],
+        "worker-1": [3, "forever", 5],
         "worker-2": ["forever", 4, "forever"],
     }
-    return played(cluster, folder, acts, replicas(3) + "runPolicy: {backoffLimit: 2}\n")
+    scene = Scene(cluster, folder, acts).submit(replicas(3) + "runPolicy: {backoffLimit: 2}\n")
+    scene.wait_until_playing(3, replicas=3)
+    scene.wait(lambda: "exit code 5" in _text(scene.run.srun_log(3)), "the worker's failure")
+    master = re.findall(r"pid (\d+)", scene.printed(0))[-1]
+    os.kill(int(master), signal.SIGKILL)
+    scene.final_condition()
+    return scene
 
 
 def preempted(cluster: DevCluster, folder: Path) -> Scene:

@@ -16,7 +16,6 @@ from hydroslurm.jobs.supervisor.exit_policy import (
     decide_exit,
     decide_job,
     restarts,
-    unrequested_exit,
 )
 
 PYTHON = "/usr/bin/python3"
@@ -38,8 +37,11 @@ def plan(policy: str = "OnFailure", *, replicas: int = 3, tasks: int = 1, master
     return plan_job(loads(text.replace("\n\n", "\n")).job, folder=Path("/w"), python=PYTHON)
 
 
-def after(of: Plan, *ends: tuple[int, int]) -> ExitDecision:
-    return decide_exit(of, dict(ends), [task for task, _ in ends])
+def after(
+    of: Plan, *ends: tuple[int, int], earlier: int = 0, unrequested: tuple[int, ...] = ()
+) -> ExitDecision:
+    order = [task for task, _ in ends]
+    return decide_exit(of, dict(ends), order, earlier_restarts=earlier, unrequested=unrequested)
 
 
 def test_nothing_has_ended() -> None:
@@ -107,6 +109,27 @@ def test_a_worker_that_is_never_restarted_leaves_it_to_the_master() -> None:
     assert after(plan("Never"), (1, 1), (0, 1)).action is Action.FAIL
 
 
+@pytest.mark.parametrize("policy", ["Never", "OnFailure", "Always", "ExitCode"])
+def test_once_backoff_limit_is_spent_every_policy_is_never(policy: str) -> None:
+    """A worker that fails is not restarted, and the job goes on: it fails when its master fails,
+    and has succeeded when its master has."""
+    of, spent = plan(policy), 3
+    assert of.limits.backoff_limit == spent
+    assert after(of, (1, 137), earlier=spent - 1).action is not Action.SUCCEED
+    assert after(of, (1, 137), earlier=spent).action is Action.WAIT
+    assert after(of, (1, 75), earlier=spent, unrequested=(1,)).action is Action.WAIT
+    assert after(of, (1, 137), (2, 1), (0, 0), earlier=spent).action is Action.SUCCEED
+    failed = after(of, (1, 137), (0, 143), earlier=spent)
+    found = decide_job(failed, of.limits, earlier_restarts=spent, is_over_deadline=False)
+    assert found is not None
+    assert found.failed
+    assert found.message.startswith(
+        "worker-0 failed with status 143 (SIGTERM), after worker-1 failed with status 137 (SIGKILL)"
+    )
+    limit = "; backoffLimit 3 allows no more restarts"
+    assert found.message.endswith(limit if policy != "Never" else "with restartPolicy Never")
+
+
 def test_saved_and_left_wins_over_what_it_did_to_others() -> None:
     """A rank that left with 75 may make others fail first."""
     assert after(plan(), (1, 1), (0, 75)).action is Action.LEAVE
@@ -120,12 +143,15 @@ def test_saved_and_left_wins_over_what_it_did_to_others() -> None:
     ],
 )  # fmt: skip
 def test_75_that_nobody_asked_for_is_an_end_like_any_other(policy: str, wanted: Action) -> None:
-    """No preemption, which would cost nothing and come again for ever."""
-    of = plan(policy)
-    found = unrequested_exit(of, after(of, (1, 75)))
-    assert (found.action, found.replica, found.status) == (wanted, "worker-1", 75)
-    assert found.counts == (wanted is Action.RESTART)
+    """No preemption, which would cost nothing and come again for ever; of a worker as of the
+    master."""
+    found = after(plan(policy), (0, 75), unrequested=(0,))
+    assert (found.action, found.replica, found.status) == (wanted, "worker-0", 75)
+    assert (found.counts, found.reason) == (wanted is Action.RESTART, "StoppedUnasked")
     assert "nobody has asked" in found.message
+    worker = Action.WAIT if wanted is Action.FAIL else wanted
+    assert after(plan(policy), (1, 75), unrequested=(1,)).action is worker
+    assert after(plan(policy), (1, 75), (0, 75), unrequested=(1,)).action is Action.LEAVE
 
 
 FAILURE = ExitDecision(Action.RESTART, "worker-1", 3, True, "ReplicaFailed", "worker-1 failed")
@@ -146,15 +172,15 @@ def test_failures_are_counted_against_one_limit(earlier: int, limit: int, is_ove
 
 
 def test_a_restart_after_a_success_counts_too() -> None:
-    """restartPolicy Always would start a script that does nothing for ever."""
-    again = ExitDecision(Action.RESTART, "worker-0", 0, True, "Always", "worker-0 has ended")
-    policy = RunLimits(backoff_limit=1)
-    assert decide_job(again, policy, earlier_restarts=0, is_over_deadline=False) is None
-    found = decide_job(again, policy, earlier_restarts=1, is_over_deadline=False)
-    assert found is not None
-    assert (found.reason, found.message) == (
-        "BackoffLimitExceeded", "worker-0 has ended; backoffLimit 1 allows no more restarts"
-    )  # fmt: skip
+    """restartPolicy Always would start a script that does nothing for ever; what is not started
+    again has succeeded."""
+    found = after(plan("Always"), (0, 0), earlier=2)
+    assert (found.action, found.counts) == (Action.RESTART, True)
+    found = after(plan("Always"), (0, 0), earlier=3)
+    assert (found.action, found.message) == (
+        Action.SUCCEED,
+        "worker-0 has ended with status 0, and backoffLimit 3 allows no more restarts",
+    )
 
 
 def test_success_comes_before_the_deadline_and_the_deadline_before_a_failure() -> None:
