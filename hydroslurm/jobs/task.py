@@ -23,6 +23,8 @@ SCRATCH_ENV = "HYDROSLURM_SCRATCH"
 """Environment variable: this replica's own folder in the run folder, removed by cleanPolicy All."""
 REPLICA_ENV = "HYDROSLURM_REPLICA"
 """Environment variable: such as ``worker-2``."""
+_PR_SET_CHILD_SUBREAPER = 36
+"""Source: prctl(2). Survives exec."""
 
 
 def main(arguments: list[str]) -> int:
@@ -53,7 +55,12 @@ def main(arguments: list[str]) -> int:
                     file=sys.stderr,
                 )
                 return status
-        become(*as_run(plan, task, task.argv, environ, root=plan_file.parent))
+        argv, its_environ = as_run(plan, task, task.argv, environ, root=plan_file.parent)
+        if plan.is_debug:
+            if status := _run_debugged(argv, its_environ, signals=autoload.killing(environ)):
+                return status
+            argv, its_environ = ("sleep", "infinity"), environ
+        become(argv, its_environ)
     except (OSError, LaunchError) as error:
         print(f"hydroslurm: {task.replica} cannot be started: {error}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
@@ -126,6 +133,27 @@ def _run_init(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
     done = subprocess.run(argv, env=dict(environ), stdin=subprocess.DEVNULL)
     return done.returncode if done.returncode >= 0 else 128 - done.returncode
+
+
+def _run_debugged(
+    argv: Sequence[str], environ: Mapping[str, str], *, signals: frozenset[int]
+) -> int:
+    """Run a command of debug mode; returns its status. The task has to outlive one that ends with
+    0: what that has left running, as sshd does, would be killed with it. ``signals``: those that a
+    pause sends, which kill nothing from here on."""
+    import ctypes
+    import subprocess
+
+    # a daemon stays a child of this task: with proctrack/linuxproc Slurm finds it no other way
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    child = subprocess.Popen(argv, env=dict(environ))
+    for signo in (signal.SIGTERM, signal.SIGINT, *signals):
+        signal.signal(signo, lambda number, _: child.send_signal(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    status = child.wait()
+    for signo in signals:
+        signal.signal(signo, signal.SIG_IGN)
+    return status if status >= 0 else 128 - status
 
 
 def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:

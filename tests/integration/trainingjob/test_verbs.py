@@ -32,9 +32,10 @@ replicaSpecs:
     replicas: 2
     template: {{command: [python, train.py], env: {{TOKEN: {SECRET}}}}}
   - {{type: master, template: {{command: [python, train.py], workingDirectory: work}}}}
-runMode: {{debug: {{enable: true}}}}
+runMode: {{debug: {{enable: true, replicaSpecs: [{{type: master, command: [sh, daemon.sh]}}]}}}}
 runPolicy: {{activeDeadlineSeconds: 3000, preemptionLimit: 4}}
 """
+DAEMON = b"sleep\x001234\0"
 TOLD = """\
 name: told
 replicaSpecs:
@@ -46,10 +47,12 @@ scheduler: {options: {hold: true}}
 
 @pytest.fixture(scope="module")
 def debug(jobs_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """A job of three replicas in debug mode, which runs."""
+    """A job of three replicas in debug mode, which runs; its master's command has left a daemon
+    behind, as sshd does."""
     scene = Scene(jobs_cluster, tmp_path_factory.mktemp("verbs") / "debug")
     (scene.folder / "work").mkdir(parents=True)
     (scene.folder / "debug.yaml").write_text(DEBUG)
+    (scene.folder / "work/daemon.sh").write_text("setsid sleep 1234 >/dev/null 2>&1 &\n")
     scene.submit_file(scene.folder / "debug.yaml")
     try:
         scene.wait(lambda: len(_sleepers(scene)) == 3, "three sleeping replicas")
@@ -58,17 +61,17 @@ def debug(jobs_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) ->
         jobs_cluster.run(["scancel", str(scene.job_id)], check=False)
 
 
-def _sleepers(scene: Scene) -> list[int]:
+def _sleepers(scene: Scene, words: bytes = b"sleep\0infinity\0") -> list[int]:
     """The processes of the replicas, past their exec."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = (folder / "cmdline").read_bytes()
+            found_words = (folder / "cmdline").read_bytes()
             environ = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
         run = f"HYDROSLURM_RUN_DIR={scene.run.root}".encode()
-        if words == b"sleep\0infinity\0" and run in environ:
+        if found_words == words and run in environ:
             found.append(int(folder.name))
     return found
 
@@ -313,7 +316,8 @@ def test_cancel_of_a_waiting_and_of_a_suspended_job(
     waiting = Scene(jobs_cluster, tmp_path / "waiting").submit(TOLD)
     debug.slurm("scontrol", "suspend", str(debug.job_id))
     sleepers = _sleepers(debug)
-    assert len(sleepers) == 3
+    daemons = _sleepers(debug, DAEMON)
+    assert (len(sleepers), len(daemons)) == (3, 1)
     for scene in (waiting, debug):
         done = scene.hydroslurm("cancel", str(scene.job_id))
         assert done.returncode == 0, done.stderr
@@ -324,5 +328,6 @@ def test_cancel_of_a_waiting_and_of_a_suspended_job(
         state = scene.slurm("squeue", "-h", "-t", "all", "-j", str(scene.job_id), "-o", "%T")
         assert state.strip() == "CANCELLED"
         assert "has ended already" in scene.hydroslurm("cancel", str(scene.run.root)).stdout
-    debug.wait(lambda: not any(map(is_alive, sleepers)), "end of the replicas")
+    debug.wait(lambda: not any(map(is_alive, sleepers + daemons)), "end of the replicas")
+    assert len(debug.attempts) == 1
     assert waiting.attempts == ()
