@@ -81,10 +81,11 @@ def test_imports_point_one_way() -> None:
 
 
 JOBS_ORDER = (
+    ("images",),
     ("spec",),
     ("plan",),
     ("layout",),
-    ("submission", "images"),
+    ("submission",),
     ("task",),
     ("supervisor",),
     ("elastic",),

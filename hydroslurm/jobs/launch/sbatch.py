@@ -38,6 +38,7 @@ _MAYBE_TAKEN = ("timed out", "time out", "timeout", "zero bytes", "unexpected me
 """In messages of sbatch that got no answer: slurmctld may have the job all the same."""
 _LOOK_S = 10.0
 """How long Slurm is asked whether it has a job after all."""
+_NO_PARTITION = re.compile(r"invalid partition", re.IGNORECASE)
 _NEVER = re.compile(
     r"PartitionConfig|PartitionNodeLimit|PartitionTimeLimit|BadConstraints|InvalidAccount"
     r"|InvalidQOS|(?:Assoc|QOS)\w*PerJob(?:Limit)?|QOSMin\w+"
@@ -185,7 +186,8 @@ def _failure(said: str, answered: str, run: RunDir, *, is_refused: bool) -> Laun
     message = "; ".join(lines) or "it gave no reason"
     job_id = submitted(answered)
     if job_id is None and is_refused and not any(part in said.lower() for part in _MAYBE_TAKEN):
-        return LaunchError(f"sbatch refused the job: {message}")
+        hint = _partitions() if _NO_PARTITION.search(message) else ""
+        return LaunchError(f"sbatch refused the job: {message}{hint}")
     if (job := job_id or _job_of(run)) is not None:
         return MaybeSubmitted(
             f"Slurm has the job, as {job}, although its submission failed: {message}. The request "
@@ -194,6 +196,21 @@ def _failure(said: str, answered: str, run: RunDir, *, is_refused: bool) -> Laun
     return MaybeSubmitted(
         f"sbatch refused the job: {message}. Slurm may have it all the same: check squeue --me "
         f"before you submit it again. The request is in {run.root}"
+    )
+
+
+def _partitions() -> str:
+    """What may be asked for instead of a partition that there is not; "" if Slurm does not say."""
+    from hydroslurm.slurm.client import RetryPolicy, open_client
+
+    patience = RetryPolicy(call_timeout_s=_LOOK_S, give_up_after_s=0.0)
+    try:
+        names = [one.name for one in open_client(retry_policy=patience).partitions()]
+    except (HydroslurmError, UsageError):
+        return ""
+    return (
+        f". The partitions here are {', '.join(names)}; for a queue of a T9k manifest name one of "
+        "them under queues in /etc/hydroslurm/config.yaml or ~/.config/hydroslurm/config.yaml"
     )
 
 

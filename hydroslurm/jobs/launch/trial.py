@@ -25,12 +25,13 @@ BESIDE = 2
 """Jobs beside the members: the coordinator's, and the one that cleans up."""
 _REFUSED = re.compile(
     r"(QOS|Assoc)\w*Limit|violates accounting/QOS policy|Invalid job array specification"
-    r"|Invalid (qos|account)|has exceeded"
+    r"|Invalid (qos|account|partition)|has exceeded"
 )
 """What no time will heal; a partition that is down at the moment is no reason to refuse a job."""
 _FIXES = (
     ("array", "lower elastic.size, and `hydroslurm scale` the job once it runs"),
     ("Invalid qos", "name another scheduler.qos (`sacctmgr show assoc user=$USER format=qos`)"),
+    ("Invalid partition", "name another scheduler.partition (`sinfo -s`)"),
     ("Invalid account", "name another scheduler.account (`sacctmgr show assoc user=$USER`)"),
     (
         "",

@@ -3,10 +3,12 @@ hold: its JSON Schema, and the reference in ``docs/spec.md``."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,15 +51,37 @@ class JobSpec:
 
 
 def load(path: Path) -> JobSpec:
-    """Read a job spec, ours or T9k's. A job without a name takes the file's.
+    """Read a job spec, ours or T9k's, that is to run with this Python. A job without a name takes
+    the file's.
 
     Raises:
         SpecError: as many lines as there are problems, each with field, line and fix.
     """
-    spec = read(read_source(path), folder=path.absolute().parent)
+    spec = read(read_source(path), folder=path.absolute().parent, check=_lacks_etcd)
     if "name" in spec.job.model_fields_set:
         return spec
     return replace(spec, job=spec.job.model_copy(update={"name": _name_of(path)}))
+
+
+def _lacks_etcd(job: TrainingJob) -> tuple[Complaint, ...]:
+    """torch meets at an etcd server by a package that it does not install. In an image its Python
+    may have it; here this one starts the agents."""
+    torchrun = job.torchrun_config
+    is_asked = torchrun.enable and torchrun.has_own_server and job.replicas > 1
+    if not is_asked or job.elastic is not None or job.run_mode.debug.enable:
+        return ()
+    if importlib.util.find_spec("etcd") is not None:
+        return ()
+    from hydroslurm.jobs.images import find_runtime
+
+    if all(spec.template.image for spec in job.replica_specs) and find_runtime(os.environ):
+        return ()
+    message = (
+        f"{torchrun.rdzv_backend}: torchrun meets there with the package python-etcd, which "
+        f"{sys.executable} does not have; pip install python-etcd, or say c10d, which needs no "
+        "server"
+    )
+    return (Complaint(("torchrunConfig", "rdzvBackend"), message),)
 
 
 def _name_of(path: Path) -> str:
@@ -73,16 +97,24 @@ def loads(text: str, *, name: str = "job.yaml", folder: Path = Path()) -> JobSpe
     return read(parse_source(text, name=name), folder=folder.absolute())
 
 
-def read(source: Source, *, folder: Path) -> JobSpec:
-    """The same of what PyYAML has read."""
+def read(
+    source: Source,
+    *,
+    folder: Path,
+    check: Callable[[TrainingJob], tuple[Complaint, ...]] = lambda _: (),
+) -> JobSpec:
+    """The same of what PyYAML has read; ``check`` finds what else is wrong with a valid job."""
     is_manifest = t9k.is_manifest(source.value)
     if is_manifest:
-        from hydroslurm.jobs.spec.priorities import read_priorities
+        from hydroslurm.jobs.spec.site_tables import read_site_tables
 
-        translation = t9k.translate(source.value, priorities=read_priorities(os.environ))
+        translation = t9k.translate(source.value, tables=read_site_tables(os.environ))
     else:
         translation = Translation(source.value, {(): ()})
     job = _validated(translation, source)
+    if lacking := check(job):
+        found = (Complaint(translation.origin(one.path), one.message) for one in lacking)
+        raise SpecError(_text(_problems(tuple(found), source), source.name))
     idle = [f"{path_text(translation.origin(one.path))} ({one.message})" for one in unused(job)]
     return JobSpec(job, folder, (*translation.meaningless, *idle), is_manifest=is_manifest)
 
@@ -96,8 +128,7 @@ def _validated(translation: Translation, source: Source) -> TrainingJob:
         from hydroslurm.jobs.spec.problems import problems_of
 
         found = problems_of(error, value, source=source, place=translation.origin)
-        hints = _problems(translation.misspelt, source)
-        raise SpecError(_text((*wrong, *found, *hints), source.name)) from None
+        raise SpecError(_text((*wrong, *found), source.name)) from None
     if wrong:
         raise SpecError(_text(wrong, source.name))
     return job

@@ -190,9 +190,10 @@ class ReplicaSpec(Part):
     )
     restart_policy: RestartPolicy = Field(
         default="OnFailure",
-        description="When all replicas are restarted because one has ended. Never: a failure is "
-        "final. OnFailure: its status is not 0. Always: even if it is 0. ExitCode: its status is "
-        "130, 137, 138, 140 or 143, which stand for signals. Every restart counts against "
+        description="When all replicas are restarted because one has ended. Never: not at all; the "
+        "job fails when its master fails, and goes on without a worker that fails. OnFailure: its "
+        "status is not 0. Always: even if it is 0. ExitCode: its status is 130, 137, 138, 140 or "
+        "143, which stand for signals; another is as with Never. Every restart counts against "
         "backoffLimit; a preemption is not a failure. Default: OnFailure.",
     )
     template: Template = Field(description="What each replica runs. Required.")
@@ -204,7 +205,8 @@ class DebugReplica(Part):
     type: Line = Field(default="worker", description="Their type. Default: worker.")
     command: Command = Field(
         default=("sleep", "infinity"),
-        description="Runs instead of the command. Default: [sleep, infinity].",
+        description="Runs instead of the command. When it ends with 0, as a daemon's start does, "
+        "the replica stays until the job is cancelled. Default: [sleep, infinity].",
     )
     skip_init: bool = Field(default=False, description="Skip the init steps, too. Default: false.")
 

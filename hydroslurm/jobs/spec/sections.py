@@ -31,8 +31,9 @@ class RunPolicy(Part):
 
     backoff_limit: Whole = Field(
         default=3,
-        description="How often restartPolicy may restart the job, for all replicas together; after "
-        "that the next failure is final. Preemptions do not count. Default: 3.",
+        description="How often restartPolicy may restart the job, for all replicas together. After "
+        "that nothing is restarted, as with Never: the job fails when the master fails again, and "
+        "goes on without a worker that fails. Preemptions do not count. Default: 3.",
         json_schema_extra=unit("restarts"),
     )
     preemption_limit: Whole | None = Field(

@@ -9,14 +9,14 @@
       .template.spec.initContainers[]         template.init, without their images
     spec.torchrunConfig                       the same; enabled is enable
     spec.runPolicy                            the same; cleanUpPolicy is cleanPolicy
-    spec.scheduler.t9kScheduler.queue         scheduler.partition
-      .priority                               scheduler.qos, .nice: see priorities.py
+    spec.scheduler.t9kScheduler.queue         scheduler.partition: see site_tables.py
+      .priority                               scheduler.qos, .nice: the same
     spec.tensorboardSpec                      tensorboard: the path of its first fileset
     spec.runMode.debug                        the same; enabled is enable
 
-Everything else in a manifest has no meaning on Slurm. It is listed, never dropped silently, with
-the likely name where it looks like a typo. Values of the wrong type are copied unchanged, for the
-validation to report. Pure.
+Everything else in a manifest has no meaning on Slurm. It is listed, never dropped silently; what
+looks like a typo of one of these fields is an error. Values of the wrong type are copied unchanged,
+for the validation to report. Pure.
 
 Source: the user manual of T9k's TensorStack, whose releases differ: ``enable`` became ``enabled``,
 ``cleanUpWorkers`` became ``cleanUpPolicy``. All of these are read.
@@ -28,9 +28,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hydroslurm.jobs.spec.priorities import Priorities
+from hydroslurm.jobs.spec.site_tables import SiteTables
 from hydroslurm.jobs.spec.source import KeyPath
-from hydroslurm.jobs.spec.translation import Translation, Translator
+from hydroslurm.jobs.spec.translation import Translation, Translator, nearest
 
 API_VERSION = "batch.tensorstack.dev/v1beta1"
 KIND = "PyTorchTrainingJob"
@@ -38,8 +38,11 @@ KIND = "PyTorchTrainingJob"
 _MAIN_CONTAINERS = ("python", "pytorch")
 """T9k's torchrun takes ``python``, else the first; its own examples use ``pytorch``."""
 _GPUS = ("nvidia.com/gpu", "amd.com/gpu")
+_ENV_FIELDS = ("name", "value", "valueFrom")
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 _FILESET = re.compile(r"t9k://pvc/(.+)")
+_NO_TYPOS = ("claims", "ephemeralContainers", "nvidia.com/vgpu")
+"""Fields of Kubernetes that Slurm has nothing for, spelt like one that it has something for."""
 _OF_THE_POD = {
     "volumes": "a job sees the file systems of its nodes",
     "nodeSelector": "in a job spec, use scheduler.options.constraint",
@@ -54,9 +57,9 @@ def is_manifest(value: object) -> bool:
     )
 
 
-def translate(manifest: Mapping[str, Any], *, priorities: Priorities) -> Translation:
+def translate(manifest: Mapping[str, Any], *, tables: SiteTables) -> Translation:
     """Translate a manifest into a job spec."""
-    of = Translator(manifest)
+    of = Translator(manifest, no_typos=_NO_TYPOS)
     for name, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
         if of.use((name,)) != wanted:
             of.put((name,), (name,), of.get((name,)))
@@ -67,7 +70,7 @@ def translate(manifest: Mapping[str, Any], *, priorities: Priorities) -> Transla
         _replicas(of, ("replicaSpecs", number), ("spec", "replicaSpecs", number), torchrun=torchrun)
     of.comes_from(("replicaSpecs",), ("spec", "replicaSpecs"))
     _run_policy(of)
-    _scheduler(of, priorities)
+    _scheduler(of, tables)
     _tensorboard(of)
     _debug(of)
     of.drop(("spec", "elastic"), "torchrunConfig.minNodes sets the fewest replicas that may train")
@@ -94,28 +97,36 @@ def _run_policy(of: Translator) -> None:
             of.move((*own, "cleanPolicy"), (*at, name))
 
 
-def _scheduler(of: Translator, priorities: Priorities) -> None:
+def _scheduler(of: Translator, tables: SiteTables) -> None:
     at, own = ("spec", "scheduler"), ("scheduler",)
     if not of.open(own, at):
         return
     for name in ("t9kScheduler", "volcanoScheduler"):
-        of.move((*own, "partition"), (*at, name, "queue"))
-        _priority(of, own, (*at, name, "priority"), priorities)
+        _queue(of, own, (*at, name, "queue"), tables)
+        _priority(of, own, (*at, name, "priority"), tables)
 
 
-def _priority(of: Translator, own: KeyPath, at: KeyPath, priorities: Priorities) -> None:
+def _queue(of: Translator, own: KeyPath, at: KeyPath, tables: SiteTables) -> None:
+    row = tables.queues.get(str(of.get(at)))
+    if row is None:
+        of.move((*own, "partition"), at)
+    else:
+        of.put((*own, "partition"), at, row.partition)
+
+
+def _priority(of: Translator, own: KeyPath, at: KeyPath, tables: SiteTables) -> None:
     value = of.get(at)
     if value is None:
         return
-    if not priorities.table:
-        of.drop(at, f"no table maps it to Slurm; add one to {priorities.where()}")
+    if not tables.priorities:
+        of.drop(at, f"no table maps it to Slurm; add one to {tables.where()}")
         return
-    found = priorities.table.get(str(value))
+    found = tables.priorities.get(str(value))
     if found is None:
-        known = ", ".join(priorities.table)
+        known = ", ".join(tables.priorities)
         of.refuse(
             at,
-            f"{str(value)[:60]!r} is not in the table of {priorities.where()}, which has {known}; "
+            f"{str(value)[:60]!r} is not in the table of {tables.where()}, which has {known}; "
             "choose one of these, add a line to the table, or leave the priority out",
         )
         return
@@ -241,6 +252,9 @@ def _environment(of: Translator, own: KeyPath, at: KeyPath) -> dict[str, str]:
             continue
         if isinstance(one, dict):
             one = {name: value for name, value in one.items() if value is not None}
+            for name in [key for key in one if nearest(key, _ENV_FIELDS) == "valueFrom"]:
+                of.refuse((*path, name), "there is no such field; did you mean 'valueFrom'?")
+                del one[name]
         if isinstance(one, dict) and isinstance(one.get("value"), str):
             one["value"] = _expanded(one["value"], known)
             known[str(one.get("name"))] = one["value"]

@@ -21,14 +21,12 @@ class Translation:
         origins: where in the document each part of ``value`` comes from.
         meaningless: fields of the document with no equivalent in Slurm, with the reason where it is
             not obvious from the name.
-        misspelt: those of them that look like typos of known fields.
-        refusals: errors found before validation.
+        refusals: errors found before validation, such as what looks like a typo of a known field.
     """
 
     value: Any
     origins: Mapping[KeyPath, KeyPath]
     meaningless: tuple[str, ...] = ()
-    misspelt: tuple[Complaint, ...] = ()
     refusals: tuple[Complaint, ...] = ()
 
     def origin(self, path: KeyPath) -> KeyPath:
@@ -41,13 +39,18 @@ class Translation:
 
 @dataclass
 class Translator:
-    """Takes a document apart and keeps track of the fields that nobody has asked for."""
+    """Takes a document apart and keeps track of the fields that nobody has asked for.
+
+    Attributes:
+        document: what is taken apart.
+        no_typos: names of fields without an equivalent that are spelt almost like one with one.
+    """
 
     document: Mapping[str, Any]
+    no_typos: Collection[str] = ()
     _value: dict[str, Any] = field(default_factory=dict)
     _origins: dict[KeyPath, KeyPath] = field(default_factory=dict)
     _used: set[KeyPath] = field(default_factory=set)
-    _opened: set[KeyPath] = field(default_factory=set)
     _reasons: dict[KeyPath, str] = field(default_factory=dict)
     _known: dict[KeyPath, set[str]] = field(default_factory=lambda: defaultdict(set))
     _refusals: list[Complaint] = field(default_factory=list)
@@ -56,8 +59,9 @@ class Translator:
         """The value at this path, or None."""
         here: Any = self.document
         for end, part in enumerate(path):
+            known = self._known[path[:end]]
             if isinstance(part, str):
-                self._known[path[:end]].add(part)
+                known.add(part)
             try:
                 here = here[part]
             except (KeyError, IndexError, TypeError):
@@ -88,7 +92,6 @@ class Translator:
         if isinstance(value, Mapping):
             self._write(own, {})
             self._origins[own] = path
-            self._opened.add(path)
             return True
         self.move(own, path)
         return False
@@ -119,19 +122,18 @@ class Translator:
 
     def translation(self) -> Translation:
         """The result: what was written, and what is left over."""
-        known = {path[:end] for path in self._used | set(self._reasons) for end in range(len(path))}
-        known |= self._opened
+        known = {path[:end] for path in self._used for end in range(len(path))} | set(self._known)
         left = tuple(self._left((), self.document, known))
         meant = {path: name for path in left if (name := self._meant(path)) is not None}
+        typos = (
+            Complaint(path, f"there is no such field; did you mean {name!r}?")
+            for path, name in meant.items()
+        )
         return Translation(
             self._value,
             self._origins,
-            tuple(self._message(path, meant.get(path)) for path in left),
-            tuple(
-                Complaint(path, f"there is no such field; did you mean {name!r}?")
-                for path, name in meant.items()
-            ),
-            tuple(self._refusals),
+            tuple(self._message(path) for path in left if path not in meant),
+            (*self._refusals, *typos),
         )
 
     def _write(self, own: KeyPath, value: Any) -> None:
@@ -147,12 +149,12 @@ class Translator:
             here[own[-1]] = value
 
     def _left(self, path: KeyPath, value: Any, known: set[KeyPath]) -> Iterator[KeyPath]:
-        """The topmost paths under which nothing is known.
+        """The topmost paths under which nobody has asked for anything.
 
         Args:
-            known: paths of everything that contains something known.
+            known: paths of everything that may contain what has been asked for.
         """
-        if path in self._used or value is None:
+        if path in self._used or value in (None, {}, []):
             return
         if path in self._reasons or path not in known:
             yield path
@@ -165,26 +167,27 @@ class Translator:
 
     def _meant(self, path: KeyPath) -> str | None:
         name, holder = path[-1], path[:-1]
-        if path in self._reasons or not isinstance(name, str) or name in self._known[holder]:
+        known = self._known[holder]
+        if path in self._reasons or not isinstance(name, str) or name in (*known, *self.no_typos):
             return None
-        there = self.get(holder)
-        absent = sorted(one for one in self._known[holder] if one not in there)
-        return nearest(name, absent, cutoff=0.8)
+        # what two resources of a vendor have in common is the vendor
+        return nearest(name, sorted(known), cutoff=0.91 if "/" in name else 0.66)
 
-    def _message(self, path: KeyPath, meant: str | None) -> str:
-        why = self._reasons.get(path) if meant is None else f"did you mean {meant}?"
+    def _message(self, path: KeyPath) -> str:
+        why = self._reasons.get(path)
         return path_text(path) + (f" ({why})" if why else "")
 
 
 def nearest(name: str, valid: Collection[str], *, cutoff: float = 0.6) -> str | None:
-    """The valid name with the closest spelling, ignoring case, dashes and underscores; None when
-    none is close.
+    """The valid name with the closest spelling, ignoring case, dashes and underscores, or with the
+    same letters in another order; None when none is close.
 
     Args:
         cutoff: the least similarity, from 0 to 1.
     """
-    plain = {_bare(one): one for one in valid}
-    near = difflib.get_close_matches(_bare(name)[:60], list(plain), n=1, cutoff=cutoff)
+    plain, bare = {_bare(one): one for one in valid}, _bare(name)[:60]
+    near = difflib.get_close_matches(bare, list(plain), n=1, cutoff=cutoff)
+    near = near or [one for one in plain if sorted(one) == sorted(bare)]
     return plain[near[0]] if near else None
 
 

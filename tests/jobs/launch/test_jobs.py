@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -398,8 +399,9 @@ def test_what_cannot_be_submitted_is_explained(on_cluster: None, folder: Path) -
 
 
 def test_a_refusal_is_said_once(on_cluster: None, folder: Path) -> None:
-    """What sbatch says of a partition that is not there stands in one line, and no folder is left;
-    a spec is as a script."""
+    """What sbatch says of a partition that is not there stands in one line, with those that are
+    there and, for a queue of T9k's, where it is mapped to one; no folder is left. A spec is as a
+    script."""
     spec = {
         "name": "x",
         "replicaSpecs": [{"type": "worker", "template": {"command": ["true"]}}],
@@ -411,6 +413,7 @@ def test_a_refusal_is_said_once(on_cluster: None, folder: Path) -> None:
         assert (done.returncode, done.stdout) == (1, "")
         assert len(done.stderr.splitlines()) == 1, done.stderr
         assert done.stderr.count("Invalid partition name") == 1
+        assert re.search(r"The partitions here are \w+(, \w+)*; for a queue of a T9k", done.stderr)
         assert not (folder / "runs").exists()
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from hydroslurm.errors import SpecError, UntrustedFile
-from hydroslurm.jobs.spec.priorities import read_priorities
 from hydroslurm.jobs.spec.reading import load, loads
+from hydroslurm.jobs.spec.site_tables import read_site_tables
 
 MANIFEST = Path(__file__).resolve().parent.parent.parent.parent / "examples/t9k-manifest.yaml"
 
@@ -132,24 +137,48 @@ def test_a_priority_is_what_the_table_says(tmp_path: Path, monkeypatch: pytest.M
     assert f"{table} or /etc/hydroslurm/config.yaml, which has 80, 10, 50;" in str(caught.value)
 
 
-def test_the_users_table_counts_above_the_sites(tmp_path: Path) -> None:
-    """Line by line; a table that others can write is not obeyed, and a wrong one has its line."""
+@pytest.mark.parametrize("scheduler", ["t9kScheduler", "volcanoScheduler"])
+def test_a_queue_is_the_partition_that_the_table_says(
+    scheduler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the default one, and without a row the partition of its name."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    table = tmp_path / "hydroslurm/config.yaml"
+    table.parent.mkdir()
+    table.write_text("queues: {default: {partition: 'gpu,gpu-long'}, batch: {}}\n")
+    for queue, partition in (("default", "gpu,gpu-long"), ("batch", None), ("cpu", "cpu")):
+        spec = loads(
+            manifest("command: [a]", f"  scheduler: {{{scheduler}: {{queue: {queue}}}}}\n")
+        )
+        assert (spec.job.scheduler.partition, spec.meaningless) == (partition, ())
+
+
+def test_the_users_tables_count_above_the_sites(tmp_path: Path) -> None:
+    """Row by row; a table that others can write is not obeyed, and a wrong one has its line."""
     site, environ = tmp_path / "site.yaml", {"XDG_CONFIG_HOME": str(tmp_path)}
     own = tmp_path / "hydroslurm/config.yaml"
     own.parent.mkdir()
-    site.write_text("priorities: {1: {qos: a}, 2: {qos: b}}\n")
-    own.write_text("priorities: {2: {nice: 5}}\n")
-    found = read_priorities(environ, site=site).table
-    assert {name: (one.qos, one.nice) for name, one in found.items()} == {
+    site.write_text(
+        "priorities: {1: {qos: a}, 2: {qos: b}}\nqueues: {q: {partition: a}, r: {partition: b}}\n"
+    )
+    own.write_text("priorities: {2: {nice: 5}}\nqueues: {r: {}}\n")
+    found = read_site_tables(environ, site=site)
+    assert {name: (one.qos, one.nice) for name, one in found.priorities.items()} == {
         "1": ("a", None),
         "2": (None, 5),
     }
-    own.write_text("# ours\npriorities:\n  2: {nice: -5}\n")
-    with pytest.raises(SpecError, match=r"config.yaml:3: priorities.2.nice: .* wanted a table"):
-        read_priorities(environ, site=site)
+    assert {name: one.partition for name, one in found.queues.items()} == {"q": "a", "r": None}
+    for text, where in (
+        ("priorities:\n  2: {nice: -5}\n", "2: priorities.2.nice"),
+        ("queues:\n  q: {partiton: a}\n", "2: queues.q.partiton"),
+        ("queus:\n  q: {}\n", "1: queus"),
+    ):
+        own.write_text(text)
+        with pytest.raises(SpecError, match=rf"config.yaml:{where}: .* wanted tables"):
+            read_site_tables(environ, site=site)
     own.chmod(0o666)
     with pytest.raises(UntrustedFile):
-        read_priorities(environ, site=site)
+        read_site_tables(environ, site=site)
 
 
 def test_variables_are_written_out_as_kubernetes_does() -> None:
@@ -278,19 +307,85 @@ def test_everything_else_is_listed_once() -> None:
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("field", "listed", "meant"),
-    [
-        ("runPolicy: {backofLimit: 0}", "runPolicy.backofLimit", "backoffLimit"),
-        ("torchrunConfig: {enabeld: true}", "torchrunConfig.enabeld", "enabled"),
-        ("runmode: {debug: {enable: true}}", "runmode", "runMode"),
-        ("tensorboardspec: {}", "tensorboardspec", "tensorboardSpec"),
-    ],
-)
-def test_a_misspelt_field_is_pointed_out(field: str, listed: str, meant: str) -> None:
-    """It is not known, so it is not obeyed; what was meant is said."""
-    spec = loads(manifest("command: [python, a.py]", f"  {field}\n"))
-    assert spec.meaningless == (f"spec.{listed} (did you mean {meant}?)",)
+def every_field(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The paths of all fields that Slurm has something for, and of what it has nothing for as a
+    whole."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            yield (*at, name)
+            if name not in ("labels", "volumes", "volumeMounts"):
+                yield from every_field(one, (*at, name))
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from every_field(one, (*at, number))
+
+
+def misspelt(name: str) -> tuple[str, ...]:
+    """With two letters swapped, one left out, one doubled, and in other case."""
+    middle = max(2, len(name) // 2)
+    return (
+        name[: middle - 2] + name[middle - 1] + name[middle - 2] + name[middle:],
+        name[:middle] + name[middle + 1 :],
+        name[:middle] + name[middle] + name[middle:],
+        name.upper(),
+    )
+
+
+FULL: dict[str, Any] = yaml.safe_load(MANIFEST.read_text())
+
+
+def test_a_misspelt_field_is_an_error_at_every_level() -> None:
+    """Beside the right one, and in its place."""
+    for path in every_field(FULL):
+        for number, typo in enumerate(misspelt(str(path[-1]))):
+            changed = copy.deepcopy(FULL)
+            holder: Any = changed
+            for step in path[:-1]:
+                holder = holder[step]
+            stays = number % 2 == 0 or path in (("apiVersion",), ("kind",))
+            holder[typo] = holder[path[-1]] if stays else holder.pop(path[-1])
+            with pytest.raises(SpecError) as caught:
+                loads(yaml.safe_dump(changed))
+            assert re.search(rf"\b{typo}: there is no .*did you mean ", str(caught.value))
+
+
+KUBERNETES = {
+    "metadata": "generateName namespace uid resourceVersion generation creationTimestamp "
+    "annotations ownerReferences finalizers managedFields",
+    "pod": "ephemeralContainers restartPolicy terminationGracePeriodSeconds activeDeadlineSeconds "
+    "dnsPolicy serviceAccountName serviceAccount automountServiceAccountToken nodeName hostNetwork "
+    "hostPID hostIPC shareProcessNamespace securityContext imagePullSecrets hostname subdomain "
+    "affinity schedulerName tolerations hostAliases priorityClassName priority dnsConfig "
+    "readinessGates runtimeClassName enableServiceLinks preemptionPolicy overhead resourceClaims "
+    "topologySpreadConstraints setHostnameAsFQDN os hostUsers schedulingGates resources",
+    "container": "ports envFrom resizePolicy volumeDevices livenessProbe readinessProbe tty stdin "
+    "startupProbe lifecycle terminationMessagePath terminationMessagePolicy imagePullPolicy "
+    "securityContext stdinOnce restartPolicy",
+    "resources": "claims",
+    "limits": "ephemeral-storage hugepages-2Mi nvidia.com/gpu.shared nvidia.com/mig-1g.5gb "
+    "nvidia.com/gpumem nvidia.com/gpucores nvidia.com/vgpu rdma/hca huawei.com/Ascend910",
+}
+"""Source: the Kubernetes API reference of ObjectMeta, PodSpec and Container."""
+
+
+def test_what_kubernetes_has_is_no_typo() -> None:
+    """However like a field of ours it is spelt: it is listed, and the job is taken."""
+    changed = copy.deepcopy(FULL)
+    pod = changed["spec"]["replicaSpecs"][0]["template"]["spec"]
+    container = pod["containers"][0]
+    holders = {
+        "metadata": changed["metadata"],
+        "pod": pod,
+        "container": container,
+        "resources": container["resources"],
+        "limits": container["resources"]["limits"],
+    }
+    for name, fields in KUBERNETES.items():
+        holders[name].update(dict.fromkeys(fields.split(), "1"))
+    listed = loads(yaml.safe_dump(changed)).meaningless
+    for fields in KUBERNETES.values():
+        for field in fields.split():
+            assert any(one.endswith(f".{field}") for one in listed), field
 
 
 @pytest.mark.parametrize(
