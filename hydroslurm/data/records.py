@@ -28,7 +28,7 @@ import struct
 import weakref
 import zlib
 from array import array
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, SupportsIndex
 
@@ -66,12 +66,8 @@ class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
         self.verify = verify
         self._fd = open_regular(os.path.realpath(path))  # data sets are often links
         self._close = weakref.finalize(self, os.close, self._fd)
-        try:
-            self._size_bytes = os.fstat(self._fd).st_size
-            self._crcs, self._bounds = self._header()
-        except BaseException:
-            self.close()
-            raise
+        self._size_bytes = os.fstat(self._fd).st_size
+        self._crcs, self._bounds = self._header()
 
     def __len__(self) -> int:
         return len(self._crcs)
@@ -91,20 +87,17 @@ class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
         """
         if not self._close.alive:
             raise UsageError(f"{self.path} was closed; open it again to read from it")
-        wanted = [_number_of(index, self, self.path) for index in indices]
-        found = dict.fromkeys(sorted(set(wanted)), b"")
-        sizes = {n: int(self._bounds[n + 1] - self._bounds[n]) for n in found}
+        wanted = [_number_of(index, len(self), self.path) for index in indices]
+        places = {n: self._bounds[n : n + 2].tolist() for n in sorted(set(wanted))}
         # The kernel then fetches all of them at once, as FFRecord's asynchronous reads do: 256
         # samples of 8 KiB that were not cached took a fifth of the time on a virtual disk.
-        for number, size in sizes.items():
-            os.posix_fadvise(self._fd, int(self._bounds[number]), size, os.POSIX_FADV_WILLNEED)
-        for number, size in sizes.items():
-            found[number] = self._read(int(self._bounds[number]), size, what=f"record {number}: ")
-            if self.verify and (crc := zlib.crc32(found[number])) != self._crcs[number]:
-                expected = int(self._crcs[number])
-                raise self._error(
-                    f"the CRC of record {number} is {crc:#010x}, not {expected:#010x}"
-                )
+        for begin, end in places.values():
+            os.posix_fadvise(self._fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+        found = {}
+        for number, (begin, end) in places.items():
+            found[number] = self._read(begin, end - begin, what=f"record {number}: ")
+            if self.verify:
+                self._check(f"record {number}", zlib.crc32(found[number]), self._crcs[number])
         return [found[number] for number in wanted]
 
     def close(self) -> None:
@@ -129,24 +122,19 @@ class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
                 " it was cut off, or is no FFRecord file"
             )
         table = self._read(_START.size, header_bytes - _START.size)
-        # an old writer has left 0 there
-        if self.verify and expected:
+        if self.verify and expected:  # an old writer has left 0 there
             crc = zlib.crc32(table, zlib.crc32(struct.pack("<q", count)))
-            if crc != expected:
-                raise self._error(f"the CRC of its header is {crc:#010x}, not {expected:#010x}")
+            self._check("its header", crc, expected)
         crcs = numpy.frombuffer(table, "<u4", count)
-        bounds = numpy.empty(count + 1, numpy.int64)
-        bounds[:count] = numpy.frombuffer(table, "<i8", count, offset=4 * count)
-        bounds[count] = self._size_bytes
+        begins = numpy.frombuffer(table, "<i8", count, offset=4 * count)
+        bounds = numpy.append(begins, self._size_bytes)
         if count and bounds[0] < header_bytes:
             raise self._error(f"record 0 begins at byte {bounds[0]}, inside the header")
         backwards = numpy.flatnonzero(bounds[1:] < bounds[:-1])  # a difference could overflow
         if len(backwards):
-            number = int(backwards[0])
-            raise self._error(
-                f"record {number} begins at byte {bounds[number]} and ends at byte "
-                f"{bounds[number + 1]} of {self._size_bytes}"
-            )
+            begin, end = bounds[backwards[0] : backwards[0] + 2]
+            where = f"begins at byte {begin} and ends at byte {end} of {self._size_bytes}"
+            raise self._error(f"record {backwards[0]} {where}")
         return crcs, bounds
 
     def _read(self, start: int, length_bytes: int, *, what: str = "") -> bytes:
@@ -162,16 +150,20 @@ class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
             data = data + part if data else part
         return data
 
+    def _check(self, what: str, crc: int, expected: int) -> None:
+        if crc != expected:
+            raise self._error(f"the CRC of {what} is {crc:#010x}, not {expected:#010x}")
+
     def _error(self, what: str) -> RecordError:
         return RecordError(f"{self.path}: {what}; fetch or write the file again")
 
 
-def _number_of(index: SupportsIndex, records: Sized, path: object) -> int:
+def _number_of(index: SupportsIndex, count: int, source: object) -> int:
     """The number of a record; negative ones count from the end."""
     number = operator.index(index)
-    if not -len(records) <= number < len(records):
-        raise IndexError(f"{path} has no record {number}, it has {len(records)}")
-    return number % len(records)
+    if not -count <= number < count:
+        raise IndexError(f"{source} has no record {number}, it has {count}")
+    return number % count
 
 
 class RecordWriter:
@@ -215,10 +207,8 @@ class RecordWriter:
             view = memoryview(data)
             content = view.cast("B") if view.nbytes else memoryview(b"")
         except TypeError as error:
-            raise UsageError(
-                f"a sample is bytes or a contiguous buffer, not {type(data).__name__} ({error}); "
-                "encode it first"
-            ) from None
+            wrong = f"not {type(data).__name__} ({error}); encode it first"
+            raise UsageError(f"a sample is bytes or a contiguous buffer, {wrong}") from None
         self._file.write(content)
         self._crcs.append(zlib.crc32(content))
         self._bounds.append(self._at)
@@ -236,14 +226,11 @@ class RecordWriter:
             self._exit.__exit__(kind, *error)
             return
         with self._exit:
-            if len(self._crcs) != self.n:
-                raise UsageError(
-                    f"{self.path} was begun for {self.n} samples, and {len(self._crcs)} were "
-                    "written"
-                )
-            crcs = numpy.array(self._crcs, "<u4").tobytes()
-            bounds = numpy.array(self._bounds, "<i8").tobytes()
-            content = struct.pack("<q", self.n) + crcs + bounds
+            if (written := len(self._crcs)) != self.n:
+                asked = f"{self.path} was begun for {self.n} samples"
+                raise UsageError(f"{asked}, and {written} were written")
+            crcs, bounds = numpy.array(self._crcs, "<u4"), numpy.array(self._bounds, "<i8")
+            content = struct.pack("<q", self.n) + crcs.tobytes() + bounds.tobytes()
             file.seek(0)
             file.write(struct.pack("<I", zlib.crc32(content)) + content)
 
@@ -252,7 +239,8 @@ class RecordDataset(Dataset[Any]):
     """The samples of several FFRecord files, one after the other.
 
     A subclass says in :meth:`process` what a sample's bytes are. Any DataLoader reads a batch in
-    one pass through the files, because torch asks for all of it at once (``__getitems__``).
+    one pass through the files, because torch asks for all of it at once (``__getitems__``). A
+    subclass with a ``__getitem__`` of its own gets the list of numbers there, as in FFRecord.
 
     Args:
         paths: a file, several in their order, or a folder: all ``*.ffr`` in it, in the order of
@@ -265,10 +253,13 @@ class RecordDataset(Dataset[Any]):
     """
 
     def __init__(self, paths: _Path | Sequence[_Path], *, verify: bool = True) -> None:
-        self.files = [RecordFile(path, verify=verify) for path in _listed(paths)]
+        listed = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+        if len(listed) == 1 and (folder := Path(listed[0])).is_dir():
+            listed = [*sorted(folder.glob("*.ffr"))]
+        if not listed:
+            raise UsageError(f"{paths} has no *.ffr: wanted a file, a list of them, or a folder")
+        self.files = [RecordFile(path, verify=verify) for path in listed]
         self._ends = numpy.cumsum([len(file) for file in self.files])
-        more = f" and {len(self.files) - 1} more files" if len(self.files) > 1 else ""
-        self._name = f"{self.files[0].path}{more}"
 
     def process(
         self,
@@ -283,7 +274,7 @@ class RecordDataset(Dataset[Any]):
 
     def read_batch(self, indices: Sequence[SupportsIndex]) -> list[bytes]:
         """The bytes of these samples, in this order, each file read in one pass."""
-        numbers = numpy.array([_number_of(one, self, self._name) for one in indices], numpy.int64)
+        numbers = numpy.array([_number_of(one, len(self), self) for one in indices], numpy.int64)
         places = numpy.searchsorted(self._ends, numbers, side="right")
         records = [b""] * len(numbers)
         for place in numpy.unique(places).tolist():
@@ -298,23 +289,24 @@ class RecordDataset(Dataset[Any]):
         for file in self.files:
             file.close()
 
+    def __repr__(self) -> str:
+        return type(self).__name__
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __getitem__(self, index: Any) -> Any:
         """One sample, or a list of them for a list of numbers, as FFRecord's data sets have it."""
-        if isinstance(index, (list, tuple)):
-            return self.__getitems__(index)
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        samples = self.process(indices, self.read_batch(indices))
-        if len(samples) != len(indices):
-            raise UsageError(
-                f"{type(self).__name__}.process() returned {len(samples)} samples for "
-                f"{len(indices)} records; return a list with one for each"
-            )
+        if not isinstance(index, (list, tuple)):
+            return self[[index]][0]
+        samples = self.process(index, self.read_batch(index))
+        if len(samples) != len(index):
+            got = f"{len(samples)} samples for {len(index)} records"
+            raise UsageError(f"{self}.process() returned {got}; return a list with one for each")
         return samples
+
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
+        return self[list(indices)]
 
 
 class RecordLoader(DataLoader[Any]):
@@ -334,7 +326,8 @@ class RecordLoader(DataLoader[Any]):
             ``drop_last``: leave out what makes no whole batch of all ranks.
 
     Raises:
-        UsageError: ``skippable`` with another sampler or with batches that cannot be counted.
+        UsageError: ``skippable`` with another sampler or with batches that cannot be counted; or
+            ``shuffle`` with a ``generator``, which would not give torch's order.
     """
 
     def __init__(
@@ -348,10 +341,16 @@ class RecordLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         given = options.get("batch_sampler") or options.get("sampler")
+        if shuffle and options.get("generator") is not None:
+            raise UsageError(
+                "shuffle=True and a generator: the order is that of seed=, so that a stop can be "
+                "resumed. Give seed=, or torch's order by sampler=RandomSampler(dataset, "
+                "generator=generator) and skippable=False"
+            )
         if given is None:
             drop_last = bool(options.get("drop_last"))
-            order = ResumableSampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last)
-            options["sampler"] = order
+            given = ResumableSampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last)
+            options["sampler"] = given
         elif shuffle:
             raise UsageError("shuffle=True and a sampler: the sampler has the order, drop one")
         elif skippable and not isinstance(given, ResumableSampler):
@@ -359,7 +358,6 @@ class RecordLoader(DataLoader[Any]):
                 f"skippable=True counts the samples of a ResumableSampler, not of a "
                 f"{type(given).__name__}; leave the sampler out, or pass skippable=False"
             )
-        self.seed = seed
         self.skippable = skippable
         super().__init__(dataset, batch_size, **options)
 
@@ -380,16 +378,3 @@ class RecordLoader(DataLoader[Any]):
         sampler: Any = self.sampler
         consumed = step * (self.batch_size or 1) * sampler.world_size
         sampler.load_state_dict(sampler.state_at(sampler.epoch, consumed))
-
-
-def _listed(paths: _Path | Sequence[_Path]) -> Sequence[_Path]:
-    listed = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-    if not listed:
-        raise UsageError(
-            "an FFRecord file, a list of them or a folder is wanted, not an empty list"
-        )
-    if len(listed) > 1 or not (folder := Path(listed[0])).is_dir():
-        return listed
-    if not (found := sorted(folder.glob("*.ffr"))):
-        raise UsageError(f"there is no *.ffr in the folder {folder}")
-    return found

@@ -72,7 +72,7 @@ def test_several_files_are_one(folder: Path) -> None:
     assert Numbers(files)[[0, 14]] == [9, 0]
     assert RecordDataset(str(files[1]))[8] == b"8"
     for number in (24, -25):
-        with pytest.raises(IndexError, match=f"and 3 more files has no record {number}, it has 24"):
+        with pytest.raises(IndexError, match=f"Numbers has no record {number}, it has 24"):
             data[number]
     data.close()
     with pytest.raises(UsageError, match="was closed"):
@@ -83,8 +83,8 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
     """Each is named with what to do."""
     (tmp_path / "empty").mkdir()
     for paths, message in (
-        ([], "an empty list"),
-        (tmp_path / "empty", r"no \*\.ffr in the folder"),
+        ([], r"\[\] has no \*\.ffr"),
+        (tmp_path / "empty", r"empty has no \*\.ffr"),
     ):
         with pytest.raises(UsageError, match=message):
             RecordDataset(paths)
@@ -95,10 +95,39 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
         RecordLoader(data, sampler=RandomSampler(data))
     with pytest.raises(UsageError, match="drop one"):
         RecordLoader(data, sampler=ResumableSampler(data), shuffle=True)
+    with pytest.raises(UsageError, match=r"generator: the order is that of seed=.*RandomSampler"):
+        RecordLoader(data, shuffle=True, generator=torch.Generator())
     with pytest.raises(UsageError, match=r"skippable=False, and has no set_step\(\)"):
         RecordLoader(data, sampler=RandomSampler(data), skippable=False).set_step(0)
     with pytest.raises(UsageError, match=r"a step in 0\.\.5 is wanted, not 6"):
         RecordLoader(data, 5).set_step(6)
+
+
+class OwnItems(Numbers):
+    """FFRecord's other form: numbers in, samples out."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return [(index[0], sample) for sample in super().__getitem__(index)]
+
+
+def test_as_with_ffrecord(folder: Path) -> None:
+    """A __getitem__ of one's own gets the numbers of a batch; a + b are the samples of both; with
+    torch's own sampler and skippable=False the order is torch's."""
+    own = DataLoader(OwnItems(folder), 5, collate_fn=list)
+    assert next(iter(own)) == [(0, number) for number in range(5)]
+    both = Numbers(folder / "part-2.ffr") + Numbers(folder / "part-0.ffr")
+    assert seen(RecordLoader(both, 23)) == [[*range(9, 23), *range(9)]]
+    data = Numbers(folder)
+    torchs, ours = (
+        loader(data, 5, sampler=RandomSampler(data, generator=generator), generator=generator, **kw)
+        for loader, kw in ((DataLoader, {}), (RecordLoader, {"skippable": False}))
+        for generator in [torch.Generator().manual_seed(3)]
+    )
+    assert (
+        seen(ours)
+        == seen(torchs)
+        == seen(DataLoader(data, 5, shuffle=True, generator=torch.Generator().manual_seed(3)))
+    )
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
