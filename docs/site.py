@@ -59,6 +59,12 @@ API = {
         "LocalSession",
         "epoch_limiter",
     ],
+    "HydroJobSche's hooks": [
+        "BaseOpHook",
+        "ExecutionOpHook",
+        "register_ophooks_recursively",
+        "nvtx_mark",
+    ],
     "Errors": ["HydroslurmError", "UsageError"],
 }
 

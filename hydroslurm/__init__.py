@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from hydroslurm.compat.tasks import LocalSession, Task, TaskGroup, epoch_limiter
     from hydroslurm.coordination.rendezvous import set_torch_environment
     from hydroslurm.errors import HydroslurmError, UsageError
+    from hydroslurm.gate.hooks import (
+        BaseOpHook,
+        ExecutionOpHook,
+        register_ophooks_recursively,
+    )
+    from hydroslurm.gate.marks import nvtx_mark
     from hydroslurm.gate.signals import SignalPlan
     from hydroslurm.integrations.fused.modules import optimize_modules
     from hydroslurm.integrations.fused.optimizers import optimize_optimizer
@@ -48,9 +54,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BaseOpHook",
     "CheckpointManager",
     "Controller",
     "Engine",
+    "ExecutionOpHook",
     "Executor",
     "HydroslurmError",
     "Job",
@@ -70,11 +78,13 @@ __all__ = [
     "install",
     "installed",
     "is_installed",
+    "nvtx_mark",
     "od_execution_wrapper",
     "optimize_modules",
     "optimize_optimizer",
     "preemptible",
     "receive_suspend_command",
+    "register_ophooks_recursively",
     "register_rewriter",
     "send_signal",
     "set_step",
@@ -101,6 +111,10 @@ _HOME = {
     "set_step": "hydroslurm.runtime.install",
     "uninstall": "hydroslurm.runtime.install",
     "SignalPlan": "hydroslurm.gate.signals",
+    "BaseOpHook": "hydroslurm.gate.hooks",
+    "ExecutionOpHook": "hydroslurm.gate.hooks",
+    "register_ophooks_recursively": "hydroslurm.gate.hooks",
+    "nvtx_mark": "hydroslurm.gate.marks",
     "set_torch_environment": "hydroslurm.coordination.rendezvous",
     "Limits": "hydroslurm.training.attempts",
     "Job": "hydroslurm.compat.job",

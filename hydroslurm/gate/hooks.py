@@ -12,16 +12,18 @@ gradient (the first one) has no ``post_bwd_exec``.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.modules import module as module_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import InstallError
@@ -39,22 +41,24 @@ _registrations = itertools.count()
 
 
 class BaseOpHook:
-    """What is called around each module. Override what you need.
+    """What is called around each module. Override what you need; a method may leave out arguments
+    after ``module``.
 
     The calls come from the thread that runs the forward, and from autograd's threads, with the
-    GIL held. An exception ends that forward or backward.
+    GIL held. An exception ends that forward or backward. Tensors in the arguments of the last two
+    are detached, and live as long as the graph.
     """
 
-    def pre_fwd_exec(self, module: torch.nn.Module) -> None:
-        """Before ``module.forward``."""
+    def pre_fwd_exec(self, module: torch.nn.Module, *args: Any) -> None:
+        """Before ``module.forward``; ``args``: its inputs, as one tuple."""
 
-    def post_fwd_exec(self, module: torch.nn.Module) -> None:
-        """After ``module.forward``; not when it raised."""
+    def post_fwd_exec(self, module: torch.nn.Module, *args: Any) -> None:
+        """After ``module.forward``, not when it raised; ``args``: its inputs, and its output."""
 
-    def pre_bwd_exec(self, module: torch.nn.Module) -> None:
+    def pre_bwd_exec(self, module: torch.nn.Module, input: Any, output: Any) -> None:
         """Before the gradient goes into the module; at least once per backward through it."""
 
-    def post_bwd_exec(self, module: torch.nn.Module) -> None:
+    def post_bwd_exec(self, module: torch.nn.Module, input: Any) -> None:
         """After the gradient came out of the module; absent where no input needs one."""
 
 
@@ -65,38 +69,46 @@ def register_ophooks_recursively(
     ``None``: on every module of this process, those made later included. ``close()`` of what is
     returned removes them, and those on nodes of older graphs do nothing any more.
     """
-    hooks, key = list(hooks), f"hydroslurm.hooks.{next(_registrations)}"
+    key, methods = f"hydroslurm.hooks.{next(_registrations)}", dict[str, Any]()
+    for name in ("pre_fwd_exec", "post_fwd_exec", "pre_bwd_exec", "post_bwd_exec"):
+        own = [one for one in hooks if getattr(type(one), name) is not getattr(BaseOpHook, name)]
+        methods[name] = [(getattr(one, name), _wanted(getattr(one, name))) for one in own]
+
+    def call(name: str, module: torch.nn.Module, *args: Any) -> None:
+        for method, wanted in methods.get(name, ()):
+            method(module, *args[:wanted])
 
     # torch.compile traces through hooks; what is compiled is one operator and is left alone
-    def before(module: torch.nn.Module, _args: Any) -> None:
+    def before(module: torch.nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
-            for hook in hooks:
-                hook.pre_fwd_exec(module)
+            call("pre_fwd_exec", module, args)
 
     def after(module: torch.nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        for hook in hooks:
-            hook.post_fwd_exec(module)
+        call("post_fwd_exec", module, args, output)
         if _has_state(module) and torch.is_grad_enabled():
-            before_nodes(output, module, "pre_bwd_exec")
-            before_nodes(args, module, "post_bwd_exec")
+            before_nodes(output, "pre_bwd_exec", module, args, output)
+            before_nodes(args, "post_bwd_exec", module, args)
 
-    def before_nodes(value: Any, module: torch.nn.Module, call: str) -> None:
+    def before_nodes(value: Any, name: str, module: torch.nn.Module, *args: Any) -> None:
         """Once per node and module: one that outlives its step (a retained graph) would collect a
         pre-hook per forward."""
-        for node in filter(None, (tensor.grad_fn for tensor in _tensors(value))):
-            known = node.metadata.setdefault(f"{key}.{call}", set())  # type: ignore[attr-defined]
+        if not methods.get(name):
+            return
+        wanted = max(wanted for _, wanted in methods[name])
+        # with their graph, what the node keeps would keep the node
+        kept = tree_map_only(torch.Tensor, torch.Tensor.detach, args[:wanted]) if wanted else ()
+        for tensor in tree_leaves(value):
+            if (node := getattr(tensor, "grad_fn", None)) is None:
+                continue
+            known = node.metadata.setdefault(f"{key}.{name}", set())
             if module not in known:
                 known.add(module)
-                node.register_prehook(partial(before_node, module, call))
-
-    def before_node(module: torch.nn.Module, call: str, _gradients: Any) -> None:
-        for hook in hooks:
-            getattr(hook, call)(module)
+                node.register_prehook(lambda _gradients: call(name, module, *kept))
 
     handles = contextlib.ExitStack()
-    handles.callback(hooks.clear)
+    handles.callback(methods.clear)
     if module is None:
         handles.callback(module_hooks.register_module_forward_pre_hook(before).remove)
         handles.callback(module_hooks.register_module_forward_hook(after).remove)
@@ -108,56 +120,56 @@ def register_ophooks_recursively(
     return handles
 
 
+def _wanted(method: Callable[..., None]) -> int:
+    """How many arguments it takes after the module."""
+    kinds = [parameter.kind for parameter in inspect.signature(method).parameters.values()]
+    named = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) - 1
+    return 2 if inspect.Parameter.VAR_POSITIONAL in kinds else named
+
+
 def _has_state(module: torch.nn.Module) -> bool:
     return bool(module._parameters or module._buffers)
 
 
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    """The tensors in a tensor, and in tuples, lists and dictionaries of tensors, one level deep."""
-    values = value.values() if isinstance(value, dict) else value
-    values = values if isinstance(value, (dict, tuple, list)) else (value,)
-    return [one for one in values if isinstance(one, torch.Tensor)]
-
-
 class ExecutionOpHook(BaseOpHook):
-    """Has every thread that comes by while it is closed call ``hold``; default: it sleeps.
+    """Has every thread that comes by while it is paused call ``hold``; default: it sleeps.
 
     Attributes:
-        closed: the number of this closing, counted from 1; 0 while it is open.
+        state: 1, or 0 while it is paused.
+        pauses: how many there have been.
         threads: those that have come by.
     """
 
     def __init__(self, hold: Callable[[str, Phase], None] | None = None) -> None:
-        self.closed = self.closings = 0
+        self.state, self.pauses = 1, 0
         self.threads = RestWatch()
-        self._hold = hold or (lambda _name, _phase: self.sleep())
+        self._hold = hold or (lambda _name, _phase: self.sleep_while_paused())
 
-    def close(self) -> None:
+    def pause(self) -> None:
         """Hold every thread at its next hook."""
-        self.closings += 1
-        self.closed = self.closings
+        self.pauses += self.state
+        self.state = 0
 
-    def open(self) -> None:
+    def resume(self) -> None:
         """Let all go."""
-        self.closed = 0
+        self.state = 1
 
-    def sleep(self) -> None:
-        """Until this closing is over. Python's signal handlers run meanwhile."""
-        closing = self.closed
-        while closing and self.closed == closing:
+    def sleep_while_paused(self) -> None:
+        """Until this pause is over. Python's signal handlers run meanwhile."""
+        pauses = self.pauses
+        while not self.state and self.pauses == pauses:
             time.sleep(_POLL_S)
 
-    def pre_fwd_exec(self, module: torch.nn.Module, phase: Phase = Phase.FORWARD) -> None:
+    def pre_fwd_exec(self, module: torch.nn.Module, *_: Any, phase: Phase = Phase.FORWARD) -> None:
         self.threads.see()
-        if self.closed:
+        if not self.state:
             self._hold(type(module).__name__, phase)
 
-    post_fwd_exec = pre_fwd_exec
+    # without the tensors, which the graph would keep
+    def pre_bwd_exec(self, module: torch.nn.Module) -> None:  # type: ignore[override]
+        self.pre_fwd_exec(module, phase=Phase.BACKWARD)
 
-    def pre_bwd_exec(self, module: torch.nn.Module) -> None:
-        self.pre_fwd_exec(module, Phase.BACKWARD)
-
-    post_bwd_exec = pre_bwd_exec
+    post_fwd_exec, post_bwd_exec = pre_fwd_exec, pre_bwd_exec  # type: ignore[assignment]
 
 
 class HooksGate:
@@ -184,7 +196,7 @@ class HooksGate:
     def start(self, rules: Sequence[protocol.SignalRule]) -> dict[int, protocol.SignalOutcome]:
         """Install hooks and handlers; raises as :class:`PythonHandlers`."""
         outcomes = self._handlers.install(rules)
-        self._hook.open()
+        self._hook.resume()
         self._state, self._is_stopping, self._running_in = GateState.RUNNING, False, os.getpid()
         self._handles = register_ophooks_recursively(self._model, [self._hook])
         return outcomes
@@ -192,7 +204,7 @@ class HooksGate:
     def stop(self) -> int:
         """Open, and remove hooks and handlers. Returns how many handlers others had replaced."""
         replaced, self._running_in, self._causes = self._handlers.restore(), 0, NO_CAUSE
-        if self._hook.closed:
+        if not self._hook.state:
             self._move(time.monotonic_ns())
         self._state = GateState.RUNNING
         self._handles.close()
@@ -209,8 +221,8 @@ class HooksGate:
         """The gate at this moment."""
         return protocol.GateStatus(
             state=self._state, causes=self._causes, held=len(self._held), quiet=self._quiet,
-            armed=self._hook.closed > 0, capturing=len(self._capturing), passed=self._passed,
-            closes=self._hook.closings, closed_mono_ns=self._closed_ns,
+            armed=self._hook.state == 0, capturing=len(self._capturing), passed=self._passed,
+            closes=self._hook.pauses, closed_mono_ns=self._closed_ns,
         )  # fmt: skip
 
     def wait_events(self, timeout_s: float | None) -> list[GateEvent]:
@@ -253,33 +265,33 @@ class HooksGate:
 
     def _move(self, asked_ns: int) -> None:
         wanted = self._causes & Cause.VACATED if self._is_stopping else self._causes
-        if wanted and not self._hook.closed and not self._is_stopping:
+        if wanted and self._hook.state and not self._is_stopping:
             self._state, self._asked_ns = GateState.PARKING, asked_ns
             self._closed_ns, self._passed, self._quiet = time.monotonic_ns(), 0, 0
             self._holds, self._releases = itertools.count(), itertools.count()
             self._capturing.clear()
             self._emit(EventKind.GATE_CLOSED, value_ns=asked_ns)  # before anybody is held
-            self._hook.close()
-        elif self._hook.closed and not wanted:
+            self._hook.pause()
+        elif not self._hook.state and not wanted:
             self._state, self._closed_ns, held = GateState.RUNNING, 0, len(self._held)
             self._emit(EventKind.RESUMED, value_ns=asked_ns, held=held, passed=self._passed)
-            self._hook.open()
+            self._hook.resume()
         else:  # also when nothing changed: whoever asked waits for an answer
             self._emit(EventKind.CAUSES_CHANGED)
-        if self._is_stopping and not self._hook.closed:
+        if self._is_stopping and self._hook.state:
             self._state = GateState.STOPPING
 
     def _reached(self, name: str, phase: Phase) -> None:
         """In a thread that comes to a closed hook."""
         tid = threading.get_native_id()
-        while self._hook.closed and not self._may_pass(tid):
+        while not self._hook.state and not self._may_pass(tid):
             releases, late = self._releases, self._state is GateState.PARKED
             self._held.add(tid)
             if next(self._holds) == 0 or late:
                 kind = EventKind.LATE_OPERATOR_HELD if late else EventKind.FIRST_OPERATOR_HELD
                 self._emit(kind, tid=tid, text=name, phase=phase)
             try:
-                self._hook.sleep()
+                self._hook.sleep_while_paused()
             finally:  # Ctrl-C raises KeyboardInterrupt out of it
                 self._held.discard(tid)
                 if next(releases) == 0:

@@ -135,6 +135,14 @@ class Marks:
             self.end(opened)
 
 
+def nvtx_mark(message: str) -> None:
+    """Mark a moment in the profile of this thread; without a profiler nothing happens. Needs no
+    GPU, as ``torch.cuda.nvtx.mark`` does."""
+    import nvtx  # only where marks are wanted: it takes a while to import
+
+    nvtx.mark(message)
+
+
 class NvtxMarks(Marks):
     """Steps, saves and what else is begun from Python, through the package ``nvtx``: for a rank
     without the native gate, which marks the pauses. Operators get no ranges."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from hydroslurm import BaseOpHook, ExecutionOpHook, nvtx_mark, register_ophooks_recursively
 from hydroslurm.gate import open_gate
-from hydroslurm.gate.hooks import BaseOpHook, ExecutionOpHook, register_ophooks_recursively
 
 
 class Recorder(BaseOpHook):
@@ -30,6 +32,26 @@ class Recorder(BaseOpHook):
 
     def post_bwd_exec(self, module: nn.Module) -> None:
         self.calls.append(("post_bwd", type(module).__name__))
+
+
+class Published(ExecutionOpHook):
+    """A trace with the arguments that HydroJobSche hands out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def pre_fwd_exec(self, module: nn.Module, *args: Any) -> None:
+        self.sleep_while_paused()
+        print(f"FWD PRE {module.__class__.__name__}")
+        self.shapes += [tuple(one.shape) for (one,) in args]
+
+    def pre_bwd_exec(self, module: nn.Module, input: Any, output: Any) -> None:
+        self.sleep_while_paused()
+        self.shapes += [tuple(input[0].shape), tuple(output.shape)]
+
+    def post_bwd_exec(self, module: nn.Module, input: Any) -> None:
+        self.shapes += [tuple(input[0].shape)]
 
 
 def _model() -> nn.Module:
@@ -57,6 +79,19 @@ def test_the_four_calls_come_in_order_on_leaves_with_parameters() -> None:
         ("post_bwd", "LayerNorm"),
         ("pre_bwd", "Linear"),
     ]
+
+
+def test_the_arguments_of_hydrojobsche(capsys: pytest.CaptureFixture[str]) -> None:
+    """Inputs and outputs come with the calls that want them; its trace and its mark work here."""
+    model, hook = _model(), Published()
+    register_ophooks_recursively(model, [hook])
+    model(torch.ones(2, 4)).sum().backward()
+    nvtx_mark("no profiler, no GPU")
+    said = capsys.readouterr().out.split("\n")
+    assert said == ["FWD PRE Linear", "FWD PRE LayerNorm", "FWD PRE Linear", ""]
+    wide, narrow = (2, 4), (2, 1)
+    forward, last, norm, first = [wide] * 3, [wide, narrow], [wide] * 2, [wide] * 2
+    assert hook.shapes == [*forward, *last, *norm, wide, wide, *first]
 
 
 def test_the_graph_and_the_gradients_are_left_as_they_are() -> None:
@@ -109,10 +144,11 @@ def test_a_retained_graph_does_not_collect_hooks() -> None:
     assert recorder.calls.count(("post_bwd", "Linear")) == 1
 
 
-def test_hooks_keep_no_graph_and_no_model_alive() -> None:
+@pytest.mark.parametrize("hook", [Recorder, Published])
+def test_hooks_keep_no_graph_and_no_model_alive(hook: type[BaseOpHook]) -> None:
     """Model and graph are collected once the user lets go of them."""
     model = _model()
-    register_ophooks_recursively(model, [Recorder()])
+    register_ophooks_recursively(model, [hook()])
     output = model(torch.ones(2, 4))
     dead = weakref.ref(next(model.children()))
     del model, output
@@ -121,21 +157,28 @@ def test_hooks_keep_no_graph_and_no_model_alive() -> None:
 
 
 def test_execution_hook_holds() -> None:
-    """close() holds a thread at its next module, open() lets it go; a second close() holds anew."""
+    """pause() or state = 0 holds a thread at its next module, resume() or state = 1 lets it go."""
     hook, model, steps = ExecutionOpHook(), _model(), list[torch.Tensor]()
     register_ophooks_recursively(model, [hook])
     reached = threading.Event()
     model.register_forward_pre_hook(lambda *_: reached.set())
     for n in (1, 2):
-        hook.close()
-        assert hook.closed == n
+        if n == 1:
+            hook.pause()
+            hook.pause()
+        else:
+            hook.state = 0
+        assert (hook.state, hook.pauses) == (0, 1)
         reached.clear()
         thread = threading.Thread(target=lambda: steps.append(model(torch.ones(2, 4))))
         thread.start()
         assert reached.wait(30)
         thread.join(0.05)
         assert len(steps) == n - 1
-        hook.open()
+        if n == 1:
+            hook.resume()
+        else:
+            hook.state = 1
         thread.join(30)
         assert len(steps) == n
 
