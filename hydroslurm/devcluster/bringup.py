@@ -72,14 +72,16 @@ class Bringup:
             StopRequested: the cluster is to end.
         """
         self._write_files()
-        self._start(
-            "munged",
-            ["-F", "--force", f"--key-file={self._base}/conf/munge.key"]
-            + [f"--{name}={self._base}/run/munge.{end}" for name, end in _MUNGE_FILES],
-        )
+        if self.spec.auth == "munge":
+            self._start(
+                "munged",
+                ["-F", "--force", f"--key-file={self._base}/conf/munge.key"]
+                + [f"--{name}={self._base}/run/munge.{end}" for name, end in _MUNGE_FILES],
+            )
         loopback = self._compile_loopback()
         self._make_database()
-        self._wait("munged's socket", self.place.munge_socket.exists)
+        if self.spec.auth == "munge":
+            self._wait("munged's socket", self.place.munge_socket.exists)
         self._finish(loopback)
         self._start_database()
         self._start("slurmdbd", ["-D"], LD_PRELOAD=str(self._loopback_so))
@@ -122,10 +124,16 @@ class Bringup:
         }
 
     def _write_files(self) -> None:
+        release = slurm_release(self.programs)
+        if self.spec.auth == "slurm" and release < (23, 11):
+            raise ClusterError(
+                "auth/slurm needs Slurm 23.11 or newer, and this is "
+                f'{release[0]}.{release[1]:02d}; auth="munge" works with each release'
+            )
         _write(self.layout.slurm_conf, slurm_conf(self.spec, self.place, self.ports))
-        _write(self.layout.slurmdbd_conf, slurmdbd_conf(self.place, self.ports))
-        _write(self.layout.cgroup_conf, cgroup_conf(self.spec, slurm_release(self.programs)))
-        _write(self.layout.munge_key, os.urandom(128))
+        _write(self.layout.slurmdbd_conf, slurmdbd_conf(self.spec, self.place, self.ports))
+        _write(self.layout.cgroup_conf, cgroup_conf(self.spec, release))
+        _write(self.layout.key(self.spec.auth), os.urandom(128))
         for name in (
             "slurmctld",
             "mysql",

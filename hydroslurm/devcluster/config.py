@@ -86,9 +86,8 @@ SlurmdUser={place.user}
 
 # A requeued job may not start before its old credential has expired: 121 s by default, 6 s with the
 # smallest cred_expire that Slurm takes.
-AuthType=auth/munge
-AuthInfo=socket={place.munge_socket},cred_expire=5
-CredType=cred/munge
+{_auth(spec, place)},cred_expire=5
+CredType=cred/{spec.auth}
 
 StateSaveLocation={base}/state/slurmctld
 SlurmdSpoolDir={base}/state/slurmd-%n
@@ -121,11 +120,25 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=5,bf_interval=5
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost={LOOPBACK}
 AccountingStoragePort={ports.slurmdbd}
-# The way to slurmdbd does not read AuthInfo: its munge socket is named by the "password".
-AccountingStoragePass={place.munge_socket}
-
+{_accounting_pass(spec, place)}
 {nodes}
 {spec.partitions or _preemption(spec)}"""
+
+
+def _auth(spec: ClusterSpec, place: Place) -> str:
+    """The beginning of AuthInfo, too; auth/slurm has its key in slurm.key beside slurm.conf."""
+    if spec.auth == "slurm":
+        return "AuthType=auth/slurm\nAuthInfo=use_client_ids"
+    return f"AuthType=auth/munge\nAuthInfo=socket={place.munge_socket}"
+
+
+def _accounting_pass(spec: ClusterSpec, place: Place) -> str:
+    if spec.auth == "slurm":
+        return ""
+    return f"""\
+# The way to slurmdbd does not read AuthInfo: its munge socket is named by the "password".
+AccountingStoragePass={place.munge_socket}
+"""
 
 
 def _tracking(spec: ClusterSpec) -> str:
@@ -192,7 +205,7 @@ PartitionName=urgent {everywhere} PriorityTier=10 PreemptMode=OFF
 """
 
 
-def slurmdbd_conf(place: Place, ports: Ports) -> str:
+def slurmdbd_conf(spec: ClusterSpec, place: Place, ports: Ports) -> str:
     """slurmdbd.conf; Slurm wants it readable by its user alone.
 
     There is no password: the database listens on a Unix socket in a folder of the user's only.
@@ -200,8 +213,7 @@ def slurmdbd_conf(place: Place, ports: Ports) -> str:
     """
     return f"""\
 # {WARNING}.
-AuthType=auth/munge
-AuthInfo=socket={place.munge_socket}
+{_auth(spec, place)}
 DbdHost=localhost
 DbdAddr={LOOPBACK}
 DbdPort={ports.slurmdbd}

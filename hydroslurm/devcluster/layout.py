@@ -80,9 +80,8 @@ class Layout:
     def cgroup_conf(self) -> Path:
         return self.conf / "cgroup.conf"
 
-    @property
-    def munge_key(self) -> Path:
-        return self.conf / "munge.key"
+    def key(self, auth: str) -> Path:
+        return self.conf / f"{auth}.key"
 
     @property
     def state(self) -> Path:

@@ -14,6 +14,8 @@ Profile = Literal["pause", "requeue", "gang-requeue"]
 PROFILES: tuple[Profile, ...] = get_args(Profile)
 Proctrack = Literal["linuxproc", "cgroup"]
 PROCTRACKS: tuple[Proctrack, ...] = get_args(Proctrack)
+Auth = Literal["munge", "slurm"]
+AUTHS: tuple[Auth, ...] = get_args(Auth)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class ClusterSpec:
             or ``cgroup`` (as in production; needs root and cgroup v1 controllers).
         constrain_memory: with ``cgroup`` only: jobs request memory (``--mem``), and the kernel
             kills those that use more.
+        auth: how daemons and programs prove who they are: ``munge``, or ``slurm``
+            (AuthType=auth/slurm, from Slurm 23.11 on), without munged.
 
     Raises:
         UsageError: a value is out of its range, which the message names.
@@ -50,16 +54,12 @@ class ClusterSpec:
     partitions: str = ""
     proctrack: Proctrack = "linuxproc"
     constrain_memory: bool = False
+    auth: Auth = "munge"
 
     def __post_init__(self) -> None:
-        if self.profile not in PROFILES:
-            raise UsageError(
-                f"profile is {self.profile!r}; it must be one of {', '.join(PROFILES)}"
-            )
-        if self.proctrack not in PROCTRACKS:
-            raise UsageError(
-                f"proctrack is {self.proctrack!r}; it must be one of {', '.join(PROCTRACKS)}"
-            )
+        _one_of("profile", self.profile, PROFILES)
+        _one_of("proctrack", self.proctrack, PROCTRACKS)
+        _one_of("auth", self.auth, AUTHS)
         if self.constrain_memory and self.proctrack != "cgroup":
             raise UsageError(
                 f"constrain_memory needs cgroups, and proctrack is {self.proctrack!r}; "
@@ -96,6 +96,11 @@ class ClusterSpec:
         """The reverse of :meth:`to_dict`."""
         directory = cast("str | None", values["directory"])
         return cls(**{**values, "directory": None if directory is None else Path(directory)})
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
 
 
 def _in_range(name: str, value: int, low: int, high: int) -> None:

@@ -97,7 +97,11 @@ def test_every_file_says_what_it_is_for() -> None:
     """The first line of each file warns whoever opens it."""
     spec = ClusterSpec(nodes=2)
     plugstack = plugstack_conf(Path("/t/p.so")), plugstack_conf(None, "no header\nat all")
-    for text in (slurm_conf(spec, PLACE, PORTS), slurmdbd_conf(PLACE, PORTS), *plugstack):
+    for text in (
+        slurm_conf(spec, PLACE, PORTS),
+        slurmdbd_conf(ClusterSpec(), PLACE, PORTS),
+        *plugstack,
+    ):
         assert text.startswith("# FOR TRYING AND TESTING ONLY, NOT FOR PRODUCTION")
 
 
@@ -111,7 +115,7 @@ def test_the_plugin_is_optional_or_its_absence_explained() -> None:
 
 def test_slurmdbd_reaches_its_database_by_socket_only() -> None:
     """No password, no port of a database, its own port on the loopback interface."""
-    settings = _settings(slurmdbd_conf(PLACE, PORTS))
+    settings = _settings(slurmdbd_conf(ClusterSpec(), PLACE, PORTS))
     assert settings["DbdAddr"] == "DbdAddr=127.0.0.1"
     assert settings["DbdPort"] == "DbdPort=5002"
     assert settings["StorageHost"] == "StorageHost=localhost"
