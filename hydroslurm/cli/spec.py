@@ -77,6 +77,6 @@ def schema(
     ] = False,
 ) -> None:
     """Print the JSON Schema of a job spec, for editors and other tools."""
-    from hydroslurm.jobs.spec.reading import reference, schema_text
+    from hydroslurm.jobs.spec.schema import reference, schema_text
 
     typer.echo(reference() if markdown else schema_text(), nl=False)

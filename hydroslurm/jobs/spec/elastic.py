@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hydroslurm.jobs.spec.autoscale import Autoscale
-from hydroslurm.jobs.spec.fields import Count, Part, SlurmWord, Whole, unit
+from hydroslurm.jobs.spec.fields import Count, Part, SlurmWord, Whole
 
 MOST_MEMBERS = 4096
 Members = Annotated[int, Field(ge=1, le=MOST_MEMBERS)]
@@ -16,108 +16,65 @@ Members = Annotated[int, Field(ge=1, le=MOST_MEMBERS)]
 class ElasticBase(Part):
     """Where the first ``min`` members and the coordinator run, if not where the others do."""
 
-    partition: SlurmWord | None = Field(
-        default=None,
-        description="A partition whose jobs are not preempted, or less. Default: scheduler's.",
-    )
-    qos: SlurmWord | None = Field(
-        default=None,
-        description="A quality of service whose jobs are not preempted, or less. Default: "
-        "scheduler's.",
-    )
+    partition: SlurmWord | None = None
+    """A partition whose jobs are not preempted, or less. Default: scheduler's."""
+    qos: SlurmWord | None = None
+    """A quality of service whose jobs are not preempted, or less. Default: scheduler's."""
 
 
 class Averaging(Part):
     """The members train apart, and their weights are averaged now and then (local SGD)."""
 
-    every: Count = Field(
-        description="After how many steps. The members' gradients are not summed between. "
-        "Required.",
-        json_schema_extra=unit("steps"),
-    )
+    every: Count
+    """After how many steps. The members' gradients are not summed between. [steps] Required."""
 
 
 class Elastic(Part):
     """Members, each a node of its own job in Slurm, that may come and go while the others train."""
 
-    min: Members = Field(
-        default=1,
-        description="Fewer members do not train: the run is suspended until there are enough. "
-        "Default: 1.",
-        json_schema_extra=unit("members"),
-    )
-    max: Members = Field(
-        description="More members are not taken in. Required.", json_schema_extra=unit("members")
-    )
-    size: Members | None = Field(
-        default=None,
-        description="How many members are wanted to begin with; `hydroslurm scale` changes it. "
-        "Default: replicas where that is more than 1, else max.",
-        json_schema_extra=unit("members"),
-    )
-    spares: Whole = Field(
-        default=0,
-        description="How many members more are kept ready to take the place of one that leaves. "
-        "Default: 0.",
-        json_schema_extra=unit("members"),
-    )
-    batch: Literal["keep_global", "per_rank"] = Field(
-        default="keep_global",
-        description="What a change of size does to the batches. keep_global: a step has as many "
-        "samples as with max members, in other shares. per_rank: each rank keeps its batch size, "
-        "and a step has more samples or fewer, as always with engine: restart. Default: "
-        "keep_global.",
-    )
-    summation: Literal["all_reduce", "fixed_order"] = Field(
-        default="all_reduce",
-        description="How the ranks' gradients are added up, with batch: keep_global. fixed_order: "
-        "in one order for every size, so that losses and weights are bit for bit those of a fixed "
-        "size; the script goes over run.shards(batch). all_reduce: as is fastest. Default: "
-        "all_reduce.",
-    )
-    averaging: Averaging | None = Field(
-        default=None,
-        description="Average the members' weights now and then instead of their gradients in each "
-        "step: fewer bytes, and another training. Default: gradients are summed.",
-    )
-    recovery: Literal["checkpoint", "log_replay"] = Field(
-        default="checkpoint",
-        description="What happens to the steps since the last checkpoint if all members are lost. "
-        "They are trained again; log_replay, with summation: fixed_order, logs digests of each "
-        "step, and says whether they came out the same. Default: checkpoint.",
-    )
-    lr: Literal["none", "linear", "sqrt"] = Field(
-        default="none",
-        description="How the learning rate follows the size, with batch: per_rank; the script's "
-        "is that of max members. linear: in proportion; sqrt: with the square root. Default: none.",
-    )
-    lr_warmup_steps: Whole = Field(
-        default=0,
-        description="After a change of size the learning rate goes to its new value in so many "
-        "steps. Default: 0.",
-        json_schema_extra=unit("steps"),
-    )
-    engine: Literal["auto", "in_place", "restart"] = Field(
-        default="auto",
-        description="How the ranks form a new generation. in_place: in the same processes, which "
-        "make their process groups anew. restart: they save and leave, and torchrun's agents start "
-        "them anew, for any script. auto: restart with torchrunConfig.enable and for scripts that "
-        "shard their model (FSDP), else in_place. Default: auto.",
-    )
-    base: ElasticBase = Field(
-        default_factory=ElasticBase,
-        description="Where the first min members and the coordinator run. Default: as the others.",
-    )
-    autoscale: Autoscale | None = Field(
-        default=None,
-        description="Rules by which the run chooses its size. Default: it has the size that people "
-        "ask for.",
-    )
-    exclude_after_failures: Count = Field(
-        default=2,
-        description="A node on which so many members have failed gets no more of them. Default: 2.",
-        json_schema_extra=unit("failures"),
-    )
+    min: Members = 1
+    """Fewer members do not train: the run is suspended until there are enough. [members] Default:
+    1."""
+    max: Members
+    """More members are not taken in. [members] Required."""
+    size: Members | None = None
+    """How many members are wanted to begin with; `hydroslurm scale` changes it. [members] Default:
+    replicas where that is more than 1, else max."""
+    spares: Whole = 0
+    """How many members more are kept ready to take the place of one that leaves. [members] Default:
+    0."""
+    batch: Literal["keep_global", "per_rank"] = "keep_global"
+    """What a change of size does to the batches. keep_global: a step has as many samples as with
+    max members, in other shares. per_rank: each rank keeps its batch size, and a step has more
+    samples or fewer, as always with engine: restart. Default: keep_global."""
+    summation: Literal["all_reduce", "fixed_order"] = "all_reduce"
+    """How the ranks' gradients are added up, with batch: keep_global. fixed_order: in one order for
+    every size, so that losses and weights are bit for bit those of a fixed size; the script goes
+    over run.shards(batch). all_reduce: as is fastest. Default: all_reduce."""
+    averaging: Averaging | None = None
+    """Average the members' weights now and then instead of their gradients in each step: fewer
+    bytes, and another training. Default: gradients are summed."""
+    recovery: Literal["checkpoint", "log_replay"] = "checkpoint"
+    """What happens to the steps since the last checkpoint if all members are lost. They are trained
+    again; log_replay, with summation: fixed_order, logs digests of each step, and says whether they
+    came out the same. Default: checkpoint."""
+    lr: Literal["none", "linear", "sqrt"] = "none"
+    """How the learning rate follows the size, with batch: per_rank; the script's is that of max
+    members. linear: in proportion; sqrt: with the square root. Default: none."""
+    lr_warmup_steps: Whole = 0
+    """After a change of size the learning rate goes to its new value in so many steps. [steps]
+    Default: 0."""
+    engine: Literal["auto", "in_place", "restart"] = "auto"
+    """How the ranks form a new generation. in_place: in the same processes, which make their
+    process groups anew. restart: they save and leave, and torchrun's agents start them anew, for
+    any script. auto: restart with torchrunConfig.enable and for scripts that shard their model
+    (FSDP), else in_place. Default: auto."""
+    base: ElasticBase = Field(default_factory=ElasticBase)
+    """Where the first min members and the coordinator run. Default: as the others."""
+    autoscale: Autoscale | None = None
+    """Rules by which the run chooses its size. Default: it has the size that people ask for."""
+    exclude_after_failures: Count = 2
+    """A node on which so many members have failed gets no more of them. [failures] Default: 2."""
 
     def of_agents(self) -> Elastic:
         """With the batches that ranks have which are started anew, unless the spec names others."""

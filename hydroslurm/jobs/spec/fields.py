@@ -15,7 +15,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.alias_generators import to_camel
-from pydantic.config import JsonDict
 
 LONGEST_BYTES = 65536
 """Of one text. Linux hands at most 128 KiB to a program in one argument or variable."""
@@ -184,13 +183,17 @@ LARGEST = 2**31 - 1
 
 class Part(BaseModel):
     """Frozen, strict, and closed: a name that is not listed is an error. YAML has the names in
-    camelCase, Python in snake_case; both are read."""
+    camelCase, Python in snake_case; both are read.
+
+    The text below a field is for users too: :func:`~hydroslurm.jobs.spec.schema.schema` takes it
+    from there. It says what the field does, ``[what a number counts]``, and its default.
+    """
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         strict=True,
-        alias_generator=to_camel,
+        alias_generator=lambda name: to_camel(re.sub("_s$", "_seconds", name)),
         populate_by_name=True,
         hide_input_in_errors=True,
     )
@@ -214,11 +217,6 @@ def _as_list(text: str) -> str:
     except ValueError:  # a quote that is not closed
         parts = [text]
     return json.dumps(parts, ensure_ascii=False)
-
-
-def unit(name: str) -> JsonDict:
-    """For ``json_schema_extra``: what a number counts."""
-    return {"unit": name}
 
 
 Words = Annotated[tuple[Text, ...], BeforeValidator(as_tuple)]

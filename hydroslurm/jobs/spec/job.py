@@ -36,54 +36,34 @@ class TrainingJob(Part):
     Ranks are numbered over the replicas in the order of their types, the master first.
     """
 
-    api_version: Literal["hydroslurm/v1"] = Field(
-        default="hydroslurm/v1", description="Version of this format. Default: hydroslurm/v1."
-    )
-    kind: Literal["TrainingJob"] = Field(
-        default="TrainingJob", description="What the file describes. Default: TrainingJob."
-    )
-    name: Line = Field(
-        default="training",
-        description="The job's name in Slurm, also part of its run folder's name. Default: the "
-        "name of the file, without its suffix.",
-        json_schema_extra=_without_default,
-    )
-    labels: dict[Line, Printable] = Field(
-        default_factory=dict,
-        description="For people and their tools; shown by `hydroslurm describe`. Default: {}.",
-    )
+    api_version: Literal["hydroslurm/v1"] = "hydroslurm/v1"
+    """Version of this format. Default: hydroslurm/v1."""
+    kind: Literal["TrainingJob"] = "TrainingJob"
+    """What the file describes. Default: TrainingJob."""
+    name: Line = Field(default="training", json_schema_extra=_without_default)
+    """The job's name in Slurm, also part of its run folder's name. Default: the name of the file,
+    without its suffix."""
+    labels: dict[Line, Printable] = Field(default_factory=dict)
+    """For people and their tools; shown by `hydroslurm describe`. Default: {}."""
     replica_specs: Annotated[
         tuple[ReplicaSpec, ...], Field(min_length=1), BeforeValidator(as_tuple)
-    ] = Field(description="What to run, and how many of each. Required.")
-    torchrun_config: TorchrunConfig = Field(
-        default_factory=TorchrunConfig,
-        description="torch's elastic launcher between Slurm and the ranks. Default: off.",
-    )
-    run_policy: RunPolicy = Field(
-        default_factory=RunPolicy,
-        description="When to give the job up, and what to clean up then. Default: three restarts.",
-    )
-    scheduler: Scheduler = Field(
-        default_factory=Scheduler,
-        description="Where to run the job in Slurm. Default: the site's.",
-    )
-    tensorboard: TensorBoard | None = Field(
-        default=None,
-        description="A TensorBoard that runs as long as the job. Default: none.",
-    )
-    run_mode: RunMode = Field(
-        default_factory=RunMode, description="Train, or debug. Default: train."
-    )
-    preemption: Preemption = Field(
-        default_factory=Preemption,
-        description="What to do when another job needs the nodes. Default: park or requeue, as "
-        "Slurm asks.",
-    )
-    elastic: Elastic | None = Field(
-        default=None,
-        description="Train on while nodes come and go, each of them a job of its own. Default: one "
-        "job of a fixed size.",
-    )
+    ]
+    """What to run, and how many of each. Required."""
+    torchrun_config: TorchrunConfig = Field(default_factory=TorchrunConfig)
+    """torch's elastic launcher between Slurm and the ranks. Default: off."""
+    run_policy: RunPolicy = Field(default_factory=RunPolicy)
+    """When to give the job up, and what to clean up then. Default: three restarts."""
+    scheduler: Scheduler = Field(default_factory=Scheduler)
+    """Where to run the job in Slurm. Default: the site's."""
+    tensorboard: TensorBoard | None = None
+    """A TensorBoard that runs as long as the job. Default: none."""
+    run_mode: RunMode = Field(default_factory=RunMode)
+    """Train, or debug. Default: train."""
+    preemption: Preemption = Field(default_factory=Preemption)
+    """What to do when another job needs the nodes. Default: park or requeue, as Slurm asks."""
+    elastic: Elastic | None = None
+    """Train on while nodes come and go, each of them a job of its own. Default: one job of a fixed
+    size."""
 
     @property
     def replicas(self) -> int:

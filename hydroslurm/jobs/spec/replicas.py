@@ -23,7 +23,6 @@ from hydroslurm.jobs.spec.fields import (
     as_bytes,
     as_cpus,
     as_tuple,
-    unit,
 )
 
 RestartPolicy = Literal["Never", "OnFailure", "Always", "ExitCode"]
@@ -37,11 +36,10 @@ MOST_BYTES = 2**60
 class EnvVar(Part):
     """One environment variable."""
 
-    name: EnvName = Field(description="Letters, digits and _. Required.")
-    value: Text = Field(
-        default="",
-        description='Always text: quote numbers, true and false. No shell expands it. Default: "".',
-    )
+    name: EnvName
+    """Letters, digits and _. Required."""
+    value: Text = ""
+    """Always text: quote numbers, true and false. No shell expands it. Default: ""."""
 
 
 def _env_list(value: object) -> object:
@@ -91,36 +89,19 @@ Memory = Annotated[
 class Resources(Part):
     """The resources of the replicas of one type."""
 
-    nodes: Count | None = Field(
-        default=None,
-        description="Nodes that the replicas of this type share evenly. Default: one node per "
-        "replica.",
-        json_schema_extra=unit("nodes"),
-    )
-    tasks: Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=1,
-        description="Ranks per replica, each started by srun. With torchrun this must be 1; set "
-        "torchrunConfig.procPerNode instead. Default: 1.",
-        json_schema_extra=unit("ranks per replica"),
-    )
-    cpus: Cpus = Field(
-        default=1,
-        description="CPUs per task, such as 4 or 500m; rounded up, since Slurm allocates whole "
-        "CPUs. Default: 1.",
-        json_schema_extra=unit("CPUs per task"),
-    )
-    memory_bytes: Memory | None = Field(
-        default=None,
-        alias="memory",
-        description="Memory per replica, such as 8Gi, 512Mi, 2G or a number of bytes. Default: the "
-        "partition's.",
-        json_schema_extra=unit("bytes per replica"),
-    )
-    gpus: Annotated[int, Field(ge=0, le=1024)] = Field(
-        default=0,
-        description="GPUs per replica; 0 requests none. Default: 0.",
-        json_schema_extra=unit("GPUs per replica"),
-    )
+    nodes: Count | None = None
+    """Nodes that the replicas of this type share evenly. [nodes] Default: one node per replica."""
+    tasks: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Ranks per replica, each started by srun. With torchrun this must be 1; set
+    torchrunConfig.procPerNode instead. [ranks per replica] Default: 1."""
+    cpus: Cpus = 1
+    """CPUs per task, such as 4 or 500m; rounded up, since Slurm allocates whole CPUs. [CPUs per
+    task] Default: 1."""
+    memory_bytes: Memory | None = Field(default=None, alias="memory")
+    """Memory per replica, such as 8Gi, 512Mi, 2G or a number of bytes. [bytes per replica] Default:
+    the partition's."""
+    gpus: Annotated[int, Field(ge=0, le=1024)] = 0
+    """GPUs per replica; 0 requests none. [GPUs per replica] Default: 0."""
 
     @property
     def memory_mib(self) -> int | None:
@@ -131,101 +112,79 @@ class Resources(Part):
 class InitStep(Part):
     """A command that has to finish before the training of a replica starts."""
 
-    name: Line = Field(default="init", description="For messages. Default: init.")
-    command: Command = Field(description="The program and its first arguments. Required.")
-    args: Words = Field(default=(), description="More arguments. Default: [].")
+    name: Line = "init"
+    """For messages. Default: init."""
+    command: Command
+    """The program and its first arguments. Required."""
+    args: Words = ()
+    """More arguments. Default: []."""
 
 
 class Template(Part):
     """What each replica runs."""
 
-    command: Command = Field(
-        description="The program and its first arguments, one item each; no shell expands them. "
-        "python means the Python that hydroslurm is installed in, unless there is an image. "
-        "Required.",
-    )
-    args: Words = Field(
-        default=(),
-        description="More arguments. With command: [python] and the rest here, torchrun can be "
-        "switched on and off without other changes. Default: [].",
-    )
-    env: Environment = Field(
-        default=(),
-        description="Variables for the ranks, as {NAME: value} or a list of name and value. Values "
-        "are never printed, and only you can read the run folder that holds them (0700). "
-        "Default: [].",
-    )
-    working_directory: Text | None = Field(
-        default=None,
-        description="Where the command starts; relative to the folder of the spec. Default: that "
-        "folder.",
-    )
-    image: Line | None = Field(
-        default=None,
-        description="Container image, run by pyxis (srun --container-image) or Apptainer; if the "
-        "cluster has neither, the job is refused. Default: no container.",
-    )
-    resources: Resources = Field(
-        default_factory=Resources,
-        description="Resources of each replica. Default: one node, one task, one CPU.",
-    )
-    init: Annotated[tuple[InitStep, ...], BeforeValidator(as_tuple)] = Field(
-        default=(),
-        description="Commands that run one after the other before each start of a replica; if one "
-        "fails, the replica fails. Default: [].",
-    )
+    command: Command
+    """The program and its first arguments, one item each; no shell expands them. python means the
+    Python that hydroslurm is installed in, unless there is an image. Required."""
+    args: Words = ()
+    """More arguments. With command: [python] and the rest here, torchrun can be switched on and off
+    without other changes. Default: []."""
+    env: Environment = ()
+    """Variables for the ranks, as {NAME: value} or a list of name and value. Values are never
+    printed, and only you can read the run folder that holds them (0700). Default: []."""
+    working_directory: Text | None = None
+    """Where the command starts; relative to the folder of the spec. Default: that folder."""
+    image: Line | None = None
+    """Container image, run by pyxis (srun --container-image) or Apptainer; if the cluster has
+    neither, the job is refused. Default: no container."""
+    resources: Resources = Field(default_factory=Resources)
+    """Resources of each replica. Default: one node, one task, one CPU."""
+    init: Annotated[tuple[InitStep, ...], BeforeValidator(as_tuple)] = ()
+    """Commands that run one after the other before each start of a replica; if one fails, the
+    replica fails. Default: []."""
 
 
 class ReplicaSpec(Part):
     """Identical replicas."""
 
-    type: Annotated[Line, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = Field(
-        default="worker",
-        description="Their name: letters, digits, _ and -. The master has rank 0, and the job ends "
-        "when it does; without a master, that is the first replica of the first type. "
-        "Default: worker.",
-    )
-    replicas: Annotated[int, Field(ge=1, le=10_000)] = Field(
-        default=1, description="How many there are. Default: 1.", json_schema_extra=unit("replicas")
-    )
-    restart_policy: RestartPolicy = Field(
-        default="OnFailure",
-        description="When all replicas are restarted because one has ended. Never: not at all; the "
-        "job fails when its master fails, and goes on without a worker that fails. OnFailure: its "
-        "status is not 0. Always: even if it is 0. ExitCode: its status is 130, 137, 138, 140 or "
-        "143, which stand for signals; another is as with Never. Every restart counts against "
-        "backoffLimit; a preemption is not a failure. Default: OnFailure.",
-    )
-    template: Template = Field(description="What each replica runs. Required.")
+    type: Annotated[Line, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] = "worker"
+    """Their name: letters, digits, _ and -. The master has rank 0, and the job ends when it does;
+    without a master, that is the first replica of the first type. Default: worker."""
+    replicas: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """How many there are. [replicas] Default: 1."""
+    restart_policy: RestartPolicy = "OnFailure"
+    """When all replicas are restarted because one has ended. Never: not at all; the job fails when
+    its master fails, and goes on without a worker that fails. OnFailure: its status is not 0.
+    Always: even if it is 0. ExitCode: its status is 130, 137, 138, 140 or 143, which stand for
+    signals; another is as with Never. Every restart counts against backoffLimit; a preemption is
+    not a failure. Default: OnFailure."""
+    template: Template
+    """What each replica runs. Required."""
 
 
 class DebugReplica(Part):
     """What replicas of one type do instead of training."""
 
-    type: Line = Field(default="worker", description="Their type. Default: worker.")
-    command: Command = Field(
-        default=("sleep", "infinity"),
-        description="Runs instead of the command. When it ends with 0, as a daemon's start does, "
-        "the replica stays until the job is cancelled. Default: [sleep, infinity].",
-    )
-    skip_init: bool = Field(default=False, description="Skip the init steps, too. Default: false.")
+    type: Line = "worker"
+    """Their type. Default: worker."""
+    command: Command = ("sleep", "infinity")
+    """Runs instead of the command. When it ends with 0, as a daemon's start does, the replica stays
+    until the job is cancelled. Default: [sleep, infinity]."""
+    skip_init: bool = False
+    """Skip the init steps, too. Default: false."""
 
 
 class Debug(Part):
     """Start everything but the training; `hydroslurm attach` gives a shell there."""
 
-    enable: bool = Field(default=False, description="Do not start the training. Default: false.")
-    replica_specs: Annotated[tuple[DebugReplica, ...], BeforeValidator(as_tuple)] = Field(
-        default=(),
-        description="What replicas do instead; types that are not listed sleep. Default: [].",
-    )
+    enable: bool = False
+    """Do not start the training. Default: false."""
+    replica_specs: Annotated[tuple[DebugReplica, ...], BeforeValidator(as_tuple)] = ()
+    """What replicas do instead; types that are not listed sleep. Default: []."""
 
 
 class RunMode(Part):
     """Train, or debug."""
 
-    debug: Debug = Field(
-        default_factory=Debug,
-        description="Start everything but the training; `hydroslurm attach` gives a shell there. "
-        "Default: off.",
-    )
+    debug: Debug = Field(default_factory=Debug)
+    """Start everything but the training; `hydroslurm attach` gives a shell there. Default: off."""

@@ -18,7 +18,6 @@ from hydroslurm.jobs.spec.fields import (
     Words,
     is_text,
     slurm_word,
-    unit,
 )
 
 CleanPolicy = Literal["None", "All", "Unfinished"]
@@ -29,69 +28,43 @@ VacateMode = Literal["always", "when_asked", "never"]
 class RunPolicy(Part):
     """When to give the job up, and what to clean up then."""
 
-    backoff_limit: Whole = Field(
-        default=3,
-        description="How often restartPolicy may restart the job, for all replicas together. After "
-        "that nothing is restarted, as with Never: the job fails when the master fails again, and "
-        "goes on without a worker that fails. Preemptions do not count. Default: 3.",
-        json_schema_extra=unit("restarts"),
-    )
-    preemption_limit: Whole | None = Field(
-        default=None,
-        description="How often the job may be preempted or requeued; after that the next "
-        "preemption makes it fail. Default: unlimited.",
-        json_schema_extra=unit("preemptions"),
-    )
-    active_deadline_seconds: Count | None = Field(
-        default=None,
-        description="How long the job may hold its nodes, over all attempts, not counting the time "
-        "that it is suspended. Default: unlimited.",
-        json_schema_extra=unit("seconds"),
-    )
-    clean_policy: CleanPolicy = Field(
-        default="Unfinished",
-        description="What to do once the job has succeeded or failed. Unfinished: end replicas "
-        "that still run. All: also remove the scratch folders. None: let replicas run to their end "
-        "and remove nothing. Default: Unfinished.",
-    )
+    backoff_limit: Whole = 3
+    """How often restartPolicy may restart the job, for all replicas together. After that nothing is
+    restarted, as with Never: the job fails when the master fails again, and goes on without a
+    worker that fails. Preemptions do not count. [restarts] Default: 3."""
+    preemption_limit: Whole | None = None
+    """How often the job may be preempted or requeued; after that the next preemption makes it fail.
+    [preemptions] Default: unlimited."""
+    active_deadline_seconds: Count | None = None
+    """How long the job may hold its nodes, over all attempts, not counting the time that it is
+    suspended. [seconds] Default: unlimited."""
+    clean_policy: CleanPolicy = "Unfinished"
+    """What to do once the job has succeeded or failed. Unfinished: end replicas that still run.
+    All: also remove the scratch folders. None: let replicas run to their end and remove nothing.
+    Default: Unfinished."""
 
 
 class Preemption(Part):
     """What to do when another job needs the nodes."""
 
-    mode: PreemptionMode = Field(
-        default="both",
-        description="pause: park when suspended, and resume in place. requeue: save, exit, requeue "
-        "and resume from the checkpoint. both: whichever Slurm asks for. Default: both.",
-    )
-    warning_seconds: Annotated[int, Field(ge=1, le=65535)] = Field(
-        default=120,
-        description="How long before the time limit the ranks are told to save; Slurm may warn up "
-        "to 60 s earlier. Default: 120.",
-        json_schema_extra=unit("seconds"),
-    )
-    vacate: VacateMode = Field(
-        default="when_asked",
-        description="Whether a pause also moves the device memory to the host, so that another job "
-        "can have it. when_asked: hydroslurm pause --vacate does. Default: when_asked.",
-    )
-    checkpoint_directory: Text | None = Field(
-        default=None,
-        description="Where a hydroslurm.Run in the script saves; relative to the folder of the "
-        "spec. Default: checkpoints in the run folder.",
-    )
-    save_every_seconds: Whole | None = Field(
-        default=None,
-        description="How long such a Run trains between two saves; 0: it saves only when it is "
-        "stopped. Default: the script's, else 600.",
-        json_schema_extra=unit("seconds"),
-    )
-    attempts_without_progress: Count | None = Field(
-        default=None,
-        description="End the job after so many attempts of such a Run in a row that begin at the "
-        "same step. Default: the script's, else 5.",
-        json_schema_extra=unit("attempts"),
-    )
+    mode: PreemptionMode = "both"
+    """pause: park when suspended, and resume in place. requeue: save, exit, requeue and resume from
+    the checkpoint. both: whichever Slurm asks for. Default: both."""
+    warning_seconds: Annotated[int, Field(ge=1, le=65535)] = 120
+    """How long before the time limit the ranks are told to save; Slurm may warn up to 60 s earlier.
+    [seconds] Default: 120."""
+    vacate: VacateMode = "when_asked"
+    """Whether a pause also moves the device memory to the host, so that another job can have it.
+    when_asked: hydroslurm pause --vacate does. Default: when_asked."""
+    checkpoint_directory: Text | None = None
+    """Where a hydroslurm.Run in the script saves; relative to the folder of the spec. Default:
+    checkpoints in the run folder."""
+    save_every_seconds: Whole | None = None
+    """How long such a Run trains between two saves; 0: it saves only when it is stopped. [seconds]
+    Default: the script's, else 600."""
+    attempts_without_progress: Count | None = None
+    """End the job after so many attempts of such a Run in a row that begin at the same step.
+    [attempts] Default: the script's, else 5."""
 
 
 _SBATCH_RESERVED = frozenset({
@@ -137,58 +110,37 @@ SbatchValue = Annotated[
 class Scheduler(Part):
     """Where to run the job in Slurm."""
 
-    partition: SlurmWord | None = Field(
-        default=None,
-        description="Partition, or several separated by commas; other systems call it a queue. "
-        "Default: the site's.",
-    )
-    qos: SlurmWord | None = Field(
-        default=None,
-        description="Quality of service, which may raise a job's priority or make it preemptible, "
-        "as the site has set it up. Default: the account's.",
-    )
-    account: SlurmWord | None = Field(
-        default=None, description="Account to charge. Default: the user's."
-    )
-    reservation: SlurmWord | None = Field(
-        default=None, description="Reservation to run in. Default: none."
-    )
-    nice: Nice = Field(
-        default=0,
-        description="Subtracted from the job's priority, so that others go first. No field raises "
-        "the priority: only operators of Slurm may. Default: 0.",
-        json_schema_extra=unit("points of priority"),
-    )
-    time_limit_minutes: Count | None = Field(
-        default=None,
-        description="Time limit of each attempt. A job that saves when it is warned "
-        "(preemption.warningSeconds) is requeued and resumes. Default: the partition's.",
-        json_schema_extra=unit("minutes"),
-    )
-    options: dict[FreeOption, SbatchValue] = Field(
-        default_factory=dict,
-        description="More sbatch options by their long names, such as "
-        "{constraint: a100, exclusive: true}. Those that hydroslurm sets are refused. Default: {}.",
-    )
+    partition: SlurmWord | None = None
+    """Partition, or several separated by commas; other systems call it a queue. Default: the
+    site's."""
+    qos: SlurmWord | None = None
+    """Quality of service, which may raise a job's priority or make it preemptible, as the site has
+    set it up. Default: the account's."""
+    account: SlurmWord | None = None
+    """Account to charge. Default: the user's."""
+    reservation: SlurmWord | None = None
+    """Reservation to run in. Default: none."""
+    nice: Nice = 0
+    """Subtracted from the job's priority, so that others go first. No field raises the priority:
+    only operators of Slurm may. [points of priority] Default: 0."""
+    time_limit_minutes: Count | None = None
+    """Time limit of each attempt. A job that saves when it is warned (preemption.warningSeconds) is
+    requeued and resumes. [minutes] Default: the partition's."""
+    options: dict[FreeOption, SbatchValue] = Field(default_factory=dict)
+    """More sbatch options by their long names, such as {constraint: a100, exclusive: true}. Those
+    that hydroslurm sets are refused. Default: {}."""
 
 
 class TensorBoard(Part):
     """A TensorBoard that runs as long as the job; `hydroslurm describe` shows its address."""
 
-    log_directory: Text = Field(
-        default="runs",
-        description="The folder that it shows; relative to the folder of the spec. Default: runs.",
-    )
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        default=0,
-        description="TCP port; 0 picks a free one. Default: 0.",
-        json_schema_extra=unit("port"),
-    )
-    host: Line = Field(
-        default="127.0.0.1",
-        description="Address to bind. The default can only be reached through ssh, because "
-        "TensorBoard asks for no password. Default: 127.0.0.1.",
-    )
+    log_directory: Text = "runs"
+    """The folder that it shows; relative to the folder of the spec. Default: runs."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port; 0 picks a free one. [port] Default: 0."""
+    host: Line = "127.0.0.1"
+    """Address to bind. The default can only be reached through ssh, because TensorBoard asks for no
+    password. Default: 127.0.0.1."""
 
 
 RDZV_BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
@@ -222,38 +174,23 @@ ProcPerNode = Annotated[
 class TorchrunConfig(Part):
     """torch's elastic launcher between Slurm and the ranks."""
 
-    enable: bool = Field(
-        default=False,
-        description="true: one torchrun agent per replica, which starts procPerNode ranks. false: "
-        "srun starts the ranks, and hydroslurm sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
-        "MASTER_PORT. Default: false.",
-    )
-    min_nodes: Count | None = Field(
-        default=None,
-        description="The least number of replicas that may train together. Default: all.",
-        json_schema_extra=unit("replicas"),
-    )
-    max_restarts: Whole = Field(
-        default=0,
-        description="How often an agent restarts its ranks itself before its replica has failed. "
-        "Default: 0.",
-        json_schema_extra=unit("restarts"),
-    )
-    proc_per_node: ProcPerNode = Field(
-        default="1",
-        description="Ranks per replica: a number, or gpu for one per GPU. Default: 1.",
-        json_schema_extra=unit("ranks per replica"),
-    )
-    rdzv_backend: Annotated[Line, WithJsonSchema({"enum": list(RDZV_BACKENDS)})] = Field(
-        default="c10d",
-        description="How the agents find each other: c10d, static, etcd or etcd-v2. The last two "
-        "need your own server, in extraOptions: [--rdzv-endpoint, HOST:PORT]. Default: c10d.",
-    )
-    extra_options: Words = Field(
-        default=(),
-        description="More torchrun options, such as [--log-dir, logs]. Those that hydroslurm sets "
-        "are refused. Default: [].",
-    )
+    enable: bool = False
+    """true: one torchrun agent per replica, which starts procPerNode ranks. false: srun starts the
+    ranks, and hydroslurm sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Default:
+    false."""
+    min_nodes: Count | None = None
+    """The least number of replicas that may train together. [replicas] Default: all."""
+    max_restarts: Whole = 0
+    """How often an agent restarts its ranks itself before its replica has failed. [restarts]
+    Default: 0."""
+    proc_per_node: ProcPerNode = "1"
+    """Ranks per replica: a number, or gpu for one per GPU. [ranks per replica] Default: 1."""
+    rdzv_backend: Annotated[Line, WithJsonSchema({"enum": list(RDZV_BACKENDS)})] = "c10d"
+    """How the agents find each other: c10d, static, etcd or etcd-v2. The last two need your own
+    server, in extraOptions: [--rdzv-endpoint, HOST:PORT]. Default: c10d."""
+    extra_options: Words = ()
+    """More torchrun options, such as [--log-dir, logs]. Those that hydroslurm sets are refused.
+    Default: []."""
 
     @property
     def names_endpoint(self) -> bool:

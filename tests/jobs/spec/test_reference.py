@@ -12,7 +12,8 @@ import yaml
 from typer.testing import CliRunner
 
 from hydroslurm.cli import app
-from hydroslurm.jobs.spec.reading import dumps, load, reference, schema, schema_text
+from hydroslurm.jobs.spec.reading import dumps, load
+from hydroslurm.jobs.spec.schema import reference, schema, schema_text
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCHEMA = schema()
