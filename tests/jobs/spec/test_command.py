@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs.spec.broken_specs import BROKEN
 from typer.testing import CliRunner, Result
 
 from hydroslurm.cli import app
 from hydroslurm.jobs.spec.reading import load, loads
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent.parent / "examples"
-BROKEN = Path(__file__).with_name("broken")
 
 
 def run(*message: str | Path) -> Result:
@@ -38,9 +38,11 @@ def test_validate_lists_once_what_has_no_meaning() -> None:
     )
 
 
-def test_validate_looks_at_every_file() -> None:
+def test_validate_looks_at_every_file(tmp_path: Path) -> None:
     """One that is wrong does not hide the others, and the status says that there was one."""
-    done = run("validate", BROKEN / "20-counts.yaml", EXAMPLES / "job.yaml", BROKEN / "absent.yaml")
+    wrong = tmp_path / "counts.yaml"
+    wrong.write_text(BROKEN["20-counts"].text)
+    done = run("validate", wrong, EXAMPLES / "job.yaml", tmp_path / "absent.yaml")
     assert done.exit_code == 1
     for message in ("4 problems in", "job.yaml: ok", "cannot read"):
         assert message in done.output
