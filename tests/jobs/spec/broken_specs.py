@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydroslurm.errors import SpecError
-from hydroslurm.jobs.spec.reading import loads
+from hydroslurm.jobs.spec.reading import read
+from hydroslurm.jobs.spec.source import OF_A_FILE, parse_source
 
 FILE = Path(__file__).with_name("broken_specs.txt")
 _CASE = re.compile(r"=== (\S+)\n(.*?)=== is answered\n(.*?)(?=^=== |\Z)", re.DOTALL | re.MULTILINE)
@@ -24,7 +25,8 @@ class Broken:
     def answer(self) -> str:
         """What is said of it now."""
         try:
-            loads(self.text, name=f"{self.name}.yaml")
+            source = parse_source(self.text, name=f"{self.name}.yaml", bounds=OF_A_FILE)
+            read(source, folder=Path())
         except SpecError as error:
             return f"{error}\n"
         return "it is a job spec\n"
