@@ -1,11 +1,20 @@
-"""Dev clusters that the tests of one session share. Without Slurm their tests are skipped, or fail
-with ``HYDROSLURM_REQUIRE_SLURM=1`` in the environment.
+"""The dev clusters of one run of the tests. Without Slurm their tests are skipped, or fail with
+``HYDROSLURM_REQUIRE_SLURM=1`` in the environment.
+
+Two clusters serve nearly all tests, and both workers of pytest-xdist use the same ones. A test gets
+a :class:`Part`: nodes of a cluster, on which no other worker's jobs run. Slurm itself keeps them
+apart, by a feature of the nodes that all jobs of a part ask for. A test that breaks a cluster, or
+counts what is asked of it, starts its own.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -14,6 +23,201 @@ from hydroslurm.devcluster.programs import missing, missing_message, search_path
 from hydroslurm.errors import ClusterError
 
 REQUIRE_ENV = "HYDROSLURM_REQUIRE_SLURM"
+
+# A part has jobs of `low` or of `gang`: with gang scheduling, two partitions of one tier would take
+# turns on a node.
+GANG = """\
+PreemptType=preempt/partition_prio
+PreemptMode=SUSPEND,GANG
+PartitionName=DEFAULT MaxTime=INFINITE DefaultTime=01:00:00 State=UP OverSubscribe=FORCE:1
+PartitionName=low Nodes=n[1-8] Default=YES PriorityTier=1 PreemptMode=SUSPEND
+PartitionName=gang Nodes=n[7-8] PriorityTier=1 PreemptMode=REQUEUE GraceTime=5
+PartitionName=urgent Nodes=n[1-8] PriorityTier=10 PreemptMode=OFF
+"""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A cluster that both workers use.
+
+    Attributes:
+        parts: name of a part -> its nodes; ``NAME-0`` and ``NAME-1`` are for one worker each.
+    """
+
+    name: str
+    spec: ClusterSpec
+    parts: Mapping[str, tuple[str, ...]]
+
+
+def _nodes(first: int, last: int) -> tuple[str, ...]:
+    return tuple(f"n{number}" for number in range(first, last + 1))
+
+
+PAUSE = Shared(
+    "pause",
+    ClusterSpec(nodes=8, kill_wait_s=5, partitions=GANG),
+    {"low-0": _nodes(1, 3), "low-1": _nodes(4, 6), "gang-0": ("n7",), "gang-1": ("n8",)},
+)
+REQUEUE = Shared(
+    "requeue",
+    ClusterSpec(nodes=24, cpus_per_node=8, profile="requeue", kill_wait_s=10),
+    {
+        "low-0": _nodes(1, 2),
+        "low-1": _nodes(3, 4),
+        "ranks": _nodes(5, 17),
+        "jobs": _nodes(18, 24),
+    },
+)
+
+
+class Part(DevCluster):
+    """Some nodes of a cluster. Jobs that are submitted through it run on no others.
+
+    Attributes:
+        nodes: their names.
+        defaults: what sbatch, salloc and srun take for options that are not given.
+    """
+
+    nodes: tuple[str, ...]
+    defaults: Mapping[str, str]
+
+    @classmethod
+    def of(cls, cluster: DevCluster, nodes: tuple[str, ...], options: Mapping[str, str]) -> Part:
+        """``options``: long names of sbatch, ``constraint`` and others."""
+        part = cls.attach(cluster.directory)
+        part.no_preempt = cluster.no_preempt
+        part.nodes = nodes
+        part.defaults = {
+            f"{program}_{name.upper()}": value
+            for program in ("SBATCH", "SALLOC", "SLURM")
+            for name, value in options.items()
+        }
+        return part
+
+    def environ(self) -> dict[str, str]:
+        return {**super().environ(), **self.defaults}
+
+
+@dataclass
+class _Used:
+    """A shared cluster that this worker uses; ``started`` by it, or by another one."""
+
+    users: IO[str]
+    cluster: DevCluster
+    started: bool
+
+
+@dataclass
+class SharedClusters:
+    """Those of one run of the tests, started by the worker that first needs one.
+
+    A file lock tells who uses a cluster: whoever has started it ends it after all others have let
+    go. The cluster of a worker that dies ends with it.
+    """
+
+    folder: Path
+    worker: int
+    _used: dict[str, _Used] = field(default_factory=dict)
+
+    def part(self, shared: Shared, name: str, **options: str) -> Part:
+        """The nodes of that name; ``NAME-*`` are those of this worker."""
+        if name.endswith("-*"):
+            name = f"{name[:-1]}{self.worker % 2}"
+        if shared.name not in self._used:
+            require_slurm()
+            self._used[shared.name] = self._use(shared)
+        cluster = self._used[shared.name].cluster
+        return Part.of(cluster, shared.parts[name], {"constraint": name, **options})
+
+    def _use(self, shared: Shared) -> _Used:
+        stem = f"{shared.name}-{self.worker // 2}"  # two workers have their nodes in each
+        users = (self.folder / f"{stem}.users").open("a")
+        fcntl.flock(users, fcntl.LOCK_SH)
+        place = self.folder / f"{stem}.cluster"
+        with (self.folder / f"{stem}.lock").open("a") as one_at_a_time:
+            fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
+            try:
+                return _Used(users, DevCluster.attach(Path(place.read_text())), started=False)
+            except (FileNotFoundError, ClusterError):
+                cluster = DevCluster.up(shared.spec)
+            for name, nodes in shared.parts.items():
+                features = (f"AvailableFeatures={name}", f"ActiveFeatures={name}")
+                which = f"NodeName={','.join(nodes)}"
+                cluster.run(["scontrol", "update", which, *features])
+            place.write_text(str(cluster.directory))
+            return _Used(users, cluster, started=True)
+
+    def end(self) -> None:
+        """Let go of all."""
+        for used in self._used.values():
+            if not used.started:
+                used.users.close()
+        for used in self._used.values():
+            if used.started:
+                fcntl.flock(used.users, fcntl.LOCK_EX)  # once nobody else uses it
+                used.cluster.down()
+                used.users.close()
+        self._used.clear()
+
+
+_SHARED = pytest.StashKey[SharedClusters]()
+
+
+@pytest.fixture(scope="session")
+def shared_clusters(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> SharedClusters:
+    """They outlast this fixture: a test's time limit is none for the other worker."""
+    base, worker = tmp_path_factory.getbasetemp(), os.environ.get("PYTEST_XDIST_WORKER")
+    folder, number = (base, 0) if worker is None else (base.parent, int(worker.lstrip("gw")))
+    return request.config.stash.setdefault(_SHARED, SharedClusters(folder, number))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (shared := config.stash.get(_SHARED, None)) is not None:
+        shared.end()
+
+
+@pytest.fixture(scope="session")
+def pause_cluster(shared_clusters: SharedClusters) -> Part:
+    """Three nodes whose ``low`` jobs are suspended by ``urgent`` ones."""
+    return shared_clusters.part(PAUSE, "low-*")
+
+
+@pytest.fixture(scope="session")
+def gang_requeue_cluster(shared_clusters: SharedClusters) -> Part:
+    """A node whose jobs, by default of ``gang``, are requeued by gang scheduling, without grace."""
+    return shared_clusters.part(PAUSE, "gang-*", partition="gang")
+
+
+@pytest.fixture(scope="session")
+def requeue_cluster(shared_clusters: SharedClusters) -> Part:
+    """Two nodes whose ``low`` jobs are requeued by ``urgent`` ones."""
+    return shared_clusters.part(REQUEUE, "low-*")
+
+
+@pytest.fixture(scope="session")
+def ranks_cluster(shared_clusters: SharedClusters) -> Part:
+    """Thirteen nodes of the same kind, for several jobs of several nodes side by side."""
+    return shared_clusters.part(REQUEUE, "ranks")
+
+
+@pytest.fixture(scope="session")
+def jobs_cluster(shared_clusters: SharedClusters) -> Part:
+    """Seven nodes of the same kind, for many small jobs side by side."""
+    return shared_clusters.part(REQUEUE, "jobs")
+
+
+@pytest.fixture(scope="session")
+def cgroup_cluster() -> Iterator[DevCluster]:
+    """A cluster of three nodes with ``proctrack/cgroup`` and memory that is counted, whose ``low``
+    jobs are requeued by ``urgent`` ones."""
+    spec = ClusterSpec(
+        nodes=3, profile="requeue", kill_wait_s=30, proctrack="cgroup", constrain_memory=True
+    )
+    require_cgroups(spec)
+    with DevCluster.up(spec) as cluster:
+        yield cluster
 
 
 def require_slurm() -> None:
@@ -35,45 +239,3 @@ def require_cgroups(spec: ClusterSpec) -> None:
         cgroups.require(spec)
     except ClusterError as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture(scope="session")
-def cgroup_cluster() -> Iterator[DevCluster]:
-    """A cluster of three nodes with ``proctrack/cgroup`` and memory that is counted, whose ``low``
-    jobs are requeued by ``urgent`` ones."""
-    spec = ClusterSpec(
-        nodes=3, profile="requeue", kill_wait_s=30, proctrack="cgroup", constrain_memory=True
-    )
-    require_cgroups(spec)
-    yield from _cluster(spec)
-
-
-@pytest.fixture(scope="session")
-def pause_cluster() -> Iterator[DevCluster]:
-    """A cluster of three nodes whose ``low`` jobs are suspended by ``urgent`` ones."""
-    yield from _cluster(ClusterSpec(nodes=3, profile="pause", kill_wait_s=5))
-
-
-@pytest.fixture(scope="session")
-def requeue_cluster() -> Iterator[DevCluster]:
-    """A cluster of two nodes whose ``low`` jobs are requeued by ``urgent`` ones."""
-    yield from _cluster(ClusterSpec(nodes=2, profile="requeue", kill_wait_s=5))
-
-
-@pytest.fixture(scope="session")
-def gang_requeue_cluster() -> Iterator[DevCluster]:
-    """A cluster of two nodes whose ``low`` jobs are requeued by gang scheduling, without grace."""
-    yield from _cluster(ClusterSpec(nodes=2, profile="gang-requeue", kill_wait_s=5))
-
-
-@pytest.fixture(scope="session")
-def ranks_cluster() -> Iterator[DevCluster]:
-    """A cluster of 19 nodes for several jobs of several nodes side by side, whose ``low`` jobs are
-    requeued by ``urgent`` ones."""
-    yield from _cluster(ClusterSpec(nodes=19, profile="requeue", kill_wait_s=10))
-
-
-def _cluster(spec: ClusterSpec) -> Iterator[DevCluster]:
-    require_slurm()
-    with DevCluster.up(spec) as cluster:
-        yield cluster

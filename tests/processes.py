@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import signal
@@ -17,6 +18,24 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 120.0
+_STARTS = 3
+_START_S = 0.1
+"""What a Python with a few modules takes to start and end on a quiet machine of today."""
+
+
+def patience(seconds: float) -> float:
+    """What a limit of so many seconds is on this machine: more where it is slow, or busy."""
+    return seconds * _slowness()
+
+
+@functools.cache
+def _slowness() -> float:
+    """How much longer this machine takes for a piece of work than a quiet one; at least 1."""
+    began = time.monotonic()
+    for _ in range(_STARTS):
+        work = "import asyncio, decimal, email.message, json, logging.config"
+        subprocess.run([sys.executable, "-I", "-c", work], check=True)
+    return max(1.0, (time.monotonic() - began) / (_STARTS * _START_S))
 
 
 class Child:
@@ -59,6 +78,7 @@ class Child:
 
     def expect(self, start: str, *, limit_s: float = LIMIT_S) -> str:
         """The rest of the next line that starts so; fails with all output when it does not come."""
+        limit_s = patience(limit_s)
         deadline = time.monotonic() + limit_s
         while True:
             try:
@@ -79,7 +99,7 @@ class Child:
         os.kill(self.pid, signo)
 
     def wait(self, *, limit_s: float = LIMIT_S) -> int:
-        return self.process.wait(limit_s)
+        return self.process.wait(patience(limit_s))
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
@@ -135,6 +155,7 @@ def wait_until(
     condition: Callable[[], object], what: str | Callable[[], str], *, limit_s: float = LIMIT_S
 ) -> None:
     """Look again and again until something holds; ``what`` is said when it does not come."""
+    limit_s = patience(limit_s)
     deadline = time.monotonic() + limit_s
     while True:
         looked = time.monotonic()
@@ -153,7 +174,7 @@ def captured(
     """Run a program to its end, whatever that is; what it writes is text. ``more``: ``cwd``,
     ``env`` and ``input``, as :func:`subprocess.run` has them."""
     return subprocess.run(
-        argv, capture_output=True, text=True, timeout=timeout, check=False, **more
+        argv, capture_output=True, text=True, timeout=patience(timeout), check=False, **more
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pytest
-from processes import wait_until
+from processes import patience, wait_until
 
 from hydroslurm.devcluster import DevCluster
 
@@ -58,7 +58,7 @@ class Stories(Generic[T]):
         self._looked_at.add(name)
         story = self._running[name]
         try:
-            return story.result(limit_s)
+            return story.result(patience(limit_s))
         except BaseException:
             if story.done():
                 del self._running[name]

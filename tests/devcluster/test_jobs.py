@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from clusters import Part
 from processes import wait_until
 
 from hydroslurm.devcluster import DevCluster, config
@@ -79,11 +80,11 @@ class Job:
         return listed.stdout.strip().partition("\n")[0]
 
 
-def test_jobs_run_on_several_nodes_and_are_accounted(pause_cluster: DevCluster) -> None:
+def test_jobs_run_on_several_nodes_and_are_accounted(pause_cluster: Part) -> None:
     """An srun over all nodes reaches each of them, and sacct knows its end, account and cluster."""
-    nodes = pause_cluster.spec.nodes
+    nodes = len(pause_cluster.nodes)
     done = pause_cluster.run(["srun", f"-N{nodes}", f"-n{nodes}", "printenv", "SLURMD_NODENAME"])
-    assert sorted(done.stdout.split()) == list(pause_cluster.spec.node_names)
+    assert sorted(done.stdout.split()) == list(pause_cluster.nodes)
     columns = ["sacct", "-X", "-n", "-P", "-o", "State,NNodes,Cluster"]
     wait_until(
         lambda: f"COMPLETED|{nodes}|hydroslurm-dev" in pause_cluster.run(columns).stdout,
@@ -91,7 +92,7 @@ def test_jobs_run_on_several_nodes_and_are_accounted(pause_cluster: DevCluster) 
     )
 
 
-def test_it_listens_on_the_loopback_interface_only(pause_cluster: DevCluster) -> None:
+def test_it_listens_on_the_loopback_interface_only(pause_cluster: Part) -> None:
     """All ports of the cluster listen, none of them beyond the loopback interface."""
     text = pause_cluster.slurm_conf.read_text()
     words = text.replace("\n", " ").split(" ")
@@ -101,7 +102,7 @@ def test_it_listens_on_the_loopback_interface_only(pause_cluster: DevCluster) ->
     assert config.open_to_others(numbers) == []
 
 
-def test_status_shows_daemons_and_nodes(pause_cluster: DevCluster) -> None:
+def test_status_shows_daemons_and_nodes(pause_cluster: Part) -> None:
     """Every daemon is alive and every node is up, also for somebody who attaches later."""
     for cluster in (pause_cluster, DevCluster.attach(pause_cluster.directory)):
         status = cluster.status()
@@ -112,7 +113,7 @@ def test_status_shows_daemons_and_nodes(pause_cluster: DevCluster) -> None:
         assert [n.name for n in status.nodes] == list(pause_cluster.spec.node_names)
 
 
-def test_a_program_that_fails_says_why(pause_cluster: DevCluster) -> None:
+def test_a_program_that_fails_says_why(pause_cluster: Part) -> None:
     """Slurm's own words are in the error, a program that hangs is ended, a missing one is named."""
     with pytest.raises(ClusterError, match=r"`scontrol show job 987654` .*Invalid job id"):
         pause_cluster.run(["scontrol", "show", "job", "987654"])
@@ -124,10 +125,10 @@ def test_a_program_that_fails_says_why(pause_cluster: DevCluster) -> None:
 
 
 def test_suspend_stops_after_two_seconds_and_resume_continues(
-    pause_cluster: DevCluster, tmp_path: Path
+    pause_cluster: Part, tmp_path: Path
 ) -> None:
     """`scontrol suspend` gives SIGTSTP, 2 s of work, and a stop; `resume` gives SIGCONT."""
-    job = Job(pause_cluster, tmp_path, node="n1")
+    job = Job(pause_cluster, tmp_path, node=pause_cluster.nodes[0])
     job.wait_for("alive")
     pause_cluster.run(["scontrol", "suspend", job.id])
     told_at = job.wait_for("SIGTSTP")
@@ -147,16 +148,16 @@ def test_suspend_stops_after_two_seconds_and_resume_continues(
     job.finish()
 
 
-def test_urgent_suspends_low_by_gang_scheduling(pause_cluster: DevCluster, tmp_path: Path) -> None:
+def test_urgent_suspends_low_by_gang_scheduling(pause_cluster: Part, tmp_path: Path) -> None:
     """An urgent srun starts at once on the CPUs of a low job, which is suspended and continues in
     place; another low job waits meanwhile and is given no time slice."""
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()
-    first = Job(pause_cluster, tmp_path / "first", node="n2")
+    first = Job(pause_cluster, tmp_path / "first", node=pause_cluster.nodes[1])
     first.wait_for("alive")
-    second = Job(pause_cluster, tmp_path / "second", node="n2")
+    second = Job(pause_cluster, tmp_path / "second", node=pause_cluster.nodes[1])
     cpus = pause_cluster.spec.cpus_per_node
-    urgent = ["srun", "-p", "urgent", "-w", "n2", "-n1", f"-c{cpus}"]
+    urgent = ["srun", "-p", "urgent", "-w", pause_cluster.nodes[1], "-n1", f"-c{cpus}"]
     state_of_low = ["squeue", "-h", "-j", first.id, "-o", "%T"]
     seen = pause_cluster.run([*urgent, *state_of_low]).stdout.strip()
     assert seen == "SUSPENDED"
@@ -169,13 +170,22 @@ def test_urgent_suspends_low_by_gang_scheduling(pause_cluster: DevCluster, tmp_p
     second.finish()
 
 
-def test_urgent_requeues_low_after_a_grace(requeue_cluster: DevCluster, tmp_path: Path) -> None:
+def test_urgent_requeues_low_after_a_grace(requeue_cluster: Part, tmp_path: Path) -> None:
     """A preempted job gets SIGTERM at once, goes on working in its grace, may requeue itself in it,
     and starts again when the urgent job has ended."""
-    job = Job(requeue_cluster, tmp_path, node="n1")
+    job = Job(requeue_cluster, tmp_path, node=requeue_cluster.nodes[0])
     job.wait_for("alive")
     cpus = requeue_cluster.spec.cpus_per_node
-    urgent = ["sbatch", "--parsable", "-p", "urgent", "-w", "n1", "-n1", f"-c{cpus}"]
+    urgent = [
+        "sbatch",
+        "--parsable",
+        "-p",
+        "urgent",
+        "-w",
+        requeue_cluster.nodes[0],
+        "-n1",
+        f"-c{cpus}",
+    ]
     quiet = ["-o", "/dev/null", "--wrap", "true"]
     requeue_cluster.run([*urgent, *quiet])
     told_at = job.wait_for("SIGTERM")

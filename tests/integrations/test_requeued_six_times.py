@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from clusters import Part
 from integrations.stockjobs import StockJob, submitted
-
-from hydroslurm.devcluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
@@ -51,17 +50,17 @@ BY = ("requeue", "signal", "urgent", "requeue", "signal", "requeue")
 
 @pytest.mark.parametrize(("script", "case", "arguments"), CASES)
 def test_six_requeues(
-    script: str, case: str, arguments: str, requeue_cluster: DevCluster, tmp_path: Path
+    script: str, case: str, arguments: str, requeue_cluster: Part, tmp_path: Path
 ) -> None:
     """The losses and the weights are those of a run that was left alone, on the other node."""
     ranks = int(case.split(",")[0].removeprefix("ranks "))
     alone, job = (
         submitted(requeue_cluster, tmp_path / node, script, arguments, ranks=ranks, node=node)
-        for node in ("n1", "n2")
+        for node in requeue_cluster.nodes
     )
     for number, by in enumerate(BY, start=1):
         job.wait_for_step(attempt=number)
-        job.stop(by, rank=ranks - 1, node="n2")
+        job.stop(by, rank=ranks - 1, node=requeue_cluster.nodes[1])
     assert job.wait_for_end() == "COMPLETED", job.output()
     assert alone.wait_for_end() == "COMPLETED", alone.output()
     assert f"attempt {len(BY) + 1} resumes from step" in job.output()

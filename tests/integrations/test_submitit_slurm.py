@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import submitit
 import torch
+from clusters import Part
 from integrations.stockjobs import SCRIPTS, steps_of_attempt
 from processes import wait_until
 from submitit.slurm.slurm import SlurmJob
 
 import hydroslurm
 from hydroslurm.core.status import read_status
-from hydroslurm.devcluster import DevCluster
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 SCRIPT = SCRIPTS / "lightning_digits.py"
 ARGUMENTS = ["--epochs=2", "--workers=2"]
-NODE = "n1"
 OPTION = {"slurm_srun_args": ["--preempt=requeue"]}
 EXPORTED = {"slurm_setup": ["export HYDROSLURM_PREEMPT=requeue"]}
 RUNS = "hydroslurm-runs/*/events/rank-00000.json"
@@ -64,7 +63,7 @@ TORCH = torch.Size([1])
 )
 def test_it_is_requeued_and_goes_on(
     function: Callable[..., list[str]], unpickled: object, asked: dict[str, Any],
-    requeue_cluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    requeue_cluster: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """By an operator, by an urgent job, and by submitit's signal, at which submitit alone would end
     the job; weights and metrics are those of a process that was left alone."""
@@ -79,7 +78,7 @@ def test_it_is_requeued_and_goes_on(
     try:
         for attempt, stop in enumerate(("requeue", "urgent", "warning"), start=1):
             wait_for_step(job, attempt)
-            send(job, stop)
+            send(job, stop, requeue_cluster.nodes[0])
         made = job.result()
     finally:
         job.cancel(check=False)
@@ -95,7 +94,7 @@ def test_it_is_requeued_and_goes_on(
     "outer", [submitted_fit.submit_inside, hydroslurm.preemptible(submitted_fit.submit_inside)]
 )
 def test_a_job_that_it_submits(
-    outer: Callable[..., int], requeue_cluster: DevCluster, tmp_path: Path,
+    outer: Callable[..., int], requeue_cluster: Part, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It is another one, though it inherits all variables: it has a run folder of its own, USR1
@@ -121,7 +120,7 @@ def test_a_job_that_it_submits(
 
 
 def executor_in(
-    folder: Path, cluster: DevCluster, monkeypatch: pytest.MonkeyPatch
+    folder: Path, cluster: Part, monkeypatch: pytest.MonkeyPatch
 ) -> submitit.AutoExecutor:
     """That of a process which is led to the cluster. submitit's watcher belongs to its class: it
     would ask this cluster's sacct for the jobs of another."""
@@ -133,7 +132,10 @@ def executor_in(
     SlurmJob.watcher.clear()
     executor = submitit.AutoExecutor(folder / "submitit", cluster="slurm")
     executor.update_parameters(
-        slurm_partition="low", slurm_nodelist=NODE, slurm_stderr_to_stdout=True, timeout_min=5
+        slurm_partition="low",
+        slurm_nodelist=cluster.nodes[0],
+        slurm_stderr_to_stdout=True,
+        timeout_min=5,
     )
     return executor
 
@@ -145,8 +147,8 @@ def wait_for_step(job: submitit.Job[list[str]], attempt: int) -> None:
     wait_until(lambda: steps_of_attempt(said(), attempt) >= 2, said, limit_s=180)
 
 
-def send(job: submitit.Job[list[str]], stop: str) -> None:
-    urgent = ["srun", "-p", "urgent", "-w", NODE, "--exclusive", "-t1", "true"]
+def send(job: submitit.Job[list[str]], stop: str, node: str) -> None:
+    urgent = ["srun", "-p", "urgent", "-w", node, "--exclusive", "-t1", "true"]
     command = {
         "requeue": ["scontrol", "requeue", job.job_id],
         "warning": ["scancel", "--signal=USR2", job.job_id],

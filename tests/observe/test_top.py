@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters import require_slurm
 from observe.conftest import Terminal
 from processes import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import read_status
-from hydroslurm.devcluster import DevCluster
+from hydroslurm.devcluster import ClusterSpec, DevCluster
 
 pytestmark = pytest.mark.slurm
 
@@ -88,6 +89,14 @@ class Scene:
         told = self.cluster.run(["sdiag"]).stdout
         part = told.partition("statistics by message type")[2].partition("statistics by user")[0]
         return {name: int(n) for name, n in re.findall(r"(\w+)\s+\(\s*\d+\) count:(\d+)", part)}
+
+
+@pytest.fixture(scope="module")
+def requeue_cluster() -> Iterator[DevCluster]:
+    """Its own: slurmctld is stopped, and what it is asked by all is counted."""
+    require_slurm()
+    with DevCluster.up(ClusterSpec(nodes=2, profile="requeue", kill_wait_s=5)) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")

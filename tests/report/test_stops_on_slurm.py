@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from clusters import Part
 from processes import wait_until
 from training.trainings import Training
 
-from hydroslurm.devcluster import DevCluster
 from hydroslurm.report.external_sources import Accounting, ExternalSources, ask_slurm
 from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.reading import read_history
@@ -18,9 +18,9 @@ from hydroslurm.slurm.client import open_client
 pytestmark = pytest.mark.slurm
 
 
-def test_stops_of_a_real_run(requeue_cluster: DevCluster, tmp_path: Path) -> None:
+def test_stops_of_a_real_run(requeue_cluster: Part, tmp_path: Path) -> None:
     """What the ranks really write makes complete stops, each part later than the one before."""
-    training = Training(requeue_cluster, tmp_path / "job", epochs=1000).submit("--nodelist=n2")
+    training = Training(requeue_cluster, tmp_path / "job", epochs=1000).submit()
     training.wait_for_attempt(1)
     training.slurm("scontrol", "requeue", training.job_id)
     training.wait_for_attempt(2)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clusters import Part
 from processes import wait_until
 from slurm.victims import Victim, preempt
 
@@ -62,19 +63,19 @@ def _check(victim: Victim, stop: Stop, told_at: float, *, limit_s: float = 90.0)
     assert left_s >= policy.kill_after_s - 1
 
 
-def test_grace_and_time_limit(
-    requeue_cluster: DevCluster, tmp_path: Path, victims: list[Victim]
-) -> None:
+def test_grace_and_time_limit(requeue_cluster: Part, tmp_path: Path, victims: list[Victim]) -> None:
     """A preemption with grace leaves GraceTime and KillWait; a warning the rest of the time limit
     and KillWait; the time limit itself KillWait. A job may requeue itself inside its grace."""
     cluster = requeue_cluster
-    limited = Victim(cluster, tmp_path / "b", "-t1", "--signal=URG@10", node="n2", cpus=1)
-    stubborn = Victim(cluster, tmp_path / "a", node="n1", cpus=2)
-    clever = Victim(cluster, tmp_path / "c", node="n1", cpus=2, requeues_itself=True)
+    limited = Victim(
+        cluster, tmp_path / "b", "-t1", "--signal=URG@10", node=cluster.nodes[1], cpus=1
+    )
+    stubborn = Victim(cluster, tmp_path / "a", node=cluster.nodes[0], cpus=4)
+    clever = Victim(cluster, tmp_path / "c", node=cluster.nodes[0], cpus=4, requeues_itself=True)
     victims += [limited, stubborn, clever]
     for victim in (stubborn, clever, limited):
         victim.wait_for("ready")
-    preempt(cluster, node="n1")
+    preempt(cluster, node=cluster.nodes[0])
     stop, told_at = _ask(stubborn)
     assert stop.reason is StopReason.PREEMPTED
     assert not stop.pending_again
@@ -98,14 +99,16 @@ def test_grace_and_time_limit(
     _check(limited, over, over_at)
 
 
-def test_gang(gang_requeue_cluster: DevCluster, tmp_path: Path, victims: list[Victim]) -> None:
+def test_gang(gang_requeue_cluster: Part, tmp_path: Path, victims: list[Victim]) -> None:
     """Gang scheduling requeues at once, whatever GraceTime says, and KillWait is what there is.
     Accounting knows that it was a preemption, which makes no difference to what follows."""
     cluster = gang_requeue_cluster
-    victims.append(Victim(cluster, tmp_path / "a", node="n1", cpus=cluster.spec.cpus_per_node))
+    victims.append(
+        Victim(cluster, tmp_path / "a", node=cluster.nodes[0], cpus=cluster.spec.cpus_per_node)
+    )
     (victim,) = victims
     victim.wait_for("ready")
-    preempt(cluster, node="n1")
+    preempt(cluster, node=cluster.nodes[0])
     stop, told_at = _ask(victim)
     assert (stop.reason, stop.pending_again) == (StopReason.REQUEUED, True)
     assert stop.message == "requeued, by hand or by a preemption"
@@ -121,12 +124,12 @@ def test_gang(gang_requeue_cluster: DevCluster, tmp_path: Path, victims: list[Vi
     assert lived_s < policy.kill_wait_s + policy.grace_s, "the grace was given after all"
 
 
-def test_by_a_person(pause_cluster: DevCluster, tmp_path: Path, victims: list[Victim]) -> None:
+def test_by_a_person(pause_cluster: Part, tmp_path: Path, victims: list[Victim]) -> None:
     """scancel, scontrol requeue and a signal are told apart; the first two leave KillWait, and who
     cancelled is known. A pause is all that a preemption does here."""
     kinds = ("cancel", "requeue", "signal")
-    for number, kind in enumerate(kinds, start=1):
-        victims.append(Victim(pause_cluster, tmp_path / kind, node=f"n{number}", cpus=1))
+    for kind, node in zip(kinds, pause_cluster.nodes, strict=True):
+        victims.append(Victim(pause_cluster, tmp_path / kind, node=node, cpus=1))
     for victim in victims:
         victim.wait_for("ready")
     cancelled, requeued, asked = victims
@@ -148,10 +151,10 @@ def test_by_a_person(pause_cluster: DevCluster, tmp_path: Path, victims: list[Vi
 
 
 def test_slurm_requeues_a_cancelled_job_that_still_attempts(
-    pause_cluster: DevCluster, tmp_path: Path, victims: list[Victim]
+    pause_cluster: Part, tmp_path: Path, victims: list[Victim]
 ) -> None:
     """Slurm would undo a scancel when asked to in time: the reason for asking why first."""
-    victims.append(Victim(pause_cluster, tmp_path / "a", node="n1", cpus=1))
+    victims.append(Victim(pause_cluster, tmp_path / "a", node=pause_cluster.nodes[0], cpus=1))
     victims[0].wait_for("ready")
     client = _client(pause_cluster)
     client.cancel(client.job(victims[0].id))

@@ -34,7 +34,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 
 class Victim:
-    """A job on one node of partition ``low`` whose only task is TASK.
+    """A job on one node whose only task is TASK.
 
     ``requeues_itself``: at its first SIGTERM the task asks for a requeue, from inside the job step.
     """
@@ -59,7 +59,7 @@ class Victim:
         script.write_text(
             f"#!/bin/bash\nsrun python3 {task} {self._out}$SLURM_ARRAY_TASK_ID {more}\n"
         )
-        where = ["-p", "low", "-w", node, "-n1", f"-c{cpus}", "-D", str(folder), "-o", "log"]
+        where = ["-w", node, "-n1", f"-c{cpus}", "-D", str(folder), "-o", "log"]
         argv = ["sbatch", "--parsable", *where, *options, str(script)]
         self.id = int(cluster.run(argv).stdout.split(";")[0])
 

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from clusters import Part
 from processes import wait_until
 from training.trainings import ROOT, Training
 
 import hydroslurm
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
-from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import TargetError, WrongJobState
 from hydroslurm.jobs.control.requests import requeue_job
 from hydroslurm.runtime.controller import StopRequest
@@ -33,7 +33,7 @@ Submit = Callable[..., Training]
 
 
 @pytest.fixture
-def submit(requeue_cluster: DevCluster, tmp_path: Path) -> Submit:
+def submit(requeue_cluster: Part, tmp_path: Path) -> Submit:
     """Submits sbatch/requeue.sbatch; what is left at the end is cancelled."""
     started: list[Training] = []
 
@@ -74,7 +74,7 @@ def test_a_cancelled_job_is_saved_and_not_requeued(submit: Submit) -> None:
 
 
 def test_a_job_cancelled_during_its_save_is_not_requeued(
-    requeue_cluster: DevCluster, tmp_path: Path
+    requeue_cluster: Part, tmp_path: Path
 ) -> None:
     """It was preempted, and while it saved a person cancelled it: Slurm would requeue it even so,
     and undo what was asked for."""
@@ -136,7 +136,7 @@ def test_without_an_answer_of_slurms_the_batch_script_requeues(
 
 
 def test_an_srun_allocation_says_that_the_same_command_continues(
-    requeue_cluster: DevCluster, tmp_path: Path
+    requeue_cluster: Part, tmp_path: Path
 ) -> None:
     """Slurm cannot requeue it: it saves, leaves with 75, and the next srun goes on."""
     training = Training(requeue_cluster, tmp_path, LONG)
@@ -165,7 +165,8 @@ def test_an_srun_allocation_says_that_the_same_command_continues(
                 lines.append(line)
                 if "loss" in line:
                     break
-            job = training.slurm("squeue", "-h", "-t", "R", "-n", Path(sys.executable).name, "-o%A")
+            ours = ("-n", Path(sys.executable).name, "-w", ",".join(requeue_cluster.nodes))
+            job = training.slurm("squeue", "-h", "-t", "R", *ours, "-o%A")
             training.slurm("scancel", "--signal=URG", job.splitlines()[-1])
             lines += process.stdout.readlines()
         assert process.returncode == 75, "".join(lines)
@@ -189,9 +190,7 @@ def test_a_gentle_requeue_answers_with_the_saved_step(submit: Submit) -> None:
         requeue_job(client, client.job(int(training.job_id)))
 
 
-def test_a_job_that_would_not_save_is_left_alone(
-    requeue_cluster: DevCluster, tmp_path: Path
-) -> None:
+def test_a_job_that_would_not_save_is_left_alone(requeue_cluster: Part, tmp_path: Path) -> None:
     """Nobody in it uses a Run: the answer says so, and names what is there without us."""
     plain = Training(requeue_cluster, tmp_path, LONG)
     job_id = plain.slurm("sbatch", "--parsable", "--wrap=sleep 100", "--output=/dev/null")
@@ -203,12 +202,16 @@ def test_a_job_that_would_not_save_is_left_alone(
     plain.slurm("scancel", job_id)
 
 
-def test_the_warning_that_lightning_and_submitit_teach_saves_and_requeues(submit: Submit) -> None:
+def test_the_warning_that_lightning_and_submitit_teach_saves_and_requeues(
+    submit: Submit, requeue_cluster: Part
+) -> None:
     """--signal=USR1 or USR2, on the command line or in SBATCH_SIGNAL: a stop near the time limit.
     Long before it the same signals pause and resume, with the request in force."""
-    near = submit("--time=1", "--signal=USR1@40", "--nodelist=n1")
-    other = submit("--time=1", "--nodelist=n2", SBATCH_SIGNAL="SIGUSR2@40")
-    far = submit("--time=10", "--signal=USR1@40", "--nodelist=n1")
+    first, second = requeue_cluster.nodes
+    here = f"--nodelist={first}"
+    near = submit("--time=1", "--signal=USR1@40", here)
+    other = submit("--time=1", f"--nodelist={second}", SBATCH_SIGNAL="SIGUSR2@40")
+    far = submit("--time=10", "--signal=USR1@40", here)
     far.wait_for_attempt(1)
     for signal, kind in (("USR1", EventKind.PARKED), ("USR2", EventKind.RESUMED)):
         far.slurm("scancel", f"--signal={signal}", far.job_id)
@@ -222,14 +225,17 @@ def test_the_warning_that_lightning_and_submitit_teach_saves_and_requeues(submit
     assert EventKind.STOP_REQUESTED not in kinds(far)
 
 
-def test_a_pipe_that_breaks_at_the_stop_costs_nothing(submit: Submit, tmp_path: Path) -> None:
+def test_a_pipe_that_breaks_at_the_stop_costs_nothing(
+    submit: Submit, requeue_cluster: Part, tmp_path: Path
+) -> None:
     """Under linuxproc the SIGTERM of a preemption also ends the `tee` behind the rank."""
     python = tmp_path / "python-into-tee"
     python.write_text(f'#!/bin/bash\n{sys.executable} "$@" 2>&1 | tee log\n')
     python.chmod(0o755)
-    training = submit("--nodelist=n1", python=str(python))
+    here = f"--nodelist={requeue_cluster.nodes[0]}"
+    training = submit(here, python=str(python))
     training.wait_for_attempt(1)
-    urgent = ("--partition=urgent", "--nodes=1", "--nodelist=n1", "--exclusive", "--time=1")
+    urgent = ("--partition=urgent", "--nodes=1", here, "--exclusive", "--time=1")
     training.slurm("srun", *urgent, "true")
     training.wait_for_attempt(2)
     first, second = training.attempts()[:2]

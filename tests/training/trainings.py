@@ -132,19 +132,12 @@ class Training:
 
     def wait_for_pauses(self, attempt: int, *, number: int) -> None:
         """Until this attempt has been paused and resumed so often."""
-        self._wait_for_kind(EventKind.RESUMED, attempt=attempt, number=number)
 
-    def wait_for_suspend(self, attempt: int) -> None:
-        """Until its signal has come for the first time: a resume that Slurm sends before could
-        overtake it, and the job stays suspended then while Slurm calls it RUNNING."""
-        self._wait_for_kind(EventKind.SIGNAL_RECEIVED, attempt=attempt, number=1)
-
-    def _wait_for_kind(self, kind: EventKind, *, attempt: int, number: int) -> None:
         def seen() -> bool:
             mine = [e for e in self.events() if e.restart_count == attempt - 1]
-            return sum(e.kind is kind for e in mine) >= number
+            return sum(e.kind is EventKind.RESUMED for e in mine) >= number
 
-        wait_until(seen, f"{kind.value} {number} of attempt {attempt}", limit_s=LIMIT_S)
+        wait_until(seen, f"pause {number} of attempt {attempt}", limit_s=LIMIT_S)
 
     def wait_for_step(self, step: int) -> None:
         """Until its log shows this step; it may be some steps further by then."""

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters import Part
 from integration.manyranks.acts import ACTS, COMPARABLE, Story
 from integration.manyranks.rankstraining import CURTAIN, EPOCHS, script_options
 from stories import Stories, stories
 from training.trainings import ALONE_LIMIT_S, ROOT
-
-from hydroslurm.devcluster import DevCluster
 
 AT_A_TIME = 3
 ENDS_WITHIN_S = 900.0
@@ -30,7 +29,7 @@ Stage = Stories[Story]
 @pytest.fixture(scope="session")
 def stage(
     request: pytest.FixtureRequest,
-    ranks_cluster: DevCluster,
+    ranks_cluster: Part,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stage]:
     """The trainings that the tests of this session look at, all under way."""
@@ -56,9 +55,7 @@ def _story_of(name: str) -> Any:
     return story
 
 
-ddp_story, fsdp_story, worlds_story = map(_story_of, ("ddp", "fsdp", "worlds"))
-long_ddp_story, long_fsdp_story = map(_story_of, ("long_ddp", "long_fsdp"))
-mixed_story, agent_story = map(_story_of, ("mixed", "agent"))
+ddp_story, fsdp_story, worlds_story, agent_story = map(_story_of, ACTS)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from processes import is_stopped
+from processes import is_stopped, patience
 from sbatchfiles import MULTI_NODE, multi_node_script
 from training.trainings import LIMIT_S, ROOT, Training
 
@@ -110,7 +110,7 @@ class RanksTraining(Training):
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
         """Look again and again, not too often: several trainings are waited for, and each has much
         to be read."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + patience(LIMIT_S)
         while not condition():
             assert not CURTAIN.is_set(), "the tests are over"
             assert time.monotonic() < deadline, f"not within {LIMIT_S} s: {what}\n{self.log()}"

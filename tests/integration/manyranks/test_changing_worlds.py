@@ -17,7 +17,7 @@ TOLERANCE = 1e-5
 """Between the mean losses of a step: the sums are taken in another order. Seen: 1e-7."""
 
 
-def test_every_sample_once_in_worlds_of_4_2_3_and_4_ranks(worlds_story: Story) -> None:
+def test_every_sample_once_in_worlds_of_4_2_and_3_ranks(worlds_story: Story) -> None:
     """Each attempt has as many ranks as the job has nodes, goes on where the last one stopped, and
     every sample of every epoch is seen by exactly one rank, in one attempt."""
     training = worlds_story.training
@@ -45,3 +45,22 @@ def test_the_loss_is_that_of_the_world_that_never_changed(
     wanted = comparable_alone["mean_losses"]
     differences = [abs(one - other) for one, other in zip(means, wanted, strict=True)]
     assert max(differences) < TOLERANCE, differences
+
+
+def test_the_slurmd_of_a_node_is_killed(worlds_story: Story) -> None:
+    """Slurm takes the node for dead, and requeues the job: the rank on the other node is told to
+    stop, and the one that lives on without a slurmd saves with it; no step is lost, and the job
+    goes on without that node."""
+    training = worlds_story.training
+    (step,) = {
+        event.step
+        for rank in range(WORLDS[1])
+        for event in training.events_of(rank, EventKind.SAFE_POINT, attempt=2)
+    }
+    attempts = training.attempts()
+    assert attempts[1].end_step == attempts[2].step == step, training.log()
+    for rank in range(WORLDS[1]):
+        save = training.events_of(rank, EventKind.SAVE_COMMITTED, attempt=2)[-1]
+        assert (save.data["save_kind"], save.data["checkpoint_step"]) == ("stop", step)
+    (lost,) = worlds_story.seen["lost"]
+    assert lost not in worlds_story.seen["nodes"]

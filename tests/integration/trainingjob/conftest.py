@@ -10,30 +10,19 @@ import functools
 from collections.abc import Iterator
 
 import pytest
-from clusters import require_slurm
+from clusters import Part
 from integration.trainingjob.scene import Scene
-from integration.trainingjob.stage import NODES, SCENES
+from integration.trainingjob.stage import SCENES
 from stories import Stories, stories
-
-from hydroslurm.devcluster import ClusterSpec, DevCluster
 
 AT_A_TIME = 8
 ENDS_WITHIN_S = 600.0
 
 
 @pytest.fixture(scope="session")
-def jobs_cluster() -> Iterator[DevCluster]:
-    """Nodes with room for many small jobs, whose ``low`` ones are requeued by ``urgent`` ones."""
-    require_slurm()
-    spec = ClusterSpec(nodes=NODES, cpus_per_node=32, profile="requeue", grace_s=0, kill_wait_s=5)
-    with DevCluster.up(spec) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="session")
 def scenes(
     request: pytest.FixtureRequest,
-    jobs_cluster: DevCluster,
+    jobs_cluster: Part,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stories[Scene]]:
     """All that the tests of this session look at, under way."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from processes import patience
+
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.jobs.supervisor.attempts import Attempt, Attempts
@@ -80,7 +82,7 @@ class Scene:
             env={name: value for name, value in given.items() if name != "PYTHONUNBUFFERED"},
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=patience(LIMIT_S),
         )
 
     # --- what has become of it
@@ -113,7 +115,7 @@ class Scene:
     # --- what is done to it
 
     def wait(self, condition: Callable[[], bool], words: str) -> None:
-        deadline_s = time.monotonic() + LIMIT_S
+        deadline_s = time.monotonic() + patience(LIMIT_S)
         while not condition():
             if time.monotonic() > deadline_s:
                 state = "\n".join(map(str, self.conditions))
@@ -133,7 +135,7 @@ class Scene:
         (self.folder / name).touch()
 
     def slurm(self, *words: str) -> str:
-        return self.cluster.run(words, timeout_s=LIMIT_S).stdout
+        return self.cluster.run(words, timeout_s=patience(LIMIT_S)).stdout
 
     def preempt(self, nodes: Iterable[str]) -> None:
         """An urgent job for all of these nodes, while it is there."""

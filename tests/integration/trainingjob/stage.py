@@ -12,68 +12,63 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from clusters import Part
 from integration.trainingjob.scene import HERE, Scene, is_alive
 
 from hydroslurm.core.events import EventKind, read_events
-from hydroslurm.devcluster import DevCluster
 from hydroslurm.jobs.supervisor.attempts import Ending
 from hydroslurm.jobs.supervisor.supervise import PEERS_S
 
-ENDINGS: list[int | str] = [1, 130, 137, 138, 140, 143, "kill SIGKILL", "kill SIGTERM"]
+ENDINGS: list[int | str] = [1, 143, "kill SIGKILL"]
 """Statuses of a master, and the signals that end it."""
-PREEMPTIONS = 10
+PREEMPTIONS = 2
 EXAMPLES = HERE.parent.parent.parent / "examples"
-NODES = 12
-PREEMPTED_NODES = ["n9", "n10"]
-PREEMPTED_NODE = "n11"
-SAVING_NODE = "n12"
-ELSEWHERE = "scheduler: {options: {exclude: 'n9,n10,n11,n12'}}\n"
-"""Where nobody is preempted."""
+PREEMPTED, TOO_OFTEN, SAVING = -3, -2, -1
+"""Those of the part's nodes that are preempted, by the scene that does it."""
 
 
-def replicas(count: int, policy: str = "OnFailure", *, more: str = "") -> str:
-    """A spec's only kind of replica."""
+def replicas(
+    cluster: Part, count: int, policy: str = "OnFailure", *, more: str = "", node: int | None = None
+) -> str:
+    """A spec's only kind of replica, on a node of its own or where nobody is preempted."""
     one = f"{{replicas: {count}, restartPolicy: {policy}, template: {{ACTOR{more}}}}}"
-    return f"replicaSpecs: [{one}]\n{ELSEWHERE}"
+    where = elsewhere(cluster) if node is None else f"nodelist: {cluster.nodes[node]}"
+    return f"replicaSpecs: [{one}]\nscheduler: {{options: {{{where}}}}}\n"
 
 
-def played(cluster: DevCluster, folder: Path, acts: dict[str, list[int | str]], spec: str) -> Scene:
+def elsewhere(cluster: Part) -> str:
+    """Where nobody is preempted."""
+    return f"exclude: '{','.join(cluster.nodes[PREEMPTED:])}'"
+
+
+def played(cluster: Part, folder: Path, acts: dict[str, list[int | str]], spec: str) -> Scene:
     """A job that nobody does anything to."""
     scene = Scene(cluster, folder, acts).submit(spec)
     scene.final_condition()
     return scene
 
 
-def on_failure(cluster: DevCluster, folder: Path) -> Scene:
+def on_failure(cluster: Part, folder: Path) -> Scene:
     acts = {"worker-0": [*ENDINGS, 0]}
     limit = f"runPolicy: {{backoffLimit: {len(ENDINGS)}}}\n"
-    return played(cluster, folder, acts, replicas(1) + limit)
+    return played(cluster, folder, acts, replicas(cluster, 1) + limit)
 
 
-def exit_code_torchrun(cluster: DevCluster, folder: Path) -> Scene:
-    acts: dict[str, list[int | str]] = {"worker-0": [138, "kill SIGKILL", 1]}
+def exit_code_torchrun(cluster: Part, folder: Path) -> Scene:
+    acts: dict[str, list[int | str]] = {"worker-0": ["kill SIGKILL", 1]}
     agent = "torchrunConfig: {enable: true}\nrunPolicy: {backoffLimit: 5}\n"
-    return played(cluster, folder, acts, replicas(1, "ExitCode") + agent)
+    return played(cluster, folder, acts, replicas(cluster, 1, "ExitCode") + agent)
 
 
-def always(cluster: DevCluster, folder: Path) -> Scene:
-    acts: dict[str, list[int | str]] = {"worker-0": [0, "kill SIGKILL", 0, 0]}
-    return played(cluster, folder, acts, replicas(1, "Always") + "runPolicy: {backoffLimit: 2}\n")
-
-
-def unrequested_exit(cluster: DevCluster, folder: Path) -> Scene:
+def unrequested_exit(cluster: Part, folder: Path) -> Scene:
     acts: dict[str, list[int | str]] = {"worker-0": [75, 75, 75]}
-    return played(cluster, folder, acts, replicas(1) + "runPolicy: {backoffLimit: 1}\n")
+    return played(cluster, folder, acts, replicas(cluster, 1) + "runPolicy: {backoffLimit: 1}\n")
 
 
-def unasked_never(cluster: DevCluster, folder: Path) -> Scene:
-    return played(cluster, folder, {"worker-0": [75, 0]}, replicas(1, "Never"))
-
-
-def srun_killed(cluster: DevCluster, folder: Path) -> Scene:
+def srun_killed(cluster: Part, folder: Path) -> Scene:
     """While its tasks run, as an out-of-memory killer may do it."""
     scene = Scene(cluster, folder, {"worker-0": ["forever", 0]})
-    scene.submit(replicas(1, "Never") + "runPolicy: {backoffLimit: 0}\n")
+    scene.submit(replicas(cluster, 1, "Never") + "runPolicy: {backoffLimit: 0}\n")
     scene.wait_until_playing(1, replicas=1)
     pid = scene.attempts[0].srun_pid
     assert pid is not None
@@ -82,7 +77,7 @@ def srun_killed(cluster: DevCluster, folder: Path) -> Scene:
     return scene
 
 
-def shared_limit(cluster: DevCluster, folder: Path) -> Scene:
+def shared_limit(cluster: Part, folder: Path) -> Scene:
     """Four failures: two spend the limit, a worker's is not followed by a restart, and the job is
     over with the master's."""
     acts: dict[str, list[int | str]] = {
@@ -90,7 +85,8 @@ def shared_limit(cluster: DevCluster, folder: Path) -> Scene:
         "worker-1": [3, "forever", 5],
         "worker-2": ["forever", 4, "forever"],
     }
-    scene = Scene(cluster, folder, acts).submit(replicas(3) + "runPolicy: {backoffLimit: 2}\n")
+    scene = Scene(cluster, folder, acts)
+    scene.submit(replicas(cluster, 3) + "runPolicy: {backoffLimit: 2}\n")
     scene.wait_until_playing(3, replicas=3)
     scene.wait(lambda: "exit code 5" in _text(scene.run.srun_log(3)), "the worker's failure")
     master = re.findall(r"pid (\d+)", scene.printed(0))[-1]
@@ -99,53 +95,50 @@ def shared_limit(cluster: DevCluster, folder: Path) -> Scene:
     return scene
 
 
-def preempted(cluster: DevCluster, folder: Path) -> Scene:
+def preempted(cluster: Part, folder: Path) -> Scene:
     """Preempted so often, then it fails once, then it succeeds."""
     ends: list[int | str] = ["forever"] * PREEMPTIONS
     scene = Scene(cluster, folder, {"worker-0": [*ends, 3, 0], "worker-1": [*ends, 0, 0]})
-    here = f"scheduler: {{options: {{nodelist: '{','.join(PREEMPTED_NODES)}'}}}}\n"
-    spec = replicas(2).replace(ELSEWHERE, here)
+    spec = replicas(cluster, 2, node=PREEMPTED)
     scene.submit(spec + "runPolicy: {backoffLimit: 1}\n")
     for attempt in range(1, PREEMPTIONS + 1):
         scene.wait_until_playing(attempt, replicas=2)
-        scene.preempt(PREEMPTED_NODES)
+        scene.preempt([cluster.nodes[PREEMPTED]])
     scene.final_condition()
     return scene
 
 
-def preempted_too_often(cluster: DevCluster, folder: Path) -> Scene:
+def preempted_too_often(cluster: Part, folder: Path) -> Scene:
     """Twice, where once is allowed."""
     scene = Scene(cluster, folder, {"worker-0": ["forever"] * 3})
-    spec = replicas(1).replace(
-        ELSEWHERE, f"scheduler: {{options: {{nodelist: {PREEMPTED_NODE}}}}}\n"
-    )
+    spec = replicas(cluster, 1, node=TOO_OFTEN)
     scene.submit(spec + "runPolicy: {preemptionLimit: 1}\n")
     for attempt in (1, 2):
         scene.wait_until_playing(attempt, replicas=1)
-        scene.preempt([PREEMPTED_NODE])
+        scene.preempt([cluster.nodes[TOO_OFTEN]])
     scene.final_condition()
     return scene
 
 
-def saved(cluster: DevCluster, folder: Path) -> Scene:
+def saved(cluster: Part, folder: Path) -> Scene:
     """A script with a Run, preempted in the middle of its training."""
-    scene = saving(cluster, folder, f"nodelist: {SAVING_NODE}")
-    scene.preempt([SAVING_NODE])
+    scene = saving(cluster, folder, f"nodelist: {cluster.nodes[SAVING]}")
+    scene.preempt([cluster.nodes[SAVING]])
     scene.touch("hurry")
     scene.final_condition()
     return scene
 
 
-def asked(cluster: DevCluster, folder: Path) -> Scene:
+def asked(cluster: Part, folder: Path) -> Scene:
     """The same, and a person has its ranks save and leave."""
-    scene = saving(cluster, folder, "exclude: 'n9,n10,n11,n12'")
+    scene = saving(cluster, folder, elsewhere(cluster))
     scene.slurm("scancel", "--signal=TERM", str(scene.job_id))
     scene.touch("hurry")
     scene.final_condition()
     return scene
 
 
-def saving(cluster: DevCluster, folder: Path, where: str) -> Scene:
+def saving(cluster: Part, folder: Path, where: str) -> Scene:
     """A script with a Run that has saved twice."""
     folder.mkdir()
     shutil.copy(HERE.parents[1] / "jobs/launch/submitted.py", folder)
@@ -171,10 +164,10 @@ def kinds(events: Path) -> list[EventKind]:
     return [event.kind for event in read_events(events)] if events.exists() else []
 
 
-def deadline(cluster: DevCluster, folder: Path) -> Scene:
+def deadline(cluster: Part, folder: Path) -> Scene:
     """Its seconds are over in its second attempt."""
     scene = Scene(cluster, folder, {"worker-0": ["forever"] * 3})
-    scene.submit(replicas(1) + "runPolicy: {activeDeadlineSeconds: 6}\n")
+    scene.submit(replicas(cluster, 1) + "runPolicy: {activeDeadlineSeconds: 6}\n")
     scene.wait_until_playing(1, replicas=1)
     scene.wait(lambda: _active_s(scene) > 3.0, "3 active seconds")
     scene.slurm("scontrol", "requeue", str(scene.job_id))
@@ -182,10 +175,10 @@ def deadline(cluster: DevCluster, folder: Path) -> Scene:
     return scene
 
 
-def suspended(cluster: DevCluster, folder: Path) -> Scene:
+def suspended(cluster: Part, folder: Path) -> Scene:
     """For longer than its deadline."""
     scene = Scene(cluster, folder, {"worker-0": ["until end"]})
-    scene.submit(replicas(1) + "runPolicy: {activeDeadlineSeconds: 12}\n")
+    scene.submit(replicas(cluster, 1) + "runPolicy: {activeDeadlineSeconds: 12}\n")
     scene.wait_until_playing(1, replicas=1)
     scene.slurm("scontrol", "suspend", str(scene.job_id))
     until_s = time.monotonic() + 15.0
@@ -204,11 +197,15 @@ def _active_s(scene: Scene) -> float:
         return 0.0
 
 
-def cleaned(cluster: DevCluster, folder: Path, *, policy: str, with_shell: bool) -> Scene:
+CLEANED = (("None", False), ("All", False), ("Unfinished", True), ("All", True))
+"""Policies, and whether the supervisor's shell is killed with it."""
+
+
+def cleaned(cluster: Part, folder: Path, *, policy: str, with_shell: bool) -> Scene:
     """The supervisor is killed, alone or with the shell that would start it again; then the master
     ends, if it still can, while the worker does not."""
     scene = Scene(cluster, folder, {"worker-0": ["until go"], "worker-1": ["until end"]})
-    scene.submit(replicas(2) + f"runPolicy: {{cleanPolicy: {policy}}}\n")
+    scene.submit(replicas(cluster, 2) + f"runPolicy: {{cleanPolicy: {policy}}}\n")
     scene.wait_until_playing(1, replicas=2)
     scratch = scene.run.scratch / "worker-1"
     (scratch / "kept").touch()
@@ -242,33 +239,36 @@ def _text(path: Path) -> str:
         return ""
 
 
-def cleaning(policy: str, *, with_shell: bool) -> Callable[[DevCluster, Path], Scene]:
-    def act(cluster: DevCluster, folder: Path) -> Scene:
+def cleaning(policy: str, *, with_shell: bool) -> Callable[[Part, Path], Scene]:
+    def act(cluster: Part, folder: Path) -> Scene:
         return cleaned(cluster, folder, policy=policy, with_shell=with_shell)
 
     return act
 
 
-def uneven(cluster: DevCluster, folder: Path) -> Scene:
+def uneven(cluster: Part, folder: Path) -> Scene:
     """A master alone on its node, and four workers of two ranks each on two others."""
-    spec = """\
+    spec = f"""\
 replicaSpecs:
-  - {type: worker, replicas: 4, template: {ACTOR, resources: {nodes: 2, tasks: 2}}}
-  - {type: master, template: {ACTOR}}
+  - {{type: worker, replicas: 4, template: {{ACTOR, resources: {{nodes: 2, tasks: 2}}}}}}
+  - {{type: master, template: {{ACTOR}}}}
+scheduler: {{options: {{{elsewhere(cluster)}}}}}
 """
-    scene = Scene(cluster, folder, {"master-0": ["until go"]}).submit(spec + ELSEWHERE)
+    scene = Scene(cluster, folder, {"master-0": ["until go"]}).submit(spec)
     scene.wait_until_playing(1, replicas=9)
     scene.touch("go")
     scene.final_condition()
     return scene
 
 
-def init_fails(cluster: DevCluster, folder: Path) -> Scene:
+def init_fails(cluster: Part, folder: Path) -> Scene:
     more = ", init: [{name: look, command: [sh, -c, 'echo looking; exit 4']}]"
-    return played(cluster, folder, {}, replicas(1, more=more) + "runPolicy: {backoffLimit: 0}\n")
+    return played(
+        cluster, folder, {}, replicas(cluster, 1, more=more) + "runPolicy: {backoffLimit: 0}\n"
+    )
 
 
-def manifest(cluster: DevCluster, folder: Path, *, torchrun: bool) -> Scene:
+def manifest(cluster: Part, folder: Path, *, torchrun: bool) -> Scene:
     """T9k's, as it is or with one word changed."""
     folder.mkdir()
     shutil.copy(EXAMPLES / "dist_digits.py", folder)
@@ -283,29 +283,15 @@ def manifest(cluster: DevCluster, folder: Path, *, torchrun: bool) -> Scene:
     return scene
 
 
-def manifest_torchrun(cluster: DevCluster, folder: Path) -> Scene:
+def manifest_torchrun(cluster: Part, folder: Path) -> Scene:
     return manifest(cluster, folder, torchrun=True)
 
 
-def manifest_srun(cluster: DevCluster, folder: Path) -> Scene:
+def manifest_srun(cluster: Part, folder: Path) -> Scene:
     return manifest(cluster, folder, torchrun=False)
 
 
-def minimal(cluster: DevCluster, folder: Path) -> Scene:
-    folder.mkdir()
-    shutil.copy(EXAMPLES / "dist_digits.py", folder)
-    (folder / "minimal.yaml").write_text(
-        "replicaSpecs:\n"
-        "  - replicas: 4\n"
-        "    restartPolicy: OnFailure\n"
-        "    template: {command: [python, dist_digits.py]}\n"
-    )
-    scene = Scene(cluster, folder).submit_file(folder / "minimal.yaml")
-    scene.final_condition()
-    return scene
-
-
-SCENES: dict[str, Callable[[DevCluster, Path], Scene]] = {
+SCENES: dict[str, Callable[[Part, Path], Scene]] = {
     # the longest first
     "preempted": preempted,
     "on_failure": on_failure,
@@ -317,17 +303,13 @@ SCENES: dict[str, Callable[[DevCluster, Path], Scene]] = {
     "deadline": deadline,
     **{
         f"clean_{policy}_{'all' if with_shell else 'one'}": cleaning(policy, with_shell=with_shell)
-        for policy in ("None", "Unfinished", "All")
-        for with_shell in (False, True)
+        for policy, with_shell in CLEANED
     },
     "shared_limit": shared_limit,
-    "always": always,
     "srun_killed": srun_killed,
     "unrequested_exit": unrequested_exit,
-    "unasked_never": unasked_never,
     "uneven": uneven,
     "init_fails": init_fails,
     "manifest_torchrun": manifest_torchrun,
     "manifest_srun": manifest_srun,
-    "minimal": minimal,
 }

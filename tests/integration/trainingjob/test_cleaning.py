@@ -8,19 +8,12 @@ from integration.trainingjob.scene import Scene
 pytestmark = pytest.mark.slurm
 
 
-@pytest.mark.scene("clean_Unfinished_one")
-def test_unfinished_ends_those_that_still_run(scene: Scene) -> None:
-    """A supervisor that is started again finds the attempt that runs, and ends it rightly."""
-    assert scene.final_condition().type == "Succeeded"
-    assert len(scene.attempts) == 1
-    assert "came to its own end" not in scene.printed(1)
-    assert scene.seen["scratch"]
-
-
 @pytest.mark.scene("clean_All_one")
 def test_all_removes_what_the_replicas_have_left(scene: Scene) -> None:
-    """Those that run are ended, and their scratch folders are gone."""
+    """A supervisor that is started again finds the attempt that runs; behind its master those that
+    still run are ended, and their scratch folders are gone."""
     assert scene.final_condition().type == "Succeeded"
+    assert len(scene.attempts) == 1
     assert "came to its own end" not in scene.printed(1)
     assert not scene.seen["scratch"]
 
@@ -37,7 +30,6 @@ def test_none_lets_the_others_come_to_their_own_end(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("keeps_scratch"),
     [
-        pytest.param(True, marks=pytest.mark.scene("clean_None_all"), id="None"),
         pytest.param(True, marks=pytest.mark.scene("clean_Unfinished_all"), id="Unfinished"),
         pytest.param(False, marks=pytest.mark.scene("clean_All_all"), id="All"),
     ],

@@ -1,4 +1,4 @@
-"""T9k's manifest and a minimal one run to their end on four nodes. On a real Slurm."""
+"""T9k's manifest runs to its end with four ranks. On a real Slurm."""
 
 from __future__ import annotations
 
@@ -36,10 +36,18 @@ def test_a_manifest_with_torchrun(scene: Scene) -> None:
 
 @pytest.mark.scene("manifest_srun")
 def test_a_manifest_without_torchrun(scene: Scene) -> None:
-    """One word changed: the same training, its ranks started by srun, behind the init container."""
+    """One word changed: the same training, its ranks started by srun, behind the init container;
+    they know each other by a key that no stranger has."""
     assert scene.final_condition().type == "Succeeded"
     assert {rank for rank, *_ in trained(scene)} == {"0", "1", "2", "3"}
     assert all(scene.printed(task).startswith("ready\n") for task in range(4))
+    joined = [
+        event.data["key_from"]
+        for task in range(4)
+        for event in read_events(scene.run.rank_events(task))
+        if event.kind is EventKind.RANKS_JOINED
+    ]
+    assert joined == ["environment"] * 4
 
 
 @pytest.mark.scene("manifest_srun")
@@ -49,18 +57,3 @@ def test_what_has_no_meaning_is_said_once(scene: Scene) -> None:
     for field in ("priority", "volumes", "volumeMounts", "image pytorch/pytorch:2.0.0"):
         assert field in warning
     assert scene.said.count("no effect") == 1
-
-
-@pytest.mark.scene("minimal")
-def test_a_minimal_spec(scene: Scene) -> None:
-    """A command, four replicas and a policy are enough for a training of four nodes, whose ranks
-    know each other by a key that no stranger has."""
-    assert scene.final_condition().type == "Succeeded"
-    assert {rank for rank, *_ in trained(scene)} == {"0", "1", "2", "3"}
-    joined = [
-        event.data["key_from"]
-        for task in range(4)
-        for event in read_events(scene.run.rank_events(task))
-        if event.kind is EventKind.RANKS_JOINED
-    ]
-    assert joined == ["environment"] * 4

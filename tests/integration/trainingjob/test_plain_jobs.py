@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clusters import Part
 from integration.trainingjob.scene import LIMIT_S, Scene
 from integration.trainingjob.stage import EXAMPLES
-
-from hydroslurm.devcluster import DevCluster
 
 pytestmark = pytest.mark.slurm
 
@@ -35,7 +34,7 @@ TOLD = "hydroslurm: a preemption stops this job and requeues it (PreemptMode=REQ
 
 @pytest.fixture(scope="module")
 def stage(
-    requeue_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory
+    requeue_cluster: Part, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Scene]]:
     """Two jobs that have begun: the first through `hydroslurm submit`, to be preempted on a node of
     its own; the second, of two ranks, with `srun --preempt` in a batch script."""
@@ -43,12 +42,23 @@ def stage(
     saves, loses = Scene(requeue_cluster, base / "saves"), Scene(requeue_cluster, base / "loses")
     for scene in (saves, loses):
         scene.folder.mkdir()
-    submit = ("submit", "--partition=low", "--sbatch=nodelist=n1", str(TWO_CALLS), *OPTIONS)
+    submit = (
+        "submit",
+        "--partition=low",
+        f"--sbatch=nodelist={requeue_cluster.nodes[0]}",
+        str(TWO_CALLS),
+        *OPTIONS,
+    )
     done = saves.hydroslurm(*submit, "--think-s=0.04", "--out=out.json")
     assert done.returncode == 0, done.stderr
     saves.job_id = int(done.stdout.split()[1])
     (loses.folder / "loses.py").write_text(SAVES_NOTHING)
-    batch = ("--partition=low", "--nodelist=n2", "--ntasks=2", "--output=%j-%x.txt")
+    batch = (
+        "--partition=low",
+        f"--nodelist={requeue_cluster.nodes[1]}",
+        "--ntasks=2",
+        "--output=%j-%x.txt",
+    )
     srun = f"srun --preempt {sys.executable} loses.py"
     words = ("sbatch", "--parsable", "--job-name=loses", *batch, f"--chdir={loses.folder}")
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -67,7 +77,9 @@ def stage(
         requeue_cluster.run(["scancel", str(scene.job_id)], check=False)
 
 
-def test_two_calls_through_a_preemption(stage: dict[str, Scene], tmp_path: Path) -> None:
+def test_two_calls_through_a_preemption(
+    stage: dict[str, Scene], requeue_cluster: Part, tmp_path: Path
+) -> None:
     """Looked at while it runs, preempted, and followed to its end: it goes on from what it saved,
     to the bits of one that was left alone, and describe tells the preemption from a requeue."""
     scene = stage["saves"]
@@ -80,7 +92,7 @@ def test_two_calls_through_a_preemption(stage: dict[str, Scene], tmp_path: Path)
     running = scene.hydroslurm("describe", job).stdout
     for line in (
         r"Name: +train_two_calls",
-        rf"Slurm: +job {job}, RUNNING on n1",
+        rf"Slurm: +job {job}, RUNNING on {requeue_cluster.nodes[0]}",
         rf"Command: +python {re.escape(str(TWO_CALLS))} --epochs 6 .*",
         rf"Output: +/.*/logs/{job}_0_log\.err",
         r"At a stop: +the script saves in its own way \(receive_suspend_command\)",
@@ -100,7 +112,7 @@ def test_two_calls_through_a_preemption(stage: dict[str, Scene], tmp_path: Path)
         stdout=subprocess.PIPE,
         text=True,
     )
-    scene.preempt(["n1"])
+    scene.preempt(requeue_cluster.nodes[:1])
     said = followed.communicate(timeout=LIMIT_S)[0]
     begun = [int(step) for step in re.findall(r"^begins at step (\d+)$", said, re.MULTILINE)]
     assert len(begun) == 2, said

@@ -37,9 +37,9 @@ say("finished")
 """
 
 BATCH = """#!/bin/bash
-#SBATCH --partition=low --ntasks=1 --cpus-per-task=4 --requeue --open-mode=append --output=out-%a
+#SBATCH --partition=low --ntasks=1 --cpus-per-task=8 --requeue --open-mode=append --output=out-%a
 trap : TERM
-HYDROSLURM_GATE=hooks srun --cpus-per-task=4 {python} train.py &
+HYDROSLURM_GATE=hooks srun --cpus-per-task=8 {python} train.py &
 ranks=$!
 while :; do
     wait "$ranks"; status=$?
@@ -143,7 +143,7 @@ def test_an_element_is_stopped_and_its_neighbours_are_not(array: Array) -> None:
             assert after.start_epoch_s == before.start_epoch_s
         assert (array.said(0), array.said(1)) == (["began", "finished"], ["began"])
 
-    where = ["-p", "urgent", "-w", last.nodes[0], "-c4", "-o", "/dev/null"]
+    where = ["-p", "urgent", "-w", last.nodes[0], "-c8", "-o", "/dev/null"]
     array.slurm("sbatch", *where, "--wrap=true")
     array.wait(2, "began", "resumed")
     neighbours_are_untouched()

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import submitit
+from clusters import Part
 from processes import wait_until
 from stories import Stories, stories
 from submitit.slurm.slurm import SlurmJob
@@ -24,7 +25,6 @@ from submitit.slurm.slurm import SlurmJob
 import hydroslurm
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import UsageError
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
 from hydroslurm.training.attempts import AttemptLog
@@ -71,7 +71,7 @@ class Submitted:
 
 
 @pytest.fixture(scope="module")
-def led_here(requeue_cluster: DevCluster) -> Iterator[None]:
+def led_here(requeue_cluster: Part) -> Iterator[None]:
     """This process submits to the cluster. submitit's watcher belongs to its class: it would ask
     this cluster's sacct for the jobs of another."""
     with pytest.MonkeyPatch.context() as patched:
@@ -86,13 +86,15 @@ def led_here(requeue_cluster: DevCluster) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def stopped_twice(
-    led_here: None, requeue_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory
+    led_here: None, requeue_cluster: Part, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stories[Submitted]]:
     """Name of the executor -> its job, which was preempted, then stopped by submitit's
     ``_interrupt`` with two SIGTERMs behind it, and is now in its third attempt."""
     told = {
-        "submitit": lambda folder: _stop_twice(_with_submitit(folder, "n1")),
-        "hydroslurm": lambda folder: _stop_twice(_with_hydroslurm(folder, "n2")),
+        "submitit": lambda folder: _stop_twice(_with_submitit(folder, requeue_cluster.nodes[0])),
+        "hydroslurm": lambda folder: _stop_twice(
+            _with_hydroslurm(folder, requeue_cluster.nodes[1])
+        ),
     }
     base = tmp_path_factory.mktemp("stopped_twice")
     with stories(told, base, clusters=(requeue_cluster,), at_a_time=2) as all_of_them:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+from clusters import Part
 from processes import wait_until
 from typer.testing import CliRunner
 
@@ -69,7 +70,7 @@ def _wait_for_state(cluster: DevCluster, job_id: str, state: str) -> None:
 
 
 @pytest.mark.slurm
-def test_pause(pause_cluster: DevCluster, run: Doctor) -> None:
+def test_pause(pause_cluster: Part, run: Doctor) -> None:
     """Where preemption pauses, that is said, and the time limit is what a save has to fit into."""
     answer = _json(run(pause_cluster, "--json", "--save-s", "0.5"))
     assert answer["partition"] == "low"
@@ -86,9 +87,7 @@ def test_pause(pause_cluster: DevCluster, run: Doctor) -> None:
 
 
 @pytest.mark.slurm
-def test_requeue_with_a_running_job(
-    requeue_cluster: DevCluster, run: Doctor, tmp_path: Path
-) -> None:
+def test_requeue_with_a_running_job(requeue_cluster: Part, run: Doctor, tmp_path: Path) -> None:
     """A real job brings its partition, its time limit and the options of its script; a save that
     takes longer than grace and KillWait means loss, and exit status 1."""
     script = tmp_path / "job.sh"
@@ -125,7 +124,7 @@ def test_requeue_with_a_running_job(
 
 @pytest.mark.slurm
 def test_what_is_said_of_a_script_without_run_is_what_happens(
-    requeue_cluster: DevCluster, run: Doctor, tmp_path: Path
+    requeue_cluster: Part, run: Doctor, tmp_path: Path
 ) -> None:
     """A preemption with grace ends a step that knows nothing of hydroslurm at its SIGTERM: the job
     has failed, and Slurm does not start it again."""
@@ -154,13 +153,13 @@ def test_what_is_said_of_a_script_without_run_is_what_happens(
 
 
 @pytest.mark.slurm
-def test_gang_requeue(gang_requeue_cluster: DevCluster, run: Doctor, tmp_path: Path) -> None:
+def test_gang_requeue(gang_requeue_cluster: Part, run: Doctor, tmp_path: Path) -> None:
     """Gang scheduling: the grace that is configured is not counted on, and the run folder tells how
     long a save takes."""
     manifest = tmp_path / "checkpoints/step-000000007/manifest.json"
     manifest.parent.mkdir(parents=True)
     manifest.write_text('{"step": 7, "kind": "periodic", "save_s": 6.0, "state_bytes": 1}')
-    result = run(gang_requeue_cluster, "--partition", "low", "--json", "--run", str(tmp_path))
+    result = run(gang_requeue_cluster, "--partition", "gang", "--json", "--run", str(tmp_path))
     answer = _json(result)
     assert (answer["policy"]["action"], answer["policy"]["gang"]) == ("requeue", True)
     assert _severities(answer)["gang"] == "risk"
@@ -176,15 +175,13 @@ def test_gang_requeue(gang_requeue_cluster: DevCluster, run: Doctor, tmp_path: P
     ("arguments", "words"),
     [
         (["67000000"], "Invalid job id"),
-        (["--partition", "nowhere"], "its partitions: low, urgent"),
+        (["--partition", "nowhere"], "its partitions: gang, low, urgent"),
         (["5", "--partition", "low"], "either a job or --partition"),
         (["--run", "/no/such/folder"], "no such folder"),
         (["--run", "/", "--save-s", "1"], "either --run or --save-s"),
     ],
 )
-def test_could_not_ask(
-    pause_cluster: DevCluster, run: Doctor, arguments: list[str], words: str
-) -> None:
+def test_could_not_ask(pause_cluster: Part, run: Doctor, arguments: list[str], words: str) -> None:
     """A question that cannot be answered ends with 2 and a sentence, never with 1."""
     result = run(pause_cluster, *arguments)
     assert result.exit_code == 2
@@ -200,7 +197,7 @@ def test_without_slurm(run: Doctor, tmp_path: Path) -> None:
 
 
 @pytest.mark.slurm
-def test_a_planned_script(pause_cluster: DevCluster, run: Doctor, tmp_path: Path) -> None:
+def test_a_planned_script(pause_cluster: Part, run: Doctor, tmp_path: Path) -> None:
     """A batch script that is not submitted yet is judged for many ranks and a long suspend."""
     script = tmp_path / "job.sbatch"
     script.write_text(
