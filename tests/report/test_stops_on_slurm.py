@@ -2,31 +2,68 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from clusters import Part
 from processes import wait_until
 from training.trainings import Training
 
+from hydroslurm.core.events import EventKind
+from hydroslurm.errors import WrongJobState
+from hydroslurm.jobs.control.requests import JobAnswer, requeue_job
 from hydroslurm.report.external_sources import Accounting, ExternalSources, ask_slurm
 from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.reading import read_history
 from hydroslurm.report.rows import Rows
-from hydroslurm.slurm.client import open_client
+from hydroslurm.slurm.client import JobState, open_client
 
 pytestmark = pytest.mark.slurm
 
 
-def test_stops_of_a_real_run(requeue_cluster: Part, tmp_path: Path) -> None:
-    """What the ranks really write makes complete stops, each part later than the one before."""
-    training = Training(requeue_cluster, tmp_path / "job", epochs=1000).submit()
+@pytest.fixture(scope="module")
+def told(
+    requeue_cluster: Part, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Training, JobAnswer]:
+    """A training that was stopped twice, and the answer to the first, gentle request."""
+    folder = tmp_path_factory.mktemp("stops") / "job"
+    training = Training(requeue_cluster, folder, epochs=1000).submit()
     training.wait_for_attempt(1)
-    training.slurm("scontrol", "requeue", training.job_id)
+    client = open_client(environ=requeue_cluster.environ())
+    requeued = requeue_job(client, client.job(int(training.job_id)))
+    with pytest.raises(WrongJobState, match="should be RUNNING"):
+        requeue_job(client, client.job(int(training.job_id)))
     training.wait_for_attempt(2)
     training.slurm("scancel", training.job_id)
     wait_until(lambda: read_history(training.run.root).attempts[-1].ended, training.log())
+    return training, requeued
 
+
+def test_a_gentle_requeue_answers_with_the_saved_step(
+    told: tuple[Training, JobAnswer],
+) -> None:
+    """`hydroslurm requeue` waits for the save; a second one has found no job that runs."""
+    training, requeued = told
+    (answer,) = requeued.answers
+    assert answer.done
+    assert f"step {training.attempts()[0].end_step} committed" in answer.message
+    assert "as `hydroslurm requeue` does" in training.log()
+
+
+def test_a_cancelled_job_is_saved_and_not_requeued(told: tuple[Training, JobAnswer]) -> None:
+    """scancel: the state is committed, the job stays cancelled."""
+    training, _ = told
+    kinds = [event.kind for event in training.events() if event.restart_count == 1]
+    assert EventKind.SAVE_COMMITTED in kinds
+    assert EventKind.REQUEUE_ASKED not in kinds
+    assert training.attempts()[1].ending == "cancelled"
+    client = open_client(environ=training.cluster.environ())
+    wait_until(
+        lambda: client.job(int(training.job_id)).state is JobState.CANCELLED, "it stays cancelled"
+    )
+
+
+def test_stops_of_a_real_run(told: tuple[Training, JobAnswer]) -> None:
+    """What the ranks really write makes complete stops, each part later than the one before."""
+    training, _ = told
     history = read_history(training.run.root)
     requeued, cancelled = history.stops
     assert (requeued.missing, cancelled.missing) == ((), ())

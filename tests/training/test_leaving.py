@@ -18,7 +18,7 @@ from training.trainings import ROOT, Training
 import hydroslurm
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
-from hydroslurm.errors import TargetError, WrongJobState
+from hydroslurm.errors import TargetError
 from hydroslurm.jobs.control.requests import requeue_job
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.slurm.allocation import Allocation
@@ -52,25 +52,6 @@ def submit(requeue_cluster: Part, tmp_path: Path) -> Submit:
 
 def kinds(training: Training) -> list[EventKind]:
     return [event.kind for event in training.events()]
-
-
-def ended(training: Training, attempt: int = 1) -> str | None:
-    attempts = training.attempts()
-    return attempts[attempt - 1].ending if len(attempts) >= attempt else None
-
-
-def test_a_cancelled_job_is_saved_and_not_requeued(submit: Submit) -> None:
-    """scancel: the state is committed, the job stays cancelled."""
-    training = submit()
-    training.wait_for_attempt(1)
-    training.slurm("scancel", training.job_id)
-    wait_until(lambda: ended(training) == "cancelled", f"the end\n{training.log()}")
-    assert EventKind.SAVE_COMMITTED in kinds(training)
-    assert EventKind.REQUEUE_ASKED not in kinds(training)
-    client = open_client(environ=training.cluster.environ())
-    wait_until(
-        lambda: client.job(int(training.job_id)).state is JobState.CANCELLED, "it stays cancelled"
-    )
 
 
 def test_a_job_cancelled_during_its_save_is_not_requeued(
@@ -175,19 +156,6 @@ def test_an_srun_allocation_says_that_the_same_command_continues(
     assert "run the same command again" in attempt()
     second = attempt()
     assert "attempt 2 resumes from step" in second
-
-
-def test_a_gentle_requeue_answers_with_the_saved_step(submit: Submit) -> None:
-    """`hydroslurm requeue` waits for the save; a second one finds no job that runs."""
-    training = submit()
-    client = open_client(environ=training.cluster.environ())
-    training.wait_for_attempt(1)
-    (answer,) = requeue_job(client, client.job(int(training.job_id))).answers
-    assert answer.done
-    assert f"step {training.attempts()[0].end_step} committed" in answer.message
-    assert "as `hydroslurm requeue` does" in training.log()
-    with pytest.raises(WrongJobState, match="should be RUNNING"):
-        requeue_job(client, client.job(int(training.job_id)))
 
 
 def test_a_job_that_would_not_save_is_left_alone(requeue_cluster: Part, tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clusters import Part
 from processes import captured, wait_until
 
-from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import read_status
 from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
@@ -47,7 +48,6 @@ while not stop.exists():
     if step == 3:
         stop.with_name("trains-" + os.environ["SLURM_PROCID"]).touch()
 print("done", step > 0)
-sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
 """
 
 
@@ -69,22 +69,30 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def submit(on_cluster: None, slurm: SlurmClient, folder: Path):
-    """Submits SCRIPT; what is still there at the end is cancelled."""
-    jobs: list[PausableJob] = []
+def _submitted(folder: Path, **parameters: object) -> PausableJob:
+    """SCRIPT, which ends once there is a file ``stop``."""
+    executor = Executor(folder / "runs")
+    executor.update_parameters(**{"partition": "low", "timeout_min": 5, **parameters})
+    job = executor.submit_script(str(folder / "train.py"), str(folder / "stop"))
+    assert PausableJob(folder / "runs", job.job_id).run_dir == job.run_dir
+    return job
 
-    def start(*arguments: str, **parameters: object) -> PausableJob:
-        executor = Executor(folder / "runs")
-        executor.update_parameters(**{"partition": "low", "timeout_min": 5, **parameters})
-        job = executor.submit_script(str(folder / "train.py"), str(folder / "stop"), *arguments)
-        jobs.append(job)
-        assert PausableJob(folder / "runs", job.job_id).run_dir == job.run_dir
-        return job
 
-    yield start
-    for job in jobs:
-        slurm.cancel(slurm.job(int(job.job_id)))
+@pytest.fixture(scope="module")
+def job(pause_cluster: Part, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PausableJob]:
+    """One of one rank that makes steps. The last of its tests kills it."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "train.py").write_text(SCRIPT)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_RUNTIME_DIR", str(folder))
+        for name, value in pause_cluster.environ().items():
+            patched.setenv(name, value)
+        job = _submitted(folder)
+    try:
+        _trains(folder)
+        yield job
+    finally:
+        pause_cluster.run(["scancel", job.job_id], check=False)
 
 
 def _state(run: RunDir, rank: int = 0) -> str:
@@ -106,18 +114,30 @@ def _process_state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def test_a_run_folder_tells_what_was_submitted(job: PausableJob, slurm: SlurmClient) -> None:
+    """submission.json has the id, job.sbatch is the script, and submitit's signal is out of the
+    way."""
+    written = submission.read(job.run_dir.root)
+    assert written.job_id == job.job_id
+    assert "train.py" in written.command
+    script = job.run_dir.job_sbatch.read_text()
+    assert "--signal=URG@90" in script
+    assert "export SUBMITIT_PREEMPT_SIGNAL=URG" in script
+    assert "srun" in script
+    assert job_status(slurm.job(int(job.job_id))).run_dir == job.run_dir
+
+
 def test_an_unmodified_script_is_suspended_and_resumed(
-    submit: Callable[..., PausableJob], slurm: SlurmClient, folder: Path
+    job: PausableJob, slurm: SlurmClient
 ) -> None:
-    """scontrol suspend parks it before Slurm's SIGSTOP, resume continues it, and it ends well."""
-    job = submit()
-    _trains(folder)
+    """scontrol suspend parks it before Slurm's SIGSTOP, and resume continues it."""
     paused = pause_job(slurm, slurm.job(int(job.job_id)))
     assert paused.how == "scontrol suspend"
     assert [answer.done for answer in paused.answers] == [True]
     assert _slurm_state(slurm, job) is JobState.SUSPENDED
     wait_until(
-        lambda: job.get_info().get("State") == "SUSPENDED", "sacct says that it is suspended"
+        lambda: job.get_info(mode="force").get("State") == "SUSPENDED",
+        "sacct says that it is suspended",
     )
     assert not job.done(force_check=True)
     rank = read_status(job.run_dir.rank_status(0))
@@ -128,16 +148,63 @@ def test_an_unmodified_script_is_suspended_and_resumed(
     resumed = resume_job(slurm, slurm.job(int(job.job_id)))
     assert resumed.how == "scontrol resume"
     assert [answer.done for answer in resumed.answers] == [True]
-    (folder / "stop").touch()
-    assert job.result() is None
-    assert "done True" in (job.stdout() or "")
 
 
-def test_two_ranks_on_two_nodes_answer_each(
-    submit: Callable[..., PausableJob], slurm: SlurmClient, folder: Path
+def test_an_owner_who_may_not_suspend_pauses_by_signal(
+    job: PausableJob, slurm: SlurmClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank of a job writes its own events and acknowledges its own pause."""
-    job = submit(nodes=2, tasks_per_node=1)
+    """Where scontrol suspend is refused the ranks get USR1, it is said so, and resume finds the way
+    back."""
+
+    def refuse(job_id: int) -> None:
+        raise NotPermitted("only operators")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(slurm, "suspend", refuse)
+        paused = pause_job(slurm, slurm.job(int(job.job_id)))
+    assert "USR1" in paused.how
+    assert "only operators" in paused.how
+    assert [answer.done for answer in paused.answers] == [True]
+    assert _slurm_state(slurm, job) is JobState.RUNNING
+    assert _state(job.run_dir) == "parked"
+    resumed = resume_job(slurm, slurm.job(int(job.job_id)))
+    assert "USR2" in resumed.how
+    assert [answer.done for answer in resumed.answers] == [True]
+
+
+def test_gang_scheduling_parks_for_an_urgent_job(job: PausableJob, slurm: SlurmClient) -> None:
+    """An urgent job on the same node suspends the job, which goes on when that has ended."""
+    node = slurm.job(int(job.job_id)).nodes[0]
+    path = job.run_dir.rank_events(0)
+    before = len(list(read_events(path)))
+    subprocess.run(
+        ["srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "sleep", "1"],
+        check=True,
+        timeout=120,
+    )
+
+    def since() -> list[Event]:
+        return list(read_events(path))[before:]
+
+    wait_until(lambda: EventKind.RESUMED in {e.kind for e in since()}, "resumed")
+    kinds = [event.kind for event in since()]
+    assert kinds.index(EventKind.PARKED) < kinds.index(EventKind.RESUMED)
+    signals = [e.data["signal"] for e in since() if e.kind is EventKind.SIGNAL_RECEIVED]
+    assert signals[0] == "SIGTSTP"
+    assert "SIGCONT" in signals
+
+
+def test_a_killed_rank_is_not_said_to_run(job: PausableJob, slurm: SlurmClient) -> None:
+    """After scancel --signal=KILL the status says killed, though the rank wrote nothing of it."""
+    slurm.signal(slurm.job(int(job.job_id)), "KILL", full=True)
+    wait_until(lambda: slurm.job(int(job.job_id)).state.has_ended, "Slurm has seen its end")
+    assert [rank.state for rank in job_status(slurm.job(int(job.job_id))).ranks] == ["killed"]
+
+
+def test_two_ranks_on_two_nodes_answer_each(slurm: SlurmClient, folder: Path) -> None:
+    """Every rank of a job writes its own events and acknowledges its own pause; the script comes to
+    its own end."""
+    job = _submitted(folder, nodes=2, tasks_per_node=1)
     _trains(folder, ranks=2)
     paused = pause_job(slurm, slurm.job(int(job.job_id)))
     assert [answer.rank for answer in paused.answers] == [0, 1]
@@ -154,36 +221,8 @@ def test_two_ranks_on_two_nodes_answer_each(
     assert all("no device memory" in answer.message for answer in vacated.answers)
     assert resume_job(slurm, slurm.job(int(job.job_id))).answers[1].done
     (folder / "stop").touch()
-    job.results()
-
-
-def test_an_owner_who_may_not_suspend_pauses_by_signal(
-    submit: Callable[..., PausableJob],
-    slurm: SlurmClient,
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-) -> None:
-    """Where scontrol suspend is refused the ranks get USR1, it is said so, and resume finds the way
-    back."""
-
-    def refuse(job_id: int) -> None:
-        raise NotPermitted("only operators")
-
-    job = submit()
-    _trains(folder)
-    with monkeypatch.context() as patched:
-        patched.setattr(slurm, "suspend", refuse)
-        paused = pause_job(slurm, slurm.job(int(job.job_id)))
-    assert "USR1" in paused.how
-    assert "only operators" in paused.how
-    assert [answer.done for answer in paused.answers] == [True]
-    assert _slurm_state(slurm, job) is JobState.RUNNING
-    assert _state(job.run_dir) == "parked"
-    resumed = resume_job(slurm, slurm.job(int(job.job_id)))
-    assert "USR2" in resumed.how
-    assert [answer.done for answer in resumed.answers] == [True]
-    (folder / "stop").touch()
-    job.result()
+    assert job.results() == [None, None]
+    assert "done True" in (job.stdout() or "")
 
 
 HELPER = "srun --overlap -n1 bash -c 'touch helper; exec sleep 300' & "
@@ -298,61 +337,6 @@ def test_requeue_of_a_job_that_saves_in_its_own_way(slurm: SlurmClient, folder: 
         slurm.cancel(slurm.job(job_id))
 
 
-def test_gang_scheduling_parks_for_an_urgent_job(
-    submit: Callable[..., PausableJob], slurm: SlurmClient, folder: Path
-) -> None:
-    """An urgent job on the same node suspends the job, which goes on when that has ended."""
-    job = submit()
-    _trains(folder)
-    node = slurm.job(int(job.job_id)).nodes[0]
-    subprocess.run(
-        ["srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "sleep", "1"],
-        check=True,
-        timeout=120,
-    )
-    events = job.run_dir.rank_events(0)
-    wait_until(
-        lambda: EventKind.RESUMED in {e.kind for e in read_events(events)},
-        "resumed",
-    )
-    kinds = [event.kind for event in read_events(events)]
-    assert kinds.index(EventKind.PARKED) < kinds.index(EventKind.RESUMED)
-    signals = [e.data["signal"] for e in read_events(events) if e.kind is EventKind.SIGNAL_RECEIVED]
-    assert signals[0] == "SIGTSTP"
-    assert "SIGCONT" in signals
-    (folder / "stop").touch()
-    job.result()
-
-
-def test_a_run_folder_tells_what_was_submitted(
-    submit: Callable[..., PausableJob], slurm: SlurmClient, folder: Path
-) -> None:
-    """submission.json has the id, job.sbatch is the script, and submitit's signal is out of the
-    way."""
-    job = submit()
-    written = submission.read(job.run_dir.root)
-    assert written.job_id == job.job_id
-    assert "train.py" in written.command
-    script = job.run_dir.job_sbatch.read_text()
-    assert "--signal=URG@90" in script
-    assert "export SUBMITIT_PREEMPT_SIGNAL=URG" in script
-    assert "srun" in script
-    assert job_status(slurm.job(int(job.job_id))).run_dir == job.run_dir
-    (folder / "stop").touch()
-    job.result()
-
-
-def test_a_killed_rank_is_not_said_to_run(
-    submit: Callable[..., PausableJob], slurm: SlurmClient, folder: Path
-) -> None:
-    """After scancel --signal=KILL the status says killed, though the rank wrote nothing of it."""
-    job = submit()
-    _trains(folder)
-    slurm.signal(slurm.job(int(job.job_id)), "KILL", full=True)
-    wait_until(lambda: slurm.job(int(job.job_id)).state.has_ended, "Slurm has seen its end")
-    assert [rank.state for rank in job_status(slurm.job(int(job.job_id))).ranks] == ["killed"]
-
-
 def test_callables_and_arrays(on_cluster: None, folder: Path) -> None:
     """A callable's value comes back, and each task of an array is pausable and has its own
     folder."""
@@ -368,12 +352,10 @@ def test_callables_and_arrays(on_cluster: None, folder: Path) -> None:
         assert job.run_dir.root.name == str(index)
 
 
-def test_a_failing_script_fails_its_job(
-    submit: Callable[..., PausableJob], slurm: SlurmClient, folder: Path
-) -> None:
+def test_a_failing_script_fails_its_job(on_cluster: None, folder: Path) -> None:
     """The script's exit status is the job's."""
-    (folder / "stop").touch()
-    job = submit("3")
+    (folder / "train.py").write_text("raise SystemExit(3)")
+    job = _submitted(folder)
     wait_until(lambda: job.done(force_check=True), "the end of the job")
     wait_until(lambda: job.state.startswith("FAILED"), "sacct says FAILED")
 
