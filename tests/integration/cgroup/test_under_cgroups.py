@@ -64,7 +64,7 @@ def stories(
     nodes = cgroup_cluster.spec.node_names
     here = cgroup_cluster
     told: dict[str, Callable[[Path], Any]] = {
-        "agent": lambda folder: acts.agent(here, folder, nodes=",".join(nodes[1:])),
+        "agent": lambda folder: acts.below_agents(here, folder, nodes=nodes[1:]),
         "paused": lambda folder: _paused_and_preempted(here, folder, node=nodes[0]),
         "large": lambda folder: _stopped_with_little_memory(here, folder, node=nodes[2]),
     }

@@ -7,12 +7,14 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusters import Part
 from integration.manyranks.rankstraining import AGENT, FSDP, RanksTraining
+
+from hydroslurm.devcluster import DevCluster
 
 PREEMPTIONS = 2
 """How often one is suspended and preempted. Loading torch for four ranks takes two cores 10 s."""
@@ -69,9 +71,13 @@ def fsdp(cluster: Part, folder: Path) -> Story:
 
 
 def agent(cluster: Part, folder: Path) -> Story:
+    return below_agents(cluster, folder, nodes=cluster.nodes[SHARED][:2])
+
+
+def below_agents(cluster: DevCluster, folder: Path, *, nodes: Sequence[str]) -> Story:
     """Four ranks below the agents of two nodes: suspended past SIGSTOP, resumed, requeued."""
     training = RanksTraining(cluster, folder, command=AGENT, nodes=2)
-    training.submit(f"--nodelist={','.join(cluster.nodes[SHARED][:2])}")
+    training.submit(f"--nodelist={','.join(nodes)}")
     training.wait_for_ranks(1)
     training.wait_for_step(20)
     training.suspend(1, until_stopped=True)
