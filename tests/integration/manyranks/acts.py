@@ -45,7 +45,7 @@ def ddp(cluster: Part, folder: Path) -> Story:
     nodes = cluster.nodes[PREEMPTED]
     training = RanksTraining(cluster, folder)
     training.submit(f"--nodelist={','.join(nodes)}")
-    moments = sorted(random.Random(SEED).sample(range(5, 290), 2 * PREEMPTIONS))
+    moments = sorted(random.Random(SEED).sample(range(5, 180), 2 * PREEMPTIONS))
     for attempt, (pause, stop) in enumerate(zip(moments[::2], moments[1::2], strict=True), start=1):
         training.wait_for_ranks(attempt)
         training.wait_for_step(pause)

@@ -22,7 +22,7 @@ from hydroslurm.core.events import Event, EventKind, read_events
 
 LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 """The nodes of a dev cluster have no names that could be looked up."""
-EPOCHS = 6  # of 60 steps
+EPOCHS = 4  # of 60 steps
 BATCH_SIZE = 24
 EVERY_STEPS = 60
 LOOK_S = 0.06

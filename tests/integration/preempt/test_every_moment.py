@@ -283,14 +283,12 @@ def test_plain_srun(rank: Rank, pause_cluster: DevCluster) -> None:
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("asked", [False, True])
-def test_agent(rank: Rank, pause_cluster: DevCluster, asked: bool) -> None:
-    """A worker of `hydroslurm agent`, which asks for it where nobody else has, and one below
-    `srun --preempt`."""
+def test_agent(rank: Rank, pause_cluster: DevCluster) -> None:
+    """A worker of `hydroslurm agent`, which asks for it where nobody else has."""
     agent = [sys.executable, "-m", "hydroslurm.cli", "agent", "--"]
     agent += ["--standalone", "--nproc-per-node=1", "--max-restarts=0", "--no-python"]
     worker = [str(rank.start), str(RANK), str(rank.folder)]
-    with below_srun(rank, pause_cluster, *(["--preempt"] if asked else []), *agent, *worker):
+    with below_srun(rank, pause_cluster, *agent, *worker):
         pause_at_every_moment(rank)
 
 

@@ -22,8 +22,9 @@ from hydroslurm.runtime import client
 pytestmark = pytest.mark.slurm
 
 SCRIPT = Path(__file__).with_name("another_style.py")
-TRAIN = [sys.executable, "-u", str(SCRIPT), "--epochs", "12"]
-SHORT = [*TRAIN[:-1], "5"]
+TRAIN = [sys.executable, "-u", str(SCRIPT), "--epochs", "6"]
+SHORT = [*TRAIN[:-1], "4"]
+SUSPENDS = 4
 LIMIT_S = 120.0
 ENDS_WITHIN_S = 600.0
 
@@ -147,11 +148,11 @@ def _left_alone(cluster: DevCluster, folder: Path) -> Ending:
 
 
 def _under_srun(cluster: DevCluster, folder: Path) -> Ending:
-    """``srun --preempt``, suspended ten times."""
+    """``srun --preempt``, suspended again and again."""
     job = Job(cluster, folder)
     srun = job.start("srun", "--preempt", "-J", folder.name, "-o", "out", "-e", "err", *TRAIN)
     job_id = job.number()
-    for number in range(10):
+    for number in range(SUSPENDS):
         job.suspend(job_id, "out", epoch=number + 1, pauses=number + 1)
     _finish(srun)
     return Ending((job.said("out"),), tuple(job.events(job_id)), job.said("err"))
@@ -192,13 +193,13 @@ def endings(
         yield under_way
 
 
-def test_suspended_ten_times_under_srun(endings: Stories[Ending]) -> None:
-    """It parks between operators ten times, and learns bit for bit what it learns left alone. No
+def test_suspended_again_and_again_under_srun(endings: Stories[Ending]) -> None:
+    """It parks between operators each time, and learns bit for bit what it learns left alone. No
     other process of it is a rank: DataLoader workers are not."""
     ending = endings.result("srun", ENDS_WITHIN_S)
-    assert ending.held() == 10
+    assert ending.held() == SUSPENDS
     assert ending.pids == ending.trained_pids
-    assert len(ending.learnt[0]) == 12
+    assert len(ending.learnt[0]) == 6
     assert ending.learnt == endings.result("left-alone", ENDS_WITHIN_S).learnt
 
 
@@ -212,7 +213,7 @@ def test_the_option_of_sbatch_reaches_the_sruns_inside(
     assert len(ending.trained_pids) == 3
     assert ending.pids == ending.trained_pids
     alone = endings.result("left-alone", ENDS_WITHIN_S).learnt[0]
-    assert ending.learnt == [alone[:5]] * 3
+    assert ending.learnt == [alone[:4]] * 3
 
 
 def test_without_the_option_there_is_nothing_of_ours(
@@ -245,4 +246,4 @@ def test_hydroslurm_run_does_the_same_without_slurm(
             assert client.resume(training.pid, timeout_s=LIMIT_S).done
         epochs.append(training.stdout.read())
     assert training.returncode == 0
-    assert _epochs("".join(epochs)) == endings.result("left-alone", ENDS_WITHIN_S).learnt[0][:5]
+    assert _epochs("".join(epochs)) == endings.result("left-alone", ENDS_WITHIN_S).learnt[0][:4]
