@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from processes import Child, child, wait_until
+from zygote import forked
 
 from hydroslurm.core.events import Event, read_events
 
@@ -105,15 +106,22 @@ class Scene:
 
     @contextlib.contextmanager
     def agent(
-        self, *options: str, name: str = "agent", script: Path | None = None, stock: bool = False
+        self,
+        *options: str,
+        name: str = "agent",
+        script: Path | None = None,
+        stock: bool = False,
+        fresh: bool = False,
     ) -> Iterator[Child]:
-        """One agent; its workers are gone after the block too."""
+        """One agent; its workers are gone after the block too. ``fresh``: with its own interpreter,
+        where the start of that, or a sitecustomize.py, is what matters."""
         place = self.folder / name
         place.mkdir()
         words = [*options, str(script or self.script), str(self.folder)]
         arguments = words if stock else ["agent", "--", *words]
         code = STOCK if stock else AGENT
-        with child(code, place, *arguments, environ=self.environ) as started:
+        start = child if fresh else forked
+        with start(code, place, *arguments, environ=self.environ) as started:
             try:
                 yield started
             finally:

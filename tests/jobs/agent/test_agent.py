@@ -198,7 +198,7 @@ def test_a_script_that_is_not_there(
 def test_a_stop_before_there_are_workers(scene: Scene) -> None:
     """An agent that waits for other nodes, or still imports torch, leaves with 143 on SIGTERM."""
     options = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}")
-    with scene.agent(*options, "--rdzv-id=x") as agent:
+    with scene.agent(*options, "--rdzv-id=x", fresh=True) as agent:
         status = Path(f"/proc/{agent.pid}/status")
         bit = 1 << (signal.SIGTERM - 1)
         wait_until(
@@ -221,7 +221,7 @@ def test_a_program_that_does_not_listen(
     assert workers.PATIENCE_S > 5
     plain = tmp_path / "plain.py"
     plain.write_text("import time\nprint('plain began', flush=True)\ntime.sleep(600)\n")
-    with scene.agent(*one_node(1), script=plain) as agent:
+    with scene.agent(*one_node(1), script=plain, fresh=True) as agent:
         agent.expect("plain began")
         agent.signal(signal.SIGUSR1)
         agent.signal(signal.SIGTERM)
