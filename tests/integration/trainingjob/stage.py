@@ -197,7 +197,7 @@ def _active_s(scene: Scene) -> float:
         return 0.0
 
 
-CLEANED = (("None", False), ("All", False), ("Unfinished", True), ("All", True))
+CLEANED = (("None", False), ("Unfinished", False), ("Unfinished", True), ("All", True))
 """Policies, and whether the supervisor's shell is killed with it."""
 
 

@@ -8,14 +8,14 @@ from integration.trainingjob.scene import Scene
 pytestmark = pytest.mark.slurm
 
 
-@pytest.mark.scene("clean_All_one")
-def test_all_removes_what_the_replicas_have_left(scene: Scene) -> None:
-    """A supervisor that is started again finds the attempt that runs; behind its master those that
-    still run are ended, and their scratch folders are gone."""
+@pytest.mark.scene("clean_Unfinished_one")
+def test_unfinished_ends_those_that_still_run(scene: Scene) -> None:
+    """A supervisor that is started again finds the attempt that runs; after its master has ended,
+    those that still run are ended, and their scratch folders stay."""
     assert scene.final_condition().type == "Succeeded"
     assert len(scene.attempts) == 1
     assert "came to its own end" not in scene.printed(1)
-    assert not scene.seen["scratch"]
+    assert scene.seen["scratch"]
 
 
 @pytest.mark.scene("clean_None_one")
