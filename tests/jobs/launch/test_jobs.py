@@ -87,7 +87,7 @@ def job(pause_cluster: Part, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         patched.setenv("XDG_RUNTIME_DIR", str(folder))
         for name, value in pause_cluster.environ().items():
             patched.setenv(name, value)
-        job = _submitted(folder)
+        job = _submitted(folder, timeout_min=60)
     try:
         _trains(folder)
         yield job
@@ -125,6 +125,29 @@ def test_a_run_folder_tells_what_was_submitted(job: PausableJob, slurm: SlurmCli
     assert "export SUBMITIT_PREEMPT_SIGNAL=URG" in script
     assert "srun" in script
     assert job_status(slurm.job(int(job.job_id))).run_dir == job.run_dir
+
+
+def test_gang_scheduling_parks_for_an_urgent_job(job: PausableJob, slurm: SlurmClient) -> None:
+    """An urgent job on the same node suspends the job, which goes on when that has ended. Before a
+    person resumes it: Slurm lets urgent jobs run beside it from then on."""
+    node = slurm.job(int(job.job_id)).nodes[0]
+    path = job.run_dir.rank_events(0)
+    before = len(list(read_events(path)))
+    subprocess.run(
+        ["srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "sleep", "1"],
+        check=True,
+        timeout=120,
+    )
+
+    def since() -> list[Event]:
+        return list(read_events(path))[before:]
+
+    wait_until(lambda: EventKind.RESUMED in {e.kind for e in since()}, "resumed")
+    kinds = [event.kind for event in since()]
+    assert kinds.index(EventKind.PARKED) < kinds.index(EventKind.RESUMED)
+    signals = [e.data["signal"] for e in since() if e.kind is EventKind.SIGNAL_RECEIVED]
+    assert signals[0] == "SIGTSTP"
+    assert "SIGCONT" in signals
 
 
 def test_an_unmodified_script_is_suspended_and_resumed(
@@ -170,28 +193,6 @@ def test_an_owner_who_may_not_suspend_pauses_by_signal(
     resumed = resume_job(slurm, slurm.job(int(job.job_id)))
     assert "USR2" in resumed.how
     assert [answer.done for answer in resumed.answers] == [True]
-
-
-def test_gang_scheduling_parks_for_an_urgent_job(job: PausableJob, slurm: SlurmClient) -> None:
-    """An urgent job on the same node suspends the job, which goes on when that has ended."""
-    node = slurm.job(int(job.job_id)).nodes[0]
-    path = job.run_dir.rank_events(0)
-    before = len(list(read_events(path)))
-    subprocess.run(
-        ["srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "sleep", "1"],
-        check=True,
-        timeout=120,
-    )
-
-    def since() -> list[Event]:
-        return list(read_events(path))[before:]
-
-    wait_until(lambda: EventKind.RESUMED in {e.kind for e in since()}, "resumed")
-    kinds = [event.kind for event in since()]
-    assert kinds.index(EventKind.PARKED) < kinds.index(EventKind.RESUMED)
-    signals = [e.data["signal"] for e in since() if e.kind is EventKind.SIGNAL_RECEIVED]
-    assert signals[0] == "SIGTSTP"
-    assert "SIGCONT" in signals
 
 
 def test_a_killed_rank_is_not_said_to_run(job: PausableJob, slurm: SlurmClient) -> None:
