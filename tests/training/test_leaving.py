@@ -177,8 +177,9 @@ def test_the_warning_that_lightning_and_submitit_teach_saves_and_requeues(
     Long before it the same signals pause and resume, with the request in force."""
     first, second = requeue_cluster.nodes
     here = f"--nodelist={first}"
-    near = submit("--time=1", "--signal=USR1@40", here)
-    other = submit("--time=1", f"--nodelist={second}", SBATCH_SIGNAL="SIGUSR2@40")
+    # Slurm may send it 60 s early, and it kills a rank that has yet to import: not in a minute
+    near = submit("--time=2", "--signal=USR1@40", here)
+    other = submit("--time=2", f"--nodelist={second}", SBATCH_SIGNAL="SIGUSR2@40")
     far = submit("--time=10", "--signal=USR1@40", here)
     far.wait_for_attempt(1)
     for signal, kind in (("USR1", EventKind.PARKED), ("USR2", EventKind.RESUMED)):
