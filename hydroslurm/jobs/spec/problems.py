@@ -13,7 +13,7 @@ from pydantic.alias_generators import to_snake
 from hydroslurm.jobs.spec.fields import NotText
 from hydroslurm.jobs.spec.job import DOES_NOT_FIT, TrainingJob
 from hydroslurm.jobs.spec.source import Complaint, KeyPath, Source, path_text
-from hydroslurm.jobs.spec.translation import nearest
+from hydroslurm.jobs.spec.spelling import nearest
 
 MOST_PROBLEMS = 60
 """How many are reported: a file with more is not a job spec."""

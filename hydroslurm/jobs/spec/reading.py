@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from hydroslurm.jobs.spec import t9k
 from hydroslurm.jobs.spec.fields import is_printable
 from hydroslurm.jobs.spec.job import TrainingJob, unused
 from hydroslurm.jobs.spec.source import Complaint, Source, parse_source, path_text, read_source
-from hydroslurm.jobs.spec.translation import Translation
+from hydroslurm.jobs.spec.t9k import Translation
 
 if TYPE_CHECKING:  # a spec without problems needs none of it
     from hydroslurm.jobs.spec.problems import Problem
@@ -131,7 +131,7 @@ def _validated(translation: Translation, source: Source) -> TrainingJob:
     return job
 
 
-def _problems(complaints: tuple[Complaint, ...], source: Source) -> tuple[Problem, ...]:
+def _problems(complaints: Sequence[Complaint], source: Source) -> tuple[Problem, ...]:
     if not complaints:
         return ()
     from hydroslurm.jobs.spec.problems import Problem

@@ -18,6 +18,8 @@ Everything else in a manifest has no meaning on Slurm. It is listed, never dropp
 looks like a typo of one of these fields is an error. Values of the wrong type are copied unchanged,
 for the validation to report. Pure.
 
+The tables below have a row for each field that is known: what is done with its value.
+
 Source: the user manual of T9k's TensorStack, whose releases differ: ``enable`` became ``enabled``,
 ``cleanUpWorkers`` became ``cleanUpPolicy``. All of these are read.
 """
@@ -25,28 +27,84 @@ Source: the user manual of T9k's TensorStack, whose releases differ: ``enable`` 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hydroslurm.jobs.spec.site_tables import SiteTables
-from hydroslurm.jobs.spec.source import KeyPath
-from hydroslurm.jobs.spec.translation import Translation, Translator, nearest
+from hydroslurm.jobs.spec.source import Complaint, KeyPath, path_text
+from hydroslurm.jobs.spec.spelling import nearest
 
 API_VERSION = "batch.tensorstack.dev/v1beta1"
 KIND = "PyTorchTrainingJob"
 
 _MAIN_CONTAINERS = ("python", "pytorch")
 """T9k's torchrun takes ``python``, else the first; its own examples use ``pytorch``."""
-_GPUS = ("nvidia.com/gpu", "amd.com/gpu")
-_ENV_FIELDS = ("name", "value", "valueFrom")
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 _FILESET = re.compile(r"t9k://pvc/(.+)")
 _NO_TYPOS = ("claims", "ephemeralContainers", "nvidia.com/vgpu")
 """Fields of Kubernetes that Slurm has nothing for, spelt like one that it has something for."""
-_OF_THE_POD = {
-    "volumes": "a job sees the file systems of its nodes",
-    "nodeSelector": "in a job spec, use scheduler.options.constraint",
-}
+
+
+@dataclass
+class Translation:
+    """A document in our own format.
+
+    Attributes:
+        value: for :class:`~hydroslurm.jobs.spec.job.TrainingJob`, not validated.
+        origins: where in the document each part of ``value`` comes from, or would.
+        meaningless: fields of the document with no equivalent in Slurm, with the reason where it is
+            not obvious from the name.
+        refusals: errors found before validation, such as what looks like a typo of a known field.
+        is_torchrun: whether torchrun starts the ranks; T9k's reads a container's args only.
+    """
+
+    value: Any = field(default_factory=dict)
+    origins: dict[KeyPath, KeyPath] = field(default_factory=dict)
+    meaningless: list[str] = field(default_factory=list)
+    refusals: list[Complaint] = field(default_factory=list)
+    is_torchrun: bool = False
+
+    def origin(self, path: KeyPath) -> KeyPath:
+        """Where in the document a path of ``value`` comes from."""
+        for end in range(len(path), -1, -1):
+            if path[:end] in self.origins:
+                return (*self.origins[path[:end]], *path[end:])
+        return path
+
+    def put(self, own: KeyPath, at: KeyPath, value: Any) -> None:
+        """Write a value, which comes from ``at``; what holds it is there."""
+        here = self.value
+        for step in own[:-1]:
+            here = here[step]
+        if isinstance(here, list):
+            here.append(value)
+        else:
+            here[own[-1]] = value
+        self.origins[own] = at
+
+    def drop(self, at: KeyPath, why: str) -> None:
+        """List a field that has no meaning here."""
+        self.meaningless.append(path_text(at) + (f" ({why})" if why else ""))
+
+    def refuse(self, at: KeyPath, message: str) -> None:
+        """Report a field that cannot be honored: what was seen, and what was wanted."""
+        self.refusals.append(Complaint(at, message))
+
+    def walk(self, fields: Mapping[str, Any], rows: _Rows, at: KeyPath, own: KeyPath) -> None:
+        """Do with each field what its row says. A field without one is listed, or is a typo."""
+        for name, value in fields.items():
+            where = (*at, name)
+            # what two resources of a vendor have in common is the vendor
+            cutoff = 0.91 if "/" in name else 0.66
+            if name in rows:
+                if value is not None:
+                    rows[name](self, value, where, own)
+            elif name in _NO_TYPOS or (meant := nearest(name, rows, cutoff=cutoff)) is None:
+                self.drop(where, "")
+            else:
+                self.refuse(where, f"there is no such field; did you mean {meant!r}?")
 
 
 def is_manifest(value: object) -> bool:
@@ -59,65 +117,100 @@ def is_manifest(value: object) -> bool:
 
 def translate(manifest: Mapping[str, Any], *, tables: SiteTables) -> Translation:
     """Translate a manifest into a job spec."""
-    of = Translator(manifest, no_typos=_NO_TYPOS)
+    of = Translation()
     for name, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
-        if of.use((name,)) != wanted:
-            of.put((name,), (name,), of.get((name,)))
-    of.move(("name",), ("metadata", "name"))
-    of.move(("labels",), ("metadata", "labels"))
-    torchrun = _torchrun(of)
-    for number in of.items(("replicaSpecs",), ("spec", "replicaSpecs")):
-        _replicas(of, ("replicaSpecs", number), ("spec", "replicaSpecs", number), torchrun=torchrun)
-    of.comes_from(("replicaSpecs",), ("spec", "replicaSpecs"))
-    _run_policy(of)
-    _scheduler(of, tables)
-    _tensorboard(of)
-    _debug(of)
-    of.drop(("spec", "elastic"), "torchrunConfig.minNodes sets the fewest replicas that may train")
-    return of.translation()
+        if manifest.get(name) != wanted:
+            of.put((name,), (name,), manifest.get(name))
+    of.origins[("replicaSpecs",)] = ("spec", "replicaSpecs")
+    spec = manifest.get("spec")
+    torchrun = spec.get("torchrunConfig") if isinstance(spec, dict) else None
+    of.is_torchrun = isinstance(torchrun, dict) and True in (
+        torchrun.get("enable"),
+        torchrun.get("enabled"),
+    )
+    of.walk(manifest, _manifest_rows(tables), (), ())
+    return of
 
 
-def _torchrun(of: Translator) -> bool:
-    at, own = ("spec", "torchrunConfig"), ("torchrunConfig",)
-    if not of.open(own, at):
-        return False
-    for name in ("enable", "enabled"):
-        of.move((*own, "enable"), (*at, name))
-    for name in ("minNodes", "maxRestarts", "procPerNode", "rdzvBackend", "extraOptions"):
-        of.move((*own, name), (*at, name))
-    return True in (of.get((*at, "enable")), of.get((*at, "enabled")))
+_Row = Callable[[Translation, Any, KeyPath, KeyPath], None]
+"""What to do with a value: it stands ``at`` a path, in what becomes the part ``own`` of the job."""
+_Rows = Mapping[str, _Row]
 
 
-def _run_policy(of: Translator) -> None:
-    at, own = ("spec", "runPolicy"), ("runPolicy",)
-    if of.open(own, at):
-        for name in ("backoffLimit", "activeDeadlineSeconds"):
-            of.move((*own, name), (*at, name))
-        for name in ("cleanUpPolicy", "cleanUpWorkers", "cleanPodPolicy", "cleanPolicy"):
-            of.move((*own, "cleanPolicy"), (*at, name))
+def _to(name: str) -> _Row:
+    """Copy the value."""
+    return lambda of, value, at, own: of.put((*own, name), at, value)
 
 
-def _scheduler(of: Translator, tables: SiteTables) -> None:
-    at, own = ("spec", "scheduler"), ("scheduler",)
-    if not of.open(own, at):
-        return
-    for name in ("t9kScheduler", "volcanoScheduler"):
-        _queue(of, own, (*at, name, "queue"), tables)
-        _priority(of, own, (*at, name, "priority"), tables)
+def _same(*names: str) -> _Rows:
+    """Rows of values that are copied under their own names."""
+    return {name: _to(name) for name in names}
 
 
-def _queue(of: Translator, own: KeyPath, at: KeyPath, tables: SiteTables) -> None:
-    row = tables.queues.get(str(of.get(at)))
-    if row is None:
-        of.move((*own, "partition"), at)
-    else:
-        of.put((*own, "partition"), at, row.partition)
+def _nothing(why: str) -> _Row:
+    """Slurm has nothing for it."""
+    return lambda of, _value, at, _own: of.drop(at, why)
 
 
-def _priority(of: Translator, own: KeyPath, at: KeyPath, tables: SiteTables) -> None:
-    value = of.get(at)
-    if value is None:
-        return
+def _elsewhere(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
+    """It is looked at with another field, or needs not be."""
+
+
+def _part(name: str, rows: _Rows) -> _Row:
+    """Take the fields of a part of the job apart; anything but fields is copied."""
+
+    def row(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
+        _item(rows)(of, value, at, (*own, name))
+
+    return row
+
+
+def _inside(rows: _Rows) -> _Row:
+    """Take fields apart that belong to the part around them."""
+
+    def row(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
+        if isinstance(value, Mapping):
+            of.walk(value, rows, at, own)
+        else:
+            of.refuse(at, "wanted fields with values (name: value)")
+
+    return row
+
+
+def _item(rows: _Rows) -> _Row:
+    """The same of a part whose own path is known."""
+
+    def row(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
+        if isinstance(value, Mapping):
+            of.put(own, at, {})
+            of.walk(value, rows, at, own)
+        else:
+            of.put(own, at, value)
+
+    return row
+
+
+def _each(name: str, item: _Row) -> _Row:
+    """Take the items of a list apart; anything but a list is copied."""
+
+    def row(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
+        of.put((*own, name), at, [] if isinstance(value, list) else value)
+        if isinstance(value, list):
+            for number, one in enumerate(value):
+                item(of, one, (*at, number), (*own, name, number))
+
+    return row
+
+
+# --- rows of their own
+
+
+def _queue(tables: SiteTables, of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
+    row = tables.queues.get(str(value))
+    of.put((*own, "partition"), at, value if row is None else row.partition)
+
+
+def _priority(tables: SiteTables, of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
     if not tables.priorities:
         of.drop(at, f"no table maps it to Slurm; add one to {tables.where()}")
         return
@@ -130,136 +223,108 @@ def _priority(of: Translator, own: KeyPath, at: KeyPath, tables: SiteTables) -> 
             "choose one of these, add a line to the table, or leave the priority out",
         )
         return
-    of.use(at)
-    if found.qos is not None:
-        of.put((*own, "qos"), at, found.qos)
-    if found.nice is not None:
-        of.put((*own, "nice"), at, found.nice)
+    for name in found.model_fields_set:
+        of.put((*own, name), at, getattr(found, name))
 
 
-def _tensorboard(of: Translator) -> None:
-    at, own = ("spec", "tensorboardSpec"), ("tensorboard",)
-    if not of.open(own, at):
+def _filesets(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
+    log_directory = (*own, "logDirectory")
+    if not isinstance(value, list):
+        of.put(log_directory, at, value)
         return
-    of.drop((*at, "image"), "TensorBoard runs from this Python environment")
-    filesets = of.get((*at, "trainingLogFilesets"))
-    if not isinstance(filesets, list):
-        of.move((*own, "logDirectory"), (*at, "trainingLogFilesets"))
-        return
-    shown = False
-    for number, fileset in enumerate(filesets):
-        path = (*at, "trainingLogFilesets", number)
+    for number, fileset in enumerate(value):
+        path = (*at, number)
         match = _FILESET.fullmatch(fileset) if isinstance(fileset, str) else None
-        if shown or (match is None and isinstance(fileset, str) and "://" in fileset):
+        is_elsewhere = match is None and isinstance(fileset, str) and "://" in fileset
+        if is_elsewhere or log_directory in of.origins:
             of.drop(path, "TensorBoard shows one folder, on a file system of the nodes")
-            continue
-        of.put((*own, "logDirectory"), path, match[1] if match else fileset)
-        shown = True
+        else:
+            of.put(log_directory, path, match[1] if match else fileset)
 
 
-def _debug(of: Translator) -> None:
-    of.drop(("spec", "runMode", "pause"), "scontrol hold keeps a job from starting")
-    at, own = ("spec", "runMode", "debug"), ("runMode", "debug")
-    if not (of.open(("runMode",), ("spec", "runMode")) and of.open(own, at)):
-        return
-    for name in ("enable", "enabled"):
-        of.move((*own, "enable"), (*at, name))
-    for number in of.items((*own, "replicaSpecs"), (*at, "replicaSpecs")):
-        path, ours = (*at, "replicaSpecs", number), (*own, "replicaSpecs", number)
-        if of.open(ours, path):
-            of.move((*ours, "type"), (*path, "type"))
-            of.move((*ours, "command"), (*path, "command"))
-            of.move((*ours, "skipInit"), (*path, "skipInitContainer"))
+def _replica(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
+    if isinstance(value, Mapping):
+        template = (*own, "template")
+        of.origins[template] = (*at, "template", "spec", "containers")
+    _item(_REPLICA)(of, value, at, own)
 
 
-def _replicas(of: Translator, own: KeyPath, at: KeyPath, *, torchrun: bool) -> None:
-    if not of.open(own, at):
-        return
-    for name in ("type", "replicas", "restartPolicy"):
-        of.move((*own, name), (*at, name))
-    pod, template = (*at, "template", "spec"), (*own, "template")
-    for name, why in _OF_THE_POD.items():
-        of.drop((*pod, name), why)
-    containers = of.get((*pod, "containers"))
+def _pod(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
+    pod = value if isinstance(value, Mapping) else {}
+    containers = pod.get("containers")
     if not isinstance(containers, list) or not containers:
-        of.comes_from(template, (*pod, "containers"))
+        typos = {name: one for name, one in pod.items() if name not in _POD}
+        of.walk(typos, _POD, at, own)
         return
     names = [one.get("name") if isinstance(one, dict) else None for one in containers]
     main = next((names.index(name) for name in _MAIN_CONTAINERS if name in names), 0)
     if len(names) > 1 and names[main] not in _MAIN_CONTAINERS:
         of.refuse(
-            (*pod, "containers"),
+            (*at, "containers"),
             f"cannot tell which container trains, of {', '.join(map(str, names))}; "
             "name the one that does python or pytorch",
         )
     for number in range(len(names)):
         if number != main:
             why = f"a replica runs one program, that of the container {names[main]}"
-            of.drop((*pod, "containers", number), why)
-    _container(of, template, (*pod, "containers", main), torchrun=torchrun)
-    for number in of.items((*template, "init"), (*pod, "initContainers")):
-        path, ours = (*pod, "initContainers", number), (*template, "init", number)
-        if of.open(ours, path):
-            for name in ("name", "command", "args"):
-                of.move((*ours, name), (*path, name))
-            of.drop((*path, "image"), "init steps run on the node, outside any container")
+            of.drop((*at, "containers", number), why)
+    template, container, path = (*own, "template"), containers[main], (*at, "containers", main)
+    of.put(template, path, {} if isinstance(container, Mapping) else container)
+    if isinstance(container, Mapping):
+        _container(of, container, path, template)
+        of.walk(pod, _POD, at, template)
 
 
-def _container(of: Translator, own: KeyPath, at: KeyPath, *, torchrun: bool) -> None:
-    if not of.open(own, at):
-        return
-    of.use((*at, "name"))
-    of.drop((*at, "volumeMounts"), _OF_THE_POD["volumes"])
-    env = _environment(of, own, at)
+def _container(of: Translation, one: Mapping[str, Any], at: KeyPath, own: KeyPath) -> None:
+    env = _environment(of, one.get("env"), (*at, "env"), (*own, "env"))
     for name in ("command", "args"):
-        if of.get((*at, name)) is not None:
-            of.put((*own, name), (*at, name), _expanded(of.get((*at, name)), env))
-    if torchrun and of.get((*at, "command")) is None and of.get((*at, "args")) is not None:
-        of.put((*own, "command"), (*at, "command"), ["python"])  # T9k's torchrun reads args only
-    of.move((*own, "image"), (*at, "image"))
-    of.move((*own, "workingDirectory"), (*at, "workingDir"))
-    if of.open((*own, "resources"), (*at, "resources")):
-        _resources(of, (*own, "resources"), (*at, "resources"))
+        if one.get(name) is not None:
+            of.put((*own, name), (*at, name), _expanded(one[name], env))
+    if of.is_torchrun and one.get("command") is None and one.get("args") is not None:
+        of.put((*own, "command"), (*at, "command"), ["python"])
+    of.walk(one, _CONTAINER, at, own)
 
 
-def _resources(of: Translator, own: KeyPath, at: KeyPath) -> None:
-    for theirs, ours in (("cpu", "cpus"), ("memory", "memory"), *((gpu, "gpus") for gpu in _GPUS)):
-        limit, request = (*at, "limits", theirs), (*at, "requests", theirs)
-        path = limit if of.get(limit) is not None else request
-        of.use(limit)
-        value = of.use(request) if path == request else of.get(limit)
-        of.use(request)
-        if value is not None:
-            is_number = theirs in _GPUS and isinstance(value, str) and value.isdecimal()
-            of.put((*own, ours), path, int(value) if is_number else value)
+def _resources(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
+    _part("resources", {"limits": _elsewhere, "requests": _elsewhere})(of, value, at, own)
+    if isinstance(value, Mapping):
+        for name in ("requests", "limits"):  # a limit counts above a request
+            if (amounts := value.get(name)) is not None:
+                _inside(_AMOUNTS)(of, amounts, (*at, name), (*own, "resources"))
 
 
-def _environment(of: Translator, own: KeyPath, at: KeyPath) -> dict[str, str]:
+def _gpus(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
+    is_number = isinstance(value, str) and value.isdecimal()
+    of.put((*own, "gpus"), at, int(value) if is_number else value)
+
+
+def _environment(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> dict[str, str]:
     """Copy the environment variables.
 
     Returns:
         the variables that ``$(NAME)`` in the command may refer to.
     """
     known: dict[str, str] = {}
-    number = 0
-    for index in of.items((*own, "env"), (*at, "env")):
-        path = (*at, "env", index)
-        one = of.get(path)
-        if isinstance(one, dict) and "valueFrom" in one:
-            of.drop(
-                path, f"{one.get('name')} comes from the Kubernetes cluster; export it yourself"
-            )
-            continue
+    count = 0
+    if value is not None:
+        of.put(own, at, [] if isinstance(value, list) else value)
+    for number, one in enumerate(value if isinstance(value, list) else ()):
+        path, kept = (*at, number), one
         if isinstance(one, dict):
-            one = {name: value for name, value in one.items() if value is not None}
-            for name in [key for key in one if nearest(key, _ENV_FIELDS) == "valueFrom"]:
+            if "valueFrom" in one:
+                of.drop(
+                    path, f"{one.get('name')} comes from the Kubernetes cluster; export it yourself"
+                )
+                continue
+            kept = {name: text for name, text in one.items() if text is not None}
+            for name in [key for key in kept if nearest(key, _ENV_FIELDS) == "valueFrom"]:
                 of.refuse((*path, name), "there is no such field; did you mean 'valueFrom'?")
-                del one[name]
-        if isinstance(one, dict) and isinstance(one.get("value"), str):
-            one["value"] = _expanded(one["value"], known)
-            known[str(one.get("name"))] = one["value"]
-        of.put((*own, "env", number), path, one)
-        number += 1
+                del kept[name]
+            if isinstance(kept.get("value"), str):
+                kept["value"] = _expanded(kept["value"], known)
+                known[str(kept.get("name"))] = kept["value"]
+        of.put((*own, count), path, kept)
+        count += 1
     return known
 
 
@@ -275,3 +340,79 @@ def _expanded(value: Any, env: Mapping[str, str]) -> Any:
         return "$" if match[1] is None else env.get(match[1], match[0])
 
     return _REFERENCE.sub(one, value)
+
+
+# --- the tables
+
+_ENV_FIELDS = ("name", "value", "valueFrom")
+_AMOUNTS: _Rows = {
+    "cpu": _to("cpus"),
+    "memory": _to("memory"),
+    "nvidia.com/gpu": _gpus,
+    "amd.com/gpu": _gpus,
+}
+_CONTAINER: _Rows = {
+    **dict.fromkeys(("name", "command", "args", "env"), _elsewhere),
+    "image": _to("image"),
+    "workingDir": _to("workingDirectory"),
+    "resources": _resources,
+    "volumeMounts": _nothing("a job sees the file systems of its nodes"),
+}
+_INIT: _Rows = {
+    **_same("name", "command", "args"),
+    "image": _nothing("init steps run on the node, outside any container"),
+}
+_POD: _Rows = {
+    "containers": _elsewhere,
+    "initContainers": _each("init", _item(_INIT)),
+    "volumes": _nothing("a job sees the file systems of its nodes"),
+    "nodeSelector": _nothing("in a job spec, use scheduler.options.constraint"),
+}
+_REPLICA: _Rows = {
+    **_same("type", "replicas", "restartPolicy"),
+    "template": _inside({"spec": _pod}),
+}
+_DEBUG_REPLICA: _Rows = {**_same("type", "command"), "skipInitContainer": _to("skipInit")}
+_DEBUG: _Rows = {
+    "enable": _to("enable"),
+    "enabled": _to("enable"),
+    "replicaSpecs": _each("replicaSpecs", _item(_DEBUG_REPLICA)),
+}
+_TORCHRUN: _Rows = {
+    **_same("enable", "minNodes", "maxRestarts", "procPerNode", "rdzvBackend", "extraOptions"),
+    "enabled": _to("enable"),
+}
+_RUN_POLICY: _Rows = {
+    **_same("backoffLimit", "activeDeadlineSeconds", "cleanPolicy"),
+    **dict.fromkeys(("cleanUpPolicy", "cleanUpWorkers", "cleanPodPolicy"), _to("cleanPolicy")),
+}
+
+
+def _manifest_rows(tables: SiteTables) -> _Rows:
+    """Of a whole manifest; queues and priorities are the site's."""
+    scheduled = _inside({
+        "queue": partial(_queue, tables),
+        "priority": partial(_priority, tables),
+    })  # fmt: skip
+    board: _Rows = {
+        "image": _nothing("TensorBoard runs from this Python environment"),
+        "trainingLogFilesets": _filesets,
+    }
+    mode: _Rows = {
+        "debug": _part("debug", _DEBUG),
+        "pause": _nothing("scontrol hold keeps a job from starting"),
+    }
+    spec: _Rows = {
+        "torchrunConfig": _part("torchrunConfig", _TORCHRUN),
+        "replicaSpecs": _each("replicaSpecs", _replica),
+        "runPolicy": _part("runPolicy", _RUN_POLICY),
+        "scheduler": _part("scheduler", {"t9kScheduler": scheduled, "volcanoScheduler": scheduled}),
+        "tensorboardSpec": _part("tensorboard", board),
+        "runMode": _part("runMode", mode),
+        "elastic": _nothing("torchrunConfig.minNodes sets the fewest replicas that may train"),
+    }
+    return {
+        **dict.fromkeys(("apiVersion", "kind"), _elsewhere),
+        "metadata": _inside(_same("name", "labels")),
+        "spec": _inside(spec),
+    }

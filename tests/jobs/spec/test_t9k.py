@@ -343,7 +343,7 @@ def test_a_misspelt_field_is_an_error_at_every_level() -> None:
             for step in path[:-1]:
                 holder = holder[step]
             stays = number % 2 == 0 or path in (("apiVersion",), ("kind",))
-            holder[typo] = holder[path[-1]] if stays else holder.pop(path[-1])
+            holder[typo] = {} if stays else holder.pop(path[-1])
             with pytest.raises(SpecError) as caught:
                 loads(yaml.safe_dump(changed))
             assert re.search(rf"\b{typo}: there is no .*did you mean ", str(caught.value))
@@ -394,6 +394,13 @@ def test_what_kubernetes_has_is_no_typo() -> None:
         (manifest("command: python"), 12, "containers[0].command: wanted a list"),
         (manifest("{command: [a], args: [1]}"), 12, "containers[0].args[0]: wanted text, got 1"),
         (manifest("[a]"), 12, "containers[0]: wanted fields with values"),
+        (
+            manifest("a\n        initContainers: [{}]"),
+            12,
+            "containers[0]: wanted fields with values",
+        ),
+        (manifest("{command: [a], resources: {limits: 3}}"), 12, "limits: wanted fields with"),
+        (manifest("command: [a]", "  scheduler: {t9kScheduler: 3}"), 13, "t9kScheduler: wanted f"),
         (manifest("command: [a]", "  runPolicy: {backoffLimit: few}\n"), 13, "backoffLimit"),
         (manifest("command: [a]", "  runPolicy: 3\n"), 13, "spec.runPolicy: wanted fields"),
         (manifest("command: [a]", "  scheduler: {t9kScheduler: {queue: a b}}\n"), 13, "queue: "),
