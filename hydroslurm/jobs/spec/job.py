@@ -127,6 +127,10 @@ def unused(job: TrainingJob) -> Iterator[Complaint]:
     if job.elastic is not None and job.run_policy.active_deadline_seconds is not None:
         message = "the members of an elastic job hold their nodes each for itself; nothing is added"
         yield Complaint(("runPolicy", "activeDeadlineSeconds"), message)
+    for number, spec in enumerate(job.replica_specs):
+        if job.elastic is not None and "restart_policy" in spec.model_fields_set:
+            message = "a member of an elastic job that fails is replaced, within backoffLimit"
+            yield Complaint(("replicaSpecs", number, "restartPolicy"), message)
     if not torchrun.enable and torchrun.proc_per_node != "1":
         message = (
             f"{torchrun.proc_per_node}: counts with torchrun; without it a replica has as many "

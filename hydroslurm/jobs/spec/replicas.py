@@ -61,29 +61,24 @@ class _OrMapping:
         return {"anyOf": [mapping, handler(core_schema)]}
 
 
+def _number_or_text(pattern: str) -> WithJsonSchema:
+    text = {"type": "string", "pattern": pattern}
+    return WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, text]})
+
+
 Environment = Annotated[tuple[EnvVar, ...], BeforeValidator(_env_list), _OrMapping()]
 Cpus = Annotated[
     int,
     BeforeValidator(as_cpus),
     Field(ge=1, le=65536),
-    WithJsonSchema({
-        "anyOf": [
-            {"type": "number", "exclusiveMinimum": 0},
-            {"type": "string", "pattern": CPUS_PATTERN},
-        ]
-    }),
-]  # fmt: skip
+    _number_or_text(CPUS_PATTERN),
+]
 Memory = Annotated[
     int,
     BeforeValidator(as_bytes),
     Field(ge=1, le=MOST_BYTES),
-    WithJsonSchema({
-        "anyOf": [
-            {"type": "number", "exclusiveMinimum": 0},
-            {"type": "string", "pattern": MEMORY_PATTERN},
-        ]
-    }),
-]  # fmt: skip
+    _number_or_text(MEMORY_PATTERN),
+]
 
 
 class Resources(Part):

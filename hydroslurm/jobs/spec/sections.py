@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from hydroslurm.jobs.spec.fields import (
     Count,
@@ -143,7 +143,7 @@ class TensorBoard(Part):
     password. Default: 127.0.0.1."""
 
 
-RDZV_BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
+RdzvBackend = Literal["c10d", "static", "etcd", "etcd-v2"]
 _TORCHRUN_RESERVED = frozenset({
     "nnodes", "nproc-per-node", "max-restarts", "rdzv-backend", "rdzv-id",
     "node-rank", "master-addr", "master-port", "standalone", "module", "no-python", "run-path",
@@ -154,14 +154,35 @@ ENDPOINT = "--rdzv-endpoint"
 """Where the etcd server is; for the other backends hydroslurm sets it."""
 
 
-def _number_as_text(value: object) -> object:
+def _number_or_gpu(value: object) -> object:
     """T9k writes text; people write a number."""
-    return str(value) if type(value) is int else value
+    text = str(value) if type(value) is int else value
+    if not isinstance(text, str) or text == "gpu":
+        return text
+    if not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text) > 0):
+        raise ValueError(f"{text[:40]!r} is neither gpu nor a number from 1 to 9999")
+    return text
+
+
+def _not_torchruns(word: str) -> str:
+    """Refuse an option that is ours; argparse accepts any unambiguous prefix of one."""
+    name = word.lstrip("-").partition("=")[0].replace("_", "-")
+    is_prefix = bool(name) and any(one.startswith(name) for one in _TORCHRUN_RESERVED)
+    if word in ("-m", "-r") or (word.startswith("--") and is_prefix):
+        raise ValueError(
+            f"{word[:60]!r} is set by hydroslurm; use minNodes, maxRestarts, procPerNode, "
+            "rdzvBackend or the command instead"
+        )
+    return word
+
+
+def _all_free(words: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(map(_not_torchruns, words))
 
 
 ProcPerNode = Annotated[
     str,
-    BeforeValidator(_number_as_text),
+    BeforeValidator(_number_or_gpu),
     WithJsonSchema({
         "anyOf": [
             {"type": "integer", "minimum": 1},
@@ -185,10 +206,10 @@ class TorchrunConfig(Part):
     Default: 0."""
     proc_per_node: ProcPerNode = "1"
     """Ranks per replica: a number, or gpu for one per GPU. [ranks per replica] Default: 1."""
-    rdzv_backend: Annotated[Line, WithJsonSchema({"enum": list(RDZV_BACKENDS)})] = "c10d"
+    rdzv_backend: RdzvBackend = "c10d"
     """How the agents find each other: c10d, static, etcd or etcd-v2. The last two need your own
     server, in extraOptions: [--rdzv-endpoint, HOST:PORT]. Default: c10d."""
-    extra_options: Words = ()
+    extra_options: Annotated[Words, AfterValidator(_all_free)] = ()
     """More torchrun options, such as [--log-dir, logs]. Those that hydroslurm sets are refused.
     Default: []."""
 
@@ -202,37 +223,3 @@ class TorchrunConfig(Part):
     def has_own_server(self) -> bool:
         """Whether the agents meet at the user's own server."""
         return self.rdzv_backend.startswith("etcd")
-
-    @field_validator("proc_per_node")
-    @classmethod
-    def _number_or_gpu(cls, value: str) -> str:
-        is_number = value.isascii() and value.isdecimal() and len(value) < 5
-        if value != "gpu" and not (is_number and int(value) > 0):
-            raise ValueError(f"{value[:40]!r} is neither gpu nor a number from 1 to 9999")
-        return value
-
-    @field_validator("rdzv_backend")
-    @classmethod
-    def _known_backend(cls, value: str) -> str:
-        if value not in RDZV_BACKENDS:
-            raise ValueError(f"{value!r} is not one of {', '.join(RDZV_BACKENDS)}")
-        return value
-
-    @field_validator("extra_options")
-    @classmethod
-    def _not_ours(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for word in value:
-            if _is_reserved(word):
-                raise ValueError(
-                    f"{word[:60]!r} is set by hydroslurm; use minNodes, maxRestarts, procPerNode, "
-                    "rdzvBackend or the command instead"
-                )
-        return value
-
-
-def _is_reserved(word: str) -> bool:
-    """argparse accepts any unambiguous prefix of an option."""
-    name = word.lstrip("-").partition("=")[0].replace("_", "-")
-    if not word.startswith("--"):
-        return word in ("-m", "-r")
-    return bool(name) and any(one.startswith(name) for one in _TORCHRUN_RESERVED)

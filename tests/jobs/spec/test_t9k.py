@@ -97,7 +97,8 @@ def test_the_container_that_trains(names: list[str], wanted: str | None) -> None
 
 
 def test_what_has_no_effect_in_this_job_is_said() -> None:
-    """A server that a single replica does not ask, torchrun's number of ranks without torchrun."""
+    """A server that a single replica does not ask, torchrun's number of ranks without torchrun, a
+    restart policy where members are replaced."""
     torchrun = (
         "  torchrunConfig: {enabled: true, rdzvBackend: etcd, "
         "extraOptions: [--rdzv-endpoint, 'h:1']}\n"
@@ -109,6 +110,9 @@ def test_what_has_no_effect_in_this_job_is_said() -> None:
     torchrun = "  torchrunConfig: {enabled: false, procPerNode: gpu}\n"
     (told,) = loads(manifest("command: [python, train.py]", torchrun)).meaningless
     assert told.startswith("spec.torchrunConfig.procPerNode (gpu: counts with torchrun")
+    elastic = "elastic: {max: 2}\nreplicaSpecs: [{restartPolicy: Never, template: {command: [a]}}]"
+    (told,) = loads(elastic).meaningless
+    assert told.startswith("replicaSpecs[0].restartPolicy (a member of an elastic job that fails ")
 
 
 def prioritized(priority: str) -> str:
