@@ -12,9 +12,8 @@ from hydroslurm.checkpoint.catalog import EPOCH
 from hydroslurm.checkpoint.newest import Found, Load
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.store import Checkpoint, State
-from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress
+from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress, require_one_store
 from hydroslurm.errors import CheckpointError, UsageError
-from hydroslurm.training.reading import require_one_store
 from hydroslurm.training.reporting import notice
 from hydroslurm.training.run import Run
 

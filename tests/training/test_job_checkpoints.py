@@ -10,10 +10,9 @@ from torch.utils.data import DataLoader
 
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.jobrunner import JobRunner
-from hydroslurm.compat.manager import CheckpointManager
+from hydroslurm.compat.manager import CheckpointManager, TensorInfo
 from hydroslurm.compat.tasks import epoch_limiter
 from hydroslurm.errors import CheckpointError, CheckpointMissing, StateMismatch, UsageError
-from hydroslurm.training.reading import TensorInfo
 from hydroslurm.training.run import Run
 
 
