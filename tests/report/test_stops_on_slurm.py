@@ -67,7 +67,7 @@ def test_stops_of_a_real_run(told: tuple[Training, JobAnswer]) -> None:
     history = read_history(training.run.root)
     requeued, cancelled = history.stops
     assert (requeued.missing, cancelled.missing) == ((), ())
-    assert (requeued.left, cancelled.left) == ("requeued", "cancelled")
+    assert (requeued.left, cancelled.left) == ("asked", "cancelled")
     assert (requeued.attempt, cancelled.attempt) == (1, 2)
     assert (requeued.steps_lost, requeued.next_step) == (0, requeued.step)
     for stop in (requeued, cancelled):
