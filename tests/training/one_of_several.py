@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,7 @@ parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--lr", type=float, default=1.0)
 parser.add_argument("--runs", type=int, default=1)
 parser.add_argument("--step-s", type=float, default=0.05)
+parser.add_argument("--until", type=Path, default=Path(), help="no last step before it is there")
 asked = parser.parse_args()
 for number in range(asked.runs):
     model = torch.nn.Linear(1, 1, bias=False)
@@ -29,5 +31,8 @@ for number in range(asked.runs):
             time.sleep(asked.step_s)
             run.step += 1
             run.safe_point()
+            while run.step == asked.steps - 1 and not asked.until.exists():
+                time.sleep(0.01)
+                run.safe_point()
             print(asked.name, number, "step", run.step, flush=True)
         print(asked.name, number, "ends at", f"{model.weight.item():g}", flush=True)

@@ -22,10 +22,10 @@ train="{sys.executable} -u {SCRIPT}"
 step="srun --exact -n1 --open-mode=append"
 $step -o pretrain $train pretrain --steps 3
 for i in 1 2; do $step -o loop $train loop --steps 2; done
-slow() {{ $step -o slow $train slow --lr 2 --steps 6 --step-s 2; }}
-fast() {{ $step -o fast $train fast --steps 300 --step-s 0.02; }}
+slow() {{ $step -o slow $train slow --lr 2 --steps 6 --step-s 1 --until go; }}
+fast() {{ $step -o fast $train fast --steps 30 --step-s 0.02 --until go; }}
 first=fast second=slow
-[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {{ first=slow second=fast; }}
+[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {{ first=slow second=fast; touch go; }}
 $first & until grep -q began $first; do sleep 0.1; done
 $second & wait
 printf '0 %s\\n1 %s\\n' "$train program --steps 4" "$train program --steps 5" > programs
@@ -75,7 +75,7 @@ def test_each_training_of_a_job_resumes_its_own(
     )
     ends = re.findall(r"^(\w+ \d) ends at (\d+)$", everything, re.MULTILINE)
     assert sorted(ends) == [
-        ("fast 0", "300"),
+        ("fast 0", "30"),
         ("loop 0", "2"),
         ("loop 0", "2"),
         ("multirun 0", "3"),
