@@ -68,6 +68,9 @@ REQUEUE = Shared(
         "jobs": _nodes(18, 24),
     },
 )
+CGROUP = ClusterSpec(
+    nodes=3, profile="requeue", kill_wait_s=30, proctrack="cgroup", constrain_memory=True
+)
 
 
 class Part(DevCluster):
@@ -212,11 +215,8 @@ def jobs_cluster(shared_clusters: SharedClusters) -> Part:
 def cgroup_cluster() -> Iterator[DevCluster]:
     """A cluster of three nodes with ``proctrack/cgroup`` and memory that is counted, whose ``low``
     jobs are requeued by ``urgent`` ones."""
-    spec = ClusterSpec(
-        nodes=3, profile="requeue", kill_wait_s=30, proctrack="cgroup", constrain_memory=True
-    )
-    require_cgroups(spec)
-    with DevCluster.up(spec) as cluster:
+    require_cgroups(CGROUP)
+    with DevCluster.up(CGROUP) as cluster:
         yield cluster
 
 

@@ -25,7 +25,6 @@ FIRST = (
     "tests/integration/manyranks/",
     "tests/training/test_preemptions.py",
     "tests/integration/trainingjob/",
-    "tests/integration/cgroup/",
 )
 """What takes longest: the first computes all the time, the others wait most of it."""
 

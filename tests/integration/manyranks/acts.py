@@ -70,11 +70,7 @@ def fsdp(cluster: Part, folder: Path) -> Story:
     return Story(training)
 
 
-def agent(cluster: Part, folder: Path) -> Story:
-    return below_agents(cluster, folder, nodes=cluster.nodes[SHARED][:2])
-
-
-def below_agents(cluster: DevCluster, folder: Path, *, nodes: Sequence[str]) -> Story:
+def agent(cluster: DevCluster, folder: Path, *, nodes: Sequence[str]) -> Story:
     """Four ranks below the agents of two nodes: suspended past SIGSTOP, resumed, requeued."""
     training = RanksTraining(cluster, folder, command=AGENT, nodes=2)
     training.submit(f"--nodelist={','.join(nodes)}")
@@ -108,13 +104,8 @@ def worlds(cluster: Part, folder: Path) -> Story:
     return story
 
 
-ACTS: dict[str, Callable[[Part, Path], Story]] = {
-    "ddp": ddp,
-    "fsdp": fsdp,
-    "worlds": worlds,
-    "agent": agent,
-}
-"""In the order in which they begin."""
+ACTS: dict[str, Callable[[Part, Path], Story]] = {"ddp": ddp, "fsdp": fsdp, "worlds": worlds}
+"""Those on the nodes of one part, in the order in which they begin."""
 
 
 def _lose_a_node(story: Story) -> None:

@@ -10,16 +10,19 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import Part
-from integration.manyranks.acts import ACTS, COMPARABLE, Story
+from clusters import CGROUP, Part
+from integration.manyranks.acts import ACTS, COMPARABLE, SHARED, Story, agent
 from integration.manyranks.rankstraining import CURTAIN, EPOCHS, script_options
 from stories import Stories, stories
 from training.trainings import ALONE_LIMIT_S, ROOT
+
+from hydroslurm.devcluster import DevCluster, cgroups
+from hydroslurm.errors import ClusterError
 
 AT_A_TIME = 3
 ENDS_WITHIN_S = 900.0
@@ -27,20 +30,36 @@ Stage = Stories[Story]
 
 
 @pytest.fixture(scope="session")
+def agents_place(
+    request: pytest.FixtureRequest, ranks_cluster: Part
+) -> tuple[DevCluster, Sequence[str]]:
+    """A cluster and its nodes for ranks below agents: with cgroups, where Slurm signals the agents
+    only, if this user and machine can have them."""
+    try:
+        cgroups.require(CGROUP)
+    except ClusterError:
+        return ranks_cluster, ranks_cluster.nodes[SHARED][:2]
+    cluster = request.getfixturevalue("cgroup_cluster")
+    return cluster, cluster.spec.node_names[1:]
+
+
+@pytest.fixture(scope="session")
 def stage(
     request: pytest.FixtureRequest,
     ranks_cluster: Part,
+    agents_place: tuple[DevCluster, Sequence[str]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stage]:
     """The trainings that the tests of this session look at, all under way."""
     base = tmp_path_factory.mktemp("ranks")
     wanted = {name for item in request.session.items for name in _fixtures_of(item)}
     told = {
-        name: functools.partial(act, ranks_cluster)
-        for name, act in ACTS.items()
-        if f"{name}_story" in wanted
+        **{name: functools.partial(act, ranks_cluster) for name, act in ACTS.items()},
+        "agent": functools.partial(agent, agents_place[0], nodes=agents_place[1]),
     }
-    with stories(told, base, clusters=(ranks_cluster,), at_a_time=AT_A_TIME) as stage:
+    told = {name: act for name, act in told.items() if f"{name}_story" in wanted}
+    clusters = (ranks_cluster, agents_place[0])
+    with stories(told, base, clusters=clusters, at_a_time=AT_A_TIME) as stage:
         try:
             yield stage
         finally:
@@ -55,7 +74,7 @@ def _story_of(name: str) -> Any:
     return story
 
 
-ddp_story, fsdp_story, worlds_story, agent_story = map(_story_of, ACTS)
+ddp_story, fsdp_story, worlds_story, agent_story = map(_story_of, [*ACTS, "agent"])
 
 
 @pytest.fixture(scope="session")

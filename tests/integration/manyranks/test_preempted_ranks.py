@@ -36,8 +36,9 @@ def test_fsdp_ends_with_the_same_bits(fsdp_alone: dict[str, Any], fsdp_story: St
 def test_below_agents_it_ends_with_the_same_bits(
     ddp_alone: dict[str, Any], agent_story: Story
 ) -> None:
-    """Two agents with two ranks each: suspended past SIGSTOP and resumed in the same processes,
-    requeued, and equal to the run that had no agents."""
+    """Two agents with two ranks each, of which Slurm signals the agents only where it has cgroups:
+    suspended past SIGSTOP or by the freezer and resumed in the same processes, requeued, and equal
+    to the run that had no agents."""
     _ends_like(agent_story, ddp_alone, attempts=2, suspends=1)
     for rank in range(4):
         pids = {event.pid for event in agent_story.training.events_of(rank, attempt=1)}

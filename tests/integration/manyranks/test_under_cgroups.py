@@ -1,8 +1,6 @@
-"""The main stories where Slurm tracks processes by cgroups, as production does, and counts memory.
-
-With proctrack/cgroup a suspend freezes the job step after 2 s, and only the direct children of
-slurmstepd get its signals. The stories run side by side on one cluster; most of their time is
-Slurm's own waiting and the import of torch.
+"""Where Slurm tracks processes by cgroups, as production does, and counts memory: a suspend freezes
+the job step after 2 s, and only the direct children of slurmstepd get its signals. Ranks below
+agents are in test_preempted_ranks.py.
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.manyranks import acts
-from integration.manyranks.conftest import trained_alone as ranks_trained_alone
 from processes import is_stopped, wait_until
 from sbatchfiles import requeue_script
 from stories import Stories
@@ -64,7 +60,6 @@ def stories(
     nodes = cgroup_cluster.spec.node_names
     here = cgroup_cluster
     told: dict[str, Callable[[Path], Any]] = {
-        "agent": lambda folder: acts.below_agents(here, folder, nodes=nodes[1:]),
         "paused": lambda folder: _paused_and_preempted(here, folder, node=nodes[0]),
         "large": lambda folder: _stopped_with_little_memory(here, folder, node=nodes[2]),
     }
@@ -86,20 +81,6 @@ def test_paused_in_place_and_preempted_it_ends_with_the_same_bits(
     first = [event for event in training.events() if event.restart_count == 0]
     assert len({event.pid for event in first}) == 1
     assert sum(event.kind is EventKind.RESUMED for event in first) == 2
-
-
-def test_below_agents_it_ends_with_the_same_bits(stories: Stories[Any], tmp_path: Path) -> None:
-    """Two agents with two ranks each, of which Slurm signals the agents only: frozen and resumed in
-    the same processes, then requeued."""
-    training = stories.result("agent", LIMIT_S).training
-    attempts = training.attempts()
-    assert [attempt.ending for attempt in attempts] == ["requeued", "finished"], training.log()
-    assert steps_lost(attempts) == 0
-    for rank in range(4):
-        (parked,) = training.events_of(rank, EventKind.ALL_PARKED)
-        assert parked.data["in_flight"] == 0
-        assert len({event.pid for event in training.events_of(rank, attempt=1)}) == 1
-    assert training.result == ranks_trained_alone(tmp_path, "train_ddp.py")
 
 
 def test_a_stop_is_not_killed_for_memory(stories: Stories[Any]) -> None:
