@@ -1,10 +1,10 @@
 """The dev clusters of one run of the tests. Without Slurm their tests are skipped, or fail with
 ``HYDROSLURM_REQUIRE_SLURM=1`` in the environment.
 
-Two clusters serve nearly all tests, and both workers of pytest-xdist use the same ones. A test gets
-a :class:`Part`: nodes of a cluster, on which no other worker's jobs run. Slurm itself keeps them
-apart, by a feature of the nodes that all jobs of a part ask for. A test that breaks a cluster, or
-counts what is asked of it, starts its own.
+Two clusters serve nearly all tests, and the workers of pytest-xdist, up to three, use the same
+ones. A test gets a :class:`Part`: nodes of a cluster, on which no other worker's jobs run. Slurm
+itself keeps them apart, by a feature of the nodes that all jobs of a part ask for. A test that
+breaks a cluster, or counts what is asked of it, starts its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from hydroslurm.devcluster.programs import missing, missing_message, search_path
 from hydroslurm.errors import ClusterError
 
 REQUIRE_ENV = "HYDROSLURM_REQUIRE_SLURM"
+WORKERS = 3
+"""As many have their own nodes in a cluster; a fourth one begins the next cluster."""
 
 # A part has jobs of `low` or of `gang`: with gang scheduling, two partitions of one tier would take
 # turns on a node.
@@ -30,18 +32,18 @@ GANG = """\
 PreemptType=preempt/partition_prio
 PreemptMode=SUSPEND,GANG
 PartitionName=DEFAULT MaxTime=INFINITE DefaultTime=01:00:00 State=UP OverSubscribe=FORCE:1
-PartitionName=low Nodes=n[1-8] Default=YES PriorityTier=1 PreemptMode=SUSPEND
-PartitionName=gang Nodes=n[7-8] PriorityTier=1 PreemptMode=REQUEUE GraceTime=5
-PartitionName=urgent Nodes=n[1-8] PriorityTier=10 PreemptMode=OFF
+PartitionName=low Nodes=n[1-12] Default=YES PriorityTier=1 PreemptMode=SUSPEND
+PartitionName=gang Nodes=n[10-12] PriorityTier=1 PreemptMode=REQUEUE GraceTime=5
+PartitionName=urgent Nodes=n[1-12] PriorityTier=10 PreemptMode=OFF
 """
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A cluster that both workers use.
+    """A cluster that several workers use.
 
     Attributes:
-        parts: name of a part -> its nodes; ``NAME-0`` and ``NAME-1`` are for one worker each.
+        parts: name of a part -> its nodes; ``NAME-0`` to ``NAME-2`` are for one worker each.
     """
 
     name: str
@@ -55,17 +57,19 @@ def _nodes(first: int, last: int) -> tuple[str, ...]:
 
 PAUSE = Shared(
     "pause",
-    ClusterSpec(nodes=8, kill_wait_s=5, partitions=GANG),
-    {"low-0": _nodes(1, 3), "low-1": _nodes(4, 6), "gang-0": ("n7",), "gang-1": ("n8",)},
+    ClusterSpec(nodes=12, kill_wait_s=5, partitions=GANG),
+    {
+        **{f"low-{worker}": _nodes(3 * worker + 1, 3 * worker + 3) for worker in range(WORKERS)},
+        **{f"gang-{worker}": _nodes(10 + worker, 10 + worker) for worker in range(WORKERS)},
+    },
 )
 REQUEUE = Shared(
     "requeue",
-    ClusterSpec(nodes=24, cpus_per_node=8, profile="requeue", kill_wait_s=10),
+    ClusterSpec(nodes=26, cpus_per_node=8, profile="requeue", kill_wait_s=10),
     {
-        "low-0": _nodes(1, 2),
-        "low-1": _nodes(3, 4),
-        "ranks": _nodes(5, 17),
-        "jobs": _nodes(18, 24),
+        **{f"low-{worker}": _nodes(2 * worker + 1, 2 * worker + 2) for worker in range(WORKERS)},
+        "ranks": _nodes(7, 19),
+        "jobs": _nodes(20, 26),
     },
 )
 CGROUP = ClusterSpec(
@@ -125,7 +129,7 @@ class SharedClusters:
     def part(self, shared: Shared, name: str, **options: str) -> Part:
         """The nodes of that name; ``NAME-*`` are those of this worker."""
         if name.endswith("-*"):
-            name = f"{name[:-1]}{self.worker % 2}"
+            name = f"{name[:-1]}{self.worker % WORKERS}"
         if shared.name not in self._used:
             require_slurm()
             self._used[shared.name] = self._use(shared)
@@ -133,7 +137,7 @@ class SharedClusters:
         return Part.of(cluster, shared.parts[name], {"constraint": name, **options})
 
     def _use(self, shared: Shared) -> _Used:
-        stem = f"{shared.name}-{self.worker // 2}"  # two workers have their nodes in each
+        stem = f"{shared.name}-{self.worker // WORKERS}"
         users = (self.folder / f"{stem}.users").open("a")
         fcntl.flock(users, fcntl.LOCK_SH)
         place = self.folder / f"{stem}.cluster"

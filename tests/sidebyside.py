@@ -1,7 +1,7 @@
-"""Which tests run at the same time, when pytest has several workers (``make test``: two).
+"""Which tests run at the same time, when pytest has several workers.
 
-A module, or a folder, stays in one worker, with the clusters that it shares. Nearly half of the
-modules wait for Slurm most of their time; while one does, the other computes.
+A module, or a folder, stays in one worker. Modules on Slurm wait most of their time: they are
+spread over the whole run, so that the other workers compute meanwhile.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from xdist.scheduler import LoadScopeScheduling
 
 FOLDERS = ("tests/integration/manyranks/", "tests/integration/trainingjob/")
 """Whose jobs run side by side in any case, for all modules of the folder."""
+FIRST = (*FOLDERS, "tests/training/test_preemptions.py")
+"""What takes longest."""
+
+
+def scope_of(nodeid: str) -> str:
+    """The module, or the folder, that stays in one worker."""
+    whole = (folder for folder in FOLDERS if nodeid.startswith(folder))
+    return next(whole, nodeid.partition("::")[0])
 
 
 class ByModule(LoadScopeScheduling):
     """Hands out whole modules, in the order of :func:`in_turn`."""
 
     def _split_scope(self, nodeid: str) -> str:
-        whole = (folder for folder in FOLDERS if nodeid.startswith(folder))
-        return next(whole, nodeid.partition("::")[0])
-
-
-FIRST = (
-    "tests/integration/manyranks/",
-    "tests/training/test_preemptions.py",
-    "tests/integration/trainingjob/",
-)
-"""What takes longest: the first computes all the time, the others wait most of it."""
+        return scope_of(nodeid)
 
 
 def in_turn(items: list[pytest.Item]) -> None:
-    """The longest first; then those that do not look at Slurm's clock; then the rest."""
-    on_slurm = {item.path for item in items if item.get_closest_marker("slurm")}
-
-    def turn(item: pytest.Item) -> int:
-        for number, start in enumerate(FIRST):
-            if item.nodeid.startswith(start):
-                return number
-        return len(FIRST) + (item.path in on_slurm)
-
-    items.sort(key=turn)
+    """Spread what runs on Slurm evenly among the rest, the longest first."""
+    every = list(dict.fromkeys(scope_of(item.nodeid) for item in items))
+    on_slurm = {scope_of(item.nodeid) for item in items if item.get_closest_marker("slurm")}
+    waiting = sorted((one for one in every if one in on_slurm), key=lambda one: one not in FIRST)
+    computing = [one for one in every if one not in on_slurm]
+    turn = {
+        scope: (number / len(scopes), scopes is computing)
+        for scopes in (waiting, computing)
+        for number, scope in enumerate(scopes)
+    }
+    items.sort(key=lambda item: turn[scope_of(item.nodeid)])

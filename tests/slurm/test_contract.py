@@ -328,7 +328,7 @@ def test_partitions(client: SlurmClient) -> None:
     low, urgent = partitions["low"], partitions["urgent"]
     assert low.preempt_mode == "SUSPEND"
     assert urgent.priority_tier > low.priority_tier
-    assert len(low.nodes) == 8
+    assert len(low.nodes) == 12
     assert (low.state, urgent.is_default) == ("UP", False)
 
 
