@@ -8,13 +8,12 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from processes import is_stopped, patience
+from processes import is_stopped, wait_until
 from sbatchfiles import MULTI_NODE, multi_node_script
 from training.trainings import LIMIT_S, ROOT, Training
 
@@ -25,7 +24,6 @@ LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 EPOCHS = 4  # of 60 steps
 BATCH_SIZE = 24
 EVERY_STEPS = 60
-LOOK_S = 0.06
 CURTAIN = threading.Event()
 """Nobody wants to know any more."""
 AS_IT_IS = MULTI_NODE
@@ -108,13 +106,13 @@ class RanksTraining(Training):
     # --------------------------------------------------------------------------------------------
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        """Look again and again, not too often: several trainings are waited for, and each has much
-        to be read."""
-        deadline = time.monotonic() + patience(LIMIT_S)
-        while not condition():
+        """As long as anybody wants to know."""
+
+        def has_come() -> object:
             assert not CURTAIN.is_set(), "the tests are over"
-            assert time.monotonic() < deadline, f"not within {LIMIT_S} s: {what}\n{self.log()}"
-            time.sleep(LOOK_S)
+            return condition()
+
+        wait_until(has_come, lambda: f"{what}\n{self.log()}", limit_s=LIMIT_S)
 
     def wait_for(self, rank: int, kind: EventKind, *, attempt: int) -> None:
         """Until a rank has written such an event in this attempt."""

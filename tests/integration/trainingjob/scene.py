@@ -8,13 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from processes import patience
+from processes import patience, wait_until
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
@@ -23,7 +22,6 @@ from hydroslurm.jobs.supervisor.conditions import Condition, final_condition, re
 
 HERE = Path(__file__).parent
 LIMIT_S = 240.0
-LOOK_S = 0.05
 OF_THE_USER = """import sys
 if "agent" in sys.orig_argv or any(".jobs." in word for word in sys.orig_argv):
     raise SystemExit("a process of hydroslurm's imports from the user's folder")
@@ -115,14 +113,11 @@ class Scene:
     # --- what is done to it
 
     def wait(self, condition: Callable[[], bool], words: str) -> None:
-        deadline_s = time.monotonic() + patience(LIMIT_S)
-        while not condition():
-            if time.monotonic() > deadline_s:
-                state = "\n".join(map(str, self.conditions))
-                raise AssertionError(
-                    f"no {words} within {LIMIT_S:.0f} s\n{state}\n{self.supervisor_said()[-3000:]}"
-                )
-            time.sleep(LOOK_S)
+        def state() -> str:
+            conditions = "\n".join(map(str, self.conditions))
+            return f"{words}\n{conditions}\n{self.supervisor_said()[-3000:]}"
+
+        wait_until(condition, state, limit_s=LIMIT_S)
 
     def wait_until_playing(self, attempt: int, *, replicas: int) -> None:
         """Until all tasks say what they do in this attempt."""
