@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -119,7 +120,9 @@ def test_a_plugin_that_has_gone_fails_nothing(
     assert PLUGIN in plugins.read_text()
     here = tmp_path / plugins.name  # of this srun alone: other tests use the cluster, too
     here.write_text(plugins.read_text().replace(PLUGIN, f"no-{PLUGIN}"))
-    (tmp_path / conf.name).write_text(conf.read_text().replace(f"={plugins}", f"={here}"))
+    changed, times = re.subn("PlugStackConfig=.*", f"PlugStackConfig={here}", conf.read_text())
+    assert times == 1
+    (tmp_path / conf.name).write_text(changed)
     environ = {**pause_cluster.child_environ(), "SLURM_CONF": str(tmp_path / conf.name)}
     done = captured(["srun", "echo", "here"], env=environ, timeout=120)
     assert (done.stdout, done.returncode) == ("here\n", 0), done.stderr

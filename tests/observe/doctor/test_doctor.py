@@ -175,7 +175,7 @@ def test_gang_requeue(gang_requeue_cluster: Part, run: Doctor, tmp_path: Path) -
     ("arguments", "words"),
     [
         (["67000000"], "Invalid job id"),
-        (["--partition", "nowhere"], "its partitions: gang, low, urgent"),
+        (["--partition", "nowhere"], "its partitions: low, gang, urgent"),
         (["5", "--partition", "low"], "either a job or --partition"),
         (["--run", "/no/such/folder"], "no such folder"),
         (["--run", "/", "--save-s", "1"], "either --run or --save-s"),
