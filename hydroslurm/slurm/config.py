@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from hydroslurm.slurm import text
+
 _PLACES = (
     "/etc/slurm/slurm.conf",
     "/etc/slurm-llnl/slurm.conf",
@@ -26,6 +28,16 @@ def find_slurm_conf(environ: Mapping[str, str]) -> Path | None:
     named = environ.get("SLURM_CONF")
     places = (named,) if named else _PLACES
     return next((Path(place) for place in places if Path(place).is_file()), None)
+
+
+def why_unconfigured(environ: Mapping[str, str]) -> str:
+    """What to say where Slurm's programs find neither a slurm.conf nor a controller that has it."""
+    if (conf := find_slurm_conf(environ)) is not None:
+        return f"Slurm's programs do not find {conf}, which is there: export SLURM_CONF={conf}"
+    return (
+        "Slurm is not configured on this machine: there is no slurm.conf, and DNS names no "
+        "controller. Run on a login node, or set SLURM_CONF to this cluster's slurm.conf"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +133,26 @@ class Config(Mapping[str, str]):
         newer = self.get("PreemptParameters", "").lower().split(",")
         older = self.get("SlurmctldParameters", "").lower().split(",")
         return "send_user_signal" in newer or "preempt_send_user_signal" in older
+
+    @property
+    def exempt_s(self) -> int:
+        """How long each start of a job is safe from preemption (PreemptExemptTime).
+
+        pyslurm tells seconds, scontrol D-HH:MM:SS.
+        """
+        time = self.get("PreemptExemptTime", "")
+        return int(time) if time.isdecimal() else text.parse_duration_s(time) or 0
+
+    @property
+    def most_requeues(self) -> int:
+        """How often Slurm retries to start a job before it holds it (MaxBatchRequeue)."""
+        return int(self.get("MaxBatchRequeue", "") or 5)
+
+    @property
+    def allows_expedited(self) -> bool:
+        """Whether ``--requeue=expedite`` is accepted; 25.11 and newer know it."""
+        options = self.get("SlurmctldParameters", "").lower().split(",")
+        return "enable_expedited_requeue" in options
 
     @property
     def job_requeue(self) -> bool:

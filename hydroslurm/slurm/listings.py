@@ -36,7 +36,7 @@ SACCT_FIELDS = (
 )
 """The columns of sacct that ``read_attempts`` reads, in this order."""
 
-QOS_FIELDS = ("Name", "GraceTime", "PreemptMode", "Preempt")
+QOS_FIELDS = ("Name", "GraceTime", "PreemptMode", "Preempt", "PreemptExemptTime")
 """The columns of sacctmgr that ``read_qoses`` reads, in this order."""
 
 DELIMITER = "\x1f"
@@ -150,6 +150,7 @@ def _qos_of_cells(cells: list[str]) -> Qos:
         # "cluster" is how a QOS without a mode of its own prints
         preempt_mode="" if mode == "CLUSTER" else mode,
         preempts=tuple(name for name in cell["Preempt"].split(",") if name),
+        exempt_s=text.parse_duration_s(cell["PreemptExemptTime"]),
     )
 
 

@@ -11,6 +11,7 @@ import ctypes
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hydroslurm.errors import HydroslurmError
@@ -111,12 +112,25 @@ def socket_of(environ: Mapping[str, str]) -> str | None:
     if named := environ.get(SOCKET_ENV):
         return named
     path = find_slurm_conf(environ)
+    found = [] if path is None else _AUTH_SOCKET.findall(_text(path, path.parent))
+    return str(found[-1]) if found else None
+
+
+_AUTH_SOCKET = re.compile(r"(?im)^\s*AuthInfo\s*=\s*\"?(?:[^#\n]*,)?socket=([^,\s#\"]+)")
+_INCLUDE = re.compile(r"(?im)^\s*Include\s+([^\s#]+)")
+_MOST_INCLUDES = 8
+
+
+def _text(path: Path, folder: Path, depth: int = 0) -> str:
+    """A file of Slurm's with those that it includes, by names relative to slurm.conf's folder;
+    without those that cannot be read."""
     try:
-        text = "" if path is None else path.read_text(errors="replace")
+        text = path.read_text(errors="replace")
     except OSError:
-        return None
-    found = re.search(r"(?im)^\s*AuthInfo\s*=\s*(?:[^#\n]*,)?socket=([^,\s#]+)", text)
-    return found[1] if found else None
+        return ""
+    if depth == _MOST_INCLUDES:
+        return text
+    return _INCLUDE.sub(lambda found: _text(folder / found[1], folder, depth + 1), text)
 
 
 def _library() -> Any:

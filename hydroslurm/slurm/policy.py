@@ -71,6 +71,7 @@ class SitePolicy:
         gang: gang scheduling preempts, which ignores GraceTime.
         grace_s: GraceTime as configured for this job; applies unless ``gang``.
         grace_why: where that GraceTime is set.
+        exempt_s: each start of the job is safe from preemption for this long.
         kill_wait_s: KillWait as slurmd applies it, at least 5.
         is_batch: False for a job of srun or salloc; None for a planned job.
         may_requeue: whether Slurm will start it again.
@@ -86,6 +87,7 @@ class SitePolicy:
     gang: bool = False
     grace_s: int = 0
     grace_why: str = ""
+    exempt_s: int = 0
     kill_wait_s: int = 30
     is_batch: bool | None = None
     may_requeue: bool = True
@@ -153,6 +155,7 @@ def site_policy(
     may_requeue, requeue_why = _requeue_rule(config, job)
     never = SitePolicy(
         action=PreemptAction.NEVER,
+        exempt_s=config.exempt_s,
         kill_wait_s=max(config.kill_wait_s, LEAST_KILL_WAIT_S),
         is_batch=None if job is None else job.is_batch,
         may_requeue=may_requeue,
@@ -170,9 +173,12 @@ def site_policy(
     if policy.action is PreemptAction.REQUEUE and not may_requeue:
         why = f"{policy.action_why}, but {requeue_why}: Slurm kills what it cannot requeue"
         policy = replace(policy, action=PreemptAction.CANCEL, action_why=why)
+    gang = config.gang and policy.action is not PreemptAction.NEVER
     return replace(
         policy,
-        gang=config.gang and policy.action is not PreemptAction.NEVER,
+        gang=gang,
+        # gang scheduling heeds it since 26.05
+        exempt_s=0 if gang and config.version < (26, 5) else policy.exempt_s,
         requeues_leavers=policy.action is PreemptAction.REQUEUE and config.version >= (24, 5),
     )
 
@@ -310,6 +316,7 @@ def _by_qos(
         action_why=(own if found.preempt_mode else cluster) if preemptors else nobody,
         grace_s=found.grace_time_s,
         grace_why=f"GraceTime={found.grace_time_s} of QOS {qos}",
+        exempt_s=never.exempt_s if found.exempt_s is None else found.exempt_s,
         preemptors=preemptors,
     )
 

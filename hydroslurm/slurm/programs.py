@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hydroslurm.errors import SlurmMissing, SlurmTimeout, UsageError
 from hydroslurm.slurm import refusals
+from hydroslurm.slurm.config import why_unconfigured
 
 # Variables that change what is printed, or what is acted upon: SCANCEL_USER in somebody's profile
 # would turn "cancel job 5" into "cancel job 5 if it is that user's".
@@ -67,6 +68,8 @@ class Programs:
         out = done.stdout.decode(errors="replace")
         complaint = done.stderr.decode(errors="replace")
         if done.returncode != 0:
+            if refusals.is_unconfigured(complaint):
+                raise SlurmMissing(f"{doing}: {why_unconfigured(self.environ)}")
             message = complaint.strip() or out.strip() or f"exit status {done.returncode}"
             raise refusals.refusal(message, doing=doing)
         if silent and (_COMPLAINT.search(complaint) or refusals.meaning(complaint)):
@@ -74,9 +77,7 @@ class Programs:
         return out
 
     def _find(self, program: str) -> str:
-        conf = self.environ.get("SLURM_CONF")
-        if conf and not Path(conf).is_file():
-            raise SlurmMissing(f"SLURM_CONF names {conf}, which is no file; unset it or correct it")
+        _check_conf(self.environ)
         path = self.environ.get("PATH", "")
         found = shutil.which(program, path=path)
         if not found:
@@ -85,6 +86,12 @@ class Programs:
                 "installed, or use `hydroslurm cluster up`, which brings one up to try things on"
             )
         return found
+
+
+def _check_conf(environ: Mapping[str, str]) -> None:
+    conf = environ.get("SLURM_CONF")
+    if conf and not Path(conf).is_file():
+        raise SlurmMissing(f"SLURM_CONF names {conf}, which is no file; unset it or correct it")
 
 
 SBATCH_TIMEOUT_S = 120.0
@@ -114,12 +121,13 @@ def sbatch(
         environ: another environment.
 
     Raises:
-        SlurmMissing: there is no sbatch.
+        SlurmMissing: there is no sbatch, or Slurm is not configured here.
         SlurmTimeout: it did not answer; Slurm may have the job.
     """
     environ = os.environ if environ is None else environ
+    _check_conf(environ)
     try:
-        return subprocess.run(
+        done = subprocess.run(
             ["sbatch", *options, str(script)],
             env={name: value for name, value in environ.items() if is_passed_on(name)},
             stdin=subprocess.DEVNULL,
@@ -136,6 +144,9 @@ def sbatch(
         ) from error
     except subprocess.TimeoutExpired as error:
         raise SlurmTimeout(f"no answer within {SBATCH_TIMEOUT_S:g} s") from error
+    if done.returncode != 0 and refusals.is_unconfigured(done.stderr):
+        raise SlurmMissing(why_unconfigured(environ))
+    return done
 
 
 def submitted(text: str) -> int | None:

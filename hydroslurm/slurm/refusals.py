@@ -108,6 +108,12 @@ def meaning(sentence: str) -> type[SlurmError] | None:
     return None
 
 
+def is_unconfigured(sentence: str) -> bool:
+    """Whether a program has found no slurm.conf, and no controller by DNS that it could get it
+    from. It says so in four lines."""
+    return "DNS SRV lookup failed" in sentence
+
+
 def refusal(sentence: str, *, doing: str) -> SlurmError:
     """The error to raise: what was being done, Slurm's message, and what to do next."""
     message = " / ".join(line.strip() for line in sentence.splitlines() if line.strip())[:500]

@@ -217,9 +217,11 @@ class Qos:
         grace_time_s: as a partition's, for the jobs of this QOS.
         preempt_mode: ``REQUEUE``, ``CANCEL`` ...; empty: as cluster-wide.
         preempts: the names of those whose jobs this one's may preempt.
+        exempt_s: how long each start of a job is safe from preemption; None: as cluster-wide.
     """
 
     name: str
     grace_time_s: int = 0
     preempt_mode: str = ""
     preempts: tuple[str, ...] = ()
+    exempt_s: int | None = None

@@ -27,7 +27,9 @@ from hydroslurm.errors import (
     UsageError,
     WrongJobState,
 )
+from hydroslurm.slurm import config
 from hydroslurm.slurm.client import Job, JobState, SlurmClient
+from hydroslurm.slurm.programs import sbatch
 from hydroslurm.slurm.refusals import RetryPolicy
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -317,8 +319,34 @@ def test_the_environment_of_the_programs(stage: Stage) -> None:
     assert (seen["SLURM_CLUSTERS"], seen["SLURM_JOB_ID"]) == ("other", "7")
 
 
-def test_no_slurm_here(tmp_path: Path) -> None:
-    """Without the programs, or with a SLURM_CONF that is not there, the error says what to do."""
+NO_CONF = """\
+scontrol: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+scontrol: error: fetch_config: DNS SRV lookup failed
+scontrol: error: _establish_config_source: failed to fetch config
+scontrol: fatal: Could not establish a configuration source
+"""
+
+
+def test_no_slurm_here(tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the programs, with a SLURM_CONF that is not there, or without any configuration the
+    error says what to do, in one line; that of a submission, too."""
+    script = f"cat >&2 <<'END'\n{NO_CONF}END\nexit 1"
+    for program in ("scontrol", "sbatch"):
+        stage.stand_in(program, script)
+    monkeypatch.setattr(config, "_PLACES", (str(tmp_path / "slurm.conf"),))
+    monkeypatch.setenv("PATH", f"{stage.root}/bin:{os.defpath}")
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    asks = (stage.client().config, lambda: sbatch(tmp_path / "job.sh"))
+    for ask in asks:
+        with pytest.raises(SlurmMissing, match=r"^[^\n/]*Slurm is not configured on this machine"):
+            ask()
+    (tmp_path / "slurm.conf").touch()
+    for ask in asks:
+        with pytest.raises(SlurmMissing, match=f"export SLURM_CONF={tmp_path}/slurm.conf"):
+            ask()
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "no.conf"))
+    with pytest.raises(SlurmMissing, match="SLURM_CONF names"):
+        sbatch(tmp_path / "job.sh")
     with pytest.raises(SlurmMissing, match="no program scontrol on PATH"):
         SlurmClient({"PATH": str(tmp_path)}).job(1)
     with pytest.raises(SlurmMissing, match="SLURM_CONF names"):

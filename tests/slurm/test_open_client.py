@@ -13,6 +13,7 @@ from hydroslurm.slurm import client as client_module
 from hydroslurm.slurm import pyslurm_backend
 from hydroslurm.slurm.client import BACKEND_ENV, open_client
 from hydroslurm.slurm.config import find_slurm_conf
+from hydroslurm.slurm.munge import socket_of
 
 # pyslurm as it behaves: importing it without a slurm.conf ends the process, whoever imports it
 PYSLURM = """
@@ -181,6 +182,27 @@ def test_the_environment_chooses(
     monkeypatch.setenv(BACKEND_ENV, "rest")
     with pytest.raises(UsageError, match=f"no Slurm backend 'rest'.*{BACKEND_ENV}"):
         open_client()
+
+
+@pytest.mark.parametrize(
+    ("lines", "socket"),
+    [
+        ("AuthInfo=socket=/a,cred_expire=5", "/a"),
+        ('authinfo = "cred_expire=5,socket=/a"  # remark', "/a"),
+        ("# AuthInfo=socket=/a", None),
+        ("AuthInfo=socket=/a\nAuthInfo=socket=/b", "/b"),
+        ("Include auth.conf", "/included"),
+        ("include itself.conf\nInclude missing.conf", None),
+    ],
+)
+def test_the_socket_of_munged(conf: Path, lines: str, socket: str | None) -> None:
+    """By slurm.conf and what it includes; the doctor and ranks ask this alone."""
+    conf.write_text(lines + "\n")
+    (conf.parent / "auth.conf").write_text("AuthInfo=socket=/included\n")
+    (conf.parent / "itself.conf").write_text("Include itself.conf\n")
+    environ = {"SLURM_CONF": str(conf)}
+    assert socket_of(environ) == socket
+    assert socket_of({**environ, "HYDROSLURM_MUNGE_SOCKET": "/set"}) == "/set"
 
 
 def test_find_slurm_conf(conf: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hydroslurm.errors import UsageError
@@ -186,6 +188,25 @@ def test_settings_of_slurm_conf() -> None:
     assert Config({**cgroup, "SignalChildrenProcesses": "yes"}).signals_children
 
 
+@pytest.mark.parametrize(
+    ("settings", "exempt_s"),
+    [
+        ({**REQUEUE, "PreemptExemptTime": "00:30:00"}, 1800),
+        ({**REQUEUE, "PreemptExemptTime": "1-00:00:00"}, 86400),
+        ({**REQUEUE, "PreemptExemptTime": "90"}, 90),  # pyslurm
+        ({**REQUEUE, "PreemptExemptTime": ""}, 0),
+        ({**GANG, "PreemptExemptTime": "00:30:00", "SLURM_VERSION": "25.11.7"}, 0),
+        ({**GANG, "PreemptExemptTime": "00:30:00", "SLURM_VERSION": "26.05.5"}, 1800),
+        ({**QOS, "PreemptExemptTime": "00:30:00"}, 60),
+    ],
+)
+def test_how_long_a_start_is_safe(settings: dict[str, str], exempt_s: int) -> None:
+    """The QOS counts before the cluster where QOS decide, and gang scheduling heeds it late."""
+    qoses = (Qos(name="low", exempt_s=60), Qos(name="high", preempts=("low",)))
+    policy = site_policy(Config(settings), _low(), qos="low", qoses=qoses)
+    assert policy.exempt_s == exempt_s
+
+
 def test_find_partition() -> None:
     """By name, the first of several, the default for none; an unknown one names those there are."""
     both = (Partition(name="low", is_default=True), URGENT)
@@ -197,8 +218,6 @@ def test_find_partition() -> None:
 
 def test_qoses_are_read() -> None:
     """ "cluster" is no mode of its own, GraceTime is a clock, Preempt a list."""
-    output = "normal|00:00:00|cluster|\nhigh|00:02:00|requeue|normal,low\n"
-    assert read_qoses(output) == (
-        Qos(name="normal"),
-        Qos(name="high", grace_time_s=120, preempt_mode="REQUEUE", preempts=("normal", "low")),
-    )
+    output = "normal|00:00:00|cluster||\nhigh|00:02:00|requeue|normal,low|00:30:00\n"
+    high = Qos(name="high", grace_time_s=120, preempt_mode="REQUEUE", exempt_s=1800)
+    assert read_qoses(output) == (Qos(name="normal"), replace(high, preempts=("normal", "low")))

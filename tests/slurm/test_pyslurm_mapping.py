@@ -81,9 +81,11 @@ class StandIn:
                     job_file_append=True,
                     job_requeue=True,
                     kill_wait_time=30,
+                    max_batch_requeue=5,
                     message_timeout=10,
                     mpi_default="none",
                     over_time_limit=2,
+                    preempt_exempt_time=1800,
                     preempt_mode="GANG,SUSPEND",
                     preempt_parameters={"suspend_grace_time": 7, "youngest_first": True},
                     preempt_type="preempt/partition_prio",
@@ -187,6 +189,7 @@ def test_partitions_and_config(client: PyslurmClient) -> None:
     assert (config.kill_wait_s, config.cred_expire_s, config.suspend_grace_time_s) == (30, 5, 7)
     assert (config.job_requeue, config.appends_output, config.has_accounting) == (True, True, True)
     assert (config.requeue_wait_s, config["OverTimeLimit"]) == (10, "2")
+    assert (config.exempt_s, config.most_requeues) == (1800, 5)
     assert (config.gang, config.signals_children, config.send_user_signal) == (True, False, False)
     assert config["PreemptParameters"] == "suspend_grace_time=7,youngest_first"
 

@@ -34,6 +34,7 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         risks.gang_ignores_grace,
         risks.no_requeue,
         risks.expedited_is_held,
+        risks.few_requeues,
         risks.no_warning,
         risks.ranks_out_of_reach,
         manyranks.launcher_is_a_task,
@@ -51,6 +52,7 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         clocks.rendezvous,
         clocks.store,
         risks.no_memory_for_copies,
+        risks.memory_shrinks,
         risks.long_requeue_wait,
         risks.logs_cut_off,
         risks.no_accounting,
@@ -82,6 +84,7 @@ def as_json(facts: Facts, findings: tuple[Finding, ...]) -> dict[str, Any]:
             "gang": policy.gang,
             "grace_s": policy.grace_s,
             "kill_wait_s": policy.kill_wait_s,
+            "preempt_exempt_s": policy.exempt_s,
             "suspend_grace_s": facts.config.suspend_grace_time_s,
             "may_requeue": policy.may_requeue,
             "requeue_wait_s": facts.config.requeue_wait_s,
@@ -106,6 +109,8 @@ def _preemption(facts: Facts) -> Finding:
     policy = facts.policy
     who = f" by jobs of {', '.join(policy.preemptors)}" if policy.preemptors else ""
     because = f" ({policy.action_why})"
+    if policy.exempt_s:
+        because += f", not in the first {policy.exempt_s} s of an attempt (PreemptExemptTime)"
     if policy.action is PreemptAction.NEVER:
         text = f"No job is preempted here{because}."
         return Finding("preemption", Severity.OK, "never preempted", text)

@@ -10,6 +10,8 @@ from hydroslurm.observe.doctor.facts import Facts, Finding, Severity
 from hydroslurm.slurm.policy import WARNING_EARLY_S, PreemptAction
 
 REQUEUE_FIX = "sbatch: --requeue (slurm.conf: JobRequeue=1 makes it the default)"
+USUAL_REQUEUES = 5
+"""MaxBatchRequeue, unless it is set."""
 PATIENT_WAIT_S = 10
 """A shorter wait before a restart is not worth mentioning."""
 MEMORY_USED = 0.9
@@ -62,6 +64,12 @@ def expedited_is_held(facts: Facts) -> Finding | None:
     scontrol requeue the status does not count, and the job runs again at once."""
     if facts.script is None or not facts.script.is_expedited:
         return None
+    if not facts.config.allows_expedited:
+        text = "Slurm refuses --requeue=expedite here: enable_expedited_requeue is not set."
+        fix = "sbatch: --requeue"
+        if facts.config.version >= (25, 11):
+            fix += "; or slurm.conf: SlurmctldParameters=...,enable_expedited_requeue"
+        return Finding("expedite", Severity.RISK, "--requeue=expedite is refused", text, fix)
     text = (
         "--requeue=expedite: if the batch script exits with a status other than 0, the job is "
         "requeued and held until its owner releases it. A stopped job is not held: hydroslurm runs "
@@ -73,6 +81,36 @@ def expedited_is_held(facts: Facts) -> Finding | None:
         "sbatch: --requeue; or scontrol release JOBID, and the last lines of sbatch/requeue.sbatch"
     )
     return Finding("expedite", Severity.NOTE, "failed jobs are requeued and held", text, fix)
+
+
+def few_requeues(facts: Facts) -> Finding | None:
+    """Seen on 24.11.5 and 26.05.5 with MaxBatchRequeue=1: RequeueExit and requeues inside the grace
+    of a preemption count for nothing."""
+    most = facts.config.most_requeues
+    if not facts.policy.may_requeue or most >= USUAL_REQUEUES:
+        return None
+    text = (
+        f"MaxBatchRequeue={most}: Slurm holds a job that it could not start more often than that, "
+        "because a prolog or a launch failed. Preemptions and scontrol requeue do not count."
+    )
+    fix = f"slurm.conf: MaxBatchRequeue={USUAL_REQUEUES}; scontrol release JOBID"
+    return Finding("max_requeue", Severity.NOTE, "held after failed starts", text, fix)
+
+
+def memory_shrinks(facts: Facts) -> Finding | None:
+    """``sbatch --mem-update=MARGIN@DELAY`` of 26.05."""
+    shrinks = facts.script.shrinks_memory if facts.script else ""
+    if not shrinks:
+        return None
+    margin, _, delay = shrinks.partition("@")
+    text = (
+        f"--mem-update={shrinks}: once in each attempt, {delay} after its start, Slurm lowers the "
+        f"memory limit to what the job uses then and {margin} % of that. A copy of the state for "
+        "a periodic save, or a GPU's memory that a pause moves to the host, may need more: then "
+        "the kernel kills the job."
+    )
+    fix = "sbatch: no --mem-update, or a margin with room for the state (100@DELAY)"
+    return Finding("mem_update", Severity.RISK, "the memory limit shrinks", text, fix)
 
 
 def no_warning(facts: Facts) -> Finding | None:

@@ -43,6 +43,7 @@ class ScriptOptions:
         outlives_nodes: ``--no-kill`` is given: the death of a node is no end of the job.
         mpi: of ``srun --mpi``: ``pmix`` or ``other``; empty if not given.
         is_expedited: ``--requeue=expedite`` is given.
+        shrinks_memory: of ``--mem-update`` (26.05), MARGIN@DELAY; empty if not given.
         fixed_port: port of the ranks' rendezvous if it is a constant; else empty.
         settings: environment variables of torch and NCCL, and the rendezvous' keep-alive.
     """
@@ -57,6 +58,7 @@ class ScriptOptions:
     outlives_nodes: bool = False
     mpi: str = ""
     is_expedited: bool = False
+    shrinks_memory: str = ""
     fixed_port: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
 
@@ -89,6 +91,7 @@ def read_script(text: str) -> ScriptOptions:
         outlives_nodes=options.get("no-kill", "off") != "off",
         mpi=_mpi(commands),
         is_expedited=options.get("requeue", "").lower().startswith("expedite"),
+        shrinks_memory=options.get("mem-update", ""),
         fixed_port=_fixed_port(commands),
         settings=settings,
     )

@@ -29,6 +29,7 @@ GOOD = {
     "ProctrackType": "proctrack/linuxproc",
 }
 SCRIPT = ScriptOptions(warning=LimitWarning("URG", 120), appends=True)
+EXPEDITED = replace(SCRIPT, is_expedited=True)
 GANG = {"PreemptMode": "GANG,SUSPEND"}
 
 
@@ -82,6 +83,9 @@ def test_a_good_site() -> None:
     }
     assert "stopped and requeued" in found["preemption"].title
     assert "urgent" in found["preemption"].explanation
+    exempt = _found(_facts(job=_job(), PreemptExemptTime="00:30:00", MaxBatchRequeue="5"))
+    assert "not in the first 1800 s" in exempt["preemption"].explanation
+    assert exempt.keys() == found.keys()
 
 
 @pytest.mark.parametrize(
@@ -210,10 +214,24 @@ def test_what_could_not_be_looked_at_is_not_called_a_loss() -> None:
         (_warned("HUP@90"), "warning", Severity.RISK, "warning=HUP"),
         (_warned("SIGINT@90"), "warning", Severity.RISK, "warning=SIGINT,interrupt=none"),
         (
-            _facts(script=replace(SCRIPT, is_expedited=True)),
+            _facts(script=EXPEDITED, SlurmctldParameters="a,enable_expedited_requeue"),
             "expedite",
             Severity.NOTE,
             "scontrol release",
+        ),
+        (_facts(script=EXPEDITED), "expedite", Severity.RISK, "sbatch: --requeue"),
+        (
+            _facts(script=EXPEDITED, SLURM_VERSION="26.05.5"),
+            "expedite",
+            Severity.RISK,
+            "enable_expedited_requeue",
+        ),
+        (_facts(MaxBatchRequeue="2"), "max_requeue", Severity.NOTE, "MaxBatchRequeue=5"),
+        (
+            _facts(script=replace(SCRIPT, shrinks_memory="20@10")),
+            "mem_update",
+            Severity.RISK,
+            "no --mem-update",
         ),
         (_facts(script=replace(SCRIPT, appends=False)), "logs", Severity.NOTE, "--open-mode"),
         (_facts(AuthInfo=""), "wait", Severity.NOTE, "cred_expire=5"),
@@ -338,6 +356,7 @@ def test_paused_in_place() -> None:
         ("export HYDROSLURM_SIGNALS='warning=HUP'", ScriptOptions(signals="warning=HUP")),
         ("#SBATCH --requeue=expedite", ScriptOptions(is_expedited=True)),
         ("#SBATCH --requeue", ScriptOptions()),
+        ("#SBATCH --mem-update=20@10", ScriptOptions(shrinks_memory="20@10")),
         ("##SBATCH --signal=URG@90", ScriptOptions()),
         ("#SBATCH --comment='no end", ScriptOptions()),
         ("echo\n#SBATCH --signal=URG@90", ScriptOptions()),
@@ -384,7 +403,7 @@ def test_json_keeps_its_names() -> None:
         "saver", "save", "findings", "work_would_be_lost",
     }  # fmt: skip
     assert set(answer["policy"]) == {
-        "action", "gang", "grace_s", "kill_wait_s", "suspend_grace_s", "may_requeue",
+        "action", "gang", "grace_s", "kill_wait_s", "preempt_exempt_s", "suspend_grace_s", "may_requeue",
         "requeue_wait_s", "send_user_signal",
     }  # fmt: skip
     assert {tuple(sorted(row)) for row in answer["time_left"]} == {("kind", "seconds", "why")}
