@@ -76,8 +76,8 @@ class SitePolicy:
         is_batch: False for a job of srun or salloc; None for a planned job.
         may_requeue: whether Slurm will start it again.
         requeue_why: why, or why not.
-        requeues_leavers: whether Slurm itself requeues a job that leaves inside its grace, whatever
-            its status: with PreemptMode=REQUEUE since 24.05.
+        left_to_slurm: up to which restart Slurm itself requeues a job that leaves inside its grace,
+            and a request of ours would start it once too often; 0: never.
         preemptors: the partitions or QOS that may preempt it; None if unknown.
         unknown: what could not be read, as sentences.
     """
@@ -92,7 +92,7 @@ class SitePolicy:
     is_batch: bool | None = None
     may_requeue: bool = True
     requeue_why: str = ""
-    requeues_leavers: bool = False
+    left_to_slurm: int = 0
     preemptors: tuple[str, ...] | None = None
     unknown: tuple[str, ...] = ()
 
@@ -179,8 +179,17 @@ def site_policy(
         gang=gang,
         # gang scheduling heeds it since 26.05
         exempt_s=0 if gang and config.version < (26, 5) else policy.exempt_s,
-        requeues_leavers=policy.action is PreemptAction.REQUEUE and config.version >= (24, 5),
+        left_to_slurm=_left_to_slurm(config) if policy.action is PreemptAction.REQUEUE else 0,
     )
+
+
+def _left_to_slurm(config: Config) -> int:
+    """As :attr:`SitePolicy.left_to_slurm`. Since 24.05 Slurm requeues what leaves, but counts it as
+    a failed launch and holds the job at the MaxBatchRequeue-th time; our own request does not count
+    (seen on 24.11.5 and 26.05.5). Until 25.11 the mark of the grace stays set over our request: the
+    next attempt's end is followed by one more start, and counts, too.
+    """
+    return max(0, config.most_requeues - 2) if (24, 5) <= config.version < (26, 5) else 0
 
 
 def find_partition(partitions: tuple[Partition, ...], name: str) -> Partition:

@@ -244,9 +244,8 @@ def requeue(
 ) -> Job:
     """Requeue the job, unless it is already pending; return it as it was before.
 
-    A job in its grace is left to Slurm where that requeues what leaves: from 24.05 to 25.11 the
-    mark of the grace stays set over a requeue, and the next attempt would be followed by a third
-    one even if it had succeeded (tests/slurm/test_leaving_in_grace.py).
+    A job in its grace is left to Slurm where our request would start it once too often, until Slurm
+    would hold it (tests/slurm/test_leaving_in_grace.py).
 
     Args:
         job: as slurmctld has just described it, where it was asked anyway.
@@ -273,7 +272,7 @@ def _is_left_to_slurm(client: SlurmClient, job: Job, policies: Policies | None) 
         return False
     policies = policies or read_policies(client)
     policy = None if policies is None else policies.of(job)
-    return policy is not None and policy.requeues_leavers
+    return policy is not None and job.restart_count < policy.left_to_slurm
 
 
 def check_newest(job: Job, start: Start) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,9 +66,9 @@ def expected_attempts(mode: str, way: str) -> int:
     return 2 if mode == "REQUEUE" and release() >= (24, 5) else 1
 
 
-def _partitions() -> str:
+def _partitions(jobs: list[tuple[str, str]]) -> str:
     """Of each PreemptMode one whose jobs get a grace of 60 s, and one that preempts them all."""
-    nodes = ",".join(f"n{number}" for number in range(1, len(JOBS) + 1))
+    nodes = ",".join(f"n{number}" for number in range(1, len(jobs) + 1))
     common = f"Nodes={nodes} MaxTime=INFINITE DefaultTime=01:00:00 State=UP"
     lines = ["PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE"]
     for name, mode in (("low", "REQUEUE"), ("cancel", "CANCEL")):
@@ -80,11 +79,19 @@ def _partitions() -> str:
 
 
 @pytest.fixture(scope="module")
-def attempts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], int]]:
-    """How often each job was started: all are preempted at once, and watched to their last end."""
+def attempts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], int]:
+    return started(JOBS, tmp_path_factory.mktemp("grace"))
+
+
+def started(
+    jobs: list[tuple[str, str]], base: Path, *, settings: str = ""
+) -> dict[tuple[str, str], int]:
+    """How often each job was started: all are preempted at once, and watched to their last end, or
+    until Slurm holds them."""
     require_slurm()
-    base = tmp_path_factory.mktemp("grace")
-    spec = ClusterSpec(nodes=len(JOBS), cpus_per_node=1, kill_wait_s=10, partitions=_partitions())
+    spec = ClusterSpec(
+        nodes=len(jobs), cpus_per_node=1, kill_wait_s=10, partitions=settings + _partitions(jobs)
+    )
     with DevCluster.up(spec) as cluster:
         environ = cluster.child_environ({**os.environ, "OMP_NUM_THREADS": "1"})
 
@@ -93,8 +100,8 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[st
                 words, env=environ, cwd=base, check=True, capture_output=True, text=True
             ).stdout
 
-        logs = {job: base / f"{job[0]}-{job[1]}".replace(" ", "-") for job in JOBS}
-        for number, (mode, way) in enumerate(JOBS, 1):
+        logs = {job: base / f"{job[0]}-{job[1]}".replace(" ", "-") for job in jobs}
+        for number, (mode, way) in enumerate(jobs, 1):
             log = logs[mode, way]
             fields = {"log": log, "leave": WAYS[way], "python": sys.executable, "script": TWO_CALLS}
             attempt, batch = log.with_suffix(".attempt"), log.with_suffix(".sbatch")
@@ -112,18 +119,18 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[st
                 "--open-mode=append",
             )
             slurm("sbatch", f"--partition={partition}", *where, str(batch))
-        trainings = [Path(f"{logs[mode, 'training']}.out") for mode in MODES]
+        trainings = [Path(f"{log}.out") for (_, way), log in logs.items() if way == "training"]
         wait_until(lambda: all(log.exists() for log in logs.values()), "all jobs run")
-        wait_until(lambda: all(map(_has_begun, trainings)), "both trainings have begun")
-        for number in range(1, len(JOBS) + 1):
+        wait_until(lambda: all(map(_has_begun, trainings)), "the trainings have begun")
+        for number in range(1, len(jobs) + 1):
             words = ("--partition=urgent", f"--nodelist=n{number}", "--output=/dev/null")
             slurm("sbatch", *words, "--wrap=sleep 3")
         wait_until(
-            lambda: not slurm("squeue", "--noheader"),
+            lambda: all("held" in line for line in slurm("squeue", "-h", "-o%r").splitlines()),
             lambda: f"the last job ends; left:\n{slurm('squeue')}",
             limit_s=300,
         )
-        yield {job: log.read_text().count("begin") for job, log in logs.items()}
+        return {job: log.read_text().count("begin") for job, log in logs.items()}
 
 
 def _has_begun(output: Path) -> bool:
@@ -136,3 +143,14 @@ def test_a_job_that_leaves_in_its_grace_is_started(
     attempts: dict[tuple[str, str], int], mode: str, way: str
 ) -> None:
     assert attempts[mode, way] == expected_attempts(mode, way)
+
+
+def test_a_training_is_not_held(tmp_path: Path) -> None:
+    """Slurm counts what leaves as a failed launch; with MaxBatchRequeue=1 it holds such a job at
+    its first preemption, as by default at its fifth. A training asks for its requeue before."""
+    if release() < (24, 5):
+        pytest.skip("Slurm requeues what leaves since 24.05")
+    held, training = ("REQUEUE", "exit 75"), ("REQUEUE", "training")
+    starts = started([held, training], tmp_path, settings="MaxBatchRequeue=1\n")
+    assert starts[held] == 1
+    assert starts[training] == 2

@@ -27,11 +27,11 @@ def requeue_lines() -> list[str]:
     count the job as failed. Without a PreemptTime another rank has failed, and srun ended the rest
     with SIGTERM. A cancelled job must not be requeued, which Slurm would do while its processes
     live: it is COMPLETING, like a requeued one and one whose time is over, and only the last has a
-    reason. Slurm 24.05 and newer requeue what leaves in its grace where PreemptMode is REQUEUE; one
-    more request would start the job once too often. Before each try the script checks that this is
-    still Slurm's current attempt, so that it cannot end the one that replaced it. Which element of
-    an array this is, Slurm says: the variables may be those of an array whose element has submitted
-    this job.
+    reason. Slurm 24.05 to 25.11 requeue what leaves in its grace where PreemptMode is REQUEUE; one
+    more request would start the job once too often, see ``policy.left_to_slurm``. Before each try
+    the script checks that this is still Slurm's current attempt, so that it cannot end the one that
+    replaced it. Which element of an array this is, Slurm says: the variables may be those of an
+    array whose element has submitted this job.
     """
     return textwrap.dedent(f"""\
         # by this number scontrol shows, and would requeue, all elements of an array; its own record
@@ -53,8 +53,10 @@ def requeue_lines() -> list[str]:
         1:*JobState=RUNNING*PreemptTime=None*) ;;
         1:*JobState=RUNNING*PreemptTime=*)
             case "$(scontrol --version):$(scontrol show partition "$SLURM_JOB_PARTITION")" in
-            *" 22."*|*" 23."*|*" 24.02."*) ;;
-            *PreemptMode=REQUEUE*) again= ;; # Slurm does it
+            *" 24.02."*) ;;
+            *" 24."*PreemptMode=REQUEUE*|*" 25."*PreemptMode=REQUEUE*)
+                # Slurm does it, but would hold the job at the fifth time (MaxBatchRequeue)
+                if [ "${{SLURM_RESTART_COUNT:-0}}" -lt 3 ]; then again=; fi ;;
             esac ;;
         esac
         if [ -n "$again" ]; then

@@ -84,14 +84,15 @@ def expedited_is_held(facts: Facts) -> Finding | None:
 
 
 def few_requeues(facts: Facts) -> Finding | None:
-    """Seen on 24.11.5 and 26.05.5 with MaxBatchRequeue=1: RequeueExit and requeues inside the grace
-    of a preemption count for nothing."""
+    """Seen on 24.11.5 and 26.05.5 with 1 and 2: RequeueExit and scontrol requeue count for nothing,
+    an exit inside the grace of a preemption does."""
     most = facts.config.most_requeues
     if not facts.policy.may_requeue or most >= USUAL_REQUEUES:
         return None
     text = (
-        f"MaxBatchRequeue={most}: Slurm holds a job that it could not start more often than that, "
-        "because a prolog or a launch failed. Preemptions and scontrol requeue do not count."
+        f"MaxBatchRequeue={most}: Slurm holds a job once its prolog or launch failed that often. "
+        "From 24.05 on it also counts preemptions in whose grace a script exits by itself; ranks "
+        "of hydroslurm run scontrol requeue before, which does not count."
     )
     fix = f"slurm.conf: MaxBatchRequeue={USUAL_REQUEUES}; scontrol release JOBID"
     return Finding("max_requeue", Severity.NOTE, "held after failed starts", text, fix)

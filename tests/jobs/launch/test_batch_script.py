@@ -105,20 +105,22 @@ def test_the_status_of_the_ranks_becomes_a_requeue(
 
 @pytest.mark.parametrize("status", [75, 143])
 @pytest.mark.parametrize(
-    ("version", "mode", "requeues"),
+    ("version", "mode", "restarts", "requeues"),
     [
-        ("22.05.8", "REQUEUE", 1),
-        ("24.02.1", "REQUEUE", 1),
-        ("24.11.5", "REQUEUE", 0),
-        ("24.11.5", "CANCEL", 1),
-        ("26.05.5", "REQUEUE", 0),
+        ("22.05.8", "REQUEUE", "0", 1),
+        ("24.02.1", "REQUEUE", "0", 1),
+        ("24.11.5", "REQUEUE", "0", 0),
+        ("25.11.7", "REQUEUE", "2", 0),
+        ("25.11.7", "REQUEUE", "3", 1),
+        ("24.11.5", "CANCEL", "0", 1),
+        ("26.05.5", "REQUEUE", "0", 1),
     ],
 )
 def test_what_slurm_requeues_by_itself_is_left_to_it(
-    tmp_path: Path, status: int, version: str, mode: str, requeues: int
+    tmp_path: Path, status: int, version: str, mode: str, restarts: str, requeues: int
 ) -> None:
+    """Until it would hold the job instead."""
     state = "RUNNING PreemptTime=2026-11-26T20:03:08"
-    asked = requeues_of(
-        tmp_path, status, STATE=state, RESTARTS="0", VERSION=version, MODE=mode, ARRAY="", ANSWER=""
-    )
+    told = {"STATE": state, "RESTARTS": restarts, "VERSION": version, "MODE": mode}
+    asked = requeues_of(tmp_path, status, **told, ARRAY="", ANSWER="", SLURM_RESTART_COUNT=restarts)
     assert asked == ["requeue 7"] * requeues

@@ -403,8 +403,8 @@ def test_json_keeps_its_names() -> None:
         "saver", "save", "findings", "work_would_be_lost",
     }  # fmt: skip
     assert set(answer["policy"]) == {
-        "action", "gang", "grace_s", "kill_wait_s", "preempt_exempt_s", "suspend_grace_s", "may_requeue",
-        "requeue_wait_s", "send_user_signal",
+        "action", "gang", "grace_s", "kill_wait_s", "preempt_exempt_s", "suspend_grace_s",
+        "may_requeue", "requeue_wait_s", "send_user_signal",
     }  # fmt: skip
     assert {tuple(sorted(row)) for row in answer["time_left"]} == {("kind", "seconds", "why")}
     assert {tuple(sorted(row)) for row in answer["findings"]} == {
