@@ -8,28 +8,52 @@
     suspended = Path("checkpoints", f"{checkpoint.CHECKPOINT_NAME_SUSPEND}.ckpt")
     trainer.fit(nn_to_hfai(model), data, ckpt_path=suspended if suspended.exists() else None)
 
-The environment is :class:`hydroslurm.integrations.lightning_strategies.HydroslurmEnvironment`, the
-checkpoint a :class:`PreemptionCheckpoint`, and importing this registers the strategies.
-``model = nn_to_hfai(model)`` is :func:`hydroslurm.optimize_modules` without a batch.
+Importing this registers the strategies in Lightning's packages, whichever is imported, before or
+after. The environment is
+:class:`hydroslurm.integrations.lightning_strategies.HydroslurmEnvironment`, the checkpoint a
+:class:`PreemptionCheckpoint`; ``nn_to_hfai(model)`` is :func:`hydroslurm.optimize_modules` without
+a batch. ``from hydroslurm.compat import hfai`` has them as ``hfai.pl.nn_to_hfai(model)`` and
+``hfai.client.go_suspend()``, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hydroslurm.compat.suspend import go_suspend, receive_suspend_command
-from hydroslurm.integrations import lightning_strategies
+from hydroslurm.errors import UsageError
 from hydroslurm.integrations.fused.modules import optimize_modules
 from hydroslurm.integrations.known import signals_stand_down
-from hydroslurm.integrations.lightning import _Preemptible
+from hydroslurm.integrations.lightning import Preemptible
+from hydroslurm.integrations.lightning_strategies import (
+    PACKAGES,
+    HydroslurmEnvironment,
+    LightningBase,
+    add_lightning_base,
+)
+from hydroslurm.runtime import autoload
 
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+HFAIEnvironment = HydroslurmEnvironment
+_REMOVED = {
+    "gpus": 'accelerator="gpu", devices={value!r}',
+    "num_processes": 'accelerator="cpu", devices={value!r}',
+    "auto_select_gpus": 'accelerator="gpu", devices="auto"',
+    "resume_from_checkpoint": "trainer.fit(model, data, ckpt_path={value!r})",
+    "checkpoint_callback": "enable_checkpointing={value!r}",
+    "progress_bar_refresh_rate": "enable_progress_bar=True or False",
+    "weights_summary": "enable_model_summary=True or False",
+    "replace_sampler_ddp": "use_distributed_sampler={value!r}",
+}
+"""Arguments of a Trainer of Lightning 1 -> what Lightning 2 has instead."""
 
 
 def nn_to_hfai(model: Any) -> Any:
@@ -49,7 +73,7 @@ def nn_to_hfai(model: Any) -> Any:
     return model
 
 
-class _PreemptionCheckpoint:
+class PreemptionCheckpoint(LightningBase):
     """A ModelCheckpoint that also saves when the job has to go, and leaves with it requeued.
 
     The file is Lightning's own: it has no random numbers and no position in the data, so what is
@@ -65,6 +89,9 @@ class _PreemptionCheckpoint:
         dirpath: where the checkpoints go; on a file system that all nodes share.
         options: those of ModelCheckpoint.
 
+    Raises:
+        UsageError: Lightning is not installed.
+
     Attributes:
         CHECKPOINT_NAME_SUSPEND: name of the file of a stop, without ``.ckpt``. It is removed once
             ``fit()`` has come to its end, so that the next one begins anew.
@@ -72,11 +99,11 @@ class _PreemptionCheckpoint:
 
     CHECKPOINT_NAME_SUSPEND = "suspended"
     dirpath: str | None
-    _package = ""
     _validates_next = False
     """What is being saved is the file of a stop with a validation still to be done."""
 
     def __init__(self, dirpath: str | os.PathLike[str], **options: Any) -> None:
+        _import_lightning()
         super().__init__(dirpath=dirpath, **options)  # type: ignore[call-arg]
         self._give_back: Callable[[], None] | None = None
 
@@ -87,7 +114,7 @@ class _PreemptionCheckpoint:
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)  # type: ignore[misc]
-        ours = any(isinstance(one, _Preemptible) for one in trainer.callbacks)
+        ours = any(isinstance(one, Preemptible) for one in trainer.callbacks)
         if stage == "fit" and not ours:
             self._give_back = signals_stand_down(trainer)
             receive_suspend_command()  # takes the signals, before there are workers
@@ -102,7 +129,8 @@ class _PreemptionCheckpoint:
             return
         if receive_suspend_command():
             # Lightning would call it after its callbacks, of which this one does not return
-            hooks = importlib.import_module(f"{self._package}.trainer.call")
+            package, _, _ = type(trainer.fit_loop).__module__.partition(".loops.")
+            hooks = importlib.import_module(f"{package}.trainer.call")
             hooks._call_lightning_module_hook(
                 trainer, "on_train_batch_end", outputs, batch, batch_idx
             )
@@ -174,25 +202,52 @@ def _begin_with_validation(fit_loop: dict[str, Any]) -> None:
         validated[part].update(began)
 
 
-@functools.cache
-def _class_for(package: str) -> Any:
-    """The callback for one of the two packages, whose classes differ."""
-    base = importlib.import_module(f"{package}.callbacks").ModelCheckpoint
-    within = {
-        "__doc__": _PreemptionCheckpoint.__doc__,
-        "__module__": __name__,
-        "_package": package,
-    }
-    return type("PreemptionCheckpoint", (_PreemptionCheckpoint, base), within)
+add_lightning_base(PreemptionCheckpoint, "ModelCheckpoint")
+ModelCheckpointHF = PreemptionCheckpoint
+
+
+def _import_lightning() -> None:
+    """Import one of the packages, unless the script has: a checkpoint is made of its code."""
+    if any(package in sys.modules for package in PACKAGES):
+        return
+    for package in PACKAGES:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(package)
+            return
+    raise UsageError(
+        "ModelCheckpointHF is a ModelCheckpoint of Lightning, which this Python does not have: pip "
+        "install lightning"
+    )
+
+
+def _explain_removed(package: ModuleType) -> None:
+    """Say what to write for an argument of a Trainer that Lightning 1 had."""
+    trainer: Any = package.Trainer  # type: ignore[attr-defined]
+    create = trainer.__init__
+    removed = _REMOVED.keys() - inspect.signature(create).parameters.keys()
+
+    @functools.wraps(create)
+    def create_or_explain(self: Any, *args: Any, **options: Any) -> None:
+        for name in sorted(removed & options.keys()):
+            value = options[name]
+            raise UsageError(
+                f"Trainer({name}={value!r}) is of Lightning 1, and this is {package.__name__} "
+                f"{package.__version__}. Write {_REMOVED[name].format(value=value)}"
+            )
+        create(self, *args, **options)
+
+    trainer.__init__ = create_or_explain
+
+
+for _package in PACKAGES:
+    autoload.when_imported(_package, _explain_removed)
+
+pl = client = sys.modules[__name__]
 
 
 def __getattr__(name: str) -> Any:
-    """Of the Lightning that the script has imported."""
-    if name == "HFAIEnvironment":
-        return lightning_strategies.HydroslurmEnvironment
-    if name in ("PreemptionCheckpoint", "ModelCheckpointHF"):
-        return _class_for(next((one for one in _PACKAGES if one in sys.modules), _PACKAGES[0]))
+    """Whoever looks for something else of HFAI's learns what there is."""
     raise AttributeError(
         f"hydroslurm.compat.hfai has no {name!r}; it has HFAIEnvironment, ModelCheckpointHF, "
-        "PreemptionCheckpoint and nn_to_hfai"
+        "nn_to_hfai, receive_suspend_command and go_suspend"
     )

@@ -10,19 +10,15 @@ and ``pytorch_lightning.callbacks_factory``). To say more, or where that was not
 from __future__ import annotations
 
 import functools
-import importlib
 import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hydroslurm.integrations.lightning_strategies import register_strategies
+from hydroslurm.integrations.lightning_strategies import LightningBase, add_lightning_base
 from hydroslurm.runtime import autoload
 
-_MODULES = {"lightning": "lightning.pytorch.callbacks", "legacy": "pytorch_lightning.callbacks"}
 
-
-class _Preemptible:
+class Preemptible(LightningBase):
     """Makes each ``fit()`` of its Trainer preemptible: it is stopped between two optimizer steps or
     within a validation, saved, requeued and resumed, bit for bit.
 
@@ -44,8 +40,6 @@ class _Preemptible:
     _is_asked = True
     """By the script, not by a variable."""
 
-    _packages: tuple[str, ...] = ()
-
     # Lightning names each hook of each callback to its profiler before it calls it, which takes 3
     # microseconds; one that is None is passed over. These come at each step, and we need none.
     on_train_batch_start = on_train_batch_end = None
@@ -62,7 +56,7 @@ class _Preemptible:
         self._give_back: Callable[[], None] | None = None
 
     def __reduce__(self) -> Any:
-        return _again, (self._packages, {"directory": self._directory, **self._options})
+        return functools.partial(type(self), directory=self._directory, **self._options), ()
 
     @property
     def log(self) -> Any:
@@ -134,48 +128,22 @@ class _Preemptible:
         """One that came by itself gives way to one that the script has made."""
         if trainer.fast_dev_run:
             return False
-        ours = [one for one in trainer.callbacks if isinstance(one, _Preemptible)]
+        ours = [one for one in trainer.callbacks if isinstance(one, Preemptible)]
         chosen = max(ours, key=lambda one: (one._is_asked, -ours.index(one)))
         return chosen is self
 
 
+add_lightning_base(Preemptible, "Callback")
+
+
 def callbacks() -> list[Any]:
-    """For Lightning's entry point: the callback, if preemption with a requeue was asked for."""
-    return _callbacks("lightning")
-
-
-def legacy_callbacks() -> list[Any]:
-    """As :func:`callbacks`, for the package ``pytorch_lightning``."""
-    return _callbacks("legacy")
-
-
-def _callbacks(package: str) -> list[Any]:
+    """For Lightning's entry points: the callback, if preemption with a requeue was asked for."""
     if os.environ.get(autoload.PREEMPT_ENV, "").strip().lower() != "requeue":
         return []
-    made = _class_for(package)()
+    made = Preemptible()
     made._is_asked = False
     return [made]
 
 
-@functools.cache
-def _class_for(*packages: str) -> Any:
-    """The callback for one of the two packages, whose classes differ, or for both."""
-    bases = [importlib.import_module(_MODULES[package]).Callback for package in packages]
-    within = {"__doc__": _Preemptible.__doc__, "_packages": packages}
-    return type("Preemptible", (_Preemptible, *bases), within)
-
-
-def _again(packages: tuple[str, ...], options: Mapping[str, Any]) -> Any:
-    """One that was pickled."""
-    return _class_for(*packages)(**options)
-
-
-def __getattr__(name: str) -> Any:
-    """``Preemptible`` for each Lightning that the script has imported: its Trainers take it."""
-    if name != "Preemptible":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    imported = [one for one, module in _MODULES.items() if module.rpartition(".")[0] in sys.modules]
-    return _class_for(*(imported or ["lightning"]))
-
-
-register_strategies()  # ddp_bind_numa and others, in the Lightning that is loaded by now
+legacy_callbacks = callbacks
+"""Of the entry point for ``pytorch_lightning``."""

@@ -1,4 +1,4 @@
-"""Lightning's strategies by name, and its cluster environment, as HFAI has them.
+"""What Lightning knows of ours: strategies by name and a cluster environment, as HFAI has them.
 
     import hydroslurm.integrations.lightning
     environment = HydroslurmEnvironment()
@@ -11,6 +11,9 @@
 
 ``ddp_bind_numa`` and ``ddp_spawn_bind_numa`` are Lightning's DDP with each rank bound to the NUMA
 node of its device; with ``hfreduce_`` in the place of ``ddp_`` gradients are reduced on the host.
+
+Lightning comes as two packages, and each wants instances of its own classes. Both get everything,
+each when it is imported, before this module or after it.
 """
 
 from __future__ import annotations
@@ -18,16 +21,20 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import sys
+import socket
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from hydroslurm.coordination.rendezvous import set_torch_environment
 from hydroslurm.coordination.world import World
 from hydroslurm.errors import UsageError
+from hydroslurm.runtime import autoload
 from hydroslurm.slurm.allocation import step_of
+from hydroslurm.training.reporting import notice
 
-_PACKAGES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_FABRICS = ("lightning.fabric", "lightning_fabric")
 _NAMES = {
     "ddp_bind_numa": ("popen", False),
     "ddp_spawn_bind_numa": ("spawn", False),
@@ -44,23 +51,36 @@ _CLASSES = {
 """By these names ranks that are spawned find the class of the strategy that is handed to them."""
 
 
-def register_strategies() -> None:
-    """Have Lightning know the strategies by name: that of each of its packages that is loaded."""
-    for package in _PACKAGES:
-        if package not in sys.modules:
-            continue
-        registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
-        for name, (start_method, reduces) in _NAMES.items():
-            if name not in registry:
-                registry.register(
-                    name,
-                    strategy_class(package, reduces=reduces),
-                    description=(
-                        "DDP, each rank on the NUMA node of its device"
-                        + (", gradients reduced on the host" if reduces else "")
-                    ),
-                    start_method=start_method,
-                )
+class LightningBase:
+    """Base of a class that gets classes of Lightning's as further bases, see
+    :func:`add_lightning_base`. Python takes them only beside another base than object."""
+
+
+def add_lightning_base(kind: type[LightningBase], name: str) -> None:
+    """Make a class one of Lightning's callbacks: of each package, once it is imported. Instances
+    that exist by then are callbacks too."""
+
+    def add(package: ModuleType) -> None:
+        base = getattr(importlib.import_module(f"{package.__name__}.callbacks"), name)
+        kind.__bases__ = (*kind.__bases__, base)
+
+    for package in PACKAGES:
+        autoload.when_imported(package, add)
+
+
+def _register_strategies(package: ModuleType) -> None:
+    registry = importlib.import_module(f"{package.__name__}.strategies").StrategyRegistry
+    for name, (start_method, reduces) in _NAMES.items():
+        registry.register(
+            name,
+            strategy_class(package.__name__, reduces=reduces),
+            description=(
+                "DDP, each rank on the NUMA node of its device"
+                + (", gradients reduced on the host" if reduces else "")
+            ),
+            override=True,
+            start_method=start_method,
+        )
 
 
 @functools.cache
@@ -104,26 +124,25 @@ def _environ_of(strategy: Any) -> Mapping[str, str]:
     }
 
 
-class _Environment:
+class HydroslurmEnvironment:
     """The ranks of this attempt as Lightning's cluster environment: below srun, submitit, torchrun
     and ``hydroslurm agent``, with the address and the port of this attempt, and with another number
-    of nodes in each.
+    of nodes in each. A process that was started by none of these trains alone.
 
     Attributes:
         num_nodes, devices: those of this attempt, for the Trainer.
 
     Raises:
-        UsageError: this process was started by none of these, or its node has another number of
-            ranks than the others.
+        UsageError: this node has another number of ranks than the others.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         if not self.detect():
-            raise UsageError(
-                "HydroslurmEnvironment: this process is no task of srun's and no rank of "
-                "torchrun's. Start it with one of them, or leave the environment out"
+            notice(
+                "HydroslurmEnvironment: no srun or torchrun started this process; it trains alone"
             )
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
         set_torch_environment()
         self._world = World.from_environ(os.environ)
         here = self._world.local_world_size
@@ -180,28 +199,27 @@ class _Environment:
                 f"Trainer(devices={num_devices}, num_nodes={num_nodes}), and this attempt has "
                 f"{self.num_nodes} nodes with {self.devices} ranks each. Give the Trainer "
                 "num_nodes=environment.num_nodes and devices=environment.devices, which are right "
-                "in each attempt"
+                "in each attempt; for more ranks start more, with srun --nodes --ntasks-per-node"
             )
 
     def teardown(self) -> None:
         pass
 
 
+def _register_environment(fabric: ModuleType) -> None:
+    environments = importlib.import_module(f"{fabric.__name__}.plugins.environments")
+    environments.ClusterEnvironment.register(HydroslurmEnvironment)
+
+
 def __getattr__(name: str) -> Any:
-    """``HydroslurmEnvironment``, of the package that is loaded, ``lightning`` if both are; and the
-    strategies' classes."""
-    if name in _CLASSES:
-        package, reduces = _CLASSES[name]
-        return strategy_class(package, reduces=reduces)
-    if name != "HydroslurmEnvironment":
+    """The strategies' classes, for pickle."""
+    if name not in _CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    loaded = next((one for one in _PACKAGES if one in sys.modules), "lightning.pytorch")
-    return _environment_class(_PACKAGES[loaded])
+    package, reduces = _CLASSES[name]
+    return strategy_class(package, reduces=reduces)
 
 
-@functools.cache
-def _environment_class(fabric: str) -> Any:
-    base: Any = importlib.import_module(f"{fabric}.plugins.environments").ClusterEnvironment
-    # its metaclass would have the class be one of the module abc, where pickle does not find it
-    within = {"__doc__": _Environment.__doc__, "__module__": __name__}
-    return type("HydroslurmEnvironment", (_Environment, base), within)
+for _package in PACKAGES:
+    autoload.when_imported(_package, _register_strategies)
+for _fabric in _FABRICS:
+    autoload.when_imported(_fabric, _register_environment)

@@ -110,10 +110,16 @@ def start(environ: Mapping[str, str] | None = None) -> None:
 def adapt() -> None:
     """Give each framework to its adapter: those that are imported now, others when they are."""
     for name in _ADAPTED:
-        if name in sys.modules:
-            _give(sys.modules[name])
-        else:
-            _after(name, _give)
+        when_imported(name, _give)
+
+
+def when_imported(name: str, adapt: Callable[[ModuleType], None]) -> None:
+    """Call this with a framework's module: now if it is imported, else at the end of its import. A
+    failure is one line on stderr."""
+    if name in sys.modules:
+        _adapt(sys.modules[name], adapt)
+    else:
+        _after(name, adapt)
 
 
 def _after(name: str, call: Callable[[ModuleType], None]) -> None:
@@ -318,7 +324,7 @@ class _Finder:
             assert module.__spec__ is not None
             module.__spec__._initializing = False  # type: ignore[attr-defined]
             for call in self.calls:
-                call(module)
+                _adapt(module, call)
 
         try:
             loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -348,13 +354,17 @@ def _without_collections(execute: Callable[[ModuleType], object], module: Module
             gc.enable()
 
 
-def _give(module: ModuleType) -> None:
+def _adapt(module: ModuleType, call: Callable[[ModuleType], None]) -> None:
     try:
-        import importlib
-
-        importlib.import_module(_ADAPTED[module.__name__]).install(module)
+        call(module)
     except Exception as error:
         say(f"{module.__name__} was not made preemptible: {error}")
+
+
+def _give(module: ModuleType) -> None:
+    import importlib
+
+    importlib.import_module(_ADAPTED[module.__name__]).install(module)
 
 
 def _record(_: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -16,24 +17,29 @@ from hydroslurm.errors import UsageError
 pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from hydroslurm.integrations import lightning_strategies
 from hydroslurm.integrations.known import require_known_lightning
-from hydroslurm.integrations.lightning_strategies import register_strategies, strategy_class
+from hydroslurm.integrations.lightning_strategies import strategy_class
 
 SCRIPT = Path(__file__).with_name("lightning_named.py")
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
-def test_the_names_are_registered_once() -> None:
-    """All four, with what starts their ranks; a second call changes nothing."""
-    register_strategies()
-    register_strategies()
-    for name in ("ddp_bind_numa", "hfreduce_bind_numa"):
-        assert StrategyRegistry.get(name)._start_method == "popen"
-        spawned = name.replace("_bind", "_spawn_bind")
-        assert StrategyRegistry.get(spawned)._start_method == "spawn"
+@pytest.mark.slow
+def test_either_package_in_any_order(tmp_path: Path) -> None:
+    """Each of Lightning's packages, imported before ours or after it, beside the other or alone,
+    trains as a single process by the strategies' names, with HFAI's environment and callback and
+    ours; an argument of Lightning 1 is answered with what to write."""
+    done = captured(
+        [sys.executable, SCRIPT.with_name("lightning_packages.py"), tmp_path], timeout=400
+    )
+    seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    wanted = {"steps": [4, 4], "checkpoints": 1, "saved": True}
+    assert [{name: one[name] for name in wanted} for one in seen] == [wanted] * 6, done.stderr
+    for one in seen:
+        assert re.match(r"Trainer\(gpus=8\) is of .*accelerator=\"gpu\", devices=8", one["gpus"])
 
 
 @pytest.mark.parametrize("reduces", [False, True])
@@ -63,14 +69,6 @@ def test_the_environment_is_that_of_the_attempt(ranks: None) -> None:
     with pytest.raises(UsageError, match="2 nodes with 2 ranks each"):
         environment.validate_settings(num_devices=2, num_nodes=3)
     assert pickle.loads(pickle.dumps(environment)).global_rank() == 3  # for a rank by spawn
-
-
-def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that nobody started as a rank is told so."""
-    for name in [n for n in os.environ if n.startswith("SLURM_")] + ["RANK", "WORLD_SIZE"]:
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UsageError, match=r"no task of srun's and no rank of torchrun's"):
-        lightning_strategies.HydroslurmEnvironment()
 
 
 @pytest.mark.filterwarnings("ignore:The `srun` command")
