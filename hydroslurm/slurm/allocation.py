@@ -84,7 +84,7 @@ def step_of(environ: Mapping[str, str]) -> int | None:
 
     Slurm numbers what is no step of srun's from the top: since 26.05 a batch script has
     SLURM_STEP_ID=-5 and the shell of salloc -6 (SLURM_BATCH_SCRIPT and SLURM_INTERACTIVE_STEP of
-    slurm.h).
+    slurm.h). docs/partitions.md has all variables that are read, with their values by release.
 
     Raises:
         UsageError: SLURM_STEP_ID is no number.
