@@ -60,7 +60,8 @@ def test_the_slurmd_of_a_node_is_killed(worlds_story: Story) -> None:
     attempts = training.attempts()
     assert attempts[1].end_step == attempts[2].step == step, training.log()
     for rank in range(WORLDS[1]):
+        # for the stop, or a periodic one of that very step
         save = training.events_of(rank, EventKind.SAVE_COMMITTED, attempt=2)[-1]
-        assert (save.data["save_kind"], save.data["checkpoint_step"]) == ("stop", step)
+        assert save.data["checkpoint_step"] == step
     (lost,) = worlds_story.seen["lost"]
     assert lost not in worlds_story.seen["nodes"]
