@@ -49,10 +49,8 @@ from hydroslurm.core.exitcodes import CANCELLED, FAILED
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import LaunchError
 from hydroslurm.jobs.agent.exit_status import (
-    Decision,
-    decide,
+    are_leaving,
     failure_status,
-    missing_status,
     node_status,
     what_is_missing,
 )
@@ -140,11 +138,11 @@ class NodeAgent(LocalElasticAgent):
         return pids
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
-        self._node.kill_listeners()
+        self._node.workers.kill_listeners()
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._node.look()
+        self._node.workers.look()
         self._monitoring = True
         try:
             result: RunResult = super()._monitor_workers(worker_group)
@@ -188,18 +186,15 @@ class NodeAgent(LocalElasticAgent):
                 ended = [code for code in codes.values() if code is not None]
                 self.failed = failure_status(ended, stop_asked=stop_asked)
             living = [local_rank for local_rank, code in codes.items() if code is None]
-            decision = decide(
-                codes.values(),
-                stop_asked=stop_asked,
-                others_leave=clock.now_s() < give_up_s or self._node.is_stopping(living),
-            )
-            if decision is not Decision.WAIT:
+            in_time = clock.now_s() < give_up_s
+            others_leave = in_time or self._node.workers.are_stopping(living)
+            if not are_leaving(codes.values(), stop_asked=stop_asked, others_leave=others_leave):
                 break
             self._leaving = True
             time.sleep(_POLL_S)
-            self._node.look()
-        if decision is Decision.END_OTHERS:
-            self._node.kill_listeners()
+            self._node.workers.look()
+        if living:
+            self._node.workers.kill_listeners()
 
     def _wait_for_others(self, within_s: float, *, is_final: bool = False) -> None:
         """Announce that the workers of this node have ended, and wait for all nodes to do so.
@@ -256,8 +251,8 @@ def launch(
         chosen.training_script, is_program=chosen.no_python, is_module=chosen.module
     )
     if missing is not None:
-        node.log.warning(missing)
-        return missing_status(chosen.training_script, is_program=chosen.no_python)
+        node.log.warning(missing[1])
+        return missing[0]
     if where is not None and fill_in(chosen, where, untouched=_untouched()):
         node.log.info(f"{where.nnodes} nodes meet at {where.endpoint} ({where.run_id})")
     _leave_signals_to(node, chosen)

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 from collections.abc import Collection, Iterable
-from enum import Enum
 from pathlib import Path
 
 from hydroslurm.core.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
@@ -18,21 +17,9 @@ it."""
 _KILLED_BY_TERM = -int(signal.SIGTERM)
 
 
-class Decision(Enum):
-    """What to do when a worker of a node has ended."""
-
-    GO_ON = "go_on"
-    """Nobody failed."""
-    WAIT = "wait"
-    """Some have left on purpose and the others are about to: leave them alone."""
-    END_OTHERS = "end_others"
-    """A worker failed, and the others cannot go on without it."""
-    LEAVE = "leave"
-    """All have ended, and none is to be restarted."""
-
-
-def decide(codes: Iterable[int | None], *, stop_asked: bool, others_leave: bool) -> Decision:
-    """Decide for the workers of one node.
+def are_leaving(codes: Iterable[int | None], *, stop_asked: bool, others_leave: bool) -> bool:
+    """Whether workers of a node live that leave by themselves, and are waited for: not those that
+    cannot go on without one that has failed.
 
     Args:
         codes: exit code of each as Python reports it, negative for a signal; None: it lives.
@@ -40,15 +27,12 @@ def decide(codes: Iterable[int | None], *, stop_asked: bool, others_leave: bool)
         others_leave: those that live are known to be stopping, or may still be about to.
     """
     all_codes = list(codes)
-    ended = [code for code in all_codes if code is not None]
-    living = len(ended) < len(all_codes)
-    left = any(_on_purpose(code, stop_asked=stop_asked) for code in ended)
-    failed = any(code and not _on_purpose(code, stop_asked=stop_asked) for code in ended)
-    if living:
-        if stop_asked or (left and others_leave):
-            return Decision.WAIT if left or failed else Decision.GO_ON
-        return Decision.END_OTHERS if left or failed else Decision.GO_ON
-    return Decision.LEAVE if left or (failed and stop_asked) else Decision.GO_ON
+    if None not in all_codes:
+        return False
+    ended = [code for code in all_codes if code]
+    if stop_asked:
+        return bool(ended)
+    return others_leave and any(_on_purpose(code, stop_asked=False) for code in ended)
 
 
 def node_status(codes: Iterable[int], *, stop_asked: bool) -> int | None:
@@ -82,16 +66,10 @@ def _on_purpose(code: int, *, stop_asked: bool) -> bool:
     return code in ON_PURPOSE or (stop_asked and code == _KILLED_BY_TERM)
 
 
-def missing_status(script: str, *, is_program: bool) -> int:
-    """The status of a node without its script or program, as if srun had started it directly: 2 (as
-    Python) for a missing script, 127 for a missing program, 126 for one that cannot be run."""
-    if not is_program:
-        return 2
-    return 126 if os.sep in script and Path(script).exists() else 127
-
-
-def what_is_missing(script: str, *, is_program: bool, is_module: bool) -> str | None:
-    """One line about a script that does not exist; None if it does.
+def what_is_missing(script: str, *, is_program: bool, is_module: bool) -> tuple[int, str] | None:
+    """The status of a node without its script or program, as if srun had started it directly, and
+    one line about it: 2 (as Python) for a missing script, 127 for a missing program, 126 for one
+    that cannot be run. None if it is there.
 
     A module is not looked for: that would import its parents.
 
@@ -100,21 +78,16 @@ def what_is_missing(script: str, *, is_program: bool, is_module: bool) -> str | 
         is_program: started as it is (``--no-python``); without a slash, from the PATH.
         is_module: ``-m``.
     """
-    if is_module:
+    host, path = socket.gethostname(), Path(script)
+    if is_module or (shutil.which(script) is not None if is_program else path.exists()):
         return None
-    host = socket.gethostname()
     if is_program:
-        if shutil.which(script) is not None:
-            return None
-        place = Path(script).absolute() if os.sep in script else f"{script!r} on the PATH"
-        return (
+        place = path.absolute() if os.sep in script else f"{script!r} on the PATH"
+        return 126 if os.sep in script and path.exists() else 127, (
             f"there is no program {place} that can be run on {host}; give a path that all nodes "
             "see, chmod +x it, or omit --no-python for a Python script"
         )
-    path = Path(script)
-    if path.exists():
-        return None
-    return (
+    return 2, (
         f"there is no script {path.absolute()} on {host}; give a path that all nodes see, or start "
         "in its folder (srun --chdir). torchrun's options go before the script, its own after it"
     )

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,10 +27,9 @@ from hydroslurm.core.threads import thread
 from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
 from hydroslurm.errors import HydroslurmError, RanksError, RunFolderError
 from hydroslurm.gate.signals import SignalPlan
-from hydroslurm.jobs.agent import nodestate
 from hydroslurm.jobs.agent.rendezvous import agents, find_rendezvous
 from hydroslurm.jobs.agent.signal_pipe import SignalPipe
-from hydroslurm.jobs.agent.workers import MEANINGS, Meaning, Worker, Workers
+from hydroslurm.jobs.agent.workers import MEANINGS, Meaning, Workers, fold
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
 
@@ -45,6 +44,7 @@ class Node:
     Attributes:
         stop_asked: set by the first SIGTERM or SIGURG; nothing is started from then on.
         stop_reason: the name of that signal.
+        workers: those that there are now.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -65,8 +65,7 @@ class Node:
         self.log = NodeLog(environ)
         self.stop_asked = threading.Event()
         self.stop_reason = ""
-        self._workers = Workers(_registry(environ, self.log))
-        self._lock = threading.Lock()
+        self.workers = Workers(_registry(environ, self.log))
         self._watched: tuple[Meaning, AwakeClock, float, int] | None = None
         self._on_suspend: Callable[[bool], None] = lambda _: None
 
@@ -95,47 +94,13 @@ class Node:
 
     def started(self, number: int, pids: Mapping[int, int]) -> None:
         """Take over new workers, local rank -> pid."""
-        with self._lock:
-            self.log.settle(number)
-            self._workers.start(pids)
+        self.log.settle(number)
+        self.workers.start(pids)
         self.signal_pipe.open()  # torch may have replaced a handler when it started them
         self.log.record(
             EventKind.WORKERS_STARTED, {"pids": {str(rank): pid for rank, pid in pids.items()}}
         )
         self.log.info(f"{len(pids)} workers started")
-
-    def look(self) -> None:
-        """Deliver owed signals to the workers that listen by now."""
-        with self._lock:
-            self._workers.look()
-
-    def is_stopping(self, local_ranks: Collection[int]) -> bool:
-        """Whether one of these workers has announced that it is stopping."""
-        with self._lock:
-            asked = [each for each in self._workers.all if each.local_rank in local_ranks]
-        return "stopping" in nodestate.read(asked).counts
-
-    def kill_listeners(self) -> None:
-        """See :meth:`Workers.kill_listeners`."""
-        with self._lock:
-            self._workers.look()
-            self._workers.kill_listeners()
-
-    def kill_workers(self) -> None:
-        """Kill all workers."""
-        with self._lock:
-            self._workers.kill()
-
-    def stop_workers(self) -> None:
-        """Have all workers stop as for a stop of the job, but not those that follow them."""
-        with self._lock:
-            self._workers.stop()
-
-    @property
-    def workers(self) -> tuple[Worker, ...]:
-        """Those that there are now."""
-        with self._lock:
-            return self._workers.all
 
     def _listen(self) -> None:
         while True:
@@ -157,9 +122,8 @@ class Node:
             self.stop_asked.set()
         # SIGTSTP is followed by SIGSTOP, which must not cut a call to torch's store in two
         self._on_suspend(meaning == "slurm_pause")
-        with self._lock:
-            self._workers.ask(meaning)
-            count, owed = len(self._workers.all), self._workers.owe
+        self.workers.ask(meaning)
+        count, owed = len(self.workers.all), self.workers.owe
         self._watched = (meaning, clock, clock.now_s(), arrived_epoch_ns)
         self.log.record(
             EventKind.SIGNAL_PASSED_ON,
@@ -171,9 +135,8 @@ class Node:
         if self._watched is None:
             return
         meaning, clock, since_s, since_epoch_ns = self._watched
-        with self._lock:
-            self._workers.look()
-            state = nodestate.read(self._workers.all)
+        self.workers.look()
+        state = fold(self.workers.statuses())
         answered = bool(state.counts) and state.answers(meaning)
         if not answered and clock.now_s() - since_s < ANSWER_S:
             return

@@ -181,7 +181,7 @@ class Watch:
     def _why_hung(
         self, worker: Worker, status: RankStatus | None, furthest: int, now_s: float
     ) -> str:
-        pid = worker.pid if worker.entry is None else worker.entry.pid
+        pid = worker.rank_pid
         waited = self._seen.setdefault(worker.pid, _Waited(now_s, now_s, now_s))
         who = f"local rank {worker.local_rank} (pid {pid})"
         state = self.state_of(pid)
@@ -289,7 +289,7 @@ class Absence:
         )
 
     def _who(self, worker: Worker, status: RankStatus | None, now_s: float) -> str:
-        pid = worker.pid if worker.entry is None else worker.entry.pid
+        pid = worker.rank_pid
         place = "has not come to its `import torch`"
         if status is not None:
             place = place_of(status, self.state_of(pid), now_s=now_s) or "has not said where it is"

@@ -55,7 +55,6 @@ from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV, ElasticFolder, me
 from hydroslurm.elastic.member import Member
 from hydroslurm.elastic.roster import MEETING_S, Depart, Directive, Form, Save, Timing
 from hydroslurm.errors import CoordinatorLost, UsageError
-from hydroslurm.jobs.agent import nodestate
 from hydroslurm.jobs.agent.elastic import LINGER_S, NodeAgent
 from hydroslurm.jobs.agent.node import Node
 from hydroslurm.jobs.agent.progress import Absence, Progress, Watch, is_paused, meeting_s
@@ -236,27 +235,27 @@ class MemberAgent(NodeAgent):
         if self._node.stop_asked.is_set():
             self._member.leave(self._node.stop_reason)
         if self._member.broken or self._member.is_dismissed:
-            self._node.kill_workers()
+            self._node.workers.kill()
         elif self._asked_s is None and self._member.is_called:
             self._asked_s = now_s
-            self._node.stop_workers()
+            self._node.workers.stop()
         elif self._asked_s is not None and now_s - self._asked_s > LINGER_S and not self._stops():
             self._node.log.warning(
                 f"the workers were asked to stop {LINGER_S:g} s ago, and do not: they are killed, "
                 "and what they have not saved is trained again"
             )
-            self._node.kill_workers()
+            self._node.workers.kill()
 
     def _stops(self) -> bool:
-        return self._node.is_stopping(range(self._worker_group.spec.local_world_size))
+        return self._node.workers.are_stopping(range(self._worker_group.spec.local_world_size))
 
     def _look_at_workers(self, *, at_once: bool = False) -> Progress:
         """Say how far they are, as far as they tell, and end them if one hangs."""
         now_s = time.monotonic()
         if now_s < self._look_at_s and not at_once:
             return Progress()
-        workers, member = self._node.workers, self._member
-        statuses, awaited = nodestate.statuses(workers), member.awaited
+        workers, member = self._node.workers.all, self._member
+        statuses, awaited = self._node.workers.statuses(), member.awaited
         found = self._watch.look(workers, statuses, furthest=awaited.collectives, now_s=now_s)
         assert self._pcontext is not None
         ended = [rank for rank, code in exit_codes(self._pcontext).items() if code == 0]
@@ -281,7 +280,7 @@ class MemberAgent(NodeAgent):
         if hangs and self._asked_s is None and not member.broken:
             self._hang = hangs
             member.fail(hangs)  # before others fail by the end of these
-            self._node.kill_workers()
+            self._node.workers.kill()
         return found
 
     def _after_end(self, result: RunResult, last: Progress) -> Directive:

@@ -1,4 +1,4 @@
-"""The workers of one node, and the requests that each of them is still owed.
+"""The workers of one node, the requests that each of them is still owed, and their one state.
 
 A request is forwarded by its meaning, and only to a process that has announced that it listens. One
 that is still importing would die of the signal: it is owed the latest request of each kind until it
@@ -10,19 +10,37 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from hydroslurm.core import registry
 from hydroslurm.core.awake_clock import AwakeClock
+from hydroslurm.core.status import RankStatus, read_status, status_of
 
 Meaning = Literal["slurm_pause", "slurm_resume", "user_pause", "user_resume", "stop", "warning"]
 MEANINGS: tuple[Meaning, ...] = (
     "slurm_pause", "slurm_resume", "user_pause", "user_resume", "stop", "warning",
 )  # fmt: skip
 """Those of a SignalPlan that an agent forwards."""
+
+WANTED: Mapping[Meaning, frozenset[str]] = {
+    "slurm_pause": frozenset({"parked", "stopping", "ended"}),
+    "user_pause": frozenset({"parked", "stopping", "ended"}),
+    "slurm_resume": frozenset({"running", "parked", "stopping", "ended"}),
+    "user_resume": frozenset({"running", "parked", "stopping", "ended"}),
+    "stop": frozenset({"stopping", "ended"}),
+    "warning": frozenset({"stopping", "ended"}),
+}
+"""A request is answered by a rank when it is in one of these states. A stop wins over a pause, and
+a rank that goes on being held for another cause has answered a resume."""
+_ENDED_CAUSE: Mapping[Meaning, str] = {"slurm_resume": "slurm", "user_resume": "user"}
+
+SILENT = "silent"
+"""The state of a worker that has announced nothing."""
+
 
 PATIENCE_S = 10.0
 """After so long a worker without a handler for SIGTERM gets it all the same: it is a program that
@@ -51,15 +69,21 @@ class Worker:
     entry: registry.Entry | None = None
     owed: dict[Meaning, float] = field(default_factory=dict)
 
+    @property
+    def rank_pid(self) -> int:
+        """That of the rank, as far as it has announced itself."""
+        return self.pid if self.entry is None else self.entry.pid
+
 
 class Workers:
-    """All workers of this node. Not thread-safe: the owner holds a lock."""
+    """All workers of this node. Any thread."""
 
     def __init__(self, base: Path | None) -> None:
         """``base``: the registry's folder; without one (None) only a stop can be forwarded."""
         self._base = base
         self._standing: list[Meaning] = []
         self._clock = AwakeClock()
+        self._lock = threading.RLock()
         self.all: tuple[Worker, ...] = ()
 
     @property
@@ -70,45 +94,50 @@ class Workers:
     def start(self, pids: Mapping[int, int]) -> None:
         """Replace the workers by new ones, local rank -> pid. They are owed a stop, and a pause
         that nobody has ended."""
-        self.all = tuple(Worker(local_rank, pid) for local_rank, pid in sorted(pids.items()))
-        now_s = self._clock.now_s()
-        for worker in self.all:
-            worker.owed.update(dict.fromkeys(self._standing, now_s))
+        with self._lock:
+            self.all = tuple(Worker(local_rank, pid) for local_rank, pid in sorted(pids.items()))
+            now_s = self._clock.now_s()
+            for worker in self.all:
+                worker.owed.update(dict.fromkeys(self._standing, now_s))
 
     def ask(self, meaning: Meaning) -> None:
         """Forward a request, to each worker as soon as it listens."""
         ended = _ENDS.get(meaning)
-        self._standing = [each for each in self._standing if each not in (ended, meaning)]
-        if ended is None:
-            self._standing.append(meaning)
-        now_s = self._clock.now_s()
-        for worker in self.all:
-            if ended is not None:
-                worker.owed.pop(ended, None)
-            if ended is None or worker.entry is not None:
-                worker.owed.pop(meaning, None)
-                worker.owed[meaning] = now_s
-        self.look()
+        with self._lock:
+            self._standing = [each for each in self._standing if each not in (ended, meaning)]
+            if ended is None:
+                self._standing.append(meaning)
+            now_s = self._clock.now_s()
+            for worker in self.all:
+                if ended is not None:
+                    worker.owed.pop(ended, None)
+                if ended is None or worker.entry is not None:
+                    worker.owed.pop(meaning, None)
+                    worker.owed[meaning] = now_s
+            self.look()
 
     def stop(self) -> None:
-        """Have those that there are now stop; whoever is started after them is not owed that."""
-        standing = list(self._standing)
-        self.ask("stop")
-        self._standing = standing
+        """Stop the workers running now; those started later are not affected."""
+        with self._lock:
+            standing = list(self._standing)
+            self.ask("stop")
+            self._standing = standing
 
     def look(self) -> None:
         """Find workers that have announced themselves, and deliver what they are owed."""
-        now_s = self._clock.now_s()
-        for worker in self.all:
-            if worker.entry is None:
-                worker.entry = self._announced(worker.pid)
-            for meaning, since_s in list(worker.owed.items()):
-                if _give(worker, meaning, waited_s=now_s - since_s):
-                    del worker.owed[meaning]
+        with self._lock:
+            now_s = self._clock.now_s()
+            for worker in self.all:
+                if worker.entry is None:
+                    worker.entry = self._announced(worker.pid)
+                for meaning, since_s in list(worker.owed.items()):
+                    if _give(worker, meaning, waited_s=now_s - since_s):
+                        del worker.owed[meaning]
 
     def kill_listeners(self) -> None:
         """Kill those that would take torchrun's SIGTERM for a stop of the job: they would save,
         have the job requeued and exit, where only a restart is meant."""
+        self.look()
         for worker in self.all:
             if worker.entry is not None:
                 send_group(worker.pid, signal.SIGKILL)
@@ -118,12 +147,70 @@ class Workers:
         for worker in self.all:
             send_group(worker.pid, signal.SIGKILL)
 
+    def statuses(self) -> list[RankStatus | None]:
+        """What each of them has told; None for one that has told nothing."""
+        return [_status_of(worker) for worker in self.all]
+
+    def are_stopping(self, local_ranks: Collection[int]) -> bool:
+        """Whether one of these has announced that it is stopping."""
+        found = (_status_of(each) for each in self.all if each.local_rank in local_ranks)
+        return any(status is not None and status.state == "stopping" for status in found)
+
     def _announced(self, pid: int) -> registry.Entry | None:
         """The entry of the process, or of its nearest descendant (below a shell script)."""
         if self._base is None:
             return None
         found = (registry.find(self._base, each) for each in family(pid))
         return next((entry for entry in found if entry is not None), None)
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """Where a node is.
+
+    Attributes:
+        counts: how many workers are in which state, the states in order of the alphabet.
+        since_epoch_ns: when the last of them entered its state; 0 where nobody has told.
+        held_for: why ranks are held, all causes of all ranks.
+    """
+
+    counts: Mapping[str, int]
+    since_epoch_ns: int = 0
+    held_for: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """One word: the state that all share, else ``mixed``."""
+        return next(iter(self.counts)) if len(self.counts) == 1 else "mixed"
+
+    def answers(self, meaning: Meaning) -> bool:
+        """Whether every worker does what was asked for."""
+        ended = _ENDED_CAUSE.get(meaning)
+        return set(self.counts) <= WANTED[meaning] and ended not in self.held_for
+
+    def message(self) -> str:
+        """``2 parked (slurm)``, for people."""
+        counts = ", ".join(f"{count} {state}" for state, count in self.counts.items())
+        return f"{counts} ({', '.join(self.held_for)})" if self.held_for else counts
+
+
+def fold(states: Sequence[RankStatus | None]) -> NodeState:
+    """One state of many; None stands for a worker that has announced nothing."""
+    names = sorted(SILENT if state is None else state.state for state in states)
+    known = [state for state in states if state is not None]
+    return NodeState(
+        counts={name: names.count(name) for name in names},
+        since_epoch_ns=max((state.since.epoch_ns for state in known), default=0),
+        held_for=tuple(sorted({cause for state in known for cause in state.causes})),
+    )
+
+
+def _status_of(worker: Worker) -> RankStatus | None:
+    if worker.entry is None:
+        return None
+    state = read_status(status_of(Path(worker.entry.events)))
+    # the file is that of the rank, and an earlier attempt may have been the last to write
+    return state if state is not None and state.pid == worker.entry.pid else None
 
 
 def _give(worker: Worker, meaning: Meaning, *, waited_s: float) -> bool:
