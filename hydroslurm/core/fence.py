@@ -18,13 +18,14 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from json import dumps
 from pathlib import Path
 from typing import Any
 
 from hydroslurm.core.command import Command
+from hydroslurm.core.decoding import decode
 from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.errors import RunFolderError, StaleAttempt
 
@@ -192,16 +193,9 @@ class Fence:
         """The claim; None when there is none that can be understood."""
         try:
             row = parse_json(read_regular(self.path, limit_bytes=LIMIT_BYTES))
-            found = {
-                one.name: row.get(one.name, "") if one.default == "" else row[one.name]
-                for one in fields(Claim)
-            }
-        except FileNotFoundError:
+            return decode(Claim, row, ignore_unknown=True)
+        except (FileNotFoundError, ValueError):  # by a later version, or damaged
             return None
-        except (ValueError, KeyError, TypeError, AttributeError):  # by a later version, or damaged
-            return None
-        right = all(type(found[one.name]).__name__ == one.type for one in fields(Claim))
-        return Claim(**found) if right else None
 
     def _write(self, claim: Claim) -> None:
         """Killed anywhere, there is the old claim or the new one, and both can be replaced."""

@@ -85,13 +85,7 @@ def contained_argv(
     Raises:
         LaunchError: a path that --bind cannot express.
     """
-    binds = []
-    for folder in dict.fromkeys(map(str, folders)):
-        if ":" in folder or "," in folder:
-            raise LaunchError(
-                f"{folder!r} has a : or a , in it, and cannot be bound in a container"
-            )
-        binds += ["--bind", folder]
+    binds = [word for folder in _visible(folders) for word in ("--bind", folder)]
     gpus = ["--nv"] if has_gpus else []
     return (
         program, "exec", *gpus, *binds, "--pwd", working_directory, apptainer_image(image), *argv,
@@ -114,16 +108,21 @@ def pyxis_options(image: str, *, folders: Sequence[Path], working_directory: str
     Raises:
         LaunchError: a path that --container-mounts cannot express.
     """
-    mounts = []
-    for folder in dict.fromkeys(map(str, folders)):
-        if ":" in folder or "," in folder:
-            raise LaunchError(f"{folder!r} has a : or a , in it, and cannot be mounted by pyxis")
-        mounts.append(f"{folder}:{folder}")
+    mounts = ",".join(f"{folder}:{folder}" for folder in _visible(folders))
     return [
         f"--container-image={pyxis_image(image)}",
-        f"--container-mounts={','.join(mounts)}",
+        f"--container-mounts={mounts}",
         f"--container-workdir={working_directory}",
     ]
+
+
+def _visible(folders: Sequence[Path]) -> list[str]:
+    """Each once, where options can name it."""
+    names = list(dict.fromkeys(map(str, folders)))
+    for name in names:
+        if ":" in name or "," in name:
+            raise LaunchError(f"{name!r} has a : or a , in it, and cannot be bound in a container")
+    return names
 
 
 def apptainer_image(image: str) -> str:

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
 
-from hydroslurm.core.files import decode_json
+from hydroslurm.core.decoding import decode
+from hydroslurm.core.files import parse_json, read_regular
+from hydroslurm.errors import LaunchError
+
+_MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -147,33 +151,17 @@ class Plan:
         """As JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
-    @classmethod
-    def loads(cls, text: str) -> Plan:
-        """Read :meth:`dumps` back.
 
-        Raises:
-            ValueError, KeyError, TypeError: not written by it.
-        """
-        value: dict[str, Any] = decode_json(text)
-        tasks = tuple(_task(one) for one in value.pop("tasks"))
-        policies = tuple((str(kind), str(policy)) for kind, policy in value.pop("policies"))
-        board, elastic = value.pop("tensorboard"), value.pop("elastic", None)
-        return cls(
-            tasks=tasks,
-            policies=policies,
-            rank_env=tuple((str(name), str(text)) for name, text in value.pop("rank_env")),
-            limits=RunLimits(**value.pop("limits")),
-            tensorboard=None if board is None else TensorBoardPlan(**board),
-            elastic=None if elastic is None else ElasticPlan(**elastic),
-            **value,
-        )
+def read_plan(path: Path) -> Plan:
+    """The plan that was made at the submission.
 
-
-def _task(value: dict[str, Any]) -> TaskPlan:
-    value = dict(value)
-    return TaskPlan(
-        argv=tuple(value.pop("argv")),
-        env=tuple((name, text) for name, text in value.pop("env")),
-        init=tuple(Step(one["name"], tuple(one["argv"])) for one in value.pop("init")),
-        **value,
-    )
+    Raises:
+        LaunchError: there is none, or none of this version.
+    """
+    try:
+        text = read_regular(path, limit_bytes=_MOST_BYTES)
+        return decode(Plan, parse_json(text, printable=False))
+    except (OSError, ValueError) as error:
+        raise LaunchError(
+            f"{path} is no plan of this version ({error!r}); submit the job again"
+        ) from error

@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hydroslurm.core.decoding import decode
 from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
@@ -63,22 +64,10 @@ def read(root: Path) -> Submission:
     path = RunDir(root).submission_json
     try:
         row = parse_json(read_regular(path, limit_bytes=_MOST_BYTES))
-        job_id = row.get("job_id")
-        return Submission(
-            name=str(row["name"]),
-            command=str(row["command"]),
-            requested_epoch_ns=int(row["requested_epoch_ns"]),
-            job_id=None if job_id is None else str(job_id),
-            replicas=_count(row.get("replicas")),
-            backoff_limit=_count(row.get("backoff_limit")),
-        )
+        return decode(Submission, row, ignore_unknown=True)
     except OSError as error:
         raise RunFolderError(
             f"{root} is not a run folder: no {path.name} in it ({error.strerror})"
         ) from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:
         raise RunFolderError(f"{path} cannot be read: {error}") from error
-
-
-def _count(value: object) -> int | None:
-    return value if type(value) is int else None

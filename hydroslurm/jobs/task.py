@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from hydroslurm.coordination.world import World, key_from, set_torch_variables
 from hydroslurm.errors import LaunchError
-from hydroslurm.jobs.plan import Plan, TaskPlan
+from hydroslurm.jobs.plan import Plan, TaskPlan, read_plan
 from hydroslurm.runtime import autoload
 
 SCRATCH_ENV = "HYDROSLURM_SCRATCH"
@@ -31,10 +31,10 @@ def main(arguments: list[str]) -> int:
     """Become the task that SLURM_PROCID names."""
     plan_file = Path(arguments[0])
     try:
-        plan = Plan.loads(plan_file.read_text(encoding="utf-8"))
+        plan = read_plan(plan_file)
         number = int(os.environ["SLURM_PROCID"])
         task = plan.tasks[number]
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (LaunchError, ValueError, KeyError, IndexError) as error:
         print(f"hydroslurm: {plan_file}: no plan for this task: {error!r}", file=sys.stderr)
         return 1
     environ = task_environ(task, os.environ, root=plan_file.parent)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hydroslurm.core.rundir import RUN_DIR_ENV, RUN_OF_ENV
 from hydroslurm.errors import LaunchError
-from hydroslurm.jobs.plan import Plan
+from hydroslurm.jobs.plan import read_plan
 from hydroslurm.jobs.task import REPLICA_ENV, as_run, become, enter, task_environ
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
@@ -33,9 +33,9 @@ def main(arguments: list[str]) -> int:
         return _beside_process(int(arguments[1]), arguments[2:])
     plan_file, number = Path(arguments[0]), int(arguments[1])
     try:
-        plan = Plan.loads(plan_file.read_text(encoding="utf-8"))
+        plan = read_plan(plan_file)
         task = plan.tasks[number]
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (LaunchError, IndexError) as error:
         print(f"hydroslurm: {plan_file}: no plan for task {number}: {error!r}", file=sys.stderr)
         return 1
     environ = environ_of(number, task.replica, job_id=os.environ["SLURM_JOB_ID"])

@@ -4,11 +4,10 @@ shows. Jobs without a spec: :mod:`~hydroslurm.jobs.control.plain_job`; all jobs 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from pydantic import TypeAdapter
 
 from hydroslurm.core import agentstate
 from hydroslurm.core.agentstate import AgentState
@@ -19,6 +18,7 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import RankStatus, load_status, status_of
 from hydroslurm.errors import (
     ControllerUnreachable,
+    LaunchError,
     NoSuchJob,
     RunFolderError,
     SlurmError,
@@ -28,7 +28,7 @@ from hydroslurm.errors import (
 )
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.control.requests import find_job, ranks_dir_of, ranks_dirs_of, run_dirs_of
-from hydroslurm.jobs.plan import Plan
+from hydroslurm.jobs.plan import Plan, read_plan
 from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.spec.reading import loads
 from hydroslurm.jobs.submission import Submission
@@ -45,14 +45,14 @@ from hydroslurm.jobs.supervisor.conditions import (
     read_conditions,
 )
 from hydroslurm.jobs.supervisor.exit_policy import format_status
-from hydroslurm.jobs.supervisor.task_exits import TaskExits
+from hydroslurm.jobs.supervisor.job_step import TaskExits
 from hydroslurm.jobs.supervisor.tensorboard import Address, read_address
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.run_folders import read_owner
 from hydroslurm.slurm.values import Job, JobState
 
 _MOST_BYTES = 16 << 20
-"""Of a spec, of a plan, and of the events that are searched for pauses."""
+"""Of a spec, and of the events that are searched for pauses."""
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,14 @@ def read_overview(run: RunDir, slurm: Job | None) -> Overview:
         RunFolderError: there is no spec in it that can be read.
     """
     pauses = all_pauses(first_rank_events(run))
+    plan = None
+    with contextlib.suppress(LaunchError):
+        plan = read_plan(run.plan_json)
     return Overview(
         run=run,
         slurm=slurm,
         job=_job_in(run),
-        plan=_plan(run),
+        plan=plan,
         conditions=in_order((*read_conditions(run.conditions_jsonl), *pauses), slurm),
         attempts=Attempts(run.starts_jsonl).all(),
         tensorboard=read_address(run.tensorboard_json),
@@ -243,14 +246,6 @@ def _job_in(run: RunDir) -> TrainingJob:
         raise RunFolderError(f"cannot read {run.job_yaml}: {error.strerror}") from None
     except SpecError as error:
         raise RunFolderError(f"{run.job_yaml} was written by another version: {error}") from None
-
-
-def _plan(run: RunDir) -> Plan | None:
-    """As :meth:`Plan.loads`, of what somebody else may have written."""
-    try:
-        return TypeAdapter(Plan).validate_json(read_regular(run.plan_json, limit_bytes=_MOST_BYTES))
-    except (OSError, ValueError):
-        return None
 
 
 def all_pauses(events: Iterable[Event]) -> Iterator[Condition]:

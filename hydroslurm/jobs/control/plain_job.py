@@ -25,9 +25,8 @@ from hydroslurm.jobs.control.overview import (
 )
 from hydroslurm.jobs.control.requests import member_of, ranks_dir_of
 from hydroslurm.jobs.submission import Submission
-from hydroslurm.jobs.supervisor.attempts import Attempt
+from hydroslurm.jobs.supervisor.attempts import Attempt, condition_reason, recorded_stop_reason
 from hydroslurm.jobs.supervisor.conditions import Condition, ConditionType
-from hydroslurm.jobs.supervisor.stop_requests import condition_reason, recorded_stop_reason
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.stops import StopReason
 from hydroslurm.slurm.values import Job, JobState

@@ -33,7 +33,7 @@ from hydroslurm.errors import (
 )
 from hydroslurm.jobs.elastic.allocator import Allocator
 from hydroslurm.jobs.elastic.elements import Budgets, Elements
-from hydroslurm.jobs.plan import Plan
+from hydroslurm.jobs.plan import Plan, read_plan
 from hydroslurm.jobs.supervisor import CLEAN
 from hydroslurm.jobs.supervisor.conditions import (
     ConditionType,
@@ -41,7 +41,7 @@ from hydroslurm.jobs.supervisor.conditions import (
     final_condition,
     read_conditions,
 )
-from hydroslurm.jobs.supervisor.main import clean, log, read_plan
+from hydroslurm.jobs.supervisor.main import clean, log
 from hydroslurm.jobs.supervisor.tensorboard import tensorboard
 from hydroslurm.slurm.client import open_client
 from hydroslurm.slurm.stops import IN_GRACE, StopReason, ask_why
@@ -73,7 +73,7 @@ class ElasticJob:
             check_trusted(self._run.plan_json, what="the job's plan", shared=True)
         except OSError as error:
             raise LaunchError(f"{root} is not the run folder of a job: {error}") from error
-        self._plan = read_plan(self._run)
+        self._plan = read_plan(self._run.plan_json)
         self._folder = ElasticFolder(run=root)
         self._allocator = allocator_of(self._run, self._plan, environ=environ)
         self._signal: int | None = None
@@ -230,7 +230,7 @@ def clean_up(root: Path, *, environ: Mapping[str, str]) -> str:
     """After the end of the coordinator's job: no member is left behind."""
     run = RunDir(root)
     done = clean(root, environ=environ)
-    allocator_of(run, read_plan(run), environ=environ).cancel_all()
+    allocator_of(run, read_plan(run.plan_json), environ=environ).cancel_all()
     return done
 
 

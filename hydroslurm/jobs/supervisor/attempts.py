@@ -1,5 +1,5 @@
-"""The attempts of a job: each start of all its replicas, how it ended, and how long the job has
-held its nodes.
+"""The attempts of a job: each start of all its replicas, how it ended, who stopped it, and how long
+the job has held its nodes.
 
 Attempts are numbered from 1, over restarts within an allocation and over requeues. Ranks get the
 number as ``HYDROSLURM_ATTEMPT``, and a Run records it as its own. torchrun may restart its workers
@@ -16,12 +16,14 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from hydroslurm.core.decoding import decode
+from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.files import parse_json, read_end, read_regular, write_atomically
 from hydroslurm.core.journal import append_entry, entries_of
 from hydroslurm.errors import RunFolderError
@@ -33,6 +35,7 @@ from hydroslurm.jobs.supervisor.exit_policy import (
     ExitDecision,
     FinalDecision,
 )
+from hydroslurm.slurm.stops import Stop, StopReason
 
 _MOST_BYTES = 16 << 20
 """An attempt takes about 500 bytes."""
@@ -125,8 +128,11 @@ class Attempts:
             number = entry.get("number")
             if type(number) is int and entry.get("v") == FORMAT:
                 rows[number] = {**entry, **rows.get(number, {})}
-        found = (_attempt(rows[number]) for number in sorted(rows))
-        return tuple(attempt for attempt in found if attempt is not None)
+        found: list[Attempt] = []
+        for number in sorted(rows):
+            with contextlib.suppress(ValueError):  # we did not write it
+                found.append(decode(Attempt, rows[number], ignore_unknown=True))
+        return tuple(found)
 
     def begin(self, restart_count: int, *, after: int = 0) -> Attempt:
         """Record durably that an attempt begins.
@@ -187,45 +193,6 @@ class Attempts:
             raise RunFolderError(f"cannot write {self.path}: {error.strerror}") from error
 
 
-def _attempt(row: Mapping[str, Any]) -> Attempt | None:
-    """None if a field is missing or has another type: we did not write it."""
-    known = {name: row[name] for name in Attempt.__dataclass_fields__ if row.get(name) is not None}
-    try:
-        if "ending" in known:
-            known["ending"] = Ending(known["ending"])
-        if "final_decision" in known:
-            known["final_decision"] = _final_decision(known["final_decision"])
-        right = type(known.get("replica", "")) is str and all(
-            type(known.get(name, 0)) is int for name in _NUMBERS
-        )
-        return Attempt(**known) if right else None
-    except (TypeError, ValueError):
-        return None
-
-
-_NUMBERS = (
-    "number",
-    "restart_count",
-    "began_epoch_ns",
-    "srun_pid",
-    "srun_started",
-    "status",
-    "ended_epoch_ns",
-)
-
-
-def _final_decision(row: Any) -> FinalDecision:
-    """Read it back.
-
-    Raises:
-        TypeError: a field is missing, not known, or of another type.
-    """
-    found = FinalDecision(**row)
-    if [type(found.failed), type(found.reason), type(found.message)] != [bool, str, str]:
-        raise TypeError(f"{row!r} is no final decision")
-    return found
-
-
 def last_recorded(attempts_jsonl: Path) -> int:
     """The greatest attempt number that a Run has recorded; 0: none, or the file is unreadable."""
     try:
@@ -234,6 +201,88 @@ def last_recorded(attempts_jsonl: Path) -> int:
         return 0
     numbers = (entry.get("attempt") for entry in entries_of(lines))
     return max((number for number in numbers if type(number) is int), default=0)
+
+
+_STOPS = frozenset({
+    EventKind.STOP_REQUESTED,
+    EventKind.REQUEUE_ASKED,
+    EventKind.REQUEUED,
+})  # fmt: skip
+
+
+def is_by_slurm(stop: Stop) -> bool:
+    """A job that runs on, without a preemption in progress, was not stopped by Slurm: a time limit
+    that is near ends nothing yet."""
+    if stop.reason in (StopReason.ASKED, StopReason.UNKNOWN):
+        return False
+    return not (stop.reason is StopReason.TIME_LIMIT and (stop.to_end_s or 0.0) > 1.0)
+
+
+def was_stop_requested(events: Path, *, since_epoch_ns: int) -> bool:
+    """Whether a rank or an agent has written down a request to stop since then.
+
+    Args:
+        events: the folder of their event files; one that cannot be read tells nothing.
+    """
+    for path in sorted(events.glob("*.jsonl")):
+        with contextlib.suppress(OSError):
+            if any(_asks(one) for one in read_events(path) if one.epoch_ns >= since_epoch_ns):
+                return True
+    return False
+
+
+def was_requeued_by_ranks(events: Path, attempt: Attempt) -> bool:
+    """Whether a rank of an attempt has had the job put back into the queue: then Slurm need not be
+    asked whether it is there."""
+    # the first one does it for all; where another had to, Slurm is asked
+    for path in sorted(events.glob("rank-*.jsonl"))[:1]:
+        with contextlib.suppress(OSError):
+            return any(
+                one.restart_count == attempt.restart_count
+                and one.epoch_ns >= attempt.began_epoch_ns
+                for one in read_events(path, kinds=(EventKind.REQUEUED,))
+            )
+    return False
+
+
+def recorded_stop_reason(events: Path, attempt: Attempt) -> tuple[StopReason, str] | None:
+    """Why the ranks of an attempt were stopped, as the first of them that Slurm has told wrote it
+    down; None where none has. A rank asks as soon as it is signalled. Later, when it has had the
+    job requeued, a preemption, a person's signal and an operator's requeue look the same to Slurm.
+    """
+    found: list[tuple[int, StopReason, str]] = []
+    for path in sorted(events.glob("rank-*.jsonl")):
+        signal = ""
+        with contextlib.suppress(OSError):
+            for event in read_events(path):
+                if (
+                    event.restart_count != attempt.restart_count
+                    or event.epoch_ns < attempt.began_epoch_ns
+                ):
+                    continue
+                if event.kind is EventKind.STOP_REQUESTED:
+                    signal = signal or str(event.data.get("signal") or "")
+                reason = event.data.get("reason")
+                if event.kind is EventKind.STOP_REASON and reason in _REASONS:
+                    came = f"{signal} received: " if signal else ""
+                    message = f"{came}{event.data.get('message', '')}"
+                    found.append((event.epoch_ns, StopReason(reason), message))
+    return min(found)[1:] if found else None
+
+
+def condition_reason(reason: StopReason | None) -> str:
+    """For a condition; None where Slurm has only said that the job goes on later."""
+    return (reason or StopReason.REQUEUED).value.title().replace("_", "")
+
+
+_REASONS = frozenset(one.value for one in StopReason) - {"unknown", "cancelled"}
+"""Those with which a job may go on later."""
+
+
+def _asks(event: Event) -> bool:
+    if event.kind is EventKind.SIGNAL_PASSED_ON:
+        return event.data.get("meaning") in ("stop", "warning")
+    return event.kind in _STOPS
 
 
 LONGEST_TICK_S = 2.0

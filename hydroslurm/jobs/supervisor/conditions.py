@@ -8,12 +8,14 @@ a supervisor that is suspended with its ranks can write nothing, so that is read
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
+from hydroslurm.core.decoding import decode
 from hydroslurm.core.files import read_end
 from hydroslurm.core.journal import append_entry, entries_of
 from hydroslurm.errors import RunFolderError
@@ -32,7 +34,6 @@ ConditionType = Literal[
 FINAL = frozenset({"Succeeded", "Failed"})
 FORMAT = 1
 """Of the lines here and of the files of attempts: their field ``v``."""
-_TYPES = frozenset(get_args(ConditionType))
 _MOST_BYTES = 4 << 20
 _END_BYTES = 8 << 10
 _LAST = 4
@@ -117,11 +118,6 @@ def final_condition(conditions: Iterable[Condition]) -> Condition | None:
 
 def _conditions(lines: Iterable[bytes]) -> Iterator[Condition]:
     for row in entries_of(lines):
-        known = {name: row[name] for name in _KINDS if name in row}
-        right = all(type(known[name]) is _KINDS[name] for name in known)
-        is_ours = row.get("v") == FORMAT and {"type", "epoch_ns"} <= known.keys()
-        if is_ours and right and known["type"] in _TYPES:
-            yield Condition(**known)
-
-
-_KINDS = {"type": str, "epoch_ns": int, "reason": str, "message": str, "restart_count": int}
+        if row.get("v") == FORMAT:
+            with contextlib.suppress(ValueError):
+                yield decode(Condition, row, ignore_unknown=True)

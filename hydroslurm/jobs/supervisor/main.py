@@ -19,7 +19,7 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import LaunchError, SlurmError
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.plan import Plan
+from hydroslurm.jobs.plan import read_plan
 from hydroslurm.jobs.supervisor import CLEAN
 from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
 from hydroslurm.jobs.supervisor.conditions import add_condition, final_condition, read_conditions
@@ -43,9 +43,9 @@ def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
         raise LaunchError("a supervisor runs in the batch script of its job; submit the job")
     try:
         check_trusted(run.plan_json, what="the job's plan", shared=True)
-        plan = read_plan(run)
     except OSError as error:
         raise LaunchError(f"{root} is not the run folder of a TrainingJob: {error}") from error
+    plan = read_plan(run.plan_json)
     supervisor = Supervisor(
         run,
         plan,
@@ -69,7 +69,7 @@ def clean(root: Path, *, environ: Mapping[str, str]) -> str:
     The job's processes need no cleaning: they ended with it.
     """
     run = RunDir(root)
-    plan = read_plan(run)
+    plan = read_plan(run.plan_json)
     done = []
     if final_condition(read_conditions(run.conditions_jsonl)) is None:
         last = _last_record(run, environ)
@@ -88,20 +88,6 @@ def clean(root: Path, *, environ: Mapping[str, str]) -> str:
         shutil.rmtree(run.scratch, ignore_errors=True)
         done.append("scratch folders removed")
     return "; ".join(done) or "nothing was left to do"
-
-
-def read_plan(run: RunDir) -> Plan:
-    """What was laid out at the submission.
-
-    Raises:
-        LaunchError: there is no plan, or none of this version.
-    """
-    try:
-        return Plan.loads(run.plan_json.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LaunchError(
-            f"{run.plan_json} is no plan of this version ({error!r}); submit the job again"
-        ) from error
 
 
 def _last_record(run: RunDir, environ: Mapping[str, str]) -> Job | None:

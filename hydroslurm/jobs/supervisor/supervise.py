@@ -26,8 +26,13 @@ from hydroslurm.jobs.supervisor.attempts import (
     Attempt,
     Attempts,
     Ending,
+    condition_reason,
     ending_of,
+    is_by_slurm,
     last_recorded,
+    recorded_stop_reason,
+    was_requeued_by_ranks,
+    was_stop_requested,
 )
 from hydroslurm.jobs.supervisor.conditions import (
     ConditionType,
@@ -47,20 +52,13 @@ from hydroslurm.jobs.supervisor.exit_policy import (
 )
 from hydroslurm.jobs.supervisor.job_step import (
     RunningStep,
+    TaskExits,
     after_srun,
     python_of,
     srun_command,
     start_step,
     step_variables,
 )
-from hydroslurm.jobs.supervisor.stop_requests import (
-    condition_reason,
-    is_by_slurm,
-    recorded_stop_reason,
-    was_requeued_by_ranks,
-    was_stop_requested,
-)
-from hydroslurm.jobs.supervisor.task_exits import TaskExits
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.stops import Start, Stop, StopReason, ask_why, check_newest, requeue

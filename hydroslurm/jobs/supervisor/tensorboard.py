@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from hydroslurm.core.decoding import decode
 from hydroslurm.core.files import open_regular, parse_json, read_regular, write_atomically
 from hydroslurm.core.module_command import module_command
 from hydroslurm.core.rundir import RunDir
@@ -78,99 +78,81 @@ def tensorboard(
     its address once it has one. Its failures are logged, never raised. Main thread only.
     """
     run.tensorboard_json.unlink(missing_ok=True)
-    if wanted is None:
+    begin = run.tensorboard_log.stat().st_size if run.tensorboard_log.exists() else 0
+    child = None if wanted is None else _start(wanted, run, log)
+    if child is None:
         yield
         return
+    is_stopping = threading.Event()
+    arguments = child, run, begin, is_stopping, log
+    watcher = thread(_watch, *arguments, name="hydroslurm-tensorboard")
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_stopping.set()
+        # it keeps nothing; asked kindly it may take seconds, of a grace that has few
+        child.kill()
+        child.wait()
+        watcher.join()
+
+
+def _start(
+    wanted: TensorBoardPlan, run: RunDir, log: Callable[[str], None]
+) -> subprocess.Popen[bytes] | None:
+    """Start it. Its log directory is made where it is missing."""
     if not is_there():
         log(MISSING)
         run.tensorboard_log.write_text(f"{MISSING}\n")
-        yield
-        return
-    board = Board(wanted, run, log=log)
+        return None
+    logdir = Path(wanted.log_directory)
     try:
-        board.start()
-        yield
-    finally:
-        board.stop()
+        logdir.mkdir(parents=True, exist_ok=True)
+        handle = open_regular(run.tensorboard_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with os.fdopen(handle, "ab", buffering=0) as output:
+            return subprocess.Popen(
+                [
+                    *module_command(sys.executable, "tensorboard.main"),
+                    f"--logdir={logdir}", f"--host={wanted.host}", f"--port={wanted.port}",
+                ],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                preexec_fn=partial(_die_with, os.getpid()),
+            )  # fmt: skip
+    except OSError as error:
+        log(f"TensorBoard could not be started: {error}. The job runs without")
+        return None
 
 
-class Board:
-    """One TensorBoard process."""
-
-    def __init__(self, wanted: TensorBoardPlan, run: RunDir, *, log: Callable[[str], None]) -> None:
-        self._wanted = wanted
-        self._run = run
-        self._log = log
-        self._is_stopping = threading.Event()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._watcher: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start it. Its log directory is made where it is missing."""
-        logdir = Path(self._wanted.log_directory)
-        log = self._run.tensorboard_log
-        try:
-            logdir.mkdir(parents=True, exist_ok=True)
-            begin = log.stat().st_size if log.exists() else 0
-            handle = open_regular(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            with os.fdopen(handle, "ab", buffering=0) as output:
-                self._child = subprocess.Popen(
-                    [
-                        *module_command(sys.executable, "tensorboard.main"),
-                        f"--logdir={logdir}", f"--host={self._wanted.host}",
-                        f"--port={self._wanted.port}",
-                    ],
-                    stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                    preexec_fn=partial(_die_with, os.getpid()),
-                )  # fmt: skip
-        except OSError as error:
-            self._log(f"TensorBoard could not be started: {error}. The job runs without")
-            return
-        self._watcher = thread(self._watch, begin, name="hydroslurm-tensorboard")
-        self._watcher.start()
-
-    def stop(self) -> None:
-        """End it and take its address back."""
-        self._is_stopping.set()
-        if self._child is not None:
-            # it keeps nothing; asked kindly it may take seconds, of a grace that has few
-            self._child.kill()
-            self._child.wait()
-        if self._watcher is not None:
-            self._watcher.join()
-
-    def _watch(self, begin: int) -> None:
-        """Announce its address once it answers, and withdraw it when it has ended."""
-        assert self._child is not None
-        log = self._run.tensorboard_log
-        address = None
-        while self._child.poll() is None:
-            if address is None:
-                found = _ADDRESS.search(log.read_bytes()[begin:])
-                if found is not None:
-                    address = self._announce(found[1].decode(), int(found[2]))
-            self._is_stopping.wait(_POLL_S if address is None else 1.0)
-        self._run.tensorboard_json.unlink(missing_ok=True)
-        if not self._is_stopping.is_set():
-            self._log(
-                f"TensorBoard ended with status {self._child.returncode}; {log} says why. The job "
-                "runs on"
-            )
-
-    def _announce(self, host: str, port: int) -> Address:
-        assert self._child is not None
-        address = Address(socket.gethostname(), host, port, self._child.pid)
-        write_atomically(self._run.tensorboard_json, json.dumps(vars(address)) + "\n")
-        self._log(f"TensorBoard answers at {address.url} on {address.node}")
-        return address
+def _watch(
+    child: subprocess.Popen[bytes],
+    run: RunDir,
+    begin: int,
+    is_stopping: threading.Event,
+    log: Callable[[str], None],
+) -> None:
+    """Announce its address once it answers, and withdraw it when it has ended. ``begin``: where its
+    output begins in the log."""
+    address = None
+    while child.poll() is None:
+        found = None if address else _ADDRESS.search(run.tensorboard_log.read_bytes()[begin:])
+        if found is not None:
+            address = Address(socket.gethostname(), found[1].decode(), int(found[2]), child.pid)
+            write_atomically(run.tensorboard_json, json.dumps(vars(address)) + "\n")
+            log(f"TensorBoard answers at {address.url} on {address.node}")
+        is_stopping.wait(_POLL_S if address is None else 1.0)
+    run.tensorboard_json.unlink(missing_ok=True)
+    if not is_stopping.is_set():
+        log(
+            f"TensorBoard ended with status {child.returncode}; {run.tensorboard_log} says why. "
+            "The job runs on"
+        )
 
 
 def read_address(path: Path) -> Address | None:
     """The address of the running TensorBoard, if there is one."""
     try:
-        row: dict[str, Any] = parse_json(read_regular(path, limit_bytes=1 << 16))
-        return Address(str(row["node"]), str(row["host"]), int(row["port"]), int(row["pid"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        return decode(Address, parse_json(read_regular(path, limit_bytes=1 << 16)))
+    except (OSError, ValueError):
         return None
 
 

@@ -11,7 +11,7 @@ from torch.distributed.run import parse_args
 from hydroslurm.core.module_command import module_command
 from hydroslurm.errors import UsageError
 from hydroslurm.jobs.layout import plan_job
-from hydroslurm.jobs.plan import Plan
+from hydroslurm.jobs.plan import Plan, read_plan
 from hydroslurm.jobs.spec.reading import loads
 
 PYTHON = "/opt/python"
@@ -68,10 +68,11 @@ replicaSpecs:
     assert (plan.cpus_per_node, plan.memory_mib_per_node) == (8, 4096)
 
 
-def test_it_survives_its_file() -> None:
+def test_it_survives_its_file(tmp_path: Path) -> None:
     """What the tasks read is what was planned."""
     plan = planned(job(template='env: {A: "x\\ny"}\n    init: [{command: [sh, -c, "echo ok"]}]'))
-    assert Plan.loads(plan.dumps()) == plan
+    (tmp_path / "plan.json").write_text(plan.dumps())
+    assert read_plan(tmp_path / "plan.json") == plan
 
 
 AGENT = (*module_command(PYTHON, "hydroslurm.cli", "agent"), "--")

@@ -15,10 +15,11 @@ from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.reading import loads
 from hydroslurm.jobs.supervisor.job_step import (
     RunningStep,
+    TaskExits,
     host_list,
+    last_error,
     srun_command,
 )
-from hydroslurm.jobs.supervisor.task_exits import TaskExits, last_error
 
 
 def planned(text: str) -> Plan:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hydroslurm.core.events import Event, EventKind, EventLog
-from hydroslurm.jobs.supervisor.attempts import Attempt
-from hydroslurm.jobs.supervisor.stop_requests import (
+from hydroslurm.jobs.supervisor.attempts import (
+    Attempt,
     recorded_stop_reason,
     was_requeued_by_ranks,
     was_stop_requested,

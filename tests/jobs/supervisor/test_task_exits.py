@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hydroslurm.jobs.supervisor.task_exits import task_ends
+from hydroslurm.jobs.supervisor.job_step import task_ends
 
 RECORDED = Path(__file__).parent / "srun-22.05.8.txt"
 
