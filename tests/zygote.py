@@ -1,9 +1,13 @@
-"""Child programs that are forked from a process which has torch loaded: 3 s of processor time less
-for each. A :func:`forked` child is what a :class:`processes.Child` is, but for the start of its
-interpreter: for tests of that, of what is inherited over an exec, or of another environment of the
-dynamic linker, it is the wrong one.
+"""Child programs that are forked from a process which has torch or a framework loaded: 3 to 10 s of
+processor time less for each. A :func:`forked` child is a :class:`processes.Child` without the start
+of its interpreter, :func:`ran` is :func:`processes.captured` without it. Tests of that start, of
+what is inherited over an exec, or of another environment of the dynamic linker, need a fresh one.
 
-Run as a program this file is that process. It gets a line of JSON and the two ends of pipes for
+Each worker of the suite has one such process for each set of frameworks, from the first child that
+wants it. It has no other Python thread when it forks, which it checks: a lock that another thread
+holds would be held in the child for ever.
+
+Run as a program this file is that process. It gets a line of JSON and three file descriptors for
 each child, and tells the child's pid and, later, how it has ended.
 """
 
@@ -11,6 +15,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import importlib
 import io
 import json
 import os
@@ -20,13 +26,14 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from forkedranks import die_with_parent
-from processes import Child
+from processes import Child, descendants
 
 MOST_BYTES = 1 << 17
 
@@ -60,13 +67,17 @@ class _Forked:
 
 
 class _Zygote:
-    """Our end."""
+    """Our end.
 
-    def __init__(self) -> None:
+    Args:
+        loads: the modules that it imports besides torch and this package.
+    """
+
+    def __init__(self, loads: Sequence[str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-u", __file__, str(theirs.fileno())],
+                [sys.executable, "-u", __file__, str(theirs.fileno()), *loads],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
@@ -76,17 +87,11 @@ class _Zygote:
         threading.Thread(target=self._listen, daemon=True).start()
         atexit.register(self.process.kill)
 
-    def fork(self, order: Mapping[str, Any]) -> _Forked:
-        stdin, their_stdin = os.pipe()[::-1]
-        stdout, their_stdout = os.pipe()
+    def fork(self, order: Mapping[str, Any], fds: Sequence[int]) -> _Forked:
+        """A child with these as its standard input, output and error."""
         with self._lock:
-            fds = [their_stdin, their_stdout]
             socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
-            for fd in fds:
-                os.close(fd)
-            child = self._new.get(timeout=120)
-        child.stdin, child.stdout = os.fdopen(stdin, "w"), os.fdopen(stdout)
-        return child
+            return self._new.get(timeout=120)
 
     def _listen(self) -> None:
         children: dict[int, _Forked] = {}
@@ -101,7 +106,13 @@ class _Zygote:
                 self._new.put(child)
 
 
-_zygotes: list[_Zygote] = []
+_zygotes: dict[tuple[str, ...], _Zygote] = {}
+
+
+def _zygote(*loads: str) -> _Zygote:
+    if loads not in _zygotes or _zygotes[loads].process.poll() is not None:
+        _zygotes[loads] = _Zygote(loads)
+    return _zygotes[loads]
 
 
 class ForkedChild(Child):
@@ -110,10 +121,14 @@ class ForkedChild(Child):
     def _start(
         self, script: Path, arguments: tuple[str, ...], environ: Mapping[str, str]
     ) -> subprocess.Popen[str]:
-        if not _zygotes or _zygotes[0].process.poll() is not None:
-            _zygotes[:] = [_Zygote()]
         order = {"argv": [str(script), *arguments], "environ": dict(environ)}
-        return cast("subprocess.Popen[str]", _zygotes[0].fork(order))
+        stdin, their_stdin = os.pipe()[::-1]
+        stdout, their_stdout = os.pipe()
+        child = _zygote().fork(order, [their_stdin, their_stdout, their_stdout])
+        for fd in (their_stdin, their_stdout):
+            os.close(fd)
+        child.stdin, child.stdout = os.fdopen(stdin, "w"), os.fdopen(stdout)
+        return cast("subprocess.Popen[str]", child)
 
 
 @contextlib.contextmanager
@@ -128,17 +143,43 @@ def forked(
         started.close()
 
 
+def ran(
+    argv: Sequence[str | Path], *, loads: Sequence[str] = (), timeout: float = 500.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end, whatever that is, in a fork that has these modules loaded."""
+    order = {"argv": list(map(str, argv)), "environ": dict(os.environ)}
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        with Path(os.devnull).open() as nothing:
+            fds = [nothing.fileno(), stdout.fileno(), stderr.fileno()]
+            child = _zygote(*loads).fork(order, fds)
+        try:
+            status = child.wait(timeout)
+        finally:
+            if child.poll() is None:
+                for pid in (*descendants(child.pid), child.pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, 9)
+        for stream in (stdout, stderr):
+            stream.seek(0)
+        return subprocess.CompletedProcess(argv, status, stdout.read(), stderr.read())
+
+
 # --- the process with torch
 # --------------------------------------------------------------------------------------------------
 
 
-def serve(control: socket.socket) -> dict[str, Any] | None:
+def serve(control: socket.socket, loads: Sequence[str]) -> dict[str, Any] | None:
     """Fork children until the other side is gone, and return None; in a child, its order."""
     import torch
 
     import hydroslurm.training.run  # noqa: F401 - loaded before the fork
 
     torch.optim.Adam([torch.ones(1)])  # imports most of what torch has
+    for name in loads:
+        importlib.import_module(name)
+    assert threading.active_count() == 1, threading.enumerate()
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page
     pids: dict[int, int] = {}
     while True:
         ready = select.select([control, *pids], [], [])[0]
@@ -149,7 +190,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
             control.send(json.dumps({"pid": pid, "ended": status}).encode())
         if control not in ready:
             continue
-        data, fds, _, _ = socket.recv_fds(control, MOST_BYTES, 2)
+        data, fds, _, _ = socket.recv_fds(control, MOST_BYTES, 3)
         if not data:
             return None
         pid = os.fork()
@@ -158,9 +199,8 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
             control.close()
             for fd in pids:
                 os.close(fd)
-            for fd, standard in ((fds[0], 0), (fds[1], 1), (fds[1], 2)):
+            for standard, fd in enumerate(fds):
                 os.dup2(fd, standard)
-            for fd in fds:
                 os.close(fd)
             return dict(json.loads(data))
         for fd in fds:
@@ -186,6 +226,6 @@ def be(order: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     die_with_parent()
-    asked = serve(socket.socket(fileno=int(sys.argv[1])))
+    asked = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
     if asked is not None:
         be(asked)

@@ -1,35 +1,22 @@
-"""Loops with accelerate over several loaders, each undisturbed and stopped three times:
-``accelerate_loaders.py FOLDER SCENE...``. Prints, as JSON, for each scene the exit statuses of the
-stopped attempts, the notes of both runs, and what was said.
-
-accelerate is imported once; each attempt is a fork of that.
-"""
+"""Loops with accelerate over several loaders: ``accelerate_loaders.py "WAY; OPTION, OPTION"``.
+Prints each step, in a line that begins with "="."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import signal
 import sys
-import time
 import warnings
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from attempts import attempts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.accelerate import completed_steps, epochs, prepare
-
-STOPS = ("3", "4", "2", "")
-"""In which step of its attempt each is stopped, by its last rank."""
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
@@ -57,19 +44,7 @@ WAYS: dict[str, Any] = {
 }
 
 
-def attempt(name: str, folder: Path, stop: str) -> None:
-    os.environ["HYDROSLURM_RUN_DIR"] = str(folder / "run")
-    scene, _, how = name.partition("; ")
-    sys.stderr = (folder / "said").open("a")
-    rank, world = (int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1)))
-    with (folder / f"notes-{rank}").open("a") as notes:
-        try:
-            train(scene, how, notes, stop=stop if rank + 1 == world else "")
-        except UsageError as error:
-            print(error, file=notes)
-
-
-def train(scene: str, how: str, notes: Any, *, stop: str) -> None:
+def train(scene: str, how: str) -> None:
     torch.manual_seed(0)
     accelerator = Accelerator(
         cpu=True,
@@ -91,7 +66,7 @@ def train(scene: str, how: str, notes: Any, *, stop: str) -> None:
     then = endless(second)
     if scene == "fetched before":
         next(then)
-    counted, step = completed_steps(accelerator), 0
+    counted = completed_steps(accelerator)
     done = iter(lambda: counted, None)
     for epoch in epochs(accelerator, 5):
         model.train()
@@ -104,12 +79,9 @@ def train(scene: str, how: str, notes: Any, *, stop: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                counted, step = counted + 1, step + 1
+                counted += 1
                 seen = look(model, validation, limit=2) if counted % 2 else 0.0
-                print(counted, x.sum().item().hex(), loss.item().hex(), seen.hex(), file=notes)
-                if str(step) == stop:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    time.sleep(0.1)
+                print("=", counted, x.sum().item().hex(), loss.item().hex(), seen.hex())
         if scene == "one behind the other":
             for (x,) in second:
                 accelerator.backward(model(x).square().mean())
@@ -130,17 +102,9 @@ def look(model: nn.Module, loader: Iterable[Any], *, limit: int) -> float:
     return total
 
 
-def main(folder: Path, *scenes: str) -> None:
-    warnings.filterwarnings("ignore")
-    found = {}
-    for number, scene in enumerate(scenes):
-        place = folder / str(number)
-        world = 2 if "2 ranks" in scene else 1
-        _, whole = attempts(attempt, scene, place / "whole", ("",), world=world)
-        exits, notes = attempts(attempt, scene, place / "stopped", STOPS, world=world)
-        found[scene] = exits, notes, whole, (place / "stopped" / "said").read_text()
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    warnings.filterwarnings("ignore")
+    try:
+        train(*sys.argv[1].partition("; ")[::2])
+    except UsageError as error:
+        print("=", error)

@@ -1,37 +1,27 @@
-"""Trainings with Lightning, each stopped and resumed as told: ``lightning_scenes.py SCENE FOLDER
-STOP...``. Prints what the attempts have noted, beside an undisturbed run's, as JSON.
-
-torch and Lightning are imported once; each attempt is a fork of that.
-
-A stop is ``train:N`` (behind the N-th training batch of the run, from 0), ``val:N`` (in the N-th
-validation batch of its attempt), ``sanity`` or ``epoch:N`` (in the hook at the end of an epoch).
-"""
+"""Trainings with Lightning: ``lightning_scenes.py SCENE``. Prints what they train and log, in lines
+that begin with "="."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import logging
 import os
 import random
-import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning
 import torch
-from attempts import attempts
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from stops import reach
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
-
-from hydroslurm.integrations.lightning import Preemptible
 
 EPOCHS = 3
 
@@ -169,56 +159,84 @@ class Thaw(stock.BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.net[:2], optimizer, lr=0.01)
 
 
-class Notes(lightning.Callback):
-    """Writes down each step, and sends the signal."""
+class OnCpu(FSDPStrategy):
+    """Lightning wants a GPU for "fsdp", by name and by class, and torch takes none for granted."""
 
-    def __init__(self, path: Path, stop: str) -> None:
-        self._path, (self._at, _, number) = path, stop.partition(":")
-        self._number = int(number or 0)
-        self._attempt = SimpleNamespace(seen=0)  # in a form that is not saved
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return FullyShardedDataParallel(
+            model, sharding_strategy=self.sharding_strategy, device_id=torch.device("cpu"),
+            **self.kwargs,
+        )  # fmt: skip
 
-    def note(self, *what: object) -> None:
-        with self._path.open("a") as notes:
-            print(*what, file=notes)
 
-    def _stop(self, at: str, number: int) -> None:
-        if (at, number) == (self._at, self._number):
-            # Slurm signals all of a job step. Not we: a worker ends when its parent says so
-            pids = map(str, (*children(), os.getpid()))
-            subprocess.run(["sh", "-c", f"kill -TERM {' '.join(pids)}"], check=True)
-            time.sleep(0.1)
+class OfRanks(lightning.LightningModule):
+    """Layers of odd sizes, one of them frozen, that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(20, 35), torch.nn.BatchNorm1d(35), torch.nn.Dropout(0.3),
+            torch.nn.Linear(35, 27), torch.nn.Tanh(), torch.nn.Linear(27, 7),
+        )  # fmt: skip
+        self.net[0].bias.requires_grad_(False)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log("v", self.net(batch).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.02)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+class Sharded(OfRanks):
+    """By FSDP2, in the hook that Lightning has for it."""
+
+    def configure_model(self) -> None:
+        if any(type(one).__name__.startswith("FSDP") for one in self.modules()):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for layer in (self.net[0], self.net[3], self.net):
+            fully_shard(layer, mesh=mesh)
+
+
+class Flat(OfRanks):
+    """With flat parameters the optimizer is made of what the strategy has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].bias.requires_grad_(True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.trainer.model.parameters(), 0.02)
+
+
+class Shown(lightning.Callback):
+    """Prints each step and each epoch; has an average of a model that is not sharded."""
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        self._average = copy.deepcopy(module.net)
+        self._average = copy.deepcopy(module.net) if isinstance(module, Module) else None
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self._began_at = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, i: int) -> None:
-        for mine, its in zip(self._average.parameters(), module.net.parameters(), strict=True):
-            mine.data.lerp_(its.data, 0.1)
+        if self._average is not None:
+            for mine, its in zip(self._average.parameters(), module.net.parameters(), strict=True):
+                mine.data.lerp_(its.data, 0.1)
         rates = [one.param_groups[0]["lr"] for one in trainer.optimizers]
-        self.note("step", trainer.global_step, i, repr(out["loss"].item()), rates)
-        self._stop("train", trainer.fit_loop.total_batch_idx)
-
-    def on_validation_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        if trainer.sanity_checking:
-            self._stop("sanity", 0)
-        else:
-            self._stop("val", self._attempt.seen)
-            self._attempt.seen += 1
+        print("= step", trainer.global_step, i, repr(out["loss"].item()), rates)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         shown = {name: repr(value.item()) for name, value in trainer.callback_metrics.items()}
-        average = self._average[0].weight[0, 0].item()
-        self.note("epoch", trainer.current_epoch, self._began_at, average, sorted(shown.items()))
-        self._stop("epoch", trainer.current_epoch)
-
-
-def children() -> list[int]:
-    """The workers of this process's loaders."""
-    me = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    return [int(pid) for pid in me.read_text().split()]
+        if self._average is not None:
+            shown["average"] = repr(self._average[0].weight[0, 0].item())
+        print("= epoch", trainer.current_epoch, self._began_at, sorted(shown.items()))
+        reach("epoch")
 
 
 def loader(**options: Any) -> DataLoader:
@@ -274,38 +292,39 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Of a Trainer."""
 
 
-def attempt(name: str, folder: Path, stop: str) -> None:
-    """One process's training, from its beginning or from where the last one was stopped."""
-    torch.set_num_threads(1)
-    lightning.seed_everything(3, verbose=False)
-    module, data, options = scene(name)
-    if name == "twice":
-        fit(module, data, options, Notes(folder / "notes", stop), folder)
-        stop = stop.replace("second", "train") if stop.startswith("second") else ""
-    fit(module, data, options, Notes(folder / "notes", stop), folder)
+def strategies(world: int) -> dict[str, tuple[Any, Any]]:
+    """The module and the strategy of a training of several ranks."""
+    return {
+        "ddp": (OfRanks(), DDPStrategy()),
+        "fsdp": (OfRanks(), OnCpu(auto_wrap_policy={torch.nn.Linear})),
+        "fsdp grad_op": (OfRanks(), OnCpu(sharding_strategy="SHARD_GRAD_OP")),
+        "fsdp flat": (Flat(), OnCpu(sharding_strategy="NO_SHARD", use_orig_params=False)),
+        "fsdp2": (Sharded(), ModelParallelStrategy(world, tensor_parallel_size=1)),
+    }
 
 
 def fit(
-    module: Any, data: Any, options: dict[str, Any], notes: Notes, folder: Path,
-    *, ckpt_path: Path | None = None,
+    module: Any, data: Any, options: dict[str, Any], *, validated: Any = None,
+    ckpt_path: Path | None = None,
 ) -> None:  # fmt: skip
     extra = options.get("callbacks", [])
     trainer = lightning.Trainer(**{
-        "accelerator": "cpu", "max_epochs": EPOCHS, "logger": False, "default_root_dir": folder,
+        "accelerator": "cpu", "max_epochs": EPOCHS, "logger": False,
         "enable_progress_bar": False, "enable_model_summary": False,
-        "enable_checkpointing": bool(extra),
-        **options,
-        "callbacks": [notes, *extra, Preemptible(directory=folder, every_s=0, every_steps=0)],
+        "enable_checkpointing": bool(extra), **options, "callbacks": [Shown(), *extra],
     })  # fmt: skip
     workers = getattr(data, "num_workers", 0)
     validation = trainer.fit_loop.epoch_loop.val_loop
     own = validation.run
     validation.run = theirs = lambda: own()  # of somebody who replaces it as well
-    validated = DataLoader(Noisy().data, batch_size=8, num_workers=workers)
+    validated = validated or DataLoader(Noisy().data, batch_size=8, num_workers=workers)
     trainer.fit(module, data, validated, ckpt_path=ckpt_path)
     assert validation.run is theirs
-    weights = b"".join(one.detach().numpy().tobytes() for one in module.state_dict().values())
-    notes.note("weights", hashlib.sha256(weights).hexdigest())
+    weights = hashlib.sha256()
+    for one in trainer.model.state_dict().values():  # which shards all, or gathers all
+        local = one.to_local() if hasattr(one, "to_local") else one
+        weights.update(local.detach().numpy().tobytes())
+    print("= weights", weights.hexdigest())
 
 
 def quiet() -> None:
@@ -314,13 +333,38 @@ def quiet() -> None:
     logging.getLogger("lightning.pytorch").setLevel("ERROR")
 
 
-def main(name: str, folder: Path, *stops: str) -> None:
+def main(name: str) -> None:
     quiet()
-    found: dict[str, Any] = {}
-    for run, told in (("undisturbed", ("",)), ("stopped", (*stops, ""))):
-        found[f"{run}_exits"], found[run] = attempts(attempt, name, folder / run, told)
-    print(json.dumps(found))
+    torch.set_num_threads(1)
+    lightning.seed_everything(3, verbose=False)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if name in (made := strategies(world)):
+        module, strategy = made[name]
+        data = torch.randn(40 * world, 20, generator=torch.Generator().manual_seed(1))
+        options = {"strategy": strategy, "devices": world, "max_epochs": 2}
+        loader_of_all = DataLoader(data, 20)
+        options |= {"accumulate_grad_batches": 2}
+        fit(module, DataLoader(data, 5, shuffle=True), options, validated=loader_of_all)
+        return
+    module, data, options = scene(name)
+    if name == "own checkpoint":  # that Lightning has written in the middle of an epoch
+        path = Path("bare.ckpt")
+        if not path.exists():
+            asked, os.environ["HYDROSLURM_PREEMPT"] = os.environ["HYDROSLURM_PREEMPT"], "off"
+            bare = lightning.Trainer(
+                accelerator="cpu", enable_checkpointing=False, logger=False, max_steps=5,
+                max_epochs=-1, enable_progress_bar=False,
+            )  # fmt: skip
+            os.environ["HYDROSLURM_PREEMPT"] = asked
+            bare.fit(Module(), loader(), loader())
+            bare.save_checkpoint(path)
+        lightning.seed_everything(4, verbose=False)
+        fit(module, data, options, ckpt_path=path)
+        return
+    fit(module, data, options)
+    if name == "twice":
+        fit(module, data, options)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    main(sys.argv[1])

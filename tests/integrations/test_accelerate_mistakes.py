@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+import zygote
+from integrations.proofs import ACCELERATE
 
 SCENES = Path(__file__).with_name("accelerate_mistakes.py")
 OTHERWISE = " If what you register saves it in another form: prepare(accelerator, ..., check=False)"
@@ -18,10 +18,7 @@ Found: TypeAlias = dict[str, list[list[Any]]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Name -> exit statuses and notes of all attempts."""
-    ran = subprocess.run(
-        [sys.executable, SCENES, tmp_path_factory.mktemp("mistakes")],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    ran = zygote.ran([SCENES, tmp_path_factory.mktemp("mistakes")], loads=ACCELERATE)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import captured, free_port, wait_until
+import zygote
+from integrations.proofs import LIGHTNING
+from processes import free_port, wait_until
 
 SCRIPT = Path(__file__).parents[1] / "integration" / "scripts" / "hfai_example.py"
 STEPS = 200
@@ -79,8 +81,8 @@ def rank_below(pid: int, rank: int) -> int:
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Scene]:
     """Each a training with its stops; torch and Lightning are loaded once."""
-    done = captured([sys.executable, SCRIPT.parents[2] / "integrations" / "hfai_scenes.py",
-         tmp_path_factory.mktemp("scenes")], timeout=300)  # fmt: skip
+    scenes = Path(__file__).with_name("hfai_scenes.py")
+    done = zygote.ran([scenes, tmp_path_factory.mktemp("scenes")], loads=LIGHTNING)
     assert done.returncode == 0, done.stderr
     found: dict[str, Scene] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -1,18 +1,18 @@
-"""Lightning's fit, stopped at all kinds of places: the attempts together are an undisturbed run."""
+"""Lightning's callback by both of its packages, and an epoch that other numbers of ranks share."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
+import zygote
+from integrations.proofs import LIGHTNING
 
-SCENES = Path(__file__).with_name("lightning_scenes.py")
+RESIZED = Path(__file__).with_name("lightning_resized.py")
 STOPPED = 75
-LONG = pytest.mark.long
+SAMPLES = 67
 BOTH = """
 import pickle, sys
 import lightning.pytorch, pytorch_lightning, torch
@@ -43,57 +43,10 @@ for package in (lightning.pytorch, pytorch_lightning):
 """
 
 
-def play(scene: str, folder: Path, *stops: str) -> dict[str, Any]:
-    ran = subprocess.run(
-        [sys.executable, SCENES, scene, folder / "runs", *stops],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    return {**json.loads(ran.stdout), "said": ran.stderr}
-
-
-@pytest.mark.parametrize(
-    ("scene", "stops"),
-    [
-        # in the sanity check, in validation, at the ends of epochs
-        ("plain", "sanity train:0 train:10 val:1 epoch:0 val:0 epoch:2"),
-        pytest.param("accumulate", "train:3 train:5 val:1 train:32", marks=LONG),
-        ("stream", "train:2 train:10 val:1 train:32"),
-        ("averaged", "train:3 val:0 train:20"),
-        ("thaw", "train:3 train:14 val:1 train:28"),
-        pytest.param("workers", "train:4 val:1 train:32", marks=LONG),
-        pytest.param("max_steps", "train:5 train:10 train:21", marks=LONG),
-        pytest.param("manual", "train:2 train:10 train:21", marks=LONG),
-        pytest.param("several", "train:3 train:10 train:25", marks=LONG),
-        pytest.param("scaled", "train:1 train:5 train:12 train:30", marks=LONG),
-        pytest.param("swa", "train:3 train:11 train:30", marks=LONG),
-        pytest.param("callbacks", "train:5 train:10 val:2", marks=LONG),
-        *(
-            pytest.param(*one, marks=LONG)
-            for one in (
-                ("fractions", "train:1 train:2 val:4 train:10 train:22"),
-                ("half", "sanity train:0 train:4 val:0 train:9"),
-                ("overfit", "train:1 train:2 val:0 train:5"),
-                ("max_time", "train:3 train:10 train:30"),
-                ("reload", "train:3 train:10 epoch:1"),
-                ("patience", "train:0 train:1 train:2 train:3 val:3 train:7"),
-            )
-        ),
-    ],
-)
-def test_stopped_run_is_the_undisturbed_one(scene: str, stops: str, tmp_path: Path) -> None:
-    found = play(scene, tmp_path, *stops.split())
-    assert found["undisturbed_exits"] == [0]
-    assert found["stopped_exits"] == [*[STOPPED] * len(stops.split()), 0]
-    assert found["stopped"] == found["undisturbed"]
-    assert len(found["stopped"]) > 9
-
-
 def test_a_script_that_imports_both_packages(tmp_path: Path) -> None:
     """As one does whose libraries have not moved on: either Trainer takes the callback."""
-    ran = subprocess.run(
-        [sys.executable, "-c", BOTH, tmp_path], capture_output=True, text=True, timeout=300
-    )
+    (tmp_path / "both.py").write_text(BOTH)
+    ran = zygote.ran([tmp_path / "both.py", tmp_path], loads=LIGHTNING)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == ["True 4"] * 2
     for package in ("lightning.pytorch", "pytorch_lightning"):
@@ -102,3 +55,22 @@ def test_a_script_that_imports_both_packages(tmp_path: Path) -> None:
         files = list(tmp_path.glob(f"{package}/checkpoints/*/frozen-00000.safetensors"))
         assert len(files) == 2
         assert all(80_000 < file.stat().st_size < 82_000 for file in files)
+
+
+@pytest.mark.parametrize(
+    "attempts", [["2:2", "1:7", "3:"], pytest.param(["1:2", "3:4", "2:"], marks=pytest.mark.long)]
+)
+def test_an_epoch_goes_on_with_another_number_of_ranks(attempts: list[str], tmp_path: Path) -> None:
+    """The rest of an epoch is more batches for fewer ranks: Lightning trains all of them, validates
+    behind them, and the next epoch is whole."""
+    ran = zygote.ran([RESIZED, tmp_path, *attempts], loads=LIGHTNING)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    ranks = [int(one.partition(":")[0]) for one in attempts]
+    assert found["exits"] == [[STOPPED] * n for n in ranks[:-1]] + [[0] * ranks[-1]], ran.stderr
+    for epoch in (0, 1):
+        notes = [(kind, what) for of, kind, what in found["notes"] if of == epoch]
+        trained = Counter(place for kind, what in notes if kind == "trained" for place in what)
+        once = dict.fromkeys(range(SAMPLES), 1)
+        assert {place: n for place, n in trained.items() if place < SAMPLES} == once
+        assert sum(kind == "validated" for kind, _ in notes) == ranks[-1]

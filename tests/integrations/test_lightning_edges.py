@@ -1,15 +1,14 @@
-"""Lightning's fit at the edges: other versions, other models, checkpoints of its own, two of them,
-and another framework in the same process."""
+"""Lightning's fit at the edges: other versions, other models, runs that are trained longer."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+import zygote
+from integrations.proofs import LIGHTNING
 
 SCRIPT = Path(__file__).with_name("lightning_edges.py")
 Found: TypeAlias = dict[str, list[list[Any]]]
@@ -19,9 +18,7 @@ pytestmark = pytest.mark.long
 
 def play(folder: Path, *edges: str) -> Found:
     """Name -> exit statuses and notes of all attempts."""
-    ran = subprocess.run(
-        [sys.executable, SCRIPT, folder, *edges], capture_output=True, text=True, timeout=500
-    )
+    ran = zygote.ran([SCRIPT, folder, *edges], loads=LIGHTNING)
     assert ran.returncode == 0, ran.stderr
     return {**json.loads(ran.stdout.splitlines()[-1]), "said": ran.stderr}
 
@@ -41,17 +38,6 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     assert exits == [75, 0], found["said"]
     assert "refused: step 4 of this run does not fit the model (Module), or its" in notes[-1]
     assert "size mismatch" in notes[-1]
-
-
-@pytest.mark.parametrize("name", ["own checkpoint", "two fits", "two frameworks"])
-def test_stopped_run_is_the_undisturbed_one(name: str, tmp_path: Path) -> None:
-    """That begins from a checkpoint of Lightning's own; and two trainings, one after the other, of
-    which the first is done when the process is stopped in the second: what follows its last step is
-    done again."""
-    found = play(tmp_path, name)
-    exits, notes = found[name]
-    assert exits == [75, 75, 75, 0], found["said"]
-    assert found[f"{name}, undisturbed"] == [[0], list(dict.fromkeys(notes))]
 
 
 def test_a_run_that_had_come_to_its_end_is_trained_longer(tmp_path: Path) -> None:

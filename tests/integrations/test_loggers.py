@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zygote
+from integrations.proofs import LIGHTNING, TRANSFORMERS
 
 from hydroslurm.integrations import loggers
 
@@ -87,9 +87,7 @@ def test_attempts_continue_one_run(framework: str, tmp_path: Path) -> None:
 
 
 def play(framework: str, folder: Path, *stops: str) -> dict[str, Any]:
-    ran = subprocess.run(
-        [sys.executable, SCENES, framework, folder / "runs", *stops],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    loads = LIGHTNING if framework == "lightning" else TRANSFORMERS
+    ran = zygote.ran([SCENES, framework, folder / "runs", *stops], loads=loads)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])

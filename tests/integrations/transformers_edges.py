@@ -1,8 +1,5 @@
 """What a Trainer made preemptible does at the edges: ``transformers_edges.py FOLDER``. Prints, as
-JSON, name -> exit statuses and notes; what was said is on stderr.
-
-torch and transformers are imported once; each attempt is a fork of that.
-"""
+JSON, name -> exit statuses and what was shown; what was said is on stderr."""
 
 from __future__ import annotations
 
@@ -14,14 +11,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
-from attempts import STOPPED, attempts
+from attempts import STOPPED, attempts, begin, printed
 from transformers import Trainer
-from transformers_scenes import Noisy, attempt, made_trainer, train
+from transformers_scenes import Noisy, made_trainer, train
+from transformers_scenes import main as train_scene
 
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.transformers import install, make_preemptible
+from hydroslurm.prove.updates import PROVE_ENV
 
 
 def older_or_newer(name: str, folder: Path, stop: str) -> None:
@@ -50,54 +48,63 @@ def older_or_newer(name: str, folder: Path, stop: str) -> None:
 
 def another_model(name: str, folder: Path, stop: str) -> None:
     """The second attempt has a wider one."""
-    torch.set_num_threads(1)
+    begin(folder, stop)
     try:
-        train("plain", folder, stop, width=8 if stop else 16)
+        train("plain", folder / "output", width=8 if stop else 16)
     except StateMismatch as error:
         note(folder, f"refused: {error}")
 
 
 def trained_longer(name: str, folder: Path, stop: str) -> None:
     """The first attempt comes to its end, the second one is told to train longer."""
-    torch.set_num_threads(1)
+    begin(folder, "")
     until = int(stop or {"num_train_epochs": 3, "max_steps": 10}[name])
-    train("plain", folder, "", options={name: until, "lr_scheduler_type": "constant"})
+    options = {name: until, "lr_scheduler_type": "constant"}
+    train("plain", folder / "output", options=options)
     if stop:
         raise SystemExit(STOPPED)
 
 
 def whole_process(name: str, folder: Path, stop: str) -> None:
     """With what Python does at its end, where a run is marked as finished."""
-    attempt(name, folder, stop)
+    begin(folder, stop)
+    train_scene(name)
     atexit._run_exitfuncs()
 
 
+def bare(name: str, folder: Path, stop: str) -> None:
+    """As transformers does it without us."""
+    os.environ.pop(PROVE_ENV)
+    out = os.open(folder / "out-0", os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1)
+    os.chdir(folder)
+    train_scene(name)
+
+
 def note(folder: Path, what: str) -> None:
-    with (folder / "notes").open("a") as notes:
-        print(" ".join(what.split()), file=notes)
+    with (folder / "out-0").open("a") as notes:
+        print("=", " ".join(what.split()), file=notes)
 
 
 def main(folder: Path) -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
+
+    def play(call: Any, name: str, place: Path, stops: list[str]) -> tuple[list[int], list[str]]:
+        exits, lines = attempts(call, name, place, stops, notes="out-*")
+        return exits, printed(lines)
+
     found: dict[str, Any] = {
-        "another transformers": attempts(older_or_newer, "", folder / "version", [""]),
-        "another model": attempts(another_model, "", folder / "model", ["step:3", ""]),
-        "finished": attempts(whole_process, "plain", folder / "finished", [""]),
-        "finished again": attempts(whole_process, "plain", folder / "finished", [""]),
+        "another transformers": play(older_or_newer, "", folder / "version", [""]),
+        "another model": play(another_model, "", folder / "model", ["step:3", ""]),
+        "finished": play(whole_process, "plain", folder / "finished", [""]),
+        "finished again": play(whole_process, "plain", folder / "finished", [""]),
+        "own checkpoint": play(whole_process, "own checkpoint", folder / "own", [""]),
+        "own checkpoint, bare": play(bare, "own checkpoint", folder / "bare", [""]),
     }
     for kind, short in (("num_train_epochs", "2"), ("max_steps", "5")):
         for run, stops in (("longer", [short, ""]), ("whole", [""])):
-            place = folder / kind / run
-            found[f"{kind}, {run}"] = attempts(trained_longer, kind, place, stops)
-    for name, stops in (
-        ("own checkpoint", ["step:9", "epoch:2"]),
-        ("two trainers", ["1/step:4", "2/step:3"]),
-    ):
-        found[name] = attempts(attempt, name, folder / name / "stopped", [*stops, ""])
-        found[f"{name}, undisturbed"] = attempts(attempt, name, folder / name / "whole", [""])
-    name = "own checkpoint, bare"
-    found[name] = attempts(attempt, name, folder / name, [""])
+            found[f"{kind}, {run}"] = play(trained_longer, kind, folder / kind / run, stops)
     print(json.dumps(found))
 
 

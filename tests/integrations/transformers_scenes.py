@@ -1,44 +1,37 @@
-"""Trainings with Hugging Face's Trainer, each stopped and resumed as told:
-``transformers_scenes.py SCENE FOLDER STOP...``. Prints what the attempts have noted, beside an
-undisturbed run's, as JSON.
-
-torch and transformers are imported once; each attempt is a fork of that.
-
-A stop is ``step:N`` (behind the N-th optimizer step of the run, from 1), ``micro:N`` (in front of
-the N-th batch's training of its attempt, from 1), ``eval:N`` (in the N-th batch of evaluation of
-its attempt, from 1), ``epoch:N`` (at the end of the N-th epoch, from 1) or ``start``. ``every``
-stands for a stop behind each step of the run. ``N/`` in front of a stop means the N-th Trainer of
-the process.
-"""
+"""Trainings with Hugging Face's Trainer: ``transformers_scenes.py SCENE``. Prints what they train,
+log and save, in lines that begin with "="."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import json
-import os
 import random
-import signal
 import sys
-import time
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
+import accelerate.state
 import torch
 import transformers
-from attempts import attempts
+from accelerate.utils import DistributedType
+from stops import reach
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from hydroslurm.integrations.transformers import make_preemptible
-
 ITEMS, VOCABULARY, LENGTH = 22, 40, 8
+FSDP2 = {
+    "fsdp": "full_shard",
+    "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]},
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+}
 
 
 class Noisy(Dataset):
@@ -175,55 +168,49 @@ class Masking(Trainer):
         self.data_collator = transformers.DataCollatorForLanguageModeling(tokenizer)
 
 
-class Notes(transformers.TrainerCallback):
-    """Writes down what is trained and logged, and stops where told."""
-
-    def __init__(self, path: Path, stop: str) -> None:
-        self._path, self._stop = path, stop.partition(":")[::2]
-        self._attempt = SimpleNamespace(counts=Counter())  # in a form that is not saved
-
-    def note(self, *what: Any) -> None:
-        with self._path.open("a") as notes:
-            print(*what, file=notes)
-
-    def _reach(self, place: str, number: int | None = None) -> None:
-        counts = self._attempt.counts
-        counts[place] += 1
-        if self._stop == (place, str(counts[place] if number is None else number)):
-            self.stop()
-
-    def stop(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
+class Shown(transformers.TrainerCallback):
+    """Prints what is trained, logged and saved."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._stop[0] == "start":
-            self.stop()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._reach("micro")
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._reach("micro")
+        reach("start")
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-        weights = b"".join(one.detach().numpy().tobytes() for one in model.state_dict().values())
-        self.note(state.global_step, repr(state.epoch), hashlib.sha256(weights).hexdigest())
-        self._reach("step", state.global_step)
+        print("=", state.global_step, repr(state.epoch), weights_of(model))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
         timed = ("runtime", "per_second", "step_time")
         kept = {name: one for name, one in logs.items() if not name.endswith(timed)}
-        self.note("log", sorted(kept.items()))
+        print("= log", sorted(kept.items()))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.note("saved", state.global_step, state.best_metric)
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._reach("eval")
+        print("= saved", state.global_step, state.best_metric)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._reach("epoch", round(state.epoch))
+        reach("epoch")
+
+
+def weights_of(model: torch.nn.Module) -> str:
+    """Of this rank's parts, where they are sharded."""
+    found = hashlib.sha256()
+    for one in model.state_dict().values():
+        local = one.to_local() if hasattr(one, "to_local") else one
+        found.update(local.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def allow_cpu() -> None:
+    """accelerate takes FSDP for granted on each kind of device but the CPU, where torch has it."""
+    kind = accelerate.state.AcceleratorState
+    begin = kind.__init__
+
+    @functools.wraps(begin)
+    def __init__(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        begin(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            accelerate.state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    kind.__init__ = __init__  # type: ignore[method-assign]
 
 
 class Steps(transformers.TrainerCallback, ExportableState):
@@ -245,6 +232,10 @@ class Steps(transformers.TrainerCallback, ExportableState):
 def scene(name: str) -> tuple[type, Any, dict[str, Any], list[Any]]:
     """The trainer, its data, arguments and callbacks."""
     evaluated = {"eval_strategy": "steps", "eval_steps": 3}
+    if name.startswith("fsdp2"):
+        more = {"gradient_accumulation_steps": 2, "dataloader_num_workers": 1}
+        more |= {"num_train_epochs": 4}
+        return Trainer, Noisy(46), {**FSDP2, **(more if "accumulated" in name else {})}, []
     if name == "workers":
         return Trainer, Noisy(), {"dataloader_num_workers": 2, **evaluated}, []
     if name == "persistent":
@@ -295,23 +286,6 @@ def scene(name: str) -> tuple[type, Any, dict[str, Any], list[Any]]:
     return Trainer, data, {"eval_strategy": "epoch"}, [Steps()]
 
 
-def attempt(name: str, folder: Path, stop: str) -> None:
-    """One process's training, from its beginning or from where the last one was stopped."""
-    torch.set_num_threads(1)
-    transformers.set_seed(3)
-    which, _, at = stop.rpartition("/")
-    if name == "two trainers":
-        train(name, folder, at if which == "1" else "")
-        train(name, folder, at if which == "2" else "")
-        return
-    is_own = name.startswith("own checkpoint")
-    checkpoint = folder / "bare/checkpoint-8" if is_own else None
-    if checkpoint is not None and not checkpoint.exists():
-        saved = {"save_strategy": "steps", "save_steps": 8, "max_steps": 8}
-        made_trainer(Trainer, Still(), folder / "bare", saved, []).train()
-    train(name, folder, stop, checkpoint)
-
-
 def made_trainer(
     kind: type, data: Any, output: Path, options: dict[str, Any], callbacks: list[Any],
     *, width: int = 8,
@@ -336,35 +310,36 @@ def made_trainer(
 
 
 def train(
-    name: str, folder: Path, stop: str, checkpoint: Path | None = None, *, width: int = 8,
+    name: str, output: Path, checkpoint: Path | None = None, *, width: int = 8,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:  # fmt: skip
     kind, data, own, callbacks = scene(name)
-    notes = Notes(folder / "notes", stop)
-    callbacks, own = [*callbacks, notes], {**own, **options}
-    trainer = made_trainer(kind, data, folder / "output", own, callbacks, width=width)
-    if not name.endswith("bare"):
-        make_preemptible(trainer, directory=folder / "run", every_s=0, every_steps=0)
+    callbacks, own = [*callbacks, Shown()], {**own, **options}
+    trainer = made_trainer(kind, data, output, own, callbacks, width=width)
     made = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-    weights = b"".join(
-        one.detach().numpy().tobytes() for one in trainer.model.state_dict().values()
-    )
-    notes.note(
-        "end", made.global_step, repr(made.training_loss), hashlib.sha256(weights).hexdigest()
-    )
+    assert isinstance(trainer.model, FSDPModule) or not name.startswith("fsdp2")
+    print("= end", made.global_step, repr(made.training_loss), weights_of(trainer.model))
 
 
-def main(name: str, folder: Path, *stops: str) -> None:
+def main(name: str) -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    found: dict[str, Any] = {}
-    for run, told in (("undisturbed", ("",)), ("stopped", (*stops, ""))):
-        if told[0] == "every":
-            last = max(int(note.split()[0]) for note in found["undisturbed"] if note[0].isdigit())
-            told = (*(f"step:{number}" for number in range(1, last + 1)), "")
-        found[f"{run}_exits"], found[run] = attempts(attempt, name, folder / run, told)
-    print(json.dumps(found))
+    torch.set_num_threads(1)
+    transformers.set_seed(3)
+    if name.startswith("fsdp2"):
+        allow_cpu()
+    if name.startswith("own checkpoint"):
+        checkpoint = Path("bare/checkpoint-8")
+        if not checkpoint.exists():
+            saved = {"save_strategy": "steps", "save_steps": 8, "max_steps": 8}
+            bare = made_trainer(Trainer, Still(), Path("bare"), saved, [])
+            getattr(Trainer.train, "__wrapped__", Trainer.train)(bare)
+        train(name, Path("output"), checkpoint)
+        return
+    train(name, Path("output"))
+    if name == "two trainers":
+        train(name, Path("output"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    main(sys.argv[1])

@@ -1,0 +1,125 @@
+"""Frameworks, stopped at all kinds of places: the attempts together are an undisturbed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from integrations.proofs import ACCELERATE, BOTH, LIGHTNING, TRANSFORMERS, TRL, Row, proved
+
+
+def lightning(scene: str, stops: str, ranks: int = 1, trainings: int = 1) -> Row:
+    return Row(f"lightning_scenes.py {scene}", LIGHTNING, stops, ranks, trainings)
+
+
+def transformers(scene: str, stops: str, ranks: int = 1, trainings: int = 1) -> Row:
+    return Row(f"transformers_scenes.py {scene}", TRANSFORMERS, stops, ranks, trainings)
+
+
+def loaders(way: str, ranks: int = 1) -> Row:
+    """Several, each with a position of its own."""
+    stops = "step:3 step:4 step:2" if ranks == 1 else "step:3@1 step:4@1 step:2@1"
+    return Row(f"accelerate_loaders.py {way}", ACCELERATE, stops, ranks)
+
+
+ALWAYS = [
+    # in the sanity check, in validation, at the ends of epochs
+    lightning("plain", "eval:1 step:1 step:10 eval:2 epoch:1 eval:1 epoch:1"),
+    lightning("stream", "step:3 step:8 eval:2 step:9"),
+    lightning("averaged", "step:4 eval:1 step:6"),
+    lightning("thaw", "step:4 step:9 eval:1 step:3"),
+    # with 3 ranks an order of sums matters: DDP has another one in its first step
+    lightning("ddp", "step:2@2", 3),
+    lightning("fsdp", "eval:3@0", 2),
+    # before the first step, within one, at the ends of epochs, in evaluations
+    transformers("plain", "start:1 step:2 forward:2 epoch:1 eval:2 step:2 epoch:1 eval:2"),
+    transformers("own checkpoint", "step:9 epoch:1", trainings=2),
+    transformers("two trainers", "step:4 step:11", trainings=2),
+    # which trains with FSDP2 what a Trainer that nobody stops would
+    transformers("fsdp2", "step:3@1", 2),
+    Row("accelerate_loop.py out --workers 1 --accumulate 2", ACCELERATE, "step:2 step:1"),
+    loaders("zip, the other first"),
+    loaders("now and then; accumulated, seeded"),
+]
+SOMETIMES = [
+    lightning("accumulate", "forward:4 step:1 eval:2 step:4"),
+    lightning("workers", "step:5 eval:2 step:12"),
+    lightning("max_steps", "step:6 step:5 step:9"),
+    lightning("manual", "step:3 step:8 step:9"),
+    lightning("several", "step:4 step:7 step:9"),
+    lightning("scaled", "forward:2 step:2 forward:7 step:9"),
+    lightning("swa", "step:4 step:8 step:12"),
+    lightning("callbacks", "step:6 step:5 eval:3"),
+    lightning("fractions", "step:2 step:1 eval:5 step:5 step:9"),
+    lightning("half", "eval:1 step:1 step:3 eval:1 step:4"),
+    lightning("overfit", "step:2 step:1 eval:1 step:3"),
+    lightning("max_time", "step:4 step:7 step:15"),
+    lightning("reload", "step:4 step:7 epoch:1"),
+    lightning("patience", "step:1 step:1 step:1 step:1 eval:4 step:2"),
+    lightning("own checkpoint", "step:8 eval:1 step:9", trainings=2),
+    lightning("twice", "step:5 step:32 step:9", trainings=2),
+    lightning("ddp", "step:1@1 eval:2@2 step:2@0", 3),
+    lightning("ddp", "step:4@1 eval:1@1", 2),
+    lightning("fsdp", "step:1@1 step:3@2 eval:2@1 step:1@0", 3),
+    lightning("fsdp grad_op", "step:1@1 eval:2@1 step:1@0", 2),
+    lightning("fsdp flat", "step:1@1 eval:2@1 step:1@0", 2),
+    lightning("fsdp2", "step:1@1 eval:2@0", 2),
+    lightning("fsdp2", "step:1@1 step:3@2 eval:2@1 step:1@0", 3),
+    transformers("best", "step:2 epoch:1 eval:1 step:6 eval:3 epoch:1"),
+    *(
+        transformers(scene, "step:1...")
+        for scene in (
+            "accumulate", "one", "plain", "workers", "collator", "masks", "own methods",
+            "model_init", "fractions", "plateau", "stream", "stream accumulated",
+        )
+    ),
+    transformers("scaled", "forward:1..."),
+    transformers("persistent", "step:2 step:4 step:2"),
+    transformers("one", "epoch:1 eval:1 epoch:1"),
+    transformers("jit", "step:3 step:6"),
+    transformers("stream", "eval:1 epoch:1 eval:2"),
+    transformers("early", "start:1 step:3 eval:1 step:6 step:1 eval:2"),
+    transformers("fsdp2", "step:1@1 eval:1@0 step:3@1 eval:1@1", 2),
+    transformers("fsdp2, accumulated", "step:1@2 step:4@0 eval:1@1", 3),
+    Row("lightning_then_transformers.py", BOTH, "step:4 step:32 eval:2", trainings=2),
+    *map(
+        loaders,
+        (
+            "zip", "zip; accumulated", "now and then; workers",
+            "now and then; accumulated, workers",
+            "one in the other; accumulated", "one in the other; seeded", "chain; accumulated",
+            "chain; seeded", "epoch by epoch; seeded", "epoch by epoch; accumulated, workers",
+        ),
+    ),
+    loaders("zip, the other first", ranks=2),
+    loaders("chain", ranks=2),
+    loaders("epoch by epoch; seeded", ranks=2),
+    Row("accelerate_loop.py out", ACCELERATE, "step:2@1 step:3@2", 3),
+    Row("hf_causal_lm.py out", TRANSFORMERS, "step:2@1 step:3@2", 3),
+    Row("trl_rewarded.py out --items 16 --accumulate 2 --generations 4", TRL, "step:1@1 step:2@1",
+        ranks=2),
+    # completions are used in four steps; a reference model that follows the model
+    Row("trl_rewarded.py out --items 4 --moving-reference", TRL, "step:1..."),
+    Row(
+        "trl_rewarded.py out --items 6 --accumulate 2 --generations 4 --workers 2", TRL, "step:1..."
+    ),
+    Row("trl_rewarded.py out --items 16 --method dpo --moving-reference", TRL, "step:1..."),
+    *(
+        Row(f"{script} out --workers {workers} --accumulate {accumulate}", loads, stops, ranks)
+        for script, loads in (
+            ("hf_causal_lm.py", TRANSFORMERS), ("accelerate_loop.py", ACCELERATE),
+            ("trl_sft.py", TRL),
+        )
+        for ranks, stops in ((1, "step:2 step:1"), (2, "step:1@1 step:2@0"))
+        for workers in (0, 2)
+        for accumulate in (1, 4)
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "row", [*ALWAYS, *(pytest.param(row, marks=pytest.mark.long) for row in SOMETIMES)], ids=str
+)
+def test_the_same_bits(row: Row, tmp_path: Path) -> None:
+    """Each step once, and nothing else that can be seen differs."""
+    assert "is not saved" not in proved(row, tmp_path)
