@@ -156,6 +156,7 @@ def test_the_table_says_what_is_absent(tmp_path: Path) -> None:
 
 
 @pytest.mark.slurm
+@pytest.mark.long
 def test_two_peers_in_a_small_storm(tmp_path: Path) -> None:
     """On a real Slurm two peers meet one suspend and one requeue and reach their end; hydroslurm
     loses no step, and all are seen by the same observer."""

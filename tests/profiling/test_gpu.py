@@ -12,6 +12,7 @@ import pytest
 from profiling.scripts import PROFILING
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1400)
 def test_gpu_parts_on_a_cpu(tmp_path: Path) -> None:
     """Without a device every part runs as far as a CPU goes, and leaves its line in a few files."""

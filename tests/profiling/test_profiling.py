@@ -63,7 +63,10 @@ def _check(script: str, result: dict[str, Any], expected: dict[str, Any]) -> Non
     assert result.get("rpcs_per_stop_preempted", 0.0) <= 2.0
 
 
-@pytest.mark.parametrize("script", EXPECTED)
+@pytest.mark.parametrize(
+    "script",
+    [one if one == "save" else pytest.param(one, marks=pytest.mark.long) for one in EXPECTED],
+)
 def test_a_script_prints_its_figures(script: str, tmp_path: Path) -> None:
     """Each figure of the table is there, and what depends on no machine is as it should be."""
     result, _ = run_script(f"{script}.py", "--json", folder=tmp_path)
@@ -86,6 +89,7 @@ def _run(script: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slurm
+@pytest.mark.long
 @pytest.mark.parametrize("script", ON_SLURM)
 def test_a_script_on_slurm_prints_its_figures(
     script: str, printed: Stories[dict[str, Any]]
@@ -107,6 +111,7 @@ def test_steps_lost_are_those_that_the_next_attempt_does_not_begin_with(tmp_path
     assert attempts.steps_lost(seen) == [2, 0]
 
 
+@pytest.mark.long
 def test_bench_keeps_results_and_spares_readme(tmp_path: Path) -> None:
     """A quick bench writes the results where it is told, marked as quick, and changes no page."""
     readme = (PROFILING.parent / "README.md").read_bytes()
