@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from processes import Child, child, wait_until
+from zygote import forked
 
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
@@ -27,7 +28,7 @@ from programs import TRAIN
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Child]:
     """A process that trains for ever, with its events in tmp_path/run."""
-    with child(TRAIN, tmp_path, str(tmp_path / "run")) as trainer:
+    with forked(TRAIN, tmp_path, str(tmp_path / "run")) as trainer:
         trainer.expect("ready")
         yield trainer
 
@@ -173,7 +174,7 @@ def test_sigterm_without_a_handler_still_ends_a_parked_rank(rank: Child) -> None
 def test_a_thousand_pauses_change_no_bit(tmp_path: Path) -> None:
     """Final weights are bit-identical with and without 1,000 pauses."""
     (tmp_path / "paused").mkdir()
-    with child(TRAIN, tmp_path / "paused", str(tmp_path / "run")) as paused:
+    with forked(TRAIN, tmp_path / "paused", str(tmp_path / "run")) as paused:
         paused.expect("ready")
         for _ in range(1000):
             assert client.pause(paused.pid).done
@@ -185,7 +186,7 @@ def test_a_thousand_pauses_change_no_bit(tmp_path: Path) -> None:
     assert kinds.count(EventKind.PARKED) == 1000
     assert EventKind.EVENTS_DROPPED not in kinds
     (tmp_path / "bare").mkdir()
-    with child(TRAIN, tmp_path / "bare", str(tmp_path / "a"), steps) as bare:
+    with forked(TRAIN, tmp_path / "bare", str(tmp_path / "a"), steps) as bare:
         bare.expect("ready")
         assert bare.expect("hash") == changed
 
@@ -247,7 +248,7 @@ def test_a_process_that_is_gone_is_an_error(tmp_path: Path) -> None:
 def test_events_that_cannot_be_written_do_not_stop_pausing(tmp_path: Path) -> None:
     """With the run folder's place taken by a file there is one warning, and pauses still hold."""
     (tmp_path / "run").write_text("in the way")
-    with child(TRAIN, tmp_path, str(tmp_path / "run")) as trainer:
+    with forked(TRAIN, tmp_path, str(tmp_path / "run")) as trainer:
         trainer.expect("ready")
         trainer.signal(signal.SIGUSR1)
 
@@ -285,7 +286,7 @@ def test_the_fallback_gate_pauses_the_same_program(tmp_path: Path) -> None:
     """With module hooks instead of the native gate the same signals park and resume, and say
     where."""
     environ = {"HYDROSLURM_GATE": "hooks"}
-    with child(TRAIN, tmp_path, str(tmp_path / "run"), environ=environ) as trainer:
+    with forked(TRAIN, tmp_path, str(tmp_path / "run"), environ=environ) as trainer:
         assert trainer.expect("ready") == "hooks"
         for _ in range(5):
             assert client.pause(trainer.pid).done

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import Child, child
+from processes import Child
 from training.jobrunner_story import PROGRAM, Story
+from zygote import forked
 
 import hydroslurm
 
@@ -24,7 +25,7 @@ def _nothing_stays_installed() -> Iterator[None]:
 def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """The process from which the attempts of jobs are forked."""
     folder = tmp_path_factory.mktemp("forker")
-    with child(PROGRAM.read_text(), folder) as program:
+    with forked(PROGRAM.read_text(), folder) as program:
         program.expect("ready")
         yield program
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Child, child
+from processes import Child
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from zygote import forked
 
 from hydroslurm.training.ddp_buckets import BucketOrders, is_settled
 
@@ -25,7 +26,7 @@ STEPS = 6
 def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """The process from which the ranks are forked."""
     environ = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with child(PROGRAM.read_text(), tmp_path_factory.mktemp("forker"), environ=environ) as program:
+    with forked(PROGRAM.read_text(), tmp_path_factory.mktemp("forker"), environ=environ) as program:
         program.expect("ready")
         yield program
 

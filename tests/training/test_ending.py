@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import child
+from zygote import forked
 
 from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.rundir import RunDir
@@ -23,7 +23,7 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Pat
     """Makes what makes attempts in a folder: the exit status, and what was said."""
     path = os.pathsep.join([str(PROGRAM.parents[1]), os.environ["PYTHONPATH"]])
     folder, environ = tmp_path_factory.mktemp("forker"), {"PYTHONPATH": path}
-    with child(PROGRAM.read_text(), folder, environ=environ) as forker:
+    with forked(PROGRAM.read_text(), folder, environ=environ) as forker:
         forker.expect("ready")
 
         def in_folder(folder: Path) -> Attempt:

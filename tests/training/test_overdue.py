@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from integrations.stockjobs import StockJob
-from processes import child
+from zygote import forked
 
 from hydroslurm.devcluster import DevCluster
 
@@ -42,7 +42,7 @@ with hydroslurm.Run(model=model, optimizer=optimizer, directory="run", every_ste
 def test_a_step_that_takes_long_is_named(tmp_path: Path) -> None:
     """Outside of a job nobody kills the process: it is said where it is, and it stops at the end of
     that step."""
-    with child(SLOW_STEP, tmp_path) as program:
+    with forked(SLOW_STEP, tmp_path) as program:
         program.expect("waits")
         program.signal(signal.SIGTERM)
         line = program.expect("hydroslurm: SIGTERM received 0.2 s ago, and the training has not")

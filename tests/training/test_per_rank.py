@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from forkedranks import start, wait_for_end
-from processes import Child, child
+from processes import Child
 from torch import nn
 from training.own_loops import Pole
+from zygote import forked
 
 TESTS = Path(__file__).resolve().parents[1]
 RANKS = f"""
@@ -53,7 +54,7 @@ def attempt(program: Child, folder: Path, world: int, *, steps: int) -> dict[int
 def test_each_rank_its_own(tmp_path: Path) -> None:
     """Also with another number of ranks, where the new one takes rank 0's object and draws other
     numbers than any."""
-    with child(RANKS, tmp_path) as program:
+    with forked(RANKS, tmp_path) as program:
         program.expect("ready")
         alone = attempt(program, tmp_path / "run", 2, steps=2)
         again = attempt(program, tmp_path / "run", 2, steps=0)
