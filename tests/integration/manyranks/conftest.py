@@ -90,15 +90,16 @@ def fsdp_alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.fixture(scope="session")
 def comparable_alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of four ranks all the time."""
-    return trained_alone(tmp_path_factory.mktemp("comparable"), "train_ddp.py", *COMPARABLE)
+    """Of one rank all the time."""
+    folder = tmp_path_factory.mktemp("comparable")
+    return trained_alone(folder, "train_ddp.py", *COMPARABLE, world=1)
 
 
-def trained_alone(folder: Path, script: str, *options: str) -> dict[str, Any]:
+def trained_alone(folder: Path, script: str, *options: str, world: int = 4) -> dict[str, Any]:
     out = folder / "out.json"
     training = {
         "script": str(ROOT / "examples" / script),
-        "world": 4,
+        "world": world,
         "options": [
             *script_options(out, epochs=EPOCHS),
             *options,

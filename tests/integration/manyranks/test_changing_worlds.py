@@ -40,7 +40,8 @@ def test_every_sample_once_in_worlds_of_4_2_and_3_ranks(worlds_story: Story) -> 
 def test_the_loss_is_that_of_the_world_that_never_changed(
     comparable_alone: dict[str, Any], worlds_story: Story
 ) -> None:
-    """The global batches are the same, and so is their mean loss, step by step, up to rounding."""
+    """The global batches are those of a single rank, and so is their mean loss, step by step, up to
+    rounding."""
     means = worlds_story.training.result["mean_losses"]
     wanted = comparable_alone["mean_losses"]
     differences = [abs(one - other) for one, other in zip(means, wanted, strict=True)]
