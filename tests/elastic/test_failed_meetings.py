@@ -27,6 +27,7 @@ UNREACHABLE = TRAIN.replace(
 """On some members gloo has no interface to listen at."""
 
 
+@pytest.mark.long
 def test_a_newcomer_that_nobody_can_reach_is_left_out(tmp_path: Path) -> None:
     """The others try thrice with it, and train on alone."""
     with ElasticStory(tmp_path, program=UNREACHABLE, max=3) as story:

@@ -63,7 +63,9 @@ TRAIN = """
 """
 
 
-@pytest.mark.parametrize("signo", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "signo", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)]
+)
 def test_a_state_goes_on_with_who_is_left(tmp_path: Path, signo: int) -> None:
     """A member goes, another comes: the rest have the same weights, and all batches were trained;
     a collective of the script's own may raise meanwhile. SIGTERM calls the script's handler too,
@@ -195,7 +197,12 @@ def test_a_script_of_horovods_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at_top", "window", "gives_loader"), [(True, 1, True), (True, 1, False), (False, 4, True)]
+    ("at_top", "window", "gives_loader"),
+    [
+        (False, 4, True),
+        pytest.param(True, 1, True, marks=pytest.mark.long),
+        pytest.param(True, 1, False, marks=pytest.mark.long),
+    ],
 )
 def test_a_batch_is_used_when_an_optimizer_has_stepped(
     tmp_path: Path, at_top: bool, window: int, gives_loader: bool

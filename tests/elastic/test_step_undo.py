@@ -121,11 +121,11 @@ KEEPS_MUCH = """
 @pytest.mark.parametrize(
     ("place", "parts", "clips", "at"),
     [
-        ("before backward", 0, False, 5),
+        pytest.param("before backward", 0, False, 5, marks=pytest.mark.long),
         ("before step", 0, True, 5),
         ("in step", 0, False, 5),
         ("before backward", 2, False, 0),
-        ("before step", 2, False, 5),
+        pytest.param("before step", 2, False, 5, marks=pytest.mark.long),
     ],
 )
 def test_nothing_of_a_dropped_step_is_left(

@@ -13,18 +13,21 @@ from hydroslurm.elastic.roster import Send, Size, Timing
 
 
 @pytest.mark.parametrize(
-    ("members", "local_size", "slowest_s", "misses"),
+    ("members", "local_size", "slowest_s", "misses", "seed"),
     [
-        (2, 1, 0.05, 0.0),
-        (3, 1, 0.05, 0.0),
-        (5, 1, 0.05, 0.0),
-        (10, 1, 0.05, 0.0),
-        (3, 2, 2.0, 0.0),
-        (6, 1, 2.0, 0.02),
-        (6, 2, 2.0, 0.02),
+        pytest.param(*world, seed, marks=[pytest.mark.long] if seed >= 8 else [])
+        for seed in range(50)
+        for world in (
+            (2, 1, 0.05, 0.0),
+            (3, 1, 0.05, 0.0),
+            (5, 1, 0.05, 0.0),
+            (10, 1, 0.05, 0.0),
+            (3, 2, 2.0, 0.0),
+            (6, 1, 2.0, 0.02),
+            (6, 2, 2.0, 0.02),
+        )
     ],
 )
-@pytest.mark.parametrize("seed", range(25))
 def test_no_member_is_lost_and_no_two_generations_train(
     members: int, local_size: int, slowest_s: float, misses: float, seed: int
 ) -> None:

@@ -69,7 +69,7 @@ def state_of(folder: ElasticFolder) -> str:
     return (folder.read(folder.status_json) or {}).get("state", "")
 
 
-@pytest.mark.parametrize("shape", ["run", "state"])
+@pytest.mark.parametrize("shape", ["run", pytest.param("state", marks=pytest.mark.long)])
 def test_all_who_have_trained_do_together_what_follows(tmp_path: Path, shape: str) -> None:
     """They evaluate in one group, in groups of their own, and the first saves the final model,
     which a new coordinator waits for too; whoever comes late does nothing of it."""
@@ -95,7 +95,9 @@ def test_all_who_have_trained_do_together_what_follows(tmp_path: Path, shape: st
         assert not story.entries("failure")
 
 
-@pytest.mark.parametrize("fails", ["by an error", "by a signal"])
+@pytest.mark.parametrize(
+    "fails", ["by a signal", pytest.param("by an error", marks=pytest.mark.long)]
+)
 def test_a_tail_that_fails_is_no_success(tmp_path: Path, fails: str) -> None:
     """Its collectives fail on all ranks; one failure is charged. Others come, train nothing, and
     do it again with the weights of the end."""
