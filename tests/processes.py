@@ -57,7 +57,8 @@ class Child:
         self.process = self._start(script, arguments, {**os.environ, **(environ or {})})
         self.lines: list[str] = []
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._pump, daemon=True).start()
+        self._reader = threading.Thread(target=self._pump, daemon=True)
+        self._reader.start()
 
     def _start(
         self, script: Path, arguments: tuple[str, ...], environ: Mapping[str, str]
@@ -100,6 +101,12 @@ class Child:
 
     def wait(self, *, limit_s: float = LIMIT_S) -> int:
         return self.process.wait(patience(limit_s))
+
+    def end(self, *, limit_s: float = LIMIT_S) -> int:
+        """Wait for the end of the program and of its output; its exit status."""
+        status = self.wait(limit_s=limit_s)
+        self._reader.join(patience(limit_s))
+        return status
 
     def __str__(self) -> str:
         return "\n".join(self.lines)

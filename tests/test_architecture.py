@@ -160,24 +160,26 @@ SPEC = ("pydantic", "yaml")
 """What reads a job spec. Only the one who submits it has to."""
 
 
-@pytest.mark.parametrize(
-    ("module", "unwanted"),
-    [
-        ("hydroslurm", HEAVY + SPEC),
-        ("hydroslurm.cli", HEAVY + SPEC),
-        ("hydroslurm.runtime.client", HEAVY + SPEC),
-        ("hydroslurm.runtime.autoload", (*HEAVY, *SPEC, "dataclasses", "pathlib", "subprocess")),
-        ("hydroslurm.coordination.coordinator", HEAVY + SPEC),
-        ("hydroslurm.jobs.launch.training_job", HEAVY),
-        ("hydroslurm.jobs.supervisor.main", HEAVY + SPEC),
-        ("hydroslurm.jobs.task", (*HEAVY, *SPEC, "subprocess", "ctypes", "logging")),
-    ],
-)
-def test_import_is_light(module: str, unwanted: tuple[str, ...]) -> None:
+LIGHT = {
+    "hydroslurm": HEAVY + SPEC,
+    "hydroslurm.cli": HEAVY + SPEC,
+    "hydroslurm.runtime.client": HEAVY + SPEC,
+    "hydroslurm.runtime.autoload": (*HEAVY, *SPEC, "dataclasses", "pathlib", "subprocess"),
+    "hydroslurm.coordination.coordinator": HEAVY + SPEC,
+    "hydroslurm.jobs.launch.training_job": HEAVY,
+    "hydroslurm.jobs.supervisor.main": HEAVY + SPEC,
+    "hydroslurm.jobs.task": (*HEAVY, *SPEC, "subprocess", "ctypes", "logging"),
+}
+"""What must not be loaded by the import of a module: a job's first operator waits for the command
+line, the supervisor and the task."""
+
+
+def test_imports_are_light() -> None:
     """What is imported beside a training, or before it, loads nothing of weight that it does not
-    need: a job's first operator waits for the command line, the supervisor and the task."""
-    found = _run(f"import sys, {module}; print([m for m in {unwanted} if m in sys.modules])")
-    assert found == "[]"
+    need."""
+    for module, unwanted in LIGHT.items():
+        found = _run(f"import sys, {module}; print([m for m in {unwanted} if m in sys.modules])")
+        assert found == "[]", module
 
 
 def test_every_public_name_exists() -> None:

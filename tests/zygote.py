@@ -220,7 +220,7 @@ def be(order: dict[str, Any]) -> None:
     sys.argv = order["argv"]
     folder = str(Path(sys.argv[0]).parent)
     os.chdir(folder)
-    sys.path[0] = folder
+    sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import child
+from zygote import forked
 
 PROGRAM = Path(__file__).with_name("jointly.py")
 
@@ -15,7 +15,7 @@ def run(folder: Path, program: Path, *arguments: str) -> int:
     code = f"import sys; sys.argv[1:] = {[str(folder), *arguments]!r}\n"
     code += f"sys.path.insert(0, {str(program.parent.parent)!r})\n"
     code += f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')"
-    with child(code, folder, environ={"OMP_NUM_THREADS": "1"}) as running:
+    with forked(code, folder, environ={"OMP_NUM_THREADS": "1"}) as running:
         done = int(running.expect("done", limit_s=180))
         assert running.wait() == 0
     return done

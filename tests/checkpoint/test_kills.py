@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import child
+from zygote import forked
 
 KILLING = Path(__file__).with_name("killing.py")
 
@@ -18,7 +18,7 @@ def run(folder: Path, *arguments: str) -> int:
     code = f"import sys; sys.argv[1:] = {[str(folder / 'checkpoints'), *arguments]!r}\n"
     code += f"sys.path.insert(0, {str(KILLING.parent.parent)!r})\n"
     code += f"import runpy; runpy.run_path({str(KILLING)!r}, run_name='__main__')"
-    with child(code, folder, environ={"OMP_NUM_THREADS": "1"}) as program:
+    with forked(code, folder, environ={"OMP_NUM_THREADS": "1"}) as program:
         done = int(program.expect("done", limit_s=150))
         assert program.wait() == 0
     return done

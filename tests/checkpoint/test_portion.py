@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
-from checkpoint.pipepeers import Lonely
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.planner import LEAST_DIVIDED_BYTES, divide, owners
-from hydroslurm.checkpoint.save_round import SOLO
-from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.store import State
 from hydroslurm.checkpoint.tree import like_of, tensor_keys
 
 SIZES = st.dictionaries(st.text(max_size=3), st.integers(0, 4 * LEAST_DIVIDED_BYTES))
@@ -59,20 +54,3 @@ def test_templates_of_an_optimizer() -> None:
     # no DTensors: everything comes back whole
     found = tensor_keys({"state": {"$dict": [[0, {"x": {"$tensor": "k"}}]]}}, like)
     assert found == {"k": None}
-
-
-def test_a_world_of_one_has_no_peers(tmp_path: Path) -> None:
-    """It agrees with itself, without a word to anybody."""
-    assert CheckpointStore(tmp_path, peers=Lonely(rank=0, world_size=1)).peers is SOLO
-
-
-def test_a_joint_folder_is_left_alone_for_a_while(tmp_path: Path) -> None:
-    """The death of the process that named it is not enough: another rank may finish it."""
-    path = folders.temporary(folders.of_step(tmp_path, 7), joint=True)
-    path.mkdir()
-    now_epoch_s = path.stat().st_mtime
-    assert not folders.is_leftover(path, now_epoch_s=now_epoch_s + 1e6), "this process is alive"
-    dead = path.with_name(path.name.replace(f".{path.name.split('.')[3]}.", f".{2**22 + 1}."))
-    path.rename(dead)
-    assert not folders.is_leftover(dead, now_epoch_s=now_epoch_s + folders.JOINT_STALE_S - 10)
-    assert folders.is_leftover(dead, now_epoch_s=now_epoch_s + folders.JOINT_STALE_S + 10)

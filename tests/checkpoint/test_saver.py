@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.disks import BrokenDisk, HeldDisk
-from processes import child
+from zygote import forked
 
 from hydroslurm.checkpoint.estimate import ASSUMED_FIXED_S
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
@@ -282,7 +282,7 @@ def test_a_process_that_ends_has_its_last_save(tmp_path: Path) -> None:
         threading._register_atexit(shutdown.set)  # called before what was registered earlier
         print("leaving")
     """
-    with child(code, tmp_path, str(tmp_path / "store")) as program:
+    with forked(code, tmp_path, str(tmp_path / "store")) as program:
         program.expect("leaving")
         assert program.wait() == 0, str(program)
     assert steps(CheckpointStore(tmp_path / "store")) == [1], str(program)
@@ -331,7 +331,7 @@ def test_a_pause_does_not_hold_a_save(tmp_path: Path) -> None:
         saver.close()
     """
     for gate in ("native", "hooks"):
-        with child(code, tmp_path, str(tmp_path / gate), gate) as program:
+        with forked(code, tmp_path, str(tmp_path / gate), gate) as program:
             assert program.expect("committed while") == "PARKED"
             assert program.wait() == 0, str(program)
 

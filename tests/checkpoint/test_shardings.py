@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import Child, child
+from processes import Child
+from zygote import forked
 
 PROGRAM = Path(__file__).with_name("shardings.py")
 
@@ -16,7 +17,7 @@ def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """The process from which ranks are forked."""
     code = f"import sys; sys.path.insert(0, {str(PROGRAM.parent.parent)!r})\n"
     code += f"import runpy; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
-    with child(code, tmp_path_factory.mktemp("shardings")) as program:
+    with forked(code, tmp_path_factory.mktemp("shardings")) as program:
         program.expect("ready", limit_s=240)
         yield program
 

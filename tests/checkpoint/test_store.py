@@ -168,24 +168,13 @@ def test_damage_is_found_and_passed_over(tmp_path: Path, name: str, damage: str)
     assert holds(store, found, 1)
 
 
-def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
-    """No single changed byte of a manifest goes unnoticed."""
-    store = saved(tmp_path, 1)
-    checkpoint = store.committed()[0]
-    file = checkpoint.path / "manifest.json"
-    whole = file.read_bytes()
-    for place in range(0, len(whole), 7):
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        assert CheckpointStore(tmp_path).committed() == ()
-        assert list(store.problems()) == [checkpoint.path]
-
-
 def test_nothing_good_is_an_error_and_nothing_at_all_is_none(tmp_path: Path) -> None:
     """A run starts over only where there never was a checkpoint."""
     assert newest_in(CheckpointStore(tmp_path / "none")) is None
-    store = saved(tmp_path, 1)
-    (tmp_path / "step-000000001" / "shared.json").unlink()
-    with pytest.raises(CheckpointCorrupt, match=r"shared\.json"):
+    store = saved(tmp_path, 1, 2)
+    (tmp_path / "step-000000001" / "manifest.json").unlink()
+    (tmp_path / "step-000000002" / "shared.json").unlink()
+    with pytest.raises(CheckpointCorrupt, match=r"step-000000002.*shared\.json.*step-000000001"):
         newest_in(store)
 
 

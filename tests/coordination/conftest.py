@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from coordination.attempts import PROGRAM, Story
-from processes import Child, child
+from processes import Child
+from zygote import forked
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +17,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """The process from which ranks are forked."""
     folder = tmp_path_factory.mktemp("crew")
     path = os.pathsep.join([str(PROGRAM.parent.parent), os.environ["PYTHONPATH"]])
-    with child(PROGRAM.read_text(), folder, environ={"PYTHONPATH": path}) as program:
+    with forked(PROGRAM.read_text(), folder, environ={"PYTHONPATH": path}) as program:
         program.expect("ready")
         yield program
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 from coordination.attempts import Attempt, Story
 from processes import wait_until
@@ -24,25 +23,19 @@ def states(story: Story) -> list[RankStatus]:
     return [state for state in found if state is not None]
 
 
-def begin(story: Story) -> Attempt:
-    attempt = story.begin(WORLD, epochs=400)
+def begin(story: Story, environ: dict[str, str]) -> Attempt:
+    attempt = story.begin(WORLD, epochs=400, environ=environ)
     wait_until(lambda: all(story.steps(rank) for rank in range(WORLD)), "the first steps")
     story.wait_for(EventKind.RANKS_JOINED, world=WORLD)
     return attempt
-
-
-def environ_of(pid: int) -> dict[str, str]:
-    """In which a process was started: where it has announced itself."""
-    given = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(one.split("=", 1) for one in given if "=" in one)
 
 
 def test_the_answer_is_that_all_are_parked(story: Story) -> None:
     """One rank is asked to pause, by its pid: it answers when all are parked, all ranks are seen
     parked together, and its resume lets them all go on; the report tells who was held for whom and
     who was stopped for whom."""
-    attempt = begin(story)
-    environ = environ_of(attempt.pids[1])
+    environ = {"XDG_RUNTIME_DIR": str(story.folder)}
+    attempt = begin(story, environ)
     parked = client.pause(attempt.pids[1], timeout_s=60, environ=environ)
     assert parked.done
     assert f"all {WORLD} ranks at one collective after" in parked.message

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from coordination.attempts import Attempt, Story
+from faults.families import coordinator_of
 from processes import wait_until
 
 from hydroslurm.core.events import EventKind
@@ -37,6 +37,12 @@ def wait_for_parked(story: Story, number: int, world: int = WORLD) -> None:
         lambda: all(parked_together(story, rank) >= number for rank in range(world)),
         f"pause {number} of all ranks",
     )
+
+
+def kill_coordinator(attempt: Attempt) -> None:
+    coordinator = coordinator_of(attempt.pids[0])
+    assert coordinator is not None
+    os.kill(coordinator, signal.SIGKILL)
 
 
 def stop(story: Story, attempt: Attempt) -> None:
@@ -137,46 +143,17 @@ def test_a_rank_that_dies_in_a_pause_holds_nobody(story: Story) -> None:
     assert attempt.codes[0] == attempt.codes[2] == 1, attempt.said
 
 
-def test_pauses_while_saves_are_written(story: Story) -> None:
-    """Paused again and again while every step is saved in the background: no save fails, and all
-    ranks have committed the same ones."""
-    attempt = begin_training(story, every_steps=1)
-    story.wait_for(EventKind.SAVE_COMMITTED, world=WORLD)
-    for number in range(1, 5):
-        attempt.signal(number % WORLD, signal.SIGUSR1)
-        wait_for_parked(story, number)
-        before = len(story.steps(0))
-        attempt.signal(number % WORLD, signal.SIGUSR2)
-        wait_until(lambda before=before: len(story.steps(0)) > before + 3, "all to train on")
-    stop(story, attempt)
-    committed = [
-        [event.data["checkpoint_step"] for event in story.events(rank, EventKind.SAVE_COMMITTED)]
-        for rank in range(WORLD)
-    ]
-    assert committed[0] == committed[1] == committed[2]
-    assert not any(story.events(rank, EventKind.SAVE_FAILED) for rank in range(WORLD))
-
-
 def test_the_hub_is_killed(story: Story) -> None:
     """The ranks train on, meet at another coordinator, and pause and stop together as before; also
     when it is killed during a pause, which then begins anew."""
     attempt = begin_training(story)
-    os.kill(_coordinator_of(attempt.pids[0]), signal.SIGKILL)
+    kill_coordinator(attempt)
     story.wait_for(EventKind.RANKS_JOINED, world=WORLD, times=2)
     attempt.signal(1, signal.SIGUSR1)
     wait_for_parked(story, 1)
-    os.kill(_coordinator_of(attempt.pids[0]), signal.SIGKILL)
+    kill_coordinator(attempt)
     wait_for_parked(story, 2)
     before = len(story.steps(0))
     attempt.signal(1, signal.SIGUSR2)
     wait_until(lambda: len(story.steps(0)) > before + 3, "the run to train on")
     stop(story, attempt)
-
-
-def _coordinator_of(pid: int) -> int:
-    """The coordinator is a child of rank 0."""
-    found = " ".join(one.read_text() for one in Path(f"/proc/{pid}/task").glob("*/children"))
-    for child in map(int, found.split()):
-        if "coordination.coordinator" in Path(f"/proc/{child}/cmdline").read_text():
-            return child
-    raise AssertionError(f"rank 0, {pid}, has no coordinator among {found}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -44,37 +43,6 @@ def test_one_signalled_rank_is_enough(signalled: int, story: Story, alone: Story
     assert story.out.read_text() == alone.out.read_text()
     for rank in range(WORLD):
         assert story.steps(rank) == alone.steps(rank)
-
-
-def test_all_signalled_twice(story: Story, alone: Story) -> None:
-    """All ranks get SIGTERM twice and the warning: one stop, one step."""
-    attempt = story.begin(WORLD, hold={"rank": 1, "at": "step 5"})
-    story.crew.expect("rank 1 at")
-    for rank in range(WORLD):
-        for signo in (signal.SIGTERM, signal.SIGURG, signal.SIGTERM):
-            attempt.signal(rank, signo)
-    story.wait_for(EventKind.STOP_REQUESTED, world=WORLD)
-    story.go()
-    assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
-    assert len(list(story.run.checkpoints.iterdir())) == 1
-    assert set(story.live(WORLD).codes.values()) == {0}
-    assert story.out.read_text() == alone.out.read_text()
-
-
-def test_a_rank_that_has_died_leaves_the_last_checkpoint(story: Story) -> None:
-    """A rank dies, then the others are told to stop: they leave in time, say which rank is gone
-    and what is committed, and the next attempt goes on from there."""
-    attempt = story.begin(WORLD, every_steps=3, hold={"rank": "all", "at": "step 5"})
-    for _ in range(WORLD):
-        story.crew.expect("rank ")
-    wait_until((story.run.checkpoints / "step-000000003").exists, "the save of step 3")
-    attempt.signal(2, signal.SIGKILL)
-    attempt.signal(0)
-    story.go()
-    assert attempt.end().codes[0] in (RUN_AGAIN, 1), attempt.said  # 1: its collective failed before
-    again = story.live(WORLD)
-    assert set(again.codes.values()) == {0}, again.said
-    assert "resumes from step 3" in again.said
 
 
 @pytest.mark.parametrize("told", [True, False])

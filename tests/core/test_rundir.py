@@ -20,11 +20,6 @@ def test_rank_files_come_back_in_order(tmp_path: Path) -> None:
     assert list(run.rank_event_files()) == [2, 10, 123456]
 
 
-def test_a_run_folder_is_private(tmp_path: Path) -> None:
-    """Nobody else may read it."""
-    assert RunDir(tmp_path / "a" / "b").create().root.stat().st_mode & 0o777 == 0o700
-
-
 def test_a_folder_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     """The error names the folder and the way out."""
     (tmp_path / "x").write_text("")

@@ -15,7 +15,6 @@ from processes import child
 
 from hydroslurm.cli.status import _since, rank_line
 from hydroslurm.core.events import Event, EventKind
-from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import (
     LIMIT_BYTES,
     Moment,
@@ -125,11 +124,6 @@ def test_a_long_history_makes_no_long_status(tmp_path: Path) -> None:
 
 
 PARKED_AT = Moment(4, 4)
-
-
-def test_no_file_is_no_status(tmp_path: Path) -> None:
-    """A rank that has written nothing has no status."""
-    assert read_status(tmp_path / "none.json") is None
 
 
 def test_ages_are_shown() -> None:
@@ -275,22 +269,6 @@ def test_a_kill_leaves_a_whole_status(tmp_path: Path) -> None:
             writer.process.send_signal(signal.SIGKILL)
             writer.process.wait()
             assert (load_status(path).step or 0) >= steps[-1]
-
-
-def test_a_thousand_jobs_are_read_quickly(tmp_path: Path) -> None:
-    """A reader of a thousand jobs opens one small file of each, however long their logs are."""
-    status = fold(PAUSED)
-    assert status is not None
-    runs = [RunDir(tmp_path / str(number)) for number in range(1000)]
-    for number, run in enumerate(runs):
-        run.events.mkdir(parents=True)
-        run.rank_status(0).write_text(replace(status, step=number).to_json())
-        with run.rank_events(0).open("wb") as log:
-            log.truncate(1 << 34)
-    begin_s = time.process_time()
-    found = [read_status(run.rank_status(0)) for run in runs]
-    assert time.process_time() - begin_s < 2.0  # it takes a tenth of that
-    assert [one and one.step for one in found] == list(range(1000))
 
 
 # --- the writer ----------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from zygote import forked
 
 from hydroslurm.data import ResumableSampler, SeededDataset, position_of
 from hydroslurm.errors import StateMismatch, UnsavableState, UsageError
@@ -383,9 +383,9 @@ def test_what_cannot_have_a_position() -> None:
 LIFE = """
 import sys, warnings
 warnings.simplefilter("ignore")
-sys.path.insert(0, sys.argv[1])
 import torch
 from pathlib import Path
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
 import test_position
 from loops import Attempt, Stop
 
@@ -405,11 +405,9 @@ for kind, (_, make) in test_position.WITH_WORKERS.items():
 def test_in_new_processes(tmp_path: Path) -> None:
     """Each attempt a process of its own, all strategies: what they saw is what one attempt sees."""
     for number, stop in enumerate(("step 2", "step 4", "")):
-        subprocess.run(
-            [sys.executable, "-c", LIFE, str(Path(__file__).parent), tmp_path, str(number), stop],
-            check=True,
-            timeout=300,
-        )
+        words = (str(Path(__file__).parent), str(tmp_path), str(number), stop)
+        with forked(LIFE, tmp_path, *words) as life:
+            assert life.end() == 0, life
     for kind, (_, make) in WITH_WORKERS.items():
         expected, _ = run(lambda make=make: make(num_workers=1))
         logs = [torch.load(tmp_path / f"{kind} {number}.log") for number in range(3)]

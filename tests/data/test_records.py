@@ -14,8 +14,9 @@ import pytest
 import torch
 from data.recordbytes import ffrecord
 from forkedranks import start, wait_for_end
-from processes import Child, child, wait_until
+from processes import Child, wait_until
 from torch.utils.data import DataLoader, RandomSampler, Subset
+from zygote import forked
 
 from hydroslurm.data import ResumableSampler, SeededDataset, position_of
 from hydroslurm.data.records import RecordDataset, RecordLoader
@@ -277,7 +278,7 @@ def test_stopped_inside_epochs_and_taken_up_by_other_ranks(tmp_path: Path) -> No
     """SIGTERM to one of three ranks in the middle of an epoch, then to one of two with workers,
     then one rank to the end: each step has the samples of the run that was left alone, once."""
     write(tmp_path / "files", (STEPS, 0, 2 * STEPS, 3 * STEPS))
-    with child(RANKS, tmp_path) as program:
+    with forked(RANKS, tmp_path) as program:
         program.expect("ready")
         alone = attempt(program, tmp_path, "alone", world=1)
         assert len(alone) == EPOCHS * STEPS

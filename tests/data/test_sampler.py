@@ -11,12 +11,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, default_collate
+from torch.utils.data import DistributedSampler, default_collate
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.data import ResumableSampler, SampleIndex, position_of
+from hydroslurm.data import ResumableSampler, SampleIndex
 from hydroslurm.errors import StateMismatch, UsageError
 
 lengths = st.integers(0, 200)
@@ -179,29 +179,3 @@ def test_an_index_is_an_int() -> None:
     assert default_collate([index, index]).tolist() == [3, 3]
     copy = pickle.loads(pickle.dumps(index))
     assert (copy, copy.epoch, copy.position) == (3, 5, 17)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    length=st.integers(0, 60),
-    size=st.integers(1, 5),
-    parts=st.lists(st.tuples(worlds, st.integers(0, 6)), min_size=1, max_size=4),
-)
-def test_loaders_that_come_and_go(length: int, size: int, parts: list[tuple[int, int]]) -> None:
-    """The same through DataLoader and its position, in whole batches: 3, then 2, then 4 ranks."""
-    seen: list[int] = []
-    state: Any = None
-    for world, steps in [*parts, (1, 10**6)]:
-        loops = []
-        for rank in range(world):
-            sampler = ResumableSampler(length, rank=rank, world_size=world)
-            position = position_of(DataLoader(range(length), size, sampler=sampler))  # type: ignore[arg-type]
-            batches = position.resume_epoch(state) if state else position.begin_epoch(0)
-            loops.append((position, batches))
-        taken = [list(itertools.islice(batches, steps)) for _, batches in loops]
-        for step in zip(*taken, strict=True):
-            seen += [int(i) for row in zip(*step, strict=True) for i in row]
-        state = loops[0][0].state_dict()
-        assert all(position.state_dict()["sampler"] == state["sampler"] for position, _ in loops)
-    assert seen[:length] == list(ResumableSampler(length))
-    assert len(seen) - length < 7

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import os
 import time
 from pathlib import Path
@@ -114,12 +113,6 @@ def test_the_use_of_a_node_is_read_from_the_kernel(tmp_path: Path) -> None:
         (folder / "memory.stat").write_text("anon 300\ninactive_file 1000\nactive_file 500\n")
     assert usage.read() == {"cpu": 0.6, "memory": 0.2}
     assert 0 < Usage().read()["memory"] < 1
-
-
-def test_options_with_rules_are_json(tmp_path: Path) -> None:
-    """Nothing in the rules is beyond JSON."""
-    text = json.dumps(CoordinatorOptions(size=Size(max=4), autoscale=POLICY).to_json())
-    assert CoordinatorOptions.from_json(json.loads(text)).autoscale == POLICY
 
 
 def test_a_full_disk_does_not_end_the_run(

@@ -305,18 +305,6 @@ def test_agents_that_have_met_begin_the_count_anew(met: str) -> None:
             membership.resumed(("m1", 0), membership.generation, 3, world.now_s)
 
 
-def test_agents_that_never_meet_give_up() -> None:
-    """After six times, with the last error; one that fails for itself is charged at once."""
-    world = gathered(2, min=2, max=2, are_agents=True)
-    names, culprits = ("m1", "m2"), []
-    for number in range(6):
-        assert not world.membership.gave_up
-        told = agents_fail(world, names, of=names[number % 2])
-        culprits += [one.kind for one in told]
-    assert culprits[-1] == "gave_up"
-    assert "6 generations in a row could not meet, the last: m2: " in world.membership.gave_up
-
-
 def test_a_run_whose_members_cannot_meet_ends() -> None:
     """After six times, ever further apart; the state is saved before, and all are told why."""
     world = gathered(2, max=2)

@@ -19,7 +19,8 @@ from typing import Any
 from faults.families import coordinator_of, family_of
 from faults.plans import Fault, Plan
 from faults.verdicts import AttemptSeen, Complaint, check_attempt, check_last
-from processes import Child, child
+from processes import Child
+from zygote import forked
 
 from hydroslurm.core.rundir import RunDir
 
@@ -69,7 +70,7 @@ def players(folder: Path) -> Iterator[Player]:
     """Everything that is needed to play rounds; what they leave behind lies in the folder."""
     environ = {"PYTHONPATH": str(Path(__file__).resolve().parent.parent), "OMP_NUM_THREADS": "1"}
     code = "from faults.worker import main\nmain()\n"
-    with child(code, folder, environ=environ) as crew:
+    with forked(code, folder, environ=environ) as crew:
         crew.expect("ready", limit_s=START_S)
         yield Player(crew, folder)
 

@@ -15,7 +15,10 @@ def test_a_round_can_be_drawn_again() -> None:
     assert draw(SEED, 3) != draw(SEED, 4)
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=[pytest.mark.long] if number >= 4 else []) for number in range(24)],
+)
 def test_nothing_hangs_and_nothing_is_lost(number: int, player: Player) -> None:
     """Whatever is done to a run: no rank hangs, what was committed is there and whole, the next
     attempt goes on from it, and the end has the bits of the run that was left alone."""

@@ -123,7 +123,7 @@ def test_a_pause_does_not_wait_for_the_rank_that_sleeps(play: Play) -> None:
 # --- a stop at an unusual place
 
 
-@pytest.mark.parametrize("told", [0, 2])
+@pytest.mark.parametrize("told", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_stop_before_all_ranks_have_come(told: int, play: Play) -> None:
     """One rank is told to stop while another is still on its way: they leave to run again, without
     having trained."""
@@ -144,7 +144,9 @@ def test_a_stop_before_the_first_step(play: Play) -> None:
     assert stopped_together(attempt) <= 1
 
 
-@pytest.mark.parametrize("check", [9, 10, 11, 12])
+@pytest.mark.parametrize(
+    "check", [9, 12, *(pytest.param(check, marks=pytest.mark.long) for check in (10, 11))]
+)
 def test_a_stop_in_an_evaluation(check: int, play: Play) -> None:
     """Each step is followed by four collectives with a check after each; a rank is told to stop at
     one of them: all leave at the same, at a step that is complete."""
@@ -246,7 +248,7 @@ def test_the_hub_dies_during_a_stop(moment: str, play: Play) -> None:
     assert set(attempt.codes.values()) == {RUN_AGAIN}, attempt.said
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_the_hub_dies_during_a_save(rank: int, play: Play) -> None:
     """What connects the ranks is killed when some have heard that all parts of a periodic save are
     written, and others have not: that save is over for all, and the next ones are made."""

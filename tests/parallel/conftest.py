@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from forkedranks import start, wait_for_end
-from processes import Child, child
+from processes import Child
+from zygote import forked
 
 PROGRAM = Path(__file__).with_name("crew.py")
 
@@ -43,7 +44,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     text = f"__file__ = {str(PROGRAM)!r}\n" + PROGRAM.read_text().replace(
         "from __future__ import annotations\n", ""
     )
-    with child(text, folder, environ={"PYTHONPATH": path}) as program:
+    with forked(text, folder, environ={"PYTHONPATH": path}) as program:
         program.expect("ready")
         yield program
 

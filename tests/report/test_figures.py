@@ -29,16 +29,6 @@ def test_summary_leaves_out_what_nobody_measured() -> None:
     assert summary([None]) == {"count": 0}
 
 
-def test_run_without_pauses(run_dir: RunDir) -> None:
-    """No pauses: counts are zero and summaries are empty."""
-    RankLog().installed().uninstalled(5).write(run_dir)
-    figures = figures_of(read_history(run_dir.root))
-    assert (figures.pauses, figures.ranks, figures.attempts) == (0, 1, 1)
-    assert figures.park_us == {"count": 0}
-    assert figures.observed_s == pytest.approx(5)
-    assert figures.every_pause == ()
-
-
 def test_fifty_pauses_on_four_ranks(run_dir: RunDir) -> None:
     """200 pauses: each is counted once, under its cause, and the percentiles are of all of them."""
     for rank in range(4):

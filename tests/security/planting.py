@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-import textwrap
+import tempfile
 from pathlib import Path
+
+from zygote import forked
 
 TRAIN = """
     import os, sys, warnings
@@ -29,20 +29,17 @@ TRAIN = """
 
 
 def python(
-    code: str, *arguments: object, cwd: Path | None = None, **environ: str
+    code: str, *arguments: object, limit_s: float = 300.0, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program as us; what it prints is one text."""
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(
-        command,
-        env={**os.environ, "HYDROSLURM_GATE": "hooks", **environ},
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
+    """Run a program as us, with torch loaded; what it prints is one text."""
+    environ = {"HYDROSLURM_GATE": "hooks", **environ}
+    words = tuple(map(str, arguments))
+    with (
+        tempfile.TemporaryDirectory(prefix="hs-program-") as folder,
+        forked(code, Path(folder), *words, environ=environ) as child,
+    ):
+        status = child.end(limit_s=limit_s)
+        return subprocess.CompletedProcess(words, status, stdout=f"{child}\n")
 
 
 def train(

@@ -16,6 +16,7 @@ import pytest
 from processes import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from security.conftest import Stranger
+from security.planting import python
 from security.spoiled import KINDS, SHOWN_NASTY, SPOIL, folder_of
 
 from hydroslurm.core.rundir import RunDir
@@ -24,10 +25,15 @@ from hydroslurm.devcluster import DevCluster
 
 pytestmark = pytest.mark.slurm
 
-HYDROSLURM = [sys.executable, "-m", "hydroslurm.cli"]
+HYDROSLURM = """
+    import sys
+    from hydroslurm.cli import main
+    sys.exit(main())
+"""
 LIMIT_S = 120
 """Of one command, on a machine that is busy; one that waits for a FIFO waits for ever."""
 
+LINKS_AND_WORDS = ("fifos", "devices", "words")
 TRAIN = Path(__file__).parents[1] / "training" / "endless.py"
 
 
@@ -63,14 +69,9 @@ class Scene:
 
     def call(self, *words: object, status: tuple[int, ...] = (0,)) -> str:
         """What a command says; it ends by itself, with no traceback and nothing for a terminal."""
-        done = subprocess.run(
-            [*HYDROSLURM, *map(str, words)],
-            env=self.cluster.child_environ(),
-            check=False,
-            capture_output=True,
-            timeout=LIMIT_S,
-        )
-        said = (done.stdout + done.stderr).decode()
+        environ = self.cluster.child_environ()
+        done = python(HYDROSLURM, *words, limit_s=LIMIT_S, **environ)
+        said = done.stdout
         assert done.returncode in status, said
         assert "Traceback" not in said, said
         odd = {c for c in said if not c.isprintable() and c not in "\n\t"}
@@ -191,7 +192,16 @@ def test_other_commands(scene: Scene) -> None:
         scene.call("describe", scene.bad[kind], status=(0, 1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    # what the report reads of each kind is looked at in test_spoiled_folders.py
+    [
+        pytest.param(
+            kind, marks=[] if kind in ("fifos", "devices", "words") else [pytest.mark.long]
+        )
+        for kind in KINDS
+    ],
+)
 def test_report(kind: str, scene: Scene) -> None:
     """It is shown, or one message says why not; and what the folder's links lead to stays as it
     is, which the end of the scene looks at."""

@@ -192,6 +192,8 @@ def test_a_registry_whose_name_is_taken_is_elsewhere(
     stranger.python("import os, sys; os.mkdir(sys.argv[1])", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     environ = {"HOME": str(tmp_path), "TMPDIR": str(scratch), "XDG_RUNTIME_DIR": ""}
+    # the gate that is built already
+    environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     with child(RANK, tmp_path, environ=environ) as rank:
         rank.expect("ready")
         assert client.pause(rank.pid, environ=environ).done

@@ -114,18 +114,6 @@ def test_a_driver_that_answers_nothing_any_more(backend: Make, tmp_path: Path) -
     assert "unknown" in away.reason
 
 
-def test_a_device_that_is_full_is_waited_for(backend: Make, tmp_path: Path) -> None:
-    """Memory that somebody else has when the rank comes back: it is told once, tried again, and the
-    rank ends whole."""
-    waits: list[str] = []
-    full = [("restore", number, "refuse") for number in (1, 2, 3)]
-    one = VacateRound(backend(*full), topic="t", limits=SHORT)
-    assert one.vacate().done
-    assert one.restore(waits.append).done
-    assert len(waits) == 1
-    assert _here(tmp_path) == "running"
-
-
 def test_a_helper_that_died_between_two_pauses(backend: Make, tmp_path: Path) -> None:
     """It is replaced by the next question, and is no reason to refuse."""
     one = backend(("state", 2, "die"))

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import Child, child, wait_until
+from processes import Child, wait_until
+from zygote import forked
 
 from hydroslurm.core.ack import Answer
 from hydroslurm.core.events import Event, EventKind, read_events
@@ -94,7 +95,7 @@ def rank(tmp_path: Path, native_compiler: list[str]) -> Iterator[Rank]:
     assert done.returncode == 0, done.stderr
     (tmp_path / "faults.json").write_text("[]")
     arguments = (str(tmp_path / "run"), str(library), str(HERE / "model.py"), str(tmp_path))
-    with child(TRAIN, tmp_path, *arguments) as process:
+    with forked(TRAIN, tmp_path, *arguments) as process:
         process.expect("ready")
         yield Rank(process, RunDir(tmp_path / "run"))
 

@@ -125,18 +125,6 @@ def test_a_pause_that_asks_for_it_vacates(start: Start) -> None:
     assert rank.status.vacated_bytes == 0
 
 
-def test_every_pause_where_that_is_the_policy(start: Start) -> None:
-    """HYDROSLURM_VACATE=always: SIGUSR1 alone vacates, again and again, and the training moves on
-    in between."""
-    rank = start(HYDROSLURM_VACATE="always")
-    for number in range(1, 4):
-        rank.process.signal(signal.SIGUSR1)
-        wait_until(lambda n=number: len(rank.events(EventKind.VACATED)) == n, "vacated")
-        rank.process.signal(signal.SIGUSR2)
-        wait_until(lambda n=number: len(rank.events(EventKind.RESUMED)) == n, "resumed")
-    assert not rank.events(EventKind.NOT_VACATED)
-
-
 def test_a_parked_rank_can_be_asked_later(start: Start) -> None:
     """A plain pause in force is made a vacated one by asking, and asking again after a failure
     tries again."""
