@@ -123,7 +123,7 @@ def _write_at_once(folder: str, barrier: Any, results: Any) -> None:
 
 def test_two_processes_write_the_same_step(tmp_path: Path) -> None:
     """Both come back with the one checkpoint that is there in the end, and it is whole."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(2), context.Queue()
     arguments = (str(tmp_path), barrier, results)
     writers = [context.Process(target=_write_at_once, args=arguments) for _ in range(2)]

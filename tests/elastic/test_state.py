@@ -8,90 +8,11 @@ from typing import Any
 
 import pytest
 from elasticstory import SAMPLES, ElasticStory, times_seen
-from processes import wait_until
 
 from hydroslurm.core.exitcodes import RUN_AGAIN
 
-TRAIN = """
-    import json, os, signal, sys, time
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-    import hydroslurm
-
-    def handler(signo, frame):
-        print("THE SCRIPT'S OWN HANDLER")
-
-    signal.signal(signal.SIGTERM, handler)
-    options = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    torch.manual_seed(options.get("seed", 0))
-    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    model = DistributedDataParallel(net)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    state = hydroslurm.elastic.State(model=model, optimizer=optimizer, batch=0, sizes=[])
-
-    def reset():
-        print("RESET", dist.get_world_size())
-
-    state.register_reset_callbacks([reset])
-
-    @hydroslurm.elastic.run
-    def train(state):
-        total = torch.zeros(1)
-        for state.batch in range(state.batch, options["batches"]):
-            generator = torch.Generator().manual_seed(state.batch * 100 + dist.get_rank())
-            x = torch.randn(4, 8, generator=generator)
-            loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
-            optimizer.zero_grad()
-            loss.backward()
-            dist.all_reduce(total)  # a collective of the script's own, which raises
-            optimizer.step()
-            print("STEP", json.dumps({
-                "step": state.batch, "size": dist.get_world_size(), "at_s": time.monotonic(),
-            }))
-            time.sleep(0.0 if os.path.exists(options["hurry"]) else 0.05)
-            state.batch += 1
-            state.commit()
-        return state.batch
-
-    print("RETURNED", train(state), signal.getsignal(signal.SIGTERM) is handler)
-    weights = sum(value.detach().double().sum() for value in net.parameters())
-    print("DONE", json.dumps({"weights": weights.item()}))
-"""
-
-
-@pytest.mark.parametrize(
-    "signo", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)]
-)
-def test_a_state_goes_on_with_who_is_left(tmp_path: Path, signo: int) -> None:
-    """A member goes, another comes: the rest have the same weights, and all batches were trained;
-    a collective of the script's own may raise meanwhile. SIGTERM calls the script's handler too,
-    which is restored afterwards."""
-    with ElasticStory(tmp_path, program=TRAIN, max=3) as story:
-        told = {"batches": 400, "hurry": str(tmp_path / "hurry")}
-        story.start_all("abc", **told)
-        story.wait_for_step("a", size=3)
-        story.signal("b", signo)
-        story.wait_for_step("a", size=2)
-        assert story.members["b"].wait() == (RUN_AGAIN if signo == signal.SIGTERM else -signo)
-        assert story.members["b"].lines.count("THE SCRIPT'S OWN HANDLER") == (
-            signo == signal.SIGTERM
-        )
-        story.start("d", seed=5, **told)
-        story.wait_for_step("d", size=3)
-        (tmp_path / "hurry").touch()
-        ends = [story.done(name) for name in "acd"]
-        assert ends[0] == ends[1] == ends[2], story
-        assert {one["step"] for one in story.steps("a")} == set(range(400))
-        wait_until(lambda: "RETURNED 400 True" in story.members["a"].lines, str(story))
-        assert story.members["a"].lines.count("RESET 3") == 2
-
-
 AS_HOROVOD_HAS_IT = """
-    import json, os, sys, time
+    import json, os, signal, sys, time
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -100,6 +21,10 @@ AS_HOROVOD_HAS_IT = """
     import hydroslurm
     from hydroslurm.data import ResumableSampler
 
+    def handler(signo, frame):
+        print("THE SCRIPT'S OWN HANDLER")
+
+    signal.signal(signal.SIGTERM, handler)
     options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -123,6 +48,7 @@ AS_HOROVOD_HAS_IT = """
                     (state.commit if state.batch % 10 == 0 else state.check_host_updates)()
                 loss = nn.functional.mse_loss(model(x), y)
                 loss.backward()
+                dist.all_reduce(torch.zeros(1))  # a collective of the script's own, which raises
                 if (state.batch + 1) % options.get("window", 1) == 0:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -140,6 +66,7 @@ AS_HOROVOD_HAS_IT = """
                     state.check_host_updates()
 
     def on_state_reset():
+        print("RESET", dist.get_world_size())
         for group in optimizer.param_groups:
             group["lr"] = 0.001 * dist.get_world_size()
 
@@ -151,6 +78,7 @@ AS_HOROVOD_HAS_IT = """
     state = hydroslurm.elastic.State(model=model, optimizer=optimizer, batch=0, **given)
     state.register_reset_callbacks([on_state_reset])
     train(state)
+    print("RETURNED", signal.getsignal(signal.SIGTERM) is handler)
     try:
         next(iter(getattr(state, "loader", ())), None)
     except hydroslurm.errors.UsageError as error:
@@ -174,12 +102,14 @@ def one_leaves_and_one_comes(story: ElasticStory, told: dict[str, Any]) -> None:
 def test_a_script_of_horovods_shape(tmp_path: Path) -> None:
     """Commits now and then, a check behind each batch: who leaves and who comes costs no batch, and
     happens at the next check; a death costs those since the last copy, at the next step of the
-    optimizer. The learning rate follows, and each epoch has all samples."""
+    optimizer. The learning rate follows, and each epoch has all samples. SIGTERM calls the script's
+    handler too, which is restored afterwards; the script's own collectives may raise meanwhile."""
     with ElasticStory(tmp_path, program=AS_HOROVOD_HAS_IT, max=3) as story:
         told = {"hurry": str(tmp_path / "hurry"), "checks": True, "gives_loader": True}
         one_leaves_and_one_comes(story, told)
         batches = [one["step"] for one in story.steps("a")]
         assert batches == list(range(len(batches))), story
+        assert story.members["b"].lines.count("THE SCRIPT'S OWN HANDLER") == 1
         story.signal("c", signal.SIGKILL)
         story.wait_for_step("a", size=2, times=4)
         (tmp_path / "hurry").touch()
@@ -190,6 +120,9 @@ def test_a_script_of_horovods_shape(tmp_path: Path) -> None:
         for epoch, seen in times_seen(*story.all_steps()).items():
             assert set(seen) == set(range(SAMPLES)), epoch
         assert max(story.steps("a")[-1]["step"], 0) + 1 == ends[0]["batch"]
+        assert "RETURNED True" in story.members["a"].lines
+        resets = [line for line in story.members["a"].lines if line.startswith("RESET")]
+        assert resets[-3:] == ["RESET 2", "RESET 3", "RESET 2"]
         plain, over = [line for line in story.members["d"].lines if line[:7] == "REFUSED"]
         assert "a DataLoader whose sampler is a SequentialSampler" in plain
         assert "Give it sampler=hydroslurm.data.ResumableSampler(dataset)" in plain
