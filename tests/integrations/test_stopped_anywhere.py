@@ -60,11 +60,11 @@ SOMETIMES = [
     lightning("twice", "step:5 step:32 step:9", trainings=2),
     lightning("ddp", "step:1@1 eval:2@2 step:2@0", 3),
     lightning("ddp", "step:4@1 eval:1@1", 2),
-    lightning("fsdp", "step:1@1 step:3@2 eval:2@1 step:1@0", 3),
+    lightning("fsdp", "step:1@1 step:1@2 eval:2@1 step:1@0", 3),
     lightning("fsdp grad_op", "step:1@1 eval:2@1 step:1@0", 2),
     lightning("fsdp flat", "step:1@1 eval:2@1 step:1@0", 2),
     lightning("fsdp2", "step:1@1 eval:2@0", 2),
-    lightning("fsdp2", "step:1@1 step:3@2 eval:2@1 step:1@0", 3),
+    lightning("fsdp2", "step:1@1 step:1@2 eval:2@1 step:1@0", 3),
     transformers("best", "step:2 epoch:1 eval:1 step:6 eval:3 epoch:1"),
     *(
         transformers(scene, "step:1...")
