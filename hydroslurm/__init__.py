@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         ExecutionOpHook,
         register_ophooks_recursively,
     )
-    from hydroslurm.gate.marks import nvtx_mark
     from hydroslurm.gate.signals import SignalPlan
     from hydroslurm.integrations.fused.modules import optimize_modules
     from hydroslurm.integrations.fused.optimizers import optimize_optimizer
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
         install,
         installed,
         is_installed,
+        nvtx_mark,
         set_step,
         uninstall,
     )
@@ -108,13 +108,13 @@ _HOME = {
     "install": "hydroslurm.runtime.install",
     "installed": "hydroslurm.runtime.install",
     "is_installed": "hydroslurm.runtime.install",
+    "nvtx_mark": "hydroslurm.runtime.install",
     "set_step": "hydroslurm.runtime.install",
     "uninstall": "hydroslurm.runtime.install",
     "SignalPlan": "hydroslurm.gate.signals",
     "BaseOpHook": "hydroslurm.gate.hooks",
     "ExecutionOpHook": "hydroslurm.gate.hooks",
     "register_ophooks_recursively": "hydroslurm.gate.hooks",
-    "nvtx_mark": "hydroslurm.gate.marks",
     "set_torch_environment": "hydroslurm.coordination.rendezvous",
     "Limits": "hydroslurm.training.attempts",
     "Job": "hydroslurm.compat.job",

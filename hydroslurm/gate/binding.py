@@ -110,6 +110,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "marks_name_signal": (None, [ctypes.c_int, ctypes.c_char_p]),
     "marks_begin": (ctypes.c_uint64, [ctypes.c_int, ctypes.c_uint64]),
     "marks_end": (None, [ctypes.c_uint64]),
+    "marks_message": (None, [ctypes.c_char_p]),
 }
 
 

@@ -121,6 +121,11 @@ class Marks:
         if range_id != NO_RANGE and self._library is not None:
             self._library.hs_marks_end(range_id)
 
+    def message(self, text: str) -> None:
+        """A mark of the script's own."""
+        if self.emitting and self._library is not None:
+            self._library.hs_marks_message(text.encode())
+
     def end_once(self, ranges: dict[_Key, int], key: _Key) -> None:
         """End a range that is kept under a key, if it is."""
         self.end(ranges.pop(key, NO_RANGE))
@@ -133,14 +138,6 @@ class Marks:
             yield
         finally:
             self.end(opened)
-
-
-def nvtx_mark(message: str) -> None:
-    """Mark a moment in the profile of this thread; without a profiler nothing happens. Needs no
-    GPU, as ``torch.cuda.nvtx.mark`` does."""
-    import nvtx  # only where marks are wanted: it takes a while to import
-
-    nvtx.mark(message)
 
 
 class NvtxMarks(Marks):
@@ -169,6 +166,10 @@ class NvtxMarks(Marks):
             return NO_RANGE
         self._domain.mark(message="clock", payload=time.monotonic_ns())  # see native/marks.h
         return int(self._domain.start_range(message=name.name.lower(), payload=payload))
+
+    def message(self, text: str) -> None:
+        if self.emitting:
+            self._domain.mark(message=text)
 
     def end(self, range_id: int) -> None:
         if range_id != NO_RANGE and self.emitting:

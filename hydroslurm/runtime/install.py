@@ -276,6 +276,14 @@ def set_step(step: int) -> None:
         _installed.controller.step = step
 
 
+def nvtx_mark(message: str) -> None:
+    """Mark a moment in the profile, in the domain ``hydroslurm`` and without a GPU, which
+    ``torch.cuda.nvtx.mark`` needs. Without a profiler, or before :func:`install`, nothing happens.
+    """
+    if _installed is not None:
+        _installed.controller.marks.message(message)
+
+
 @contextlib.contextmanager
 def installed(**options: object) -> Iterator[Controller]:
     """:func:`install` for the length of a ``with`` block."""

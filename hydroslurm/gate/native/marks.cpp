@@ -40,6 +40,15 @@ nvtxEventAttributes_t attributes(nvtxStringHandle_t name, uint64_t payload) noex
     return event;
 }
 
+nvtxEventAttributes_t text(const char *message) noexcept {
+    nvtxEventAttributes_t event = {};
+    event.version = NVTX_VERSION;
+    event.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
+    event.messageType = NVTX_MESSAGE_TYPE_ASCII;
+    event.message.ascii = message != nullptr ? message : "";
+    return event;
+}
+
 /* Once per process: a domain that was made is never unmade. */
 bool find_tool() noexcept {
     pthread_mutex_lock(&setup);
@@ -92,11 +101,7 @@ bool mark_held() noexcept {
 void mark_released() noexcept { nvtxDomainRangePop(domain); }
 
 void operator_begun(const char *name) noexcept {
-    nvtxEventAttributes_t event = {};
-    event.version = NVTX_VERSION;
-    event.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
-    event.messageType = NVTX_MESSAGE_TYPE_ASCII;
-    event.message.ascii = name != nullptr ? name : "";
+    const nvtxEventAttributes_t event = text(name);
     nvtxDomainRangePushEx(domain, &event);
 }
 
@@ -161,11 +166,18 @@ void hs_marks_end(uint64_t id) {
     mark_clock();
 }
 
+void hs_marks_message(const char *message) {
+    if (!marks_on()) return;
+    const nvtxEventAttributes_t event = text(message);
+    nvtxDomainMarkEx(domain, &event);
+}
+
 #else
 
 int hs_marks_use(uint32_t bits) { return bits & ~(HS_MARKS_EVENTS | HS_MARKS_STEPS | HS_MARKS_OPERATORS) ? -EINVAL : 0; }
 void hs_marks_name_signal(int, const char *) {}
 uint64_t hs_marks_begin(int, uint64_t) { return HS_NO_RANGE; }
 void hs_marks_end(uint64_t) {}
+void hs_marks_message(const char *) {}
 
 #endif

@@ -61,6 +61,9 @@ HS_API void hs_marks_name_signal(int signo, const char *name);
 HS_API uint64_t hs_marks_begin(int range, uint64_t payload);
 HS_API void hs_marks_end(uint64_t id);
 
+/* A mark of the script's own. */
+HS_API void hs_marks_message(const char *message);
+
 #ifdef __cplusplus
 }
 #endif

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from processes import captured, child
+
+from hydroslurm.gate import open_gate
 
 SCRIPT = str(Path(__file__).resolve().parents[3] / "sbatch" / "nsys_profile.sh")
 
@@ -54,6 +58,43 @@ def test_where_nsys_does_not_start_the_command_runs_without(
     assert (done.stdout, done.returncode) == ("trained\n", 75)
     assert "nsys does not start; running without" in done.stderr
     assert (tmp_path / "tries").read_text() == "started\n" * 4
+
+
+def test_the_line_of_hydrojobsche(nsys: str, tmp_path: Path) -> None:
+    """``nsys profile python train.py``, where the script pauses and resumes itself by signals and
+    marks both: the report has its marks and our pause, and no GPU is needed."""
+    open_gate("native")  # builds it, without nsys in the compiler
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, threading, time, torch\n"
+        "from hydroslurm import nvtx_mark, od_execution_wrapper, send_signal\n"
+        "model, done = od_execution_wrapper(torch.nn.Linear(2, 2)), threading.Event()\n"
+        "def notify():\n"
+        "    for action, state in ('pause', 'PARKED'), ('resume', 'RUNNING'):\n"
+        "        nvtx_mark(f'script: {action}')\n"
+        "        send_signal(os.getpid(), action)\n"
+        "        while model.controller.state.name != state:\n"
+        "            time.sleep(0.001)\n"
+        "    done.set()\n"
+        "threading.Thread(target=notify).start()\n"
+        "while not done.is_set():\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+    )
+    report = tmp_path / "report"
+    traced = captured(
+        [nsys, "profile", f"--output={report}", "--trace=nvtx", sys.executable, str(script)],
+        cwd=tmp_path,
+        timeout=100,
+    )
+    assert traced.returncode == 0, traced.stderr
+    exported = [nsys, "export", "--type=sqlite", f"--output={report}.sqlite", f"{report}.nsys-rep"]
+    assert captured(exported, cwd=tmp_path, timeout=100).returncode == 0
+    with contextlib.closing(sqlite3.connect(f"{report}.sqlite")) as tables:
+        events = tables.execute(
+            "SELECT coalesce(text, value) FROM NVTX_EVENTS LEFT JOIN StringIds ON textId = id"
+        )
+        names = {name for (name,) in events}
+    assert {"script: pause", "script: resume", "pausing"} <= names
 
 
 def test_signals_reach_the_command_and_not_nsys(nsys: str, tmp_path: Path) -> None:
