@@ -4,14 +4,15 @@ why, and what each folder cost.
 ``--long`` chooses among the tests marked ``long``: none of them (the default), all, or the tenth
 whose turn it is: ten commits in a row run them all.
 
-A test's processor seconds are those of its worker and of the children that were waited for. Jobs of
-a dev cluster are its daemons' children: they are in the machine's total only.
+A test's processor seconds are those of its worker and of its children. Jobs of a dev cluster are
+its daemons' children: they are in the machine's total only.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 import zlib
 from collections import defaultdict
@@ -68,10 +69,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.stash[_start] = (time.monotonic(), _machine_s())
 
 
+def _processor_s() -> float:
+    """Of this process, the children that it has waited for, and those that they are forked from."""
+    zygote = sys.modules.get("zygote")
+    return sum(os.times()[:4]) + (zygote.processor_s() if zygote else 0.0)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A fixture that several tests share counts for the first that asked for it."""
-    item.stash[_start] = (time.monotonic(), sum(os.times()[:4]))
+    item.stash[_start] = (time.monotonic(), _processor_s())
     return (yield)
 
 
@@ -80,7 +87,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Each phase's report carries its costs to the process that writes the summary."""
     report: Any = yield
     wall, cpu = item.stash[_start]
-    item.stash[_start] = now = (time.monotonic(), sum(os.times()[:4]))
+    item.stash[_start] = now = (time.monotonic(), _processor_s())
     kept = [one for one in report.user_properties if one[0] != COSTS]
     report.user_properties = [*kept, (COSTS, (now[0] - wall, now[1] - cpu))]
     return report
