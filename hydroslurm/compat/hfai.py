@@ -222,7 +222,7 @@ def _import_lightning() -> None:
 
 def _explain_removed(package: ModuleType) -> None:
     """Say what to write for an argument of a Trainer that Lightning 1 had."""
-    trainer: Any = package.Trainer  # type: ignore[attr-defined]
+    trainer = package.Trainer
     create = trainer.__init__
     removed = _REMOVED.keys() - inspect.signature(create).parameters.keys()
 

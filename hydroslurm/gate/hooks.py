@@ -160,16 +160,19 @@ class ExecutionOpHook(BaseOpHook):
         while not self.state and self.pauses == pauses:
             time.sleep(_POLL_S)
 
-    def pre_fwd_exec(self, module: torch.nn.Module, *_: Any, phase: Phase = Phase.FORWARD) -> None:
-        self.threads.see()
-        if not self.state:
-            self._hold(type(module).__name__, phase)
+    def pre_fwd_exec(self, module: torch.nn.Module, *_: Any) -> None:
+        self._come_by(module, Phase.FORWARD)
 
     # without the tensors, which the graph would keep
     def pre_bwd_exec(self, module: torch.nn.Module) -> None:  # type: ignore[override]
-        self.pre_fwd_exec(module, phase=Phase.BACKWARD)
+        self._come_by(module, Phase.BACKWARD)
 
     post_fwd_exec, post_bwd_exec = pre_fwd_exec, pre_bwd_exec  # type: ignore[assignment]
+
+    def _come_by(self, module: torch.nn.Module, phase: Phase) -> None:
+        self.threads.see()
+        if not self.state:
+            self._hold(type(module).__name__, phase)
 
 
 class HooksGate:

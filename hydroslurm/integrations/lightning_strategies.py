@@ -31,7 +31,7 @@ from hydroslurm.coordination.world import World
 from hydroslurm.errors import UsageError
 from hydroslurm.runtime import autoload
 from hydroslurm.slurm.allocation import step_of
-from hydroslurm.training.reporting import notice
+from hydroslurm.training.reporting import warning
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _FABRICS = ("lightning.fabric", "lightning_fabric")
@@ -138,7 +138,7 @@ class HydroslurmEnvironment:
 
     def __init__(self) -> None:
         if not self.detect():
-            notice(
+            warning(
                 "HydroslurmEnvironment: no srun or torchrun started this process; it trains alone"
             )
             with socket.create_server(("127.0.0.1", 0)) as free:

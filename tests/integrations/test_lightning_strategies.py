@@ -27,7 +27,6 @@ SCRIPT = Path(__file__).with_name("lightning_named.py")
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
-@pytest.mark.slow
 def test_either_package_in_any_order(tmp_path: Path) -> None:
     """Each of Lightning's packages, imported before ours or after it, beside the other or alone,
     trains as a single process by the strategies' names, with HFAI's environment and callback and

@@ -1,0 +1,125 @@
+"""What other systems publish, as docs/other-systems.md changes it, runs as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import captured, wait_until
+
+from hydroslurm.devcluster import DevCluster
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERRUPTED = """
+while "training" not in (job.stdout() or "").splitlines():
+    time.sleep(0.2)
+job._interrupt()
+print(job.result())
+"""
+STEPS = re.compile(r"^step (\d+)$", re.M)
+
+
+def published(name: str, *, ours: bool = True) -> str:
+    """The example of this name: as changed, or as its system publishes it."""
+    marked = rf"<!-- run: {name} -->\n```(\w+)\n(.*?)^```"
+    page = (ROOT / "docs/other-systems.md").read_text()
+    ((language, text),) = re.findall(marked, page, flags=re.S | re.M)
+    if language != "diff":
+        return str(text)
+    dropped = "-" if ours else "+"
+    return "".join(line[1:] or "\n" for line in text.splitlines(True) if line[:1] != dropped)
+
+
+def start(name: str, folder: Path) -> subprocess.Popen[bytes]:
+    """The example as a script outside of Slurm; what it prints is added to the file ``out``."""
+    (folder / "train.py").write_text(published(name))
+    without = {key: text for key, text in os.environ.items() if not key.startswith("SLURM_")}
+    with (folder / "out").open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "train.py"], cwd=folder, stdout=out, stderr=out, env=without
+        )
+
+
+def printed(name: str, folder: Path) -> str:
+    """What the example prints on its way to its end."""
+    assert start(name, folder).wait(200) == 0, (folder / "out").read_text()
+    return (folder / "out").read_text()
+
+
+@pytest.mark.parametrize(("name", "steps"), [("hfai-calls", 400), ("hfai-lightning", 400)])
+def test_hfai(name: str, steps: int, tmp_path: Path) -> None:
+    """Stopped in the middle and started again: each step once, and the second start ends."""
+    first = start(name, tmp_path)
+    out = tmp_path / "out"
+    wait_until(lambda: "step 20\n" in out.read_text(), "step 20", limit_s=120)
+    first.terminate()
+    assert first.wait(60) == 75, out.read_text()
+    assert start(name, tmp_path).wait(120) == 0, out.read_text()
+    assert [int(step) for step in STEPS.findall(out.read_text())] == list(range(steps))
+    assert list((tmp_path / "hfai_out").glob("suspended*")) == [], name
+
+
+def test_hydrojobsche(tmp_path: Path) -> None:
+    """SIGUSR1 holds it, SIGUSR2 lets it go on."""
+    training = start("hydrojobsche", tmp_path)
+    out = tmp_path / "out"
+
+    def steps() -> int:
+        return len(STEPS.findall(out.read_text()))
+
+    wait_until(lambda: steps() > 3, "the training", limit_s=120)
+    training.send_signal(signal.SIGUSR1)
+    held = -1
+    while held != (held := steps()):  # the first poll without a new step
+        time.sleep(0.5)
+    training.send_signal(signal.SIGUSR2)
+    wait_until(lambda: steps() > held, "steps after the pause")
+    training.kill()
+    training.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hydrojobsche-hooks", "FWD PRE Linear\nFWD PRE Linear\nBWD POST Linear\n"),
+        ("caffe2", ""),
+        ("ffrecord", "Number of samples: 100\n[3, 6, 0, 10]\n"),
+    ],
+)
+def test_others(name: str, said: str, tmp_path: Path) -> None:
+    """The script's own assertions hold, and it prints what its system's would."""
+    out = printed(name, tmp_path)
+    assert said in out
+    if name == "ffrecord":
+        batches = {epoch: out.count(f"epoch {epoch} batch") for epoch in (5, 6)}
+        assert batches == {5: 4, 6: 7}
+
+
+@pytest.mark.slurm
+def test_submitit_and_t9k(
+    requeue_cluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of the callable is interrupted and resumes; the manifest trains to its end."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in requeue_cluster.environ().items():
+        monkeypatch.setenv(name, value)
+    shutil.copy(ROOT / "examples/dist_digits.py", tmp_path)
+    (tmp_path / "manifest.yaml").write_text(published("t9k"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "config/hydroslurm").mkdir(parents=True)
+    (tmp_path / "config/hydroslurm/config.yaml").write_text(published("t9k-queues"))
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    assert "kubectl create" in published("t9k-command", ours=False)
+    done = captured(["bash", "-ec", published("t9k-command")], timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    (tmp_path / "train.py").write_text(published("submitit") + INTERRUPTED)
+    done = captured([sys.executable, "train.py"], timeout=200)
+    assert done.stdout.splitlines()[-1:] == ["resumed"], done.stdout + done.stderr
