@@ -167,9 +167,9 @@ def kinds(events: Path) -> list[EventKind]:
 def deadline(cluster: Part, folder: Path) -> Scene:
     """Its seconds are over in its second attempt."""
     scene = Scene(cluster, folder, {"worker-0": ["forever"] * 3})
-    scene.submit(replicas(cluster, 1) + "runPolicy: {activeDeadlineSeconds: 6}\n")
+    scene.submit(replicas(cluster, 1) + "runPolicy: {activeDeadlineSeconds: 15}\n")
     scene.wait_until_playing(1, replicas=1)
-    scene.wait(lambda: _active_s(scene) > 3.0, "3 active seconds")
+    scene.wait(lambda: _active_s(scene) > 5.0, "5 active seconds")
     scene.slurm("scontrol", "requeue", str(scene.job_id))
     scene.final_condition()
     return scene
