@@ -167,6 +167,7 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        model.zero_grad()  # tells whoever counts forwards and losses that these are no step's
         rng.restore(numbers)
         with torch.no_grad():
             for buffer, before in buffers:
