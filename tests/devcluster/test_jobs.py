@@ -168,34 +168,3 @@ def test_urgent_suspends_low_by_gang_scheduling(pause_cluster: Part, tmp_path: P
     first.finish()
     second.wait_for("ready")
     second.finish()
-
-
-def test_urgent_requeues_low_after_a_grace(requeue_cluster: Part, tmp_path: Path) -> None:
-    """A preempted job gets SIGTERM at once, goes on working in its grace, may requeue itself in it,
-    and starts again when the urgent job has ended."""
-    job = Job(requeue_cluster, tmp_path, node=requeue_cluster.nodes[0])
-    job.wait_for("alive")
-    cpus = requeue_cluster.spec.cpus_per_node
-    urgent = [
-        "sbatch",
-        "--parsable",
-        "-p",
-        "urgent",
-        "-w",
-        requeue_cluster.nodes[0],
-        "-n1",
-        f"-c{cpus}",
-    ]
-    quiet = ["-o", "/dev/null", "--wrap", "true"]
-    requeue_cluster.run([*urgent, *quiet])
-    told_at = job.wait_for("SIGTERM")
-    wait_until(lambda: job.said("alive")[-1] > told_at + 0.5, "work inside the grace")
-    shown = requeue_cluster.run(["scontrol", "show", "job", job.id]).stdout
-    assert "JobState=RUNNING" in shown
-    assert "PreemptTime=None" not in shown
-    requeue_cluster.run(["scontrol", "requeue", job.id])
-    job.enough.touch()  # it leaves, and again as soon as it has been restarted
-    assert job.wait_for("ready", times=2) == 1
-    shown = requeue_cluster.run(["scontrol", "show", "job", job.id]).stdout
-    assert "Restarts=1" in shown
-    job.finish()
