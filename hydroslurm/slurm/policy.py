@@ -73,7 +73,6 @@ class SitePolicy:
         grace_why: where that GraceTime is set.
         exempt_s: each start of the job is safe from preemption for this long.
         kill_wait_s: KillWait as slurmd applies it, at least 5.
-        is_batch: False for a job of srun or salloc; None for a planned job.
         may_requeue: whether Slurm will start it again.
         requeue_why: why, or why not.
         left_to_slurm: up to which restart Slurm itself requeues a job that leaves inside its grace,
@@ -89,7 +88,6 @@ class SitePolicy:
     grace_why: str = ""
     exempt_s: int = 0
     kill_wait_s: int = 30
-    is_batch: bool | None = None
     may_requeue: bool = True
     requeue_why: str = ""
     left_to_slurm: int = 0
@@ -157,7 +155,6 @@ def site_policy(
         action=PreemptAction.NEVER,
         exempt_s=config.exempt_s,
         kill_wait_s=max(config.kill_wait_s, LEAST_KILL_WAIT_S),
-        is_batch=None if job is None else job.is_batch,
         may_requeue=may_requeue,
         requeue_why=requeue_why,
     )

@@ -368,8 +368,8 @@ class StopHandler:
         return requeue(client, start, job=job, policies=self._policies)
 
     def _cannot_requeue(self, error: WrongJobState) -> str:
-        policy = self._policy
-        if policy is not None and not policy.is_batch:
+        job, policy = None if self._stop is None else self._stop.job, self._policy
+        if job is not None and job.is_batch is False:
             return (
                 "saved. This allocation was made by srun or salloc, which Slurm cannot requeue: "
                 "run the same command again, with the same directory, to go on"

@@ -49,7 +49,7 @@ def no_requeue(facts: Facts) -> Finding | None:
     policy = facts.policy
     if policy.may_requeue:
         return None
-    if policy.is_batch is False:
+    if facts.job is not None and facts.job.is_batch is False:
         text = (
             "The allocation was made by srun or salloc, which Slurm never requeues. Checkpoints "
             "are kept: the same command resumes from them."
