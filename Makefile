@@ -45,7 +45,7 @@ lint: setup
 	@$(PY) -m mypy
 
 docs: setup
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo 'build/site/index.html'
 
 bench: setup
