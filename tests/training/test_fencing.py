@@ -46,6 +46,13 @@ def held(self, fd, into, *, offset):
         sys.stdin.readline()
     return read(self, fd, into, offset=offset)
 
+def late(self, source, target):
+    if hold_at == target.name:
+        print("holds", flush=True)
+        sys.stdin.readline()
+    rename(self, source, target)
+
+rename, Storage.rename = Storage.rename, late
 Storage.read = held
 training = Training(directory, keep=1)
 with training.run as run:
@@ -140,6 +147,20 @@ def test_an_attempt_that_wakes_up_late_leaves_all_as_it_is(
         None,
         "asked",
     ]
+
+
+def test_a_save_that_waits_for_its_last_call_is_taken_away(begin: Begin, run: RunDir) -> None:
+    """The older one had looked whether it is the newest, and then hung before its rename."""
+    old = begin(hold_at="step-000000008")
+    old.expect("holds")
+    new = begin()
+    reach(new, further=20)
+    hang(new)
+    before = state_of(run, stale=old)
+    assert "step-000000008" not in before[0]
+    old.say("go on")
+    assert old.wait() == MUST_NOT_RUN_AGAIN, str(old)
+    assert state_of(run, stale=old) == before
 
 
 def test_an_attempt_that_is_done_too_late_does_not_finish_the_run(
