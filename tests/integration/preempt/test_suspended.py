@@ -110,14 +110,15 @@ class Job:
         run = RunDir(self.folder / "hydroslurm-runs" / job_id)
         return [one for path in run.rank_event_files().values() for one in read_events(path)]
 
-    def suspend(self, job_id: str, step: str, *, epoch: int, pauses: int) -> None:
-        """Suspend it, in that epoch at the earliest; wait until its first rank has parked for this
-        many times and Slurm has stopped it; resume it."""
+    def suspend(self, job_id: str, *logs: str, epoch: int, pauses: int) -> None:
+        """Suspend it, in that epoch of each of these ranks at the earliest; wait until its first
+        rank has parked for this many times and Slurm has stopped it; resume it."""
 
         def seen(kind: EventKind) -> list[Event]:
             return [e for e in self.events(job_id) if e.kind is kind and e.rank == 0]
 
-        wait_until(lambda: len(_epochs(self.said(step))) >= epoch, "an epoch", limit_s=LIMIT_S)
+        for log in logs:
+            wait_until(lambda log=log: len(_epochs(self.said(log))) >= epoch, log, limit_s=LIMIT_S)
         self.cluster.run(["scontrol", "suspend", job_id])
         wait_until(lambda: len(seen(EventKind.PARKED)) == pauses, "parked", limit_s=LIMIT_S)
         pid = seen(EventKind.PARKED)[-1].pid
@@ -171,8 +172,9 @@ def _under_sbatch(cluster: DevCluster, folder: Path) -> Ending:
     options = ["--preempt", "-n2", "--parsable", "-o", "batch", "-J", folder.name]
     sbatch = job.start("sbatch", *options, "--wait", "job.sh")
     job_id = job.number()
-    for number, step in enumerate(["first", "first", "second-0", "second-0"]):
-        job.suspend(job_id, step, epoch=1 + number % 2, pauses=number + 1)
+    first, second = ("first",), ("second-0", "second-1")
+    for number, logs in enumerate([first, first, second, second]):
+        job.suspend(job_id, *logs, epoch=1 + number % 2, pauses=number + 1)
     _finish(sbatch)
     said = tuple(job.said(step) for step in ("first", "second-0", "second-1"))
     errors = "".join(job.said(f"{step}.err") for step in ("first", "second-0", "second-1"))
