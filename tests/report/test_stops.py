@@ -33,8 +33,11 @@ def only_stop(*logs: RankLog) -> Stop:
 
 
 def test_whole() -> None:
-    """Every part of a stop is measured from the first request, and no step is lost."""
-    stop = only_stop(first().stop(10, step=40), second().trains(20, attempt=2, step=40))
+    """Every part of a stop is measured from the first request, and no step is lost; of a reason
+    that is told twice the first counts."""
+    stopped = first().stop(10, step=40)
+    stopped.add(EventKind.STOP_REASON, 10.09, reason="asked", message="told again")
+    stop = only_stop(stopped, second().trains(20, attempt=2, step=40))
     assert (stop.complete, stop.missing, stop.left) == (True, (), "preempted")
     assert (stop.signal, stop.reason, stop.message) == ("SIGTERM", "preempted", "in words")
     assert (stop.attempt, stop.step, stop.step_from, stop.next_step) == (1, 40, "safe_point", 40)

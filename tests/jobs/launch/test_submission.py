@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
+from processes import captured
 
-from hydroslurm.core.rundir import RunDir
+from hydroslurm import Executor
+from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
 from hydroslurm.errors import LaunchError, RunFolderError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.launch.rank import InRank, Script
@@ -25,6 +28,23 @@ def test_the_intent_is_there_before_the_id(tmp_path: Path) -> None:
     submission.write(run, done)
     assert submission.read(tmp_path) == done
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_shell_reads_nothing_in_the_name_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script of a submitted function names its run folder to the ranks, as it is."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, does in (("sbatch", "Submitted batch job 7"), ("srun", f"$(printenv {RUN_DIR_ENV})")):
+        (programs / name).write_text(f'#!/bin/sh\necho "{does}"\n')
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    folder = tmp_path / "it's $(touch owned)"
+    assert Executor(folder).submit(int, 3).job_id == "7"
+    (script,) = folder.glob("*/logs/7_submission.sh")
+    assert captured(["bash", script], cwd=tmp_path, timeout=60).stdout == f"{script.parents[1]}\n"
+    assert not (tmp_path / "owned").exists()
 
 
 def test_another_folder_is_not_taken_for_a_run_folder(tmp_path: Path) -> None:
