@@ -149,6 +149,22 @@ def test_sigcont_ends_slurms_pause_only(train: Child) -> None:
     assert not any(line.startswith("RESUMED") for line in train.lines[:seen][-3:])
 
 
+def test_no_handler_of_ours_interrupts_another(tmp_path: Path) -> None:
+    """A resume right behind its pause would else be answered first, and the rank stay paused."""
+    code = """
+    from hydroslurm.gate import handlers
+    start()
+    gate.claim(Action.STOP)
+    for rule in RULES:
+        mask = int.from_bytes(handlers._read(rule.signo).raw[8:16], sys.byteorder)
+        print(all(mask >> other.signo - 1 & 1 for other in RULES))
+    print("read")
+    """
+    with forked(program(code), tmp_path) as rank:
+        rank.expect("read")
+        assert [line for line in rank.lines if line in ("True", "False")] == ["True"] * 5
+
+
 def test_python_handler_runs_while_parked(tmp_path: Path) -> None:
     """A stop signal opens the gate, so that a Python handler that was there before us runs in a
     main thread that was parked; a pause signal calls the old handler, too."""

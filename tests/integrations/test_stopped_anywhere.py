@@ -105,7 +105,8 @@ SOMETIMES = [
     ),
     Row("trl_rewarded.py out --items 16 --method dpo --moving-reference", TRL, "step:1..."),
     *(
-        Row(f"{script} out --workers {workers} --accumulate {accumulate}", loads, stops, ranks)
+        Row(f"{script} out --workers {workers} --accumulate {accumulate}", loads,
+            stops if ranks * accumulate < 8 else "step:1@1", ranks)
         for script, loads in (
             ("hf_causal_lm.py", TRANSFORMERS), ("accelerate_loop.py", ACCELERATE),
             ("trl_sft.py", TRL),

@@ -28,7 +28,7 @@ class ToyNetModule(pl.LightningModule):
 
     def training_step(self, batch, index):
         loss = self.net(batch[0]).square().mean()
-        print("step", self.trainer.global_step, flush=True)
+        print(f"step {self.trainer.global_step}\n", end="", flush=True)
         return loss
 
     def configure_optimizers(self):
