@@ -129,7 +129,8 @@ def logged(folder: Path) -> dict[str, Any]:
         "csv": [path.read_text() for path in sorted(folder.rglob("metrics.csv"))],
         "tensorboard": [scalars(path) for path in sorted(boards)],
         "wandb": [rows.get(number) for number in range(max(rows, default=-1) + 1)],
-        "wandb ids": sorted({path.parent.name.rpartition("-")[2] for path in files}),
+        # offline-run-TIME-ID, and -1 behind it where two begin within one second
+        "wandb ids": sorted({path.parent.name.split("-")[3] for path in files}),
         "wandb steps": [list(wandb_rows(path)) for path in files],
     }
 
