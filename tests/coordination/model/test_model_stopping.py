@@ -199,3 +199,20 @@ def test_mistakes_are_found(bounds: dict[str, Any], words: str) -> None:
 def test_states_are_values() -> None:
     """Two states that say the same are one state."""
     assert State((Rank(),), 0, 1, 0, 0) == State((Rank(place=0),), 0, 1, 0, 0)
+
+
+def test_nothing_is_called_behind_a_stop() -> None:
+    """A second signal, or a save whose time has come, on a rank that has not left yet."""
+    state = CoordinatorState(2)
+    for rank in (0, 1):
+        state.join(rank, ())
+
+    def call(rank: int, kind: str) -> Any:
+        return state.handle(rank, {"type": "call_barrier", "kind": kind, "message": ""})
+
+    ((_, called), _) = call(0, "stop")
+    for rank in (0, 1):
+        told = {"type": "propose", "barrier": called["barrier"], "safe_point_index": 5}
+        agreed = state.handle(rank, told)
+    assert agreed[0][1]["type"] == "barrier_agreed"
+    assert call(1, "stop") == call(0, "save") == []
