@@ -17,7 +17,7 @@ from hydroslurm.devcluster import ClusterSpec, DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 QUICK_TO_GIVE_UP = """\
-SlurmdTimeout=10
+SlurmdTimeout=30
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=5 State=UP
@@ -27,7 +27,8 @@ PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[DevCluster]:
-    """Four nodes of two CPUs; one that does not answer for ten seconds is down."""
+    """Four nodes of two CPUs; one that does not answer for thirty seconds is down,
+    and a busy machine's daemons answer sooner."""
     require_slurm()
     spec = ClusterSpec(nodes=4, cpus_per_node=2, partitions=QUICK_TO_GIVE_UP, kill_wait_s=5)
     with DevCluster.up(spec) as running:

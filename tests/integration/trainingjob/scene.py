@@ -115,7 +115,9 @@ class Scene:
     def wait(self, condition: Callable[[], bool], words: str) -> None:
         def state() -> str:
             conditions = "\n".join(map(str, self.conditions))
-            return f"{words}\n{conditions}\n{self.supervisor_said()[-3000:]}"
+            queue = self.slurm("squeue", "--noheader", "--array", "--format=%i %P %T %N %r")
+            nodes = self.slurm("sinfo", "--noheader", "--Node", "--format=%N %T %E")
+            return f"{words}\n{conditions}\n{self.supervisor_said()[-3000:]}\n{queue}\n{nodes}"
 
         wait_until(condition, state, limit_s=LIMIT_S)
 
