@@ -1,6 +1,6 @@
 """Act 2 of the demo: trainings that are stopped, saved, requeued, and go on where they were.
 
-train_run.py, three times with the same seed: left alone; preempted by urgent jobs; and requeued by
+demo_train.py, three times with the same seed: left alone; preempted by urgent jobs; and requeued by
 a user and by an operator, with a suspend in between. All three end with the same weights, the same
 optimizer, the same loss in every step, and every sample seen once in every epoch.
 """
@@ -46,7 +46,7 @@ from hydroslurm.report.views import stop_sentences
 from hydroslurm.report.writing import write_figures, write_timeline
 from hydroslurm.slurm.client import open_client
 
-TRAIN = EXAMPLES / "train_run.py"
+TRAIN = EXAMPLES / "demo_train.py"
 STEPS_PER_EPOCH = 23
 SHARES = (0.15, 0.4)
 """How much of the training is done when it is stopped."""
@@ -56,7 +56,7 @@ NODES = {"alone": "n1", "preempted": "n2", "requeued": "n3"}
 
 @dataclass(frozen=True)
 class Trained:
-    """What one training left behind; ``result`` is the JSON of train_run.py."""
+    """What one training left behind; ``result`` is the JSON of demo_train.py."""
 
     title: str
     run: RunDir

@@ -1,282 +1,73 @@
-"""Train on the digits with many ranks: DistributedDataParallel inside `hydroslurm.Run`.
+"""Train on handwritten digits with many ranks: DistributedDataParallel inside `hydroslurm.Run`.
 
-    sbatch sbatch/multi-node.sbatch                            # 4 nodes, in a preemptible partition
-    srun -N2 -n4 python examples/train_ddp.py                  # wherever srun starts the ranks
-    torchrun --nproc-per-node=2 examples/train_ddp.py --directory runs/ddp
-    python examples/train_ddp.py --directory runs/ddp          # one rank
+    torchrun --nproc-per-node=2 train_ddp.py --directory runs/ddp
+    srun -N2 -n4 python train_ddp.py                     # one task per rank
+    sbatch sbatch/multi-node.sbatch                      # 4 nodes, preemptible
 
-Stop it as often as you like, and go on with the same number of ranks: losses, weights and optimizer
-are bit for bit those of a run that was left alone. With another number every sample still comes
-once; add `--dropout 0 --no-batch-norm`, and the losses stay the same too, up to rounding.
+With the same number of ranks a stopped training ends with the bits of an uninterrupted one. With
+another number every sample still comes once per epoch.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
-import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from sklearn.datasets import load_digits
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, TensorDataset
-from train import digits_tensors, evaluate, make_deterministic, positive
-from train_run import hash_tree
+from torch.utils.data import DataLoader, TensorDataset
 
 import hydroslurm
-from hydroslurm.data import ResumableSampler, SeededDataset
-
-IMAGES = 1428  # 12 x 119: can be divided by 1, 2, 3, 4 and 6 ranks, so that none has to repeat any
+from hydroslurm.data import ResumableSampler
 
 
 def main() -> None:
-    args = parse_arguments(__doc__)
-    with process_group(args):
-        train(args, make_ddp)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", help="run folder; in a job: hydroslurm-runs/JOBID")
+    parser.add_argument("--epochs", type=int, default=30, help="passes over the data (30)")
+    parser.add_argument("--log-every", type=int, default=50, help="steps between two lines (50)")
+    parser.add_argument("--think-s", type=float, default=0.0, help="sleep in each step (0)")
+    args = parser.parse_args()
 
-
-def make_ddp(args: argparse.Namespace) -> nn.Module:
-    def block(inputs: int) -> list[nn.Module]:
-        norm = [nn.BatchNorm1d(args.width)] if args.batch_norm else []
-        return [nn.Linear(inputs, args.width), *norm, nn.ReLU(), nn.Dropout(args.dropout)]
-
-    model = nn.Sequential(nn.Flatten(), *block(64), *block(args.width), nn.Linear(args.width, 10))
-    return DistributedDataParallel(model.to(device()))
-
-
-def train(args: argparse.Namespace, make: Callable[[argparse.Namespace], nn.Module]) -> None:
+    hydroslurm.set_torch_environment()  # what torchrun sets, where srun started the ranks
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    make_deterministic(args.seed)
-    train_x, train_y, test_x, test_y = digits_tensors(seed=args.seed)
-    data = SeededDataset(NoisyDigits(train_x[:IMAGES], train_y[:IMAGES]), seed=args.seed)
-    loader = DataLoader(
-        data,
-        batch_size=args.batch_size // world_size,  # the steps are then those of any number of ranks
-        sampler=ResumableSampler(data, seed=args.seed),
-        num_workers=args.workers,
-    )
-    model = make(args)  # the same weights on all ranks
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
-        optimizer, T_max=args.epochs * len(loader)
-    )
-    torch.manual_seed(args.seed + 1 + rank)  # for dropout: each rank its own
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # the order of additions depends on it
+    images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
+    data = TensorDataset(images.float() / 16, labels)  # 1,797 images of 8 x 8 pixels
+    sampler = ResumableSampler(data, seed=0)  # each rank gets its share of one order
+    loader = DataLoader(data, batch_size=64 // world_size, sampler=sampler)
+    network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 10))
+    model = DistributedDataParallel(network.to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    torch.manual_seed(1 + rank)  # each rank its own dropout
 
     with hydroslurm.Run(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        loader=loader,
-        directory=args.directory,
-        every_steps=args.every_steps,
+        model=model, optimizer=optimizer, loader=loader, directory=args.directory, every_steps=200
     ) as run:
-        run.resume()
-        diary = Diary(run.dir.root / "diary")
-        for images, labels, indexes in run.batches(epochs=args.epochs):
-            model.train()
+        for x, y in run.batches(epochs=args.epochs):
             optimizer.zero_grad()
-            outputs = model(images.to(device()))
-            loss = nn.functional.cross_entropy(outputs, labels.to(device()))
+            loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
             loss.backward()
             optimizer.step()
-            scheduler.step()
-            step = run.step + 1
-            diary.write(step=step, epoch=run.epoch, loss=loss, indexes=indexes)
             time.sleep(args.think_s)
-            if rank == 0 and step % args.log_every == 0:
-                print(f"epoch {run.epoch} step {step} loss {loss.item():.4f}", flush=True)
+            if rank == 0 and (run.step + 1) % args.log_every == 0:
+                print(f"epoch {run.epoch} step {run.step + 1} loss {loss.item():.4f}", flush=True)
 
-        test = DataLoader(TensorDataset(test_x, test_y), batch_size=512)
-        accuracy = evaluate(model, test)
-        weights, optimizer_state = full_state(model, optimizer)
-        dist.barrier()  # all of it is written
-        if rank == 0:
-            print(f"accuracy {accuracy:.2%} on {len(test_y)} test images", flush=True)
-            print(f"weights  sha256 {hash_tree(weights)}", flush=True)
-            if args.out is not None:
-                result = {
-                    "steps": run.step,
-                    "world_size": world_size,
-                    "accuracy": accuracy,
-                    "weights_sha256": hash_tree(weights),
-                    "optimizer_sha256": hash_tree(optimizer_state),
-                    **read_diary(run.dir.root / "diary").summary(IMAGES, epochs=args.epochs),
-                }
-                args.out.write_text(json.dumps(result) + "\n")
-
-
-@contextlib.contextmanager
-def process_group(args: argparse.Namespace) -> Iterator[None]:
-    hydroslurm.set_torch_environment()  # what torchrun would have set, where srun started the ranks
-    if torch.cuda.is_available():
-        torch.cuda.set_device(device())
-    # ranks may come seconds apart: a short time-out is for collectives, and not for their meeting
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=args.collective_timeout_s),
-    )
-    if args.batch_size % world_size:
-        raise SystemExit(f"--batch-size {args.batch_size} cannot be divided by {world_size} ranks")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device("cpu")
-
-
-def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """Weights and optimizer as one rank would have them, for rank 0; all ranks call it."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_state_dict(model, optimizer, options=options)
-
-
-class NoisyDigits(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
-    """Digits with noise, so that the random numbers of workers count, and the number of each; -1
-    for a sample that comes a second time, to give all ranks equally many."""
-
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        self.images, self.labels = images, labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
-        number = int(index) if index.position < len(self) else -1
-        image = self.images[index]
-        return image + 0.1 * torch.randn_like(image), self.labels[index], number
-
-
-# --- what every rank has trained, step by step
-# ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One step of a rank: its exact loss and its samples. ``attempt`` is the same on all ranks."""
-
-    step: int
-    epoch: int
-    rank: int
-    attempt: int
-    loss: str
-    indexes: list[int]
-
-
-class Diary:
-    """The entries of this rank, over all attempts, in its own file."""
-
-    def __init__(self, folder: Path) -> None:
-        attempt = torch.tensor([time.time_ns()], device=device())
-        dist.broadcast(attempt, src=0)
-        self.attempt = int(attempt.item())
-        self.rank = dist.get_rank()
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"rank-{self.rank:05d}.jsonl"
-        self._append("\n")  # an attempt that was killed may have left half a line
-
-    def write(self, *, step: int, epoch: int, loss: torch.Tensor, indexes: torch.Tensor) -> None:
-        entry = Entry(step, epoch, self.rank, self.attempt, loss.item().hex(), indexes.tolist())
-        self._append(json.dumps(asdict(entry)) + "\n")
-
-    def _append(self, text: str) -> None:
-        with self.path.open("a") as file:
-            file.write(text)
-
-
-@dataclass(frozen=True)
-class Record:
-    """The entries that count: of each step those of the last attempt that has trained it."""
-
-    steps: dict[int, list[Entry]] = field(default_factory=dict)
-    trained_twice: int = 0
-
-    def summary(self, images: int, *, epochs: int) -> dict[str, Any]:
-        losses = [[entry.loss for entry in self.steps[step]] for step in sorted(self.steps)]
-        means = [sum(map(float.fromhex, ranks)) / len(ranks) for ranks in losses]
-        seen: dict[int, list[int]] = {epoch: [] for epoch in range(epochs)}
-        for entries in self.steps.values():
-            for entry in entries:
-                seen[entry.epoch] += [index for index in entry.indexes if index >= 0]
-        return {
-            "losses": losses,
-            "mean_losses": means,
-            "losses_sha256": hashlib.sha256(json.dumps(losses).encode()).hexdigest(),
-            "samples_sha256": hashlib.sha256(json.dumps(self._samples()).encode()).hexdigest(),
-            "steps_missing": sorted({*range(1, max(self.steps, default=0))} - {*self.steps}),
-            "steps_trained_twice": self.trained_twice,
-            "every_sample_once": [
-                sorted(indexes) == list(range(images)) for indexes in seen.values()
-            ],
-        }
-
-    def _samples(self) -> list[Any]:
-        return [[entry.indexes for entry in self.steps[step]] for step in sorted(self.steps)]
-
-
-def read_diary(folder: Path) -> Record:
-    """Read the files of all ranks, also of those that later attempts did not have."""
-    entries = [
-        entry
-        for path in sorted(folder.glob("rank-*.jsonl"))
-        for line in path.read_text().splitlines()
-        if (entry := parse_entry(line)) is not None
-    ]
-    of_first = [entry for entry in entries if entry.rank == 0]
-    newest = {entry.step: entry.attempt for entry in of_first}  # the last entry counts
-    counting = {(e.step, e.rank): e for e in entries if e.attempt == newest.get(e.step)}
-    steps: dict[int, list[Entry]] = {}
-    for step, rank in sorted(counting):
-        steps.setdefault(step, []).append(counting[step, rank])
-    return Record(steps, trained_twice=len(of_first) - len(newest))
-
-
-def parse_entry(line: str) -> Entry | None:
-    """An entry, or nothing for a line that was cut off."""
-    try:
-        return Entry(**json.loads(line))
-    except (ValueError, TypeError):
-        return None
-
-
-def parse_arguments(description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--directory", type=Path, help="of the run; default in a job: hydroslurm-runs/JOBID")
-    add("--epochs", type=positive, default=30, help="passes over the training images (30)")
-    add("--batch-size", type=positive, default=48, help="images per step, of all ranks (48)")
-    add("--workers", type=int, default=1, help="processes of each rank that load the data (1)")
-    add("--every-steps", type=positive, default=200, help="steps between two periodic saves (200)")
-    add("--lr", type=float, default=2e-3, help="highest learning rate (0.002)")
-    add("--width", type=positive, default=64, help="of the hidden layers (64)")
-    add("--dropout", type=float, default=0.1, help="share of activations that is dropped (0.1)")
-    add("--no-batch-norm", dest="batch_norm", action="store_false", help="none in the DDP model")
-    add("--seed", type=int, default=0, help="of weights, order, noise, dropout and split (0)")
-    add("--log-every", type=positive, default=50, help="steps between two lines (50)")
-    add("--think-s", type=float, default=0.0, help="wait so long in each step, to last longer (0)")
-    add("--collective-timeout-s", type=float, default=600.0, help="torch's, for each (600)")
-    add("--out", type=Path, help="write accuracy, losses and hashes into this JSON file")
-    return parser.parse_args()
+    if rank == 0:
+        weights = b"".join(w.cpu().numpy().tobytes() for w in network.state_dict().values())
+        print(f"weights sha256 {hashlib.sha256(weights).hexdigest()}", flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Handwritten digits, on nodes that come and go: `hydroslurm submit examples/elastic.yaml`.
 
-What an elastic training needs beyond DistributedDataParallel is four lines: the order of the
-samples (ResumableSampler), and the Run around the loop. Each member starts alone, and joins the
-others at its Run.
+Beyond DistributedDataParallel it needs a ResumableSampler and the Run around the loop. Each member
+starts alone and joins the others at its Run.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dist_digits import digits
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,8 +33,8 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.manual_seed(0)
     dist.init_process_group("gloo")  # the ranks of this node
-    images, labels = digits().tensors
-    data = TensorDataset(images, labels, torch.arange(len(images)))
+    images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
+    data = TensorDataset(images.float() / 16, labels, torch.arange(len(images)))
     loader = DataLoader(data, batch_size=chosen.batch_size, sampler=ResumableSampler(data, seed=1))
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
     model = DistributedDataParallel(net)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from train import digits_tensors, hash_weights, make_deterministic, make_model
+from demo_digits import digits_tensors, hash_weights, make_deterministic, make_model
 
 SEED = 0
 

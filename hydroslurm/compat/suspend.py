@@ -11,8 +11,7 @@ loop. :class:`~hydroslurm.training.run.Run` takes care of all three.
 
 All ranks must call it equally often, and all are told after the same step, whichever of them was
 signalled. DataLoader workers started after the first call, or in a process that was already
-pausable, survive the signals as those of a ``Run`` do. A complete script:
-``examples/train_two_calls.py``.
+pausable, survive the signals as those of a ``Run`` do.
 """
 
 from __future__ import annotations

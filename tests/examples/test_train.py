@@ -1,80 +1,107 @@
-"""examples/train.py: an ordinary training script, and the same with one line more."""
+"""Each training of examples/ stands alone under any name; a pause or a stop costs it no bit."""
 
 from __future__ import annotations
 
-import json
 import os
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from processes import wait_until
+from processes import free_port, wait_until
 
-from hydroslurm.report.reading import read_history
 from hydroslurm.runtime import client
 
-STEPS = "240"
+LIMIT_S = 300
 
 
-@pytest.fixture(scope="module")
-def plain(run: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A training that was never paused, in an environment where hydroslurm cannot be imported."""
-    folder = tmp_path_factory.mktemp("plain")
-    (folder / "hydroslurm.py").write_text("raise ImportError('hydroslurm was imported')")
-    out = folder / "out.json"
-    environ = {"PYTHONPATH": str(folder)}
-    output = run("train.py", "--iterations", STEPS, "--out", str(out), environ=environ)
-    return {"output": output, **json.loads(out.read_text())}
+def start(script: Path, *options: str, ranks: int = 1) -> list[subprocess.Popen[bytes]]:
+    """The script in its folder; what all ranks print is added to the file ``log``."""
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
+    environ |= {"OMP_NUM_THREADS": "1", "HYDROSLURM_PREEMPT": "requeue"}
+    environ["HYDROSLURM_RUN_DIR"] = str(script.parent / "run")
+    if ranks > 1:
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        environ["GLOO_SOCKET_IFNAME"] = "lo"
+    processes = []
+    for rank in range(ranks):
+        number = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        with (script.parent / "log").open("ab") as log:
+            command = [sys.executable, script.name, *options]
+            processes.append(
+                subprocess.Popen(
+                    command, cwd=script.parent, stdout=log, stderr=log, env=environ | number
+                )
+            )
+    return processes
 
 
-def test_shows_progress_and_accuracy(plain: dict[str, Any]) -> None:
-    """Ten epochs recognise most digits; the steps, their rate and the accuracy are shown."""
-    assert plain["steps"] == int(STEPS)
-    assert plain["accuracy"] > 0.9
-    assert f"accuracy {plain['accuracy']:.2%} on 360 test images" in plain["output"]
-    lines = [line for line in plain["output"].splitlines() if line.startswith("step")]
-    assert [line.split()[1] for line in lines] == [f"{n}/{STEPS}" for n in (50, 100, 150, 200, 240)]
-    assert all("loss" in line and line.endswith("steps/s") for line in lines)
-
-
-def test_pauses_do_not_change_the_weights(
-    plain: dict[str, Any], root: Path, tmp_path: Path
-) -> None:
-    """Paused by its pid, again and again, the script ends with the bits of the plain run."""
-    out, log = tmp_path / "out.json", tmp_path / "log.txt"
-    script = str(root / "examples" / "train.py")
-    options = ["--pausable", "--iterations", STEPS, "--log-every", "1", "--out", str(out)]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "error", script, *options],
-            env={**os.environ, "HYDROSLURM_RUN_DIR": str(tmp_path / "run")},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
+def ended(processes: list[subprocess.Popen[bytes]]) -> list[int]:
     try:
-        for count in (3, 40, 80):
-
-            def far_enough(count: int = count) -> bool:
-                assert process.poll() is None, log.read_text()
-                return log.read_text().count("\nstep") >= count
-
-            wait_until(far_enough, f"{count} steps")
-            assert client.pause(process.pid).done
-            assert client.resume(process.pid).done
-        assert process.wait(60) == 0, log.read_text()
+        return [process.wait(LIMIT_S) for process in processes]
     finally:
-        process.kill()
-        process.wait()
-    assert json.loads(out.read_text())["weights_sha256"] == plain["weights_sha256"]
-    pauses = read_history(tmp_path / "run").pauses
-    assert [(pause.causes, pause.outcome) for pause in pauses] == [(("user",), "complete")] * 3
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
-def test_dry_run(run: Callable[..., str]) -> None:
-    """A dry run makes one step and the test."""
-    output = run("train.py", "--dry-run", "--batch-size", "16")
-    assert [line.split()[1] for line in output.splitlines() if line.startswith("step")] == ["1/1"]
-    assert "accuracy" in output
+def copied(root: Path, name: str, folder: Path) -> Path:
+    """The example as ``train.py`` in a folder of its own."""
+    folder.mkdir()
+    return Path(shutil.copy(root / "examples" / name, folder / "train.py"))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "options"),
+    [
+        ("train_run.py", 1, ["--epochs=4", "--log-every=10"]),
+        ("train_ddp.py", 2, ["--epochs=3", "--log-every=10"]),
+        ("train_lightning.py", 1, ["--epochs=3"]),
+        ("train_huggingface.py", 1, ["--epochs=1"]),
+    ],
+)
+def test_stopped_and_started_again(
+    name: str, ranks: int, options: list[str], root: Path, tmp_path: Path
+) -> None:
+    """SIGTERM after some steps ends every rank with 75; the same command then trains to the same
+    last lines as a training that nobody stopped."""
+    alone, stopped = (copied(root, name, tmp_path / folder) for folder in ("alone", "stopped"))
+    assert ended(start(alone, *options, ranks=ranks)) == [0] * ranks, alone.with_name(
+        "log"
+    ).read_text()
+    log = stopped.with_name("log")
+    first = start(stopped, *options, *_slowly(name), ranks=ranks)
+    wait_until(lambda: re.search(r"step 10\b|'loss'", log.read_text()), "a step", limit_s=LIMIT_S)
+    for process in first:
+        process.terminate()
+    assert ended(first) == [os.EX_TEMPFAIL] * ranks, log.read_text()
+    assert ended(start(stopped, *options, ranks=ranks)) == [0] * ranks, log.read_text()
+    result = r"^(?:accuracy|weights sha256|trained) .*$"
+    seen = re.findall(result, log.read_text(), flags=re.M)
+    assert seen
+    assert seen == re.findall(result, alone.with_name("log").read_text(), flags=re.M)
+    assert "resumes from step" in log.read_text()
+
+
+def _slowly(name: str) -> list[str]:
+    return [] if name == "train_huggingface.py" else ["--think-s=0.05"]
+
+
+def test_pauses_do_not_change_the_weights(root: Path, tmp_path: Path) -> None:
+    """The ordinary script, paused by its pid again and again, and once without hydroslurm."""
+    plain, paused = (copied(root, "train.py", tmp_path / folder) for folder in ("plain", "paused"))
+    (plain.parent / "hydroslurm.py").write_text("raise ImportError('hydroslurm was imported')")
+    plain_run = start(plain, "--iterations=240")
+    (process,) = start(paused, "--iterations=240", "--log-every=1", "--pausable")
+    log = paused.with_name("log")
+    for count in (3, 40, 80):
+        wait_until(lambda count=count: log.read_text().count("step ") >= count, f"{count} steps")
+        assert client.pause(process.pid).done
+        assert client.resume(process.pid).done
+    assert ended([process, *plain_run]) == [0, 0], log.read_text()
+    last = plain.with_name("log").read_text().splitlines()[-2:]
+    assert re.fullmatch(r"accuracy 9\d\.\d+% on 360 test images", last[0])
+    assert log.read_text().splitlines()[-2:] == last

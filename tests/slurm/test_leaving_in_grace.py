@@ -28,7 +28,7 @@ REQUEUE = {
 WAYS = {**LEAVE, **REQUEUE, "training": ""}
 MODES = ("REQUEUE", "CANCEL")
 JOBS = [(mode, way) for mode in MODES for way in WAYS]
-TWO_CALLS = Path(__file__).parents[2] / "examples" / "train_two_calls.py"
+TWO_CALLS = Path(__file__).parents[2] / "tests" / "recorded" / "train_two_calls.py"
 
 ATTEMPT = """\
 #!/bin/bash

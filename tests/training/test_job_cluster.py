@@ -1,17 +1,14 @@
-"""A JobRunner on a real Slurm, through the executor; and the example."""
+"""A JobRunner on a real Slurm, through the executor."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import child, wait_until
+from processes import wait_until
 
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.jobrunner import JobRunner
@@ -19,8 +16,6 @@ from hydroslurm.compat.manager import CheckpointManager
 from hydroslurm.compat.tasks import epoch_limiter
 from hydroslurm.jobs.launch.executor import Executor
 from hydroslurm.slurm.client import open_client
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def small_job(folder: Path, *, waits: bool) -> Job:
@@ -114,31 +109,3 @@ def test_requeued_in_the_middle_of_an_epoch(
     assert [(row["step"], row["restart_count"]) for row in began] == [(0, 0), (6, 1)]
     assert (there / "inits").read_text() == "init\n"
     assert _same(torch.load(there / "end"), torch.load(alone / "end"))
-
-
-def test_the_example(tmp_path: Path) -> None:
-    """Stopped behind its first epoch and started again, the example ends with the weights of a run
-    that was left alone, without a second init."""
-    program = [sys.executable, "-W", "error", str(ROOT / "examples" / "job_runner.py")]
-    options = ["--epochs", "2", "--width", "4"]
-
-    def command(name: str) -> list[str]:
-        files = ["--directory", str(tmp_path / name), "--out", str(tmp_path / f"{name}.json")]
-        return [*program, *options, *files]
-
-    def run(name: str) -> str:
-        return subprocess.run(
-            command(name), check=True, stdout=subprocess.PIPE, text=True, timeout=120
-        ).stdout
-
-    assert "untrained" in run("alone")
-    with child(
-        f"import os; os.execv({sys.executable!r}, {command('stopped')!r})", tmp_path
-    ) as first:
-        first.expect("epoch 0:")
-        first.signal(15)
-        assert first.wait() == os.EX_TEMPFAIL
-    said = run("stopped")
-    assert "untrained" not in said
-    assert "2 epochs are done" in said
-    assert (tmp_path / "stopped.json").read_text() == (tmp_path / "alone.json").read_text()

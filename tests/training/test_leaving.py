@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from clusters import Part
 from processes import wait_until
-from training.trainings import ROOT, Training
+from training.trainings import SCRIPT, Training
 
 import hydroslurm
 from hydroslurm.core.events import EventKind
@@ -125,7 +125,7 @@ def test_an_srun_allocation_says_that_the_same_command_continues(
         "srun",
         "--ntasks=1",
         sys.executable,
-        str(ROOT / "examples" / "train_run.py"),
+        str(SCRIPT),
         f"--directory={tmp_path / 'run'}",
         "--log-every=5",
     ]

@@ -1,4 +1,4 @@
-"""A real training (examples/train_run.py) on a real Slurm, and what is done to it."""
+"""A real training (tests/recorded/train_run.py) on a real Slurm, and what is done to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from hydroslurm.devcluster import DevCluster
 from hydroslurm.training.attempts import AttemptLog, AttemptRecord
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "train_run.py"
+RECORDED = ROOT / "tests" / "recorded"
+SCRIPT = RECORDED / "train_run.py"
 LIMIT_S = 300.0
 ALONE_LIMIT_S = 600.0
 """It runs beside those that are stopped."""
@@ -93,7 +94,7 @@ class Training:
     def submit(self, *sbatch_options: str) -> Training:
         """sbatch/requeue.sbatch as it is, with options."""
         self.folder.mkdir(parents=True)
-        (self.folder / "examples").symlink_to(ROOT / "examples")
+        (self.folder / "examples").symlink_to(RECORDED)
         script = str(ROOT / "sbatch" / "requeue.sbatch")
         self.job_id = self.slurm(
             "sbatch",

@@ -19,7 +19,7 @@ from clusters import CGROUP, Part
 from integration.manyranks.acts import ACTS, COMPARABLE, SHARED, Story, agent
 from integration.manyranks.rankstraining import CURTAIN, EPOCHS, script_options
 from stories import Stories, stories
-from training.trainings import ALONE_LIMIT_S, ROOT
+from training.trainings import ALONE_LIMIT_S, RECORDED
 
 from hydroslurm.devcluster import DevCluster, cgroups
 from hydroslurm.errors import ClusterError
@@ -98,7 +98,7 @@ def comparable_alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> 
 def trained_alone(folder: Path, script: str, *options: str, world: int = 4) -> dict[str, Any]:
     out = folder / "out.json"
     training = {
-        "script": str(ROOT / "examples" / script),
+        "script": str(RECORDED / script),
         "world": world,
         "options": [
             *script_options(out, epochs=EPOCHS),

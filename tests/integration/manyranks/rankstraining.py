@@ -1,4 +1,4 @@
-"""A real training of several ranks (examples/train_ddp.py, train_fsdp.py) on a real Slurm, and what
+"""A real training of several ranks (train_ddp.py, train_fsdp.py) on a real Slurm, and what
 is done to it."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from processes import is_stopped, wait_until
 from sbatchfiles import MULTI_NODE, multi_node_script
-from training.trainings import LIMIT_S, ROOT, Training
+from training.trainings import LIMIT_S, RECORDED, Training
 
 from hydroslurm.core.events import Event, EventKind, read_events
 
@@ -58,7 +58,7 @@ class RanksTraining(Training):
     def submit(self, *sbatch_options: str) -> RanksTraining:
         """sbatch/multi-node.sbatch with another command, or as it is."""
         self.folder.mkdir(parents=True)
-        (self.folder / "examples").symlink_to(ROOT / "examples")
+        (self.folder / "examples").symlink_to(RECORDED)
         script = self.folder / "job.sbatch"
         script.write_text(multi_node_script(self.command, nodes=self.nodes))
         self.job_id = self.slurm(

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from clusters import Part
 from integration.trainingjob.scene import LIMIT_S, Scene
-from integration.trainingjob.stage import EXAMPLES
+from training.trainings import RECORDED
 
 pytestmark = pytest.mark.slurm
 
-TWO_CALLS = EXAMPLES / "train_two_calls.py"
+TWO_CALLS = RECORDED / "train_two_calls.py"
 OPTIONS = ("--epochs", "6", "--batch-size", "16", "--log-every", "10")
 SAVES_NOTHING = """\
 import time

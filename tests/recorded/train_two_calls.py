@@ -18,9 +18,16 @@ import time
 from pathlib import Path
 
 import torch
+from demo_digits import (
+    digits_tensors,
+    evaluate,
+    hash_weights,
+    make_deterministic,
+    make_model,
+    positive,
+)
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from train import digits_tensors, evaluate, hash_weights, make_deterministic, make_model, positive
 
 import hydroslurm
 
