@@ -125,7 +125,7 @@ def _as_dict(proof: Proof) -> dict[str, object]:
         "holds": proof.holds,
         "deterministic": proof.control.is_equal,
         "steps": proof.steps,
-        "stops": [{"step": one.step, "status": one.status} for one in proof.stops],
+        "stops": [asdict(one) for one in proof.stops],
         "steps_repeated": result.repeated if result else None,
         "steps_left_out": result.left_out if result else None,
         "differences": [asdict(one) for one in found],

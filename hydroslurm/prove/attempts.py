@@ -79,6 +79,9 @@ class ScriptRun(ABC):
         limit: how many updates each may make until :meth:`allow`; None: any number.
     """
 
+    was_killed = False
+    """The attempt under way ended by SIGKILL, at the end of the grace or before."""
+
     def __init__(self, script: Script, root: Path, *, attempts: int, limit: int | None) -> None:
         self.script = script
         self.root = root
@@ -111,7 +114,7 @@ class ScriptRun(ABC):
     def begin(self) -> None:
         """Start the next attempt."""
         self.number += 1
-        self.status = None
+        self.status, self.was_killed = None, False
         self._counter = updates.Counter(self.records)
         self._start()
 
@@ -226,10 +229,14 @@ class LocalRun(ScriptRun):
         assert self._process is not None
         self._signal(signal.SIGTERM)
         self.allow(None)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self._process.wait(self.script.grace_s)
+        except subprocess.TimeoutExpired:
+            self.was_killed = True
         self.end()
-        return self._process.wait()
+        status = self._process.wait()
+        self.was_killed = self.was_killed or status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        return status
 
     def end(self) -> None:
         if self._process is None:

@@ -20,11 +20,16 @@ _AHEAD = 1
 
 @dataclass(frozen=True)
 class Stop:
-    """One stop: the step that was complete, and the exit status of the command (-9: killed at the
-    end of the grace; None: Slurm knows it)."""
+    """One stop: the step that was complete, and the exit status of the command (None: Slurm knows
+    it).
+
+    Attributes:
+        was_killed: it ended by SIGKILL, such as one that has not left at the end of the grace.
+    """
 
     step: int
     status: int | None
+    was_killed: bool = False
 
 
 @dataclass
@@ -51,9 +56,9 @@ class Proof:
 
     @property
     def stops_within(self) -> list[Stop]:
-        """Those behind which a step was compared: a quick script is stopped later than was meant,
-        and behind the last step that is compared a stop shows nothing."""
-        return [stop for stop in self.stops if stop.step < self.steps]
+        """Those that show something: the command has left in time, and a step was compared after
+        it. A quick script is stopped later than was meant."""
+        return [stop for stop in self.stops if stop.step < self.steps and not stop.was_killed]
 
     def __str__(self) -> str:
         """The verdict, for a person: what differs first and why, then one line that sums it up."""
@@ -77,7 +82,13 @@ class Proof:
             for stop in self.stops
             if stop.status == 0
         ]
-        late = [str(stop.step) for stop in self.stops if stop not in self.stops_within]
+        lines += [
+            f"nothing is known of the stop behind step {stop.step}: the command ended by SIGKILL. "
+            "Give it longer (--grace), or see what holds it up"
+            for stop in self.stops
+            if stop.was_killed
+        ]
+        late = [str(stop.step) for stop in self.stops if stop.step >= self.steps]
         if late:
             lines.append(
                 f"nothing is known of the stop behind step {', '.join(late)}: {self.steps} steps "
@@ -233,7 +244,8 @@ class _Stopped:
         time.sleep(chance.uniform(0.0, min(1.0, self._step_s)))
         status = run.stop()
         self._reached = begins + run.count()
-        self.stops.append(Stop(self._reached, status))
+        self.stops.append(Stop(self._reached, status, run.was_killed))
         ending = "" if status is None else f", exit status {status}"
+        ending += ", killed" * run.was_killed
         self._notice(f"attempt {run.number}: stopped behind step {self._reached}{ending}")
         return self._reached < steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from processes import captured
 
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import ProofError, UsageError
-from hydroslurm.prove.attempts import Script, runnable
+from hydroslurm.prove.attempts import Script, new_run, runnable
 from hydroslurm.prove.compare import Comparison
 from hydroslurm.prove.trial import Proof, Stop, places, prove
 
@@ -56,13 +57,28 @@ def test_as_many_stops_as_were_asked_for(stops: int, latest: int) -> None:
 
 
 def test_stops_that_show_nothing_are_told() -> None:
-    """Behind the last step that is compared; a proof of such stops alone is none."""
+    """Behind the last step that is compared, or ended by SIGKILL; a proof of such stops alone is
+    none."""
     control = Comparison()
-    proof = Proof(control, 30, Comparison(), [Stop(12, 75), Stop(30, 75)])
+    proof = Proof(control, 30, Comparison(), [Stop(12, 75), Stop(14, -9, True), Stop(30, 75)])
     assert proof.holds
     assert str(proof).endswith("\nthe same bits: 30 steps, 1 stop")
     assert "nothing is known of the stop behind step 30: 30 steps are compared" in str(proof)
+    assert "of the stop behind step 14: the command ended by SIGKILL" in str(proof)
     assert not Proof(control, 30, Comparison(), [Stop(31, 75)]).holds
+    assert not Proof(control, 30, Comparison(), [Stop(14, -9, True)]).holds
+
+
+def test_a_script_that_does_not_leave_is_killed(tmp_path: Path) -> None:
+    """At the end of the grace, which its stop has on record."""
+    deaf = f"trap '' TERM; touch {tmp_path}/deaf; sleep 60"
+    script = Script(command=("sh", "-c", deaf), environ={}, grace_s=0.1)
+    with new_run(script, tmp_path / "run", attempts=1, limit=None) as run:
+        run.begin()
+        while not (tmp_path / "deaf").exists():
+            assert run.is_running()
+        assert run.stop() == -signal.SIGKILL
+        assert run.was_killed
 
 
 def test_options_behind_the_script_are_told(tmp_path: Path) -> None:
