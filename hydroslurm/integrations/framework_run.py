@@ -32,6 +32,7 @@ from hydroslurm.runtime.child_signals import WorkerShield
 from hydroslurm.training.arguments import run_directory
 from hydroslurm.training.attributes import Attributes
 from hydroslurm.training.ddp_buckets import BucketOrders, Models
+from hydroslurm.training.gradients import Gradients
 from hydroslurm.training.objects import Stateful, require_registrable
 from hydroslurm.training.remedies import Remedies
 from hydroslurm.training.run import Run
@@ -141,6 +142,7 @@ class FrameworkRun(Run):
         self._models = models
         self.own["buffers"] = self._buffers
         self._bucket_orders = BucketOrders(models, world_size=world_size)
+        self._gradients = Gradients(lambda: {str(n): one for n, one in enumerate(models())})
 
     def remember(self, objects: Mapping[str, Attributes]) -> None:
         """Save what the script's own objects count and collect in their attributes, and how the
@@ -181,6 +183,7 @@ class FrameworkRun(Run):
             self._buffers.begin()
         if pending is not None:
             self._put_back(pending)
+        self._gradients.begin()
         self._script_state.begin()
 
     def _put_back(self, pending: Mapping[str, Any]) -> None:
@@ -197,6 +200,7 @@ class FrameworkRun(Run):
         registered.load(states)
         registered.rewind(states, new_rank=pending.get("new_rank"))
         self._bucket_orders.load(pending.get("bucket_orders", ()))
+        self._gradients.load_state_dict(pending.get("gradients", {}))
         rng.restore(pending["rng"])
 
     # --- on the way

@@ -29,6 +29,8 @@ from hydroslurm.training.plain import equal, plain
 _STATE_FILE = "trainer_state.json"
 _AT_STEP = ("should_save", "should_evaluate", "should_log")
 _FLAGS = ("should_training_stop", "should_epoch_stop", *_AT_STEP)
+_BEGAN_AT = ("_initial_global_step", "_initial_num_input_tokens_seen")
+"""Where this train() began; the Trainer takes the step of a resume for that."""
 _MADE_BY_TRAIN = ("model_wrapped", "optimizer", "lr_scheduler")
 """Attributes that train() fills, and that are saved in another way or made anew."""
 Replace = Callable[[str, Callable[..., Any]], object]
@@ -93,6 +95,7 @@ class LoopState:
             "loss": plain(self.loss),
             "is_training": bool(self._trainer.model.training),
             "flags": self._flags_now(),
+            "began_at": {n: int(getattr(self._trainer, n, 0)) for n in _BEGAN_AT},
             "callbacks": {n: self._exported(n, one) for n, one in self._exportable()},
         }
 
@@ -102,6 +105,8 @@ class LoopState:
         self.loss, self.is_training = state["loss"], state["is_training"]
         self._flags = state["flags"]
         self.is_followed = state["is_followed"]
+        for name, count in state.get("began_at", {}).items():
+            setattr(self._trainer, name, count)
         for n, callback in self._exportable():
             saved = state["callbacks"].get(n, {})
             if saved.get("args"):

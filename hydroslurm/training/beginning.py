@@ -196,6 +196,7 @@ class Beginning(ABC):
             resumed = self._go_on(may_load=may_load, seen=seen)
         self._watch.begin(self._step, in_loop=not may_load)
         self._script_state.follow_frozen()
+        self._gradients.begin()
         self._has_begun = True
         return resumed
 
@@ -323,4 +324,5 @@ class Beginning(ABC):
         self._step, self._epoch = counters["step"], counters["epoch"]
         self._script_state.load_state_dict(state.own.get("script", {}))
         self._bucket_orders.load(state.own.get("bucket_orders", ()))
+        self._gradients.load_state_dict(state.own.get("gradients", {}))
         self._cursor.load(state.own)

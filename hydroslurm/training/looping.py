@@ -34,8 +34,8 @@ class Looping(Saving):
         the last batch and does it once, from the same state.
 
         Args:
-            accumulate: batches per step. Safe points follow only complete steps, because gradients
-                that are being accumulated are not saved.
+            accumulate: batches per step. Safe points follow only complete steps. A loop that leaves
+                it at 1 and adds gradients up itself has them saved.
             check: as of :meth:`steps`.
 
         Raises:
@@ -132,6 +132,7 @@ class Looping(Saving):
         self._saves.behind_batches = self._saves.unchanged = False
         if not self._has_begun:
             self._saves.unchanged = self.resume()
+        self._gradients.begin()
         self._watch.close()  # it is we who count
         self._count_step_left_early()
 

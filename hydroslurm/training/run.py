@@ -44,6 +44,7 @@ from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.ddp_buckets import BucketOrders
 from hydroslurm.training.ending import Ending
 from hydroslurm.training.first_step import FirstStep
+from hydroslurm.training.gradients import Gradients
 from hydroslurm.training.looping import Looping
 from hydroslurm.training.objects import Objects
 from hydroslurm.training.oversights import FolderWatch, LoopWatch
@@ -172,6 +173,7 @@ class Run(Looping, Ending):
         self._objects = Objects()
         self._cursor = Cursor()
         self._first_step = FirstStep()
+        self._gradients = Gradients(self._objects.by_name)
         named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         present = {name: thing for name, thing in named.items() if thing is not None}
         for name, thing in [*present.items(), *(extra or {}).items()]:

@@ -57,6 +57,7 @@ class Saving(Beginning):
         if not self._has_begun:
             self._begin_unasked("a safe point was reached", may_load=False)
         self._saves.unchanged = False
+        self._gradients.end_step()
         if self._watch.on:
             self._watch.at_safe_point(self._step)
         stop = self._arrive()
@@ -287,8 +288,11 @@ class Saving(Beginning):
     def _position(self) -> Mapping[str, Any]:
         """Where this rank is, with what belongs to that place."""
         own = self._cursor.state(step=self._completed_step(), epoch=self._epoch)
-        orders = self._bucket_orders.state()
-        return {**own, "bucket_orders": orders} if orders else own
+        more = {
+            "bucket_orders": self._bucket_orders.state(),
+            "gradients": self._gradients.state_dict(),
+        }
+        return {**own, **{name: state for name, state in more.items() if state}}
 
     def _with_script(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
         """With what no ``state_dict()`` has, as far as the script has changed it."""
