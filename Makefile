@@ -13,12 +13,13 @@ help:
 	@echo 'make lint    format, lint and type checks'
 	@echo 'make docs    build the site into build/site; broken links and anchors fail'
 	@echo 'make bench   measure every figure in README and docs, peers included (about forty minutes)'
-	@echo 'make setup   only install what the others need'
+	@echo 'make setup   only install what the others need; the demo alone takes less: ./setup.sh demo'
 
 setup:
 	@./setup.sh
 
-demo: setup
+demo:
+	@./setup.sh demo
 	@$(PY) examples/demo.py $(ARGS)
 
 test: setup

@@ -25,7 +25,8 @@ from pathlib import Path
 import demo_elastic
 import demo_pause
 import demo_stop
-from demo_stage import console, say
+from demo_stage import console, last_words, pace, run_to_end, say
+from rich.markup import escape
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
 from hydroslurm.devcluster.programs import missing, search_path
@@ -45,12 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("[yellow]Slurm is not installed here: the demo goes on as local processes[/]")
         chosen.local = True
     acts = [chosen.act] if chosen.act else [act for act in ACTS if act < 3 or not chosen.local]
+    build_gate()
+    return 0 if all(play(act, chosen, folder / f"act-{act}") for act in acts) else 1
+
+
+def build_gate() -> None:
+    """Before the first job, which else would compile it while everybody waits."""
+    say("building the gate for this torch, unless there is one")
     try:
-        kept = [play(act, chosen, folder / f"act-{act}") for act in acts]
-    except (HydroslurmError, UsageError, UncompletedJobError, FailedJobError) as error:
-        console.print(f"[red]demo failed:[/] {error}", soft_wrap=True)
-        return 1
-    return 0 if all(kept) else 1
+        say(escape(run_to_end("-m", "hydroslurm.cli", "gate", "build").strip()))
+    except HydroslurmError as error:
+        say(f"[yellow]no native gate:[/] {escape(str(error))}")
 
 
 def play(act: int, chosen: argparse.Namespace, folder: Path) -> bool:
@@ -58,9 +64,18 @@ def play(act: int, chosen: argparse.Namespace, folder: Path) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     began_s = time.monotonic()
     console.rule(f"[bold]{ACTS[act]}[/]")
-    kept = scene(act, chosen, folder)()
-    say(f"act {act} took {time.monotonic() - began_s:.0f} s")
-    return kept
+    try:
+        say(f"Python, torch and a first training step take {pace.measure():.1f} s here")
+        kept = scene(act, chosen, folder)()
+    except (HydroslurmError, UsageError) as error:
+        failure = str(error)
+    except (UncompletedJobError, FailedJobError) as error:
+        failure = f"{error}. {last_words(folder / 'runs')}"
+    else:
+        say(f"act {act} took {time.monotonic() - began_s:.0f} s")
+        return kept
+    console.print(f"[red]act {act} failed, in {folder}:[/] {escape(failure)}", soft_wrap=True)
+    return False
 
 
 def scene(act: int, chosen: argparse.Namespace, folder: Path) -> Callable[[], bool]:

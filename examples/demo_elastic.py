@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from demo_stage import EXAMPLES, console, private_slurm, say, submit_urgent, wait_for
+from demo_stage import EXAMPLES, console, pace, private_slurm, say, submit_urgent, wait_for
 
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import HydroslurmError
@@ -49,7 +49,11 @@ def slurm_act(folder: Path, *, low: str, urgent: str, epochs: int) -> bool:
     say(f"generation 1: {', '.join(first)} train")
     (node,) = client.job(int(_slurm_id(first[-1]))).nodes
     urgent_job = submit_urgent(folder / "runs", partition=urgent, nodes=[node], seconds=3)
-    wait_for("a member to be replaced", lambda: _has_come_back(run, gone=first[-1]))
+    wait_for(
+        f"another member instead of {first[-1]}",
+        lambda: _has_come_back(run, gone=first[-1]),
+        run=run.run,
+    )
     for change in _generations(run)[1:]:
         say(
             f"generation {change['generation']} at step {change['step']}: "
@@ -60,7 +64,7 @@ def slurm_act(folder: Path, *, low: str, urgent: str, epochs: int) -> bool:
     wait_for(
         "the training to end",
         lambda: (run.read(run.status_json) or {}).get("state") == "Succeeded",
-        limit_s=300.0,
+        run=run.run,
     )
     return _conclude(run, log, folder, epochs)
 
@@ -76,7 +80,8 @@ def _submit(folder: Path, low: str, log: Path, epochs: int, *, cpus: int) -> str
     template = spec["replicaSpecs"][0]["template"]
     template["args"] = [
         str(EXAMPLES / "train_elastic.py"),
-        *("--epochs", str(epochs), "--step-s", "0.1", "--batch-size", "64", "--log", str(log)),
+        *("--epochs", str(epochs), "--batch-size", "64", "--log", str(log)),
+        *("--step-s", f"{0.1 * pace.slowness:.3f}"),
     ]
     template["command"] = [sys.executable]
     template["resources"] = {"cpus": cpus}  # a node each: the urgent job takes one member's
@@ -108,7 +113,7 @@ def _wait_for_generation(run: ElasticFolder, size: int) -> None:
         found = _generations(run)
         return bool(found) and len(found[-1]["members"]) == size
 
-    wait_for(f"{size} members to train", formed)
+    wait_for(f"{size} members to train", formed, run=run.run)
 
 
 def _has_come_back(run: ElasticFolder, *, gone: str) -> bool:

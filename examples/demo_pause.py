@@ -16,18 +16,19 @@ from demo_stage import (
     EXAMPLES,
     console,
     log_lines,
+    pace,
     private_slurm,
     say,
     start_process,
     submit_urgent,
     tell,
     wait_for,
+    wait_for_end,
     wait_for_state,
 )
 from rich.table import Table
 
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import HydroslurmError
 from hydroslurm.jobs.control.requests import pause_job, resume_job
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
 from hydroslurm.report.figures import figures_of
@@ -37,9 +38,11 @@ from hydroslurm.report.rows import Rows
 from hydroslurm.report.tables import in_terminal
 from hydroslurm.report.writing import write_figures, write_timeline
 from hydroslurm.runtime import client
-from hydroslurm.slurm.client import JobState, open_client
+from hydroslurm.slurm.client import Job, JobState, SlurmClient, open_client
 
 TRAIN = EXAMPLES / "train.py"
+LOG_EVERY = 50
+"""Its own default."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,11 @@ def local_act(folder: Path, *, iterations: int) -> bool:
         for hold_s in (0.3, 1.0, 2.0):
             _wait_for_training(runs["paused"])
             pid = processes["paused"].pid
-            say(f"pause --pid {pid}: {client.pause(pid).message}")
+            say(f"pause --pid {pid}: {client.pause(pid, timeout_s=pace.answer_s).message}")
             time.sleep(hold_s)
-            say(f"resume --pid {pid}: {client.resume(pid).message}")
+            say(f"resume --pid {pid}: {client.resume(pid, timeout_s=pace.answer_s).message}")
         for name, process in processes.items():
-            if process.wait(600) != 0:
-                raise HydroslurmError(
-                    f"the {name} training failed; see {runs[name].logs / 'out.txt'}"
-                )
+            wait_for_end(process, runs[name])
     finally:
         for process in processes.values():
             if process.poll() is None:
@@ -124,7 +124,7 @@ class _OnSlurm:
     def submit(self, name: str) -> PausableJob:
         executor = Executor(self.folder / "runs")
         executor.update_parameters(
-            job_name=name, partition=self.low, timeout_min=20, cpus_per_task=1
+            job_name=name, partition=self.low, timeout_min=120, cpus_per_task=1
         )
         job = executor.submit_script(str(TRAIN), *self.train, "--out", str(self.out(name)))
         say(f"submitted job {job.job_id} ({name}) to partition {self.low}")
@@ -133,12 +133,14 @@ class _OnSlurm:
     def suspend_twice(self, job: PausableJob) -> None:
         for hold_s in (0.5, 3.0):
             _wait_for_training(job.run_dir)
-            answer = pause_job(self.client, self.client.job(int(job.job_id)))
-            tell(answer)
+            tell(pause_job(*self.target(job), timeout_s=pace.answer_s))
             if hold_s > 2:
                 say(f"held for {hold_s:g} s: after 2 s Slurm stops the processes, too (SIGSTOP)")
             time.sleep(hold_s)
-            tell(resume_job(self.client, self.client.job(int(job.job_id))))
+            tell(resume_job(*self.target(job), timeout_s=pace.answer_s))
+
+    def target(self, job: PausableJob) -> tuple[SlurmClient, Job]:
+        return self.client, self.client.job(int(job.job_id))
 
     def preempt(self, job: PausableJob) -> None:
         _wait_for_training(job.run_dir)
@@ -162,7 +164,8 @@ def _wait_for_training(run: RunDir, *, lines: int = 4) -> None:
         return sum(line.startswith("step") for line in log_lines(run))
 
     before = shown()
-    wait_for("some training steps", lambda: shown() >= before + lines)
+    what = f"{lines * LOG_EVERY} more training steps of {run.root.name}"
+    wait_for(what, lambda: shown() >= before + lines, run=run.root)
 
 
 def _result_of(title: str, run: RunDir, out: Path) -> Trained:

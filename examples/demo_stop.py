@@ -20,11 +20,13 @@ from typing import Any
 from demo_stage import (
     EXAMPLES,
     console,
+    pace,
     private_slurm,
     say,
     start_process,
     submit_urgent,
     tell,
+    wait_for_end,
     wait_for_state,
 )
 from demo_watch import tell_stop, wait_for_attempt, wait_for_step
@@ -33,7 +35,6 @@ from rich.table import Table
 
 from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import HydroslurmError
 from hydroslurm.jobs.control.requests import pause_job, requeue_job, resume_job
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
 from hydroslurm.report.figures import figures_of
@@ -92,11 +93,11 @@ def local_act(folder: Path, *, epochs: int) -> bool:
             say(f"SIGTERM to process {running['stopped'].pid}")
             running["stopped"].send_signal(signal.SIGTERM)
             tell_stop(runs["stopped"], "stopped", number)
-            _expect(running["stopped"], RUN_AGAIN, runs["stopped"])
+            wait_for_end(running["stopped"], runs["stopped"], status=RUN_AGAIN)
             running["stopped"] = start("stopped")
             say(f"started again, as process {running['stopped'].pid}")
         for name, process in running.items():
-            _expect(process, 0, runs[name])
+            wait_for_end(process, runs[name])
     finally:
         for process in running.values():
             if process.poll() is None:
@@ -154,13 +155,13 @@ class _OnSlurm:
         yield
         self.wait_for(job, "requeued", 1, SHARES[0])
         say(f"hydroslurm requeue {job_id}")
-        requeue_job(self.client, self.client.job(job_id))
+        requeue_job(self.client, self.client.job(job_id), timeout_s=6 * pace.answer_s)
         tell_stop(job.run_dir, "requeued", 1)
         yield
         self.wait_for(job, "requeued", 2, SHARES[1])
-        tell(pause_job(self.client, self.client.job(job_id)))
+        tell(pause_job(self.client, self.client.job(job_id), timeout_s=pace.answer_s))
         time.sleep(0.5)
-        tell(resume_job(self.client, self.client.job(job_id)))
+        tell(resume_job(self.client, self.client.job(job_id), timeout_s=pace.answer_s))
         # in the two seconds before SIGSTOP Slurm only notes a resume, and a requeue that comes
         # before it has happened kills the job step without a word
         wait_for_state(job.run_dir, "running", pauses=1)
@@ -177,7 +178,7 @@ class _OnSlurm:
     def submit(self, name: str) -> PausableJob:
         executor = Executor(self.folder / "runs")
         executor.update_parameters(
-            job_name=name, partition=self.low, timeout_min=20, cpus_per_task=1
+            job_name=name, partition=self.low, timeout_min=120, cpus_per_task=1
         )
         if name in self.nodes:
             executor.update_parameters(additional_parameters={"nodelist": self.nodes[name]})
@@ -207,16 +208,8 @@ def _step(share: float, epochs: int) -> int:
 
 
 def _options(out: Path, epochs: int) -> list[str]:
-    return ["--epochs", str(epochs), "--log-every", "5", "--think-s", "0.03", "--out", str(out)]
-
-
-def _expect(process: subprocess.Popen[bytes], status: int, run: RunDir) -> None:
-    seen = process.wait(600)
-    if seen != status:
-        raise HydroslurmError(
-            f"the training {run.root.name} ended with status {seen}, not {status}; see "
-            f"{run.logs / 'out.txt'}"
-        )
+    think = ("--think-s", f"{0.03 * pace.slowness:.3f}")
+    return ["--epochs", str(epochs), "--log-every", "5", *think, "--out", str(out)]
 
 
 def _trained(title: str, run: RunDir, out: Path) -> Trained:

@@ -15,9 +15,6 @@ from hydroslurm.report.history import History
 from hydroslurm.report.reading import read_history
 from hydroslurm.report.stops import Stop
 
-ATTEMPT_LIMIT_S = 400.0
-"""How long the next attempt may take to begin: at a site with default settings over two minutes."""
-
 
 def wait_for_step(run: RunDir, name: str, step: int) -> None:
     """Until the training has come so far, as its log shows it."""
@@ -26,7 +23,7 @@ def wait_for_step(run: RunDir, name: str, step: int) -> None:
         shown = (re.search(r" step (\d+) ", line) for line in log_lines(run))
         return any(match and int(match[1]) >= step for match in shown)
 
-    wait_for(f"step {step} of {name}", reached, limit_s=ATTEMPT_LIMIT_S)
+    wait_for(f"step {step} of {name}", reached, run=run.root)
 
 
 def wait_for_attempt(run: RunDir, name: str, number: int) -> None:
@@ -58,7 +55,7 @@ def _wait_for(run: RunDir, number: int, condition: Callable[[Attempt], bool], wh
         attempts = history(run).attempts
         return len(attempts) >= number and condition(attempts[number - 1])
 
-    wait_for(what, holds, limit_s=ATTEMPT_LIMIT_S)
+    wait_for(what, holds, run=run.root)
 
 
 def _trains(attempt: Attempt) -> bool:

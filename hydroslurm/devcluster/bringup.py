@@ -92,7 +92,7 @@ class Bringup:
         self._start("slurmctld", ["-D", "-c"], LD_PRELOAD=str(self._loopback_so))
         self._wait("slurmctld to listen", lambda: listening(self.ports.slurmctld))
         for name in self.spec.node_names:
-            self._start(f"slurmd-{name}", ["-D", "-N", name], LD_PRELOAD=str(self._loopback_so))
+            self._start(f"slurmd-{name}", self._slurmd(name), LD_PRELOAD=str(self._loopback_so))
         self._wait("all nodes to be idle", self._nodes_idle)
         self._check_loopback()
 
@@ -141,6 +141,14 @@ class Bringup:
             *(f"slurmd-{node}" for node in self.spec.node_names),
         ):
             (self.layout.state / name).mkdir(mode=0o700)
+        if self.place.plugins is not None:
+            self.place.plugins_link.symlink_to(self.place.plugins)
+
+    def _slurmd(self, node: str) -> list[str]:
+        if self.place.plugins is None:
+            return ["-D", "-N", node]
+        # a Slurm below a prefix of its own, whose slurmstepd is not where it was built for
+        return ["-D", "-N", node, "-d", str(self.place.plugins.parents[1] / "sbin/slurmstepd")]
 
     def _compile_loopback(self) -> Daemon:
         source = Path(__file__).with_name("loopback.c")
@@ -302,7 +310,7 @@ class Control:
         what: str,
         *,
         daemons: Iterable[Daemon] = (),
-        limit_s: float = 60.0,
+        limit_s: float = 300.0,
     ) -> None:
         """Wait for a condition.
 

@@ -48,12 +48,14 @@ class Place:
         hostname: of this machine; it need not resolve.
         user: the name of the user whom all daemons and jobs belong to.
         memory_mb: what each node claims.
+        plugins: folder of Slurm's plugins; None leaves it to Slurm.
     """
 
     base: Path
     hostname: str
     user: str
     memory_mb: int
+    plugins: Path | None = None
 
     @property
     def host(self) -> str:
@@ -65,6 +67,15 @@ class Place:
     @property
     def munge_socket(self) -> Path:
         return self.base / "run/munge.sock"
+
+    @property
+    def plugins_link(self) -> Path:
+        return self.base / "run/plugins"
+
+    @property
+    def plugin_dir(self) -> str:
+        """The setting for slurm.conf and slurmdbd.conf, by a name without blanks."""
+        return f"PluginDir={self.plugins_link}" if self.plugins else "# PluginDir: Slurm's own"
 
 
 def slurm_conf(spec: ClusterSpec, place: Place, ports: Ports) -> str:
@@ -83,6 +94,7 @@ SlurmctldHost={place.host}({LOOPBACK})
 SlurmctldPort={ports.slurmctld}
 SlurmUser={place.user}
 SlurmdUser={place.user}
+{place.plugin_dir}
 
 # A requeued job may not start before its old credential has expired: 121 s by default, 6 s with the
 # smallest cred_expire that Slurm takes.
@@ -218,6 +230,7 @@ DbdHost=localhost
 DbdAddr={LOOPBACK}
 DbdPort={ports.slurmdbd}
 SlurmUser={place.user}
+{place.plugin_dir}
 PidFile={place.base}/run/slurmdbd.pid
 LogFile={place.base}/log/slurmdbd.log
 DebugLevel=info

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,11 +42,19 @@ class Programs:
     def __getitem__(self, name: str) -> str:
         return self.paths[name]
 
+    @property
+    def plugins(self) -> Path | None:
+        """Slurm's plugins beside its programs: ``lib/slurm``, which Debian's own Slurm has not."""
+        folder = Path(self["slurmctld"]).resolve().parents[1] / "lib/slurm"
+        return folder if folder.is_dir() else None
+
 
 def search_path(path: str | None) -> str:
-    """A PATH with the places of daemons at its end."""
+    """A PATH with the places of daemons at its end, and with this Python's: setup.sh puts a Slurm
+    there where it cannot install one."""
     given = [part for part in (path or os.defpath).split(os.pathsep) if part]
-    return os.pathsep.join([*given, *(part for part in SBIN if part not in given)])
+    more = (*SBIN, str(Path(sys.executable).parent))
+    return os.pathsep.join([*given, *(part for part in more if part not in given)])
 
 
 def missing(path: str) -> dict[str, str]:

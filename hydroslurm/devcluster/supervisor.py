@@ -70,7 +70,7 @@ def _serve(request: Request, layout: Layout, control: Control) -> None:
     user = _user_name()
     link = make_link(layout.root)
     reserved = reserve(request.spec.nodes)
-    place = Place(link, os.uname().nodename, user, _memory_mb())
+    place = Place(link, os.uname().nodename, user, _memory_mb(), programs.plugins)
     me = ProcessId.of(os.getpid())
     assert me is not None
     running = Running(request.spec, False, request.temporary, link, me)

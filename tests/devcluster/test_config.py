@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hydroslurm.devcluster.config import (
     slurm_conf,
     slurmdbd_conf,
 )
+from hydroslurm.devcluster.programs import Programs
 
 PLACE = Place(base=Path("/t/x/c"), hostname="host7.example.org", user="ada", memory_mb=2048)
 PORTS = Ports(slurmctld=5001, slurmdbd=5002, slurmd=(5003, 5004))
@@ -47,6 +49,22 @@ def test_everything_is_loopback_private_and_in_the_folder(profile: str) -> None:
     for line in settings.values():
         for word in line.partition("=")[2].replace("socket=", "").split(","):
             assert not word.startswith("/") or word.startswith(("/t/x/c/", "/bin/true"))
+
+
+def test_a_slurm_of_its_own_prefix_brings_its_plugins(tmp_path: Path) -> None:
+    """As setup.sh unpacks one for a user without root; the setting has no blank, as Slurm wants."""
+    slurm = tmp_path / "a b"
+    (slurm / "sbin").mkdir(parents=True)
+    (slurm / "lib/slurm").mkdir(parents=True)
+    (tmp_path / "slurmctld").symlink_to(slurm / "sbin/slurmctld")
+    plugins = Programs({"slurmctld": str(tmp_path / "slurmctld")}, "cc", "").plugins
+    assert plugins == slurm / "lib/slurm"
+    place = replace(PLACE, plugins=plugins)
+    for text in (
+        slurm_conf(ClusterSpec(nodes=2), place, PORTS),
+        slurmdbd_conf(ClusterSpec(), place, PORTS),
+    ):
+        assert _settings(text)["PluginDir"] == "PluginDir=/t/x/c/run/plugins"
 
 
 def test_profile_pause_suspends_and_does_not_slice_time() -> None:

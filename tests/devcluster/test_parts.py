@@ -115,10 +115,10 @@ def test_missing_programs_are_named_with_package_and_command(tmp_path: Path) -> 
 
 
 def test_daemons_are_looked_for_beyond_an_ordinary_path() -> None:
-    """The places of daemons come after what PATH names, each once."""
+    """The places of daemons come after what PATH names, each once; last is this Python's own."""
     path = programs.search_path("/opt/bin:/usr/sbin").split(":")
     assert path[:2] == ["/opt/bin", "/usr/sbin"]
-    assert sorted(path[2:]) == ["/sbin", "/usr/local/sbin"]
+    assert path[2:] == ["/sbin", "/usr/local/sbin", str(Path(sys.executable).parent)]
 
 
 def test_a_process_is_not_mistaken_for_a_later_one() -> None:
