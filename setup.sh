@@ -227,6 +227,7 @@ assert sys.prefix == sys.base_prefix and tuple(map(int, v.split(".")[:2])) >= (2
     fi
     local wanted=("${index[@]}" -c $constraints "${torch:-torch}" -e ".[$extra]")
     "${pip[@]}" install --quiet --upgrade pip 2>/dev/null || say "pip stays as it is"
+    say "looking up what is to be downloaded"
     "${pip[@]}" install --quiet --dry-run --report - "${wanted[@]}" 2>/dev/null | .venv/bin/python -c "$SIZES" 2>/dev/null ||
         say "how large the downloads are cannot be told here"
     show "installing hydroslurm for the $purpose" "${pip[@]}" install "${wanted[@]}" || die "pip could not install what the $purpose needs"
