@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hydroslurm.checkpoint.plain import equal, plain
 from hydroslurm.checkpoint.tree import is_dtensor
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.framework_run import FrameworkRun
@@ -24,7 +25,6 @@ from hydroslurm.integrations.framework_state import Companions, held_by
 from hydroslurm.integrations.sharded import Sharded
 from hydroslurm.training.attributes import Attributes, is_of_library, of_modules
 from hydroslurm.training.objects import bare
-from hydroslurm.training.plain import equal, plain
 
 _STATE_FILE = "trainer_state.json"
 _AT_STEP = ("should_save", "should_evaluate", "should_log")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hydroslurm.training.plain import (
+from hydroslurm.checkpoint.plain import (
     MANY,
     SIMPLE,
     equal,

@@ -27,13 +27,13 @@ from torch.optim.optimizer import (
 )
 
 from hydroslurm.checkpoint.outcome import Saved
+from hydroslurm.checkpoint.plain import plain
 from hydroslurm.core.events import EventKind
 from hydroslurm.data.global_batches import share_batches
 from hydroslurm.elastic.roster import Depart
 from hydroslurm.errors import UsageError
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.training.generations import Generations
-from hydroslurm.training.plain import plain
 
 
 class ElasticRun(Generations):

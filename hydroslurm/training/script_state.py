@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from hydroslurm.checkpoint.plain import size_bytes
 from hydroslurm.training.attributes import Attributes, of_modules
 from hydroslurm.training.module_settings import ModuleSettings
-from hydroslurm.training.plain import size_bytes
 
 _MUCH_BYTES = 2**28
 

@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from hydroslurm.checkpoint.plain import is_plain, plain, put
 from hydroslurm.elastic.accumulation import Accumulation
 from hydroslurm.elastic.reduction import GradientSum
 from hydroslurm.elastic.step_log import digest_of_weights
 from hydroslurm.training.objects import Objects
-from hydroslurm.training.plain import is_plain, plain, put
 
 _LARGE = 10_000
 """Entries of a list or dict that is not copied: what a step has appended is removed."""

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from hydroslurm.checkpoint.plain import equal
 from hydroslurm.checkpoint.tree import decode, encode
 from hydroslurm.training import attributes, plain, script_state
 from hydroslurm.training.attributes import Attributes, of_modules
 from hydroslurm.training.module_settings import ModuleSettings
-from hydroslurm.training.plain import equal
 from hydroslurm.training.script_state import ScriptState
 
 
