@@ -47,8 +47,6 @@ squeue slurm-client
 slurmdbd slurmdbd
 munged munge
 mariadbd mariadb-server-core
-LIST
-    [ $purpose = demo ] || cat <<'LIST'
 /usr/include/slurm/spank.h libslurm-dev
 /usr/bin/python3 python3
 tmux tmux
@@ -56,7 +54,7 @@ LIST
 }
 
 # `command -v` of an absolute path asks whether it can be executed; a header cannot
-find_program() { [ -e "$1" ] || PATH="$PATH:/usr/sbin:/sbin:/usr/local/sbin:$PWD/.venv/bin" command -v "$1" >/dev/null 2>&1; }
+find_program() { [ -e "$1" ] || [ -e ".venv/slurm$1" ] || PATH="$PATH:/usr/sbin:/sbin:/usr/local/sbin:$PWD/.venv/bin" command -v "$1" >/dev/null 2>&1; }
 
 missing_packages() {
     local program package
@@ -132,8 +130,9 @@ unpack_packages() (
 # a script of its name that says where they are. lib/slurm is where `hydroslurm cluster` finds the plugins.
 private_slurm() {
     local home=$PWD/.venv/slurm/usr wanted program name libraries
-    mapfile -t wanted < <(missing_packages | grep -E 'slurm|munge|mariadb')
-    [ ${#wanted[@]} -gt 0 ] && command -v apt-get >/dev/null || return 0
+    # all of it, even where the site has some: its release may be another
+    mapfile -t wanted < <(needs | awk '/slurm|munge|mariadb/ { print $2 }')
+    missing_packages | grep -qE '^(slurm|munge|mariadb)' && command -v apt-get >/dev/null || return 0
     rm -rf .venv/slurm
     mkdir -p .venv/bin
     show "unpacking Slurm below .venv, about 50 MB, for private clusters of this user" \

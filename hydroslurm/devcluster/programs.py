@@ -50,11 +50,12 @@ class Programs:
 
 
 def search_path(path: str | None) -> str:
-    """A PATH with the places of daemons at its end, and with this Python's: setup.sh puts a Slurm
-    there where it cannot install one."""
-    given = [part for part in (path or os.defpath).split(os.pathsep) if part]
-    more = (*SBIN, str(Path(sys.executable).parent))
-    return os.pathsep.join([*given, *(part for part in more if part not in given)])
+    """A PATH with the places of daemons at its end. A Slurm beside this Python, where setup.sh
+    unpacks one without root, comes first: the site's programs may be of another release."""
+    own = Path(sys.executable).parent
+    first = [str(own)] if (own / "slurmctld").exists() else []
+    given = [part for part in (path or os.defpath).split(os.pathsep) if part not in ("", *first)]
+    return os.pathsep.join([*first, *given, *(part for part in SBIN if part not in given)])
 
 
 def missing(path: str) -> dict[str, str]:

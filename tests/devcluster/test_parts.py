@@ -115,10 +115,21 @@ def test_missing_programs_are_named_with_package_and_command(tmp_path: Path) -> 
 
 
 def test_daemons_are_looked_for_beyond_an_ordinary_path() -> None:
-    """The places of daemons come after what PATH names, each once; last is this Python's own."""
+    """The places of daemons come after what PATH names, each once."""
     path = programs.search_path("/opt/bin:/usr/sbin").split(":")
     assert path[:2] == ["/opt/bin", "/usr/sbin"]
-    assert path[2:] == ["/sbin", "/usr/local/sbin", str(Path(sys.executable).parent)]
+    assert sorted(path[2:]) == ["/sbin", "/usr/local/sbin"]
+
+
+def test_a_slurm_beside_this_python_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a whole one, and the site's may be of another release."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "slurmctld").touch()
+    path = programs.search_path(f"/opt/bin:{tmp_path}").split(":")
+    assert path[:2] == [str(tmp_path), "/opt/bin"]
+    assert path.count(str(tmp_path)) == 1
 
 
 def test_a_process_is_not_mistaken_for_a_later_one() -> None:

@@ -1,4 +1,4 @@
-"""What is released: the sdist and the wheel, and a training paused by what the wheel brings.
+"""What is released: the sdist and the wheel, and the tutorial with nothing else.
 
 The clean environment holds the wheel and nothing else of ours. torch and the other dependencies are
 those of the tests, put behind it on the path, so that no gigabytes are downloaded.
@@ -6,18 +6,21 @@ those of the tests, put behind it on the path, so that no gigabytes are download
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import venv
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from processes import wait_until
+
+from hydroslurm.devcluster import DevCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,38 +61,24 @@ def clean(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin"
 
 
-TRAINING = """
-import torch
-model = torch.nn.Linear(64, 64)
-for step in range(10**9):
-    model(torch.ones(8, 64)).sum().backward()
-    if step == 100:
-        print("trains", flush=True)
-"""
+@pytest.fixture
+def newcomer(clean: Path, tmp_path: Path) -> Callable[..., str]:
+    """Runs a command in an empty folder of somebody who has installed the wheel; its output."""
+
+    def run(*command: str, environ: Mapping[str, str] = os.environ) -> str:
+        path = f"{clean}:{environ['PATH']}"
+        return _done(command, cwd=tmp_path, env={**environ, "PATH": path, "OMP_NUM_THREADS": "1"})
+
+    assert run("python", "-c", PLACE).startswith(str(clean.parent))
+    return run
 
 
-@contextlib.contextmanager
-def _training(clean: Path, folder: Path, environ: dict[str, str]) -> Iterator[int]:
-    """The process id of a training without a word of ours, below `hydroslurm run`."""
-    (folder / "train.py").write_text(TRAINING)
-    process = subprocess.Popen(
-        [clean / "hydroslurm", "run", "--", clean / "python", "train.py"],
-        cwd=folder,
-        env=environ,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "trains\n"
-        yield process.pid
-    finally:
-        process.kill()
-        process.communicate()
+PLACE = "import hydroslurm; print(hydroslurm.__file__)"
 
 
 def test_both_are_complete(dist: Path) -> None:
-    """The wheel has the native sources and the start-up line; the sdist has the rest, too."""
+    """The wheel has the native sources, the start-up line, examples and batch scripts; the sdist has
+    the rest, too."""
     (wheel,) = dist.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     for wanted in ("hydroslurm_autoload.pth", "hydroslurm/py.typed", "hydroslurm/__init__.py"):
@@ -97,6 +86,9 @@ def test_both_are_complete(dist: Path) -> None:
     sources = (ROOT / "hydroslurm").rglob("*")
     tracked = {p.relative_to(ROOT).as_posix() for p in sources if p.suffix in (".h", ".cpp", ".c")}
     assert tracked <= names
+    for folder, there in (("examples", "examples"), ("templates", "sbatch")):
+        files = {p.name for p in (ROOT / there).iterdir() if p.is_file()}
+        assert {f"hydroslurm/{folder}/{name}" for name in files} <= names
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         inner = {name.partition("/")[2] for name in archive.getnames()}
@@ -104,16 +96,27 @@ def test_both_are_complete(dist: Path) -> None:
         assert wanted in inner
 
 
-def test_the_wheel_pauses_a_training(clean: Path, tmp_path: Path) -> None:
-    """An unmodified script is parked and resumed by the command line of the clean environment."""
-    environ = {**os.environ, "PATH": f"{clean}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    options: dict[str, object] = {"cwd": tmp_path, "env": environ}
-    where = _done(
-        [clean / "python", "-c", "import hydroslurm; print(hydroslurm.__file__)"], **options
-    )
-    assert where.startswith(str(clean.parent))
-    with _training(clean, tmp_path, environ) as pid:
-        paused = _done([clean / "hydroslurm", "pause", "--pid", str(pid)], **options)
-        assert "parked" in paused
-        resumed = _done([clean / "hydroslurm", "resume", "--pid", str(pid)], **options)
-        assert "running" in resumed
+@pytest.mark.slurm
+def test_the_wheel_walks_the_tutorial(
+    newcomer: Callable[..., str], tmp_path: Path, requeue_cluster: DevCluster
+) -> None:
+    """An example that the wheel has brought is submitted, paused, requeued, resumed and reported."""
+    environ = requeue_cluster.child_environ()
+    (tmp_path / "train.py").write_text(newcomer("hydroslurm", "template", "train_run.py"))
+    submit = ("hydroslurm", "submit", "--partition", "low", "train.py")
+    told = newcomer(*submit, "--epochs", "60", "--think-s", "0.02", environ=environ)
+    job, run = re.search(r"job (\d+) .*?(/\S+)", told).groups()  # type: ignore[union-attr]
+
+    def logged(words: str) -> bool:
+        return words in newcomer("hydroslurm", "logs", job, environ=environ)
+
+    try:
+        wait_until(lambda: logged(" step 100 "), "a step", limit_s=300)
+        assert "parked" in newcomer("hydroslurm", "pause", "--job", job, environ=environ)
+        assert "running" in newcomer("hydroslurm", "resume", "--job", job, environ=environ)
+        newcomer("hydroslurm", "requeue", job, environ=environ)
+        wait_until(lambda: logged("weights sha256"), "the end", limit_s=300)
+    finally:
+        newcomer("scancel", job, environ=environ)
+    report = newcomer("hydroslurm", "report", run, environ=environ)
+    assert "Steps lost: 0." in report

@@ -126,10 +126,12 @@ def _i(folder: Path | None) -> list[str]:
 
 def _srun_release(srun: str, environ: Mapping[str, str]) -> Release:
     """22.05 reads a slurm.conf even to tell its version, so it gets one: the site's may be
-    missing, or name what is still to be made."""
+    missing, or name what is still to be made. Plugins in a prefix of Slurm's own are named."""
+    plugins = Path(srun).resolve().parents[1] / "lib/slurm"
+    named = f"PluginDir={plugins}\n" if plugins.is_dir() else ""
     with tempfile.TemporaryDirectory(prefix="hydroslurm-srun-") as folder:
         conf = Path(folder) / "slurm.conf"
-        conf.write_text(_MINIMAL_CONF)
+        conf.write_text(_MINIMAL_CONF + named)
         done = _run([srun, "--version"], {**environ, "SLURM_CONF": str(conf)})
     told = re.search(r"\b(\d+)\.(\d+)", done.stdout)  # "slurm-wlm 22.05.8", "slurm 25.11.7"
     if done.returncode != 0 or told is None:
