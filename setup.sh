@@ -10,6 +10,7 @@
 #   NO_NSYS=1           do without NVIDIA's nsys (170 MB); the tests that profile a job are then skipped
 set -euo pipefail
 cd "$(dirname "$0")"
+exec 9<setup.sh && flock 9 # one at a time: make -j starts several
 purpose=${1:-test}
 
 say() { printf 'setup: %s\n' "$*"; }

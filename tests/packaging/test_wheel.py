@@ -77,8 +77,7 @@ PLACE = "import hydroslurm; print(hydroslurm.__file__)"
 
 
 def test_both_are_complete(dist: Path) -> None:
-    """The wheel has the native sources, the start-up line, examples and batch scripts; the sdist has
-    the rest, too."""
+    """Native sources, start-up line, examples and batch scripts are in the wheel."""
     (wheel,) = dist.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     for wanted in ("hydroslurm_autoload.pth", "hydroslurm/py.typed", "hydroslurm/__init__.py"):
@@ -100,7 +99,7 @@ def test_both_are_complete(dist: Path) -> None:
 def test_the_wheel_walks_the_tutorial(
     newcomer: Callable[..., str], tmp_path: Path, requeue_cluster: DevCluster
 ) -> None:
-    """An example that the wheel has brought is submitted, paused, requeued, resumed and reported."""
+    """An example that the wheel brings is submitted, paused, requeued, resumed and reported."""
     environ = requeue_cluster.child_environ()
     (tmp_path / "train.py").write_text(newcomer("hydroslurm", "template", "train_run.py"))
     submit = ("hydroslurm", "submit", "--partition", "low", "train.py")
