@@ -20,7 +20,7 @@ setup:
 
 demo:
 	@./setup.sh demo
-	@$(PY) examples/demo.py $(ARGS)
+	@$(PY) hydroslurm/examples/demo.py $(ARGS)
 
 test: setup
 	@$(PY) -m pytest -n 2 $(ARGS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -85,9 +86,7 @@ def test_both_are_complete(dist: Path) -> None:
     sources = (ROOT / "hydroslurm").rglob("*")
     tracked = {p.relative_to(ROOT).as_posix() for p in sources if p.suffix in (".h", ".cpp", ".c")}
     assert tracked <= names
-    for folder, there in (("examples", "examples"), ("templates", "sbatch")):
-        files = {p.name for p in (ROOT / there).iterdir() if p.is_file()}
-        assert {f"hydroslurm/{folder}/{name}" for name in files} <= names
+    assert {f"hydroslurm/examples/{p.name}" for p in (ROOT / "examples").glob("*.*")} <= names
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         inner = {name.partition("/")[2] for name in archive.getnames()}
@@ -101,8 +100,8 @@ def test_the_wheel_walks_the_tutorial(
 ) -> None:
     """An example that the wheel brings is submitted, paused, requeued, resumed and reported."""
     environ = requeue_cluster.child_environ()
-    (tmp_path / "train.py").write_text(newcomer("hydroslurm", "template", "train_run.py"))
-    submit = ("hydroslurm", "submit", "--partition", "low", "train.py")
+    shutil.copy(Path(newcomer("python", "-c", PLACE)).parent / "examples/train_run.py", tmp_path)
+    submit = ("hydroslurm", "submit", "--partition", "low", "train_run.py")
     told = newcomer(*submit, "--epochs", "60", "--think-s", "0.02", environ=environ)
     job, run = re.search(r"job (\d+) .*?(/\S+)", told).groups()  # type: ignore[union-attr]
 
