@@ -30,7 +30,8 @@ MAY_IMPORT = {
     "runtime": COORDINATION
     | {"numa", "vacate", "prove.recorder"},  # the last as torch is, when asked for
     "checkpoint": BASE,
-    "data": BASE | {"checkpoint.census", "checkpoint.rng", "runtime.child_signals"},
+    "data": BASE
+    | {"checkpoint.census", "checkpoint.rng", "checkpoint.tree", "runtime.child_signals"},
     "parallel": COORDINATION,
     "elastic": ELASTIC | {"checkpoint.tree", "data.position", "data.sampler"},
     "training": TRAINING,

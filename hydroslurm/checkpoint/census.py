@@ -16,6 +16,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import os
 import random
 import time
 import types
@@ -48,6 +49,8 @@ MOST_OBJECTS, MOST_S = 50_000, 0.5
 _LARGE, _LARGE_BYTES, _SAMPLED = 10_000, 2**20, 512
 _NONE = object()
 _OF_MODULE = frozenset(vars(torch.nn.Module()))
+_GENERATOR = "generator: "
+"""Begins the mark of one, before the name of its class."""
 _SETTINGS = (bool, int, float, str)
 _WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.", "torch.distributed.")
 
@@ -111,6 +114,8 @@ class Census:
         known: classes whose objects are not entered, each with the reason; see :data:`KNOWN`.
         without: names of attributes that are left out, by the name of a root or model.
         device: on which tensors are that were not on the CPU and are not there yet.
+        all_generators: whether those are saved, too, that nobody has drawn from: one without a seed
+            is another in each attempt.
     """
 
     def __init__(
@@ -122,7 +127,9 @@ class Census:
         known: Mapping[str, str] = KNOWN,
         without: Mapping[str, Collection[str]] = types.MappingProxyType({}),
         device: Callable[[], torch.device] | None = None,
+        all_generators: bool = False,
     ) -> None:
+        self._all_generators = all_generators
         self._roots = roots if callable(roots) else lambda: roots
         self._models = models if callable(models) else lambda: models
         self._saved, self._known, self._without = saved, known, without
@@ -230,7 +237,11 @@ class Census:
             name: value
             for name, value in node.values.items()
             if name not in left_out
-            and (name in restored or not _shows(before.get(name, _NONE), value))
+            and (
+                name in restored
+                or (self._all_generators and isinstance(value, rng.KINDS))
+                or not _shows(before.get(name, _NONE), value)
+            )
             and (not _is_large(value) or is_plain(value))
         }
 
@@ -241,20 +252,28 @@ class Census:
             "early": name not in late and _shows(begun.get(name, _NONE), value),
             "same object": _is_same(self._before.get(node.path, {}).get(name), value),
             "buffer": name in node.buffers,
+            "process": type(value) is int and value == os.getpid() and "pid" in str(name),
             "on device": any(one.device.type != "cpu" for one in tensors_in(value)),
         }
-        return [mark for mark, holds in marks.items() if holds]
+        kind = [f"{_GENERATOR}{_kind(value)}"] if isinstance(value, rng.KINDS) else []
+        return [*(mark for mark, holds in marks.items() if holds), *kind]
 
     def _restore_one(self, node: Node, state: Mapping[Any, Any], rank: int | None) -> None:
         path, before = node.path, self._before.get(node.path, {})
         self._restored[path] = {*self._restored.get(path, ()), *state}
         self._late[path] = {name for name, (_, marks) in state.items() if "early" not in marks}
         for name, (value, marks) in state.items():
+            if "process" in marks:  # whoever compares it makes anew what another process has made
+                value = os.getpid()
             here = node.values.get(name, node.objects.get(name, _NONE))
             is_set = here is not _NONE and not _shows(before.get(name, _NONE), here)
             is_own = rank is not None or isinstance(value, (float, str))
             if "early" in marks and is_set and is_own:
                 continue
+            kind = next((one for one in marks if one.startswith(_GENERATOR)), "")
+            if kind and not isinstance(here, rng.KINDS):  # the script makes it when it draws
+                here = rng.made_from(kind.removeprefix(_GENERATOR), value)
+                node.put(name, here)
             if isinstance(here, rng.KINDS):
                 rng.set_state(here, value)
                 if rank:

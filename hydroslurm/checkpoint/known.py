@@ -35,6 +35,7 @@ KNOWN: Mapping[str, str] = {
     "pytorch_lightning": _OWN_PROGRESS,
     "transformers": _OWN_PROGRESS,
     "transformers.data": ENTERED,
+    "transformers.trainer_utils.RemoveColumnsCollator": ENTERED,
     "trl": _OWN_PROGRESS,
     "peft": _OWN_PROGRESS,
     "deepspeed": _OWN_PROGRESS,

@@ -145,6 +145,25 @@ def set_state(generator: Generator, state: Any) -> None:
         generator.bit_generator.state = found
 
 
+def made_from(kind: str, state: Any) -> Generator:
+    """Another generator of a class of :data:`KINDS`, by its name: for a script that makes it when
+    it draws for the first time.
+
+    Raises:
+        TypeError, ValueError, KeyError, RuntimeError: as :func:`set_state`.
+    """
+    if kind == "Generator" and isinstance(state, dict):
+        found: Any = numpy.random.Generator(getattr(numpy.random, state["bit_generator"])())
+    else:
+        kinds = {
+            "Generator": torch.Generator, "Random": random.Random,
+            "RandomState": numpy.random.RandomState,
+        }  # fmt: skip
+        found = kinds[kind]()
+    set_state(found, state)
+    return found  # type: ignore[no-any-return]
+
+
 def diverge(generator: Generator, rank: int) -> None:
     """Begin another stream, made from the generator's state and the number of a rank: the same each
     time, and another for each rank."""

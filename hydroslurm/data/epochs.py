@@ -1,12 +1,9 @@
-"""What the three ways to hold a position share: counting, naming the epoch, values, the random
-generators of a loader, its samplers and its data set, and warnings about those that a resume cannot
-restore."""
+"""What the three ways to hold a position share: counting, naming the epoch, values, samplers, and
+warnings about random numbers that a resume cannot restore."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +11,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import IterableDataset
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.data.sampler import ResumableSampler, Share
@@ -23,8 +20,6 @@ from hydroslurm.errors import StateMismatch, UnsavableState
 
 FORMAT = 1
 _PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
-_DEEPEST = 8
-"""Data sets within data sets that are looked into, as in Subset."""
 
 
 @dataclass
@@ -129,13 +124,6 @@ def tell(loader: Any, share: Share) -> None:
             sampler.tell(share)
 
 
-def forget_iterator(loader: Any) -> None:
-    """Let persistent workers go, so that the next iterator starts new ones."""
-    if getattr(loader, "persistent_workers", False):
-        with contextlib.suppress(AttributeError):
-            loader._iterator = None
-
-
 def plain(value: Any, *, place: str) -> Any:
     """A copy that holds plain values and tensors only.
 
@@ -175,82 +163,6 @@ def samplers(loader: Any) -> list[Any]:
     return found
 
 
-def generator_states(loader: Any) -> dict[str, Any]:
-    """The states of a loader's generators, by their place."""
-    found = {place: one.get_state() for place, one in _generators(loader).items()}
-    return found | {place: rng.state_of(one) for place, one in _attributes(loader)}
-
-
-def set_generator_states(loader: Any, states: Mapping[str, Any]) -> None:
-    """Put a loader's generators back.
-
-    Raises:
-        StateMismatch: the loader holds generators in other places than it did, or of other kinds.
-    """
-    here = _generators(loader)
-    there = {place for place in states if "." not in place}
-    if here.keys() != there:
-        raise StateMismatch(
-            f"the loader had generators of its own at {sorted(there)} and now has them at "
-            f"{sorted(here)}; build it as before"
-        )
-    for place in there:
-        here[place].set_state(states[place])
-    for place, one in _attributes(loader):
-        if place not in states:  # made since, or by a release that did not look there
-            continue
-        try:
-            rng.set_state(one, states[place])
-        except (TypeError, ValueError, KeyError, RuntimeError) as error:
-            raise StateMismatch(
-                f"the generator at {place} is a {type(one).__name__}, for which the saved state is "
-                f"none ({error}); build the loader as before"
-            ) from error
-
-
-def own_generators(holder: Any) -> Iterator[tuple[str, rng.Generator]]:
-    """The generators among the attributes of a sampler or a data set, but for the one that torch's
-    samplers draw from."""
-    for name, one in getattr(holder, "__dict__", {}).items():
-        known = isinstance(holder, Sampler) and name == "generator"
-        if known and isinstance(one, torch.Generator):
-            continue
-        if isinstance(one, rng.KINDS) and not isinstance(one, random.SystemRandom):
-            yield name, one
-
-
-def _generators(loader: Any) -> dict[str, torch.Generator]:
-    """What torch's own classes draw from."""
-    holders = {"loader": loader}
-    holders |= {f"sampler {n}": sampler for n, sampler in enumerate(_samplers(loader))}
-    found = {place: getattr(holder, "generator", None) for place, holder in holders.items()}
-    return {place: g for place, g in found.items() if isinstance(g, torch.Generator)}
-
-
-def _samplers(loader: Any) -> list[Any]:
-    """Those that hold a generator: what is around them is not the same for any number of ranks."""
-    return [
-        one
-        for one in samplers(loader)
-        if isinstance(getattr(one, "generator", None), torch.Generator)
-        or next(own_generators(one), None) is not None
-    ]
-
-
-def _attributes(loader: Any) -> Iterator[tuple[str, rng.Generator]]:
-    """What other samplers and data sets keep, such as a ``random.Random``."""
-    holders = [(f"sampler {n}", one) for n, one in enumerate(_samplers(loader))]
-    data = getattr(loader, "dataset", None)
-    for depth in range(_DEEPEST):
-        if data is None:
-            break
-        holders.append((f"data set {depth}", data))
-        data = getattr(data, "dataset", None)
-    for place, holder in holders:
-        for name, one in own_generators(holder):
-            yield f"{place}.{name}", one
-
-
 def warn_of_unseeded_workers(loader: Any) -> None:
     """Say that random augmentation in workers starts anew with a resume, where it does.
 
@@ -277,7 +189,11 @@ def warn_of_samplers_begun_anew(loader: Any) -> None:
     """Say that other samples come with a resume, where StatefulDataLoader iterates a sampler that
     draws from a generator of its own: it does so several times, and keeps the last order."""
     for sampler in samplers(loader):
-        drawn_from = [name for name, _ in own_generators(sampler)]
+        drawn_from = [
+            name
+            for name, one in getattr(sampler, "__dict__", {}).items()
+            if isinstance(one, rng.KINDS) and name != "generator"  # torch's samplers know that
+        ]
         if drawn_from and not callable(getattr(sampler, "load_state_dict", None)):
             name = type(sampler).__name__
             warnings.warn(

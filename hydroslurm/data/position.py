@@ -37,6 +37,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 from hydroslurm.data import epochs
+from hydroslurm.data.loader_state import LoaderState
 from hydroslurm.data.sampler import share_given
 from hydroslurm.data.strategies import ReplayPosition, SamplerPosition, StatefulPosition, index_plan
 from hydroslurm.errors import UsageError
@@ -46,6 +47,8 @@ class LoaderPosition(Protocol):
     """The position of one training loop in one loader."""
 
     name: str
+    loader_state: LoaderState
+    """What changes in the loader beside."""
 
     def begin_epoch(self, epoch: int) -> Iterator[Any]:
         """Start an epoch; tells the samplers and the data set which one it is."""
@@ -69,6 +72,10 @@ class LoaderPosition(Protocol):
     def without_newest(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """The state of before the last batch was handed out, for another number of ranks: none of
         them has used it."""
+
+    def left_behind(self) -> Mapping[str, Any] | None:
+        """Between two epochs: the end of the last one, to be resumed before the next one begins,
+        where workers go on with what they have."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position between two batches: each batch that was handed out counts as used.

@@ -4,6 +4,7 @@ chooses one."""
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,12 @@ from hydroslurm.data import epochs
 from hydroslurm.data.epochs import (
     CountedBatches,
     Progress,
-    generator_states,
     later_batches,
-    set_generator_states,
     warn_of_samplers_begun_anew,
     warn_of_unseeded_workers,
 )
 from hydroslurm.data.global_batches import GlobalBatchSampler
+from hydroslurm.data.loader_state import LoaderState, PersistentWorkers, keeps_workers
 from hydroslurm.data.sampler import ResumableSampler, Share, share_now
 from hydroslurm.data.shared_order import loader_of, shared_order
 from hydroslurm.errors import StateMismatch
@@ -43,6 +43,7 @@ class StatefulPosition:
         self, loader: Any, *, shield: Collection[int] = (), share: Share | None = None
     ) -> None:
         self._loader = loader
+        self.loader_state = LoaderState(loader)
         self._share = share
         self._shield = frozenset(shield)
         self._progress = Progress()
@@ -61,12 +62,12 @@ class StatefulPosition:
         now = getattr(self._loader, "num_workers", 0)
         if progress.finished and (progress.world_size, state["num_workers"]) != (world_size, now):
             self._progress = progress
-            set_generator_states(self._loader, state["generators"])
+            self.loader_state.put(state["objects"])
             return iter(())  # the loader's own state is about lengths that it has no more
         self._require_workers(state)
         if not progress.begun:
             self._progress = progress
-            set_generator_states(self._loader, state["generators"])
+            self.loader_state.put(state["objects"])
             return later_batches(lambda: self.begin_epoch(progress.epoch))
         self._warn()
         epochs.announce(self._loader, progress.epoch)
@@ -83,7 +84,7 @@ class StatefulPosition:
         batches = iterate(self._loader, shield=self._shield)
         # torchdata's RandomSampler winds the generator back to the start of the epoch, and so
         # loses what the loader has drawn from the same generator since (its base seed)
-        set_generator_states(self._loader, state["generators"])
+        self.loader_state.put(state["objects"])
         return CountedBatches(batches, self._progress)
 
     def batches_of_epoch(self, state: Mapping[str, Any]) -> int | None:
@@ -93,10 +94,13 @@ class StatefulPosition:
     def without_newest(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         return state
 
+    def left_behind(self) -> Mapping[str, Any] | None:
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         state = self._progress.state_dict(self.name)
         state["num_workers"] = getattr(self._loader, "num_workers", 0)
-        state["generators"] = generator_states(self._loader)
+        state["objects"] = self.loader_state.now()
         if self._progress.begun:  # before that, asking would start the workers
             state["loader"] = epochs.plain(self._loader.state_dict(), place="loader.state_dict()")
         return state
@@ -169,6 +173,7 @@ class SamplerPosition:
         share: Share | None = None,
     ) -> None:
         self._loader = loader
+        self.loader_state = LoaderState(loader)
         self._plan = plan
         self._share = share
         self._shield = frozenset(shield)
@@ -189,7 +194,7 @@ class SamplerPosition:
         progress = Progress.of(state, strategy=self.name)
         self._progress = progress
         if not progress.begun:
-            set_generator_states(self._loader, state["generators"])
+            self.loader_state.put(state["objects"])
             return later_batches(lambda: self.begin_epoch(progress.epoch))
         epochs.announce(self._loader, progress.epoch)
         self._resumed_batches = progress.batches
@@ -203,7 +208,7 @@ class SamplerPosition:
         else:
             self._plan.sampler.load_state_dict(state["sampler"])
             batches = self._iterate()
-        set_generator_states(self._loader, state["generators"])
+        self.loader_state.put(state["objects"])
         return CountedBatches(iter(()) if progress.finished else batches, progress)
 
     def batches_of_epoch(self, state: Mapping[str, Any]) -> int | None:
@@ -224,10 +229,13 @@ class SamplerPosition:
         sampler = {**state["sampler"], "consumed": consumed}
         return {**state, "batches": state["batches"] - 1, "sampler": sampler}
 
+    def left_behind(self) -> Mapping[str, Any] | None:
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         state = self._progress.state_dict(self.name)
         state["sampler"] = self._plan.sampler.state_at(self._progress.epoch, self._consumed())
-        state["generators"] = generator_states(self._loader)
+        state["objects"] = self.loader_state.now()
         return state
 
     def share_of_batch(self) -> tuple[int, int]:
@@ -262,11 +270,10 @@ class SamplerPosition:
 class ReplayPosition:
     """The position in any other loader: begins the epoch again, and skips.
 
-    Saves the random generators as they were when the epoch began, and fetches its batches again.
+    Saves the random generators and the loader's objects as they were when the epoch began, and
+    fetches its batches again. Of persistent workers each has a state of its own.
 
-    Exact for all that follows from those generators, augmentation in workers too: they are
-    started anew in every epoch, also persistent ones, because their random numbers would else
-    depend on all epochs before. The data itself must come in the same order again.
+    Exact for all that follows from those. The data itself must come in the same order again.
 
     Another number of ranks takes up what is left, if it is known how ranks share the order
     (:mod:`hydroslurm.data.shared_order`): nothing is replayed then, and nothing comes twice.
@@ -278,19 +285,25 @@ class ReplayPosition:
         self, loader: Any, *, shield: Collection[int] = (), share: Share | None = None
     ) -> None:
         self._loader = loader
+        self.loader_state = LoaderState(loader)
         self._share = share
         self._shield = frozenset(shield)
         self._order = shared_order(loader)
         self._progress = Progress()
         self._start_rng: Mapping[str, Any] = {}
-        self._start_generators: Mapping[str, Any] = {}
+        self._start_objects: Mapping[str, Any] = {}
+        self._workers = (
+            PersistentWorkers(loader, self.loader_state, shield=shield)
+            if keeps_workers(loader)
+            else None
+        )
         self._resized: tuple[int, int] | None = None
         """Batches and samples of all ranks that were used when this number of ranks took up the
         epoch; None for one that it has begun."""
 
     def begin_epoch(self, epoch: int) -> Iterator[Any]:
         self._start_rng = rng.capture()
-        self._start_generators = generator_states(self._loader)
+        self._start_objects = self.loader_state.now()
         self._progress = Progress(epoch, begun=True, world_size=share_now(self._share).world_size)
         self._resized = None
         return CountedBatches(self._iterate(epoch), self._progress)
@@ -303,25 +316,18 @@ class ReplayPosition:
             progress.require_world(world_size)
         self._progress, self._resized = progress, None
         if not progress.begun:
-            set_generator_states(self._loader, state["generators"])
+            self.loader_state.put(state["objects"])
             return later_batches(lambda: self.begin_epoch(progress.epoch))
-        self._start_rng = state["start_rng"]
-        self._start_generators = state["start_generators"]
-        if progress.finished:
-            batches: Iterator[Any] = iter(())
-        else:
-            rng.restore(self._start_rng)
-            set_generator_states(self._loader, self._start_generators)
-            if is_resized:
-                self._resized = progress.batches, int(state["consumed"])
-                progress.world_size = world_size
-                batches = self._iterate_rest(progress.epoch, int(state["consumed"]))
-            else:
-                batches = self._iterate(progress.epoch)
-                if share_now(self._share).rank == 0 and progress.batches:
-                    _warn_of_replay(progress.batches, unknown=_unknown_sampler(self._loader))
-                _skip(batches, progress.batches)
-        set_generator_states(self._loader, state["generators"])
+        self._start_rng, self._start_objects = state["start_rng"], state["start_objects"]
+        batches: Iterator[Any] = iter(())
+        if is_resized:
+            self._put_start_back()
+            self._resized = progress.batches, int(state["consumed"])
+            progress.world_size = world_size
+            batches = self._iterate_rest(progress.epoch, int(state["consumed"]))
+        elif not progress.finished or (self._workers is not None and "workers" in state):
+            batches = self._replayed(state, progress)
+        self.loader_state.put(state["objects"])
         return CountedBatches(batches, progress)
 
     def batches_of_epoch(self, state: Mapping[str, Any]) -> int | None:
@@ -339,13 +345,19 @@ class ReplayPosition:
         used = self._order.batch_size * int(state["world_size"])
         return {**state, "batches": state["batches"] - 1, "consumed": state["consumed"] - used}
 
+    def left_behind(self) -> Mapping[str, Any] | None:
+        is_needed = self._workers is not None and self._progress.finished
+        return self.state_dict() if is_needed else None
+
     def state_dict(self) -> dict[str, Any]:
         progress = self._progress
         state = progress.state_dict(self.name)
-        state["generators"] = generator_states(self._loader)
+        state["objects"] = self.loader_state.now()
         if progress.begun:
             state["start_rng"] = self._start_rng
-            state["start_generators"] = self._start_generators
+            state["start_objects"] = self._start_objects
+            if self._workers is not None and self._workers.are_started and not self._resized:
+                state["workers"] = self._workers.state_dict()
             if self._order is not None and progress.world_size <= self._order.most_ranks:
                 batches, samples = self._resized or (0, 0)
                 since = progress.batches - batches
@@ -363,9 +375,30 @@ class ReplayPosition:
             return False
         return bool(state["resized"]) or progress.world_size != world_size
 
+    def _put_start_back(self) -> None:
+        rng.restore(self._start_rng)
+        self.loader_state.put(self._start_objects)
+
+    def _replayed(self, state: Mapping[str, Any], progress: Progress) -> Iterator[Any]:
+        """The batches of the epoch behind those that were used. Persistent workers go through all
+        of one that is over: the next epoch begins with what they have then."""
+        if self._workers is not None and "workers" in state:
+            epochs.announce(self._loader, progress.epoch)
+            batches = self._workers.resume_epoch(state["workers"], self._put_start_back)
+        else:
+            self._put_start_back()
+            batches = self._iterate(progress.epoch)
+        if share_now(self._share).rank == 0 and progress.batches:
+            _warn_of_replay(progress.batches, unknown=_unknown_sampler(self._loader))
+        _skip(batches, progress.batches)
+        if progress.finished:
+            deque(batches, maxlen=0)
+        return batches
+
     def _iterate(self, epoch: int) -> Iterator[Any]:
-        epochs.forget_iterator(self._loader)
         epochs.announce(self._loader, epoch)
+        if self._workers is not None:
+            return self._workers.begin_epoch()
         return iterate(self._loader, shield=self._shield)
 
     def _iterate_rest(self, epoch: int, consumed: int) -> Iterator[Any]:

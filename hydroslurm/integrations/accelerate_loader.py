@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from hydroslurm.data.epochs import generator_states, samplers, set_generator_states
+from hydroslurm.data.epochs import samplers
+from hydroslurm.data.loader_state import LoaderState
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.framework_run import FrameworkRun
 from hydroslurm.integrations.held_loader import (
@@ -48,6 +49,7 @@ class CountedLoader:
             if sampler.generator is None:  # it makes one when it is iterated; a state wants it
                 sampler.generator = torch.Generator()
                 sampler.generator.manual_seed(sampler.initial_seed)
+        self._objects = LoaderState(self._base)
         run.own[f"loader {name}"] = self
 
     @property
@@ -64,7 +66,7 @@ class CountedLoader:
         return {
             "iteration": self.iteration,
             "seeds": [int(one.initial_seed) for one in self._seeded],
-            "generators": generator_states(self._base),
+            "objects": self._objects.now(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -75,7 +77,7 @@ class CountedLoader:
             StateMismatch: the loader has other generators than it had.
         """
         self._resume(state)
-        set_generator_states(self._base, state["generators"])
+        self._objects.put(state["objects"])
 
     def _resume(self, state: Mapping[str, Any]) -> None:
         self.iteration = state["iteration"]
@@ -173,7 +175,7 @@ class HeldTrainLoader(CountedLoader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing is left to do for one that was opened, whose position has its generators."""
         if not self._is_opened:
-            set_generator_states(self._base, state["generators"])
+            self._objects.put(state["objects"])
 
 
 class ScriptLoader(StandIn):

@@ -155,6 +155,14 @@ class FrameworkRun(Run):
         )
         self._script_state.remember()
 
+    def script_now(self) -> Mapping[str, Any]:
+        """A copy of what the script's objects have counted since :meth:`remember`."""
+        return self._script_state.state_dict()
+
+    def put_script(self, state: Mapping[str, Any]) -> None:
+        """Give it back to them, until :meth:`begin` gives them what was saved last."""
+        self._script_state.load_state_dict(state)
+
     def check_first_step(self, parts: Mapping[str, Any], remedies: Remedies) -> None:
         """Find out at the first step of this attempt what the script uses and a resumed run would
         lack: for a framework that leaves the loop to it, and hands batches out within :meth:`body`.

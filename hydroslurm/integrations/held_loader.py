@@ -1,9 +1,9 @@
 """A loader in a framework's hands, whose position in the data is saved and resumed.
 
-A batch that the framework has fetched ahead of the step that uses it is saved itself where it is
-sure to come back as it was: whoever made it is known to make nothing but tensors on the CPU and
-plain values. Any other is fetched again by the next attempt, for which the random numbers have to
-be noted before each batch; that takes some 50 microseconds.
+A batch that the framework has fetched ahead of the step that uses it is saved itself where the
+first one would come back as it was: tensors on the CPU and plain values. Any other is fetched again
+by the next attempt, for which the random numbers and the loader's objects have to be noted before
+each batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, default_collate
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.tree import encode
@@ -25,8 +24,6 @@ from hydroslurm.errors import StateMismatch, UnsavableState
 
 MOST_BYTES = 64 * 2**20
 """Of a first batch. Noting random numbers costs nothing beside the fetching of a larger one."""
-_KNOWN = ("transformers", "trl")
-"""Packages whose collators make batches of tensors, all in the same form."""
 _NONE = object()
 
 
@@ -162,7 +159,7 @@ class HeldLoader(StandIn):
                 fetched.newest, fetched.before = _NONE, None
                 return
             if self._hydroslurm_saves_batches is None:
-                self._hydroslurm_saves_batches = is_saved(self._hydroslurm_loader, batch)
+                self._hydroslurm_saves_batches = is_saved(batch)
             if self._hydroslurm_saves_batches:
                 fetched.newest, fetched.before = batch, None
             else:
@@ -252,14 +249,8 @@ def held_state(loader: HeldLoader) -> dict[str, Any]:
     return {"position": position.state_dict()}
 
 
-def is_saved(loader: Any, first: Any) -> bool:
-    """Whether the batches of this loader are saved; all are, or none.
-
-    Args:
-        first: one of them.
-    """
-    if not _has_known_collator(loader):
-        return False
+def is_saved(first: Any) -> bool:
+    """Whether the batches of a loader are saved, of which this is one; all are, or none."""
     try:
         state = packed(first)
     except UnsavableState:
@@ -306,16 +297,6 @@ def unpacked(state: Mapping[str, Any]) -> Any:
             "another directory="
         )
     return kind(state["batch"])
-
-
-def _has_known_collator(loader: Any) -> bool:
-    if not isinstance(loader, DataLoader):
-        return False
-    collate: Any = loader.collate_fn
-    if type(collate).__name__ == "RemoveColumnsCollator":  # transformers' own, around another
-        collate = collate.data_collator
-    module = getattr(collate, "__module__", None) or ""
-    return collate is default_collate or module.partition(".")[0] in _KNOWN
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

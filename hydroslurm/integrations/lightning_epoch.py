@@ -1,4 +1,9 @@
-"""How many batches Lightning expects of an epoch that another number of ranks had begun.
+"""A resumed epoch of Lightning: the loader that it had begun with, and how many batches Lightning
+expects of it where another number of ranks had begun it.
+
+The script may make another loader for each epoch, by what it has counted, by the epoch, or by
+chance. An attempt that resumes within one asks for that loader again, in the state in which the
+first one was asked for.
 
 Lightning ends an epoch, and validates, by a number of batches that it asks the loaders for once.
 The rest of an epoch is more batches for fewer ranks, and fewer for more: by the whole epoch's
@@ -9,9 +14,11 @@ the numbers are what they are for this number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from hydroslurm.checkpoint import rng
+from hydroslurm.integrations.framework_run import FrameworkRun
 from hydroslurm.integrations.held_loader import HeldLoader, count_rest, count_whole
 
 _OF_SEVERAL: dict[str, Callable[[Any], Any]] = {
@@ -22,8 +29,40 @@ _OF_SEVERAL: dict[str, Callable[[Any], Any]] = {
 }
 
 
+class LoaderRequest:
+    """What the script saw when it was asked for the training loader: the epoch, the random numbers,
+    and what it had counted. Saved for each rank."""
+
+    def __init__(self, trainer: Any, run: FrameworkRun) -> None:
+        self._trainer, self._run = trainer, run
+        self._seen: Mapping[str, Any] = {}
+
+    def ask(self, own: Callable[[], Any]) -> Any:
+        """In the place of the source's own: the loaders that the script makes."""
+        progress = self._trainer.fit_loop.epoch_progress.current
+        saved = self._run.own_loaded.get("request")
+        if not saved:
+            script = self._run.script_now()
+            self._seen = {"epoch": progress.processed, "rng": rng.capture(), "script": script}
+            return own()
+        self._seen = saved
+        rng.restore(saved["rng"])
+        self._run.put_script(saved["script"])
+        epoch, progress.processed = progress.processed, saved["epoch"]
+        try:
+            return own()
+        finally:
+            progress.processed = epoch
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._seen
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing is left to do: it was needed before."""
+
+
 class ResumedEpoch:
-    """See the module. One resumed fit's."""
+    """How many batches are expected. One resumed fit's."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

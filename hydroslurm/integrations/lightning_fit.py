@@ -30,7 +30,7 @@ from hydroslurm.integrations.known import (
     require_known_lightning,
     signals_stand_down,
 )
-from hydroslurm.integrations.lightning_epoch import ResumedEpoch
+from hydroslurm.integrations.lightning_epoch import LoaderRequest, ResumedEpoch
 from hydroslurm.integrations.lightning_state import RankMetrics, attributes_of, companions_of
 from hydroslurm.integrations.loggers import Loggers
 from hydroslurm.integrations.sharded import (
@@ -42,6 +42,8 @@ from hydroslurm.training.reporting import warning
 
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
 """Of a checkpoint of Lightning's: what the script gives anew, of any type."""
+_FINDERS = ("LearningRateFinder", "BatchSizeFinder")
+"""Callbacks that train a while when a fit begins, for a setting that a resumed fit has already."""
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
@@ -91,7 +93,8 @@ class Fit:
             environ=environ_of_lightning(trainer),
             **options,
         )
-        self.run.own.update(metrics=RankMetrics(trainer), loggers=loggers)
+        self._request = LoaderRequest(trainer, self.run)
+        self.run.own.update(metrics=RankMetrics(trainer), loggers=loggers, request=self._request)
         self.run.follow(lambda: [trainer.model])
         self.run.remember(attributes_of(trainer))
         self._companions = Companions(
@@ -117,6 +120,11 @@ class Fit:
         elif self.run.resume():
             self._replace(trainer._checkpoint_connector, "resume_start", self._resume_start)
             self._watch_restoring()
+            for callback in trainer.callbacks:
+                if any(kind.__name__ in _FINDERS for kind in type(callback).__mro__):
+                    self._replace(callback, "on_fit_start", lambda *_: None)
+        if loop._data_source.is_module():
+            self._replace(loop._data_source, "dataloader", self._ask_for_loader)
         self._undo.callback(signals_stand_down(trainer))
         self._replace(loop, "setup_data", self._setup_data)
         self._replace(loop, "on_run_start", self._on_run_start)
@@ -205,6 +213,10 @@ class Fit:
         epoch_loop = self._trainer.fit_loop.epoch_loop
         self._max_steps, epoch_loop.max_steps = epoch_loop.max_steps, -1
         warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
+
+    def _ask_for_loader(self, own: Callable[[], Any]) -> Any:
+        is_tuner = self._callback not in self._trainer.callbacks
+        return own() if is_tuner else self._request.ask(own)
 
     @contextmanager
     def _holding(self) -> Iterator[None]:

@@ -45,6 +45,9 @@ def attributes_of(trainer: Any) -> dict[str, Attributes]:
         for number, one in enumerate(trainer.callbacks)
         if not is_of_library(one)
     }
+    if (data := trainer.datamodule) is not None:
+        plain = next(one for one in type(data).__mro__ if one.__name__ == "LightningDataModule")
+        callbacks["datamodule"] = Attributes(data, without=vars(plain()))
     return {**of_modules(module, without=vars(base())), **callbacks}
 
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.data.epochs import generator_states, set_generator_states
 from hydroslurm.data.position import LoaderPosition, position_of
 from hydroslurm.data.strategies import SamplerPosition
 from hydroslurm.errors import UsageError
@@ -59,8 +58,10 @@ class Cursor:
         own: dict[str, Any] = {"rng": rng.capture(), "counters": {"step": step, "epoch": epoch}}
         if self.position is not None and self.in_epoch:
             own["data"] = self.position.state_dict()
-        elif self.loader is not None:
-            own["generators"] = generator_states(self.loader)
+        elif self.position is not None:
+            own["objects"] = self.position.loader_state.now()
+            if (left := self.position.left_behind()) is not None:
+                own["left_behind"] = left
         if self.registered.names():
             own["registered"] = self.registered.states()
         return own
@@ -95,8 +96,8 @@ class Cursor:
             self.registered.rewind(
                 self._loaded.get("registered", {}), new_rank=self._loaded.get("new_rank")
             )
-            if self.loader is not None and "generators" in self._loaded:  # between two epochs
-                set_generator_states(self.loader, self._loaded["generators"])
+            if self.position is not None and "objects" in self._loaded:  # between two epochs
+                self.position.loader_state.put(self._loaded["objects"])
             self._loaded = None
 
     # --- the way through an epoch
@@ -156,6 +157,8 @@ class Cursor:
         assert self.position is not None
         data = (self._loaded or {}).get("data")
         if data is None:
+            if (left := (self._loaded or {}).get("left_behind")) is not None:
+                self.position.resume_epoch(left)
             self.restore_rng()  # saved between two epochs: a new iterator is still to draw from it
             batches = self.position.begin_epoch(epoch)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from integrations.proofs import ACCELERATE, BOTH, LIGHTNING, TRANSFORMERS, TRL, Row, proved
+from integrations.proofs import ACCELERATE, BOTH, LIGHTNING, OWN, TRANSFORMERS, TRL, Row, proved
 
 
 def lightning(scene: str, stops: str, ranks: int = 1, trainings: int = 1) -> Row:
@@ -21,6 +21,48 @@ def loaders(way: str, ranks: int = 1) -> Row:
     stops = "step:3 step:4 step:2" if ranks == 1 else "step:3@1 step:4@1 step:2@1"
     return Row(f"accelerate_loaders.py {way}", ACCELERATE, stops, ranks)
 
+
+# in the first epoch, in the second, and at the end of it: three epochs of six steps
+STOPS = "step:4 step:5 step:3"
+LOADS = {"own": OWN, "lightning": LIGHTNING, "transformers": TRANSFORMERS, "accelerate": ACCELERATE}
+
+
+def structure(framework: str, name: str, workers: str = "", named: str = "") -> Row:
+    """A loop of this framework over one of structures.py."""
+    script = f"loop_{framework}.py {name} {workers}".strip()
+    return Row(script, LOADS[framework], STOPS, named=named)
+
+
+def single(script: str, stops: str = STOPS, trainings: int = 1, named: str = "") -> Row:
+    """A script of structures/, whose name begins with its framework's."""
+    return Row(script, LOADS[script.partition("_")[0]], stops, trainings=trainings, named=named)
+
+
+MANY_STRUCTURES = (
+    "collator", "collating-method", "collating-closure", "transform", "wrapped-transform",
+    "concatenated", "split", "augmentation", "curriculum", "passes", "stream", "weights", "buckets",
+)  # fmt: skip
+STRUCTURES = [
+    *(
+        structure(framework, name, workers)
+        for framework in LOADS
+        for name in MANY_STRUCTURES
+        for workers in ("", "workers", "persistent")
+        if framework != "transformers" or name not in ("weights", "buckets")
+    ),
+    single("own_accumulated.py", "forward:2 forward:4", trainings=2),
+    single("own_gan.py", "step:3 step:4"),
+    single("own_lbfgs.py"),
+    single("transformers_masked.py x"),
+    single("transformers_masked.py x workers"),
+    single("transformers_masked.py x persistent"),
+    single("transformers_twice.py", "step:4 step:7 step:2", trainings=2),
+    # within a window of batches whose gradients are added up
+    single("accelerate_accumulated.py", "forward:2 forward:4", trainings=2),
+    single("lightning_gan.py", "step:2 step:4"),
+    single("lightning_finders.py rate", "step:12 step:25"),
+    single("lightning_finders.py size", "step:3 step:2"),
+]
 
 ALWAYS = [
     # in the sanity check, in validation, at the ends of epochs
@@ -119,7 +161,9 @@ SOMETIMES = [
 
 
 @pytest.mark.parametrize(
-    "row", [*ALWAYS, *(pytest.param(row, marks=pytest.mark.long) for row in SOMETIMES)], ids=str
+    "row",
+    [*ALWAYS, *(pytest.param(row, marks=pytest.mark.long) for row in (*SOMETIMES, *STRUCTURES))],
+    ids=str,
 )
 def test_the_same_bits(row: Row, tmp_path: Path) -> None:
     """Each step once, and nothing else that can be seen differs."""
