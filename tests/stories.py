@@ -98,6 +98,16 @@ def stories(
         all_of_them.end()
 
 
+def marked(request: pytest.FixtureRequest) -> set[str]:
+    """The stories that ``scene`` marks of this session's tests name: only these need be told."""
+    return {mark.args[0] for item in request.session.items for mark in item.iter_markers("scene")}
+
+
+def result_of(request: pytest.FixtureRequest, under_way: Stories[T], limit_s: float) -> T:
+    """Of the story that the test's mark names."""
+    return under_way.result(request.node.get_closest_marker("scene").args[0], limit_s)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: Any) -> None:
     """A test that is run again keeps nothing of its first run but the clusters."""

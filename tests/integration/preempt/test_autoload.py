@@ -49,9 +49,7 @@ def test_asked_for_waits_and_imports_nothing_of_weight() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("options", "waits"), [(["-I"], True), (["-E"], True), (["-s"], True), (["-S"], False)]
-)
+@pytest.mark.parametrize(("options", "waits"), [(["-I"], True), (["-S"], False)])
 def test_options_of_python(options: list[str], waits: bool) -> None:
     """Isolated from the user's settings it is there; without site-packages it is not."""
     done = python(*options, "-c", f"import sys; {WAITS}", **ASKED)

@@ -62,14 +62,9 @@ def test_everybody_knows_it(slurm, tmp_path: Path, program: str) -> None:
     ("option", "variable", "seen"),
     [
         ([], None, "nothing"),
-        (["--preempt"], None, "pause"),
-        (["--preempt=pause"], None, "pause"),
-        (["--preempt=requeue"], None, "requeue"),
         (["--preempt=requeue"], "pause", "requeue"),
         (["--preempt"], "off", "off"),
-        ([], "requeue", "requeue"),
         (["--preempt", "--export=NONE"], None, "pause"),
-        (["--preempt=requeue", "--export=NONE"], None, "requeue"),
     ],
 )
 def test_srun(slurm, option: list[str], variable: str | None, seen: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from clusters import Part
 from integration.trainingjob.scene import Scene
 from integration.trainingjob.stage import SCENES
-from stories import Stories, stories
+from stories import Stories, marked, result_of, stories
 
 AT_A_TIME = 8
 ENDS_WITHIN_S = 600.0
@@ -21,16 +21,14 @@ ENDS_WITHIN_S = 600.0
 
 @pytest.fixture(scope="session")
 def scenes(
-    request: pytest.FixtureRequest,
-    jobs_cluster: Part,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, jobs_cluster: Part, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stories[Scene]]:
     """All that the tests of this session look at, under way."""
-    base = tmp_path_factory.mktemp("jobs")
-    wanted = {mark.args[0] for item in request.session.items for mark in item.iter_markers("scene")}
+    wanted = marked(request)
     told = {
         name: functools.partial(act, jobs_cluster) for name, act in SCENES.items() if name in wanted
     }
+    base = tmp_path_factory.mktemp("jobs")
     with stories(told, base, clusters=(jobs_cluster,), at_a_time=AT_A_TIME) as scenes:
         yield scenes
 
@@ -38,5 +36,4 @@ def scenes(
 @pytest.fixture
 def scene(request: pytest.FixtureRequest, scenes: Stories[Scene]) -> Scene:
     """The job that the test's mark names, ended."""
-    mark = request.node.get_closest_marker("scene")
-    return scenes.result(mark.args[0], ENDS_WITHIN_S)
+    return result_of(request, scenes, ENDS_WITHIN_S)

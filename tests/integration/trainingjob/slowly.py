@@ -1,4 +1,4 @@
-"""What the preempted job of test_saving.py runs: steps that take a while, until there is a file
+"""What the scene `saved` runs: steps that take a while, until there is a file
 ``hurry``."""
 
 from __future__ import annotations

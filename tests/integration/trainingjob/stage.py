@@ -3,6 +3,7 @@ job has ended. They run side by side; nearly all of their time is waiting."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -19,19 +20,17 @@ from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.jobs.supervisor.attempts import Ending
 from hydroslurm.jobs.supervisor.supervise import PEERS_S
 
-ENDINGS: list[int | str] = [1, 143, "kill SIGKILL"]
-"""Statuses of a master, and the signals that end it."""
-PREEMPTIONS = 2
 EXAMPLES = HERE.parent.parent.parent / "examples"
-PREEMPTED, TOO_OFTEN, SAVING = -3, -2, -1
+PREEMPTED, SAVING = -2, -1
 """Those of the part's nodes that are preempted, by the scene that does it."""
+DEADLINE_S = 30
 
 
 def replicas(
-    cluster: Part, count: int, policy: str = "OnFailure", *, more: str = "", node: int | None = None
+    cluster: Part, count: int, policy: str = "OnFailure", *, node: int | None = None
 ) -> str:
     """A spec's only kind of replica, on a node of its own or where nobody is preempted."""
-    one = f"{{replicas: {count}, restartPolicy: {policy}, template: {{ACTOR{more}}}}}"
+    one = f"{{replicas: {count}, restartPolicy: {policy}, template: {{ACTOR}}}}"
     where = elsewhere(cluster) if node is None else f"nodelist: {cluster.nodes[node]}"
     return f"replicaSpecs: [{one}]\nscheduler: {{options: {{{where}}}}}\n"
 
@@ -48,33 +47,10 @@ def played(cluster: Part, folder: Path, acts: dict[str, list[int | str]], spec: 
     return scene
 
 
-def on_failure(cluster: Part, folder: Path) -> Scene:
-    acts = {"worker-0": [*ENDINGS, 0]}
-    limit = f"runPolicy: {{backoffLimit: {len(ENDINGS)}}}\n"
-    return played(cluster, folder, acts, replicas(cluster, 1) + limit)
-
-
 def exit_code_torchrun(cluster: Part, folder: Path) -> Scene:
     acts: dict[str, list[int | str]] = {"worker-0": ["kill SIGKILL", 1]}
     agent = "torchrunConfig: {enable: true}\nrunPolicy: {backoffLimit: 5}\n"
     return played(cluster, folder, acts, replicas(cluster, 1, "ExitCode") + agent)
-
-
-def unrequested_exit(cluster: Part, folder: Path) -> Scene:
-    acts: dict[str, list[int | str]] = {"worker-0": [75, 75, 75]}
-    return played(cluster, folder, acts, replicas(cluster, 1) + "runPolicy: {backoffLimit: 1}\n")
-
-
-def srun_killed(cluster: Part, folder: Path) -> Scene:
-    """While its tasks run, as an out-of-memory killer may do it."""
-    scene = Scene(cluster, folder, {"worker-0": ["forever", 0]})
-    scene.submit(replicas(cluster, 1, "Never") + "runPolicy: {backoffLimit: 0}\n")
-    scene.wait_until_playing(1, replicas=1)
-    pid = scene.attempts[0].srun_pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    scene.final_condition()
-    return scene
 
 
 def shared_limit(cluster: Part, folder: Path) -> Scene:
@@ -96,43 +72,25 @@ def shared_limit(cluster: Part, folder: Path) -> Scene:
 
 
 def preempted(cluster: Part, folder: Path) -> Scene:
-    """Preempted so often, then it fails once, then it succeeds."""
-    ends: list[int | str] = ["forever"] * PREEMPTIONS
-    scene = Scene(cluster, folder, {"worker-0": [*ends, 3, 0], "worker-1": [*ends, 0, 0]})
+    """Preempted, then its master leaves with 75 unasked, then it is preempted once too often."""
+    ends: list[int | str] = ["forever"] * 3
+    scene = Scene(cluster, folder, {"worker-0": ["forever", 75, "forever"], "worker-1": ends})
     spec = replicas(cluster, 2, node=PREEMPTED)
-    scene.submit(spec + "runPolicy: {backoffLimit: 1}\n")
-    for attempt in range(1, PREEMPTIONS + 1):
+    scene.submit(spec + "runPolicy: {backoffLimit: 1, preemptionLimit: 1}\n")
+    for attempt in (1, 3):
         scene.wait_until_playing(attempt, replicas=2)
         scene.preempt([cluster.nodes[PREEMPTED]])
     scene.final_condition()
     return scene
 
 
-def preempted_too_often(cluster: Part, folder: Path) -> Scene:
-    """Twice, where once is allowed."""
-    scene = Scene(cluster, folder, {"worker-0": ["forever"] * 3})
-    spec = replicas(cluster, 1, node=TOO_OFTEN)
-    scene.submit(spec + "runPolicy: {preemptionLimit: 1}\n")
-    for attempt in (1, 2):
-        scene.wait_until_playing(attempt, replicas=1)
-        scene.preempt([cluster.nodes[TOO_OFTEN]])
-    scene.final_condition()
-    return scene
-
-
 def saved(cluster: Part, folder: Path) -> Scene:
-    """A script with a Run, preempted in the middle of its training."""
+    """A script with a Run: a person has its ranks save and leave, then it is preempted."""
     scene = saving(cluster, folder, f"nodelist: {cluster.nodes[SAVING]}")
-    scene.preempt([cluster.nodes[SAVING]])
-    scene.touch("hurry")
-    scene.final_condition()
-    return scene
-
-
-def asked(cluster: Part, folder: Path) -> Scene:
-    """The same, and a person has its ranks save and leave."""
-    scene = saving(cluster, folder, elsewhere(cluster))
     scene.slurm("scancel", "--signal=TERM", str(scene.job_id))
+    events = scene.run.rank_events(0)
+    scene.wait(lambda: kinds(events).count(EventKind.FIRST_STEP) >= 2, "a second attempt")
+    scene.preempt([cluster.nodes[SAVING]])
     scene.touch("hurry")
     scene.final_condition()
     return scene
@@ -165,27 +123,23 @@ def kinds(events: Path) -> list[EventKind]:
 
 
 def deadline(cluster: Part, folder: Path) -> Scene:
-    """Its seconds are over in its second attempt."""
+    """Suspended for longer than its deadline; then its srun is killed, as an out-of-memory killer
+    may do it; then it is requeued, and its seconds are over in the third attempt."""
     scene = Scene(cluster, folder, {"worker-0": ["forever"] * 3})
-    scene.submit(replicas(cluster, 1) + "runPolicy: {activeDeadlineSeconds: 15}\n")
-    scene.wait_until_playing(1, replicas=1)
-    scene.wait(lambda: _active_s(scene) > 5.0, "5 active seconds")
-    scene.slurm("scontrol", "requeue", str(scene.job_id))
-    scene.final_condition()
-    return scene
-
-
-def suspended(cluster: Part, folder: Path) -> Scene:
-    """For longer than its deadline."""
-    scene = Scene(cluster, folder, {"worker-0": ["until end"]})
-    scene.submit(replicas(cluster, 1) + "runPolicy: {activeDeadlineSeconds: 12}\n")
+    limits = f"runPolicy: {{activeDeadlineSeconds: {DEADLINE_S}, backoffLimit: 0}}\n"
+    scene.submit(replicas(cluster, 1, "Never") + limits)
     scene.wait_until_playing(1, replicas=1)
     scene.slurm("scontrol", "suspend", str(scene.job_id))
-    until_s = time.monotonic() + 15.0
-    scene.wait(lambda: time.monotonic() > until_s, "15 s of suspension")
+    until_s = time.monotonic() + DEADLINE_S + 2.0
+    scene.wait(lambda: time.monotonic() > until_s, "a suspension longer than the deadline")
     scene.seen["while suspended"] = scene.slurm("squeue", "-h", "-j", str(scene.job_id), "-o", "%T")
     scene.slurm("scontrol", "resume", str(scene.job_id))
-    scene.touch("end")
+    pid = scene.attempts[0].srun_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    scene.wait_until_playing(2, replicas=1)
+    scene.wait(lambda: _active_s(scene) > 5.0, "5 active seconds")
+    scene.slurm("scontrol", "requeue", str(scene.job_id))
     scene.final_condition()
     return scene
 
@@ -195,10 +149,6 @@ def _active_s(scene: Scene) -> float:
         return float(json.loads(scene.run.active_json.read_text())["active_s"])
     except (OSError, ValueError):
         return 0.0
-
-
-CLEANED = (("None", False), ("Unfinished", False), ("Unfinished", True), ("All", True))
-"""Policies, and whether the supervisor's shell is killed with it."""
 
 
 def cleaned(cluster: Part, folder: Path, *, policy: str, with_shell: bool) -> Scene:
@@ -239,13 +189,6 @@ def _text(path: Path) -> str:
         return ""
 
 
-def cleaning(policy: str, *, with_shell: bool) -> Callable[[Part, Path], Scene]:
-    def act(cluster: Part, folder: Path) -> Scene:
-        return cleaned(cluster, folder, policy=policy, with_shell=with_shell)
-
-    return act
-
-
 def uneven(cluster: Part, folder: Path) -> Scene:
     """A master alone on its node, and four workers of two ranks each on two others."""
     spec = f"""\
@@ -261,55 +204,31 @@ scheduler: {{options: {{{elsewhere(cluster)}}}}}
     return scene
 
 
-def init_fails(cluster: Part, folder: Path) -> Scene:
-    more = ", init: [{name: look, command: [sh, -c, 'echo looking; exit 4']}]"
-    return played(
-        cluster, folder, {}, replicas(cluster, 1, more=more) + "runPolicy: {backoffLimit: 0}\n"
-    )
-
-
 def manifest(cluster: Part, folder: Path, *, torchrun: bool) -> Scene:
     """T9k's, as it is or with one word changed."""
     folder.mkdir()
     shutil.copy(EXAMPLES / "dist_digits.py", folder)
     text = (EXAMPLES / "t9k-manifest.yaml").read_text()
-    changed = text.replace(
-        "torchrunConfig:\n    enable: true", "torchrunConfig:\n    enable: false"
-    )
-    assert changed != text
-    (folder / "manifest.yaml").write_text(text if torchrun else changed)
+    before, enabled, behind = text.partition("torchrunConfig:\n    enable: true")
+    assert enabled
+    changed = f"{before}torchrunConfig:\n    enable: {str(torchrun).lower()}{behind}"
+    (folder / "manifest.yaml").write_text(changed)
     scene = Scene(cluster, folder).submit_file(folder / "manifest.yaml")
     scene.final_condition()
     return scene
 
 
-def manifest_torchrun(cluster: Part, folder: Path) -> Scene:
-    return manifest(cluster, folder, torchrun=True)
-
-
-def manifest_srun(cluster: Part, folder: Path) -> Scene:
-    return manifest(cluster, folder, torchrun=False)
-
-
 SCENES: dict[str, Callable[[Part, Path], Scene]] = {
     # the longest first
-    "preempted": preempted,
-    "on_failure": on_failure,
-    "exit_code_torchrun": exit_code_torchrun,
-    "preempted_too_often": preempted_too_often,
-    "suspended": suspended,
-    "saved": saved,
-    "asked": asked,
     "deadline": deadline,
-    **{
-        f"clean_{policy}_{'all' if with_shell else 'one'}": cleaning(policy, with_shell=with_shell)
-        for policy, with_shell in CLEANED
-    },
+    "preempted": preempted,
+    "saved": saved,
+    "exit_code_torchrun": exit_code_torchrun,
+    "clean_None": functools.partial(cleaned, policy="None", with_shell=False),
+    "clean_Unfinished": functools.partial(cleaned, policy="Unfinished", with_shell=False),
+    "clean_All": functools.partial(cleaned, policy="All", with_shell=True),
     "shared_limit": shared_limit,
-    "srun_killed": srun_killed,
-    "unrequested_exit": unrequested_exit,
     "uneven": uneven,
-    "init_fails": init_fails,
-    "manifest_torchrun": manifest_torchrun,
-    "manifest_srun": manifest_srun,
+    "manifest_torchrun": functools.partial(manifest, torchrun=True),
+    "manifest_srun": functools.partial(manifest, torchrun=False),
 }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import captured
 from torch.distributed.run import parse_args
 
 from hydroslurm.core.module_command import module_command
@@ -129,3 +132,13 @@ def test_debug_starts_nothing() -> None:
     assert planned(text % "").tasks[0].argv == ("sleep", "infinity")
     more = ", replicaSpecs: [{type: worker, command: [sleep, '9'], skipInit: true}]"
     assert planned(text % more).tasks[0].argv == ("sleep", "9")
+
+
+def test_an_init_step_that_fails_fails_its_replica(tmp_path: Path) -> None:
+    """Its status is the task's, and the replica itself is not started."""
+    more = f"workingDirectory: {tmp_path}\n    init: [{{name: look, command: [sh, -c, exit 4]}}]"
+    (tmp_path / "plan.json").write_text(planned(job(template=more)).dumps())
+    command = module_command(sys.executable, "hydroslurm.jobs.task", str(tmp_path / "plan.json"))
+    done = captured(command, env={**os.environ, "SLURM_PROCID": "0"}, timeout=60)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert "init step 'look' of worker-0 failed with status 4" in done.stderr
