@@ -195,24 +195,6 @@ def test_ranks_are_lined_up_by_wall_clock(run_dir: RunDir) -> None:
     assert at_s == pytest.approx([4, 4])
 
 
-def test_torn_and_foreign_lines(run_dir: RunDir) -> None:
-    """A torn last line and lines of somebody else are passed over; the rest counts."""
-    path = RankLog().installed().pause(1).pause(3).write(run_dir)
-    whole = path.read_bytes()
-    path.write_bytes(b"not json\n\xff\xfe\n[1,2]\n" + whole[:-40])
-    pauses = read_history(run_dir.root).pauses
-    assert [pause.outcome for pause in pauses] == ["complete", "incomplete"]
-
-
-@pytest.mark.parametrize("damage", [None, [1], "text", 3])
-def test_event_without_fields(damage: Any) -> None:
-    """An event whose fields are something else counts as one without fields."""
-    log = RankLog().installed().pause(1)
-    events = [dataclasses.replace(event, data=damage) for event in log.events]
-    (attempt,) = attempts_of(events)
-    assert attempt.pauses == ()
-
-
 @pytest.mark.parametrize("value", [-5.0, float("nan"), float("inf"), "80", True, None])
 def test_impossible_latency(value: Any) -> None:
     """A latency that cannot be is not believed; the stamps are used instead."""

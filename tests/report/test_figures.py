@@ -1,18 +1,27 @@
-"""Pauses -> figures.json."""
+"""Pauses -> figures.json, which is what its schema and its page say."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+from report.profiles import profile_of
 from report.ranklog import RankLog
+from typer.testing import CliRunner
 
+from hydroslurm.cli import app
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
+from hydroslurm.report.attempts import attempts_of
+from hydroslurm.report.external_sources import Accounting, ExternalSources, SlurmAttempt
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History, percentile, summary
 from hydroslurm.report.reading import read_history
+from hydroslurm.report.schema import reference, schema, schema_text
 from hydroslurm.report.writing import write_figures
 
 
@@ -59,17 +68,71 @@ def test_incomplete_pauses_and_stops_are_counted(run_dir: RunDir) -> None:
     assert [row.outcome for row in figures.every_pause] == ["complete", "not resumed"]
 
 
-def test_written_whole(run_dir: RunDir) -> None:
-    """The file holds the figures, and nothing is left beside it."""
-    RankLog().installed().pause(1).uninstalled(5).write(run_dir)
-    figures = figures_of(read_history(run_dir.root))
-    path = write_figures(figures, run_dir.figures_json)
-    assert json.loads(path.read_text()) == json.loads(json.dumps(figures.as_dict()))
-    assert [entry.name for entry in run_dir.report.iterdir()] == ["figures.json"]
-
-
 def test_report_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """A file where the folder should be gives an error that names the path."""
     (tmp_path / "report").write_text("")
     with pytest.raises(RunFolderError, match="cannot write"):
         write_figures(figures_of(History(name="x")), RunDir(tmp_path).figures_json)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = schema()
+
+
+def parts() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "figures.json", SCHEMA["properties"]
+    for name, part in SCHEMA["$defs"].items():
+        yield name, part["properties"]
+
+
+def test_every_field_is_described() -> None:
+    """The page says of each field what it means."""
+    for title, properties in parts():
+        for name, field in properties.items():
+            assert field["description"].strip(), f"{title}.{name}"
+
+
+def test_numbers_have_units_in_their_names_or_count() -> None:
+    """A float without a unit in its name is a ratio."""
+    units = ("_s", "_ms", "_us", "_ns", "p50", "p99", "max", "of_allocated", "of_wall")
+    for title, properties in parts():
+        for name, field in properties.items():
+            kinds = field.get("type")
+            if "number" in (kinds if isinstance(kinds, list) else [kinds]):
+                assert name.endswith(units), f"{title}.{name}"
+
+
+def test_figures_of_everything_and_of_nothing_are_valid() -> None:
+    """What is written is what the schema allows, with every source and with none."""
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    validator.check_schema(SCHEMA)
+    log = RankLog(pid=1).trains(0, attempt=1).pause(4).pause(6, until="parked")
+    log.stop(10, step=40)
+    after = RankLog(pid=2, restart_count=1).trains(20, attempt=2, step=30)
+    history = History(name="x", attempts=attempts_of([*log.events, *after.events]))
+    attempts = tuple(
+        SlurmAttempt(
+            7, number, "REQUEUED", *(1_700_000_000 + one for one in moments), suspended_s=1
+        )
+        for number, moments in enumerate(((-5, -4, -2, 11), (11, 15, 18, 40)))
+    )
+    sources = ExternalSources(Accounting(attempts, 2), (profile_of(log),), ("something",))
+    full = figures_of(history, sources)
+    assert full.every_pause[0].nsys is not None
+    assert full.stops.every_stop[0].slurm_after is not None
+    for figures in (full, figures_of(history), figures_of(History(name="x"))):
+        validator.validate(json.loads(json.dumps(figures.as_dict(), allow_nan=False)))
+
+
+def test_the_page_is_up_to_date() -> None:
+    """docs/figures.md ends with what ``hydroslurm report --schema --markdown`` prints."""
+    page = (ROOT / "docs/figures.md").read_text()
+    _, _, made = page.partition("by `hydroslurm report --schema --markdown`.\n\n")
+    assert made == reference()
+
+
+def test_the_command_prints_both() -> None:
+    """JSON Schema, or with --markdown the page."""
+    run = CliRunner().invoke
+    assert run(app, ["report", "--schema"]).output == schema_text()
+    assert run(app, ["report", "--schema", "--markdown"]).output == reference()
