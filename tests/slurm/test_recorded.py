@@ -89,16 +89,10 @@ def test_states_of_the_recorded_jobs() -> None:
 
 def test_array_records() -> None:
     """A task has an id and a number; the record for tasks not started has the array's id."""
-    jobs = _scontrol("22.05/show_job_array.txt")
+    jobs = _scontrol("22.05/show_job.txt")
     assert (jobs[10].array_job_id, jobs[10].array_task_id) == (10, None)
     assert (jobs[15].array_job_id, jobs[15].array_task_id) == (10, 0)
     assert jobs[15].std_out == "/home/ada/w d/slurm-10_0.out"
-
-
-def test_requeued_job() -> None:
-    """After a requeue a job is pending, and counts one restart."""
-    job = _scontrol("22.05/show_job_requeued.txt")[11]
-    assert (job.state, job.reason, job.restart_count) == (JobState.PENDING, "BeginTime", 1)
 
 
 def test_local_time_is_read_too() -> None:

@@ -148,16 +148,3 @@ def test_by_a_person(pause_cluster: Part, tmp_path: Path, victims: list[Victim])
     _check(requeued, *stops[1])
     assert _client(pause_cluster).job(asked.id).state is JobState.RUNNING
     assert _policy(pause_cluster, asked.id).action is PreemptAction.PAUSE
-
-
-def test_slurm_requeues_a_cancelled_job_that_still_attempts(
-    pause_cluster: Part, tmp_path: Path, victims: list[Victim]
-) -> None:
-    """Slurm would undo a scancel when asked to in time: the reason for asking why first."""
-    victims.append(Victim(pause_cluster, tmp_path / "a", node=pause_cluster.nodes[0], cpus=1))
-    victims[0].wait_for("ready")
-    client = _client(pause_cluster)
-    client.cancel(client.job(victims[0].id))
-    victims[0].wait_for("SIGTERM")
-    client.requeue(client.job(victims[0].id))
-    assert client.job(victims[0].id).restart_count == 1
