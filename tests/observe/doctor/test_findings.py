@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hydroslurm.errors import UsageError
 from hydroslurm.observe.doctor.facts import Facts, Finding, SaveFacts, Saver, Severity, VacateFacts
 from hydroslurm.observe.doctor.findings import as_json, diagnose, work_would_be_lost
-from hydroslurm.observe.doctor.gather import last_save, why_untrusted
+from hydroslurm.observe.doctor.gather import last_save, read_file, why_untrusted
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.limit_warning import LimitWarning
@@ -30,19 +31,25 @@ GOOD = {
 }
 SCRIPT = ScriptOptions(warning=LimitWarning("URG", 120), appends=True)
 EXPEDITED = replace(SCRIPT, is_expedited=True)
+RANKS = replace(SCRIPT, tasks=4)
+TORCHRUN = replace(RANKS, launcher="torchrun")
+AGENT = replace(RANKS, has_agent=True)
+PMIX = {"SLURM_VERSION": "26.05.3", "MpiDefault": "pmix_v4"}
+CGROUP = {"ProctrackType": "proctrack/cgroup"}
 GANG = {"PreemptMode": "GANG,SUSPEND"}
 
 
 def _facts(
+    script: ScriptOptions | None = SCRIPT,
     *,
     mode: str = "REQUEUE",
     grace_s: int = 60,
     job: Job | None = None,
-    script: ScriptOptions | None = SCRIPT,
     save_s: float | None = 2.0,
+    suspend_s: float | None = None,
     **settings: str,
 ) -> Facts:
-    config = Config({**GOOD, **settings})
+    config = Config({**GOOD, **(GANG if mode == "SUSPEND" else {}), **settings})
     low = Partition(
         name="low", preempt_mode=mode, grace_time_s=grace_s, nodes=("n1",), max_time_s=3600
     )
@@ -53,6 +60,7 @@ def _facts(
         job=job,
         script=script,
         save=None if save_s is None else SaveFacts(save_s=save_s),
+        suspend_s=suspend_s,
     )
 
 
@@ -242,18 +250,36 @@ def test_what_could_not_be_looked_at_is_not_called_a_loss() -> None:
             Severity.NOTE,
             "slurmdbd",
         ),
-        (_facts(ProctrackType="proctrack/cgroup"), "reach", Severity.NOTE, "with srun"),
+        (_facts(**CGROUP), "reach", Severity.NOTE, "with srun"),
         (
-            _facts(ProctrackType="proctrack/cgroup", script=replace(SCRIPT, launcher="torchrun")),
+            _facts(replace(SCRIPT, launcher="torchrun"), **CGROUP),
             "reach",
             Severity.LOSS,
             "SignalChildrenProcesses",
         ),
-        (_facts(mode="SUSPEND", **GANG), "gres", Severity.NOTE, "shard"),
-        (_facts(mode="SUSPEND", job=_job(gres="gpu:2"), **GANG), "gres", Severity.RISK, "shard"),
-        (_facts(mode="SUSPEND", **GANG), "paused", Severity.NOTE, "resume"),
+        (_facts(mode="SUSPEND"), "gres", Severity.NOTE, "shard"),
+        (_facts(mode="SUSPEND", job=_job(gres="gpu:2")), "gres", Severity.RISK, "shard"),
+        (_facts(mode="SUSPEND"), "paused", Severity.NOTE, "resume"),
         (_facts(PreemptParameters="send_user_signal"), "user_signal", Severity.OK, ""),
         (_facts(PreemptType="preempt/qos"), "unknown", Severity.NOTE, ""),
+        (_facts(TORCHRUN), "launcher", Severity.RISK, "hydroslurm agent --"),
+        (_facts(TORCHRUN, **CGROUP), "reach", Severity.LOSS, "hydroslurm agent --"),
+        (_facts(replace(RANKS, outlives_ranks=True)), "bad_exit", Severity.RISK, "bad-exit=1"),
+        (_facts(replace(RANKS, outlives_nodes=True)), "no_kill", Severity.RISK, "no --no-kill"),
+        (_facts(replace(RANKS, fixed_port="1")), "port", Severity.RISK, "set_torch_environment"),
+        (_facts(RANKS, **PMIX), "pmix", Severity.NOTE, "--mpi=none"),
+        (
+            _facts(replace(RANKS, mpi="pmix"), SLURM_VERSION="26.11.0", MpiDefault="none"),
+            "pmix",
+            Severity.NOTE,
+            "--mpi=none",
+        ),
+        (_facts(RANKS, mode="SUSPEND"), "clocks", Severity.NOTE, "--suspend-s"),
+        (_facts(RANKS, suspend_s=700), "clock_collectives", Severity.NOTE, "(seconds=760)"),
+        (_facts(RANKS, suspend_s=500), "clock_nccl", Severity.RISK, "HEARTBEAT_TIMEOUT_SEC=560"),
+        (_facts(TORCHRUN, suspend_s=20), "clock_rendezvous", Severity.RISK, "max_attempt=16"),
+        (_facts(AGENT, suspend_s=20), "clock_rendezvous", Severity.OK, ""),
+        (_facts(RANKS, suspend_s=61), "clock_store", Severity.NOTE, "read_timeout"),
     ],
 )
 def test_what_is_risky(facts: Facts, key: str, severity: Severity, fix: str) -> None:
@@ -266,19 +292,39 @@ def test_what_is_risky(facts: Facts, key: str, severity: Severity, fix: str) -> 
 @pytest.mark.parametrize(
     ("facts", "key"),
     [
-        (_facts(grace_s=0, mode="SUSPEND", **GANG), "grace"),
-        (_facts(mode="SUSPEND", **GANG), "gang"),
-        (_facts(mode="SUSPEND", job=_job(), **GANG), "gres"),
+        (_facts(grace_s=0, mode="SUSPEND"), "grace"),
+        (_facts(mode="SUSPEND"), "gang"),
+        (_facts(mode="SUSPEND", job=_job()), "gres"),
         (_facts(job=_job(is_batch=False), script=None), "warning"),
         (_facts(JobFileAppend="1", script=replace(SCRIPT, appends=False)), "logs"),
         (_facts(JobRequeue="0", AuthInfo=""), "wait"),
-        (
-            _facts(ProctrackType="proctrack/cgroup", SignalChildrenProcesses="yes"),
-            "reach",
-        ),
-        (
-            _facts(ProctrackType="proctrack/cgroup", script=replace(SCRIPT, has_agent=True)),
-            "reach",
+        (_facts(**CGROUP, SignalChildrenProcesses="yes"), "reach"),
+        (_facts(replace(SCRIPT, has_agent=True), **CGROUP), "reach"),
+        (_facts(TORCHRUN, **CGROUP), "launcher"),
+        (_facts(AGENT), "launcher"),
+        (_facts(replace(SCRIPT, outlives_ranks=True, tasks=1)), "bad_exit"),
+        (_facts(replace(RANKS, outlives_ranks=True), KillOnBadExit="1"), "bad_exit"),
+        (_facts(RANKS), "no_kill"),
+        (_facts(replace(RANKS, outlives_nodes=True, tasks=1)), "no_kill"),
+        (_facts(replace(RANKS, fixed_port="29500"), JobRequeue="0"), "port"),
+        (_facts(RANKS, SLURM_VERSION="25.11.7", MpiDefault="pmix"), "pmix"),
+        (_facts(RANKS, SLURM_VERSION="26.05.3", MpiDefault="none"), "pmix"),
+        (_facts(replace(RANKS, tasks=1), **PMIX), "pmix"),
+        (_facts(replace(RANKS, mpi="other"), **PMIX), "pmix"),
+        (_facts(RANKS), "clocks"),
+        (_facts(RANKS, mode="SUSPEND", suspend_s=5), "clocks"),
+        (_facts(replace(RANKS, tasks=1), mode="SUSPEND"), "clocks"),
+        (_facts(RANKS, suspend_s=599), "clock_collectives"),
+        (_facts(RANKS, suspend_s=479), "clock_nccl"),
+        (_facts(TORCHRUN, suspend_s=14), "clock_rendezvous"),
+        (_facts(RANKS, suspend_s=3600), "clock_rendezvous"),
+        (_facts(RANKS, suspend_s=59), "clock_store"),
+        *(
+            (_facts(replace(RANKS, settings=settings), suspend_s=900), "clock_nccl")
+            for settings in (
+                {"TORCH_NCCL_ENABLE_MONITORING": "0"},
+                {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "1800"},
+            )
         ),
     ],
 )
@@ -334,7 +380,7 @@ def test_what_bounds_the_copy() -> None:
 
 def test_paused_in_place() -> None:
     """Under PreemptMode=SUSPEND a preemption stops nothing, and the seconds to park are told."""
-    found = _found(_facts(mode="SUSPEND", PreemptParameters="suspend_grace_time=7", **GANG))
+    found = _found(_facts(mode="SUSPEND", PreemptParameters="suspend_grace_time=7"))
     assert found["preemption"].title == "paused in place"
     assert "7 s to park" in found["preemption"].explanation
 
@@ -360,18 +406,54 @@ def test_paused_in_place() -> None:
         ("##SBATCH --signal=URG@90", ScriptOptions()),
         ("#SBATCH --comment='no end", ScriptOptions()),
         ("echo\n#SBATCH --signal=URG@90", ScriptOptions()),
-        ("srun torchrun --nproc-per-node=8 a.py", ScriptOptions(launcher="torchrun")),
+        ("srun -K torchrun --nproc-per-node=8 a.py", ScriptOptions(launcher="torchrun")),
         ("# srun torchrun a.py", ScriptOptions()),
         (
-            "srun python -m torch.distributed.run a.py",
+            "srun -K python -m torch.distributed.run a.py",
             ScriptOptions(launcher="torch.distributed.run"),
+        ),
+        ("#SBATCH --nodes=2 --ntasks-per-node=4", ScriptOptions(tasks=8)),
+        ("#SBATCH -N2\n#SBATCH -n 6", ScriptOptions(tasks=6)),
+        ("#SBATCH -N 2-4", ScriptOptions(tasks=2)),
+        ("#SBATCH --no-kill --nodes=2", ScriptOptions(tasks=2, outlives_nodes=True)),
+        ("#SBATCH -k\n#SBATCH -N2", ScriptOptions(tasks=2, outlives_nodes=True)),
+        ("#SBATCH --no-kill=off", ScriptOptions()),
+        ("  srun python b.py", ScriptOptions(outlives_ranks=True)),
+        ("srun -K1 python a.py", ScriptOptions()),
+        ("srun -K0 python a.py", ScriptOptions(outlives_ranks=True)),
+        ("srun --kill-on-bad-exit=0 python a.py", ScriptOptions(outlives_ranks=True)),
+        ("srun --unbuffered \\\n  --kill-on-bad-exit python a.py", ScriptOptions()),
+        ("srun -K hydroslurm agent -- --nproc-per-node=8 a.py", ScriptOptions(has_agent=True)),
+        (
+            "export SLURM_KILL_BAD_EXIT=1\nsrun python a.py",
+            ScriptOptions(settings={"SLURM_KILL_BAD_EXIT": "1"}),
+        ),
+        ("srun -K --mpi=pmix_v4 python a.py", ScriptOptions(mpi="pmix")),
+        ("srun -K --mpi none python a.py", ScriptOptions(mpi="other")),
+        ("export MASTER_PORT=29500", ScriptOptions(fixed_port="29500")),
+        ("export MASTER_PORT=$((20000 + SLURM_JOB_ID % 1000))", ScriptOptions()),
+        (
+            "srun -K torchrun --rdzv-endpoint=$HOST:29400 a.py",
+            ScriptOptions(launcher="torchrun", fixed_port="29400"),
+        ),
+        ("srun -K torchrun --rdzv-endpoint=$HOST:0 a.py", ScriptOptions(launcher="torchrun")),
+        (
+            "torchrun --rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=9 a.py",
+            ScriptOptions(
+                launcher="torchrun",
+                settings={"keep_alive_interval": "1", "keep_alive_max_attempt": "9"},
+            ),
+        ),
+        (
+            "export TORCH_NCCL_ENABLE_MONITORING=0 # why",
+            ScriptOptions(settings={"TORCH_NCCL_ENABLE_MONITORING": "0"}),
         ),
     ],
 )
 def test_batch_script(line: str, expected: ScriptOptions) -> None:
-    """Options up to the first command, and what stands between srun and the ranks."""
-    text = f"#!/bin/bash\n\n{line}\nsrun --kill-on-bad-exit=1 python a.py\n"
-    assert read_script(text) == replace(expected, outlives_ranks=line.startswith("srun"))
+    """Options up to the first command, how many tasks there are, what stands between srun and the
+    ranks, and what is set for them."""
+    assert read_script(f"#!/bin/bash\n\n{line}\n") == expected
 
 
 def test_last_save(tmp_path: Path) -> None:
@@ -458,3 +540,29 @@ def test_little_memory_for_copies(asked: dict[str, int], state_mib: int, told: b
     if told:
         assert "its state takes 629 MB of that" in found["memory"].explanation
         assert found["memory"].fix.startswith("sbatch: --mem=1624M")
+
+
+def test_errors_that_are_not_handled() -> None:
+    """With TORCH_NCCL_ASYNC_ERROR_HANDLING=0 a collective that ran out hangs instead."""
+    script = replace(RANKS, settings={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
+    words = _found(_facts(script, suspend_s=700))["clock_collectives"].explanation
+    assert "hanging forever" in words
+
+
+def test_a_script_that_cannot_be_read(tmp_path: Path) -> None:
+    """A wrong --script is a usage error that names it."""
+    with pytest.raises(UsageError, match=r"nothing\.sbatch"):
+        read_file(tmp_path / "nothing.sbatch")
+
+
+def test_how_ranks_get_their_key() -> None:
+    """With MUNGE it is well; without it the reason is told, and what helps; one rank needs none."""
+    facts = _facts(RANKS)
+    assert "ranks_key" not in _found(facts)
+    assert _found(replace(facts, no_munge=""))["ranks_key"].severity is Severity.OK
+    found = _found(replace(facts, no_munge="Failed to access socket"))["ranks_key"]
+    assert found.severity is Severity.NOTE
+    assert "Failed to access socket" in found.explanation
+    assert "srun --preempt" in found.fix
+    alone = replace(_facts(replace(RANKS, tasks=1)), no_munge="none")
+    assert "ranks_key" not in _found(alone)
