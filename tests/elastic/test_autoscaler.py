@@ -19,6 +19,7 @@ from hydroslurm.elastic.coordinator import EVENTS, MOST_RANKS, Coordinator, rest
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
 from hydroslurm.elastic.roster import Size
 from hydroslurm.elastic.usage import Usage
+from hydroslurm.errors import UsageError
 
 PROMPT = Behavior(stabilization_window_s=0, cooldown_s=0, step=4)
 POLICY = AutoscalePolicy(step_time_s=1.0, scale_up=PROMPT)
@@ -48,12 +49,21 @@ def started(tmp_path: Path, policy: AutoscalePolicy) -> tuple[ElasticFolder, Coo
     return folder, coordinator
 
 
-def test_the_options_carry_the_rules(tmp_path: Path) -> None:
-    """What is submitted is what the coordinator reads."""
-    folder = ElasticFolder(run=tmp_path)
-    options = CoordinatorOptions(size=Size(min=1, max=4, wanted=2), autoscale=POLICY)
-    folder.write(folder.options_json, options.to_json())
-    assert folder.options() == options
+def test_options_come_back_as_they_were_written(tmp_path: Path) -> None:
+    """What is submitted is what the coordinator and the members read; what another version has
+    written is refused."""
+    folder, size = ElasticFolder(run=tmp_path), Size(min=1, max=4, wanted=2)
+    for rules in (
+        {"autoscale": POLICY},
+        {"batch": "per_rank", "lr": "sqrt", "lr_warmup_steps": 7},
+        {"summation": "fixed_order", "recovery": "log_replay"},
+        {"averaging_every": 8},
+    ):
+        options = CoordinatorOptions(size=size, **rules)  # type: ignore[arg-type]
+        folder.write(folder.options_json, options.to_json())
+        assert folder.options() == options
+    with pytest.raises(UsageError, match=r"options of an elastic run: .*rings"):
+        CoordinatorOptions.from_json({"rings": 1})
 
 
 def test_the_coordinator_scales_and_its_successor_knows(tmp_path: Path) -> None:

@@ -27,22 +27,6 @@ UNREACHABLE = TRAIN.replace(
 """On some members gloo has no interface to listen at."""
 
 
-@pytest.mark.long
-def test_a_newcomer_that_nobody_can_reach_is_left_out(tmp_path: Path) -> None:
-    """The others try thrice with it, and train on alone."""
-    with ElasticStory(tmp_path, program=UNREACHABLE, max=3) as story:
-        story.start_all("ab", epochs=4, step_s=0.03)
-        story.wait_for_step("a", size=2)
-        story.start("c", unreachable=True, epochs=4, step_s=0.03)
-        assert story.ended("c") == 1, story
-        assert "3 generations in a row could not meet, the last: c: " in str(story)
-        ends = [story.done(name) for name in "ab"]
-        assert ends[0] == ends[1], story
-        (failure,) = story.entries("failure")
-        assert (failure["member"], "none0" in failure["reason"]) == ("c", True), story
-        assert set(story.entries("generation")[-1]["members"]) == {"a", "b"}, story
-
-
 def test_a_newcomer_with_another_model_ends_with_its_own_error(tmp_path: Path) -> None:
     """What fails on one rank alone is not tried again: its process ends, and is charged with it."""
     program = TRAIN.replace("nn.Linear(8, 16)", "nn.Linear(8, options.get('width', 16))").replace(

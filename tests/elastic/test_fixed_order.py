@@ -12,9 +12,6 @@ import pytest
 from elasticstory import BATCH, IN_SHARDS, SAMPLES_IN_SHARDS, TRAIN, ElasticStory, losses
 from processes import wait_until
 
-from hydroslurm.elastic.folder import CoordinatorOptions
-from hydroslurm.errors import UsageError
-
 LONG: dict[str, Any] = {"samples": SAMPLES_IN_SHARDS, "epochs": 6, "step_s": 0.03}
 OPTIONS: dict[str, Any] = {"max": 3, "summation": "fixed_order"}
 
@@ -112,19 +109,3 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path, program: str, said: str)
         child = story.start("a", samples=SAMPLES_IN_SHARDS)
         assert child.wait() == 1, story
         wait_until(lambda: said in "\n".join(child.lines), lambda: f"{said}\n{story}")
-
-
-def test_unknown_options_are_refused() -> None:
-    """Another version has written them."""
-    with pytest.raises(UsageError, match=r"options of an elastic run: .*rings"):
-        CoordinatorOptions.from_json({"rings": 1})
-
-
-def test_options_come_back_as_they_were_written() -> None:
-    """None of them is lost on the way to the members."""
-    options = CoordinatorOptions(batch="per_rank", lr="sqrt", lr_warmup_steps=7)
-    assert CoordinatorOptions.from_json(options.to_json()) == options
-    options = CoordinatorOptions(summation="fixed_order", recovery="log_replay")
-    assert CoordinatorOptions.from_json(options.to_json()) == options
-    options = CoordinatorOptions(averaging_every=8)
-    assert CoordinatorOptions.from_json(options.to_json()) == options

@@ -60,30 +60,6 @@ def test_an_announced_leave_loses_nothing(story: ElasticStory) -> None:
         assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
 
 
-def test_members_of_two_ranks_come_and_go_as_one(story: ElasticStory) -> None:
-    """SIGTERM to the second rank of a node takes both along without a step lost; SIGKILL of one
-    takes both along at the cost of the step in flight. Every sample comes once."""
-    for name in "abc":
-        for place in range(2):
-            story.start(name, local=(place, 2), epochs=12)
-    story.wait_for_step("a.0", size=6)
-    story.signal("b.1", signal.SIGTERM)
-    story.wait_for_step("a.0", size=4)
-    story.signal("c.0", signal.SIGKILL)
-    story.wait_for_step("a.0", size=2)
-    for name in ("b.0", "b.1", "c.1"):
-        assert story.members[name].wait() in (RUN_AGAIN, CANCELLED, 0), name
-    ends = [story.done(f"a.{place}") for place in range(2)]
-    assert ends[0] == ends[1], story
-    first, second, third = story.entries("generation")
-    assert [one["ranks"] for one in (first, second, third)] == [6, 4, 2]
-    assert (second["left"], second["steps_lost"]) == (["b"], 0)
-    assert third["lost"] == ["c"]
-    assert third["steps_lost"] <= 1
-    for epoch, seen in times_seen(*story.all_steps("BEGUN")).items():
-        assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
-
-
 def test_a_member_that_hangs_is_given_up(story: ElasticStory) -> None:
     """One that is stopped says nothing; the others do not wait for their collectives' time-out.
     When it wakes up it is refused, and leaves."""

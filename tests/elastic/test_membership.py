@@ -22,17 +22,6 @@ def test_a_generation_begins_once_enough_are_there() -> None:
     assert world.membership.current == ("m1", "m2")
 
 
-def test_a_newcomer_is_taken_in_at_a_step_that_all_agree_on() -> None:
-    """The others hold behind one step, and the newcomer gets the state from one of them."""
-    world = gathered(2, max=3)
-    world.start()
-    world.calm()
-    assert world.membership.current == ("m1", "m2", "m3")
-    assert len({process.step for process in world.ranks.values()}) == 1
-    (last,) = [one.data for one in world.ledger if one.kind == "generation"][-1:]
-    assert (last["joined"], last["steps_lost"]) == (["m3"], 0)
-
-
 def test_scaling_down_sends_the_newest_away() -> None:
     """The members that are named go first, then the newest; a size out of bounds is refused."""
     world = gathered(4, max=4)
@@ -184,17 +173,6 @@ def test_what_the_loss_of_all_members_costs_is_counted() -> None:
         assert record.data["step"] == 40
         assert record.data["steps_lost"] == (17 if name == "m2" else 0)
         membership.lost(rank, 9.2)
-
-
-def test_one_of_an_older_generation_is_refused() -> None:
-    """What it has trained since is not part of the run."""
-    world = gathered(2, max=2)
-    world.kill(("m2", 0))
-    world.calm()
-    with pytest.raises(Refused, match="generation 1 is over, 2 trains"):
-        world.membership.join(
-            ("m2", 0), local_size=1, node="n", generation=1, holding=False, now_s=world.now_s
-        )
 
 
 def test_a_newcomer_that_cannot_be_met_is_left_out_and_has_failed() -> None:

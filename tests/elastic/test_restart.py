@@ -86,28 +86,6 @@ def test_a_member_restarts_its_worker_as_often_as_it_may(story: RestartStory) ->
     assert story.entries("generation")[-1]["cause"] == "leave (b: SIGTSTP)"
 
 
-@pytest.mark.long
-def test_fifty_changes_of_size_use_no_restart(tmp_path: Path) -> None:
-    """With --max-restarts=1, after fifty changes, the first death of its worker is followed by
-    another start, and only the second one ends the member."""
-    with RestartStory(tmp_path, max=2, gather_s=0.0) as story:
-        story.start("a", "--max-restarts=1")
-        story.wait_for_workers(1, "a")
-        for change in range(2, 52, 2):
-            name = f"b{change}"
-            story.start(name)
-            story.wait_for_workers(change, "a", name)
-            story.signal(name, signal.SIGTERM)
-            assert story.members[name].wait() == RUN_AGAIN, story
-            story.wait_for_workers(change + 1, "a")
-        assert not story.entries("failure"), story
-        story.kill_worker("a")
-        story.wait_for_workers(52, "a")
-        assert not story.entries("failure"), story
-        story.kill_worker("a")
-        assert story.members["a"].wait() == 128 + signal.SIGKILL, story
-
-
 def test_an_agent_that_dies_or_hangs_is_given_up(tmp_path: Path) -> None:
     """Its worker is none of the run any more; one that wakes up is refused, ends its worker and
     leaves. Too few wait, without workers, for a newcomer, over the death of the coordinator."""
@@ -131,17 +109,6 @@ def test_an_agent_that_dies_or_hangs_is_given_up(tmp_path: Path) -> None:
         wait_until(lambda: story.said("began", member="d"), lambda: f"d to begin\n{story}")
         (story.root / "finish").touch()
         assert [story.members[name].wait() for name in "ad"] == [0, 0], story
-
-
-def test_a_spare_takes_a_place_at_once(tmp_path: Path) -> None:
-    """It has joined, and comes with the change in which another leaves."""
-    with RestartStory(tmp_path, max=2, spares=1, gather_s=20.0) as story:
-        for name in "abc":
-            story.start(name)
-            story.wait_for_members(name)
-        story.wait_for_workers(1, *"ab")
-        story.signal("b", signal.SIGTERM)
-        story.wait_for_workers(2, *"ac")
 
 
 def test_arguments_about_the_rendezvous_are_refused(story: RestartStory) -> None:
