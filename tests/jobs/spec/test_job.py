@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from hydroslurm.errors import SpecError
 from hydroslurm.jobs.spec.job import TrainingJob
 from hydroslurm.jobs.spec.reading import dumps, load, loads
 
-EXAMPLES = Path(__file__).resolve().parent.parent.parent.parent / "examples"
 MINIMAL = """
 replicaSpecs:
 - replicas: 4
@@ -44,29 +42,6 @@ def test_the_file_names_the_job(tmp_path: Path) -> None:
     spec = load(path)
     assert spec.job.name == "digits"
     assert spec.folder == tmp_path
-
-
-def test_it_is_frozen() -> None:
-    """What was submitted is not changed any more."""
-    job = loads(MINIMAL).job
-    with pytest.raises(ValidationError):
-        job.name = "other"  # type: ignore[misc]
-
-
-def test_anchors_and_merges_are_read() -> None:
-    """YAML's own way of not repeating oneself works."""
-    job = loads(
-        """
-common: &common
-  command: [python, train.py]
-""".replace("common:", "labels: {a: b}\nreplicaSpecs:\n- type: master\n  template:", 1).replace(
-            "template: &common\n  command", "template: &common\n    command"
-        )
-        + "- type: worker\n  replicas: 3\n  template:\n    <<: *common\n    args: [--worker]\n"
-    ).job
-    master, worker = job.replica_specs
-    assert worker.template.command == master.template.command
-    assert worker.template.args == ("--worker",)
 
 
 @pytest.mark.parametrize(
@@ -213,14 +188,6 @@ def test_nothing_else_than_a_spec_error(value: object) -> None:
             loads(yaml.safe_dump(whole))
         except SpecError:
             pass
-
-
-def test_the_example_is_a_job_spec() -> None:
-    """What the documentation shows is right."""
-    job = load(EXAMPLES / "job.yaml").job
-    (worker,) = job.replica_specs
-    assert (job.name, worker.replicas) == ("digits", 2)
-    assert (EXAMPLES / worker.template.args[0]).is_file()
 
 
 @pytest.mark.parametrize(

@@ -44,15 +44,30 @@ def after(
     return decide_exit(of, dict(ends), order, earlier_restarts=earlier, unrequested=unrequested)
 
 
-def test_nothing_has_ended() -> None:
-    """As long as all run there is nothing to do."""
-    assert after(plan()).action is Action.WAIT
-
-
-def test_the_master_decides() -> None:
-    """Rank 0 has succeeded, whatever the others do; a worker that ends well decides nothing."""
-    assert after(plan(), (1, 0), (2, 0)).action is Action.WAIT
-    assert after(plan(), (1, 0), (0, 0)).action is Action.SUCCEED
+@pytest.mark.parametrize(
+    ("of", "ends", "action"),
+    [
+        (plan(), (), Action.WAIT),
+        # rank 0 decides, whatever the others do
+        (plan(), ((1, 0), (2, 0)), Action.WAIT),
+        (plan(), ((1, 0), (0, 0)), Action.SUCCEED),
+        (plan(), ((0, 0), (1, 1)), Action.SUCCEED),
+        # a replica of two ranks has succeeded when both have
+        (plan(tasks=2), ((0, 0),), Action.WAIT),
+        (plan(tasks=2), ((0, 0), (1, 0)), Action.SUCCEED),
+        # a worker that is never restarted leaves it to the master
+        (plan("Never"), ((1, 1),), Action.WAIT),
+        (plan("Never"), ((1, 1), (0, 0)), Action.SUCCEED),
+        (plan("Never"), ((1, 1), (0, 1)), Action.FAIL),
+        # a rank that saved and left may make others fail first
+        (plan(), ((1, 1), (0, 75)), Action.LEAVE),
+    ],
+)
+def test_what_follows_from_the_ends(
+    of: Plan, ends: tuple[tuple[int, int], ...], action: Action
+) -> None:
+    """In the order in which the tasks have ended."""
+    assert after(of, *ends).action is action
 
 
 def test_a_master_of_its_own_is_the_first_rank() -> None:
@@ -62,22 +77,11 @@ def test_a_master_of_its_own_is_the_first_rank() -> None:
     assert after(found, (0, 0)).replica == "master-0"
 
 
-def test_all_tasks_of_the_master_must_have_ended() -> None:
-    """A replica of two ranks has succeeded when both have."""
-    assert after(plan(tasks=2), (0, 0)).action is Action.WAIT
-    assert after(plan(tasks=2), (0, 0), (1, 0)).action is Action.SUCCEED
-
-
 def test_the_first_failure_counts() -> None:
     """The others fail because of it."""
     found = after(plan(), (2, 1), (0, 134), (1, 1))
     assert (found.action, found.replica, found.status) == (Action.RESTART, "worker-2", 1)
     assert found.counts
-
-
-def test_a_failure_behind_the_success_of_the_master_changes_nothing() -> None:
-    """The job is decided by then."""
-    assert after(plan(), (0, 0), (1, 1)).action is Action.SUCCEED
 
 
 @pytest.mark.parametrize("policy", ["Never", "OnFailure", "Always", "ExitCode"])
@@ -102,13 +106,6 @@ def test_every_policy_and_status_of_the_master(policy: str, status: int) -> None
     assert restarts(policy, status) or wanted is not Action.RESTART
 
 
-def test_a_worker_that_is_never_restarted_leaves_it_to_the_master() -> None:
-    """Its failure is final, the job's end is the master's."""
-    assert after(plan("Never"), (1, 1)).action is Action.WAIT
-    assert after(plan("Never"), (1, 1), (0, 0)).action is Action.SUCCEED
-    assert after(plan("Never"), (1, 1), (0, 1)).action is Action.FAIL
-
-
 @pytest.mark.parametrize("policy", ["Never", "OnFailure", "Always", "ExitCode"])
 def test_once_backoff_limit_is_spent_every_policy_is_never(policy: str) -> None:
     """A worker that fails is not restarted, and the job goes on: it fails when its master fails,
@@ -128,11 +125,6 @@ def test_once_backoff_limit_is_spent_every_policy_is_never(policy: str) -> None:
     )
     limit = "; backoffLimit 3 allows no more restarts"
     assert found.message.endswith(limit if policy != "Never" else "with restartPolicy Never")
-
-
-def test_saved_and_left_wins_over_what_it_did_to_others() -> None:
-    """A rank that left with 75 may make others fail first."""
-    assert after(plan(), (1, 1), (0, 75)).action is Action.LEAVE
 
 
 @pytest.mark.parametrize(
