@@ -1,9 +1,10 @@
-"""The text of the configuration files."""
+"""The text of the configuration files; what a ClusterSpec refuses, and that it travels."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from hydroslurm.devcluster.config import (
     slurmdbd_conf,
 )
 from hydroslurm.devcluster.programs import Programs
+from hydroslurm.errors import UsageError
 
 PLACE = Place(base=Path("/t/x/c"), hostname="host7.example.org", user="ada", memory_mb=2048)
 PORTS = Ports(slurmctld=5001, slurmdbd=5002, slurmd=(5003, 5004))
@@ -67,37 +69,33 @@ def test_a_slurm_of_its_own_prefix_brings_its_plugins(tmp_path: Path) -> None:
         assert _settings(text)["PluginDir"] == "PluginDir=/t/x/c/run/plugins"
 
 
-def test_profile_pause_suspends_and_does_not_slice_time() -> None:
-    """Gang scheduling between the partitions, one job at a time within each of them."""
-    settings = _settings(slurm_conf(ClusterSpec(nodes=2), PLACE, PORTS))
-    assert settings["PreemptMode"] == "PreemptMode=SUSPEND,GANG"
-    low, urgent = settings["PartitionName=low"], settings["PartitionName=urgent"]
-    assert "Default=YES" in low
-    assert low.endswith("PriorityTier=1 OverSubscribe=FORCE:1 PreemptMode=SUSPEND")
-    assert urgent.endswith("PriorityTier=10 OverSubscribe=FORCE:1 PreemptMode=OFF")
-    assert "Nodes=n1,n2" in low
-    assert "Nodes=n1,n2" in urgent
-    assert "GraceTime" not in low
+GANG = "SUSPEND,GANG"
+SHARED = "OverSubscribe=FORCE:1 "
 
 
-def test_profile_requeue_requeues_after_the_grace() -> None:
-    """The grace and KillWait of the spec are in the configuration."""
-    spec = ClusterSpec(nodes=2, profile="requeue", grace_s=9, kill_wait_s=6)
-    settings = _settings(slurm_conf(spec, PLACE, PORTS))
-    assert settings["PreemptMode"] == "PreemptMode=REQUEUE"
+@pytest.mark.parametrize(
+    ("profile", "mode", "low", "urgent"),
+    [
+        ("pause", GANG, f"{SHARED}PreemptMode=SUSPEND", SHARED),
+        ("requeue", "REQUEUE", "PreemptMode=REQUEUE GraceTime=9", ""),
+        ("gang-requeue", GANG, f"{SHARED}PreemptMode=REQUEUE GraceTime=9", SHARED),
+    ],
+)
+def test_profiles(profile: str, mode: str, low: str, urgent: str) -> None:
+    """Gang scheduling between the partitions, one job at a time within each; or requeues after the
+    grace of the spec. The first line of each file warns whoever opens it."""
+    spec = ClusterSpec(nodes=2, profile=profile, grace_s=9, kill_wait_s=6)  # type: ignore[arg-type]
+    text = slurm_conf(spec, PLACE, PORTS)
+    settings = _settings(text)
+    assert settings["PreemptMode"] == f"PreemptMode={mode}"
     assert settings["KillWait"] == "KillWait=6"
-    low = settings["PartitionName=low"]
-    assert low.endswith("PreemptMode=REQUEUE GraceTime=9")
-    assert settings["PartitionName=urgent"].endswith("PriorityTier=10 PreemptMode=OFF")
-
-
-def test_profile_gang_requeue_has_both() -> None:
-    """Gang scheduling between the partitions, and a partition whose jobs are requeued."""
-    settings = _settings(slurm_conf(ClusterSpec(profile="gang-requeue", nodes=2), PLACE, PORTS))
-    assert settings["PreemptMode"] == "PreemptMode=SUSPEND,GANG"
-    low, urgent = settings["PartitionName=low"], settings["PartitionName=urgent"]
-    assert low.endswith("PriorityTier=1 OverSubscribe=FORCE:1 PreemptMode=REQUEUE GraceTime=5")
-    assert urgent.endswith("PriorityTier=10 OverSubscribe=FORCE:1 PreemptMode=OFF")
+    assert settings["PartitionName=low"].endswith(f"PriorityTier=1 {low}")
+    assert settings["PartitionName=urgent"].endswith(f"PriorityTier=10 {urgent}PreemptMode=OFF")
+    assert "Default=YES" in settings["PartitionName=low"]
+    for line in (settings["PartitionName=low"], settings["PartitionName=urgent"]):
+        assert "Nodes=n1,n2" in line
+    for made in (text, slurmdbd_conf(ClusterSpec(), PLACE, PORTS), plugstack_conf(None, "a\nb")):
+        assert made.startswith("# FOR TRYING AND TESTING ONLY, NOT FOR PRODUCTION")
 
 
 @pytest.mark.parametrize(
@@ -109,18 +107,6 @@ def test_an_odd_hostname_does_no_harm(hostname: str, host: str) -> None:
     place = Place(base=Path("/t"), hostname=hostname, user="ada", memory_mb=1)
     text = slurm_conf(ClusterSpec(nodes=2), place, PORTS)
     assert f"SlurmctldHost={host}(127.0.0.1)\n" in text
-
-
-def test_every_file_says_what_it_is_for() -> None:
-    """The first line of each file warns whoever opens it."""
-    spec = ClusterSpec(nodes=2)
-    plugstack = plugstack_conf(Path("/t/p.so")), plugstack_conf(None, "no header\nat all")
-    for text in (
-        slurm_conf(spec, PLACE, PORTS),
-        slurmdbd_conf(ClusterSpec(), PLACE, PORTS),
-        *plugstack,
-    ):
-        assert text.startswith("# FOR TRYING AND TESTING ONLY, NOT FOR PRODUCTION")
 
 
 def test_the_plugin_is_optional_or_its_absence_explained() -> None:
@@ -146,3 +132,27 @@ def test_slurmdbd_reaches_its_database_by_socket_only() -> None:
 def test_no_cgroup_file_system_is_needed(release: tuple[int, int], plugin: str) -> None:
     """slurmd is given a cgroup plugin that starts in a container without cgroups."""
     assert f"CgroupPlugin={plugin}\n" in cgroup_conf(ClusterSpec(), release)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"nodes": 0}, "nodes is 0; it must be a whole number from 1 to 64"),
+        ({"nodes": True}, "nodes is True"),
+        ({"cpus_per_node": 1.5}, "cpus_per_node is 1.5"),
+        ({"profile": "kill"}, "profile is 'kill'; it must be one of pause, requeue, gang-requeue"),
+        ({"kill_wait_s": 0}, "kill_wait_s is 0"),
+        ({"grace_s": -1}, "grace_s is -1"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_right_ones(values: dict[str, Any], words: str) -> None:
+    """A spec is checked when it is made, and the message names what would do."""
+    with pytest.raises(UsageError, match=words):
+        ClusterSpec(**values)
+
+
+def test_spec_survives_json() -> None:
+    """What is written down is read back as the same value."""
+    spec = ClusterSpec(nodes=2, profile="requeue", directory=Path("/a b/c"), grace_s=7)
+    assert ClusterSpec.from_dict(spec.to_dict()) == spec
+    assert ClusterSpec.from_dict(ClusterSpec().to_dict()) == ClusterSpec()
