@@ -63,9 +63,9 @@ make() { :; }
 newest() {
     squeue -h -t all -o '%A %P %Z' | awk -v here="$PWD" '$2 == "low" && $3 == here {print $1}' | sort -n | tail -1
 }
-folder() { ls -d runs/2* hydroslurm-runs/* 2>/dev/null | tail -1; }
+folder() { ls -d runs/*/ hydroslurm-runs/*/ 2>/dev/null | tail -1; }
 trap 'echo "the block at $block failed" >&2' ERR
-trap 'scancel $(squeue -h -o "%A %Z" | awk -v here="$PWD" "\$2 == here {print \$1}")' EXIT
+trap 'squeue -h -o "%A %Z" | awk -v here="$PWD" "\$2 == here {print \$1}" | xargs -r scancel' EXIT
 mkdir -p .venv/bin && touch .venv/bin/activate
 """
 """What every page's shell begins with: a reader puts in the newest job for 123, and its folder for
