@@ -61,7 +61,8 @@ set -eE
 pip() { :; }       # the tests' environment has what these would install
 make() { :; }
 newest() {
-    squeue -h -t all -o '%A %P %Z' | awk -v here="$PWD" '$2 == "low" && $3 == here {print $1}' | sort -n | tail -1
+    squeue -h -t all -o '%A %P %Z' |
+        awk -v here="$PWD" '$2 == "low" && $3 == here {print $1}' | sort -n | tail -1
 }
 folder() { ls -d runs/*/ hydroslurm-runs/*/ 2>/dev/null | tail -1; }
 trap 'echo "the block at $block failed" >&2' ERR
