@@ -92,7 +92,7 @@ def _pages(*languages: str) -> list[str]:
 
 def test_every_block_runs_or_says_why_not() -> None:
     """The reasons are those listed here. A test that is named to run a block exists and knows the
-    page or a verb of the block."""
+    page, a verb or a script of the block."""
     blocks = [block for page in PAGES for block in blocks_of(page)]
     assert len(blocks) > 100
     assert {block.language for block in blocks} <= {"bash", "python", "yaml", "diff", *SHOWN_ONLY}
@@ -101,13 +101,10 @@ def test_every_block_runs_or_says_why_not() -> None:
     for block in blocks:
         if block.how == "run by":
             test = (ROOT / block.what).read_text()
-            verbs = set(re.findall(r"^hydroslurm (\w+)", block.text, flags=re.M))
-            known = (
-                Path(block.page).name in test
-                or not verbs
-                or any(f'"{verb}"' in test for verb in verbs)
-            )
-            assert known, f"{block.what} runs nothing of {block.place}"
+            words = set(re.findall(r"^hydroslurm (\w+)|(\w+\.sbatch)", block.text, flags=re.M))
+            known = [Path(block.page).name, *map("".join, words)]
+            runs = not words or any(word in test for word in known)
+            assert runs, f"{block.what} runs nothing of {block.place}"
         elif block.language == "diff":
             assert block.how == "run", block.place
 
