@@ -178,7 +178,9 @@ def test_verbs_and_options_in_the_pages_exist() -> None:
         code = "\n".join(_code(path.read_text()))
         for verb, rest in re.findall(r"^hydroslurm ([a-z]+)\b([^\n|]*)", code, flags=re.M):
             assert verb in verbs, f"{path.name}: hydroslurm {verb}"
-            for option in re.findall(r"(?<= )--[a-z][\w-]+", re.split(r"#| -- | [\w/]+\.py", rest)[0]):
+            for option in re.findall(
+                r"(?<= )--[a-z][\w-]+", re.split(r"#| -- | [\w/]+\.py", rest)[0]
+            ):
                 assert option in cli, f"{path.name}: hydroslurm {verb} {option}"
 
 
