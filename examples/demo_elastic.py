@@ -81,7 +81,7 @@ def _submit(folder: Path, low: str, log: Path, epochs: int, *, cpus: int) -> str
     template["args"] = [
         str(EXAMPLES / "train_elastic.py"),
         *("--epochs", str(epochs), "--batch-size", "64", "--log", str(log)),
-        *("--step-s", f"{0.1 * pace.slowness:.3f}"),
+        *("--step-s", pace.nap(0.1)),
     ]
     template["command"] = [sys.executable]
     template["resources"] = {"cpus": cpus}  # a node each: the urgent job takes one member's

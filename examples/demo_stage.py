@@ -53,6 +53,10 @@ class Pace:
     def answer_s(self) -> float:
         return 10.0 * self.slowness
 
+    def nap(self, seconds: float) -> str:
+        """An option for a sleep in each step: a training outlasts what the demo does meanwhile."""
+        return f"{seconds * max(1.0, 0.4 * self.slowness):.3f}"
+
     def measure(self) -> float:
         """Time a first step, Python's start included; returns the seconds."""
         began_s = time.monotonic()

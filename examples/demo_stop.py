@@ -208,7 +208,7 @@ def _step(share: float, epochs: int) -> int:
 
 
 def _options(out: Path, epochs: int) -> list[str]:
-    think = ("--think-s", f"{0.03 * pace.slowness:.3f}")
+    think = ("--think-s", pace.nap(0.03))
     return ["--epochs", str(epochs), "--log-every", "5", *think, "--out", str(out)]
 
 
