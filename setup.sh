@@ -101,9 +101,8 @@ system_packages() {
 }
 
 # --- packages without root ------------------------------------------------------------------------------------
-# Unpack Debian packages into a folder: unpack_packages FOLDER alone|whole PACKAGE...  With `whole` what they depend on and this
-# machine lacks comes along. What apt knows and where it looks stay as they are; non-free is added to a copy of it. In a shell of
-# its own: its trap ends with it.
+# unpack_packages FOLDER alone|whole PACKAGE...  unpacks Debian packages, with `whole` those of their dependencies that this machine
+# lacks, too. apt's lists and sources stay as they are; non-free is added to copies. A subshell, so that its trap ends with it.
 unpack_packages() (
     home=$1 extent=$2
     shift 2
@@ -127,7 +126,7 @@ unpack_packages() (
     wait
 )
 
-# Slurm below .venv, for who cannot install it. Its programs and plugins look for libraries below /usr: each is started by
+# Slurm below .venv, for a user who cannot install it. Its programs and plugins look for libraries below /usr: each is started by
 # a script of its name that says where they are. lib/slurm is where `hydroslurm cluster` finds the plugins.
 private_slurm() {
     local home=$PWD/.venv/slurm/usr wanted program name libraries
@@ -137,7 +136,7 @@ private_slurm() {
     rm -rf .venv/slurm
     mkdir -p .venv/bin
     show "unpacking Slurm below .venv, about 50 MB, for private clusters of this user" \
-        unpack_packages "$PWD/.venv/slurm" whole "${wanted[@]}" || return 0
+        unpack_packages "$PWD/.venv/slurm" whole "${wanted[@]}" && [ -d "$home/lib" ] || return 0
     libraries=$(find "$home/lib" -name 'lib*.so*' -printf '%h\n' | sort -u | paste -sd:)
     mkdir -p "$home/libexec"
     for program in "$home"/{bin,sbin}/*; do
