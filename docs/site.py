@@ -176,7 +176,7 @@ def _verb(command: Any, path: str, parent: Any, *, level: int) -> Iterator[str]:
     yield from ("```", f"{path} {usage}", "```", "")
     yield from _paragraphs(command.help or "")
     rows = [param.get_help_record(context) for param in command.get_params(context)]
-    rows = [row for row in rows if row is not None and not row[0].startswith("--help")]
+    rows = [row for row in rows if row is not None and "--help" not in row[0]]
     if rows:
         yield from ("", "| argument or option | |", "| --- | --- |")
         for names, text in rows:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
     from hydroslurm.core.rundir import RunDir
 
-checkpoint_app = typer.Typer(no_args_is_help=True)
+checkpoint_app = typer.Typer(
+    no_args_is_help=True, help="List, verify and export what a run has saved."
+)
 
 Where = Annotated[
     Path,

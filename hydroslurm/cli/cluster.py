@@ -9,7 +9,9 @@ from typing import Annotated, cast
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True, help="Run a private Slurm on this machine, for trying and testing only."
+)
 
 Directory = Annotated[Path, typer.Option("--dir", help="The folder of the cluster.")]
 DEFAULT_DIRECTORY = Path(".hydroslurm/cluster")

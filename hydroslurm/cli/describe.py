@@ -26,7 +26,7 @@ _MANY_PLAIN = 16
 
 
 def describe(which: Which) -> None:
-    """Show a job: what was asked for, what became of it and when, and where its files are."""
+    """Show what was asked for, what became of it, and where its files are."""
     from hydroslurm.jobs.control.plain_job import PlainJob, job_of
     from hydroslurm.slurm.client import open_client
 
@@ -37,14 +37,16 @@ def describe(which: Which) -> None:
 
 
 def list_jobs() -> None:
-    """List my hydroslurm jobs: id, state, replicas, restarts, and since when. Without a spec the
-    replicas are the ranks that have announced themselves."""
-    import getpass
+    """List my hydroslurm jobs.
 
+    Id, state, replicas, restarts, and since when. Without a spec the replicas are the ranks that
+    have announced themselves.
+    """
+    from hydroslurm.core.trust import user_name
     from hydroslurm.jobs.control.listing import my_jobs
     from hydroslurm.slurm.client import open_client
 
-    rows = [_row(one) for one in my_jobs(open_client(), getpass.getuser())]
+    rows = [_row(one) for one in my_jobs(open_client(), user_name())]
     if not rows:
         typer.echo("no hydroslurm jobs; submit one: hydroslurm submit job.yaml, or train.py")
         return
@@ -226,7 +228,10 @@ def _saver(found: PlainJob) -> str:
         return "its hydroslurm.Run saves"
     if found.saver is EventKind.STOPS_TAKEN:
         return "the script saves in its own way (receive_suspend_command)"
-    return "nobody saves: no rank has made a hydroslurm.Run, or called receive_suspend_command()"
+    yet = "" if found.is_over else ", so far"
+    return (
+        f"nobody saves: no rank has made a hydroslurm.Run, or called receive_suspend_command(){yet}"
+    )
 
 
 def _plain_attempt_line(one: PlainAttempt) -> str:

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 Which = Annotated[
     str | None,
-    typer.Argument(
-        metavar="[JOBID]", help="A job: 12, or 12_3 of an array. Default: a planned one."
-    ),
+    typer.Argument(metavar="JOB", help="A job: 12, or 12_3 of an array. Default: a planned one."),
 ]
 PartitionName = Annotated[
     str, typer.Option("--partition", "-p", help="Partition of a planned job. Default: the site's.")
@@ -53,9 +51,11 @@ def doctor(
     suspend_s: SuspendS = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain what a preemption does here, how long each kind of stop leaves to save, what is
-    risky, and which setting to change. Exit status 1: work would be lost; 2: Slurm could not be
-    asked."""
+    """Explain what a preemption does here, and what is risky.
+
+    How long each kind of stop leaves to save, and which setting to change. Exit status 1: work
+    would be lost; 2: Slurm could not be asked.
+    """
     from hydroslurm.core.jobid import JobId
     from hydroslurm.errors import HydroslurmError, UsageError
     from hydroslurm.observe.doctor import findings

@@ -41,7 +41,10 @@ def scale(
         bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")
     ] = False,
 ) -> None:
-    """Change how many members an elastic job has; those that train go on meanwhile."""
+    """Change how many members an elastic job has.
+
+    Those that train go on meanwhile.
+    """
     from hydroslurm.elastic import control
     from hydroslurm.elastic.folder import ElasticFolder
     from hydroslurm.errors import UsageError
@@ -52,8 +55,8 @@ def scale(
     folder = ElasticFolder(run=run.root)
     if not folder.root.is_dir():
         raise UsageError(
-            f"{which} is no elastic job, so its size is fixed: give its spec an `elastic:` section "
-            "and submit it again"
+            f"job {which} is not elastic, so its size is fixed: give its spec an `elastic:` "
+            "section and submit it again"
         )
     if dry_run:
         _check(control.status(folder).status, size, leave or [])
@@ -144,7 +147,7 @@ def _member_now(folder: ElasticFolder, name: str) -> str:
         )
     if status.get("state") in ("Succeeded", "Failed"):
         return f"{name}  has ended with the run"
-    return f"{name}  has not joined yet: it waits in Slurm, or its script has not come so far"
+    return f"{name}  has not joined yet: it waits in Slurm, or its script is still starting"
 
 
 def _member_line(member: dict[str, Any]) -> str:
@@ -162,8 +165,8 @@ def _silence_lines(status: dict[str, Any], folder: ElasticFolder, slurm: Job | N
     who = f"job {own['job_id']}" if own["job_id"] else f"pid {own['pid']}"
     return [
         f"Coordinator:  has written nothing for {silent_s:,.0f} s ({clean(who)} on "
-        f"{clean(own['node'])}): the above is how it was then, and nobody comes or goes until it "
-        f"is back: {_what_of(own, folder, slurm)}"
+        f"{clean(own['node'])}): the above is its state then, and no member joins or leaves until "
+        f"it is back: {_what_of(own, folder, slurm)}"
     ]
 
 
@@ -179,7 +182,7 @@ def _what_of(own: dict[str, Any], folder: ElasticFolder, slurm: Job | None) -> s
     if slurm.state.is_waiting:
         return "its job waits in Slurm, and starts another one when it has its node again"
     state = slurm.state.value
-    return f"its job is {state}, so that it goes on when its process or its node does"
+    return f"its job is {state}; it continues when its process or its node does"
 
 
 def _taken_lines(entries: list[dict[str, Any]]) -> list[str]:

@@ -15,7 +15,7 @@ import typer
 if TYPE_CHECKING:
     from hydroslurm.gate.protocol import Trace
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, help="Build and inspect the operator gate.")
 
 TRACE_CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
@@ -29,7 +29,7 @@ Force = Annotated[bool, typer.Option("--force", help="Build even if there is one
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 Keep = Annotated[int, typer.Option("--keep", min=0, help="How many operators to record.")]
 Script = Annotated[Path, typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False)]
-Arguments = Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...")]
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS")]
 
 
 @app.command("build")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,22 +14,21 @@ from hydroslurm.cli.status import echo
 
 if TYPE_CHECKING:
     from hydroslurm.core.ack import Answer
-    from hydroslurm.jobs.control.overview import Overview
-    from hydroslurm.jobs.control.plain_job import PlainJob
     from hydroslurm.jobs.control.requests import JobAnswer
     from hydroslurm.slurm.client import Job as SlurmJob
     from hydroslurm.slurm.client import SlurmClient
 
-Pid = Annotated[int | None, typer.Option("--pid", help="A process of this machine.")]
+Pid = Annotated[int | None, typer.Option("--pid", help="A process of this machine instead.")]
 Job = Annotated[
     str | None,
-    typer.Option("--job", help="A Slurm job, with all its ranks: 12, or 12_3 of an array."),
+    typer.Argument(metavar="JOB", help="A job id (12, or 12_3 of an array), or a run folder."),
 ]
+JobOption = Annotated[str | None, typer.Option("--job", hidden=True)]
 AllElements = Annotated[
     bool, typer.Option("--all-elements", help="Of an array that is given by its number.")
 ]
 Timeout = Annotated[
-    float, typer.Option("--timeout", help="How long to wait for the answer, seconds.")
+    float, typer.Option("--timeout", min=0, help="How long to wait for the answer, seconds.")
 ]
 Which = Annotated[
     str, typer.Argument(metavar="JOB", help="A job id (12, or 12_3 of an array), or a run folder.")
@@ -40,18 +38,17 @@ Replica = Annotated[
     typer.Option(help="Such as worker-2; without a spec rank-2. Default: the master, or rank-0."),
 ]
 
-ASK_EVERY_S = 10.0
-"""How often Slurm is asked whether a job has ended: sites dislike more."""
-
 
 def pause(
-    pid: Pid = None,
     job: Job = None,
+    pid: Pid = None,
+    job_option: JobOption = None,
     all_elements: AllElements = False,
     timeout_s: Annotated[
         float | None,
         typer.Option(
             "--timeout",
+            min=0,
             help="How long to wait for the answer, seconds. Default: 10, with --vacate 120.",
         ),
     ] = None,
@@ -59,48 +56,63 @@ def pause(
         bool, typer.Option("--vacate", help="Move the device memory to the host as well.")
     ] = False,
 ) -> None:
-    """Park a process or a job between two operators, wait for the acknowledgement, print the
-    latency per rank."""
+    """Park a job, or a process, between two operators.
+
+    Waits for the acknowledgement, and prints the latency per rank.
+    """
     from hydroslurm.jobs.control.requests import pause_job
     from hydroslurm.runtime import client
 
     if timeout_s is None:
         timeout_s = 120.0 if vacate else 10.0
-    process_verb = functools.partial(client.pause, vacate=vacate, timeout_s=timeout_s)
-    job_verb = functools.partial(pause_job, vacate=vacate, timeout_s=timeout_s)
-    _ask(process_verb, job_verb, pid, job, all_elements=all_elements)
+    if pid is None:
+        act = functools.partial(pause_job, vacate=vacate, timeout_s=timeout_s)
+        _for_each(_named(job or job_option), act, all_elements=all_elements)
+        return
+    _wait_for_start(pid, job or job_option, timeout_s)
+    _print_process(pid, client.pause(pid, vacate=vacate, timeout_s=timeout_s))
 
 
 def resume(
-    pid: Pid = None,
     job: Job = None,
+    pid: Pid = None,
+    job_option: JobOption = None,
     all_elements: AllElements = False,
     timeout_s: Timeout = 10.0,
 ) -> None:
-    """Resume a paused process or job in place, and print how long that took per rank."""
+    """Resume a paused job or process in place."""
     from hydroslurm.jobs.control.requests import resume_job
     from hydroslurm.runtime import client
 
-    process_verb = functools.partial(client.resume, timeout_s=timeout_s)
-    job_verb = functools.partial(resume_job, timeout_s=timeout_s)
-    _ask(process_verb, job_verb, pid, job, all_elements=all_elements)
+    if pid is None:
+        act = functools.partial(resume_job, timeout_s=timeout_s)
+        _for_each(_named(job or job_option), act, all_elements=all_elements)
+        return
+    _wait_for_start(pid, job or job_option, timeout_s)
+    _print_process(pid, client.resume(pid, timeout_s=timeout_s))
 
 
 def requeue(
-    job: Annotated[str, typer.Argument(help="The job: 12, or 12_3 of an array.")],
+    job: Which,
     all_elements: AllElements = False,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", help="How long to wait for the save, seconds.")
+        float, typer.Option("--timeout", min=0, help="How long to wait for the save, seconds.")
     ] = 60.0,
 ) -> None:
-    """Make a job save and requeue; unlike scontrol requeue, this gives it time to save."""
+    """Make a job save and requeue.
+
+    Unlike scontrol requeue, this gives it all the time that it needs to save.
+    """
     from hydroslurm.jobs.control.requests import requeue_job
 
     _for_each(job, functools.partial(requeue_job, timeout_s=timeout_s), all_elements=all_elements)
 
 
 def cancel(which: Which, all_elements: AllElements = False) -> None:
-    """End a job for good. Ranks that can save do so; it is not started again."""
+    """End a job for good.
+
+    Ranks that can save do so; it is not started again.
+    """
     _for_each(which, _cancel, all_elements=all_elements)
 
 
@@ -131,9 +143,15 @@ def logs(
         bool, typer.Option("--supervisor", help="Print the supervisor's output instead.")
     ] = False,
 ) -> None:
-    """Print the output of a replica, or of a job without a spec, over all its attempts."""
+    """Print a job's output over all its attempts."""
     from hydroslurm.errors import UsageError
-    from hydroslurm.jobs.control.logs import follow_files, output_logs, supervisor_logs, task_logs
+    from hydroslurm.jobs.control.logs import (
+        Ended,
+        follow_files,
+        output_logs,
+        supervisor_logs,
+        task_logs,
+    )
     from hydroslurm.jobs.control.plain_job import PlainJob, job_of
     from hydroslurm.slurm.client import open_client
 
@@ -145,7 +163,7 @@ def logs(
     else:
         files = output_logs(found, replica)
     with contextlib.suppress(KeyboardInterrupt):
-        for text in follow_files(files, tail=tail, until=_Ended(found) if follow else None):
+        for text in follow_files(files, tail=tail, until=Ended(found) if follow else None):
             typer.echo(text, nl=False)
 
 
@@ -156,7 +174,10 @@ def attach(
     ] = None,
     replica: Replica = None,
 ) -> None:
-    """Get a shell, or run a command, where a replica runs: on its node, with its environment."""
+    """Get a shell, or run a command, where a job runs.
+
+    On the node of the replica, with its environment.
+    """
     from hydroslurm.jobs.control.attach import attach_command
     from hydroslurm.jobs.control.plain_job import job_of
     from hydroslurm.slurm.client import open_client
@@ -171,56 +192,27 @@ def attach(
     os.execvp(argv[0], argv)
 
 
-class _Ended:
-    """Whether a job is over: the run folder tells at once, Slurm if nobody could write there."""
-
-    def __init__(self, found: Overview | PlainJob) -> None:
-        self._found = found
-        self._asked_s = time.monotonic()
-
-    def __call__(self) -> bool:
-        from hydroslurm.errors import HydroslurmError, NoSuchJob
-        from hydroslurm.jobs.control.overview import Overview
-        from hydroslurm.jobs.control.plain_job import job_of
-        from hydroslurm.jobs.supervisor.conditions import final_condition, read_conditions
-        from hydroslurm.slurm.client import open_client
-
-        if self._found.is_over or final_condition(
-            read_conditions(self._found.run.conditions_jsonl)
-        ):
-            return True
-        if time.monotonic() - self._asked_s > ASK_EVERY_S:
-            slurm = None if isinstance(self._found, Overview) else self._found.slurm
-            which = str(self._found.run.root if slurm is None else slurm.id)
-            try:
-                self._found = job_of(open_client(), which)
-            except NoSuchJob:  # it ended, and slurmctld has forgotten it
-                return True
-            except HydroslurmError:
-                pass
-            self._asked_s = time.monotonic()
-        return self._found.is_over
-
-
-def _ask(
-    process_verb: Callable[[int], Answer],
-    job_verb: Callable[[SlurmClient, SlurmJob], JobAnswer],
-    pid: int | None,
-    job: str | None,
-    *,
-    all_elements: bool,
-) -> None:
-    """Pause or resume a process or a job, whichever is given."""
+def _named(job: str | None) -> str:
     from hydroslurm.errors import UsageError
 
-    if pid is not None and job is not None:
-        raise UsageError("give either --pid or --job, not both")
+    if job is None:
+        raise UsageError("name a job, such as 12, or a process of this machine by --pid")
+    return job
+
+
+def _wait_for_start(pid: int, job: str | None, timeout_s: float) -> None:
+    """Wait for a process that cannot answer yet."""
+    from hydroslurm.errors import UsageError
+    from hydroslurm.runtime import client
+
     if job is not None:
-        _for_each(job, job_verb, all_elements=all_elements)
-        return
-    if pid is None:
-        raise UsageError("give --job JOBID, or --pid PID for a process of this machine")
-    answer = process_verb(pid)
+        raise UsageError("give a job or --pid, not both")
+    if client.is_starting(pid):
+        echo(f"process {pid} is still starting; waiting up to {timeout_s:g} s for it", err=True)
+        client.wait_for_start(pid, timeout_s=timeout_s)
+
+
+def _print_process(pid: int, answer: Answer) -> None:
     echo(f"pid {pid} rank {answer.rank}: {answer.message}")
     if not answer.done:
         raise typer.Exit(1)

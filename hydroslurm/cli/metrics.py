@@ -38,11 +38,13 @@ def metrics(
     all_users: AllUsers = False,
     partition: OnlyPartition = None,
 ) -> None:
-    """Export Prometheus metrics for my jobs: step, rate, ranks parked, newest checkpoint,
-    preemptions, how long ranks took to park. One request to Slurm each time, however many jobs
-    there are. Without --textfile or --port, print them once."""
-    import getpass
+    """Export Prometheus metrics of my jobs.
 
+    Step, rate, ranks parked, newest checkpoint, preemptions, how long ranks took to park. One
+    request to Slurm each time, however many jobs there are. Without --textfile or --port, print
+    them once.
+    """
+    from hydroslurm.core.trust import user_name
     from hydroslurm.errors import UsageError
     from hydroslurm.observe.watcher import Watcher
     from hydroslurm.slurm.client import RetryPolicy, open_client
@@ -63,7 +65,7 @@ def metrics(
     collector = JobCollector(
         Watcher(
             open_client(retry_policy=RetryPolicy(give_up_after_s=0.0)),
-            user=None if all_users else getpass.getuser(),
+            user=None if all_users else user_name(),
             partition=partition,
             policies=False,
         ),

@@ -6,13 +6,13 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hydroslurm.cli.submit import note_misplaced
 from hydroslurm.core.files import clean
 
 if TYPE_CHECKING:
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 
 def prove(
+    context: typer.Context,
     command: Annotated[
         list[str],
         typer.Argument(metavar="SCRIPT", help="train.py or a command, and its arguments."),
     ],
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 40,
-    stops: Annotated[int, typer.Option(help="How often to stop within them.")] = 3,
-    seed: Annotated[int, typer.Option(help="Chooses behind which steps.")] = 0,
+    stops: Annotated[int, typer.Option(help="How often to stop it.")] = 3,
+    seed: Annotated[int, typer.Option(help="Chooses the steps to stop after.")] = 0,
     grace: Annotated[float, typer.Option(metavar="S", help="From SIGTERM to SIGKILL.")] = 30.0,
     limit: Annotated[
         float, typer.Option(metavar="S", help="For one step, start included.")
@@ -54,7 +55,9 @@ def prove(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
 ) -> None:
-    """Run a script whole and stopped, compare every step, and name the first thing that differs.
+    """Find out whether a script survives stops bit for bit.
+
+    Runs it whole and stopped, compares every step, and names the first thing that differs.
 
     hydroslurm prove train.py --lr 0.1
 
@@ -89,8 +92,7 @@ def prove(
     )
     if not as_json:
         typer.echo(f"proving: {shlex.join(script.command)}")
-        for text in _misplaced(command):
-            typer.echo(text)
+        note_misplaced(context, command[0], command[1:])
     shared = None if slurm is None else Path.cwd()  # the nodes see this one
     with tempfile.TemporaryDirectory(prefix="hydroslurm-prove-", dir=shared) as scratch:
         proof = run_proof(
@@ -104,18 +106,6 @@ def prove(
     typer.echo(json.dumps(_as_dict(proof)) if as_json else str(proof))
     if not proof.holds:
         raise typer.Exit(1)
-
-
-def _misplaced(command: Sequence[str]) -> list[str]:
-    """A word to who has written our options behind the script, whose own they are there."""
-    own = ("--steps", "--stops", "--seed", "--grace", "--link", "--slurm", "--preempt", "--keep")
-    found = [word for word in command[1:] if word.partition("=")[0] in own]
-    if not found or "--" in command:
-        return []
-    return [
-        f"({' '.join(found)}: behind the script, and so the script's; for `hydroslurm prove` write "
-        "it in front)"
-    ]
 
 
 def _as_dict(proof: Proof) -> dict[str, object]:

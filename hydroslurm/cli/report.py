@@ -53,7 +53,7 @@ def report(
     schema: Schema = False,
     markdown: Markdown = False,
 ) -> None:
-    """Show every pause and stop of a run step by step, where its time went, and what was lost.
+    """Show every pause and stop of a run, and where its time went.
 
     Writes figures.json, timeline.png, histograms.png, report.html (one page with everything) and
     trace.json (for ui.perfetto.dev) into report/ in the run folder. Includes nsys profiles in its

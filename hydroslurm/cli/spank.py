@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-spank_app = typer.Typer(no_args_is_help=True)
+spank_app = typer.Typer(
+    no_args_is_help=True, help="Build, install or uninstall srun's option --preempt."
+)
 
 Include = Annotated[
     Path | None, typer.Option(help="Folder with slurm/spank.h. Default: the compiler's.")

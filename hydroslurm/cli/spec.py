@@ -7,12 +7,17 @@ from typing import Annotated
 
 import typer
 
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Job specs.")]
+from hydroslurm.cli.submit import FOLDER
+
+Files = Annotated[list[Path], typer.Argument(metavar="FILE", help="Job specs.")]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A job spec.")]
 
 
 def validate(files: Files) -> None:
-    """Check job specs, ours or T9k's; exit status 1 if one has a problem. Does not ask Slurm."""
+    """Check job specs, ours or T9k's.
+
+    Exit status 1 if one has a problem. Does not ask Slurm.
+    """
     from hydroslurm.errors import SpecError
     from hydroslurm.jobs.spec.reading import load
 
@@ -37,9 +42,7 @@ def validate(files: Files) -> None:
 
 def render(
     file: File,
-    folder: Annotated[Path, typer.Option(help="Where run folders would be created.")] = Path(
-        "runs"
-    ),
+    folder: Annotated[Path, typer.Option(help="Where run folders would be created.")] = FOLDER,
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print the resolved spec instead, with every default.")
     ] = False,

@@ -29,16 +29,15 @@ def status(
     ] = False,
 ) -> None:
     """Show a job's state in Slurm and what its ranks report."""
-    import getpass
-
     from hydroslurm.core.jobid import JobId
+    from hydroslurm.core.trust import user_name
     from hydroslurm.jobs.control.overview import job_status
     from hydroslurm.jobs.control.requests import find_jobs
     from hydroslurm.slurm.client import open_client
 
     client = open_client()
     if job_id is None:
-        jobs = client.jobs(user=getpass.getuser())
+        jobs = client.jobs(user=user_name())
     else:
         jobs = find_jobs(client, JobId.parse(job_id))
     for found in map(job_status, jobs):
@@ -196,25 +195,10 @@ def _as_json(found: JobStatus) -> dict[str, object]:
 
 
 _RANK_FIELDS = (
-    "rank",
-    "state",
-    "causes",
-    "step",
-    "pid",
-    "host",
-    "restart_count",
-    "pauses",
-    "park_us",
-    "committed_step",
-    "world_size",
-    "not_copied",
-    "parked_together",
-    "vacated_bytes",
-    "vacate_s",
-    "restore_s",
-    "not_vacated",
-    "is_lost",
-)
+    "rank", "state", "causes", "step", "pid", "host", "restart_count", "pauses", "park_us",
+    "committed_step", "world_size", "not_copied", "parked_together", "vacated_bytes", "vacate_s",
+    "restore_s", "not_vacated", "is_lost",
+)  # fmt: skip
 
 
 def _rank_as_json(rank: RankStatus) -> dict[str, object]:

@@ -14,14 +14,21 @@ import typer
 from hydroslurm.core.garbage import without_gc
 
 if TYPE_CHECKING:
+    from hydroslurm.core.rundir import RunDir
     from hydroslurm.jobs.launch.executor import PausableJob
 
-CONTEXT = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "allow_interspersed_args": False,
+_OWN_WORDS = {"allow_interspersed_args": False}
+"""Everything from the script or the command on belongs to it."""
+CONTEXTS: dict[str, dict[str, Any]] = {
+    "submit": _OWN_WORDS,
+    "run": _OWN_WORDS,
+    "prove": _OWN_WORDS,
+    "agent": {**_OWN_WORDS, "allow_extra_args": True, "ignore_unknown_options": True},
 }
-"""Everything after the script belongs to the script; after ``agent``, to torchrun."""
+"""How the verbs are parsed that hand words on; ``agent`` has no options itself."""
+
+FOLDER = Path("hydroslurm-runs")
+"""Where run folders are created unless another place is named; srun --preempt does the same."""
 
 
 def submit(
@@ -29,43 +36,55 @@ def submit(
     script: Annotated[
         str,
         typer.Argument(
-            metavar="FILE", help="A job spec (.yaml), or a Python script to run in every rank."
+            metavar="SCRIPT", help="A Python script to run in every rank, or a job spec (.yaml)."
         ),
     ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own.")
+    ] = None,
     folder: Annotated[
         Path, typer.Option(help="Where to create run folders; all nodes must see it.")
-    ] = Path("runs"),
+    ] = FOLDER,
     module: Annotated[
-        bool, typer.Option("--module", "-m", help="FILE is a module, as in python -m.")
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")
     ] = False,
     name: Annotated[str | None, typer.Option(help="Job name. Default: the script's.")] = None,
-    partition: Annotated[str | None, typer.Option("--partition", "-p")] = None,
-    account: Annotated[str | None, typer.Option("--account", "-A")] = None,
-    qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
+    partition: Annotated[
+        str | None, typer.Option("--partition", "-p", help="Default: the site's.")
+    ] = None,
+    account: Annotated[
+        str | None, typer.Option("--account", "-A", help="Account to charge.")
+    ] = None,
+    qos: Annotated[str | None, typer.Option("--qos", "-q", help="Quality of service.")] = None,
     time_min: Annotated[int, typer.Option("--time-min", "-t", help="Time limit, minutes.")] = 60,
-    nodes: Annotated[int, typer.Option("--nodes", "-N")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", "-N", help="How many.")] = 1,
     tasks_per_node: Annotated[int, typer.Option(help="Ranks per node.")] = 1,
-    cpus_per_task: Annotated[int, typer.Option("--cpus-per-task", "-c")] = 1,
+    cpus_per_task: Annotated[int, typer.Option("--cpus-per-task", "-c", help="CPUs per rank.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs per node; 0 asks for none.")] = 0,
     mem_gb: Annotated[
         float | None, typer.Option(help="Memory per node, GB. Default: the site's.")
     ] = None,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option(help="Another sbatch option, as NAME=VALUE; may be repeated."),
+        typer.Option(metavar="NAME=VALUE", help="Another option of sbatch; may be repeated."),
     ] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait for the end; exit 1 if the job fails.")
     ] = False,
 ) -> None:
-    """Submit a job spec, or a script, through submitit: preemptible from its first operator on.
+    """Submit a script or a job spec, preemptible from the first operator on.
 
-    A spec is complete: the only options besides it are --folder and --wait.
+    hydroslurm submit --partition low --nodes 2 train.py --lr 0.1
+
+    What follows the script is the script's. A spec is complete: only --folder and --wait go with
+    it.
     """
+    words = arguments or []
     if not module and Path(script).suffix in (".yaml", ".yml"):
-        _submit_spec(context, Path(script), folder, wait=wait)
+        _submit_spec(context, Path(script), words, folder, wait=wait)
         return
-    parameters = {
+    note_misplaced(context, script, words)
+    asked = {
         "name": name,
         "partition": partition,
         "account": account,
@@ -76,52 +95,62 @@ def submit(
         "cpus_per_task": cpus_per_task,
         "gpus_per_node": gpus_per_node or None,
         "mem_gb": mem_gb,
-        "additional_parameters": _pairs(sbatch or []),
     }
-    given = {key: value for key, value in parameters.items() if value is not None}
-    job = _submit_script(folder, given, script, context.args, module=module)
-    typer.echo(f"job {job.job_id}  run folder {job.run_dir.root}")
-    typer.echo(f"  hydroslurm status {job.job_id}          hydroslurm pause --job {job.job_id}")
-    _warn_if_never_starts(int(job.job_id), nodes)
+    job = _submit_script(folder, asked, _pairs(sbatch or []), script, words, module=module)
+    _announce(int(job.job_id), job.run_dir, nodes)
     if wait:
         _wait(job)
 
 
 @without_gc()  # it would only walk over what submitit has just made, for 20 ms
 def _submit_script(
-    folder: Path, parameters: dict[str, Any], script: str, args: Sequence[str], *, module: bool
+    folder: Path,
+    asked: dict[str, Any],
+    options: dict[str, str | bool],
+    script: str,
+    words: Sequence[str],
+    *,
+    module: bool,
 ) -> PausableJob:
     from hydroslurm.jobs.launch.executor import Executor
+    from hydroslurm.jobs.spec.script import check_options
 
+    check_options({**asked, "options": options}, spell=_as_option)
     executor = Executor(folder)
-    executor.update_parameters(**parameters)
-    return executor.submit_script(script, *args, module=module)
+    given = {name: value for name, value in asked.items() if value is not None}
+    executor.update_parameters(**given, additional_parameters=options)
+    return executor.submit_script(script, *words, module=module)
 
 
-def _submit_spec(context: typer.Context, file: Path, folder: Path, *, wait: bool) -> None:
+def _as_option(name: str) -> str:
+    renamed = {"timeout_min": "time_min", "options": "sbatch"}
+    return f"--{renamed.get(name, name).replace('_', '-')}"
+
+
+def _submit_spec(
+    context: typer.Context, file: Path, words: Sequence[str], folder: Path, *, wait: bool
+) -> None:
     from hydroslurm.errors import UsageError
 
     beside = [
         f"--{name.replace('_', '-')}"
         for name in context.params
-        if name not in ("script", "folder", "wait")
+        if name not in ("script", "arguments", "folder", "wait")
         and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     ]
-    if beside or context.args:
+    if beside or words:
         raise UsageError(
-            f"{' '.join([*beside, *context.args])} cannot be combined with {file}: put it into the "
+            f"{' '.join([*beside, *words])} cannot be combined with {file}: put it into the "
             "spec (hydroslurm schema lists its fields)"
         )
     with without_gc():  # as above, and what pydantic makes
         from hydroslurm.jobs.launch.training_job import submit_job, wait_for_end
         from hydroslurm.jobs.spec.reading import load
 
-        job = submit_job(load(file), folder=folder, environ=os.environ)
+        job = submit_job(load(file, to_submit=True), folder=folder, environ=os.environ)
+    _announce(job.job_id, job.run, job.plan.nodes, janitor_id=job.janitor_id)
     for note in job.notes:
         typer.echo(f"hydroslurm: {note}", err=True)
-    typer.echo(f"job {job.job_id}  run folder {job.run.root}")
-    typer.echo(f"  hydroslurm describe {job.job_id}        hydroslurm logs -f {job.job_id}")
-    _warn_if_never_starts(job.job_id, job.plan.nodes)
     if wait:
         verdict = wait_for_end(job)
         typer.echo(f"job {job.job_id} {verdict.type}: {verdict.message}", err=verdict.is_failure)
@@ -129,14 +158,51 @@ def _submit_spec(context: typer.Context, file: Path, folder: Path, *, wait: bool
             raise typer.Exit(1)
 
 
-def _warn_if_never_starts(job_id: int, nodes: int) -> None:
-    from hydroslurm.jobs.launch.sbatch import never_starts
+def note_misplaced(context: typer.Context, script: str, words: Sequence[str]) -> None:
+    """Say which words after the script are options of this verb: the script gets them."""
+    own = {spelling for parameter in context.command.params for spelling in parameter.opts}
+    own_words = words[: words.index("--")] if "--" in words else words
+    names = [word.partition("=")[0] for word in own_words if word.startswith("-")]
+    if taken := [name for name in dict.fromkeys(names) if name in own]:
+        typer.echo(
+            f"hydroslurm: {' '.join(taken)} after {script}: an argument of the script. For "
+            f"hydroslurm {context.info_name}, write it before {script}",
+            err=True,
+        )
+
+
+def _announce(job_id: int, run: RunDir, nodes: int, *, janitor_id: int | None = None) -> None:
+    """Print the job and what can be done with it; on stderr where stdout does not take it.
+
+    Raises:
+        LaunchError: it could never start, and is cancelled.
+    """
+    from hydroslurm.errors import LaunchError
+    from hydroslurm.jobs.launch.sbatch import cancel_if_hopeless
     from hydroslurm.slurm.client import RetryPolicy, open_client
 
-    retry_policy = RetryPolicy(call_timeout_s=5.0, give_up_after_s=0.0)
-    why = never_starts(open_client(retry_policy=retry_policy), job_id, nodes=nodes)
+    lines = [f"job {job_id}  run folder {run.root}"]
+    for command, does in (
+        (f"logs -f {job_id}", "its output"),
+        ("top", "my jobs, live"),
+        (f"pause {job_id}", f"park it between two operators; resume {job_id} goes on in place"),
+        (f"requeue {job_id}", "save, and start again from there"),
+        (f"cancel {job_id}", "end it for good"),
+    ):
+        lines.append(f"  hydroslurm {command:<16} {does}")
+    why = None
+    try:
+        client = open_client(retry_policy=RetryPolicy(call_timeout_s=5.0, give_up_after_s=0.0))
+        why = cancel_if_hopeless(client, job_id, run, nodes=nodes, janitor_id=janitor_id)
+    finally:  # whatever interrupts the question, the job is named
+        if why is None:
+            try:
+                typer.echo("\n".join(lines))
+            except OSError:  # a full disk, a reader that has left
+                typer.echo(lines[0], err=True)
+                raise
     if why is not None:
-        typer.echo(f"hydroslurm: {why}", err=True)
+        raise LaunchError(why)
 
 
 def _pairs(options: list[str]) -> dict[str, str | bool]:
@@ -164,11 +230,8 @@ def _wait(job: PausableJob) -> None:
     typer.echo(f"job {job.job_id} completed")
 
 
-RUN_CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""Everything from the command on belongs to it; of ``prove`` from the script on."""
-
-
 def run(
+    context: typer.Context,
     command: Annotated[
         list[str],
         typer.Argument(metavar="COMMAND", help="The program and its arguments, after --."),
@@ -186,7 +249,7 @@ def run(
         typer.Option("--bind-numa", help="Keep each rank on the NUMA node of its device."),
     ] = False,
 ) -> None:
-    """Run an unmodified PyTorch program so that it can be paused at every operator.
+    """Run an unmodified PyTorch program so that it can be paused.
 
     hydroslurm run -- python train.py --lr 0.1
 
@@ -203,6 +266,8 @@ def run(
     import shutil
 
     from hydroslurm.errors import UsageError
+
+    note_misplaced(context, command[0], command[1:])
     from hydroslurm.runtime.autoload import (
         BIND_ENV,
         MODES,
@@ -254,7 +319,7 @@ def _require_hook(program: str) -> None:
 
 
 def agent(context: typer.Context) -> None:
-    """Start ranks as torchrun does, and forward Slurm's signals to them: pause, resume, stop.
+    """Start ranks as torchrun does, and forward Slurm's signals to them.
 
     srun --ntasks-per-node=1 hydroslurm agent -- --nproc-per-node=8 train.py
 
@@ -266,14 +331,8 @@ def agent(context: typer.Context) -> None:
     exits with one of these is not restarted. Otherwise the status of the first worker that failed
     for good, 128+N for signal N.
     """
-    if not context.args:
-        typer.echo(context.get_usage(), err=True)
-        typer.echo(
-            "hydroslurm agent: wanted torchrun's arguments, such as\n"
-            "  hydroslurm agent -- --nproc-per-node=8 train.py",
-            err=True,
-        )
-        raise typer.Exit(2)
+    if not any(context.args):
+        context.fail("wanted torchrun's arguments: hydroslurm agent -- --nproc-per-node=8 train.py")
     from hydroslurm.jobs.agent.node import run_agent
 
     handler = logging.StreamHandler(sys.stderr)

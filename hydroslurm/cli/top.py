@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import select
@@ -51,27 +50,26 @@ def top(
         bool, typer.Option("--json", help="Print one JSON object per job, one per line.")
     ] = False,
 ) -> None:
-    """Show all my jobs live: state, ranks parked, step and rate, newest checkpoint, preemptions,
-    time left, and what would be lost if they were preempted now. One request to Slurm each time,
-    however many jobs there are."""
-    import getpass
+    """Show all my jobs live.
 
+    State, ranks parked, step and rate, newest checkpoint, preemptions, time left, and what would be
+    lost if they were preempted now. One request to Slurm each time, however many jobs there are.
+    """
     from hydroslurm.core.jobid import JobId
+    from hydroslurm.core.trust import user_name
     from hydroslurm.errors import UsageError
     from hydroslurm.observe.watcher import RANKS_EACH_TIME, Watcher
     from hydroslurm.slurm.client import RetryPolicy, open_client
 
     if interval_s is not None and not interval_s >= LEAST_EVERY_S:
         raise UsageError(f"--interval {interval_s:g}: wanted {LEAST_EVERY_S:g} or more seconds")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without "≤" shall not end us
-        sys.stdout.reconfigure(errors="replace")
     named = [JobId.parse(text) for text in jobs or ()]
     has_screen = not once and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
     is_only_view = once or (interval_s is None and not has_screen)
     watcher = Watcher(
         # an absent controller is waited for by asking again at the next interval
         open_client(retry_policy=RetryPolicy(give_up_after_s=0.0)),
-        user=None if all_users or named else getpass.getuser(),
+        user=None if all_users or named else user_name(),
         partition=partition,
         ids=named,
         ranks_each_time=sys.maxsize if is_only_view else RANKS_EACH_TIME,
@@ -98,6 +96,8 @@ def _print_views(watcher: Watcher, *, every_s: float | None, as_json: bool) -> N
                 raise ControllerUnreachable(view.error)
             _print_view(view, as_json=as_json)
             if every_s is None:
+                if view.missing:
+                    raise typer.Exit(1)
                 return
             time.sleep(every_s)
 
@@ -109,7 +109,7 @@ def _print_view(view: View, *, as_json: bool) -> None:
     if view.error is not None:
         typer.echo(f"hydroslurm: Slurm does not answer: {clean(view.error)}", err=True)
     for job_id in view.missing:
-        typer.echo(f"hydroslurm: Slurm knows no job {job_id}", err=True)
+        typer.echo(f"hydroslurm: there is no job {job_id}", err=True)
     if as_json:
         for row in view.rows:
             typer.echo(json.dumps({"epoch_s": view.epoch_s, **row.as_json()}))

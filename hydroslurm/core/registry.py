@@ -83,6 +83,18 @@ def folder(environ: Mapping[str, str]) -> Path:
         raise
 
 
+def places(environ: Mapping[str, str]) -> tuple[Path, ...]:
+    """Where a process with this environment may have announced itself; nothing is made."""
+    runtime, home = (environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "HOME"))
+    temporary = [environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
+    found = [
+        Path(runtime, "hydroslurm"),
+        Path(home, ".cache/hydroslurm", f"ranks-{boot_id()}"),
+        *(Path(place, f"hydroslurm-{os.getuid()}") for place in (*temporary, "/tmp")),
+    ]
+    return tuple(path for path in found if path.is_absolute())
+
+
 def _made(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, exist_ok=True)

@@ -204,8 +204,9 @@ class RunDir:
                 part.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise RunFolderError(
-                f"cannot make the run folder {self.root}: {error.strerror}. "
-                "Choose another with --run-dir, one that every node can write"
+                f"cannot make the run folder {self.root}: {_reason(self.root, error)}. "
+                f"Name one that every node can write, by hydroslurm submit --folder, {RUN_DIR_ENV} "
+                "or Run(directory=...)"
             ) from error
         self.check()
         return self
@@ -241,12 +242,19 @@ class RunDir:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                raise RunFolderError(f"the run folder {part}: {error.strerror}") from error
+                raise RunFolderError(
+                    f"the run folder {self.root}: {_reason(part, error)}"
+                ) from error
             except UntrustedFile as error:
                 raise RunFolderError(
-                    f"{error}. {RUN_DIR_ENV}, --run-dir or Run(directory=...) name another run "
-                    "folder"
+                    f"{error}. {RUN_DIR_ENV} or Run(directory=...) names another run folder"
                 ) from error
+
+
+def _reason(path: Path, error: OSError) -> str:
+    """Why a folder cannot be there: above all the file that is in its place."""
+    file = next((one for one in (path, *path.parents) if one.is_file()), None)
+    return f"{error.strerror}" if file is None else f"{file} is a file; wanted a folder"
 
 
 def _make_folder(path: Path, *, mode: int) -> None:

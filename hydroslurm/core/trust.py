@@ -149,9 +149,9 @@ def _is_private_group(place: Path, gid: int) -> bool:
         return False  # the group's bits are a mask then, for people who are named elsewhere
     except OSError:
         pass
-    if gid == 0:
-        return not set(grp.getgrgid(0).gr_mem) - {"root"}
     try:
+        if gid == 0:
+            return not set(grp.getgrgid(0).gr_mem) - {"root"}
         me, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
     except KeyError:
         return False
@@ -160,3 +160,12 @@ def _is_private_group(place: Path, gid: int) -> bool:
         and group.gr_name == me.pw_name
         and not set(group.gr_mem) - {me.pw_name}
     )
+
+
+def user_name() -> str:
+    """This user's name; the number where the machine has no name for it, as in a container. Slurm's
+    programs take either."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import statistics
 import threading
 from typing import TYPE_CHECKING
 
 from hydroslurm.core.threads import thread
+from hydroslurm.core.trust import user_name
 from hydroslurm.elastic.autoscale import UTILIZATIONS, AutoscalePolicy, Observation, decide
 from hydroslurm.errors import HydroslurmError
 
@@ -100,4 +100,4 @@ class Autoscaler:
 
         with contextlib.suppress(HydroslurmError):  # not known: the queue then lowers nothing
             client = open_client()
-            self._pending_jobs = client.pending_jobs(partition, without_user=getpass.getuser())
+            self._pending_jobs = client.pending_jobs(partition, without_user=user_name())

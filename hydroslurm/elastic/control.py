@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pwd
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +11,7 @@ from hydroslurm.coordination.frames import BadFrame
 from hydroslurm.coordination.messages import BadMessage, Message
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
+from hydroslurm.core.trust import user_name
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.messages import check_from_coordinator
 from hydroslurm.errors import CoordinatorLost, UsageError
@@ -40,10 +38,8 @@ def scale(folder: ElasticFolder, size: int, *, leave: Sequence[str] = ()) -> Ans
         CoordinatorLost: nobody answers.
         RunFolderError: this is not the folder of an elastic run of this user.
     """
-    by = ""
-    with contextlib.suppress(KeyError):  # a user whom this machine has no name for
-        by = pwd.getpwuid(os.getuid()).pw_name
-    return _ask(folder, {"type": "scale", "size": size, "leave": list(leave), "by": by})
+    asked = {"type": "scale", "size": size, "leave": list(leave), "by": user_name()}
+    return _ask(folder, asked)
 
 
 def status(folder: ElasticFolder) -> Answer:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
-from hydroslurm.errors import GateError, UsageError
+from hydroslurm.errors import GateError, NoCompiler, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +23,8 @@ GATE_ENV = "HYDROSLURM_GATE"
 GateKind = Literal["auto", "native", "hooks"]
 
 REMEDIES = (
-    "Load a compiler (`module load gcc`, or apt-get install g++), or run `hydroslurm gate build` "
-    "once on a login node (with --out DIR for all, and HYDROSLURM_GATE_DIR=DIR in the jobs)"
+    "Load a compiler (module load gcc, or apt-get install g++), or run hydroslurm gate build on a "
+    "login node"
 )
 
 
@@ -84,12 +84,18 @@ def _chosen(kind: GateKind, environ: Mapping[str, str]) -> GateKind:
 
 
 def _warn_of_loss(error: GateError) -> None:
-    warnings.warn(
-        f"hydroslurm: the native gate cannot be used ({error}). Module hooks are used instead: the "
-        "rank is held at module boundaries only, not in functional operators, the loss, the "
-        "optimizer or copies, nor in a long backward between two modules; signals are noticed "
-        "between two lines of Python; and each module call costs some microseconds. "
-        f"{REMEDIES}. {GATE_ENV}=hooks silences this.",
+    """Once, and in three lines: neither ours nor the user's line of code explains it."""
+    why = str(error).partition(". ")[0] if isinstance(error, NoCompiler) else str(error)
+    warnings.warn_explicit(
+        f"the native gate cannot be used ({why}). Module hooks are used instead:\n"
+        "  they hold a rank at module boundaries only, not in the loss, the optimizer or a long "
+        f"backward.\n  {REMEDIES}; {GATE_ENV}=hooks silences this",
         RuntimeWarning,
-        stacklevel=3,
+        filename="hydroslurm",
+        lineno=1,
+        registry=_WARNED,
     )
+
+
+_WARNED: dict[Any, Any] = {}
+"""The memory of the warnings module."""

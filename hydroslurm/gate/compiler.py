@@ -101,7 +101,7 @@ def find_compiler(environ: Mapping[str, str]) -> list[str]:
         if found:
             return [found, *flags]
     raise NoCompiler(
-        "the native gate has to be built and no C++ compiler was found (looked for "
+        "it has to be built, and no C++ compiler was found (looked for "
         f"{wanted[0] if wanted else ', '.join(COMPILERS)}). Install one (apt-get install g++), or "
         "on a machine that has one run `hydroslurm gate build --out DIR` and set "
         f"{SITE_DIR_ENV}=DIR here"

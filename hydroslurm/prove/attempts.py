@@ -60,7 +60,14 @@ class Script:
 
 def runnable(command: Sequence[str]) -> tuple[str, ...]:
     """The command as it can be run from another folder; a first word that names a script of Python
-    is run by this one."""
+    is run by this one.
+
+    Raises:
+        UsageError: there is no such script.
+    """
+    script = next((word for word in command if word.endswith(".py")), None)
+    if script is not None and not Path(script).is_file():
+        raise UsageError(f"there is no script {clean(script)!r}; wanted the path of a Python file")
     if Path(command[0]).suffix == ".py":
         command = (sys.executable, *command)
     return tuple(str(Path(word).absolute()) if _is_script(word) else word for word in command)

@@ -29,6 +29,7 @@ from hydroslurm.gate.signals import SignalPlan, is_ours_alone
 from hydroslurm.vacate.request import ask_to_vacate
 
 Verb = Literal["pause", "resume"]
+_POLL_S = 0.05
 
 
 def send_signal(pid: int, action: str, *, environ: Mapping[str, str] | None = None) -> None:
@@ -88,8 +89,8 @@ def _ask(
         _caught(pid)
         raise TargetError(
             f"process {pid} has not announced itself to this user: hydroslurm is not installed in "
-            "it, or it runs as another user "
-            "or on another machine. It was not signalled. For a Slurm job use --job"
+            "it, or it runs as another user or on another machine. It was not signalled. Of a "
+            f"Slurm job give the id: hydroslurm {verb} JOB"
         )
     path = status_of(Path(entry.events))
     before = read_status(path)
@@ -121,8 +122,33 @@ def _ask_to_vacate(log: Path) -> None:
         ) from error
 
 
+def is_starting(pid: int, *, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a process is a Python of ours that has not announced itself, and may still do so."""
+    try:
+        program = Path(f"/proc/{pid}/exe").readlink().name
+    except OSError:  # none, or somebody else's
+        return False
+    return program.startswith("python") and _entry(pid, environ) is None
+
+
+def wait_for_start(pid: int, *, timeout_s: float, environ: Mapping[str, str] | None = None) -> None:
+    """Wait until a process has announced itself, or has ended; at most so long."""
+    until_mono_s = time.monotonic() + timeout_s
+    while is_starting(pid, environ=environ) and time.monotonic() < until_mono_s:
+        time.sleep(_POLL_S)
+
+
 def _entry(pid: int, environ: Mapping[str, str] | None) -> registry.Entry | None:
-    return registry.find(registry.folder(os.environ if environ is None else environ), pid)
+    """What a process has announced, where we or its own environment would have it do so: a job's
+    TMPDIR is not that of a shell."""
+    ours = os.environ if environ is None else environ
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        words = []
+    theirs = dict(os.fsdecode(word).partition("=")[::2] for word in words)
+    bases = dict.fromkeys((registry.folder(ours), *registry.places(ours), *registry.places(theirs)))
+    return next((entry for base in bases if (entry := registry.find(base, pid))), None)
 
 
 def _signal_for(action: str, entry: registry.Entry | None) -> int:

@@ -1,20 +1,23 @@
 """One line of warning for a script that would lose work: it trains where jobs are preempted, and
 nothing in it saves when the job is stopped.
 
-The first rank of a job checks, once per job, after the script has an optimizer and had some time
-for the ``Run`` that a script with one makes next. The check asks slurmctld in a daemon thread that
-issues no operator and holds nothing, so nothing waits for the answer.
+The first rank of a job checks, once per job, when an optimizer has changed parameters several
+times: a script with a ``Run`` makes it before, however long it imports and loads. The check asks
+slurmctld in a daemon thread that issues no operator and holds nothing, so nothing waits for the
+answer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydroslurm.core.threads import say, thread
 from hydroslurm.errors import HydroslurmError, UsageError
@@ -26,9 +29,11 @@ if TYPE_CHECKING:
     from hydroslurm.slurm.policy import SitePolicy
 
 CHECK_S = 2.0
-"""How often to check for an optimizer."""
-FIRST_S, SPREAD_S = 10.0, 5.0
-"""How long to wait for a Run after that; the jobs of an array must not all ask in one second."""
+"""How often to check for updates."""
+UPDATES = 3
+"""Checks that have to find parameters changed: initializing and loading changes them, too."""
+SPREAD_S = 5.0
+"""The jobs of an array must not all ask in one second."""
 ANSWER_S = 10.0
 
 
@@ -43,10 +48,12 @@ def watch(
         return ended.wait(after_s) or controller.had_saver or handles_sigterm()
 
     def check() -> None:
-        while not has_optimizer():
+        training = Training()
+        while training.updates < UPDATES:
             if is_over(CHECK_S):
                 return
-        if is_over(FIRST_S + random.uniform(0.0, SPREAD_S)):
+            training.look()
+        if is_over(random.uniform(0.0, SPREAD_S)):
             return
         # Slurm's programs are missing in a container, slurmctld is busy: not worth a message
         with contextlib.suppress(HydroslurmError, UsageError, OSError):
@@ -80,16 +87,43 @@ def _is_first(run: RunDir, job_id: int) -> bool:
     return False
 
 
-def has_optimizer() -> bool:
-    """Whether an optimizer was made in this process: torch marks a class at its first."""
+class Training:
+    """Whether a script trains: its optimizers, and how often a look found their parameters changed.
+
+    Attributes:
+        updates: of the looks at which a tensor's version was another than at the look before.
+    """
+
+    def __init__(self) -> None:
+        self.updates = 0
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._versions: list[int] = []
+
+    def look(self) -> None:
+        """Look once; only the first that finds an optimizer goes over all objects."""
+        if not any(known() for known in self._optimizers):
+            self._optimizers = [weakref.ref(one) for one in _optimizers()]
+        alive = [one for known in self._optimizers if (one := known()) is not None]
+        groups = [group for one in alive for group in list(one.param_groups)]
+        versions = [tensor._version for group in groups for tensor in list(group["params"])]
+        if self._versions and versions != self._versions:
+            self.updates += 1
+        self._versions = versions
+
+
+def _optimizers() -> list[Any]:
+    """The instances of torch's class. None is looked for before torch has marked a class at its
+    first instance."""
     module = sys.modules.get("torch.optim.optimizer")
-    classes = [] if module is None else [module.Optimizer]
+    if module is None:
+        return []
+    classes = [module.Optimizer]
     while classes:
         one = classes.pop()
         if getattr(one.step, "hooked", False):
-            return True
+            return [it for it in gc.get_objects() if issubclass(type(it), module.Optimizer)]
         classes += one.__subclasses__()
-    return False
+    return []
 
 
 def handles_sigterm() -> bool:

@@ -77,7 +77,7 @@ class Programs:
         return out
 
     def _find(self, program: str) -> str:
-        _check_conf(self.environ)
+        check_conf(self.environ)
         path = self.environ.get("PATH", "")
         found = shutil.which(program, path=path)
         if not found:
@@ -88,7 +88,12 @@ class Programs:
         return found
 
 
-def _check_conf(environ: Mapping[str, str]) -> None:
+def check_conf(environ: Mapping[str, str]) -> None:
+    """Refuse a SLURM_CONF that names no file, for which Slurm's programs would look for a minute.
+
+    Raises:
+        SlurmMissing: it does.
+    """
     conf = environ.get("SLURM_CONF")
     if conf and not Path(conf).is_file():
         raise SlurmMissing(f"SLURM_CONF names {conf}, which is no file; unset it or correct it")
@@ -125,7 +130,7 @@ def sbatch(
         SlurmTimeout: it did not answer; Slurm may have the job.
     """
     environ = os.environ if environ is None else environ
-    _check_conf(environ)
+    check_conf(environ)
     try:
         done = subprocess.run(
             ["sbatch", *options, str(script)],

@@ -425,5 +425,5 @@ def _of_another_job(run: RunDir, owner: Owner) -> RunFolderError:
     return RunFolderError(
         f"{run.root} is the run folder of another job {owner.job_id}{name}, made at "
         f"{made:%Y-%m-%d %H:%M:%S} UTC on cluster {clean(owner.cluster) or '(unknown)'}. "
-        f"{rundir.RUN_DIR_ENV}, --run-dir or Run(directory=...) name another one"
+        f"{rundir.RUN_DIR_ENV} or Run(directory=...) names another one"
     )

@@ -23,7 +23,7 @@ def test_rank_files_come_back_in_order(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     """The error names the folder and the way out."""
     (tmp_path / "x").write_text("")
-    with pytest.raises(RunFolderError, match=r"--run-dir"):
+    with pytest.raises(RunFolderError, match=r"Name one .* --folder"):
         RunDir(tmp_path / "x" / "run").create()
 
 

@@ -97,7 +97,7 @@ def test_a_run_whose_members_nobody_has_submitted(
     own = {**status, "written_epoch_s": 0.0, "coordinator": {**status["coordinator"], "job_id": 9}}
     folder.write(folder.status_json, own)
     for state, becomes in (
-        (JobState.SUSPENDED, "its job is SUSPENDED, so that it goes on when"),
+        (JobState.SUSPENDED, "its job is SUSPENDED; it continues when"),
         (JobState.PENDING, "its job waits in Slurm, and starts another one"),
         (JobState.CANCELLED, "its job has ended, and nothing starts another one"),
     ):

@@ -81,18 +81,6 @@ def test_a_script_that_does_not_leave_is_killed(tmp_path: Path) -> None:
         assert run.was_killed
 
 
-def test_options_behind_the_script_are_told(tmp_path: Path) -> None:
-    """They are the script's. What is run is said first."""
-    script = tmp_path / "nothing.py"
-    script.write_text("")
-    done = subprocess.run(
-        command(str(script), "--steps=30"), capture_output=True, text=True, timeout=120
-    )
-    first, second = done.stdout.splitlines()[:2]
-    assert first == f"proving: {sys.executable} {script} --steps=30"
-    assert second.startswith("(--steps=30: behind the script, and so the script's; ")
-
-
 def test_an_order_that_is_drawn_anew_is_named() -> None:
     """By the command, which exits with 1; one line of JSON tells all."""
     words = ["--preempt", "off", "--steps", "30", "--stops", "1", "--seed", "9", "--json"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import signal
 
+import torch
 from submitit.core.job_environment import SignalHandler
 
 from hydroslurm.core.jobid import JobId
-from hydroslurm.runtime.unsaved_warning import handles_sigterm, what_is_lost
+from hydroslurm.runtime.unsaved_warning import UPDATES, Training, handles_sigterm, what_is_lost
 from hydroslurm.slurm.policy import PreemptAction, SitePolicy
 
 
@@ -21,6 +22,25 @@ def test_only_where_a_preemption_stops_the_job() -> None:
     assert str(said[PreemptAction.CANCEL]).startswith("a preemption ends this job for good (X), ")
     assert "requeues it (X)" in str(said[PreemptAction.REQUEUE])
     assert all("\n" not in str(words) for words in said.values())
+
+
+def test_only_who_trains_is_warned() -> None:
+    """A script that has made its optimizer, and loads or waits, may make its Run next: nothing is
+    known of it before parameters have changed again and again."""
+    model = torch.nn.Linear(3, 1)
+    training = Training()
+    training.look()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training.look()
+    model.load_state_dict(model.state_dict())
+    training.look()
+    training.look()
+    assert training.updates == 1 < UPDATES
+    for _ in range(UPDATES):
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        training.look()
+    assert training.updates == 1 + UPDATES
 
 
 def test_a_script_with_a_handler_of_its_own_is_left_alone() -> None:

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hydroslurm.core.files import open_regular
-from hydroslurm.errors import RunFolderError, UsageError
+from hydroslurm.errors import HydroslurmError, NoSuchJob, RunFolderError, UsageError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.control.overview import Overview
-from hydroslurm.jobs.control.plain_job import PlainJob
+from hydroslurm.jobs.control.plain_job import PlainJob, job_of
 from hydroslurm.jobs.plan import Plan
+from hydroslurm.jobs.supervisor.conditions import final_condition, read_conditions
+from hydroslurm.slurm.client import open_client
 
 POLL_S = 0.3
 _OF_RANK = re.compile(r"([0-9]+(?:_[0-9]+)?)_([0-9]+)_log\.(out|err)")
@@ -169,6 +171,34 @@ def follow_files(
             time.sleep(POLL_S)
     for one in growing:
         yield one.rest
+
+
+ASK_EVERY_S = 10.0
+"""How often Slurm is asked whether a job has ended: sites dislike more."""
+
+
+class Ended:
+    """Whether a job is over: the run folder tells at once, Slurm if nobody could write there."""
+
+    def __init__(self, found: Overview | PlainJob) -> None:
+        self._found = found
+        self._asked_s = time.monotonic()
+
+    def __call__(self) -> bool:
+        conditions = read_conditions(self._found.run.conditions_jsonl)
+        if self._found.is_over or final_condition(conditions):
+            return True
+        if time.monotonic() - self._asked_s > ASK_EVERY_S:
+            slurm = None if isinstance(self._found, Overview) else self._found.slurm
+            which = str(self._found.run.root if slurm is None else slurm.id)
+            try:
+                self._found = job_of(open_client(), which)
+            except NoSuchJob:  # it ended, and slurmctld has forgotten it
+                return True
+            except HydroslurmError:
+                pass
+            self._asked_s = time.monotonic()
+        return self._found.is_over
 
 
 class _Growing:

@@ -106,11 +106,11 @@ def find_jobs(client: SlurmClient, job_id: JobId) -> tuple[Job, ...]:
     """
     try:
         return client.jobs_of(job_id)
-    except NoSuchJob as unknown:
+    except NoSuchJob:
         try:
             latest = {job.id: job for job in client.history(job_id)}
         except NoSuchJob:
-            raise unknown from None
+            raise NoSuchJob(f"there is no job {job_id}; hydroslurm list shows yours") from None
         return tuple(_commented(client, job) for job in latest.values())
 
 
@@ -223,7 +223,7 @@ def requeue_job(client: SlurmClient, job: Job, *, timeout_s: float = 60.0) -> Jo
     if job.state is JobState.SUSPENDED:
         raise WrongJobState(
             f"cannot requeue job {job.id} gently: it is SUSPENDED, and a suspended job gets no "
-            "signal. Resume it first (hydroslurm resume --job)"
+            "signal. Resume it first (hydroslurm resume {job.id})"
         )
     _must_be(job, JobState.RUNNING, "requeue")
     read = (read_status(status_of(path)) for path in _event_files(job).values())

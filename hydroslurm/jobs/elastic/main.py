@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import signal
 import sys
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from typing import Any
 from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN
 from hydroslurm.core.files import read_end
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.core.trust import check_trusted
+from hydroslurm.core.trust import check_trusted, user_name
 from hydroslurm.elastic import coordinator as elastic_coordinator
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import (
@@ -208,7 +207,7 @@ def allocator_of(run: RunDir, plan: Plan, *, environ: Mapping[str, str]) -> Allo
         folder,
         Elements(budgets, base=elastic.base, last_words=lambda name: last_words(run.logs, name)),
         client=open_client(environ=environ),
-        user=pwd.getpwuid(os.getuid()).pw_name,
+        user=user_name(),
         name=elastic.job_name,
         environ=environ,
         log=log,

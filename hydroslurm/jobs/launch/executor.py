@@ -19,11 +19,13 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +42,8 @@ from hydroslurm.errors import RunFolderError, SlurmMissing, UsageError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.launch.batch_script import in_option_line, requeue_lines
 from hydroslurm.jobs.launch.rank import SUBMITIT_SIGNAL, InRank, Script
-from hydroslurm.jobs.launch.sbatch import call_sbatch, new_run, new_submission
+from hydroslurm.jobs.launch.sbatch import call_sbatch, check_size, new_run, new_submission
+from hydroslurm.jobs.spec.script import check_options
 from hydroslurm.jobs.submission import Submission
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
@@ -96,13 +99,15 @@ class Executor(SlurmExecutor):
         ``tasks_per_node``, ``mem_gb``, ``partition`` or ``slurm_partition`` ...).
 
         Raises:
-            UsageError: an unknown name, or one that hydroslurm sets itself.
+            UsageError: an unknown name, one that hydroslurm sets itself, or a value that no job can
+                have.
         """
         plain = {
             name.removeprefix("slurm_"): value
             for name, value in parameters.items()
             if name.partition("_")[0] not in ("local", "debug")
         }
+        check_options(plain)
         general = set(self._equivalence_dict()) & plain.keys()
         plain |= self._convert_parameters({name: plain.pop(name) for name in general})
         if plain.get("use_srun") is False:
@@ -128,9 +133,11 @@ class Executor(SlurmExecutor):
         """
         if not module and not Path(script).is_file():
             raise UsageError(
-                f"there is no script {script!r}; give the path of a Python file, or -m "
-                "(module=True) for a module"
+                f"there is no script {script!r}; give the path of a Python file, or say that it is "
+                "a module"
             )
+        if module and not _has_module(script):
+            raise UsageError(f"{sys.executable} has no module {script!r}")
         target = script if module else str(Path(script).absolute())
         job = self.submit(Script(target, tuple(arguments), is_module=module))
         assert isinstance(job, PausableJob)
@@ -151,6 +158,8 @@ class Executor(SlurmExecutor):
         if self._here is not None:
             return [self._run_here(self._here, delayed) for delayed in delayed_submissions]
         is_array = len(delayed_submissions) > 1
+        asked = self.parameters
+        check_size(asked.get("partition", ""), asked.get("nodes", 1), asked.get("time"))
         name = self._job_name(delayed_submissions[0])
         with new_submission(JobPaths.get_first_id_independent_folder(self.folder), name) as run:
             intent = Submission(name, _describe(delayed_submissions[0]), time.time_ns())
@@ -188,15 +197,14 @@ class Executor(SlurmExecutor):
         return job
 
     def _lead_to(self, jobs: Sequence[submitit.Job[Any]]) -> None:
-        """Link from where submitit expects a job's files to the run folder: the job's own folder if
-        the path has ``%j``, else its batch script, by which a job is found again by its id."""
+        """Link a job's folder of submitit's to the run folder, where the path has ``%j``."""
         for job in jobs:
-            theirs = JobPaths(self.folder, job.job_id)
-            by_id = theirs.folder != self.folder
-            link = theirs.folder if by_id else theirs.submission_file
+            link = JobPaths(self.folder, job.job_id).folder
+            if link == self.folder:
+                continue
             link.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):  # an array's second task, or a reused job id
-                link.symlink_to(job.paths.folder if by_id else job.paths.submission_file)
+                link.symlink_to(job.paths.folder)
 
     def _submit_into(
         self, run: RunDir, name: str, delayed: list[submitit_utils.DelayedSubmission]
@@ -226,6 +234,14 @@ class Executor(SlurmExecutor):
             lambda: list(SlurmExecutor._internal_process_submissions(inner, delayed)),
             run,
         )
+
+
+def _has_module(name: str) -> bool:
+    """Whether ``python -m`` would find it here; nothing of it is imported."""
+    package, *_ = name.split(".")
+    if package in sys.builtin_module_names:
+        return True
+    return PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is not None
 
 
 def _set_by_us(given: Mapping[str, Any]) -> list[str]:
@@ -337,8 +353,9 @@ class PausableJob(SlurmJob[Any]):
         """For a job submitted by this or another process: ``folder`` is its executor's, or the one
         with submitit's files."""
         script = JobPaths(Path(folder), job_id).submission_file
-        # follow the link that the executor left there, or in place of the folder
-        logs = script.resolve().parent if script.exists() else Path(folder)
+        if not script.exists():  # in the newest run folder of that job: ids are reused
+            script = max(Path(folder).glob(f"*/logs/{script.name}"), default=Path(folder, "none"))
+        logs = script.resolve().parent  # past the link of a path with %j
         super().__init__(logs, job_id, tasks)
         self.run_dir = RunDir(logs.parent / job_id.partition("_")[2])
 

@@ -1,10 +1,9 @@
-"""Calling sbatch: the run folder before, a clear error for a refusal, and a warning about a job
-that can never start."""
+"""Calling sbatch: the run folder before, a clear error for a refusal, and for a job that can never
+start."""
 
 from __future__ import annotations
 
 import contextlib
-import getpass
 import io
 import os
 import re
@@ -18,19 +17,23 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hydroslurm.core import rundir
 from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.trust import user_name
 from hydroslurm.errors import (
     HydroslurmError,
     LaunchError,
     MaybeSubmitted,
     RunFolderError,
     SlurmError,
+    SlurmMissing,
     SlurmTimeout,
     UsageError,
 )
-from hydroslurm.slurm.programs import is_passed_on, sbatch, submitted
+from hydroslurm.slurm.config import why_unconfigured
+from hydroslurm.slurm.programs import check_conf, is_passed_on, sbatch, submitted
+from hydroslurm.slurm.refusals import is_unconfigured
 
 if TYPE_CHECKING:  # what is not needed before sbatch has the job does not delay it
-    from hydroslurm.slurm.client import Job, SlurmClient
+    from hydroslurm.slurm.client import SlurmClient
 
 Answer = TypeVar("Answer")
 
@@ -79,11 +82,7 @@ def new_submission(base: Path, name: str) -> Iterator[RunDir]:
     except MaybeSubmitted:
         raise
     except Exception as error:
-        if run is not None:
-            shutil.rmtree(run.root, ignore_errors=True)
-        for path in created:
-            with contextlib.suppress(OSError):  # not empty: of another job
-                path.rmdir()
+        _remove(run or RunDir(base / "none"), created)
         if isinstance(error, LaunchError):
             raise LaunchError(f"{error}. Nothing is left of it in {base}") from error
         raise
@@ -102,20 +101,25 @@ def call_sbatch(submit: Callable[[], Answer], run: RunDir) -> Answer:
     """
     from submitit.core import utils as submitit_utils  # a TrainingJob starts sooner without
 
+    check_conf(os.environ)
     stderr = io.StringIO()
     kept_back = {name: os.environ.pop(name) for name in list(os.environ) if not is_passed_on(name)}
     try:
         with contextlib.redirect_stderr(stderr):
             answer = submit()
     except (submitit_utils.FailedJobError, submitit_utils.FailedSubmissionError) as error:
+        if is_unconfigured(str(error)):
+            raise SlurmMissing(why_unconfigured(os.environ)) from error
         _print_stderr(stderr.getvalue().replace(str(error), ""))
         is_refused = isinstance(error, submitit_utils.FailedJobError)
         answered = getattr(error.__cause__, "output", "")
         raise _failure(str(error), answered, run, is_refused=is_refused) from error
     except BaseException as error:
         _print_stderr(stderr.getvalue())
-        if isinstance(error, Exception) and any(run.logs.glob("*submission*.sh")):
-            raise _failure(str(error), "", run, is_refused=False) from error
+        was_called = any(run.logs.glob("*submission*.sh"))
+        if was_called and isinstance(error, (Exception, KeyboardInterrupt)):
+            said = str(error) or "it was interrupted"
+            raise _failure(said, "", run, is_refused=False) from error
         raise
     finally:
         os.environ.update(kept_back)
@@ -136,8 +140,9 @@ def submit_script(script: Path, run: RunDir) -> int:
     """
     try:
         done = sbatch(script)
-    except SlurmTimeout as error:
-        raise _failure(str(error), "", run, is_refused=False) from error
+    except (SlurmTimeout, KeyboardInterrupt) as error:
+        said = str(error) or "it was interrupted"
+        raise _failure(said, "", run, is_refused=False) from error
     said = done.stderr.strip()
     job_id = submitted(done.stdout)
     if job_id is None:
@@ -146,34 +151,77 @@ def submit_script(script: Path, run: RunDir) -> int:
     return job_id
 
 
-def never_starts(client: SlurmClient, job_id: int, *, nodes: int) -> str | None:
-    """Why a job that was just submitted can never start as things are; None if that is unknown.
-    Does not raise if Slurm fails: the job is submitted.
+def check_size(partition: str, nodes: int, limit_min: int | None) -> None:
+    """Refuse a job that is larger or longer than each partition that it may go to: Slurm would keep
+    it pending for ever. Where Slurm does not answer, sbatch will say why.
+
+    Args:
+        partition: one or several, by commas; "": the site's choice, which may be any.
+
+    Raises:
+        LaunchError: says what each of them has.
+    """
+    from hydroslurm.slurm.client import RetryPolicy, open_client
+    from hydroslurm.slurm.text import format_duration
+
+    patience = RetryPolicy(call_timeout_s=_LOOK_S, give_up_after_s=0.0)
+    try:
+        known = open_client(retry_policy=patience).partitions()
+    except SlurmError:
+        return
+    names = partition.split(",") if partition else [one.name for one in known]
+    places = [one for one in known if one.name in names]
+    limit_s = 60 * (limit_min or 0)
+    fits = (nodes <= len(one.nodes) and limit_s <= (one.max_time_s or limit_s) for one in places)
+    if len(places) < len(names) or any(fits):
+        return
+    asks = _counted(nodes) + (f", time limit {format_duration(limit_s)}" if limit_s else "")
+    have = "; ".join(
+        f"partition {one.name} has {_counted(len(one.nodes))}, time limit "
+        f"{format_duration(one.max_time_s)}"
+        for one in places
+    )
+    raise LaunchError(
+        f"the job could never start, and was not submitted: it asks for {asks}; {have}"
+    )
+
+
+def cancel_if_hopeless(
+    client: SlurmClient, job_id: int, run: RunDir, *, nodes: int, janitor_id: int | None = None
+) -> str | None:
+    """Cancel a job that was just submitted and that Slurm says can never start as things are, with
+    its run folder; returns why. None: it may, or Slurm does not say.
 
     Args:
         nodes: how many it asked for.
+        janitor_id: the job that would clean up after it.
     """
-    from hydroslurm.slurm.policy import find_partition
     from hydroslurm.slurm.text import format_duration
 
     try:
         job = client.job(job_id)
-        if not job.state.is_waiting:
+        if not job.state.is_waiting or not _NEVER.fullmatch(job.reason):
             return None
-        partition = find_partition(client.partitions(), job.partition)
+        for one in (janitor_id, job_id):
+            if one is not None:
+                client.cancel(client.job(one))
     except (SlurmError, UsageError):
         return None
-    several = "," in job.partition
-    too_many = not several and len(partition.nodes) < nodes
-    if not too_many and not _NEVER.fullmatch(job.reason):
-        return None
-    limit = format_duration(partition.max_time_s)
-    has = f"partition {partition.name} has {_counted(len(partition.nodes))}, time limit {limit}"
+    _remove(run, [run.root.parent])
     return (
-        f"job {job_id} can never start as things are{_because(job)}: it asks for "
-        f"{_counted(nodes)}, time limit {format_duration(job.time_limit_s)}"
-        f"{'' if several else f'; {has}'}. To cancel it: scancel {job_id}"
+        f"job {job_id} was cancelled, since it could never start ({job.reason}): it asked for "
+        f"{_counted(nodes)} of partition {job.partition}, time limit "
+        f"{format_duration(job.time_limit_s)}. Lower what it asks for, or name another partition, "
+        "QOS or account"
     )
+
+
+def _remove(run: RunDir, made: list[Path]) -> None:
+    """Remove a run folder, and those above it that were made for it, where they are empty."""
+    shutil.rmtree(run.root, ignore_errors=True)
+    for path in made:
+        with contextlib.suppress(OSError):  # of another job
+            path.rmdir()
 
 
 def _failure(said: str, answered: str, run: RunDir, *, is_refused: bool) -> LaunchError:
@@ -194,7 +242,7 @@ def _failure(said: str, answered: str, run: RunDir, *, is_refused: bool) -> Laun
             f"is in {run.root}; `scancel {job}` takes it back"
         )
     return MaybeSubmitted(
-        f"sbatch refused the job: {message}. Slurm may have it all the same: check squeue --me "
+        f"sbatch did not confirm the job: {message}. Slurm may have it: check squeue --me "
         f"before you submit it again. The request is in {run.root}"
     )
 
@@ -220,16 +268,12 @@ def _job_of(run: RunDir) -> int | None:
 
     patience = RetryPolicy(call_timeout_s=_LOOK_S, give_up_after_s=0.0)
     try:
-        jobs = open_client(retry_policy=patience).jobs(user=getpass.getuser())
-    except (HydroslurmError, UsageError, KeyError):
+        jobs = open_client(retry_policy=patience).jobs(user=user_name())
+    except (HydroslurmError, UsageError):
         return None
     own = rundir.comment_for(run)
     found = (job.array_job_id or job.job_id for job in jobs if (job.comment or "").startswith(own))
     return next(found, None)
-
-
-def _because(job: Job) -> str:
-    return f" ({job.reason})" if _NEVER.fullmatch(job.reason) else ""
 
 
 def _lines(text: str) -> list[str]:

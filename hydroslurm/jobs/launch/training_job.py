@@ -24,7 +24,7 @@ from hydroslurm.errors import LaunchError, MaybeSubmitted, RunFolderError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.images import Runtime, find_runtime, no_runtime
 from hydroslurm.jobs.launch.job_script import janitor_script, job_script
-from hydroslurm.jobs.launch.sbatch import new_submission, submit_script
+from hydroslurm.jobs.launch.sbatch import check_size, new_submission, submit_script
 from hydroslurm.jobs.layout import plan_job
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.job import TrainingJob
@@ -47,12 +47,14 @@ class SubmittedJob:
         run: its run folder.
         plan: what it runs.
         notes: sentences for the user.
+        janitor_id: the job that cleans up after it; None: there is none.
     """
 
     job_id: int
     run: RunDir
     plan: Plan
     notes: tuple[str, ...]
+    janitor_id: int | None = None
 
 
 def plan_for(spec: JobSpec, *, environ: Mapping[str, str]) -> tuple[Plan, tuple[str, ...]]:
@@ -110,6 +112,9 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
             notes = (*notes, f"engine: {spec.job.elastic.engine} ({spec.engine_why})")
         notes = (*notes, *elastic_job.check_site(spec.job, open_client(environ=environ)))
         notes = (*notes, *try_members(spec.job, plan, folder.absolute(), environ=environ))
+    else:
+        scheduler = spec.job.scheduler
+        check_size(scheduler.partition or "", plan.nodes, scheduler.time_limit_minutes)
     with new_submission(folder.absolute(), spec.job.name) as run:
         if spec.job.elastic is not None:
             plan = elastic_job.prepare(spec.job, plan, run)
@@ -132,13 +137,14 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
         add_condition(run.conditions_jsonl, "Queued", reason="Pending", message=f"as job {job_id}")
     except RunFolderError as error:
         notes = (*notes, f"Slurm has job {job_id}, but its run folder does not say so: {error}")
+    janitor = None
     try:
         janitor = _submit(janitor_script(spec.job, run, job_id), run.janitor_sbatch, run)
     except (LaunchError, RunFolderError) as error:
         notes = (*notes, f"the job that cleans up after it could not be submitted: {error}")
     else:
         notes = (*notes, f"job {janitor} cleans up after it, however it ends")
-    return SubmittedJob(job_id, run, plan, notes)
+    return SubmittedJob(job_id, run, plan, notes, janitor)
 
 
 def wait_for_end(job: SubmittedJob, *, every_s: float = 0.5) -> Condition:

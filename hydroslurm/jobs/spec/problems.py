@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -71,7 +71,7 @@ def problems_of(
         path = _as_written(one["loc"], value)
         wrong.append(path)
         if one["type"] != "missing" or path not in misspelt:
-            note(path, _message(one, path, source.written.get(place(path))))
+            note(path, message_of(one, path, source.written.get(place(path))))
     if not foreign:
         for complaint in _complaints(error, value, wrong):
             note(complaint.path, complaint.message)
@@ -134,7 +134,12 @@ def _as_written(loc: tuple[int | str, ...], value: Any) -> KeyPath:
     return tuple(path)
 
 
-def _message(error: dict[str, Any], path: KeyPath, written: str | None) -> str:
+def message_of(error: Mapping[str, Any], path: KeyPath, written: str | None = None) -> str:
+    """One of pydantic's errors in our words, without the field's name.
+
+    Args:
+        path: where it is. written: what the file has there.
+    """
     kind, given, context = error["type"], error.get("input"), error.get("ctx") or {}
     if kind == "extra_forbidden":
         names = tuple(part for part in path if isinstance(part, str))
@@ -191,6 +196,9 @@ _WANTED = {
     "dict_type": "names with values (name: value)",
     "tuple_type": "a list",
     "greater_than_equal": "{ge} or more",
+    "greater_than": "more than {gt:g}",
+    "finite_number": "a number",
+    "float_type": "a number",
     "less_than_equal": "{le} or less",
     "too_short": "at least {min_length} item",
     "string_pattern_mismatch": "a name of letters, digits, _ and -, starting with a letter",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,14 +48,22 @@ class JobSpec:
     engine_why: str = ""
 
 
-def load(path: Path) -> JobSpec:
+def load(path: Path, *, to_submit: bool = False) -> JobSpec:
     """Read a job spec, ours or T9k's, that is to run with this Python. A job without a name takes
     the file's.
+
+    Args:
+        to_submit: the scripts that it starts have to be there.
 
     Raises:
         SpecError: as many lines as there are problems, each with field, line and fix.
     """
-    spec = read(read_source(path), folder=path.absolute().parent, check=_lacks_etcd)
+    folder = path.absolute().parent
+
+    def check(job: TrainingJob) -> tuple[Complaint, ...]:
+        return (*_lacks_etcd(job), *(_lacks_scripts(job, folder) if to_submit else ()))
+
+    spec = read(read_source(path), folder=folder, check=check)
     if "name" in spec.job.model_fields_set:
         return spec
     return replace(spec, job=spec.job.model_copy(update={"name": _name_of(path)}))
@@ -79,6 +88,39 @@ def _lacks_etcd(job: TrainingJob) -> tuple[Complaint, ...]:
         "server"
     )
     return (Complaint(("torchrunConfig", "rdzvBackend"), message),)
+
+
+def _lacks_scripts(job: TrainingJob, folder: Path) -> Iterator[Complaint]:
+    """Commands whose script is not there, each of which would be started backoffLimit times. What
+    is in an image, or may be made by an init step, is not known here."""
+    if job.run_mode.debug.enable:
+        return
+    for number, spec in enumerate(job.replica_specs):
+        template = spec.template
+        script = script_of((*template.command, *template.args))
+        if script is None or template.image or template.init:
+            continue
+        path = folder / (template.working_directory or "") / script
+        if not path.exists():
+            message = f"there is no file {path}; correct the name, or workingDirectory"
+            yield Complaint(("replicaSpecs", number, "template", "command"), message)
+
+
+_INTERPRETERS = re.compile(r"(python[0-9.]*|bash|sh)")
+_TAKES_VALUE = ("-W", "-X", "-o")
+
+
+def script_of(argv: Sequence[str]) -> str | None:
+    """The file of a command that a person has written: ``train.py`` of ``python -u train.py``, or
+    ``./train.sh``. None of one that is installed, or where options hide it."""
+    program, *words = argv
+    if not _INTERPRETERS.fullmatch(program.rpartition("/")[2]):
+        return program if "/" in program and not program.startswith("/") else None
+    while words and words[0].startswith("-"):
+        if re.fullmatch("-[a-zA-Z]*[cm]", words[0]) or words[0] == "-":
+            return None
+        words = words[2 if words[0] in _TAKES_VALUE else 1 :]
+    return words[0] if words else None
 
 
 def _name_of(path: Path) -> str:

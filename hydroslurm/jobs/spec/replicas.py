@@ -66,11 +66,14 @@ def _number_or_text(pattern: str) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, text]})
 
 
+TasksPerNode = Annotated[int, Field(ge=1, le=1024)]
+"""Ranks that share a node or a replica."""
+Gpus = Annotated[int, Field(ge=0, le=1024)]
 Environment = Annotated[tuple[EnvVar, ...], BeforeValidator(_env_list), _OrMapping()]
+CpusPerTask = Annotated[int, Field(ge=1, le=65536)]
 Cpus = Annotated[
-    int,
+    CpusPerTask,
     BeforeValidator(as_cpus),
-    Field(ge=1, le=65536),
     _number_or_text(CPUS_PATTERN),
 ]
 Memory = Annotated[
@@ -86,7 +89,7 @@ class Resources(Part):
 
     nodes: Count | None = None
     """Nodes that the replicas of this type share evenly. [nodes] Default: one node per replica."""
-    tasks: Annotated[int, Field(ge=1, le=1024)] = 1
+    tasks: TasksPerNode = 1
     """Ranks per replica, each started by srun. With torchrun this must be 1; set
     torchrunConfig.procPerNode instead. [ranks per replica] Default: 1."""
     cpus: Cpus = 1
@@ -95,7 +98,7 @@ class Resources(Part):
     memory_bytes: Memory | None = Field(default=None, alias="memory")
     """Memory per replica, such as 8Gi, 512Mi, 2G or a number of bytes. [bytes per replica] Default:
     the partition's."""
-    gpus: Annotated[int, Field(ge=0, le=1024)] = 0
+    gpus: Gpus = 0
     """GPUs per replica; 0 requests none. [GPUs per replica] Default: 0."""
 
     @property

@@ -77,12 +77,20 @@ _SBATCH_RESERVED = frozenset({
 """Options of sbatch that ``scheduler.options`` refuses."""
 
 
-def _not_ours(name: str) -> str:
+_FREE_FOR_SCRIPTS = frozenset({"dependency", "gres", "nice", "reservation"})
+"""Options without another spelling in ``hydroslurm submit``; a spec has fields for them."""
+
+
+def _not_ours(name: str, *, free: frozenset[str] = frozenset()) -> str:
     bare = name.replace("_", "-")
     # sbatch accepts any unambiguous prefix of an option
-    if any(one.startswith(bare) for one in _SBATCH_RESERVED):
+    if bare not in free and any(one.startswith(bare) for one in _SBATCH_RESERVED):
         raise ValueError(f"{name!r} is set by hydroslurm, or has a field of its own")
     return name
+
+
+def _not_submits(name: str) -> str:
+    return _not_ours(name, free=_FREE_FOR_SCRIPTS)
 
 
 def _sbatch_value(value: object) -> object:
@@ -99,6 +107,8 @@ Nice = Annotated[int, Field(ge=0, le=2147483645)]
 """What a user may subtract from a job's priority."""
 FreeOption = Annotated[OptionName, AfterValidator(_not_ours)]
 """An option of sbatch that hydroslurm leaves to the user."""
+ScriptOption = Annotated[OptionName, AfterValidator(_not_submits)]
+"""The same where a script is submitted, which has fewer fields."""
 SbatchValue = Annotated[
     Any,
     AfterValidator(_sbatch_value),

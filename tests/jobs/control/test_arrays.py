@@ -161,7 +161,7 @@ def test_an_element_is_stopped_and_its_neighbours_are_not(array: Array) -> None:
     assert array.run("resume", "--job", "A_2")[0] == 0
     neighbours_are_untouched()
 
-    for verb in ("pause --job", "resume --job", "requeue", "cancel", "describe", "logs", "doctor"):
+    for verb in ("pause", "resume", "requeue", "cancel", "describe", "logs", "doctor"):
         status, out = array.run(*verb.split(), "A")
         assert status in (1, 2), verb
         assert "A is a job array; name the element that you mean: A_" in out, verb
@@ -195,7 +195,7 @@ def test_elements_that_wait(array: Array) -> None:
     assert (held.state, held.reason[:7]) == (JobState.PENDING, "JobHeld")
     assert "job A_1 job.sh: PENDING (JobHeld" in array.run("status", "A_1")[1]
     assert "A_2 (PENDING)" in array.run("cancel", "A")[1]
-    for verb in ("pause --job", "resume --job", "requeue"):
+    for verb in ("pause", "resume", "requeue"):
         status, out = array.run(*verb.split(), "A_1")
         assert (status, "job A_1: it is PENDING" in out) == (1, True), out
 

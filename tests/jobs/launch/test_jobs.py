@@ -417,19 +417,22 @@ def test_an_answer_that_never_came_leaves_the_folder(
     assert (run / "submission.json").exists()
 
 
-def test_a_job_that_can_never_start_is_named(
+def test_a_job_that_can_never_start_is_refused(
     on_cluster: None, folder: Path, slurm: SlurmClient
 ) -> None:
-    """More nodes than the partition has: submitted with one line of warning, as 22.05 and 26.05
-    take it (24.11 refuses it by itself); a job that only waits gets none."""
-    for options, warned in ((("-N", "99"), True), (("--sbatch", "begin=now+1hour"), False)):
+    """More nodes than the partition has, which 22.05 and 26.05 would keep for ever, and more CPUs
+    than a node has, which Slurm sees as it takes the job; one that only waits is taken."""
+    for options, why in ((("-N", "99"), "it asks for 99 nodes"), (("-c", "999"), "")):
         done = hydroslurm_submit(folder, *options, "train.py", str(folder / "stop"))
-        if warned and "Requested node configuration is not available" in done.stderr:
-            continue
-        assert done.returncode == 0, done.stderr
-        slurm.cancel(slurm.job(int(done.stdout.split()[1])))
-        assert ("can never start" in done.stderr) == warned
-        assert ("it asks for 99 nodes" in done.stderr) == warned
+        assert (done.returncode, done.stdout) == (1, "")
+        assert len(done.stderr.splitlines()) == 1
+        assert why in done.stderr
+        if named := re.search(r"job (\d+) was cancelled", done.stderr):
+            assert slurm.job(int(named[1])).state.has_ended
+    later = ("--sbatch", "begin=now+1hour")
+    done = hydroslurm_submit(folder, *later, "train.py", str(folder / "stop"))
+    assert (done.returncode, done.stderr) == (0, "")
+    slurm.cancel(slurm.job(int(done.stdout.split()[1])))
 
 
 def hydroslurm_submit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -482,11 +485,11 @@ def test_the_command_line_does_it_all(
     job_id = out.split()[1]
     run = RunDir(Path(out.split("run folder ")[1].splitlines()[0]))
     _trains(folder)
-    assert "parked after" in hydroslurm("pause", "--job", job_id)
+    assert "parked after" in hydroslurm("pause", job_id)
     status = hydroslurm("status", job_id)
     assert "SUSPENDED" in status
     assert "parked for slurm" in status
-    assert "running again" in hydroslurm("resume", "--job", job_id)
+    assert "running again" in hydroslurm("resume", job_id)
     (folder / "stop").touch()
     wait_until(lambda: _state(run) == "ended", "the end of the rank")
     assert "1" in hydroslurm("report", str(run.root))

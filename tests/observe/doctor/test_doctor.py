@@ -174,7 +174,7 @@ def test_gang_requeue(gang_requeue_cluster: Part, run: Doctor, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["67000000"], "Invalid job id"),
+        (["67000000"], "there is no job 67000000"),
         (["--partition", "nowhere"], "its partitions: low, gang, urgent"),
         (["5", "--partition", "low"], "either a job or --partition"),
         (["--run", "/no/such/folder"], "no such folder"),
