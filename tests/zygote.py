@@ -153,6 +153,19 @@ def forked(
         started.close()
 
 
+@contextlib.contextmanager
+def forked_program(
+    program: Path, folder: Path, *arguments: str, environ: Mapping[str, str] | None = None
+) -> Iterator[ForkedChild]:
+    """As :func:`forked`, of a file of these tests, which may import from their folder."""
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"runpy.run_path({str(program)!r}, run_name='__main__')"
+    )
+    with forked(code, folder, *arguments, environ=environ) as started:
+        yield started
+
+
 def ran(
     argv: Sequence[str | Path], *, loads: Sequence[str] = (), timeout: float = 500.0
 ) -> subprocess.CompletedProcess[str]:

@@ -5,13 +5,25 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydroslurm.checkpoint.storage import Storage
 
 READS = frozenset({"listdir", "open", "size", "read_ahead", "read"})
+WRITES = (
+    "mkdir",
+    "create",
+    "write_back",
+    "fsync",
+    "rename",
+    "link",
+    "fsync_dir",
+    "unlink",
+    "rmdir",
+)
 
 
 class CountingStorage(Storage):
@@ -26,71 +38,29 @@ class CountingStorage(Storage):
         if self._before is not None:
             self._before(len(self.calls), name)
 
-    def mkdir(self, path: Path) -> None:
-        self.reach("mkdir")
-        super().mkdir(path)
-
-    def create(self, path: Path) -> int:
-        self.reach("create")
-        return super().create(path)
-
     def write(self, fd: int, data: memoryview) -> None:
         half = len(data) // 2
         super().write(fd, data[:half])
         self.reach("write")
         super().write(fd, data[half:])
 
-    def write_back(self, fd: int, *, offset: int, size_bytes: int) -> None:
-        self.reach("write_back")
-        super().write_back(fd, offset=offset, size_bytes=size_bytes)
-
-    def fsync(self, fd: int) -> None:
-        self.reach("fsync")
-        super().fsync(fd)
-
     def close(self, fd: int) -> None:
         super().close(fd)  # first: a close that fails has closed, and a test must not leak
         self.reach("close")
 
-    def rename(self, source: Path, target: Path) -> None:
-        self.reach("rename")
-        super().rename(source, target)
 
-    def link(self, source: Path, target: Path) -> None:
-        self.reach("link")
-        super().link(source, target)
+def _reaching(name: str) -> Callable[..., Any]:
+    real = getattr(Storage, name)
 
-    def fsync_dir(self, path: Path) -> None:
-        self.reach("fsync_dir")
-        super().fsync_dir(path)
+    def call(self: CountingStorage, *arguments: Any, **options: Any) -> Any:
+        self.reach(name)
+        return real(self, *arguments, **options)
 
-    def unlink(self, path: Path) -> None:
-        self.reach("unlink")
-        super().unlink(path)
+    return call
 
-    def rmdir(self, path: Path) -> None:
-        self.reach("rmdir")
-        super().rmdir(path)
 
-    def listdir(self, path: Path) -> list[str]:
-        self.reach("listdir")
-        return super().listdir(path)
-
-    def open(self, path: Path) -> int:
-        self.reach("open")
-        return super().open(path)
-
-    def size(self, fd: int) -> int:
-        self.reach("size")
-        return super().size(fd)
-
-    def read_ahead(self, fd: int, *, offset: int, size_bytes: int) -> None:
-        self.reach("read_ahead")
-        super().read_ahead(fd, offset=offset, size_bytes=size_bytes)
-
-    def read(self, fd: int, into: Sequence[memoryview], *, offset: int) -> int:
-        self.reach("read")
-        return super().read(fd, into, offset=offset)
+for _name in (*READS, *WRITES):
+    setattr(CountingStorage, _name, _reaching(_name))
 
 
 def killing(at: int) -> CountingStorage:

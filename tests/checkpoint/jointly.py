@@ -15,8 +15,6 @@ import sys
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from checkpoint import folderscenes, jointscenes
 from checkpoint.faulty import CountingStorage, failing, killing
 from checkpoint.jointstates import (

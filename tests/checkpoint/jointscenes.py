@@ -28,7 +28,7 @@ from checkpoint.jointstates import (
     save,
 )
 from checkpoint.pipepeers import PipePeers, together
-from checkpoint.states import revoked_from_anybody, same
+from checkpoint.states import revoked_from_anybody
 
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint import save as save_module
@@ -173,30 +173,6 @@ def _superseded_at(folder: Path, victim: int, at: int) -> bool:
     return True
 
 
-def leftovers(folder: Path) -> int:
-    """What a dead joint save has left is removed, but not while others may be finishing it."""
-    where = folder / "c"
-
-    def work(peers: PipePeers) -> int:
-        def hook(_when: str, topic: str) -> None:
-            if "written" in topic:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        peers.hook = hook
-        return save(where, peers, 1, CountingStorage(), "save")
-
-    assert together(RANKS, work) == [SIGKILLED] * RANKS
-    (left,) = where.iterdir()
-    CheckpointStore(where).prune(keep=1)
-    assert left.exists()
-    long_ago = time.time() - 1200
-    for path in (*left.iterdir(), left):
-        os.utime(path, (long_ago, long_ago))
-    CheckpointStore(where).prune(keep=1)
-    assert not left.exists()
-    return 1
-
-
 def patience(folder: Path) -> int:
     """A rank that does not come makes the others fail, which name it; it is told the same."""
     words: dict[str, Any] = {}
@@ -289,21 +265,6 @@ def _chosen(where: Path) -> tuple[list[int], int]:
     steps = [-1 if code % 10 == 9 else code % 10 for code in ended]
     assert all(code < 10 for code in ended[1:]), "only rank 0 warns"
     return steps, ended[0] // 10
-
-
-def readable(folder: Path) -> int:
-    """Each rank's file is a .safetensors with about as much of the tensors as the others."""
-    safetensors = pytest.importorskip("safetensors.torch", reason="it is not installed")
-    assert together(RANKS, lambda p: save(folder / "c", p, 1, CountingStorage(), "s")) == [0, 0, 0]
-    (found,) = CheckpointStore(folder / "c").committed()
-    wanted = joint_state(1, 0).shared["large"]
-    files = sorted(found.path.glob("part-*.safetensors"))
-    there = {key: one for file in files for key, one in safetensors.load_file(file).items()}
-    assert all(same(there[f"shared/large.{key}"], wanted[key]) for key in ("w0", "w1", "w3"))
-    written = [file.stat().st_size for file in files]
-    assert len(written) == RANKS
-    assert max(written) < 2 * min(written), "the large tensors are divided"
-    return 1
 
 
 def savers(folder: Path) -> int:

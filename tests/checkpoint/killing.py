@@ -18,8 +18,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from checkpoint.faulty import CountingStorage, killing
 from checkpoint.states import holds, newest_in, state_of
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,19 @@ def _text(name: str, text: str) -> Forge:
     return forge
 
 
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, ("unpickled",)
+
+
+def _pickle(name: str) -> Forge:
+    def forge(folder: Path) -> None:
+        (folder / name).write_bytes(pickle.dumps({"state": _Evil()}))
+        seal(folder)
+
+    return forge
+
+
 def _sparse(name: str) -> Forge:
     def forge(folder: Path) -> None:
         os.truncate(folder / name, 1 << 42)
@@ -72,6 +87,7 @@ DEEP = "[" * 100_000
 FOUND_BY_LS = {
     "fifo as manifest": _fifo(manifest.NAME),
     "device as manifest": _link(manifest.NAME, "/dev/zero"),
+    "link as manifest": _link(manifest.NAME, "/etc/hostname"),
     "fifo as tensors": _fifo(TENSORS),
     "device as tensors": _link(TENSORS, "/dev/zero"),
     "fifo as index": _fifo(INDEX),
@@ -236,6 +252,9 @@ FORGED_INSIDE = {
     "empty tensor of endless steps": _said_of_weight([0, 1 << 62, 1 << 62], "float32", 0),
     "array of another size": _state({"model": {"$ndarray": ["<U7", [3], {"$tensor": WEIGHT}]}}),
     "set of lists": _state({"model": {"$set": [[1]]}}),
+    "pickle as state": _pickle(SHARED_JSON),
+    "pickle as index": _pickle(INDEX),
+    "pickle as tensors": _pickle(TENSORS),
 }
 
 

@@ -14,14 +14,13 @@ import torch
 from checkpoint.faulty import CountingStorage
 from checkpoint.states import newest_in, same
 
-from hydroslurm.checkpoint.export import export
 from hydroslurm.checkpoint.frozen import fingerprint, mixed
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
 from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.core.memory import Room
-from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, SaveFailed
+from hydroslurm.errors import CheckpointTooNew, SaveFailed
 
 FILES = ("frozen-00000.json", "frozen-00000.safetensors")
 
@@ -262,31 +261,6 @@ def test_a_file_system_without_links(tmp_path: Path, how: str) -> None:
     assert storage.calls.count("link") == 1
     assert linked(*store.committed()) == [[]] * 5
     assert all(training.is_in(store, one, one.step) for one in store.committed())
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_damage_is_found(tmp_path: Path, name: str) -> None:
-    """As of any other file, in those checkpoints that share it."""
-    store, training = CheckpointStore(tmp_path), Training()
-    first, whole, last = (write(store, training, step) for step in (1, 2, 3))
-    with (first.path / name).open("r+b") as file:
-        file.seek(-9, os.SEEK_END)
-        file.write(b"\xff")
-    for one in (first, last):
-        with pytest.raises(CheckpointCorrupt, match=name):
-            store.verify(one)
-        with pytest.raises(CheckpointCorrupt, match=name):
-            store.load(one)
-    assert training.is_in(store, whole, 2)
-
-
-def test_exported(tmp_path: Path) -> None:
-    """For other programs it is part of the model as before."""
-    store, training = CheckpointStore(tmp_path / "c"), Training()
-    *_, last = (write(store, training, step) for step in range(3))
-    export(last, tmp_path / "model.pt", only=["model"])
-    found = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert same(dict(found), {**training.base, "adapter": training.adapter})
 
 
 def test_an_older_release_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

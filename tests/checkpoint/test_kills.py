@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from zygote import forked
+from zygote import forked_program
 
 KILLING = Path(__file__).with_name("killing.py")
 
@@ -15,10 +15,7 @@ LEAST_KILLS = {"save": 50, "save_and_prune": 48, "replace": 40, "link": 50}
 
 def run(folder: Path, *arguments: str) -> int:
     """How many kills the program counts."""
-    code = f"import sys; sys.argv[1:] = {[str(folder / 'checkpoints'), *arguments]!r}\n"
-    code += f"sys.path.insert(0, {str(KILLING.parent.parent)!r})\n"
-    code += f"import runpy; runpy.run_path({str(KILLING)!r}, run_name='__main__')"
-    with forked(code, folder, environ={"OMP_NUM_THREADS": "1"}) as program:
+    with forked_program(KILLING, folder, str(folder / "checkpoints"), *arguments) as program:
         done = int(program.expect("done", limit_s=150))
         assert program.wait() == 0
     return done

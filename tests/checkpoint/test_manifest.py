@@ -34,23 +34,15 @@ ONE = Manifest(
 )
 
 
-def test_round_trip() -> None:
-    """A manifest comes back equal, and is one JSON object that other programs read."""
-    text = ONE.to_json()
-    assert Manifest.from_json(text, where=Path("m")) == ONE
-    assert json.loads(text)["step"] == 12
-    assert ONE.size_bytes == 2
-
-
 @pytest.mark.parametrize(
     "files",
     [{}, {"a": FileEntry(0, "0")}, {'é"\\': FileEntry(1, 'b"'), "000/b": FileEntry(2, "c")}],
 )
 def test_the_text_is_that_of_json(files: dict[str, FileEntry]) -> None:
-    """Byte for byte, whatever the files are called."""
+    """Byte for byte, whatever the files are called; and it comes back equal."""
     text = replace(ONE, files=files).to_json()
     assert text == json.dumps(json.loads(text), indent=1) + "\n"
-    assert Manifest.from_json(text, where=Path("m")).files == files
+    assert Manifest.from_json(text, where=Path("m")) == replace(ONE, files=files)
 
 
 @pytest.mark.parametrize(
@@ -123,17 +115,6 @@ def test_what_is_no_manifest(text: str) -> None:
     """Anything else is named as damaged, whatever it is."""
     with pytest.raises(CheckpointCorrupt, match=r"^here/manifest\.json"):
         Manifest.from_json(text, where=Path("here/manifest.json"))
-
-
-def test_files_lie_in_the_folder() -> None:
-    """A manifest cannot make anyone read outside of its folder."""
-    body = json.loads(ONE.to_json())
-    del body["checksum"]
-    body["files"]["../../etc/passwd"] = {"size_bytes": 1, "checksum": "0"}
-    text = json.dumps(body, indent=1) + "\n"
-    body["checksum"] = manifest.checksum(text.encode())
-    with pytest.raises(CheckpointCorrupt, match="lie in its folder"):
-        Manifest.from_json(json.dumps(body, indent=1) + "\n", where=Path("m"))
 
 
 def test_who_wrote_it(tmp_path: Path) -> None:

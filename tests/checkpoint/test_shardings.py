@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from processes import Child
-from zygote import forked
+from zygote import forked_program
 
 PROGRAM = Path(__file__).with_name("shardings.py")
 
@@ -15,9 +15,7 @@ PROGRAM = Path(__file__).with_name("shardings.py")
 @pytest.fixture(scope="module")
 def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """The process from which ranks are forked."""
-    code = f"import sys; sys.path.insert(0, {str(PROGRAM.parent.parent)!r})\n"
-    code += f"import runpy; runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
-    with forked(code, tmp_path_factory.mktemp("shardings")) as program:
+    with forked_program(PROGRAM, tmp_path_factory.mktemp("shardings")) as program:
         program.expect("ready", limit_s=240)
         yield program
 

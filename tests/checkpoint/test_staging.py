@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from typing import Any
 
-import pytest
 import torch
 from checkpoint.states import copy_of, plan_of_one, state_bytes
 
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import State
-from hydroslurm.errors import UnsavableState
 
 
 def _state(**own: Any) -> State:
@@ -30,24 +27,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
         return [tree]
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
     return [tensor for value in values for tensor in _tensors(value)]
-
-
-def test_the_copy_is_what_was_there_and_stays_so() -> None:
-    """Equal in every value, dtype and type of container, and untouched by what training does
-    next."""
-    state = _state(rng=torch.get_rng_state(), counters=[1, 2.5, None, "x"], where=(3, {"a": b"b"}))
-    before = [tensor.clone() for tensor in _tensors(dict(state.shared))]
-    copied = copy_of(state)
-    for tensor in _tensors(dict(state.shared)):
-        tensor.fill_(7)
-    state.own["counters"].append("later")
-    after = _tensors(dict(copied.shared))
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(before, after, strict=True))
-    assert type(copied.shared["model"]) is OrderedDict
-    assert copied.shared["model"]._metadata == state.shared["model"]._metadata
-    assert copied.own["counters"] == [1, 2.5, None, "x"]
-    assert copied.own["where"] == (3, {"a": b"b"})
-    assert torch.equal(copied.own["rng"], state.own["rng"])
 
 
 def test_memory_is_kept_and_used_again() -> None:
@@ -98,45 +77,6 @@ def test_a_tensor_may_be_replaced() -> None:
         assert list(copied) == [name]
         assert torch.equal(copied[name], tensor)
         assert (copied[name].dtype, copied[name].stride()) == (tensor.dtype, tensor.stride())
-
-
-def test_tied_tensors_stay_tied() -> None:
-    """Two names of one memory are one tensor in the copy, and count once."""
-    weight = torch.nn.Parameter(torch.randn(4, 4))
-    state = State(shared={"a": {"w": weight.detach()}, "b": {"w": weight.detach()}}, own={})
-    copied = copy_of(state)
-    assert copied.shared["a"]["w"] is copied.shared["b"]["w"]
-    assert state_bytes(state) == 64
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(4, 6).t(),
-        torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
-        torch.randn(10)[2:7],
-        torch.randn(10)[::3],
-        torch.randn(1).expand(5),
-        torch.randn(3, dtype=torch.complex64).conj(),
-        torch.tensor([True, False]),
-        torch.randn(7).to(torch.bfloat16),
-        torch.tensor(3),
-    ],
-    ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}-{tensor.stride()}",
-)
-def test_views_and_kinds(tensor: torch.Tensor) -> None:
-    """Whatever a tensor looks like, the copy has its values, and its order of dimensions where it
-    is dense."""
-    copied = copy_of(State(shared={"t": {"x": tensor}}, own={})).shared["t"]["x"]
-    assert torch.equal(copied, tensor.resolve_conj())
-    if tensor.is_contiguous(memory_format=torch.channels_last) and tensor.dim() == 4:
-        assert copied.stride() == tensor.stride()
-
-
-def test_what_cannot_be_saved_is_refused_at_once() -> None:
-    """The caller hears of an object that cannot be saved where it hands it over."""
-    with pytest.raises(UnsavableState, match=r"rank-00000\.thing"):
-        copy_of(State(shared={}, own={"thing": object()}))
 
 
 def test_a_fork_does_not_make_the_next_copy_dear() -> None:
