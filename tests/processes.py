@@ -196,11 +196,29 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+def stat_of(pid: int) -> list[str]:
+    """What /proc tells of a process behind its name: its state is first."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def cpu_s(pid: int) -> float:
+    """The processor time that it has used."""
+    fields = stat_of(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def has_ended(pid: int) -> bool:
+    """Gone, or waiting for its parent to notice."""
+    try:
+        return stat_of(pid)[0] in "ZX"
+    except OSError:
+        return True
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a suspended process is held by more than itself: by SIGSTOP, or, as proctrack/cgroup
     does it, by the freezer of its cgroup (v1)."""
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    if stat.rpartition(")")[2].split()[0] == "T":
+    if stat_of(pid)[0] == "T":
         return True
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

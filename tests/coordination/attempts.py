@@ -30,7 +30,7 @@ class Attempt:
     pids: dict[int, int]
     codes: dict[int, int] = field(default_factory=dict)
     said: str = ""
-    _begin: int = 0
+    begin: int = 0
 
     def signal(self, rank: int, signo: int = signal.SIGTERM) -> None:
         os.kill(self.pids[rank], signo)
@@ -38,7 +38,7 @@ class Attempt:
     def end(self) -> Attempt:
         """Wait until all ranks have ended."""
         self.codes = wait_for_end(self.crew, self.world)
-        self.said = "\n".join(self.crew.lines[self._begin :])
+        self.said = "\n".join(self.crew.lines[self.begin :])
         return self
 
 
@@ -70,7 +70,7 @@ class Story:
             environ={"HYDROSLURM_RUN_DIR": directory, **options.pop("environ", {})},
             **options,
         )
-        return Attempt(self.crew, world, pids, _begin=begin)
+        return Attempt(self.crew, world, pids, begin=begin)
 
     def live(self, world: int, **options: Any) -> Attempt:
         """One attempt, left alone to its end."""

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from coordination.attempts import PROGRAM, Story
 from processes import Child
-from zygote import forked
+from zygote import forked_program
 
 
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """The process from which ranks are forked."""
-    folder = tmp_path_factory.mktemp("crew")
-    path = os.pathsep.join([str(PROGRAM.parent.parent), os.environ["PYTHONPATH"]])
-    with forked(PROGRAM.read_text(), folder, environ={"PYTHONPATH": path}) as program:
+    with forked_program(PROGRAM, tmp_path_factory.mktemp("crew")) as program:
         program.expect("ready")
         yield program
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import secrets
 import signal
 import socket
 import subprocess
@@ -15,13 +14,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import wait_until
+from kit.team import KEY, SECRET, Team, all_at_once, coordinator_at, coordinators_at
+from processes import cpu_s, wait_until
 
 from hydroslurm.coordination import channel, client
 from hydroslurm.coordination.authentication import RankGreeting
@@ -29,62 +28,11 @@ from hydroslurm.coordination.client import CoordinatorClient
 from hydroslurm.coordination.frames import MAC_BYTES, BadFrame, Sealer, Unsealer, pack
 from hydroslurm.coordination.messages import check_from_coordinator
 from hydroslurm.coordination.rendezvous import start_coordinator
-from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core.events import EventKind
-from hydroslurm.errors import AgreementFailed, CoordinatorLost, UsageError
-from hydroslurm.gate.protocol import Action, Cause, GateState, GateStatus
-
-
-class OpenGate:
-    """A gate that never closes: nothing here is about pausing."""
-
-    def status(self) -> GateStatus:
-        return GateStatus(GateState.RUNNING, Cause(0), 0, 0, False, 0, 0, 0, 0)
-
-    def request(self, action: Action, causes: Cause) -> None:
-        return
-
+from hydroslurm.errors import CoordinatorLost, UsageError
 
 JOIN = {"type": "join", "incarnation_id": "", "rank": 1, "world_size": 2, "cut_off": []}
-KEY = secrets.token_bytes(32)
-SECRET = Secret("environment", KEY)
-
-
-class Team:
-    """The ranks of one incarnation, all in this process, each with its own connection."""
-
-    def __init__(self) -> None:
-        self.incarnation_id = f"test {uuid.uuid4()}"
-        self.ranks: list[CoordinatorClient] = []
-        self.told: list[tuple[int, EventKind]] = []
-        self.warned: list[str] = []
-
-    def join(self, world_size: int, *ranks: int) -> list[CoordinatorClient]:
-        """Some ranks of an incarnation of that size come, and are waited for when all are there."""
-        new = [self._make(rank, world_size) for rank in ranks or range(world_size)]
-        self.ranks += new
-        for one in new:
-            one.start()
-        if len(self.ranks) == world_size:
-            for one in self.ranks:
-                assert one.wait_for_all(timeout_s=60)
-        return new
-
-    def _make(self, rank: int, world_size: int) -> CoordinatorClient:
-        return CoordinatorClient(
-            World(
-                rank=rank,
-                world_size=world_size,
-                local_rank=rank,
-                incarnation_id=self.incarnation_id,
-            ),
-            OpenGate(),  # type: ignore[arg-type]
-            secret=lambda: SECRET,
-            emit=lambda kind, _: self.told.append((rank, kind)),
-            on_barrier_called=lambda *_: None,
-            warn=self.warned.append,
-        )
 
 
 @pytest.fixture
@@ -94,19 +42,6 @@ def team() -> Iterator[Team]:
     yield made
     for one in made.ranks:
         one.leave()
-
-
-def all_at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """The results, or the errors."""
-
-    def result(call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except (AgreementFailed, CoordinatorLost) as error:
-            return error
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(result, calls))
 
 
 def test_all_get_all_values(team: Team) -> None:
@@ -320,31 +255,6 @@ def port_of(rank: CoordinatorClient) -> int:
     return int(rank._channel._connection.getpeername()[1])
 
 
-def coordinator_at(port: int) -> int:
-    """The coordinator that listens at a port."""
-    (pid,) = coordinators_at(port)
-    return pid
-
-
-def coordinators_at(port: int) -> list[int]:
-    """All coordinators of this machine that listen at a port."""
-    listed = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    sockets = {
-        f"socket:[{fields[9]}]"
-        for fields in map(str.split, listed)
-        if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port
-    }
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            is_coordinator = b"coordination.coordinator" in (process / "cmdline").read_bytes()
-            if is_coordinator and any(
-                str(fd.readlink()) in sockets for fd in (process / "fd").iterdir()
-            ):
-                found.append(int(process.name))
-    return found
-
-
 # --- who may come in
 # ------------------------------------------------------------------------------------------------
 
@@ -486,35 +396,39 @@ def test_whoever_does_not_know_the_key_is_hung_up_on(
     assert ask(port, hello(world))[0] == {"type": "welcome"}
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        [1, 2],
-        None,
-        {"type": "agree"},
-        {"type": "join"},
-        {"type": ["join"]},
-        {
-            "type": "join",
-            "incarnation_id": "",
-            "rank": 1,
-            "world_size": 2,
-            "cut_off": [],
-            "more": 1,
-        },
-        {**JOIN, "rank": 1.0},
-        {**JOIN, "rank": True},
-        {**JOIN, "cut_off": [1]},
-    ],
-)
+def _said(message: Any) -> Callable[[Sealer], bytes]:
+    return lambda sealer: sealer.seal(pack(message))
+
+
+NONSENSE: dict[str, Callable[[Sealer], bytes]] = {
+    "list": _said([1, 2]),
+    "nothing": _said(None),
+    "agree without words": _said({"type": "agree"}),
+    "join without words": _said({"type": "join"}),
+    "type that is a list": _said({"type": ["join"]}),
+    "a word more": _said({**JOIN, "more": 1}),
+    "rank that is no integer": _said({**JOIN, "rank": 1.0}),
+    "rank that is true": _said({**JOIN, "rank": True}),
+    "numbers for groups": _said({**JOIN, "cut_off": [1]}),
+    "deep": lambda sealer: sealer.seal(b"[" * 60_000),
+    "endless": lambda sealer: sealer.seal(b'{"type": "join", "rank": Infinity}'),
+    "400 digits": lambda sealer: sealer.seal(b"9" * 400),
+    "too long": lambda sealer: sealer.seal(b"," * (1 << 21)),
+    "changed": lambda sealer: sealer.seal(pack(JOIN))[:-1] + b"]",
+    "without its code": lambda sealer: bytes(4 + MAC_BYTES) + sealer.seal(pack(JOIN)),
+}
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE)
 def test_a_rank_out_of_its_mind_ends_its_own_connection(
-    message: Any, coordinator: tuple[World, int]
+    nonsense: str, coordinator: tuple[World, int]
 ) -> None:
-    """Who has the key may still send nonsense, before it joins and after."""
+    """Who has the key may still send nonsense, before it joins and after; and whoever sits between
+    may change a frame."""
     world, port = coordinator
     with Visitor(port) as visitor, Visitor(port) as other:
         visitor.greet()
-        visitor.send(message)
+        visitor.line.sendall(NONSENSE[nonsense](visitor.sealer))
         assert visitor.receive() == []
         other.greet()
         other.send(hello(world, rank=0))
@@ -524,38 +438,12 @@ def test_a_rank_out_of_its_mind_ends_its_own_connection(
     assert ask(port, hello(world))[0] == {"type": "welcome"}
 
 
-def test_a_frame_of_a_deep_or_endless_value_is_refused(coordinator: tuple[World, int]) -> None:
-    """Also of a peer: 60 kB of brackets, an infinity, a number of 400 digits."""
-    world, port = coordinator
-    for body in (
-        b"[" * 60_000,
-        b'{"type": "join", "rank": Infinity}',
-        b"9" * 400,
-        b"," * (1 << 21),
-    ):
-        with Visitor(port) as visitor:
-            visitor.greet()
-            visitor.line.sendall(visitor.sealer.seal(body))
-            assert visitor.receive() == []
-    assert ask(port, hello(world))[0] == {"type": "welcome"}
-
-
-def test_a_frame_that_is_changed_or_repeated_ends_the_connection(
-    coordinator: tuple[World, int],
-) -> None:
+def test_a_frame_that_is_repeated_ends_the_connection(coordinator: tuple[World, int]) -> None:
     """Whoever sits between a rank and the coordinator can cut the connection, and nothing else; a
     body of a length that nobody sends is not even waited for."""
     with pytest.raises(BadFrame, match="4294967295 bytes"):
         Unsealer(KEY).feed(b"\xff" * 4 + bytes(MAC_BYTES))
     world, port = coordinator
-    for tamper in (
-        lambda frame: frame[:-1] + b"]",
-        lambda frame: frame[:4] + bytes(MAC_BYTES) + frame[4 + MAC_BYTES :],
-    ):
-        with Visitor(port) as visitor:
-            visitor.greet()
-            visitor.line.sendall(tamper(visitor.sealer.seal(pack(hello(world)))))
-            assert visitor.receive() == []
     with Visitor(port) as visitor:
         visitor.greet()
         frame = visitor.sealer.seal(pack(hello(world, rank=9)))
@@ -646,11 +534,6 @@ def test_a_coordinator_without_descriptors_waits_and_does_not_spin() -> None:
         for one in (*silent, *more):
             one.line.close()
         process.kill()
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_too_few_descriptors_for_the_ranks_are_said() -> None:
@@ -759,21 +642,6 @@ def test_signals_to_the_job_do_not_end_the_coordinator(coordinator: tuple[World,
     assert ask(port, hello(world))[0] == {"type": "welcome"}
 
 
-def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another program has the first port: the next one is used, and found by the ranks."""
-    monkeypatch.setattr(channel, "CONNECT_S", 1.0)  # what a silent listener costs
-    team = Team()
-    world = World(rank=0, world_size=2, incarnation_id=team.incarnation_id)
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.1", world.coordinator_ports(KEY)[0]))
-        other.listen()
-        ranks = team.join(2)
-        assert port_of(ranks[1]) in world.coordinator_ports(KEY)[1:]
-        for one in ranks:
-            one.leave()
-
-
 def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, team: Team) -> None:
     """A rank that finds no coordinator trains alone, and says where it looked."""
     monkeypatch.setattr(client, "JOIN_S", 0.5)
@@ -781,24 +649,6 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, team: Team) -> None:
     wait_until(lambda: lonely.lost, "it to give up")
     assert "MASTER_ADDR" in str(lonely.lost)
     assert "pauses alone" in team.warned[0]
-
-
-def test_the_coordinator_ends_when_all_have_left(team: Team) -> None:
-    """No process stays behind a job step."""
-    ranks = team.join(2)
-    port = port_of(ranks[0])
-    pid = coordinator_at(port)
-    for one in ranks:
-        one.done = True
-        one.leave()
-
-    def is_gone() -> bool:
-        with suppress(ProcessLookupError):
-            os.kill(pid, 0)
-            return False
-        return True
-
-    wait_until(is_gone, "the coordinator to end")
 
 
 def test_a_coordinator_that_nobody_joined_ends_after_its_parent() -> None:
@@ -815,11 +665,3 @@ def test_a_coordinator_that_nobody_joined_ends_after_its_parent() -> None:
 
     assert coordinators_at(int(done.stdout))
     wait_until(lambda: not coordinators_at(int(done.stdout)), "the coordinator to end")
-
-
-def test_the_coordinator_needs_no_torch() -> None:
-    """It starts in a tenth of a second, and takes the memory of a bare Python."""
-    code = "import sys, hydroslurm.coordination.coordinator; print([m for m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = json.loads(done.stdout.replace("'", '"'))
-    assert not {"torch", "numpy", "submitit"} & set(loaded)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from coordination.attempts import Attempt, Story
-from faults.families import coordinator_of
+from kit.team import coordinator_of
 from processes import wait_until
 
 from hydroslurm.core.events import EventKind
@@ -74,31 +74,6 @@ def test_one_paused_rank_parks_all(model: str, story: Story) -> None:
         assert [event.data["in_flight"] for event in told] == [0] * 6
         assert not story.events(rank, EventKind.AGREEMENT_FAILED)
     stop(story, attempt)
-
-
-def test_nobody_moves_while_parked(story: Story) -> None:
-    """As long as one rank is paused no rank makes a step, also when another one was paused and
-    resumed meanwhile."""
-    attempt = begin_training(story)
-    attempt.signal(0, signal.SIGUSR1)
-    wait_for_parked(story, 1)
-    attempt.signal(1, signal.SIGUSR1)
-    wait_until(lambda: _signals(story, 1) == 1, "the second pause")
-    attempt.signal(1, signal.SIGUSR2)
-    wait_until(lambda: _signals(story, 1) == 2, "its end")
-    before = [len(story.steps(one)) for one in range(WORLD)]
-    attempt.signal(2, signal.SIGUSR2)  # it never was paused: nothing happens
-    wait_until(lambda: _signals(story, 2) == 1, "the signal")
-    assert [len(story.steps(one)) for one in range(WORLD)] == before
-    attempt.signal(0, signal.SIGUSR2)
-    wait_until(lambda: len(story.steps(0)) > before[0] + 2, "all to train on")
-    stop(story, attempt)
-
-
-def _signals(story: Story, rank: int) -> int:
-    """How many signals of a person's this rank has noticed."""
-    seen = story.events(rank, EventKind.SIGNAL_RECEIVED)
-    return sum(str(event.data.get("signal", "")).startswith("SIGUSR") for event in seen)
 
 
 def test_a_suspend_longer_than_the_time_out(story: Story) -> None:

@@ -1,4 +1,4 @@
-"""Jobs, and loops that save by themselves, on several ranks: stopped and continued as a Run is."""
+"""Runs, jobs, and loops that save by themselves, on several ranks: stopped and continued."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from hydroslurm.errors import CheckpointMissing
 WORLD = 2
 
 
-@pytest.mark.parametrize("kind", ["job", "own"])
+@pytest.mark.parametrize(
+    ("kind", "model"), [("run", "ddp"), ("run", "fsdp"), ("job", "ddp"), ("own", "ddp")]
+)
 def test_stopped_and_continued(
-    kind: str, story: Story, crew: Child, tmp_path_factory: pytest.TempPathFactory
+    kind: str, model: str, story: Story, crew: Child, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """One rank is told to stop in the middle of an epoch: all leave behind one step, and the next
     attempt ends with the bits of the one that was left alone."""
     whole = Story(crew, tmp_path_factory.mktemp("whole"))
-    assert set(whole.live(WORLD, kind=kind).codes.values()) == {0}
-    attempt = story.begin(WORLD, kind=kind, hold={"rank": 1, "at": "step 6"})
+    options = {"kind": kind, "model": model}
+    assert set(whole.live(WORLD, **options).codes.values()) == {0}
+    attempt = story.begin(WORLD, **options, hold={"rank": 1, "at": "step 6"})
     story.crew.expect("rank 1 at")
     attempt.signal(1)
     story.wait_for(EventKind.STOP_REQUESTED, world=WORLD)
     story.go()
     assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
-    again = story.live(WORLD, kind=kind)
+    again = story.live(WORLD, **options)
     assert set(again.codes.values()) == {0}, again.said
     assert story.out.read_text() == whole.out.read_text()
     for rank in range(WORLD):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from coordination.attempts import Story
 from processes import Child, wait_until
@@ -21,28 +19,6 @@ def alone(crew: Child, tmp_path_factory: pytest.TempPathFactory) -> Story:
     story = Story(crew, tmp_path_factory.mktemp("alone"))
     assert set(story.live(WORLD).codes.values()) == {0}
     return story
-
-
-@pytest.mark.parametrize("signalled", [0, 2])
-def test_one_signalled_rank_is_enough(signalled: int, story: Story, alone: Story) -> None:
-    """One rank gets SIGTERM: all stop behind one step, save, and the next attempt ends with the
-    bits of the run that was left alone; no step is lost, none trained twice."""
-    attempt = story.begin(WORLD, hold={"rank": "all", "at": "step 4"})
-    for _ in range(WORLD):
-        story.crew.expect("rank ")
-    attempt.signal(signalled)
-    story.wait_for(EventKind.STOP_REQUESTED, world=WORLD)
-    story.go()
-    assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
-    (saved,) = story.run.checkpoints.iterdir()
-    end_steps = {record.end_step for record in story.attempts()}
-    assert len(end_steps) == 1
-    assert saved.name == f"step-{end_steps.pop():09d}"
-    again = story.live(WORLD)
-    assert set(again.codes.values()) == {0}, again.said
-    assert story.out.read_text() == alone.out.read_text()
-    for rank in range(WORLD):
-        assert story.steps(rank) == alone.steps(rank)
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -96,19 +72,3 @@ def test_another_number_of_ranks(first: int, second: int, story: Story) -> None:
             seen.setdefault(step // 4, []).extend(samples)
     assert sorted(seen) == [0, 1, 2]
     assert all(sorted(samples) == list(range(48)) for samples in seen.values())
-
-
-def test_sharded_model(story: Story, crew: Child, tmp_path: Path) -> None:
-    """FSDP2: stopped and continued, with the same bits."""
-    whole = Story(crew, tmp_path / "whole")
-    whole.folder.mkdir()
-    assert set(whole.live(2, model="fsdp").codes.values()) == {0}
-    attempt = story.begin(2, model="fsdp", hold={"rank": 0, "at": "step 6"})
-    story.crew.expect("rank 0 at")
-    attempt.signal(1)
-    story.wait_for(EventKind.STOP_REQUESTED, world=2)
-    story.go()
-    assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
-    again = story.live(2, model="fsdp")
-    assert set(again.codes.values()) == {0}, again.said
-    assert story.out.read_text() == whole.out.read_text()

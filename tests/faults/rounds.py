@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from faults.families import coordinator_of, family_of
 from faults.plans import Fault, Plan
 from faults.verdicts import AttemptSeen, Complaint, check_attempt, check_last
-from processes import Child
+from kit.team import coordinator_of
+from processes import Child, descendants
 from zygote import forked
 
 from hydroslurm.core.rundir import RunDir
@@ -239,7 +239,12 @@ class _Attempt:
         if whom.startswith("pid "):
             return [pid for pid in [int(whom.removeprefix("pid "))] if pid]
         coordinator = coordinator_of(there[0]) if 0 in there and whom == "all" else None
-        return [pid for rank in there.values() for pid in family_of(rank) if pid != coordinator]
+        return [
+            pid
+            for rank in there.values()
+            for pid in (rank, *descendants(rank))
+            if pid != coordinator
+        ]
 
     def _end_by_force(self) -> None:
         """It hangs: have all that are left say where, and end them."""

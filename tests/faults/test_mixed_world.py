@@ -64,36 +64,67 @@ def parked_with_none_in_flight(attempt: AttemptSeen) -> None:
         assert [event.data["in_flight"] for event in parked] == [0], attempt.said
 
 
-# --- workers of the loader
-
-
-def test_workers_when_all_are_told_to_stop(play: Play) -> None:
-    """SIGTERM to every process of the job, workers of the loaders too: the workers live on until
-    their rank leaves, and all ranks stop at one step."""
-    attempt = play(Fault(0, "step", 3, "stop_all"), workers=2)
-    stopped_together(attempt)
-
-
-def test_workers_when_one_rank_is_paused(play: Play) -> None:
-    """One rank is paused while workers bring batches: all park, with nothing in flight, and go
-    on."""
-    attempt = play(
-        Fault(1, "step", 3, "pause", LONG_S),
-        Fault(1, "event all_parked", 1, "resume"),
-        Fault(2, "step", 9, "term"),
-        workers=2,
-    )
+def paused_and_stopped(attempt: AttemptSeen) -> None:
     parked_with_none_in_flight(attempt)
     stopped_together(attempt)
 
 
-def test_workers_when_all_are_suspended(play: Play) -> None:
-    """Suspended as Slurm does it, workers too: all go on."""
-    attempt = play(Fault(1, "step", 3, "suspend", 0.8), Fault(2, "step", 9, "term"), workers=2)
-    stopped_together(attempt)
+def stopped_at_the_beginning(attempt: AttemptSeen) -> None:
+    assert stopped_together(attempt) <= 1
 
 
-# --- a rank in a long call of its own
+PAUSE_AND_RESUME = (Fault(1, "step", 3, "pause", LONG_S), Fault(1, "event all_parked", 1, "resume"))
+STOP_LATER = Fault(2, "step", 9, "term")
+Check = Callable[[AttemptSeen], object]
+SCENES: dict[str, tuple[tuple[Fault, ...], dict[str, Any], Check]] = {
+    "SIGTERM to all processes, workers of loaders too: those live on until their rank leaves": (
+        *((Fault(0, "step", 3, "stop_all"),), {"workers": 2}, stopped_together),
+    ),
+    "a rank is paused while workers bring batches": (
+        *((*PAUSE_AND_RESUME, STOP_LATER), {"workers": 2}, paused_and_stopped),
+    ),
+    "suspended as Slurm does it, workers too": (
+        *((Fault(1, "step", 3, "suspend", 0.8), STOP_LATER), {"workers": 2}, stopped_together),
+    ),
+    "a rank that sleeps counts as parked, and what it wants to do then is held": (
+        (
+            Fault(1, "step", 3, "delay", 1.0),
+            Fault(0, "step", 3, "pause", LONG_S),
+            Fault(0, "event all_parked", 1, "resume"),
+            STOP_LATER,
+        ),
+        *({}, paused_and_stopped),
+    ),
+    "a stop while ranks choose what to load": (
+        *((Fault(2, "agree resume", 1, "term"),), {}, stopped_at_the_beginning),
+    ),
+    "a stop before the first step": (
+        (Fault(0, "event attempt_began", 1, "term"), Fault(1, "step", 1, "delay", 0.5)),
+        *({}, stopped_at_the_beginning),
+    ),
+    # each step is followed by four collectives, with a check after each
+    **{
+        f"a stop at check {check} of an evaluation": (
+            *((Fault(check % WORLD, "check", check, "term"),), {"checks": 4}, stopped_together),
+        )
+        for check in range(9, 13)
+    },
+    "Slurm preempts a suspended job: SIGCONT, and SIGTERM to all right behind it": (
+        (Fault(1, "step", 3, "suspend", 0.6), Fault(1, "event resumed", 1, "stop_all")),
+        *({}, stopped_together),
+    ),
+}
+LONG = ("a stop at check 10 of an evaluation", "a stop at check 11 of an evaluation")
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [pytest.param(one, marks=[pytest.mark.long] if one in LONG else []) for one in SCENES],
+)
+def test_all_pause_and_stop_together(scene: str, play: Play) -> None:
+    """What is done to one rank, or at a place of its own, is done by all, at one step."""
+    faults, options, check = SCENES[scene]
+    check(play(*faults, **options))
 
 
 def test_a_stop_waits_for_the_rank_that_sleeps(play: Play) -> None:
@@ -107,22 +138,6 @@ def test_a_stop_waits_for_the_rank_that_sleeps(play: Play) -> None:
     assert obeyed.mono_ns - asked.mono_ns > sleep.seconds / 2 * 1e9
 
 
-def test_a_pause_does_not_wait_for_the_rank_that_sleeps(play: Play) -> None:
-    """One rank sleeps when another is paused: all count as parked while it sleeps, for nothing is
-    in flight; what it then wants to do is held."""
-    attempt = play(
-        Fault(1, "step", 3, "delay", 1.0),
-        Fault(0, "step", 3, "pause", LONG_S),
-        Fault(0, "event all_parked", 1, "resume"),
-        Fault(2, "step", 9, "term"),
-    )
-    parked_with_none_in_flight(attempt)
-    stopped_together(attempt)
-
-
-# --- a stop at an unusual place
-
-
 @pytest.mark.parametrize("told", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_stop_before_all_ranks_have_come(told: int, play: Play) -> None:
     """One rank is told to stop while another is still on its way: they leave to run again, without
@@ -130,28 +145,6 @@ def test_a_stop_before_all_ranks_have_come(told: int, play: Play) -> None:
     attempt = play(Fault(1, "group", 1, "delay", 6.0), Fault(told, "claimed", 1, "term"))
     assert set(attempt.codes.values()) == {RUN_AGAIN}, attempt.said
     assert attempt.newest == 0
-
-
-def test_a_stop_while_ranks_choose_what_to_load(play: Play) -> None:
-    """A stop between joining and the first step: all stop before it, or behind it."""
-    attempt = play(Fault(2, "agree resume", 1, "term"))
-    assert stopped_together(attempt) <= 1
-
-
-def test_a_stop_before_the_first_step(play: Play) -> None:
-    """A stop before the first safe point: one step at the most is trained, and saved."""
-    attempt = play(Fault(0, "event attempt_began", 1, "term"), Fault(1, "step", 1, "delay", 0.5))
-    assert stopped_together(attempt) <= 1
-
-
-@pytest.mark.parametrize(
-    "check", [9, 12, *(pytest.param(check, marks=pytest.mark.long) for check in (10, 11))]
-)
-def test_a_stop_in_an_evaluation(check: int, play: Play) -> None:
-    """Each step is followed by four collectives with a check after each; a rank is told to stop at
-    one of them: all leave at the same, at a step that is complete."""
-    attempt = play(Fault(check % WORLD, "check", check, "term"), checks=4)
-    stopped_together(attempt)
 
 
 def test_a_stop_during_a_checkpoint(play: Play) -> None:
@@ -164,9 +157,6 @@ def test_a_stop_during_a_checkpoint(play: Play) -> None:
     )
     assert stopped_together(attempt) >= 2
     assert attempt.whole[0] == 2
-
-
-# --- a pause at an unusual place
 
 
 def test_a_pause_during_a_save(play: Play) -> None:
@@ -182,18 +172,6 @@ def test_a_pause_during_a_save(play: Play) -> None:
     stopped_together(attempt)
     kinds = [event.kind for event in attempt.events[1]]
     assert kinds.index(EventKind.SAVE_COMMITTED) < kinds.index(EventKind.RESUMED)
-
-
-def test_a_suspended_job_that_is_told_to_stop(play: Play) -> None:
-    """Slurm's way to preempt a suspended job: SIGCONT, and SIGTERM to all right behind it."""
-    attempt = play(
-        Fault(1, "step", 3, "suspend", 0.6),
-        Fault(1, "event resumed", 1, "stop_all"),
-    )
-    stopped_together(attempt)
-
-
-# --- a stop that does not go smoothly
 
 
 def test_a_second_stop_during_the_first(play: Play) -> None:

@@ -27,9 +27,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from coordination import crew
-from faults.families import coordinator_of
 from faults.plans import Fault
 from forkedranks import serve
+from kit.team import coordinator_of
 from torch.utils.data import DataLoader
 
 import hydroslurm

@@ -3,48 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forkedranks import start, wait_for_end
+from coordination.attempts import Attempt
+from forkedranks import start
 from processes import Child
-from zygote import forked
+from zygote import forked_program
 
 PROGRAM = Path(__file__).with_name("crew.py")
 
 
-@dataclass
-class Ranks:
-    """One scenario of crew.py that has begun."""
-
-    crew: Child
-    world: int
-    pids: dict[int, int]
-    codes: dict[int, int] = field(default_factory=dict)
-    begin: int = 0
-
-    def end(self) -> str:
-        """Wait until all ranks have ended; what they said."""
-        self.codes = wait_for_end(self.crew, self.world)
-        return "\n".join(self.crew.lines[self.begin :])
-
-
-Begin = Callable[..., Ranks]
+Begin = Callable[..., Attempt]
 
 
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
-    folder = tmp_path_factory.mktemp("crew")
-    tests = str(PROGRAM.parent.parent)
-    path = os.pathsep.join([tests, os.environ["PYTHONPATH"]])
-    text = f"__file__ = {str(PROGRAM)!r}\n" + PROGRAM.read_text().replace(
-        "from __future__ import annotations\n", ""
-    )
-    with forked(text, folder, environ={"PYTHONPATH": path}) as program:
+    with forked_program(PROGRAM, tmp_path_factory.mktemp("crew")) as program:
         program.expect("ready")
         yield program
 
@@ -54,10 +31,10 @@ def begin(crew: Child, tmp_path: Path) -> Begin:
     """Starts a scenario on "nodes" of so many ranks."""
     numbers = itertools.count()
 
-    def start_one(scenario: str, nodes: list[int], **options: Any) -> Ranks:
+    def start_one(scenario: str, nodes: list[int], **options: Any) -> Attempt:
         lines, world = len(crew.lines), sum(nodes)
         meet = str(tmp_path / f"meet-{next(numbers)}")
         pids = start(crew, world, scenario=scenario, nodes=nodes, meet=meet, **options)
-        return Ranks(crew, world, pids, begin=lines)
+        return Attempt(crew, world, pids, begin=lines)
 
     return start_one
