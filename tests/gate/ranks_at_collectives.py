@@ -1,5 +1,4 @@
-"""A program that has torch loaded and forks the two ranks of a small job for each scene that a line
-of stdin names. Says ``rank R: ...`` when a rank fails, and ``ended SCENE OK|FAILED`` at the end.
+"""Scenes of two forked ranks. Options, beside those of forkedranks.py: ``scene``.
 
 In each scene both ranks train in the main thread, and a thread of each plays the controller: it
 pauses the rank, tells the other how far it has come, lets it through to where the further one is,
@@ -10,18 +9,18 @@ from __future__ import annotations
 
 import os
 import random
-import sys
-import tempfile
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from forkedranks import serve
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -189,11 +188,14 @@ def both_ways(rank: int) -> Callable[[], object]:
 SCENES = {scene.__name__: scene for scene in (ddp, fsdp, functional_and_two_groups, both_ways)}
 
 
-def live(scene: str, rank: int, folder: Path, gate: NativeGate) -> None:
+def be_rank(options: dict[str, Any], rank: int) -> None:
+    warnings.simplefilter("ignore")
+    gate, folder = NativeGate(), Path(f"{options['meet']}-board")
+    folder.mkdir(exist_ok=True)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
+        "gloo", init_method=f"file://{options['meet']}", rank=rank, world_size=WORLD
     )
-    step = SCENES[scene](rank)
+    step = SCENES[options["scene"]](rank)
     step()
     board = Board(folder, rank)
     controller = Controller(gate, board, rank)
@@ -211,30 +213,5 @@ def live(scene: str, rank: int, folder: Path, gate: NativeGate) -> None:
     os._exit(0)  # torch may hang where a group goes with its last reference: it joins, with the GIL
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    gate = NativeGate()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        scene = line.strip()
-        with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder:
-            pids = [fork(scene, rank, Path(folder), gate) for rank in range(WORLD)]
-            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        print("ended", scene, "OK" if codes == [0] * WORLD else f"FAILED {codes}", flush=True)
-
-
-def fork(scene: str, rank: int, folder: Path, gate: NativeGate) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            live(scene, rank, folder, gate)
-        except BaseException:
-            print(f"rank {rank}: {traceback.format_exc()}", flush=True)
-        finally:
-            os._exit(1)
-    return pid
-
-
 if __name__ == "__main__":
-    main()
+    serve(be_rank)

@@ -181,16 +181,6 @@ def test_broken_library_is_not_believed(good_library: Path, tmp_path: Path, dama
     assert build.find(environ, torch=TORCH) is None
 
 
-def test_broken_cache_is_rebuilt(environ: dict[str, str], compiler: FakeCompiler) -> None:
-    """A truncated library in the cache is replaced by a whole one, once."""
-    library = build.ensure(environ, torch=TORCH).path
-    os.truncate(library, library.stat().st_size // 2)
-    assert build.ensure(environ, torch=TORCH).path == library
-    assert build.is_whole(library.parent)
-    assert build.ensure(environ, torch=TORCH).built_s is None
-    assert compiler.runs() == 2
-
-
 def test_whole_but_unloadable_is_rebuilt_once(
     environ: dict[str, str], compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -22,17 +21,10 @@ from hydroslurm.gate.protocol import (
     GateEvent,
     GateState,
     Phase,
-    SignalOutcome,
     SignalRule,
 )
 
 PAUSE = SignalRule(signo=signal.SIGUSR1, action=Action.PAUSE, causes=Cause.USER)
-RESUME = SignalRule(signo=signal.SIGUSR2, action=Action.RESUME, causes=Cause.USER)
-SUSPEND = SignalRule(signo=signal.SIGTSTP, action=Action.PAUSE, causes=Cause.SLURM)
-CONTINUE = SignalRule(
-    signo=signal.SIGCONT, action=Action.RESUME, causes=Cause.SLURM | Cause.TERMINAL
-)
-STOP = SignalRule(signo=signal.SIGTERM, action=Action.STOP, only_if_handled=True)
 
 
 def _model() -> nn.Module:
@@ -95,52 +87,6 @@ def _until(gate: HooksGate, kind: EventKind, *, limit_s: float = 30) -> list[Gat
 
 def _kinds(events: list[GateEvent]) -> list[EventKind]:
     return [event.kind for event in events]
-
-
-def test_a_request_holds_a_training_thread_and_lets_it_go(
-    gate: HooksGate, trainer: Trainer
-) -> None:
-    """From request to resume: no step while parked, the events come in order with rising times."""
-    gate.start([])
-    gate.request(Action.PAUSE, Cause.API)
-    seen = _until(gate, EventKind.PARKED)
-    assert gate.status().state is GateState.PARKED
-    assert (gate.status().held, gate.status().armed) == (1, True)
-    before = trainer.steps
-    assert gate.wait_events(0.1) == []
-    assert trainer.steps == before
-    gate.request(Action.RESUME, Cause.API)
-    seen += _until(gate, EventKind.FIRST_OPERATOR_RELEASED)
-    wait_until(lambda: trainer.has_moved(before), "a step after the resume")
-    assert _kinds(seen) == [
-        EventKind.SIGNAL_RECEIVED,
-        EventKind.GATE_CLOSED,
-        EventKind.FIRST_OPERATOR_HELD,
-        EventKind.PARKED,
-        EventKind.SIGNAL_RECEIVED,
-        EventKind.RESUMED,
-        EventKind.FIRST_OPERATOR_RELEASED,
-    ]
-    times = [event.mono_ns for event in seen]
-    assert times == sorted(times)
-    assert all(0 < event.value_ns <= event.mono_ns for event in seen if event.kind in (2, 4, 5))
-    assert seen[2].text in {"Linear", "ReLU", "Sequential"}
-    assert gate.status().state is GateState.RUNNING
-
-
-def test_runs_only_while_the_set_of_causes_is_empty(gate: HooksGate, trainer: Trainer) -> None:
-    """Two causes need two resumes; the one in between is a change of causes, not an opening."""
-    gate.start([])
-    gate.request(Action.PAUSE, Cause.USER)
-    gate.request(Action.PAUSE, Cause.SLURM)
-    _until(gate, EventKind.PARKED)
-    gate.request(Action.RESUME, Cause.SLURM | Cause.TERMINAL)
-    seen = _until(gate, EventKind.CAUSES_CHANGED)
-    assert seen[-1].causes == Cause.USER
-    assert gate.status().state is GateState.PARKED
-    gate.request(Action.RESUME, Cause.USER)
-    _until(gate, EventKind.RESUMED)
-    assert gate.status().causes == Cause(0)
 
 
 def test_a_stop_opens_for_good(gate: HooksGate, trainer: Trainer) -> None:
@@ -270,62 +216,6 @@ def test_weights_are_the_same_bits_with_and_without_pauses(gate: HooksGate) -> N
     assert all(torch.equal(a, b) for a, b in zip(plain, paused, strict=True))
 
 
-def test_signals_pause_chain_and_are_restored() -> None:
-    """USR1 parks and USR2 resumes, the handlers that were there run too, and stop() puts them
-    back."""
-    calls: list[int] = []
-    before = {
-        s: signal.signal(s, lambda signo, _: calls.append(signo))
-        for s in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-    }
-    installed = {s: signal.getsignal(s) for s in before}
-    gate, trainer = HooksGate(), Trainer()
-    try:
-        outcomes = gate.start([PAUSE, RESUME, SUSPEND, CONTINUE, STOP])
-        assert set(outcomes.values()) == {SignalOutcome.INSTALLED}
-        os.kill(os.getpid(), signal.SIGUSR1)
-        _until(gate, EventKind.PARKED)
-        os.kill(os.getpid(), signal.SIGCONT)  # takes only Slurm's and the terminal's causes
-        _until(gate, EventKind.SIGNAL_RECEIVED)
-        assert gate.status().state is GateState.PARKED
-        os.kill(os.getpid(), signal.SIGUSR2)
-        _until(gate, EventKind.FIRST_OPERATOR_RELEASED)
-        os.kill(os.getpid(), signal.SIGTERM)
-        _until(gate, EventKind.STOP_REQUESTED)
-        wait_until(lambda: len(calls) == 3, "the old handlers were called")
-        assert calls == [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM]
-        assert gate.stop() == 0
-        assert {s: signal.getsignal(s) for s in before} == installed
-        assert signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
-    finally:
-        gate.stop()
-        trainer.end()
-        for signo, handler in before.items():
-            signal.signal(signo, handler)
-
-
-def test_signals_that_were_ignored_stay_ignored(gate: HooksGate) -> None:
-    """nohup's choice is kept unless the rule says otherwise; a signal without a handler is left
-    alone where the rule asks for one."""
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        outcomes = gate.start([PAUSE, RESUME, STOP])
-        assert outcomes == {
-            signal.SIGUSR1: SignalOutcome.LEFT_ALONE,
-            signal.SIGUSR2: SignalOutcome.INSTALLED,
-            signal.SIGTERM: SignalOutcome.LEFT_ALONE,
-        }
-        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-        gate.stop()
-        forced = SignalRule(
-            signo=signal.SIGUSR1, action=Action.PAUSE, causes=Cause.USER, even_if_ignored=True
-        )
-        assert gate.start([forced]) == {signal.SIGUSR1: SignalOutcome.INSTALLED}
-    finally:
-        gate.stop()
-        signal.signal(signal.SIGUSR1, before)
-
-
 def test_a_suspend_and_a_resume_within_one_operator_end_in_running(tmp_path: Path) -> None:
     """TSTP then CONT, both while the main thread is in C with the GIL held, leave the rank running.
 
@@ -350,75 +240,6 @@ def test_a_suspend_and_a_resume_within_one_operator_end_in_running(tmp_path: Pat
     """
     with child(code, tmp_path, prefix=("setsid",)) as rank:
         assert rank.expect("ran") == "RUNNING"
-        assert rank.wait() == 0
-
-
-def test_ten_thousand_signals_in_a_row(tmp_path: Path) -> None:
-    """After a storm of pause and resume one resume is enough for training to go on."""
-    code = """
-        import os, signal, threading, torch
-        from hydroslurm.gate.hooks import HooksGate
-        from hydroslurm.gate.protocol import *
-        torch.set_num_threads(1)
-        gate = HooksGate()
-        gate.start([SignalRule(signo=signal.SIGUSR1, action=Action.PAUSE, causes=Cause.USER),
-                    SignalRule(signo=signal.SIGUSR2, action=Action.RESUME, causes=Cause.USER)])
-        model, data = torch.nn.Linear(8, 8), torch.ones(4, 8)
-        end = threading.Event()
-        def read():
-            while not end.is_set():
-                gate.wait_events(1)
-        threading.Thread(target=read, daemon=True).start()
-        print("ready", flush=True)
-        def talk():
-            input()
-            print("alive", flush=True)
-            input()
-            end.set()
-        threading.Thread(target=talk, daemon=True).start()
-        while not end.is_set():
-            model(data).sum().backward()
-        gate.stop()
-        print("ended", gate.status().closes, flush=True)
-    """
-    with child(code, tmp_path) as rank:
-        rank.expect("ready")
-        for _ in range(5000):
-            rank.signal(signal.SIGUSR1)
-            rank.signal(signal.SIGUSR2)
-        rank.say("talk")
-        rank.expect("alive")
-        rank.signal(signal.SIGUSR2)
-        rank.say("end")
-        assert int(rank.expect("ended")) >= 1
-        assert rank.wait() == 0
-
-
-def test_a_forked_child_neither_pauses_nor_dies_nor_disturbs_its_parent(tmp_path: Path) -> None:
-    """A pause signal to a forked child does nothing, in the child or in the parent; the child may
-    start a gate of its own."""
-    code = """
-        import os, signal, sys, torch
-        from hydroslurm.gate.hooks import HooksGate
-        from hydroslurm.gate.protocol import *
-        rules = [SignalRule(signo=signal.SIGUSR1, action=Action.PAUSE, causes=Cause.USER)]
-        gate = HooksGate()
-        gate.start(rules)
-        pid = os.fork()
-        if pid == 0:
-            for _ in range(3):
-                os.kill(os.getpid(), signal.SIGUSR1)
-            torch.nn.Linear(1, 1)(torch.ones(1, 1))
-            assert gate.stop() == 0
-            HooksGate().start(rules)
-            os._exit(7)
-        print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-        print("closes", gate.status().closes, gate.wait_events(0.05), flush=True)
-        gate.stop()
-    """
-    with child(code, tmp_path) as rank:
-        assert rank.expect("child") == "7"
-        assert rank.expect("closes") == "0 []"
         assert rank.wait() == 0
 
 

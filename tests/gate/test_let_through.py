@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import Child, child
+from forkedranks import start, wait_for_end
+from processes import Child
+from zygote import forked_program
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import InstallError
@@ -14,23 +16,21 @@ from hydroslurm.gate.native_gate import NativeGate
 from hydroslurm.gate.protocol import Action, Cause
 
 PROGRAM = Path(__file__).parent / "ranks_at_collectives.py"
-ENVIRON = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
-    folder = tmp_path_factory.mktemp("ranks")
-    with child(PROGRAM.read_text(), folder, str(folder), environ=ENVIRON) as program:
+    with forked_program(PROGRAM, tmp_path_factory.mktemp("ranks")) as program:
         program.expect("ready")
         yield program
 
 
 @pytest.mark.parametrize("scene", ["ddp", "fsdp", "functional_and_two_groups", "both_ways"])
-def test_ranks_meet_at_one_collective(ranks: Child, scene: str) -> None:
+def test_ranks_meet_at_one_collective(ranks: Child, scene: str, tmp_path: Path) -> None:
     """Two ranks that are paused anywhere are let through to the same collective: the numbers that
     torch keeps are equal and what was asked for to the one, none is in flight, and both go on."""
-    ranks.say(scene)
-    assert ranks.expect(f"ended {scene}", limit_s=180) == "OK", str(ranks)
+    start(ranks, 2, scene=scene, meet=str(tmp_path / "meet"))
+    assert wait_for_end(ranks, 2) == {0: 0, 1: 0}, str(ranks)
 
 
 def test_let_through_wants_a_number_and_a_started_gate() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
 import threading
 import time
@@ -14,15 +13,13 @@ import pytest
 import torch
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.errors import AlreadyInstalled, GateError, InstallError
+from hydroslurm.errors import GateError, InstallError
 from hydroslurm.gate.native_gate import NativeGate
 from hydroslurm.gate.protocol import (
     Action,
     Cause,
     GateEvent,
-    GateState,
     Phase,
-    SignalOutcome,
     SignalRule,
 )
 
@@ -91,73 +88,6 @@ def rank(gate: NativeGate) -> Iterator[Rank]:
 def _small_step() -> None:
     x = torch.ones(8, 8, requires_grad=True)
     (x @ x).relu().sum().backward()
-
-
-def test_main_thread_parks_and_goes_on(rank: Rank) -> None:
-    """A pause tells, in order: asked, closed, first operator held, parked; a resume: opened, and
-    the first thread that runs again."""
-
-    def script() -> None:
-        rank.pause()
-        rank.until(EventKind.PARKED)
-        assert rank.gate.status().state is GateState.PARKED
-        assert rank.gate.status().held == 1
-        rank.resume()
-        rank.until(EventKind.FIRST_OPERATOR_RELEASED)
-
-    rank.drive(_small_step, script)
-    assert rank.kinds() == [
-        EventKind.SIGNAL_RECEIVED,
-        EventKind.GATE_CLOSED,
-        EventKind.FIRST_OPERATOR_HELD,
-        EventKind.PARKED,
-        EventKind.SIGNAL_RECEIVED,
-        EventKind.RESUMED,
-        EventKind.FIRST_OPERATOR_RELEASED,
-    ]
-    stamps = [event.mono_ns for event in rank.events]
-    assert stamps == sorted(stamps)
-    held = rank.events[2]
-    assert held.text
-    assert held.tid == threading.main_thread().native_id
-    assert rank.gate.status().armed is False
-
-
-def _gradients(steps: int) -> str:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 8)
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    digest = hashlib.sha256()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(16, 32)).square().mean().backward()
-        optimizer.step()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            digest.update(parameter.grad.numpy().tobytes() + parameter.detach().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def test_gradients_are_bit_identical(rank: Rank) -> None:
-    """Gradients and weights over many steps have the same bits with and without 500 pauses."""
-    expected = _gradients(60)
-    results: list[str] = []
-
-    def script() -> None:
-        for n in range(1, 501):
-            rank.pause()
-            rank.until(EventKind.PARKED, n)
-            rank.resume()
-            rank.until(EventKind.RESUMED, n)
-        while not results:
-            threading.Event().wait(0.001)
-
-    rank.drive(lambda: results.append(_gradients(60)), script)
-    assert results
-    assert set(results) == {expected}
-    assert rank.kinds().count(EventKind.FIRST_OPERATOR_HELD) > 400
 
 
 class PythonNode(torch.autograd.Function):
@@ -307,29 +237,6 @@ def test_profiler_and_gate_coexist(rank: Rank) -> None:
     assert "aten::mm" in {row.key for row in profile.key_averages()}
 
 
-def test_starts_from_another_thread(gate: NativeGate) -> None:
-    """Started from any thread, it hears signals all the same; a second start is refused."""
-    with ThreadPoolExecutor(1) as pool:
-        outcome = pool.submit(gate.start, RULES).result()
-    assert set(outcome.values()) == {SignalOutcome.INSTALLED}
-    try:
-        with pytest.raises(AlreadyInstalled):
-            gate.start(RULES)
-        rank = Rank(gate)
-
-        def script() -> None:
-            signal.raise_signal(signal.SIGUSR1)
-            assert rank.until(EventKind.PARKED).causes == Cause.USER
-            signal.raise_signal(signal.SIGUSR2)
-            rank.until(EventKind.RESUMED)
-
-        rank.drive(_small_step, script)
-    finally:
-        gate.stop()
-        gate.wait_events(0)
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-
-
 def test_bad_tables_are_refused(gate: NativeGate) -> None:
     """A table that cannot be installed is refused with the signal's number, and nothing runs."""
     twice = (RULES[0], SignalRule(signal.SIGUSR1, Action.RESUME, Cause.USER))
@@ -349,19 +256,3 @@ def test_waiting_is_bounded_and_can_be_woken(rank: Rank) -> None:
         waiting = pool.submit(rank.gate.wait_events, LIMIT_S)
         rank.gate.wake()
         assert waiting.result(LIMIT_S) == []
-
-
-def test_stop_lets_everybody_go(gate: NativeGate) -> None:
-    """A gate that is stopped while it holds the main thread releases it."""
-    gate.start(RULES)
-    rank = Rank(gate)
-
-    def script() -> None:
-        rank.pause()
-        rank.until(EventKind.FIRST_OPERATOR_HELD)
-        gate.stop()
-        gate.start(RULES)
-
-    rank.drive(_small_step, script)
-    gate.stop()
-    gate.wait_events(0)

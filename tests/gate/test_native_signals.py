@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import Child, child, is_stopped, wait_until
+from processes import Child, child, wait_until
 from zygote import forked
 
 from hydroslurm.gate.native_gate import NativeGate
@@ -131,24 +130,6 @@ def test_parks_inside_a_long_backward(tmp_path: Path) -> None:
         assert rank.wait() == 0
 
 
-def test_sigcont_ends_slurms_pause_only(train: Child) -> None:
-    """SIGTSTP parks and SIGCONT continues; a person's pause stays through both, and through the
-    SIGSTOP and SIGCONT of a suspension, after which the clocks have jumped."""
-    pause(train, signal.SIGTSTP)
-    resume(train, signal.SIGCONT)
-    pause(train)
-    for signo in (signal.SIGTSTP, signal.SIGCONT):
-        train.signal(signo)
-        train.expect("CAUSES_CHANGED")
-    train.signal(signal.SIGSTOP)
-    wait_until(lambda: is_stopped(train.pid), "SIGSTOP")
-    train.signal(signal.SIGCONT)
-    train.expect(f"SIGNAL_RECEIVED {signal.SIGCONT:d}")
-    seen = len(train.lines)
-    resume(train)
-    assert not any(line.startswith("RESUMED") for line in train.lines[:seen][-3:])
-
-
 def test_no_handler_of_ours_interrupts_another(tmp_path: Path) -> None:
     """A resume right behind its pause would else be answered first, and the rank stay paused."""
     code = """
@@ -194,74 +175,6 @@ def test_python_handler_runs_while_parked(tmp_path: Path) -> None:
         said(rank, "left")
         said(rank, "STOP_REQUESTED")
         said(rank, "RESUMED", 2)
-
-
-def test_later_handler_is_noticed_and_left(tmp_path: Path) -> None:
-    """signal.signal() by the user after us is reported at the next check, and survives our stop;
-    what was there before us comes back."""
-    code = """
-    mine = lambda *_: None
-    signal.signal(signal.SIGUSR2, mine)
-    gate.start(RULES)
-    signal.signal(signal.SIGUSR1, mine)
-    print("replaced", gate.check_handlers(), gate.stop())
-    os.kill(os.getpid(), signal.SIGUSR1)
-    os.kill(os.getpid(), signal.SIGUSR2)
-    print("alive", signal.getsignal(signal.SIGUSR2) is mine)
-    """
-    with forked(program(code), tmp_path) as rank:
-        assert rank.expect("replaced") == "1 1"
-        assert rank.expect("alive") == "True"
-        assert rank.wait() == 0
-
-
-def test_ignored_signal_is_left_alone(tmp_path: Path) -> None:
-    """Started with SIGUSR1 ignored, as under nohup: it stays ignored, and the rank runs on."""
-    code = """
-    outcome = start()
-    print("outcome", [outcome[s].name for s in (signal.SIGUSR1, signal.SIGUSR2)])
-    os.kill(os.getpid(), signal.SIGUSR1)
-    os.kill(os.getpid(), signal.SIGUSR2)
-    step()
-    print("status", gate.status().closes)
-    """
-    prefix = ("sh", "-c", 'trap "" USR1; exec "$@"', "sh")
-    with child(program(code), tmp_path, prefix=prefix) as rank:
-        assert rank.expect("outcome") == "['LEFT_ALONE', 'INSTALLED']"
-        assert rank.expect("status") == "0"
-
-
-LOADER = """
-start()
-class Items(torch.utils.data.Dataset):
-    def __len__(self):
-        return 10**6
-    def __getitem__(self, i):
-        return torch.full((4,), float(i)).add(1)
-loader = torch.utils.data.DataLoader(Items(), num_workers=2, multiprocessing_context="fork")
-batches = iter(loader)
-next(batches)
-print("workers", *(w.pid for w in batches._workers))
-for line in sys.stdin:
-    print("batch", float(next(batches).sum()))
-"""
-
-
-def test_forked_workers_neither_act_nor_die(tmp_path: Path) -> None:
-    """Pause signals to forked DataLoader workers do nothing to them: the next batches come, in
-    order; and the workers end with their loader, which sends them SIGTERM."""
-    with forked(program(LOADER), tmp_path) as rank:
-        workers = [int(pid) for pid in rank.expect("workers").split()]
-        for signo in (signal.SIGUSR1, signal.SIGTSTP, signal.SIGUSR1):
-            for pid in workers:
-                os.kill(pid, signo)
-        for n in range(1, 12):
-            rank.say("next")
-            assert float(rank.expect("batch")) == 4.0 * (n + 1)
-        assert rank.process.stdin is not None
-        rank.process.stdin.close()
-        assert rank.wait() == 0
-        assert not any(line.startswith("SIGNAL_RECEIVED") for line in rank.lines)
 
 
 GLOO = """
@@ -329,29 +242,6 @@ def test_exit_while_a_daemon_thread_is_held(tmp_path: Path) -> None:
     """
     with forked(program(code), tmp_path) as rank:
         assert rank.wait() == 5, str(rank)
-
-
-def test_quiet_main_thread_counts_as_parked(tmp_path: Path) -> None:
-    """A rank whose main thread waits for input, issuing nothing, is parked; it is held when it
-    comes back, and told as late."""
-    code = """
-    start()
-    print("ready")
-    sys.stdin.readline()
-    step()
-    print("stepped")
-    sys.stdin.readline()
-    """
-    with forked(program(code), tmp_path) as rank:
-        rank.expect("ready")
-        pause(rank)
-        rank.say("go on")
-        rank.expect("LATE_OPERATOR_HELD")
-        resume(rank)
-        rank.say("leave")
-        assert rank.wait() == 0
-        assert "stepped" in rank.lines
-        assert not any(line.startswith("FIRST_OPERATOR_HELD") for line in rank.lines)
 
 
 def test_forked_child_of_a_paused_rank_runs(tmp_path: Path) -> None:

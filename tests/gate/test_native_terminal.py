@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import wait_until
+from processes import stat_of, wait_until
 
 from hydroslurm.gate.native_gate import NativeGate
 
@@ -96,11 +96,6 @@ def members(session: int) -> list[int]:
     return found
 
 
-def state_of(pid: int) -> str:
-    """As in /proc/PID/stat: T is stopped."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 @contextlib.contextmanager
 def terminal(argv: list[str], folder: Path) -> Iterator[Terminal]:
     opened = Terminal(argv, folder)
@@ -152,7 +147,7 @@ def test_ctrl_z_in_a_script_stops_the_job(script: Path) -> None:
         tty.type("\x1a")
         tty.expect("Stopped")
         # the shell says so when its own child, the script, has stopped; the rank parks first
-        wait_until(lambda: state_of(rank) == "T", "the rank to stop", limit_s=LIMIT_S)
+        wait_until(lambda: stat_of(rank)[0] == "T", "the rank to stop", limit_s=LIMIT_S)
         tty.type("fg\n")
         tty.expect("<RESUMED>")
         tty.type("\x1a")

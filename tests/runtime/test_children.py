@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import Child, child, descendants, wait_until
+from processes import Child, child, descendants, stat_of, wait_until
 
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.runtime import client
@@ -174,11 +174,11 @@ class Family:
         os.killpg(self.rank.pid, signo)
 
     def stands_still(self) -> bool:
-        assert not any(_is_stopped(pid) for pid in self.runs_on)
-        return all(_is_stopped(pid) for pid in self.stopped)
+        assert not any(stat_of(pid)[0] == "T" for pid in self.runs_on)
+        return all(stat_of(pid)[0] == "T" for pid in self.stopped)
 
     def goes_on(self) -> bool:
-        return not any(_is_stopped(pid) for pid in self.stopped)
+        return not any(stat_of(pid)[0] == "T" for pid in self.stopped)
 
     def works(self) -> None:
         """Nothing was lost or torn in the queue, and a pool answers."""
@@ -193,10 +193,6 @@ def family(tmp_path: Path) -> Iterator[Family]:
             yield Family(rank, tmp_path / "run")
         finally:
             os.killpg(rank.pid, signal.SIGKILL)
-
-
-def _is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def test_children_stand_still_with_their_rank(family: Family) -> None:

@@ -22,6 +22,7 @@ from hydroslurm.errors import (
     TorchMissing,
     UsageError,
 )
+from hydroslurm.gate import GateKind
 from hydroslurm.gate.protocol import GateState
 
 
@@ -44,22 +45,27 @@ def _clean():
         hydroslurm.uninstall()
 
 
-def test_uninstall_restores_every_handler() -> None:
+with_both_gates = pytest.mark.parametrize("gate", ["native", "hooks"])
+
+
+@with_both_gates
+def test_uninstall_restores_every_handler(gate: GateKind) -> None:
     """The kernel's view of caught signals is the same before install and after uninstall."""
     before = _caught()
-    hydroslurm.install()
+    hydroslurm.install(gate=gate)
     assert _catches(signal.SIGUSR1)
     assert _catches(signal.SIGTSTP)
     assert hydroslurm.uninstall() == 0
     assert _caught() == before
 
 
-def test_earlier_handlers_are_chained_and_come_back() -> None:
+@with_both_gates
+def test_earlier_handlers_are_chained_and_come_back(gate: GateKind) -> None:
     """A Python handler that was there before still runs, during and after."""
     seen: list[int] = []
     before = signal.signal(signal.SIGCONT, lambda signo, _: seen.append(signo))
     try:
-        with hydroslurm.installed():
+        with hydroslurm.installed(gate=gate):
             signal.raise_signal(signal.SIGCONT)
             assert seen == [signal.SIGCONT]
         signal.raise_signal(signal.SIGCONT)
@@ -257,20 +263,21 @@ def test_wrapping_wrongly_is_explained() -> None:
     assert second.controller is engine.controller
 
 
-def test_a_forked_child_is_not_installed_and_may_install(tmp_path: Path) -> None:
+@with_both_gates
+def test_a_forked_child_is_not_installed_and_may_install(gate: GateKind, tmp_path: Path) -> None:
     """After fork the child says so, is not paused with its parent, and can become pausable
     itself."""
     code = """
-        import os, signal, torch, hydroslurm
-        hydroslurm.install()
+        import os, signal, sys, torch, hydroslurm
+        hydroslurm.install(gate=sys.argv[1])
         torch.ones(2)
         pid = os.fork()
         if pid == 0:
             assert not hydroslurm.is_installed()
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGTSTP)
-            torch.ones(2) + 1
-            hydroslurm.install()
+            torch.nn.Linear(1, 1)(torch.ones(2, 1))
+            hydroslurm.install(gate=sys.argv[1])
             hydroslurm.controller().pause()
             while not hydroslurm.controller().status().causes:
                 pass
@@ -280,7 +287,7 @@ def test_a_forked_child_is_not_installed_and_may_install(tmp_path: Path) -> None
         print("status", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         print("parent", hydroslurm.controller().state.name)
     """
-    with child(code, tmp_path) as parent:
+    with child(code, tmp_path, gate) as parent:
         assert parent.expect("status") == "7", str(parent)
         assert parent.expect("parent") == "RUNNING"
 
@@ -339,20 +346,22 @@ def test_dataloader_workers_live_through_pauses(tmp_path: Path, method: str) -> 
         assert rank.wait() == 0, str(rank)
 
 
-def test_signals_ignored_at_start_stay_ignored(tmp_path: Path) -> None:
+@with_both_gates
+def test_signals_ignored_at_start_stay_ignored(gate: GateKind, tmp_path: Path) -> None:
     """Under nohup-like starts the signal is left alone and listed, unless it is asked for."""
     code = """
-        import os, signal, hydroslurm
+        import os, signal, sys, hydroslurm
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        first = hydroslurm.install()
+        first = hydroslurm.install(gate=sys.argv[1])
         os.kill(os.getpid(), signal.SIGUSR1)
         print("skipped", sorted(first.skipped))
         print("causes", int(first.status().causes))
         hydroslurm.uninstall()
-        second = hydroslurm.install(signals=hydroslurm.SignalPlan(even_if_ignored=True))
+        plan = hydroslurm.SignalPlan(even_if_ignored=True)
+        second = hydroslurm.install(signals=plan, gate=sys.argv[1])
         print("then", "SIGUSR1" in second.skipped)
     """
-    with child(code, tmp_path) as program:
+    with child(code, tmp_path, gate) as program:
         assert "SIGUSR1" in program.expect("skipped")
         assert program.expect("causes") == "0"
         assert program.expect("then") == "False"

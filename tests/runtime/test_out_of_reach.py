@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import child, wait_until
+from processes import child, descendants, has_ended, wait_until
 
 from hydroslurm.runtime import out_of_reach
 from hydroslurm.runtime.out_of_reach import OutOfReach
@@ -60,13 +60,6 @@ def started() -> tuple[int, int, int]:
     return pid, told, has
 
 
-def below(pid: int) -> list[int]:
-    """As proctrack/linuxproc goes: from parent to child."""
-    paths = Path(f"/proc/{pid}/task").glob("*/children")
-    children = [int(word) for path in paths for word in path.read_text().split()]
-    return [*children, *(one for child in children for one in below(child))]
-
-
 def test_a_signal_for_all_below_the_rank_does_not_reach_it(core: Path) -> None:
     """Whoever has started it sees it end when it does, with its exit status; another program is
     started as ever."""
@@ -79,9 +72,9 @@ def test_a_signal_for_all_below_the_rank_does_not_reach_it(core: Path) -> None:
         reach.uninstall()
     pid, told, has = started()
     assert told == has != os.getpid()
-    assert pid not in below(os.getpid())
+    assert pid not in descendants(os.getpid())
     assert program.args == [core, "--pid", str(os.getpid())]
-    for one in (program.pid, *below(program.pid), other.pid):
+    for one in (program.pid, *descendants(program.pid), other.pid):
         os.kill(one, signal.SIGTERM)
     assert other.wait(60) == -signal.SIGTERM
     assert program.poll() is None
@@ -95,9 +88,9 @@ def test_it_ends_with_the_rank(core: Path, tmp_path: Path) -> None:
     with child(RANK, tmp_path, str(core)) as rank:
         rank.expect("ready")
         pid, keeper, _ = started()
-        for one in (rank.pid, *below(rank.pid)):
+        for one in (rank.pid, *descendants(rank.pid)):
             os.kill(one, signal.SIGKILL)
-        wait_until(lambda: not runs(pid) and not runs(keeper), "the end of both")
+        wait_until(lambda: has_ended(pid) and has_ended(keeper), "the end of both")
 
 
 def test_a_kernel_without_pidfd_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +112,3 @@ def test_without_it_the_signal_ends_the_program(core: Path) -> None:
     started()
     program.terminate()
     assert program.wait(60) == -signal.SIGTERM
-
-
-def runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"

@@ -6,7 +6,6 @@ import pytest
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.gate.protocol import GATE_EVENT_KINDS, Cause, GateEvent, Phase
-from hydroslurm.runtime.device import Drain
 from hydroslurm.runtime.recorder import Recorder
 
 
@@ -52,15 +51,3 @@ def test_pauses_are_counted() -> None:
 def test_every_gate_event_has_a_record(kind: EventKind) -> None:
     """No kind of gate event is lost on the way to the log; the guard tells of handlers."""
     assert isinstance(Recorder().record(_seen(kind, 1)).kind, EventKind)
-
-
-def test_a_device_that_does_not_drain_is_said_so() -> None:
-    """A drain that ran out of time gives not_drained with the reason, never drained."""
-    record = Recorder().drain(3, Drain((0,), False, 10.0, "still busy after 10 s"))
-    assert record.kind is EventKind.NOT_DRAINED
-    assert record.data == {
-        "pause": 3,
-        "devices": [0],
-        "waited_s": 10.0,
-        "reason": "still busy after 10 s",
-    }

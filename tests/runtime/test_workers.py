@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import Child, child, wait_until
+from processes import Child, child, has_ended, wait_until
 from torch.utils.data import DataLoader
 
 from hydroslurm.runtime.child_signals import iterate, shielded
@@ -106,7 +106,7 @@ def test_without_the_shield_workers_die(program: Child) -> None:
     """What it is for: torch raises in the rank because a worker was killed."""
     pids = workers(program)
     to_all(program, signal.SIGTERM)
-    wait_until(lambda: all(_dead(pid) for pid in pids), "the workers die")
+    wait_until(lambda: all(map(has_ended, pids)), "the workers die")
     program.say("on")
     assert program.wait() == 1
     assert "DataLoader worker" in str(program)
@@ -127,15 +127,7 @@ def test_a_worker_that_hangs(program: Child) -> None:
     pids = workers(program)
     program.say("on")
     program.expect("gone")
-    wait_until(lambda: all(_dead(pid) for pid in pids), "the workers end")
-
-
-def _dead(pid: int) -> bool:
-    """Gone, or waiting for its parent to notice."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+    wait_until(lambda: all(map(has_ended, pids)), "the workers end")
 
 
 def test_the_mask_is_put_back() -> None:
