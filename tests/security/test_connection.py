@@ -11,11 +11,11 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.team import Team, all_at_once, coordinators_at
 from processes import wait_until
 
 import hydroslurm
@@ -28,14 +28,12 @@ from hydroslurm.coordination.authentication import (
     RankGreeting,
 )
 from hydroslurm.coordination.channel import find_coordinator, join_coordinator
-from hydroslurm.coordination.client import CoordinatorClient
 from hydroslurm.coordination.frames import Sealer, Unsealer, pack
 from hydroslurm.coordination.rendezvous import start_coordinator
-from hydroslurm.coordination.secret import KEYS, Secret, find_secret
+from hydroslurm.coordination.secret import KEYS, find_secret
 from hydroslurm.coordination.world import KEY_ENV, World
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import NoSecret, SaveFailed, UntrustedFile, UsageError
-from hydroslurm.gate.protocol import Action, Cause, GateState, GateStatus
 from hydroslurm.slurm.munge import Munge
 
 PACKAGE = Path(hydroslurm.__file__).parent
@@ -71,70 +69,31 @@ ATTACKS = """
 """
 
 
-class OpenGate:
-    """A gate that never closes: nothing here is about pausing."""
-
-    def status(self) -> GateStatus:
-        return GateStatus(GateState.RUNNING, Cause(0), 0, 0, False, 0, 0, 0, 0)
-
-    def request(self, action: Action, causes: Cause) -> None:
-        assert action is Action.RESUME, "somebody has paused this rank"
-
-
-def ranks_of(attempt: str, world_size: int = 2) -> list[CoordinatorClient]:
-    """The ranks of one attempt, all in this process."""
-    secret = Secret("environment", secrets.token_bytes(32))
-    made = [
-        CoordinatorClient(
-            World(rank=rank, world_size=world_size, local_rank=rank, incarnation_id=attempt),
-            OpenGate(),  # type: ignore[arg-type]
-            secret=lambda: secret,
-            emit=lambda *_: None,
-            on_barrier_called=lambda *_: pytest.fail("somebody has called a stop"),
-            warn=lambda _: None,
-        )
-        for rank in range(world_size)
-    ]
-    for one in made:
-        one.start()
-    for one in made:
-        assert one.wait_for_all(timeout_s=60)
-    return made
-
-
-def agree(ranks: list[CoordinatorClient], topic: str) -> list[Mapping[int, Any]]:
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(lambda one: one.agree(topic, one.rank), ranks))
-
-
 def test_a_stranger_can_neither_end_nor_steer_nor_crowd_out(stranger: Any) -> None:
     """All that ended, stopped or starved a job before: the ranks notice nothing of it."""
-    attempt = f"attacked {secrets.token_hex(4)}"
-    ranks = ranks_of(attempt)
+    team = Team()
+    ranks = team.join(2)
     channel = ranks[0]._channel
     assert channel is not None
     port = channel._connection.getpeername()[1]
     with stranger.popen(
-        "/usr/bin/python3", "-c", textwrap.dedent(ATTACKS), str(port), attempt,
+        "/usr/bin/python3", "-c", textwrap.dedent(ATTACKS), str(port), team.incarnation_id,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as attack:  # fmt: skip
         assert attack.stdout.readline() == "all refused\n"
-        assert agree(ranks, "one") == [{0: 0, 1: 1}] * 2
+        told = all_at_once(*(lambda one=one: one.agree("one", one.rank) for one in ranks))
+        assert told == [{0: 0, 1: 1}] * 2
         assert attack.stdout.readline() == "holding\n"
-        assert agree(ranks, "two") == [{0: 0, 1: 1}] * 2
+        told = all_at_once(*(lambda one=one: one.agree("two", one.rank) for one in ranks))
+        assert told == [{0: 0, 1: 1}] * 2
         assert [one.gone for one in ranks] == [{}, {}]
         assert not any(one.stop_barriers.is_called or one.lost for one in ranks)
         for one in ranks:
             one.done = True
             one.leave()
         # the stranger still holds its connections: they keep nothing alive
-        wait_until(lambda: not _listens(port), "the coordinator to end")
+        wait_until(lambda: not coordinators_at(port), "the coordinator to end")
         attack.stdin.write("\n")
-
-
-def _listens(port: int) -> bool:
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return any(row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port for row in rows)
 
 
 # --- what a peer says

@@ -12,7 +12,7 @@ import pytest
 from processes import wait_until
 from zygote import forked
 
-from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import read_status
 from hydroslurm.runtime import client
@@ -110,23 +110,3 @@ def test_a_pause_is_answered_on_a_full_disk(small_disk: Path, tmp_path: Path) ->
         assert stamps == sorted(stamps)
         assert sum("events cannot be written" in line for line in trainer.lines) == 1
         wait_until(lambda: any("again" in line for line in trainer.lines), "one line that it works")
-
-
-def test_the_next_attempt_begins_with_a_whole_line(small_disk: Path, tmp_path: Path) -> None:
-    """The first line after an attempt that was killed while the disk was full is whole."""
-    run = RunDir(small_disk / "run")
-    log = run.rank_events(0)
-    with forked(TRAIN, tmp_path, str(run.root)) as trainer:
-        trainer.expect("ready")
-        with _full(small_disk):
-            for _ in range(5):
-                assert client.pause(trainer.pid).done
-                assert client.resume(trainer.pid).done
-            assert client.pause(trainer.pid).done
-            trainer.process.kill()
-            trainer.process.wait()
-    with forked(TRAIN, tmp_path, str(run.root)) as trainer:
-        trainer.expect("ready")
-        found, _ = _whole_lines(log)
-        assert [event.kind for event in found].count(EventKind.INSTALLED) == 2
-        assert [event.kind for event in read_events(log)][-1] is EventKind.INSTALLED

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from gate.test_build import FakeCompiler
 
 from hydroslurm.errors import UntrustedFile
 from hydroslurm.gate import build
@@ -54,14 +55,7 @@ def marker(tmp_path: Path) -> Path:
 @pytest.fixture
 def environ(tmp_path: Path, good_library: Path) -> dict[str, str]:
     """A compiler that "compiles" by copying: a build takes no ten seconds."""
-    compiler = tmp_path / "c++"
-    compiler.write_text(
-        "#!/bin/sh\n"
-        'while [ $# -gt 0 ]; do [ "$1" = -o ] && out=$2; shift; done\n'
-        f'cp "{good_library}" "$out"\n'
-    )
-    compiler.chmod(0o755)
-    return {"CXX": str(compiler)}
+    return {"CXX": str(FakeCompiler(tmp_path / "bin", good_library).path)}
 
 
 @pytest.fixture
@@ -98,48 +92,21 @@ def _plant(stranger: Stranger, evil: Path, root: Path) -> Path:
     return folder
 
 
-def test_a_planted_cache_does_not_run(
-    scratch: Path, evil: Path, marker: Path, environ: dict[str, str], stranger: Stranger
-) -> None:
-    """Below a scratch XDG_CACHE_HOME a neighbour made hydroslurm/gate first: one warning says whose
-    it is, and a gate of our own is loaded from a private folder."""
-    _plant(stranger, evil, scratch / "hydroslurm" / "gate")
-    done = python(LOAD, XDG_CACHE_HOME=str(scratch), **environ)
-    assert "loaded every operator" in done.stdout, done.stdout
-    assert not marker.exists()
-    assert done.stdout.count(f"belongs to uid {stranger.uid}") == 1
-
-
-def test_a_cache_that_all_can_write_does_not_run(
-    scratch: Path, evil: Path, marker: Path, environ: dict[str, str], stranger: Stranger
-) -> None:
-    """Neither does one that we made ourselves, once, with everybody's rights."""
-    root = scratch / "hydroslurm" / "gate"
-    root.mkdir(parents=True)
-    root.chmod(0o777)
-    _plant(stranger, evil, root)
-    done = python(LOAD, XDG_CACHE_HOME=str(scratch), **environ)
-    assert "loaded every operator" in done.stdout, done.stdout
-    assert not marker.exists()
-    assert f"others can write {root}" in done.stdout
-
-
-def test_a_planted_library_in_a_mended_cache_is_not_built_over(
-    scratch: Path, evil: Path, marker: Path, environ: dict[str, str], stranger: Stranger
-) -> None:
-    """The root was closed later, and the stranger's folder is still in it, where they could replace
-    what we build: it is built elsewhere."""
-    root = scratch / "hydroslurm" / "gate"
-    root.mkdir(parents=True)
-    root.chmod(0o777)
-    _plant(stranger, evil, root)
-    root.chmod(0o700)
-    done = python(LOAD, XDG_CACHE_HOME=str(scratch), **environ)
-    assert "loaded every operator" in done.stdout, done.stdout
-    assert not marker.exists()
-
-
-def test_a_planted_site_folder_does_not_run(
+@pytest.mark.parametrize(
+    ("place", "mode", "then", "said"),
+    [
+        ("XDG_CACHE_HOME", None, None, "belongs to uid {uid}"),
+        ("XDG_CACHE_HOME", 0o777, None, "others can write {root}"),
+        ("XDG_CACHE_HOME", 0o777, 0o700, "belongs to uid {uid}"),
+        (SITE_DIR_ENV, None, None, f"{SITE_DIR_ENV} is passed over"),
+    ],
+    ids=["a cache of theirs", "one that all can write", "one that was closed later", "a site's"],
+)
+def test_a_planted_library_does_not_run(
+    place: str,
+    mode: int | None,
+    then: int | None,
+    said: str,
     scratch: Path,
     tmp_path: Path,
     evil: Path,
@@ -147,13 +114,21 @@ def test_a_planted_site_folder_does_not_run(
     environ: dict[str, str],
     stranger: Stranger,
 ) -> None:
-    """HYDROSLURM_GATE_DIR is believed no more than a cache; the warning names the variable."""
-    _plant(stranger, evil, scratch / "site")
-    more = {SITE_DIR_ENV: str(scratch / "site"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = python(LOAD, **environ, **more)
+    """Whoever made the folder: one warning says what is wrong with it, and a gate of our own is
+    loaded from elsewhere."""
+    root = scratch if place == SITE_DIR_ENV else scratch / "hydroslurm" / "gate"
+    if mode is not None:
+        root.mkdir(parents=True)
+        root.chmod(mode)
+    _plant(stranger, evil, root)
+    if then is not None:
+        root.chmod(then)
+    done = python(
+        LOAD, **environ, **{"XDG_CACHE_HOME": str(tmp_path / "cache"), place: str(scratch)}
+    )
     assert "loaded every operator" in done.stdout, done.stdout
     assert not marker.exists()
-    assert done.stdout.count(f"{SITE_DIR_ENV} is passed over") == 1
+    assert done.stdout.count(said.format(uid=stranger.uid, root=root)) == 1
 
 
 def test_a_sites_own_account_is_believed(tmp_path: Path, good_library: Path) -> None:

@@ -134,37 +134,30 @@ def open_run(lab: Path, lived: Path, stranger: Stranger) -> Path:
     return run
 
 
-def test_a_planted_marker_counts_for_nothing(open_run: Path, stranger: Stranger) -> None:
-    """A finished.json of somebody else's is named in one warning, and the run trains on."""
-    marker = open_run / "finished.json"
-    stranger.python("import sys; open(sys.argv[1], 'w').write(sys.argv[2])", str(marker), FINISHED)
+ATTEMPTS = "".join(
+    f'{{"attempt": {attempt}, "began_epoch_ns": 1, "step": 3}}\n' for attempt in range(1, 40)
+)
+"""A run that has failed too often."""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("finished.json", FINISHED), ("attempts.jsonl", ATTEMPTS)]
+)
+def test_a_planted_file_does_not_end_a_run(
+    name: str, text: str, open_run: Path, stranger: Stranger
+) -> None:
+    """Somebody else's is named in one warning and counts for nothing; ours is written again."""
+    planted = open_run / name
+    planted.unlink(missing_ok=True)
+    stranger.python("import sys; open(sys.argv[1], 'w').write(sys.argv[2])", str(planted), text)
     done = train(open_run)
     assert "at step 3 with 2.0" in done.stdout, done.stdout
-    assert done.stdout.count(f"{marker} belongs to uid {stranger.uid}") == 1
+    assert done.stdout.count(f"{planted} belongs to uid {stranger.uid}") == 1
     finished.write(RunDir(open_run), step=9)
     assert finished.step_of(RunDir(open_run)) == 9
-
-
-def test_planted_attempts_do_not_end_a_run(open_run: Path, stranger: Stranger) -> None:
-    """An attempts.jsonl of somebody else's, which says that the run has failed too often, is set
-    aside with a warning."""
-    attempts = open_run / "attempts.jsonl"
-    attempts.unlink()
-    stranger.python(
-        """
-        import json, sys
-        with open(sys.argv[1], "w") as file:
-            for attempt in range(1, 40):
-                row = {"attempt": attempt, "began_epoch_ns": 1, "step": 3}
-                file.write(json.dumps(row) + chr(10))
-        """,
-        str(attempts),
-    )
-    done = train(open_run)
-    assert "at step 3 with 2.0" in done.stdout, done.stdout
-    assert f"{attempts} belongs to uid {stranger.uid}" in done.stdout
-    assert [attempt.number for attempt in AttemptLog(attempts).attempts()] == [1]
-    assert attempts.stat().st_uid == os.getuid()
+    numbers = [one.number for one in AttemptLog(open_run / "attempts.jsonl").attempts()]
+    assert numbers == ([1] if name == "attempts.jsonl" else [1, 2])
+    assert planted.stat().st_uid == os.getuid()
 
 
 def test_links_in_the_place_of_attempts_are_not_followed(
