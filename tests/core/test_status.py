@@ -62,13 +62,6 @@ def test_a_stop_is_not_undone_by_the_opening_of_the_gate() -> None:
     assert state.state == "stopping"
 
 
-def test_a_requeued_rank_begins_anew() -> None:
-    """The next attempt's first event forgets the pause of the one before."""
-    state = fold([*PAUSED, _event(EventKind.INSTALLED, 20)])
-    assert state is not None
-    assert (state.state, state.causes, state.pauses) == ("running", (), 0)
-
-
 def test_a_rank_that_is_let_through_stays_parked() -> None:
     """It parks again behind each collective; its state, since when, and its latency are those of
     the first time."""
@@ -160,6 +153,7 @@ def test_what_outlives_an_attempt() -> None:
     assert (status.save_s, status.preempted) == (2.5, ((0, 8),))
     assert (sum(status.pause_counts), status.pause_sum_s) == (1, 51.5e-6)
     assert (status.started, status.pauses) == (Moment(20, 20), 0)
+    assert (status.state, status.causes) == ("running", ())
     other = after(status, replace(again, job_id=5))
     assert (other.preempted, other.committed_step) == ((), 40)
 

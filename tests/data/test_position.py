@@ -246,22 +246,6 @@ def test_without_batches() -> None:
     assert_same_run(make, "step 2", "step 21", "step 22", "end 0", "step 40")
 
 
-def test_drop_last_and_another_batch_size() -> None:
-    """The position counts samples, so the batches may become larger inside an epoch."""
-
-    def make(size: int) -> Any:
-        return position_of(
-            DataLoader(Augmented(), size, sampler=ResumableSampler(SAMPLES), drop_last=True)
-        )
-
-    whole = [int(row[0]) for batch in make(1).begin_epoch(4) for row in batch]
-    position = make(4)
-    batches = position.begin_epoch(4)
-    seen = [int(row[0]) for _ in range(3) for row in next(batches)]
-    seen += [int(row[0]) for batch in make(5).resume_epoch(position.state_dict()) for row in batch]
-    assert seen == whole
-
-
 @SKIPPED
 def test_a_batch_sampler_of_ones_own_is_replayed() -> None:
     """Where the number of samples in a batch cannot be computed, nothing is guessed."""

@@ -164,20 +164,6 @@ def test_any_step(folder: Path, workers: int) -> None:
         assert len(loader) == 5
 
 
-def test_a_step_is_the_same_for_any_number_of_ranks(folder: Path) -> None:
-    """Two steps of three ranks, one of two, the rest of one: each sample once."""
-    together: list[int] = []
-    data = Numbers(folder)
-    for ranks, step, upto in ((3, 0, 2), (2, 2, 1), (1, 3, None)):
-        for rank in range(ranks):
-            sampler = ResumableSampler(data, rank=rank, world_size=ranks)
-            loader = RecordLoader(data, GLOBAL_BATCH // ranks, sampler=sampler)
-            loader.set_step(step)
-            batches = seen(loader)
-            together += itertools.chain(*batches[:upto])
-    assert sorted(together) == list(range(SAMPLES))
-
-
 def test_a_position_is_computed(folder: Path) -> None:
     """Resuming reads no batch again, with our loader and with torch's, seeded too."""
     data = Numbers(folder)

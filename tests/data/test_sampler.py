@@ -54,24 +54,6 @@ def test_every_sample_once(length: int, seed: int, epoch: int, world: int) -> No
     )
 
 
-@given(length=lengths, parts=st.lists(st.tuples(worlds, st.integers(0, 30)), max_size=5))
-def test_ranks_that_come_and_go(length: int, parts: list[tuple[int, int]]) -> None:
-    """Three ranks, then two, then four ...: together they see the order once, as one would."""
-    seen: list[int] = []
-    state = None
-    for world, steps in parts:
-        samplers = ranks(length, world, state)
-        seen += interleaved(samplers, steps)
-        (state,) = ({json.dumps(sampler.state_dict()) for sampler in samplers},)
-        assert len(state) == 1, "the state must be the same on all ranks"
-        state = json.loads(state.pop())
-    seen += interleaved(ranks(length, 1, state))
-    whole = list(ResumableSampler(length))
-    # only a part that came to the very end can have repeated some, to give all ranks equally many
-    assert seen[:length] == whole
-    assert len(seen) - length < max([world for world, _ in parts], default=1)
-
-
 @given(
     length=lengths,
     world=worlds,

@@ -108,16 +108,6 @@ def test_epochs_of_a_plain_sampler(options: dict[str, Any]) -> None:
         assert same(seen, unnamed) == (epoch == 0)
 
 
-def test_kept_workers_hear_of_the_epoch() -> None:
-    """Through shared memory, not through a copy that was made when they were started."""
-    data = SeededDataset(Augmented())
-    data.set_epoch(0)
-    loader = DataLoader(data, 4, num_workers=1, persistent_workers=True)
-    first = list(loader)
-    data.set_epoch(1)
-    assert not same(first, list(loader))
-
-
 def test_what_has_no_index() -> None:
     """A stream cannot be seeded by index, and the message says what to do."""
 

@@ -122,13 +122,6 @@ def test_a_helper_that_died_between_two_pauses(backend: Make, tmp_path: Path) ->
     assert VacateRound(one, topic="t", limits=SHORT).vacate().done
 
 
-def test_a_refusal_moves_nothing(backend: Make, tmp_path: Path) -> None:
-    """A rank that cannot says why, and the API is not called."""
-    away = VacateRound(backend(), topic="t", limits=SHORT).vacate("no memory")
-    assert (away.done, away.reason, away.lost) == (False, "no memory", False)
-    assert not (tmp_path / "calls").exists()
-
-
 def test_no_helper_at_all() -> None:
     """A program that is missing, and one that ends at once, are refusals that say so."""
     for command, said in ((["/nonexistent/helper"], "cannot be started"), (["true"], "died")):
