@@ -69,10 +69,8 @@ def test_a_name_with_spaces_and_parentheses_is_no_trouble(tmp_path: Path) -> Non
     child = subprocess.Popen([str(name), "60"])
     try:
         assert (
-            abs((registry.start_ticks(child.pid) or 0) - (registry.start_ticks(os.getpid()) or 0))
-            >= 0
+            (registry.start_ticks(child.pid) or 0) >= (registry.start_ticks(os.getpid()) or 0) > 0
         )
-        assert registry.start_ticks(child.pid) is not None
     finally:
         child.kill()
         child.wait()

@@ -33,7 +33,6 @@ HYDROSLURM = """
 LIMIT_S = 120
 """Of one command, on a machine that is busy; one that waits for a FIFO waits for ever."""
 
-LINKS_AND_WORDS = ("fifos", "devices", "words")
 TRAIN = Path(__file__).parents[1] / "training" / "endless.py"
 
 
@@ -228,9 +227,3 @@ def test_report_written(scene: Scene, tmp_path: Path) -> None:
     json.loads((copy / "report" / "trace.json").read_text())
     json.loads((copy / "report" / "figures.json").read_text())
     assert (copy / "report" / "timeline.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_report_of_ours(scene: Scene) -> None:
-    """The good one's report is written as ever."""
-    assert read_status(scene.good_run.rank_status(0)) is not None
-    assert "written: " in scene.call("report", "--no-slurm", scene.good_run.root)
