@@ -25,15 +25,14 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from forkedranks import serve_scripts
 from torch.utils.data import DataLoader, TensorDataset
 
-import hydroslurm.training.run  # noqa: F401 - loaded before the fork
 from hydroslurm.checkpoint.catalog import EPOCH
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.compat.job import Job
@@ -183,36 +182,17 @@ def live(options: dict[str, Any]) -> None:
         raise ArithmeticError("failing after the runner")
 
 
-def main() -> None:
+def attempt(line: str) -> None:
+    print("pid", os.getpid(), flush=True)
+    options = json.loads(line)
+    if options.get("lenient"):
+        warnings.simplefilter("always")
+    live(options)
+
+
+if __name__ == "__main__":
     warnings.simplefilter("error")
     torch.set_printoptions(precision=17)
     # torch means a first epoch; it is said too of a function that goes on behind its last step
     warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
-    if sys.version_info >= (3, 12):  # torch has threads by now, which do nothing
-        warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
-    torch.optim.Adam([torch.ones(1)])  # imports most of what torch has
-    print("ready", flush=True)
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            options = json.loads(line)
-            try:
-                if options.get("lenient"):
-                    warnings.simplefilter("always")
-                live(options)
-                code = 0
-            except SystemExit as leaving:
-                code = int(leaving.code or 0)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        print("pid", pid, flush=True)
-        print("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    serve_scripts(attempt)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import Child
 from training.jobrunner_story import PROGRAM, Story
-from zygote import forked
+from zygote import forked_program
 
 import hydroslurm
 
@@ -24,8 +24,7 @@ def _nothing_stays_installed() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """The process from which the attempts of jobs are forked."""
-    folder = tmp_path_factory.mktemp("forker")
-    with forked(PROGRAM.read_text(), folder) as program:
+    with forked_program(PROGRAM, tmp_path_factory.mktemp("forker")) as program:
         program.expect("ready")
         yield program
 
