@@ -10,10 +10,8 @@ from forkedranks import start, wait_for_end
 from processes import Child
 from zygote import forked_program
 
-from hydroslurm.core.events import EventKind
 from hydroslurm.errors import InstallError
 from hydroslurm.gate.native_gate import NativeGate
-from hydroslurm.gate.protocol import Action, Cause
 
 PROGRAM = Path(__file__).parent / "ranks_at_collectives.py"
 
@@ -50,28 +48,3 @@ def test_let_through_wants_a_number_and_a_started_gate() -> None:
     assert gate.status().allowance == 0
     gate.stop()
     assert gate.wait_events(0) == []
-
-
-def test_peers_is_a_cause_of_its_own() -> None:
-    """PEERS closes the gate and keeps it closed when another cause goes, and the reverse."""
-    gate = NativeGate()
-    gate.start([])
-    kinds: list[EventKind] = []
-
-    def until(kind: EventKind) -> None:
-        while kind not in kinds:
-            kinds.extend(event.kind for event in gate.wait_events(1.0))
-        kinds.clear()
-
-    with gate.exempt():
-        gate.request(Action.PAUSE, Cause.PEERS)
-        until(EventKind.GATE_CLOSED)
-        gate.request(Action.PAUSE, Cause.API)
-        until(EventKind.CAUSES_CHANGED)
-        assert gate.status().causes == Cause.PEERS | Cause.API
-        gate.request(Action.RESUME, Cause.API)
-        until(EventKind.CAUSES_CHANGED)
-        assert gate.status().causes.names() == ["peers"]
-        gate.request(Action.RESUME, Cause.PEERS)
-        until(EventKind.RESUMED)
-    gate.stop()
