@@ -84,6 +84,20 @@ def _names(name: str, entry: object) -> Forge:
 
 GOOD = {"size_bytes": 0, "checksum": "00000000"}
 DEEP = "[" * 100_000
+OUTSIDE = {
+    "path outside": _names("../../x", GOOD),
+    "folder above": _names("..", GOOD),
+    "absolute path": _names("/etc/passwd", GOOD),
+    "two folders inside": _names("000/001/part-00000.json", GOOD),
+    "above a folder inside": _names("000/../../x", GOOD),
+    "up from a folder inside": _names("000/..", GOOD),
+    "folder with another name": _names("x/part-00000.json", GOOD),
+    "folder inside without a file": _names("000/", GOOD),
+    "this very folder": _names(".", GOOD),
+    "no name": _names("", GOOD),
+    "name with nul": _names("a\0b", GOOD),
+}
+"""Files that do not lie in the folder of the checkpoint."""
 FOUND_BY_LS = {
     "fifo as manifest": _fifo(manifest.NAME),
     "device as manifest": _link(manifest.NAME, "/dev/zero"),
@@ -106,17 +120,7 @@ FOUND_BY_LS = {
     "nothing for meta": _says(meta=None),
     "negative time": _says(created_epoch_ns=-(10**30)),
     "endless time": _says(save_s=float("nan")),
-    "path outside": _names("../../x", GOOD),
-    "folder above": _names("..", GOOD),
-    "absolute path": _names("/etc/passwd", GOOD),
-    "two folders inside": _names("000/001/part-00000.json", GOOD),
-    "above a folder inside": _names("000/../../x", GOOD),
-    "up from a folder inside": _names("000/..", GOOD),
-    "folder with another name": _names("x/part-00000.json", GOOD),
-    "folder inside without a file": _names("000/", GOOD),
-    "this very folder": _names(".", GOOD),
-    "no name": _names("", GOOD),
-    "name with nul": _names("a\0b", GOOD),
+    **OUTSIDE,
 }
 
 
@@ -148,6 +152,7 @@ def test_forged(how: str, store: CheckpointStore, tmp_path: Path) -> None:
     # everybody can write /dev/zero: that is seen before what it is
     third = "untrusted" if how == "device as manifest" else "torn"
     assert [row["state"] for row in rows] == ["whole", "whole", third], rows
+    assert ("lie in its folder" in rows[2]["reason"]) == (how in OUTSIDE)
     assert len(_call("ls", store.directory).splitlines()) == 4
     assert "3 checkpoints, 1 of them cannot be loaded" in _call("verify", store.directory)
     with pytest.warns(RuntimeWarning, match="continues from .*step-000000002"):
