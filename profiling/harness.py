@@ -187,6 +187,7 @@ class Slurm:
     def start(self, *command: str) -> subprocess.Popen[str]:
         """Start a program, whose output is text."""
         environ = {**self.cluster.child_environ(), "OMP_NUM_THREADS": "1", **self.environ}
+        environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
         return subprocess.Popen(
             command,
             env=environ,

@@ -16,7 +16,6 @@ events count: a dev cluster is one machine, so the monotonic clocks of two attem
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,13 +72,12 @@ class RequeuedTraining:
         self._attempt = 1
         folder.mkdir(parents=True)
         environ = {
-            "PYTHON": sys.executable,
             "HYDROSLURM_RUN_DIR": str(self._run.root),
             "SLURM_TIME_FORMAT": "%s",  # epoch seconds, of scontrol too
         }
         self._slurm = Slurm(cluster, folder, environ)
         script = folder / "job.sbatch"
-        script.write_text(requeue_script(f'"$PYTHON" -u {JOB} "$@"'))
+        script.write_text(requeue_script(f'python3 -u {JOB} "$@"'))
         arguments = [str(script), str(state_bytes), str(folder / "attempts")]
         self._job_id = self._slurm.submit(f"--nodelist={NODE}", *arguments)
         self._wait_for_first_step()

@@ -23,6 +23,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # a test machine has few cores; without this every child starts a pool of threads
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# batch scripts find python3 and hydroslurm there, as in an environment that is activated
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 SBATCH = Path(__file__).resolve().parent.parent / "sbatch"
-REQUEUE = '"$PYTHON" -u examples/train_run.py "$@"'
+REQUEUE = 'python3 -u examples/train_run.py "$@"'
 """What srun starts in sbatch/requeue.sbatch."""
-MULTI_NODE = '"$PYTHON" -u examples/train_ddp.py "$@"'
+MULTI_NODE = 'python3 -u examples/train_ddp.py "$@"'
 """What srun starts in sbatch/multi-node.sbatch."""
 
 

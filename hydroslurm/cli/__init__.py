@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from hydroslurm.cli import (
+    batch,
     checkpoint,
     cluster,
     describe,
@@ -35,7 +36,7 @@ from hydroslurm.core.files import clean
 from hydroslurm.errors import HydroslurmError, UsageError
 
 _BY_TASK: dict[str, dict[str, Any]] = {
-    "Submit and run": {"submit": submit.submit, "run": submit.run},
+    "Submit and run": {"submit": submit.submit, "run": submit.run, "batch": batch.batch},
     "Control": {
         "pause": job.pause, "resume": job.resume, "requeue": job.requeue, "cancel": job.cancel,
     },

@@ -22,6 +22,7 @@ _OWN_WORDS = {"allow_interspersed_args": False}
 CONTEXTS: dict[str, dict[str, Any]] = {
     "submit": _OWN_WORDS,
     "run": _OWN_WORDS,
+    "batch": _OWN_WORDS,
     "prove": _OWN_WORDS,
     "agent": {**_OWN_WORDS, "allow_extra_args": True, "ignore_unknown_options": True},
 }

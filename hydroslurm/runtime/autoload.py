@@ -29,7 +29,7 @@ All modes install the same. ``pause`` is all that a script without a ``hydroslur
 ``vacate`` is the same, and each pause also moves the device's memory to the host
 (:mod:`hydroslurm.vacate`). ``requeue`` says that the job may be stopped, and is for scripts with a
 ``Run``, which takes over SIGTERM when it is made; until then, and in a script without one, SIGTERM
-does what it did before: nothing that could not save is kept from ending.
+ends the process as it did before, and rank 0 requeues a job that is preempted (:func:`leave`).
 
 From here to the end of the process SIGUSR1 and SIGUSR2 do not kill it, see :func:`keep_alive`.
 
@@ -101,10 +101,51 @@ def start(environ: Mapping[str, str] | None = None) -> None:
     keep_alive(signals)
     if mode == "requeue":
         adapt()
+        requeue_when_ended(environ)
     if "torch" in sys.modules:  # nobody's start-up is that early but a test's
         _install(sys.modules["torch"])
     else:
         _after("torch", _install)
+
+
+def requeue_when_ended(environ: Mapping[str, str]) -> None:
+    """Have rank 0 of a job step requeue its job if a preemption ends it before a ``Run`` can save.
+    Main thread only; a handler of somebody else's stays."""
+    global _leaves
+    step, ranks = environ.get("SLURM_STEP_ID", ""), {"SLURM_PROCID": "", "LOCAL_RANK": "0"}
+    is_task = step.isdecimal() and int(step) < _NO_STEP
+    is_first = is_task and all(environ.get(name, none) == "0" for name, none in ranks.items())
+    in_main = threading.current_thread() is threading.main_thread()
+    if is_first and in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        _leaves = os.getpid()
+        signal.signal(signal.SIGTERM, leave)
+
+
+def leave(signo: int, _: FrameType | None) -> None:
+    """Have ``hydroslurm batch --ended`` requeue the job if it is preempted, then die of the signal.
+    A forked child only dies.
+
+    In another process: the script may be in the middle of any import, so no module can be imported
+    here. C code without an end keeps the handler from running; Slurm then kills the process after
+    the grace, and requeues the job itself.
+    """
+    if os.getpid() == _leaves:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signo})  # Slurm sends it again within 20 ms
+        words = [sys.executable, "-m", "hydroslurm.cli", "batch", "--ended", str(128 + signo)]
+        try:
+            asks = os.posix_spawn(words[0], words, {**os.environ, PREEMPT_ENV: "off"})
+            os.waitpid(asks, 0)
+        except OSError as error:
+            say(f"the job cannot be requeued: {words[0]}: {error.strerror}")
+    signal.signal(signo, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signo})
+    os.kill(os.getpid(), signo)
+
+
+_leaves = 0
+"""The process whose SIGTERM calls :func:`leave`."""
+_NO_STEP = 0xFFFFFFF0
+"""SLURM_MAX_NORMAL_STEP_ID of slurm.h; a batch script has a higher number, or none."""
 
 
 def adapt() -> None:

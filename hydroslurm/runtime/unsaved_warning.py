@@ -128,10 +128,11 @@ def _optimizers() -> list[Any]:
 
 def handles_sigterm() -> bool:
     """Whether the script has a handler of its own, which may save. submitit's does not: it ignores
-    SIGTERM."""
-    handler = signal.getsignal(signal.SIGTERM)
+    SIGTERM; nor does ours (:func:`autoload.leave`)."""
+    shown = signal.getsignal(signal.SIGTERM)
+    handler = getattr(shown, "before", shown)
     module = str(getattr(handler, "__module__", ""))
-    return callable(handler) and module.partition(".")[0] != "submitit"
+    return callable(handler) and module.partition(".")[0] not in ("submitit", "hydroslurm")
 
 
 def what_is_lost(policy: SitePolicy, job_id: JobId) -> str | None:

@@ -31,7 +31,7 @@ _SCRIPT = """\
 #SBATCH --time=60
 #SBATCH --ntasks=1
 {signal}
-srun --ntasks=1 "$PYTHON" -u {script} "$@"
+srun --ntasks=1 python3 -u {script} "$@"
 """
 
 
@@ -78,7 +78,6 @@ class Job:
         self.peer, self.place, self.folder, self.epochs = peer, place, folder, epochs
         folder.mkdir(parents=True)
         environ = {
-            "PYTHON": sys.executable,
             "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
             "COMPARE_CORE": str(place.core),
             RUN_DIR_ENV: str(folder / "run"),
@@ -139,7 +138,7 @@ class Job:
             return self.slurm.run(sys.executable, str(HERE / script), *first, node, begin, *words)
         options = ["--partition=low", f"--nodelist={node}", "--output=%j.out", f"--begin={begin}"]
         if self.peer.name == "hydroslurm":
-            text = requeue_script(f'"$PYTHON" -u {HERE / script} "$@"')
+            text = requeue_script(f'python3 -u {HERE / script} "$@"')
             options += ["--time=60", f"--signal={self.peer.signal}"]
         else:
             signal = f"#SBATCH --signal={self.peer.signal}" if self.peer.signal else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,7 @@ LIMIT_S = 180.0
 
 
 def slurm(cluster: DevCluster, *command: str, cwd: Path) -> str:
-    done = captured(
-        command, cwd=cwd, env={**cluster.child_environ(), "PYTHON": sys.executable}, timeout=60
-    )
+    done = captured(command, cwd=cwd, env=cluster.child_environ(), timeout=60)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout.strip()
 

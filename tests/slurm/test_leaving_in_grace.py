@@ -16,7 +16,6 @@ from processes import wait_until
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.programs import find_programs, search_path, slurm_release
-from hydroslurm.jobs.launch.batch_script import requeue_lines
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slurms]
 
@@ -45,9 +44,7 @@ exec {python} {script} --epochs 8 --batch-size 16 --think-s 0.02 --out {log}.jso
 BATCH = """\
 #!/bin/bash
 trap '' TERM
-srun --quiet {preempt} {attempt}
-status=$?
-{end}
+exec {verb} srun --quiet {attempt}
 """
 
 
@@ -107,10 +104,8 @@ def started(
             attempt, batch = log.with_suffix(".attempt"), log.with_suffix(".sbatch")
             attempt.write_text((TRAINING if way == "training" else ATTEMPT).format(**fields))
             attempt.chmod(0o755)
-            preempt, end = "", "exit $status"
-            if way == "training":
-                preempt, end = "--preempt", "\n".join(requeue_lines())
-            batch.write_text(BATCH.format(preempt=preempt, attempt=attempt, end=end))
+            verb = "hydroslurm batch --" if way == "training" else ""
+            batch.write_text(BATCH.format(verb=verb, attempt=attempt))
             partition = "low" if mode == "REQUEUE" else "cancel"
             where = (
                 f"--nodelist=n{number}",

@@ -41,23 +41,6 @@ def _job(**values: bool | str) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("version", "mode", "most", "left"),
-    [
-        ("22.05.8", "REQUEUE", "", 0),
-        ("24.02.9", "REQUEUE", "5", 0),
-        ("24.05.0", "REQUEUE", "5", 3),
-        ("25.11.7", "REQUEUE", "1", 0),
-        ("24.11.5", "CANCEL", "5", 0),
-        ("26.05.5", "REQUEUE", "5", 0),
-        ("", "REQUEUE", "", 0),
-    ],
-)
-def test_how_often_a_leaver_is_left_to_slurm(version: str, mode: str, most: str, left: int) -> None:
-    settings = {**REQUEUE, "SLURM_VERSION": version, "MaxBatchRequeue": most}
-    assert _policy(settings, _low(mode, grace_s=60)).left_to_slurm == left
-
-
-@pytest.mark.parametrize(
     ("settings", "mode", "action"),
     [
         (REQUEUE, "REQUEUE", PreemptAction.REQUEUE),

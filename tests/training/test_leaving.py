@@ -37,11 +37,15 @@ def submit(requeue_cluster: Part, tmp_path: Path) -> Submit:
     """Submits sbatch/requeue.sbatch; what is left at the end is cancelled."""
     started: list[Training] = []
 
-    def start(*options: str, python: str | None = None, **environ: str) -> Training:
+    def start(*options: str, python: str = "", **environ: str) -> Training:
         training = Training(requeue_cluster, tmp_path / f"job{len(started)}", LONG)
         training.environ.update(environ)
-        if python:
-            training.environ["PYTHON"] = python
+        if python:  # what the batch script finds as python3
+            (tmp_path / "bin").mkdir()
+            (tmp_path / "bin/python3").write_text(f"#!/bin/bash\n{python}\n")
+            (tmp_path / "bin/python3").chmod(0o755)
+            path = requeue_cluster.child_environ()["PATH"]
+            training.environ["PATH"] = f"{tmp_path / 'bin'}:{path}"
         started.append(training.submit(*options))
         return training
 
@@ -96,15 +100,10 @@ def test_slurm_that_is_slow_is_not_waited_for(
     assert "counts on 25 s from the signal on, saves, and is requeued unless" in plan.message
 
 
-def test_without_an_answer_of_slurms_the_batch_script_requeues(
-    submit: Submit, tmp_path: Path
-) -> None:
+def test_without_an_answer_of_slurms_the_batch_script_requeues(submit: Submit) -> None:
     """The rank cannot reach Slurm (as in a container without it): it leaves with 75, and the batch
     script asks for the requeue, but not for that of a cancelled job."""
-    python = tmp_path / "python-without-slurm"
-    python.write_text(f'#!/bin/bash\nSLURM_CONF=/nowhere exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    training = submit(python=str(python))
+    training = submit(python=f'SLURM_CONF=/nowhere exec {sys.executable} "$@"')
     training.wait_for_attempt(1)
     training.slurm("scancel", "--signal=URG", training.job_id)
     training.wait_for_attempt(2)
@@ -195,14 +194,11 @@ def test_the_warning_that_lightning_and_submitit_teach_saves_and_requeues(
 
 
 def test_a_pipe_that_breaks_at_the_stop_costs_nothing(
-    submit: Submit, requeue_cluster: Part, tmp_path: Path
+    submit: Submit, requeue_cluster: Part
 ) -> None:
     """Under linuxproc the SIGTERM of a preemption also ends the `tee` behind the rank."""
-    python = tmp_path / "python-into-tee"
-    python.write_text(f'#!/bin/bash\n{sys.executable} "$@" 2>&1 | tee log\n')
-    python.chmod(0o755)
     here = f"--nodelist={requeue_cluster.nodes[0]}"
-    training = submit(here, python=str(python))
+    training = submit(here, python=f'{sys.executable} "$@" 2>&1 | tee log')
     training.wait_for_attempt(1)
     urgent = ("--partition=urgent", "--nodes=1", here, "--exclusive", "--time=1")
     training.slurm("srun", *urgent, "true")

@@ -82,7 +82,6 @@ class Training:
             cwd=self.folder,
             env={
                 **self.cluster.child_environ(),
-                "PYTHON": sys.executable,
                 "OMP_NUM_THREADS": "1",
                 **self.environ,
             },

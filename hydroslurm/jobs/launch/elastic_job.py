@@ -23,7 +23,7 @@ from hydroslurm.elastic.folder import ELASTIC_ENV, CoordinatorOptions, ElasticFo
 from hydroslurm.elastic.roster import Size
 from hydroslurm.errors import RunFolderError, UsageError
 from hydroslurm.jobs.images import Runtime
-from hydroslurm.jobs.launch.batch_script import in_option_line, requeue_lines
+from hydroslurm.jobs.launch.batch import in_option_line, last_line
 from hydroslurm.jobs.launch.job_script import (
     SUPERVISOR_STARTS,
     base_of,
@@ -258,7 +258,7 @@ def coordinator_script(job: TrainingJob, run: RunDir) -> str:
         "    # killed by a signal other than SIGTERM: start it again, it goes on where it was",
         '    [ "$status" -gt 128 ] && [ "$status" -ne 143 ] || break',
         "done",
-        *requeue_lines(),
+        last_line(),
     ]
     return script_of(options, lines)
 

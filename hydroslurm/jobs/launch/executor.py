@@ -40,7 +40,7 @@ from hydroslurm.core import rundir
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError, SlurmMissing, UsageError
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.launch.batch_script import in_option_line, requeue_lines
+from hydroslurm.jobs.launch.batch import in_option_line, last_line
 from hydroslurm.jobs.launch.rank import SUBMITIT_SIGNAL, InRank, Script
 from hydroslurm.jobs.launch.sbatch import call_sbatch, check_size, new_run, new_submission
 from hydroslurm.jobs.spec.script import check_options
@@ -224,7 +224,7 @@ class Executor(SlurmExecutor):
                 f"export {rundir.RUN_DIR_ENV}={shlex.quote(str(run.root))}"
                 + ('/"$SLURM_ARRAY_TASK_ID"' if len(delayed) > 1 else ""),
             ],
-            "teardown": ["status=$?", *(self.parameters.get("teardown") or []), *requeue_lines()],
+            "teardown": ["status=$?", *(self.parameters.get("teardown") or []), last_line()],
             "additional_parameters": {
                 **(self.parameters.get("additional_parameters") or {}),
                 "signal": f"{SUBMITIT_SIGNAL}@{self.parameters.get('signal_delay_s', 90)}",

@@ -11,7 +11,7 @@ from typing import Any
 from hydroslurm.core import rundir
 from hydroslurm.core.module_command import module_command
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.jobs.launch.batch_script import in_option_line, requeue_lines
+from hydroslurm.jobs.launch.batch import in_option_line, last_line
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.spec.elastic import Elastic
 from hydroslurm.jobs.spec.job import TrainingJob
@@ -45,7 +45,7 @@ def job_script(job: TrainingJob, plan: Plan, run: RunDir) -> str:
         "    # killed by a signal other than SIGTERM: start it again, it goes on where it was",
         '    [ "$status" -gt 128 ] && [ "$status" -ne 143 ] || break',
         "done",
-        *requeue_lines(),
+        last_line(),
     ]
     return script_of(options, lines)
 

@@ -42,7 +42,7 @@ class Large(Training):
 
     def submit(self, *sbatch_options: str) -> Large:
         self.folder.mkdir(parents=True)
-        command = f'"$PYTHON" -u {LARGE} {self.out} {LARGE_STEPS}'
+        command = f"python3 -u {LARGE} {self.out} {LARGE_STEPS}"
         script = self.folder / "job.sbatch"
         script.write_text(requeue_script(command))
         limit_kib = int(TIMES_ITS_OWN * self.own_bytes / 1024)

@@ -49,7 +49,7 @@ class Job:
         done = captured(
             command,
             cwd=self.folder,
-            env={**self.cluster.child_environ(), "PYTHON": sys.executable},
+            env=self.cluster.child_environ(),
             timeout=60,
         )
         assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stderr}"

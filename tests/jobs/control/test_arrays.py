@@ -15,7 +15,6 @@ from processes import wait_until
 from hydroslurm.core.jobid import JobId
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import NoSuchJob
-from hydroslurm.jobs.launch.batch_script import requeue_lines
 from hydroslurm.slurm.client import Job, JobState, open_client
 
 pytestmark = pytest.mark.slurm
@@ -38,14 +37,7 @@ say("finished")
 
 BATCH = """#!/bin/bash
 #SBATCH --partition=low --ntasks=1 --cpus-per-task=8 --requeue --open-mode=append --output=out-%a
-trap : TERM
-HYDROSLURM_GATE=hooks srun --cpus-per-task=8 {python} train.py &
-ranks=$!
-while :; do
-    wait "$ranks"; status=$?
-    if [ "$status" -le 128 ] || ! kill -0 "$ranks" 2>/dev/null; then break; fi
-done
-{end}
+HYDROSLURM_GATE=hooks exec hydroslurm batch -- srun --cpus-per-task=8 python3 train.py
 """
 
 
@@ -59,8 +51,7 @@ class Array:
 
     def submit(self, tasks: str) -> None:
         (self.folder / "train.py").write_text(TRAIN)
-        end = "\n".join(requeue_lines())
-        (self.folder / "job.sh").write_text(BATCH.format(python=sys.executable, end=end))
+        (self.folder / "job.sh").write_text(BATCH)
         words = [
             "env",
             "-C",
