@@ -254,7 +254,7 @@ class StopHandler:
             self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
             warning(
                 f"the job could not be requeued: {error}. Leaving with status {RUN_AGAIN}, which "
-                "sbatch/requeue.sbatch turns into a requeue"
+                "`hydroslurm batch -- srun ...` turns into a requeue"
             )
         else:
             took_us = (time.monotonic_ns() - begin_ns) / 1e3

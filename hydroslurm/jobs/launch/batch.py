@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.core.fence import process_began_epoch_s
@@ -45,7 +45,7 @@ def last_line() -> str:
     return f'exec {shlex.join(command)} "$status"'
 
 
-def run_batch(command: Sequence[str], environ: Mapping[str, str]) -> int:
+def run_batch(command: list[str], environ: Mapping[str, str]) -> int:
     """Run the command of a batch script, pass signals on to the job's steps, and requeue the job
     where its ranks could not; return the command's status.
 

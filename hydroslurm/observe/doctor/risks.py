@@ -77,9 +77,7 @@ def expedited_is_held(facts: Facts) -> Finding | None:
         "held; so is one whose ranks saved but could not reach Slurm and exited with 75, unless "
         "the script itself requeues it."
     )
-    fix = (
-        "sbatch: --requeue; or scontrol release JOBID, and the last lines of sbatch/requeue.sbatch"
-    )
+    fix = "sbatch: --requeue; or scontrol release JOBID, and hydroslurm batch -- srun ..."
     return Finding("expedite", Severity.NOTE, "failed jobs are requeued and held", text, fix)
 
 
@@ -135,7 +133,8 @@ def no_warning(facts: Facts) -> Finding | None:
     if warning.batch_shell_only:
         text = (
             "--signal=B:... is sent to the batch shell only. The ranks get what a trap of the "
-            "script sends them, and otherwise the time limit's SIGTERM."
+            "script sends them, and otherwise the time limit's SIGTERM. `hydroslurm batch -- srun "
+            "...` passes it on."
         )
         return Finding("warning", Severity.RISK, "the warning reaches no rank", text, fix)
     name = "signal" if warning.signo is None else signal_name(warning.signo)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hydroslurm.errors import UsageError
 from hydroslurm.gate.signals import SIGNALS_ENV, SignalPlan
@@ -14,6 +14,7 @@ from hydroslurm.slurm.limit_warning import LimitWarning, script_options
 _LAUNCHERS = re.compile(
     r"\b(torchrun|torch\.distributed\.(?:run|launch)|accelerate launch|deepspeed)\b"
 )
+_BATCH = re.compile(r"\bhydroslurm(?:\.cli)?\s+batch\b")
 _AGENT = re.compile(r"\bhydroslurm(?:\.cli)?\s+agent\b")
 _SRUN = re.compile(r"(?:^|[\s;&|(])srun\s")
 _KILLS = re.compile(r"(?:^|\s)(?:--kill-on-bad-exit(?!=0)|-K(?!0)\d*)(?=[\s=]|$)")
@@ -80,8 +81,11 @@ def read_script(text: str) -> ScriptOptions:
     options = script_options(text)
     commands = _commands(text)
     settings = dict(_SETTING.findall(commands))
+    warning = LimitWarning.parse(options.get("signal", ""))
+    if warning is not None and _BATCH.search(commands):  # which passes signals on
+        warning = replace(warning, batch_shell_only=False)
     return ScriptOptions(
-        warning=LimitWarning.parse(options.get("signal", "")),
+        warning=warning,
         signals=_first(_SIGNALS, commands),
         appends=options.get("open-mode", "").startswith("a"),
         launcher=_first(_LAUNCHERS, commands),

@@ -398,6 +398,10 @@ def test_paused_in_place() -> None:
             "#SBATCH --signal=B:10@5  # a remark",
             ScriptOptions(warning=LimitWarning("10", 5, batch_shell_only=True)),
         ),
+        (
+            "#SBATCH --signal=B:URG@90\nexec hydroslurm batch -- \\",
+            ScriptOptions(warning=LimitWarning("URG", 90)),
+        ),
         ("#SBATCH --open-mode=append", ScriptOptions(appends=True)),
         ("export HYDROSLURM_SIGNALS='warning=HUP'", ScriptOptions(signals="warning=HUP")),
         ("#SBATCH --requeue=expedite", ScriptOptions(is_expedited=True)),
