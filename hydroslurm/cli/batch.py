@@ -23,7 +23,7 @@ def batch(
         ),
     ] = None,
 ) -> None:
-    """Run the srun of a batch script, and requeue the job if its ranks cannot.
+    """Run srun in a batch script; requeue what its ranks cannot.
 
     exec hydroslurm batch -- srun python train.py
 
