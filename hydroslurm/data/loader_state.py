@@ -133,7 +133,6 @@ class PersistentWorkers:
                 f"{self._loader.num_workers}; their state cannot be shared out anew. Give it "
                 f"num_workers={len(each)}, or persistent_workers=False in a new run"
             )
-        self._loader._iterator = None
         if saved["is_first"]:  # they were started by the same draws
             put_back()
             return self._start(each)
@@ -175,6 +174,7 @@ class PersistentWorkers:
         self._folder = Path(tempfile.mkdtemp(prefix="hydroslurm-workers-"))
         weakref.finalize(self, _remove, self._folder, os.getpid())
         self._made, self._each, self._is_first = self._state.now(), None, True
+        loader._iterator = None  # of workers that write nothing down
         own = loader.worker_init_fn
         loader.worker_init_fn = _WorkerNotes(own, loader.collate_fn, self._folder, each)
         try:
