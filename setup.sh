@@ -27,7 +27,7 @@ show() {
     "$@" >"$log" 2>&1 &
     while kill -0 $! 2>/dev/null; do
         sleep 1
-        [ $(((SECONDS - began) % 20)) != 19 ] || say "$what: $((SECONDS - began + 1)) s; $(tail -n 1 "$log")"
+        [ $(((SECONDS - began) % 20)) != 19 ] || say "$what: $((SECONDS - began + 1)) s; $(tail -n 1 "$log" | cut -c1-100)"
     done
     wait $! || status=$?
     [ $status = 0 ] || tail -n 20 "$log" >&2

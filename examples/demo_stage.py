@@ -98,18 +98,19 @@ def wait_for(what: str, condition: Callable[[], bool], *, run: Path) -> None:
         if waited_s > LIMIT_S * pace.slowness:
             raise HydroslurmError(f"waited {waited_s:.0f} s for {what}. {last_words(run)}")
         if waited_s > next_word_s:
-            say(escape(f"waiting for {what}: {waited_s:.0f} s. {last_words(run, lines=1)}"))
+            line = last_words(run).splitlines()[-1].strip()
+            say(escape(f"waiting for {what}: {waited_s:.0f} s. {line}"))
             next_word_s += 20.0
         time.sleep(0.1)
 
 
-def last_words(run: Path, *, lines: int = TAIL_LINES) -> str:
+def last_words(run: Path) -> str:
     """The end of the newest log below a folder, with its name."""
     logs = [path for path in _logs(run) if path.stat().st_size]
     if not logs:
         return f"There is no log in {run} yet"
     newest = max(logs, key=lambda path: path.stat().st_mtime)
-    tail = newest.read_text(errors="replace").splitlines()[-lines:]
+    tail = newest.read_text(errors="replace").splitlines()[-TAIL_LINES:]
     return "\n  ".join([f"The end of {newest}:", *tail])
 
 
