@@ -1,9 +1,5 @@
-"""Slurm's programs fail in all the ways they do; stand-ins on PATH play them.
-
-A stand-in is a shell script under the name of a program. It appends its name and arguments to
-``calls`` beside it, then does what the test says. The sentences and exit statuses are those that
-Slurm 22.05.8 gave.
-"""
+"""Slurm's programs fail in all the ways they do; shell scripts of their names on PATH play them:
+they append their arguments to ``calls`` and say what Slurm 22.05.8 said, with its exit statuses."""
 
 from __future__ import annotations
 

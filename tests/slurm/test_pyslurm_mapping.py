@@ -1,9 +1,6 @@
-"""The mapping from pyslurm's objects, **against a stand-in**, not against pyslurm.
-
-pyslurm compiles only against the Slurm release that it is made for, so it is not here; where it is,
-test_contract runs against the real one. The stand-in has the attributes, units and oddities of
-pyslurm 25.11.2's source.
-"""
+"""The mapping from pyslurm's objects, **against a stand-in** with the attributes, units and quirks
+of pyslurm 25.11.2's source: pyslurm compiles only against the one release of Slurm that it is made
+for. Where it is installed, test_contract runs against the real one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A real Slurm leaves at least as long as the policy says, and tells why, for each kind of stop.
-
-Every measured time is from the first signal that a stubborn job step got to the last sign of
-attempt that it gave; the bound is what the policy computed from what Slurm said at that signal.
-"""
+"""A real Slurm leaves at least as long as the policy says, and tells why, for each kind of stop:
+from the first signal that a stubborn job step got to the last sign of attempt that it gave."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Reports of nsys as they are, old, torn or foreign: what is read, and what is said to be missing.
-
-The tables are made by hand in nsys 2022.4's schema: no machine of CI has a GPU. What a real nsys
-writes is read in test_profiled_jobs.py.
-"""
+The tables are made by hand in nsys 2022.4's schema, for no machine of CI has a GPU; what a real
+nsys writes is read in test_profiled_jobs.py."""
 
 from __future__ import annotations
 

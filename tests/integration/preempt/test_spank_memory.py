@@ -1,8 +1,5 @@
 """The SPANK plugin under AddressSanitizer and UBSan, driven as Slurm drives it, bad arguments
-first.
-
-It is loaded into srun, sbatch and slurmstepd: a fault of it would be a fault of theirs.
-"""
+first: a fault of it would be a fault of srun, sbatch and slurmstepd."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""A function with a Run, submitted with submitit's own executor or with ours, and preempted.
-
-Two jobs run side by side, each on a node of its own: nearly all of the time is Slurm's own waiting.
-"""
+"""A function with a Run, submitted with submitit's own executor or with ours, and preempted: two
+jobs side by side, for nearly all of the time is Slurm's own waiting."""
 
 from __future__ import annotations
 
