@@ -178,44 +178,6 @@ def test_it_parks_inside_a_backward(gate: HooksGate) -> None:
     assert seen == ["ended"]
 
 
-def test_weights_are_the_same_bits_with_and_without_pauses(gate: HooksGate) -> None:
-    """200 pauses at random moments change no bit of the weights."""
-
-    def train(model: nn.Module) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        optimizer = torch.optim.Adam(model.parameters())
-        for _ in range(400):
-            optimizer.zero_grad()
-            model(torch.randn(16, 8)).square().mean().backward()
-            optimizer.step()
-        return [p.detach().clone() for p in model.parameters()]
-
-    plain = train(_model())
-    gate.start([])
-    ended = threading.Event()
-
-    def disturb() -> None:
-        while not ended.is_set():
-            gate.request(Action.PAUSE, Cause.API)
-            ended.wait(0.0005)
-            gate.request(Action.RESUME, Cause.API)
-            ended.wait(0.0005)
-
-    def read() -> None:
-        while not ended.is_set():
-            gate.wait_events(0.1)
-
-    threads = [threading.Thread(target=target) for target in (disturb, read)]
-    for thread in threads:
-        thread.start()
-    paused = train(_model())
-    ended.set()
-    for thread in threads:
-        thread.join()
-    assert gate.status().closes >= 20
-    assert all(torch.equal(a, b) for a, b in zip(plain, paused, strict=True))
-
-
 def test_a_suspend_and_a_resume_within_one_operator_end_in_running(tmp_path: Path) -> None:
     """TSTP then CONT, both while the main thread is in C with the GIL held, leave the rank running.
 

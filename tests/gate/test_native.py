@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.errors import GateError, InstallError
+from hydroslurm.errors import InstallError
 from hydroslurm.gate.native_gate import NativeGate
 from hydroslurm.gate.protocol import (
     Action,
@@ -194,22 +194,6 @@ def test_operators_of_one_step_are_many(gate: NativeGate) -> None:
     assert inside["ReluBackward0"] is Phase.BACKWARD
     assert inside["aten::threshold_backward"] is Phase.BACKWARD
     assert {one.tid for one in backward.operators} == {threading.get_native_id()}
-
-
-def test_trace_keeps_what_was_asked_for(gate: NativeGate) -> None:
-    """Only the first operators are written down, the others are counted; two traces are refused."""
-    with gate.trace(2) as trace:
-        for _ in range(5):
-            torch.ones(1)
-        with pytest.raises(GateError, match="busy"), gate.trace(1):
-            pass
-    assert len(trace.operators) == 2
-    assert trace.count >= 5
-    stamps = [one.mono_ns for one in trace.operators]
-    assert stamps == sorted(stamps)
-    with gate.trace(0) as nothing:
-        pass
-    assert (nothing.count, nothing.operators) == (0, ())
 
 
 def test_cleared_callbacks_are_noticed(rank: Rank) -> None:

@@ -143,19 +143,21 @@ def test_sigterm_without_a_handler_still_ends_a_parked_rank(rank: Child) -> None
     assert rank.wait() == -signal.SIGTERM
 
 
-def test_a_thousand_pauses_change_no_bit(tmp_path: Path) -> None:
-    """Final weights are bit-identical with and without 1,000 pauses."""
+@pytest.mark.parametrize(("gate", "pauses"), [("native", 1000), ("hooks", 50)])
+def test_many_pauses_change_no_bit(gate: str, pauses: int, tmp_path: Path) -> None:
+    """Final weights are bit-identical with and without pauses."""
     (tmp_path / "paused").mkdir()
-    with forked(TRAIN, tmp_path / "paused", str(tmp_path / "run")) as paused:
-        paused.expect("ready")
-        for _ in range(1000):
+    environ = {"HYDROSLURM_GATE": gate}
+    with forked(TRAIN, tmp_path / "paused", str(tmp_path / "run"), environ=environ) as paused:
+        assert paused.expect("ready") == gate
+        for _ in range(pauses):
             assert client.pause(paused.pid).done
             assert client.resume(paused.pid).done
         paused.say("enough")
         steps = paused.expect("steps")
         changed = paused.expect("hash")
     kinds = _kinds(tmp_path)
-    assert kinds.count(EventKind.PARKED) == 1000
+    assert kinds.count(EventKind.PARKED) == pauses
     assert EventKind.EVENTS_DROPPED not in kinds
     (tmp_path / "bare").mkdir()
     with forked(TRAIN, tmp_path / "bare", str(tmp_path / "a"), steps) as bare:
