@@ -400,6 +400,10 @@ def _said(message: Any) -> Callable[[Sealer], bytes]:
     return lambda sealer: sealer.seal(pack(message))
 
 
+def _recoded(frame: bytes) -> bytes:
+    return frame[:4] + bytes(MAC_BYTES) + frame[4 + MAC_BYTES :]
+
+
 NONSENSE: dict[str, Callable[[Sealer], bytes]] = {
     "list": _said([1, 2]),
     "nothing": _said(None),
@@ -414,8 +418,8 @@ NONSENSE: dict[str, Callable[[Sealer], bytes]] = {
     "endless": lambda sealer: sealer.seal(b'{"type": "join", "rank": Infinity}'),
     "400 digits": lambda sealer: sealer.seal(b"9" * 400),
     "too long": lambda sealer: sealer.seal(b"," * (1 << 21)),
-    "changed": lambda sealer: sealer.seal(pack(JOIN))[:-1] + b"]",
-    "without its code": lambda sealer: bytes(4 + MAC_BYTES) + sealer.seal(pack(JOIN)),
+    "changed": lambda sealer: sealer.seal(pack(JOIN))[:-1] + b" ",
+    "with another code": lambda sealer: _recoded(sealer.seal(pack(JOIN))),
 }
 
 
