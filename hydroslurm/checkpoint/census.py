@@ -116,6 +116,9 @@ class Census:
         device: on which tensors are that were not on the CPU and are not there yet.
         all_generators: whether those are saved, too, that nobody has drawn from: one without a seed
             is another in each attempt.
+
+    Attributes:
+        optimizers: those that the last look has come across, which are not entered, by their paths.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class Census:
         self._models = models if callable(models) else lambda: models
         self._saved, self._known, self._without = saved, known, without
         self._device = device
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._before: dict[str, dict[Any, Any]] = {}
         self._at_begin: dict[str, dict[Any, Any]] = {}
         self._made: dict[str, set[Any]] = {}
@@ -143,6 +147,7 @@ class Census:
         self._left_out: dict[str, set[Any]] = {}
         self._modes: dict[str, bool] = {}
         self._told: set[tuple[str, str]] = set()
+        self._lost: list[Unkept] = []
 
     def note(self) -> None:
         """What does not differ from now on is as the script makes it. Called again it notes only
@@ -171,7 +176,9 @@ class Census:
         """All values that have changed, by the path of the object that has them; empty if none
         has."""
         found = {}
-        for path, node in self._look().nodes.items():
+        walk = self._look()
+        self._find_lost(walk)
+        for path, node in walk.nodes.items():
             if changed := self._changed(node):
                 found[path] = {
                     name: (_saved_form(value), self._marks(node, name, value))
@@ -180,16 +187,17 @@ class Census:
         return found
 
     def restore(
-        self, state: Mapping[str, Any], *, resized_rank: int | None = None
+        self, state: Mapping[str, Any], *, is_resized: bool = False, new_rank: int | None = None
     ) -> dict[str, Any]:
         """Put saved values back. A time or a text that was set before the first step, and is set
         again by now, stays as it is: it is that of this attempt, by the clock of this machine, or a
         folder of this job.
 
         Args:
-            resized_rank: of this process, where another number of ranks has saved the state: so
-                does everything else that was set before the first step, and generators begin
-                streams of their own.
+            is_resized: another number of ranks has saved the state: so does everything else that
+                was set before the first step.
+            new_rank: of this process, if it had no part in the save: generators begin streams of
+                their own.
 
         Returns:
             The part of the state for which there is no object yet.
@@ -197,25 +205,22 @@ class Census:
         nodes = self._look().nodes
         with torch.no_grad():
             for path in state.keys() & nodes.keys():
-                self._restore_one(nodes[path], state[path], resized_rank)
+                self._restore_one(nodes[path], state[path], is_resized, new_rank)
         return {path: saved for path, saved in state.items() if path not in nodes}
 
     def unkept(self) -> list[Unkept]:
-        """What has changed since :meth:`note` and is not saved, each once."""
+        """What has changed since :meth:`note` and is not saved; also what :meth:`state` has come
+        across. Each once."""
         walk = self._look()
-        found = list(walk.limits)
-        for path, node in walk.nodes.items():
-            for name, value in node.objects.items():
-                if name in self._before.get(path, ()) and _is_state(value):
-                    at = _joined(path, name, is_item=isinstance(node.thing, _CONTAINERS))
-                    found.append(Unkept(at, _kind(value), _LOST))
-            found += self._flags(node)
-        for path, mark in walk.iterators.items():
-            if not equal(self._iterators.get(path, mark), mark):
-                found.append(Unkept(path, walk.kinds[path], MOVED))
-        fresh = [one for one in found if (one.path, one.why) not in self._told]
-        self._told |= {(one.path, one.why) for one in fresh}
-        return fresh
+        self._find_lost(walk)
+        for node in walk.nodes.values():
+            self._lost += self._flags(node)
+        return self.take_lost()
+
+    def take_lost(self) -> list[Unkept]:
+        """What :meth:`state` has come across since it was asked last."""
+        found, self._lost = self._lost, []
+        return found
 
     # --- inside
     # --------------------------------------------------------------------------------------------
@@ -225,7 +230,22 @@ class Census:
         with _no_collection():  # thousands of small dicts would have all of the heap looked through
             walk.leave_out(self._saved())
             walk.go(self._models(), self._roots())
+        self.optimizers = walk.optimizers
         return walk
+
+    def _find_lost(self, walk: _Walk) -> None:
+        found = list(walk.limits)
+        for path, node in walk.nodes.items():
+            for name, value in node.objects.items():
+                if name in self._before.get(path, ()) and _is_state(value):
+                    at = _joined(path, name, is_item=isinstance(node.thing, _CONTAINERS))
+                    found.append(Unkept(at, _kind(value), _LOST))
+        for path, mark in walk.iterators.items():
+            if not equal(self._iterators.get(path, mark), mark):
+                found.append(Unkept(path, walk.kinds[path], MOVED))
+        fresh = [one for one in found if (one.path, one.why) not in self._told]
+        self._told |= {(one.path, one.why) for one in fresh}
+        self._lost += fresh
 
     def _changed(self, node: Node) -> dict[Any, Any]:
         path = node.path
@@ -258,7 +278,9 @@ class Census:
         kind = [f"{_GENERATOR}{_kind(value)}"] if isinstance(value, rng.KINDS) else []
         return [*(mark for mark, holds in marks.items() if holds), *kind]
 
-    def _restore_one(self, node: Node, state: Mapping[Any, Any], rank: int | None) -> None:
+    def _restore_one(
+        self, node: Node, state: Mapping[Any, Any], is_resized: bool, new_rank: int | None
+    ) -> None:
         path, before = node.path, self._before.get(node.path, {})
         self._restored[path] = {*self._restored.get(path, ()), *state}
         self._late[path] = {name for name, (_, marks) in state.items() if "early" not in marks}
@@ -267,7 +289,7 @@ class Census:
                 value = os.getpid()
             here = node.values.get(name, node.objects.get(name, _NONE))
             is_set = here is not _NONE and not _shows(before.get(name, _NONE), here)
-            is_own = rank is not None or isinstance(value, (float, str))
+            is_own = is_resized or isinstance(value, (float, str))
             if "early" in marks and is_set and is_own:
                 continue
             kind = next((one for one in marks if one.startswith(_GENERATOR)), "")
@@ -276,8 +298,8 @@ class Census:
                 node.put(name, here)
             if isinstance(here, rng.KINDS):
                 rng.set_state(here, value)
-                if rank:
-                    rng.diverge(here, rank)
+                if new_rank is not None:
+                    rng.diverge(here, new_rank)
                 continue
             device = self._device() if self._device and "on device" in marks else None
             # who else has the same list sees what is in it; one that took its place is new
@@ -326,7 +348,7 @@ class _Walk:
 
     Attributes:
         nodes: what was entered, by path. iterators: where each stands. kinds: their classes.
-        limits: where the walk has ended early.
+        limits: where the walk has ended early. optimizers: those that it has come across.
     """
 
     def __init__(
@@ -339,6 +361,7 @@ class _Walk:
         self.iterators: dict[str, object] = {}
         self.kinds: dict[str, str] = {}
         self.limits: list[Unkept] = []
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._known, self._without, self._modes = known, without, modes
         self._seen: set[Any] = set()
         self._weights: set[int] = set()
@@ -352,7 +375,9 @@ class _Walk:
 
     def leave_out(self, things: Iterable[Any]) -> None:
         """Somebody else saves these, and what is in them."""
-        self.go({}, {f"saved {n}": one for n, one in enumerate(things)})
+        left_out = {f"saved {n}": one for n, one in enumerate(things)}
+        self.go({}, left_out)
+        self._seen.update(map(id, left_out.values()))
         for node in self.nodes.values():
             tensors = (v for v in node.values.values() if isinstance(v, torch.Tensor))
             self._weights.update(_storage(one) for one in tensors)
@@ -384,7 +409,9 @@ class _Walk:
     def _offer(self, path: str, value: Any) -> None:
         """Look into this object, once, if that is worth while."""
         kind = type(value)
-        if id(value) not in self._seen and self._may_enter(kind):
+        if issubclass(kind, torch.optim.Optimizer):
+            self.optimizers[path] = value
+        elif id(value) not in self._seen and self._may_enter(kind):
             self._seen.add(id(value))
             self._todo.append((path, value))
 
@@ -429,7 +456,9 @@ class _Walk:
         own, slots = _vars(thing), _slots(thing)
         if own is not None or slots:
             place = f"{path}'s attributes" if isinstance(thing, _CONTAINERS) else path
-            self._take(Node(place, thing, _writer(thing, own, slots)), {**(own or {}), **slots})
+            left_out = self._without.get(path, ())
+            entries = {k: v for k, v in {**(own or {}), **slots}.items() if k not in left_out}
+            self._take(Node(place, thing, _writer(thing, own, slots)), entries)
 
     def _enter_function(self, path: str, function: Any) -> None:
         """Its closure, the attributes and defaults that it has, and the globals that it names."""

@@ -28,9 +28,8 @@ from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.accelerate_batches import Loaders
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
 from hydroslurm.integrations.known import environ_of
-from hydroslurm.training.attributes import of_modules
+from hydroslurm.training.checks import Remedies
 from hydroslurm.training.objects import Stateful, bare
-from hydroslurm.training.remedies import Remedies
 
 _LOOP = "_hydroslurm_loop"
 
@@ -47,11 +46,6 @@ _REMEDIES = Remedies(
         "Give the module that has them to prepare(accelerator, ..., module); "
         "torch.nn.ParameterList([tensor]) for a tensor that belongs to none."
     ),
-    average=(
-        f"{_REGISTER.format('{name}')}, or an object around it with state_dict() and "
-        "load_state_dict()."
-    ),
-    generator=_GIVE.format("{name}"),
     batches=(
         "Give the loader to prepare(accelerator, ..., loader), and iterate what that returns."
     ),
@@ -151,14 +145,7 @@ class Loop:
             raise UsageError("prepare() needs the loader that the training iterates; give it, too")
         self._name(prepared)
         self._models = [one for one in prepared if hasattr(one, "named_buffers")]
-        modules = [bare(one) for one in self._models]
-        self.run.remember(
-            {
-                f"model {number} {name}": one
-                for number, model in enumerate(modules)
-                for name, one in of_modules(model).items()
-            }
-        )
+        self.run.remember(dict)
         if resumed:
             self._load()
         self._loaders = Loaders(self.run, self._accelerator, self._models, checks=self._checks)

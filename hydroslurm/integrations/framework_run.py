@@ -30,13 +30,12 @@ from hydroslurm.integrations.framework_state import Handed, RankBuffers
 from hydroslurm.integrations.held_loader import HeldLoader, held_state, samples_taken
 from hydroslurm.runtime.child_signals import WorkerShield
 from hydroslurm.training.arguments import run_directory
-from hydroslurm.training.attributes import Attributes
+from hydroslurm.training.checks import Remedies
+from hydroslurm.training.contents import Contents
 from hydroslurm.training.ddp_buckets import BucketOrders, Models
 from hydroslurm.training.gradients import Gradients
 from hydroslurm.training.objects import Stateful, require_registrable
-from hydroslurm.training.remedies import Remedies
 from hydroslurm.training.run import Run
-from hydroslurm.training.script_state import ScriptState
 
 _fits: Counter[Path] = Counter()
 """How many trainings this process has begun in a folder; each has one of its own."""
@@ -144,16 +143,20 @@ class FrameworkRun(Run):
         self._bucket_orders = BucketOrders(models, world_size=world_size)
         self._gradients = Gradients(lambda: {str(n): one for n, one in enumerate(models())})
 
-    def remember(self, objects: Mapping[str, Attributes]) -> None:
-        """Save what the script's own objects count and collect in their attributes, and how the
-        modules of the models that are followed are set, as far as it changes from now on; before
-        :meth:`begin`."""
-        self._script_state = ScriptState(
-            lambda: dict(enumerate(self._models())),
-            objects,
+    def remember(self, roots: Callable[[], Mapping[str, Any]], **options: Any) -> None:
+        """Save what changes from now on in the script's own objects, and in how the modules of the
+        models that are followed are set; before :meth:`begin`.
+
+        Args:
+            roots, options: as of :class:`Contents`.
+        """
+        self._contents = Contents(
+            lambda: {f"model {n}" if n else "model": one for n, one in enumerate(self._models())},
+            roots,
             world_size=self._rank_group.world_size,
+            **options,
         )
-        self._script_state.remember()
+        self._contents.note()
 
     def script_now(self) -> Mapping[str, Any]:
         """A copy of what the script's objects have counted since :meth:`remember`."""
@@ -192,7 +195,7 @@ class FrameworkRun(Run):
         if pending is not None:
             self._put_back(pending)
         self._gradients.begin()
-        self._script_state.begin()
+        self._contents.begin()
 
     def _put_back(self, pending: Mapping[str, Any]) -> None:
         registered, states = self._cursor.registered, pending.get("registered", {})
@@ -204,7 +207,7 @@ class FrameworkRun(Run):
                 )
         for name, state in pending["own"].items():
             self.own[name].load_state_dict(state)
-        self._script_state.load_state_dict(pending.get("script", {}))
+        self._contents.restore(pending.get("script", {}), new_rank=pending.get("new_rank"))
         registered.load(states)
         registered.rewind(states, new_rank=pending.get("new_rank"))
         self._bucket_orders.load(pending.get("bucket_orders", ()))
@@ -310,7 +313,7 @@ class FrameworkRun(Run):
         registered = self._cursor.registered
         objects = {**self._parts, **self.own, **registered.by_name()}
         own = {name: thing.state_dict() for name, thing in self.own.items()}
-        script = self._script_state.state_dict()
+        script = self._contents.state()
         return objects, {
             **self._handed.state_dict(), **own, **registered.states(), "script": script,
         }  # fmt: skip

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from hydroslurm.checkpoint.known import reason
 from hydroslurm.checkpoint.tree import encode, is_dtensor
 from hydroslurm.errors import StateMismatch, UnsavableState
-from hydroslurm.training.attributes import is_of_library
 from hydroslurm.training.ddp_buckets import Models
 from hydroslurm.training.objects import Stateful, bare
 from hydroslurm.training.reporting import warning
@@ -132,7 +132,7 @@ def held_by(holders: Mapping[str, Any], *, known: Iterable[Any]) -> Iterator[tup
     for holder, thing in holders.items():
         for name, value in list(vars(thing).items()):
             is_module = isinstance(value, torch.nn.Module)
-            if not is_module and (is_of_library(value) or not isinstance(value, Stateful)):
+            if not is_module and (reason(value) or not isinstance(value, Stateful)):
                 continue
             if isinstance(value, type) or id(bare(value)) in seen:
                 continue

@@ -31,7 +31,7 @@ from hydroslurm.integrations.known import (
     signals_stand_down,
 )
 from hydroslurm.integrations.lightning_epoch import LoaderRequest, ResumedEpoch
-from hydroslurm.integrations.lightning_state import RankMetrics, attributes_of, companions_of
+from hydroslurm.integrations.lightning_state import RankMetrics, companions_of, roots_of, without_of
 from hydroslurm.integrations.loggers import Loggers
 from hydroslurm.integrations.sharded import (
     fingerprint_of_all,
@@ -96,7 +96,11 @@ class Fit:
         self._request = LoaderRequest(trainer, self.run)
         self.run.own.update(metrics=RankMetrics(trainer), loggers=loggers, request=self._request)
         self.run.follow(lambda: [trainer.model])
-        self.run.remember(attributes_of(trainer))
+        self.run.remember(
+            lambda: roots_of(trainer),
+            saved=lambda: [one for _, one in companions_of(trainer)],
+            without=without_of(trainer),
+        )
         self._companions = Companions(
             lambda: () if self._shards is not None else companions_of(trainer), say=self._say
         )

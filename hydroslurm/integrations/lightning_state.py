@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from hydroslurm.checkpoint.known import reason
 from hydroslurm.integrations.framework_state import held_by
-from hydroslurm.training.attributes import Attributes, is_of_library, of_modules
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _VALUES = ("value", "cumulated_batch_size", "_forward_cache", "_update_count")
@@ -31,24 +31,28 @@ _REDUCTIONS = {
 }
 
 
-def attributes_of(trainer: Any) -> dict[str, Attributes]:
-    """What the script's module, those in it and the callbacks have in attributes of their own, by
-    name. Weights that a callback saves by itself are not saved once more, by each rank."""
-    module = trainer.lightning_module
-    base = next(kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
+def roots_of(trainer: Any) -> dict[str, Any]:
+    """The script's callbacks and its data module, by name."""
     callbacks = {
-        f"callback {number} {type(one).__name__}": Attributes(
-            one,
-            tensors=_base_of(type(one).state_dict) == "Callback",
-            device=lambda: trainer.strategy.root_device,
-        )
+        f"callback {number} {type(one).__name__}": one
         for number, one in enumerate(trainer.callbacks)
-        if not is_of_library(one)
+        if not reason(one)
     }
-    if (data := trainer.datamodule) is not None:
-        plain = next(one for one in type(data).__mro__ if one.__name__ == "LightningDataModule")
-        callbacks["datamodule"] = Attributes(data, without=vars(plain()))
-    return {**of_modules(module, without=vars(base())), **callbacks}
+    data = trainer.datamodule
+    return callbacks if data is None or reason(data) else {**callbacks, "datamodule": data}
+
+
+def without_of(trainer: Any) -> dict[str, Any]:
+    """The attributes that Lightning puts into a module and a data module."""
+    kinds = {
+        "model": (trainer.lightning_module, "LightningModule"),
+        "datamodule": (trainer.datamodule, "LightningDataModule"),
+    }
+    return {
+        name: vars(next(kind for kind in type(one).__mro__ if kind.__name__ == base)())
+        for name, (one, base) in kinds.items()
+        if one is not None
+    }
 
 
 def companions_of(trainer: Any) -> Iterator[tuple[str, Any]]:
@@ -58,7 +62,7 @@ def companions_of(trainer: Any) -> Iterator[tuple[str, Any]]:
     holders = {
         f"{type(one).__name__} (callback {number})": one
         for number, one in enumerate(callbacks)
-        if not is_of_library(one) and _base_of(type(one).state_dict) == "Callback"
+        if not reason(one) and _base_of(type(one).state_dict) == "Callback"
     }
     known = [module, trainer, trainer.datamodule, *callbacks, *trainer.optimizers]
     return held_by({**holders, type(module).__name__: module}, known=known)

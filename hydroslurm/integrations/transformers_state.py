@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from hydroslurm.checkpoint.known import ENTERED, KNOWN, reason
 from hydroslurm.checkpoint.plain import equal, plain
 from hydroslurm.checkpoint.tree import is_dtensor
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.framework_run import FrameworkRun
 from hydroslurm.integrations.framework_state import Companions, held_by
 from hydroslurm.integrations.sharded import Sharded
-from hydroslurm.training.attributes import Attributes, is_of_library, of_modules
 from hydroslurm.training.objects import bare
 
 _STATE_FILE = "trainer_state.json"
@@ -252,24 +252,30 @@ class TrainerCheckpoint:
         state.init_training_references = init_training_references
 
 
-def attributes_of(trainer: Any) -> dict[str, Attributes]:
-    """Those of the script's modules and callbacks, but for callbacks that export a state, and of
-    the Trainer itself.
+def roots_of(trainer: Any) -> dict[str, Any]:
+    """The script's callbacks, but for those that export a state, and the Trainer itself.
 
     The Trainer and its subclasses count and average in attributes: the losses and tokens since the
     last log, floating-point operations, TRL's metrics. TRL's trainer by rewards keeps the
     completions that it has generated for several steps like that.
     """
-
-    def device() -> torch.device:
-        return trainer.args.device  # type: ignore[no-any-return]
-
     callbacks = {
-        f"callback {number} {type(one).__name__}": Attributes(one, device=device)
-        for number, one in _silent_callbacks(trainer)
+        f"callback {number} {type(one).__name__}": one for number, one in _silent_callbacks(trainer)
     }
-    own = Attributes(trainer, without=_MADE_BY_TRAIN, flags=False, device=device)
-    return {**of_modules(bare(trainer.model)), **callbacks, "trainer": own}
+    return {**callbacks, "trainer": trainer}
+
+
+def remember(trainer: Any, run: FrameworkRun) -> None:
+    """Have a run save what these keep. Flags of the Trainer say where train() is, which sets them
+    itself."""
+    kind = type(trainer)
+    flags = [name for name, value in vars(trainer).items() if isinstance(value, (bool, str))]
+    run.remember(
+        lambda: roots_of(trainer),
+        saved=lambda: [one for _, one in (*other_modules(trainer), *companions_of(trainer))],
+        known={**KNOWN, f"{kind.__module__}.{kind.__qualname__}": ENTERED},
+        without={"trainer": {*_MADE_BY_TRAIN, *flags}},
+    )
 
 
 def companions_of(trainer: Any) -> Iterator[tuple[str, Any]]:
@@ -287,7 +293,7 @@ def _silent_callbacks(trainer: Any) -> Iterator[tuple[int, Any]]:
     """The script's callbacks that export no state, each with its place among all."""
     kind = sys.modules["transformers.trainer_callback"].ExportableState
     for number, one in enumerate(trainer.callback_handler.callbacks):
-        if not is_of_library(one) and not isinstance(one, kind):
+        if not reason(one) and not isinstance(one, kind):
             yield number, one
 
 

@@ -35,7 +35,7 @@ from hydroslurm.integrations.loggers import (
     runs_of_callbacks,
 )
 from hydroslurm.integrations.sharded import Sharded, is_sharded
-from hydroslurm.integrations.transformers_state import LoopState, TrainerCheckpoint, attributes_of
+from hydroslurm.integrations.transformers_state import LoopState, TrainerCheckpoint, remember
 from hydroslurm.training.objects import bare
 from hydroslurm.training.reporting import warning
 
@@ -131,7 +131,7 @@ class Train:
         self._undo.callback(setattr, module, "skip_first_batches", skip)
 
     def _set_initial_training_values(self, own: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-        self.run.remember(attributes_of(self._trainer))  # a model_init has made its model by now
+        remember(self._trainer, self.run)  # a model_init has made its model by now
         values = own(*args, **kw)
         if self._loader is not None and self.run.loaded is not None:
             values = self._resized(list(values), self._loader.batches_of_epoch())

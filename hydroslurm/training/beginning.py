@@ -27,6 +27,7 @@ from hydroslurm.errors import (
     UsageError,
 )
 from hydroslurm.runtime.controller import Controller
+from hydroslurm.training.contents import Contents
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.ddp_buckets import BucketOrders
@@ -36,7 +37,6 @@ from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice, warning
 from hydroslurm.training.resuming import differences, enter, load_for, require_one_folder
 from hydroslurm.training.saves import Saves
-from hydroslurm.training.script_state import ScriptState, of_objects
 from hydroslurm.training.stopping import Stopping
 
 _COULD_NOT_RESUME = (
@@ -63,7 +63,7 @@ class Beginning(ABC):
     _resumed_unasked: bool | None
     _saver: Saver
     _saves: Saves
-    _script_state: ScriptState
+    _contents: Contents
     _step: int
     _store: CheckpointStore
     _stopping: Stopping
@@ -195,7 +195,7 @@ class Beginning(ABC):
         with self._leaving_when_stale(), self._store.pins.holding():
             resumed = self._go_on(may_load=may_load, seen=seen)
         self._watch.begin(self._step, in_loop=not may_load)
-        self._script_state.follow_frozen()
+        self._contents.follow_frozen()
         self._gradients.begin()
         self._has_begun = True
         return resumed
@@ -269,10 +269,17 @@ class Beginning(ABC):
     # --------------------------------------------------------------------------------------------
 
     def _remember_script(self) -> None:
-        """How its modules are by now the script makes them in each attempt."""
-        self._script_state = of_objects(
-            self._objects.by_name(), world_size=self._rank_group.world_size
+        """How its objects are by now the script makes them in each attempt."""
+        self._contents = Contents(
+            self._objects.by_name, saved=self._saved_apart, world_size=self._rank_group.world_size
         )
+        self._contents.note()
+        self._objects.note()
+
+    def _saved_apart(self) -> list[Any]:
+        """What has a place of its own in a checkpoint: the loader, and registered generators."""
+        registered = self._cursor.registered.by_name().values()
+        return [self._cursor.loader, *(one for one in registered if isinstance(one, rng.KINDS))]
 
     def _add(self, name: str, thing: Any, *, per_rank: bool = False) -> None:
         own = self._cursor.registered
@@ -322,7 +329,7 @@ class Beginning(ABC):
             self._log_once(message)
         counters = state.own["counters"]
         self._step, self._epoch = counters["step"], counters["epoch"]
-        self._script_state.load_state_dict(state.own.get("script", {}))
+        self._contents.restore(state.own.get("script", {}), new_rank=state.own.get("new_rank"))
         self._bucket_orders.load(state.own.get("bucket_orders", ()))
         self._gradients.load_state_dict(state.own.get("gradients", {}))
         self._cursor.load(state.own)

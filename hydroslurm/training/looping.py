@@ -9,8 +9,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from hydroslurm.checkpoint.census import MOVED
 from hydroslurm.errors import UsageError
-from hydroslurm.training.remedies import Remedies, own_loop
+from hydroslurm.training.checks import Remedies, own_loop
 from hydroslurm.training.saving import Saving
 
 
@@ -59,6 +60,7 @@ class Looping(Saving):
             self._epoch += 1
             self._cursor.in_epoch = False
         self._cursor.restore_rng()  # where there was nothing left to open
+        self._contents.restore_waiting()
         self._save_behind_batches(since=self._step)
 
     def shards(self, batch: Any) -> Iterator[Any]:
@@ -109,6 +111,8 @@ class Looping(Saving):
         first = self._step
         self._remedies = own_loop("run.steps(total, check=False)") if check else None
         self._cursor.begin_steps(step=first, epoch=self._epoch, left=total - first)
+        if first <= total:
+            self._contents.restore_waiting()
         if first < total:
             self._leave_if_asked()
         while self._step < total:
@@ -133,6 +137,7 @@ class Looping(Saving):
         if not self._has_begun:
             self._saves.unchanged = self.resume()
         self._gradients.begin()
+        self._contents.enter_loop()
         self._watch.close()  # it is we who count
         self._count_step_left_early()
 
@@ -163,8 +168,13 @@ class Looping(Saving):
             UsageError: the first such thing, with what to do.
         """
         self._remedies = None
-        message = self._first_step.oversight(*self._given(), remedies)
+        message = self._first_step.missing(*self._given(), remedies)
         self._first_step.forget()
+        for one in self._contents.unkept() if message is None else ():
+            if one.why == MOVED:
+                message = f"{one}. {remedies.batches} If that does no harm: {remedies.unchecked}"
+            else:
+                self._say([one])
         if message is not None:
             raise UsageError(message)
 
@@ -177,6 +187,7 @@ class Looping(Saving):
     def _left_of_epoch(self, accumulate: int) -> Iterator[Any]:
         """The batches that are left of this epoch, a safe point behind each step."""
         for batch in self._cursor.batches(self._epoch, accumulate=accumulate):
+            self._contents.restore_waiting()
             with self._body():
                 yield batch
             if self._cursor.step_is_full:

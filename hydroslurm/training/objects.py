@@ -6,20 +6,28 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.layout import check_layout
 from hydroslurm.checkpoint.store import State
 from hydroslurm.checkpoint.tree import encode, like_of
-from hydroslurm.errors import CheckpointError, StateMismatch, UsageError
+from hydroslurm.errors import CheckpointError, StateMismatch, UnsavableState, UsageError
 from hydroslurm.runtime.engine import Engine
 from hydroslurm.training.composition import changed_class, class_name
 from hydroslurm.training.readback import load_module, load_optimizer, lost
 
+_FIXED = (torch.nn.Module, torch.optim.Optimizer, LRScheduler, GradScaler)
+"""Classes whose objects make nothing new when they are loaded."""
 _LOADED_LAST = ("model", "optimizer", "scheduler", "scaler")
 """The arguments of a Run. What is registered besides may rebuild what these are loaded into."""
+
+
+class OutgrownState(UnsavableState):
+    """Objects have grown while they were trained, and no later attempt could load their state."""
 
 
 @runtime_checkable
@@ -37,6 +45,7 @@ class Objects:
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
         self._given: list[Any] = []
+        self._forms: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, thing: Stateful) -> None:
         """Register one object that :func:`require_registrable` has let pass."""
@@ -85,6 +94,34 @@ class Objects:
                 f"the checkpoint has a state for {', '.join(forgotten)}, which this run does not "
                 "have: it is left out, of what is saved from now on too"
             )
+
+    def note(self) -> None:
+        """The objects are as the script makes them in each attempt."""
+        self._forms = {name: _form(thing) for name, thing in self._objects.items()}
+
+    def require_resumable(self, states: Mapping[str, Any]) -> None:
+        """Whether the objects that the script makes can be given these states.
+
+        Raises:
+            OutgrownState: one of them has other weights than it had, and no other object could make
+                it so before it is loaded.
+        """
+        if not all(isinstance(thing, _FIXED) for thing in self._objects.values()):
+            return
+        for name, before in self._forms.items():
+            now = _form(self._objects[name], states[name])
+            more = [
+                key for key in now if before.get(key, now[key]) != now[key] or key not in before
+            ]
+            less = [key for key in before if key not in now]
+            if more or less:
+                listed = ", ".join([*(f"+ {key}" for key in more), *(f"- {key}" for key in less)])
+                raise OutgrownState(
+                    f"{name!r} is not what the script has made when this attempt began ({listed}), "
+                    "so that no later attempt could load it. Make it so before Run(...), or "
+                    "register an object in extra= whose load_state_dict() makes it so: that is "
+                    "loaded first"
+                )
 
     def uninitialised(self) -> str | None:
         """The first weight without values: of a lazy layer that has seen no batch."""
@@ -192,6 +229,18 @@ def inside(thing: Any) -> Any | None:
     if kind == "OptimizedModule":  # torch.compile
         return thing._orig_mod
     return None
+
+
+def _form(thing: Any, state: Any = None) -> dict[str, Any]:
+    """The names and shapes of an object's weights, as far as they are known."""
+    state = thing.state_dict() if state is None else state
+    if isinstance(thing, torch.optim.Optimizer) and isinstance(state, dict):
+        groups = state.get("param_groups", ())
+        return {f"group {n}": len(one.get("params", ())) for n, one in enumerate(groups)}
+    if not isinstance(thing, torch.nn.Module) or any(map(is_lazy, thing.parameters())):
+        return {}
+    tensors = (item for item in state.items() if isinstance(item[1], torch.Tensor))
+    return {key: tuple(one.shape) for key, one in tensors}
 
 
 def _advice(thing: Any, error: Exception) -> str:

@@ -22,7 +22,7 @@ from hydroslurm.training.objects import Objects
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice
 
-_OF_A_RANK = ("rng", "registered", "new_rank")
+_OF_A_RANK = ("rng", "registered", "new_rank", "script")
 
 
 def load_for(rank_group: RankGroup, found: Found, *, like: Any) -> State:

@@ -39,11 +39,12 @@ from hydroslurm.training.arguments import (
     run_directory,
 )
 from hydroslurm.training.attempts import Limits, least_number, limits_of
+from hydroslurm.training.checks import FirstStep
+from hydroslurm.training.contents import Contents
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.ddp_buckets import BucketOrders
 from hydroslurm.training.ending import Ending
-from hydroslurm.training.first_step import FirstStep
 from hydroslurm.training.gradients import Gradients
 from hydroslurm.training.looping import Looping
 from hydroslurm.training.objects import Objects
@@ -52,7 +53,6 @@ from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import SaveRecorder
 from hydroslurm.training.requeue import StopHandler
 from hydroslurm.training.saves import Saves
-from hydroslurm.training.script_state import ScriptState
 from hydroslurm.training.stopping import Stopping
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class Run(Looping, Ending):
         self._controller, self._installed_here = self._install(environ)
         self._world = World.from_environ(environ)
         self._rank_group = RankGroup(self._controller)
-        self._script_state = ScriptState()
+        self._contents = Contents()
         self._bucket_orders = BucketOrders(
             self._objects.as_given, world_size=self._rank_group.world_size
         )

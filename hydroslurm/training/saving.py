@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
+from hydroslurm.checkpoint.census import Unkept
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.store import State
 from hydroslurm.coordination.world import World
@@ -20,13 +21,13 @@ from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.training import oversights
 from hydroslurm.training.arguments import Cadence
 from hydroslurm.training.beginning import Beginning
+from hydroslurm.training.checks import FirstStep
 from hydroslurm.training.composition import Composition
+from hydroslurm.training.contents import largest
 from hydroslurm.training.ddp_buckets import STATIC_GRAPH
-from hydroslurm.training.first_step import FirstStep
-from hydroslurm.training.objects import require_savable
+from hydroslurm.training.objects import OutgrownState, require_savable
 from hydroslurm.training.oversights import FolderWatch
 from hydroslurm.training.reporting import warning
-from hydroslurm.training.script_state import largest
 
 
 class Saving(Beginning):
@@ -176,12 +177,7 @@ class Saving(Beginning):
         """
         samples_per_step = self._samples_of_step()
         self._attempt.record(EventKind.FIRST_STEP, samples_per_step=samples_per_step)
-        if lost := self._script_state.unsaved():
-            self._log_once(
-                f"{', '.join(lost)}: not numbers, tensors or containers of them any more, so that "
-                "this is not saved; the next attempt begins without it"
-            )
-        self._script_state.leave_unsaved()
+        self._say(self._contents.unkept())
         if self._bucket_orders.has_static_graph():
             self._log_once(STATIC_GRAPH)
         if message := oversights.recompiles(self._model, self._cursor.loader):
@@ -199,6 +195,10 @@ class Saving(Beginning):
                 f"{refused}. So each save holds the training up until it is written. More memory "
                 "(--mem) spares that"
             )
+
+    def _say(self, lost: Iterable[Unkept]) -> None:
+        for one in lost:
+            self._log_once(str(one))
 
     def _arrive(self) -> StopRequest | None:
         """This rank is at a safe point: the stop that is obeyed here. Exit where one is wanted and
@@ -271,6 +271,8 @@ class Saving(Beginning):
                 meta=self._made_of(),
                 unchanged=self._saves.unchanged,
             ).reason
+        except OutgrownState as error:
+            return f"nothing was saved, and the next attempt goes on from an older step: {error}"
         except UnsavableState as error:
             if self._objects.uninitialised() is None:
                 raise
@@ -280,7 +282,9 @@ class Saving(Beginning):
         if self._rank_group.rank == 0 and (message := self._folder.look()):
             warning(message)
         own = self._saves.evaluation or self._own_state()
-        return State(shared=self._objects.states(), own=own, frozen=self._script_state.frozen())
+        states = self._objects.states()
+        self._objects.require_resumable(states)
+        return State(shared=states, own=own, frozen=self._contents.frozen())
 
     def _own_state(self) -> Mapping[str, Any]:
         return self._with_script(self._position())
@@ -296,7 +300,8 @@ class Saving(Beginning):
 
     def _with_script(self, own: Mapping[str, Any]) -> Mapping[str, Any]:
         """With what no ``state_dict()`` has, as far as the script has changed it."""
-        state = self._script_state.state_dict()
+        state = self._contents.state()
+        self._say(self._contents.take_lost())
         return {**own, "script": state} if state else own
 
     def _made_of(self) -> dict[str, Any]:

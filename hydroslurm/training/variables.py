@@ -24,43 +24,72 @@ _LIBRARIES = (
     Path(__file__).resolve().parents[1],
     *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")),
 )
-_SHARED = inspect.CO_NEWLOCALS
 
 
-def in_reach() -> dict[str, Variables]:
-    """Those of each function of the script that is under way, from the loop outwards, and of their
-    modules, by the names of the functions."""
+def place() -> tuple[int, object]:
+    """How many functions of the script are under way, those within which a loop begins here; and
+    where each is, to be compared."""
+    frames = _frames()
+    return len(frames), tuple((one.f_code, one.f_lasti) for one in frames)
+
+
+def in_reach(most: int) -> dict[str, Variables]:
+    """Those of so many functions of the script that are under way, from the loop outwards, and of
+    their modules, by the names of the functions. What the loop calls has begun later."""
     found: dict[str, Variables] = {}
+    frames = _frames()[:most]
+    for frame in reversed(frames):
+        if frame.f_code.co_name != "<module>":
+            name = f"{frame.f_code.co_name}()"
+            found[_unused(name, found)] = _variables_of(frame)
+    for frame in reversed(frames):
+        name = f"{frame.f_globals.get('__name__')}()"
+        if name not in found or frame.f_code.co_name == "<module>":
+            found[name] = _variables_of_module(frame)
+    return found
+
+
+def _unused(name: str, found: Mapping[str, Any]) -> str:
+    while name in found:  # a function that calls itself
+        name = f"outer {name}"
+    return name
+
+
+def _frames() -> list[types.FrameType]:
+    """Of the script, the outermost first."""
+    found = []
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if not _is_library(frame.f_code.co_filename):
-            name = frame.f_code.co_name
-            if frame.f_locals is not frame.f_globals or name == "<module>":
-                name = frame.f_globals.get("__name__", "") if name == "<module>" else name
-                while f"{name}()" in found:
-                    name += "'"
-                found[f"{name}()"] = _variables_of(frame)
+            found.append(frame)
         frame = frame.f_back
-    return found
+    return found[::-1]
 
 
 def _variables_of(frame: types.FrameType) -> Variables:
     local = frame.f_locals
-    is_module = local is frame.f_globals
     live = _live(frame.f_code, frame.f_lasti)
-    if is_module:
-        live = live | _named_in_functions(frame.f_globals)
-    entries = {name: local[name] for name in live if name in local and not name.startswith("__")}
-    if not is_module and sys.version_info < (3, 13) and frame.f_code.co_flags & _SHARED:
+    entries = {name: local[name] for name in live if name in local}
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_NEWLOCALS:
         local.clear()  # a copy, which the frame would keep until it returns, and the batch with it
     return Variables(entries, functools.partial(_write, frame))
+
+
+def _variables_of_module(frame: types.FrameType) -> Variables:
+    """Those that its functions name, and those that the loop reads, if it is not in a function."""
+    space = frame.f_globals
+    names = _named_in_functions(space)
+    if frame.f_code.co_name == "<module>":
+        names = names | _live(frame.f_code, frame.f_lasti)
+    entries = {name: space[name] for name in names if name in space and name[:2] != "__"}
+    return Variables(entries, space.__setitem__)
 
 
 def _write(frame: types.FrameType, name: str, value: Any) -> None:
     """Before Python 3.13 what is written to the copy has to be taken over: debuggers do it so."""
     local = frame.f_locals
     local[name] = value
-    if local is not frame.f_globals and sys.version_info < (3, 13):
+    if sys.version_info < (3, 13):
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
         local.clear()
 

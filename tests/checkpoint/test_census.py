@@ -294,7 +294,7 @@ def test_what_an_attempt_sets_before_its_first_step(is_resized: bool) -> None:
         assert early == {"began", "best", "folder", "rank"}
         one, census = attempt()
         one.rank, one.began, one.count, one.folder = rank, rank + 0.5, 1, f"/tmp/{rank}"
-        census.restore(saved, resized_rank=1 if is_resized else None)
+        census.restore(saved, is_resized=is_resized)
         census.begin()
         assert one.rank == (rank if is_resized else 1)
         assert (one.began, one.best, one.count) == (rank + 0.5, 0.5, 2)
@@ -305,7 +305,7 @@ def test_a_new_rank_draws_numbers_of_its_own() -> None:
     one, again = Noise(), Noise()
     before, after = noted(one), noted(again)
     one(0)
-    after.restore(through_a_checkpoint(before.state()), resized_rank=2)
+    after.restore(through_a_checkpoint(before.state()), new_rank=2)
     assert again.rng.random() != one.rng.random()
 
 

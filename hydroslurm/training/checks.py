@@ -1,8 +1,9 @@
-"""What the first step of an own loop uses and the run does not save, found before anything is.
+"""What a loop uses and its run does not save: found in the first step, before anything is saved.
 
 A run that forgets an optimizer, a scheduler or a position resumes without an error and trains on
 with other numbers. So the first step of each attempt is watched, by hooks that are removed behind
-it: later steps cost nothing.
+it: later steps cost nothing. What lives in objects and variables of the script is part of the run
+by itself (:mod:`hydroslurm.checkpoint.census`).
 """
 
 from __future__ import annotations
@@ -10,20 +11,59 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader as torch_dataloader
 
 from hydroslurm.checkpoint.tree import is_dtensor
-from hydroslurm.training.left_out import LeftOut
-from hydroslurm.training.remedies import Remedies
 
+_GIVE = 'Give it: Run({0}=...) for one, run.register("{0}_2", {0}) for each further one.'
 _OTHERWISE = "If what you register saves it in another form: {loop}"
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """What to write for each thing that a loop uses and its run lacks: whole sentences.
+
+    Attributes:
+        weights: that an optimizer trains.
+        batches: from an iterator without a position.
+        unchecked: how to write the loop so that nobody looks.
+    """
+
+    optimizer: str
+    scheduler: str
+    scaler: str
+    weights: str
+    batches: str
+    unchecked: str
+
+
+def own_loop(unchecked: str) -> Remedies:
+    """Of a loop over ``run.batches()`` or ``run.steps()``."""
+    return Remedies(
+        optimizer=_GIVE.format("optimizer"),
+        scheduler=_GIVE.format("scheduler"),
+        scaler=_GIVE.format("scaler"),
+        weights=(
+            'Give the module that has them: Run(model=...) for one, run.register("model_2", module)'
+            " for each further one, torch.nn.ParameterList([tensor]) for a tensor that belongs to "
+            "none."
+        ),
+        batches=(
+            "Let the run hand them out: Run(loader=loader) and `for batch in "
+            "run.batches(epochs=...)`; or have a get_batch(step) choose the samples by the number "
+            "of the step."
+        ),
+        unchecked=unchecked,
+    )
 
 
 class FirstStep:
@@ -38,7 +78,7 @@ class FirstStep:
         self.passes_over = False
         self._optimizers: dict[int, Optimizer] = {}
         self._iterators: dict[int, weakref.ref[Any]] = {}
-        self._left_out = LeftOut()
+        self._scalers: dict[int, GradScaler] = {}
         self._undo = contextlib.ExitStack()
 
     def open(self) -> None:
@@ -49,7 +89,7 @@ class FirstStep:
 
         self._undo.callback(register_optimizer_step_post_hook(stepped).remove)
         self._undo.callback(self._watch_iterators())
-        self._undo.callback(self._left_out.open())
+        self._undo.callback(self._watch_scalers())
 
     def close(self) -> None:
         """No hook stays behind."""
@@ -59,9 +99,9 @@ class FirstStep:
         """Let go of the objects that were seen."""
         self._optimizers.clear()
         self._iterators.clear()
-        self._left_out.forget()
+        self._scalers.clear()
 
-    def oversight(self, objects: dict[str, Any], states: Any, remedies: Remedies) -> str | None:
+    def missing(self, objects: dict[str, Any], states: Any, remedies: Remedies) -> str | None:
         """The first thing that a resumed run would lack, with what to do; None if there is none.
 
         Args:
@@ -71,9 +111,7 @@ class FirstStep:
         saved = _Tensors(states)
         message = self._not_optimized(objects, states, saved, remedies)
         if message is None:
-            message = self._left_out.oversight(
-                objects.values(), states, have=saved.have, remedies=remedies
-            )
+            message = self._not_scaled(objects, states, remedies)
         if message is not None:
             return f"{message} {_OTHERWISE.format(loop=remedies.unchecked)}"
         return self._iterated(objects, remedies)
@@ -107,6 +145,21 @@ class FirstStep:
                 )
         return None
 
+    def _not_scaled(self, objects: dict[str, Any], states: Any, remedies: Remedies) -> str | None:
+        known = {id(thing) for thing in objects.values()}
+        is_saved = any(
+            isinstance(node, dict) and {"scale", "_growth_tracker"} <= node.keys()
+            for node in _nodes(states)
+        )
+        missing = [one for one in self._scalers.values() if id(one) not in known]
+        if is_saved or not missing:
+            return None
+        return (
+            f"a GradScaler (scale {missing[0].get_scale():g}) has scaled this step and is not part "
+            "of this run: resumed, it would begin with its first scale again. "
+            f"{remedies.scaler}"
+        )
+
     def _iterated(self, objects: dict[str, Any], remedies: Remedies) -> str | None:
         if any(one() is not None for one in self._iterators.values()):
             gc.collect()  # one with workers may be kept by a cycle
@@ -119,6 +172,21 @@ class FirstStep:
             "saved: resumed, it would begin with its first batches again. "
             f"{remedies.batches} If the script skips what was read already: {remedies.unchecked}"
         )
+
+    def _watch_scalers(self) -> Callable[[], None]:
+        own, seen = GradScaler.update, self._scalers
+
+        def update(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
+            if scaler.is_enabled():
+                seen[id(scaler)] = scaler
+            own(scaler, *args, **kwargs)
+
+        def put_back() -> None:
+            if GradScaler.update is update:
+                GradScaler.update = own  # type: ignore[method-assign]
+
+        GradScaler.update = update  # type: ignore[assignment,method-assign]
+        return put_back
 
     def _watch_iterators(self) -> Any:
         kind: Any = torch_dataloader._BaseDataLoaderIter

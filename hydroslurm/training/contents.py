@@ -1,0 +1,165 @@
+"""What a run saves beside the states of its objects: what no ``state_dict()`` has, as far as the
+script has changed it since the run began."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from hydroslurm.checkpoint.census import Census, Unkept, Variables, shown
+from hydroslurm.checkpoint.known import KNOWN
+from hydroslurm.checkpoint.plain import size_bytes
+from hydroslurm.checkpoint.tree import is_dtensor
+from hydroslurm.training.objects import bare
+from hydroslurm.training.variables import in_reach, place
+
+_MUCH_BYTES = 2**28
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Contents:
+    """Of one rank; each has its own.
+
+    Args:
+        models: those whose weights are saved, by name, with or without wrappers; asked for when
+            they are there.
+        roots: what else the training has, by name; the variables of a loop come by themselves.
+        saved, known, without: see :class:`Census`.
+        world_size: of the ranks that train.
+    """
+
+    def __init__(
+        self,
+        models: Callable[[], Mapping[str, Any]] = dict,
+        roots: Callable[[], Mapping[str, Any]] = dict,
+        *,
+        saved: Callable[[], Iterable[Any]] = tuple,
+        known: Mapping[str, str] = KNOWN,
+        without: Mapping[str, Collection[str]] = _NOTHING,
+        world_size: int = 1,
+    ) -> None:
+        self._models, self._roots = models, roots
+        self._world_size = world_size
+        self._versions: dict[int, int] = {}
+        self._depth: int | None = None
+        self._loops: set[object] = set()
+        self._waits: Mapping[str, Any] = {}
+        self._new_rank: int | None = None
+        self._census = Census(
+            self._all_roots,
+            models=self._modules,
+            saved=saved,
+            known=known,
+            without=without,
+            device=self._device,
+        )
+
+    def note(self) -> None:
+        """What will not have changed from now on is as the script makes it."""
+        self._census.note()
+
+    def enter_loop(self) -> None:
+        """A loop of the script begins: from here on its variables count, and those of the functions
+        around it."""
+        self._depth, here = place()
+        if here not in self._loops:  # an epoch after another begins at the same place
+            self._loops.add(here)
+            self._census.note()
+
+    def begin(self) -> None:
+        """The first step comes next; see :meth:`Census.begin`."""
+        self._census.begin()
+        self.follow_frozen()
+
+    def state(self) -> dict[str, Any]:
+        """Empty, if nothing has changed."""
+        found = self._census.state()
+        return {"objects": found, "world_size": self._world_size} if found else {}
+
+    def restore(self, state: Mapping[str, Any], *, new_rank: int | None = None) -> None:
+        """Put back what has a place by now; the variables of a loop have to wait for it.
+
+        Args:
+            new_rank: as of :meth:`Census.restore`.
+        """
+        if not state:
+            return
+        self._new_rank = new_rank
+        is_resized = state["world_size"] != self._world_size
+        rest = self._census.restore(state["objects"], is_resized=is_resized, new_rank=new_rank)
+        self._waits = {**state, "objects": rest} if rest else {}
+
+    def restore_waiting(self) -> None:
+        """In a loop that goes on where the run was stopped: put the rest back."""
+        if self._waits:
+            self.restore(self._waits, new_rank=self._new_rank)
+
+    def unkept(self) -> list[Unkept]:
+        """As :meth:`Census.unkept`; with what was saved of variables that this script does not
+        have."""
+        waits, self._waits = self._waits, {}
+        why = "is in the checkpoint, and this script has no such object any more"
+        lost = [Unkept(path, "saved", why) for path in waits.get("objects", ())]
+        return [*lost, *self._census.unkept()]
+
+    def take_lost(self) -> list[Unkept]:
+        """As :meth:`Census.take_lost`."""
+        return self._census.take_lost()
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        """Those that the last look has come across, by what the script calls them."""
+        return {shown(path): one for path, one in self._census.optimizers.items()}
+
+    def follow_frozen(self) -> None:
+        """From here on a frozen weight does not change."""
+        self._versions.clear()
+        self.frozen()
+
+    def frozen(self) -> set[int]:
+        """Where in memory the weights are that are not trained, and that nothing else has changed
+        since they were seen here first, as it would a teacher's."""
+        found = set()
+        for model in self._modules().values():
+            for weight in model.parameters():
+                if weight.requires_grad or is_lazy(weight):
+                    continue
+                local = weight.to_local() if is_dtensor(weight) else weight  # type: ignore[attr-defined]
+                place, version = local.data_ptr(), weight._version
+                if self._versions.setdefault(place, version) == version:
+                    found.add(place)
+        return found
+
+    def _all_roots(self) -> dict[str, Any]:
+        variables: Mapping[str, Variables] = {} if self._depth is None else in_reach(self._depth)
+        return {**self._roots(), **variables}
+
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        found = {name: bare(one) for name, one in self._models().items()}
+        return {name: one for name, one in found.items() if isinstance(one, torch.nn.Module)}
+
+    def _device(self) -> torch.device:
+        for model in self._modules().values():
+            for some in (*model.parameters(), *model.buffers()):
+                return some.device
+        return torch.device("cpu")
+
+
+def largest(state: Mapping[str, Any]) -> str | None:
+    """The values that are most of what is saved so, in words, if it is much: each rank writes its
+    own into each checkpoint."""
+    sizes = {
+        f"{shown(path)}.{name}": size
+        for path, values in state.get("objects", {}).items()
+        for name, (value, _) in values.items()
+        if (size := size_bytes(value))
+    }
+    if (total := sum(sizes.values())) < _MUCH_BYTES:
+        return None
+    most = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    names = ", ".join(f"{name} ({sizes[name] / 2**20:.0f} MiB)" for name in most)
+    return f"{names}, of {total / 2**20:.0f} MiB in attributes"

@@ -1,0 +1,300 @@
+"""What lives in the objects and variables of an own loop from one step to the next: each loop as
+its writer has it, stopped in several steps, goes on as if it had been left alone."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from training.loop import ask_for_stop
+
+import hydroslurm
+
+EPOCHS, STEPS = 3, 9
+
+
+class Stopper:
+    """Says what a loop computes, and asks for a stop behind some steps."""
+
+    def __init__(self, folder: Path, stops: set[int]) -> None:
+        self.folder, self.stops, self.said = folder, stops, []
+        self.run: Any = None
+
+    def __call__(self, *values: Any) -> None:
+        shown = [one.tolist() if isinstance(one, torch.Tensor) else one for one in values]
+        self.said.append((self.run.step, *shown))
+        if self.run.step + 1 in self.stops:
+            ask_for_stop(self.run)
+
+
+class Parts:
+    def __init__(self, say: Stopper) -> None:
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
+        self.loader = DataLoader(TensorDataset(torch.randn(6, 2)), batch_size=2, shuffle=True)
+        self.run = say.run = hydroslurm.Run(
+            model=self.model,
+            optimizer=self.optimizer,
+            loader=self.loader,
+            directory=say.folder,
+            every_steps=0,
+        )
+
+    def learn(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.model(x).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+# --- loops that go on by themselves
+# ------------------------------------------------------------------------------------------------
+
+
+def counters(say: Stopper) -> None:
+    """A best loss, patience, a running mean, and a loss of the step before."""
+    parts = Parts(say)
+    best, patience, mean, last = float("inf"), 0, None, torch.zeros(())
+    for (x,) in parts.run.batches(epochs=EPOCHS):
+        loss = parts.learn(x)
+        if loss < best:
+            best, patience = float(loss), 0
+        else:
+            patience += 1
+        mean = loss if mean is None else 0.9 * mean + 0.1 * loss
+        say(best, patience, mean, last)
+        last = loss
+    say(best, patience, mean)
+
+
+def one_epoch(parts: Parts, say: Stopper, scale: float) -> float:
+    total, count = 0.0, 0
+    for (x,) in parts.run.batches(epochs=parts.run.epoch + 1):
+        total += float(parts.learn(x * scale))
+        count += 1
+        say(total, count)
+    return total / count
+
+
+def early_stopping(say: Stopper) -> None:
+    """The loop is in a function; who calls it keeps the best epoch and its weights."""
+    parts = Parts(say)
+    best, patience, scale, weights, history = float("inf"), 0, 1.0, None, []
+    for _ in range(parts.run.epoch, EPOCHS):
+        loss = one_epoch(parts, say, scale)
+        history.append(loss)
+        if loss < best:
+            best, patience, weights = loss, 0, copy.deepcopy(parts.model.state_dict())
+        else:
+            patience, scale = patience + 1, scale * 0.5
+    say(best, patience, scale, history, weights["weight"])
+
+
+def average_in_a_dict(say: Stopper) -> None:
+    parts = Parts(say)
+    ema = {name: one.detach().clone() for name, one in parts.model.named_parameters()}
+    for _ in parts.run.steps(STEPS):
+        parts.learn(torch.randn(4, 2))
+        with torch.no_grad():
+            for name, one in parts.model.named_parameters():
+                ema[name].lerp_(one, 0.1)
+        say(*ema.values())
+
+
+def averaged_model(say: Stopper) -> None:
+    """torch's own, and a copy by hand; neither is given to the run."""
+    parts = Parts(say)
+    ema = torch.optim.swa_utils.AveragedModel(parts.model)
+    by_hand = copy.deepcopy(parts.model).requires_grad_(False)
+    for _ in parts.run.steps(STEPS):
+        parts.learn(torch.randn(4, 2))
+        ema.update_parameters(parts.model)
+        by_hand.weight.data.lerp_(parts.model.weight, 0.1)
+        say(ema.module.weight, ema.n_averaged, by_hand.weight)
+
+
+class Shadow:
+    """An average as torch_ema and diffusers keep it: a list of tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow_params = [one.detach().clone() for one in model.parameters()]
+
+    def update(self, model: nn.Module) -> None:
+        for mine, theirs in zip(self.shadow_params, model.parameters(), strict=True):
+            mine.lerp_(theirs.detach(), 0.1)
+
+
+class AverageMeter:
+    __slots__ = ("count", "sum")
+
+    def __init__(self) -> None:
+        self.count, self.sum = 0, 0.0
+
+    def update(self, value: float) -> None:
+        self.count, self.sum = self.count + 1, self.sum + value
+
+
+def meters(say: Stopper) -> None:
+    parts = Parts(say)
+    shadow, by_name = Shadow(parts.model), {"loss": AverageMeter(), "norm": AverageMeter()}
+    for (x,) in parts.run.batches(epochs=EPOCHS):
+        by_name["loss"].update(float(parts.learn(x)))
+        by_name["norm"].update(float(parts.model.weight.detach().norm()))
+        shadow.update(parts.model)
+        say(*((one.count, one.sum) for one in by_name.values()), shadow.shadow_params[0])
+
+
+def generators(say: Stopper) -> None:
+    """Of every kind, in a variable, a list, an object and a closure."""
+    parts, noise, rolls = Parts(say), torch.Generator().manual_seed(1), [np.random.default_rng(1)]
+    agent, python = Parts.__new__(Parts), random.Random(3)
+    agent.wind = np.random.RandomState(2)
+
+    def draw() -> float:
+        return python.random() + agent.wind.rand()
+
+    for _ in parts.run.steps(STEPS):
+        x = torch.randn(4, 2, generator=noise) + rolls[0].random() + draw()
+        say(parts.learn(x))
+
+
+class Replay:
+    """A ring of observations in one array, as those of reinforcement learning."""
+
+    def __init__(self) -> None:
+        self.data, self.place, self.recent = np.zeros((50, 2), np.float32), 0, deque(maxlen=3)
+
+    def add(self, x: Any) -> None:
+        self.data[self.place % 50], self.place = x, self.place + 1
+        self.recent.append(float(x.sum()))
+
+    def sample(self) -> torch.Tensor:
+        return torch.tensor(self.data[np.random.randint(0, self.place, 4)])
+
+
+def replay_buffer(say: Stopper) -> None:
+    """With an observation that the next step goes on from."""
+    parts, buffer, state = Parts(say), Replay(), np.zeros(2)
+    for _ in parts.run.steps(STEPS):
+        state = 0.9 * state + np.random.randn(2)
+        buffer.add(state)
+        say(parts.learn(buffer.sample()), list(buffer.recent))
+
+
+def batch_ahead(say: Stopper) -> None:
+    """As nanoGPT: the next batch is fetched before the step ends."""
+    parts = Parts(say)
+    x = torch.randn(4, 2)
+    for _ in parts.run.steps(STEPS):
+        loss = parts.learn(x)
+        x = torch.randn(4, 2)
+        say(loss)
+
+
+def hidden_state(say: Stopper) -> None:
+    """Truncated backpropagation; None before the first step."""
+    parts, hidden = Parts(say), None
+    for _ in parts.run.steps(STEPS):
+        x = torch.randn(4, 2)
+        hidden = x if hidden is None else (0.5 * hidden + x).detach()
+        say(parts.learn(hidden))
+
+
+def first_set_in_a_step(say: Stopper) -> None:
+    """A variable that is not there before the first step has set it."""
+    parts = Parts(say)
+    for step in parts.run.steps(STEPS):
+        loss = parts.learn(torch.randn(4, 2))
+        trend = 0.5 * trend + loss if step > 0 else loss  # noqa: F821
+        say(trend)
+
+
+def wrapped(run: Any) -> Iterator[Any]:
+    """Batches pass through a generator of the script's own, which counts."""
+    seen = 0
+    for (x,) in run.batches(epochs=EPOCHS):
+        seen += len(x)
+        yield seen * x
+
+
+def through_a_generator(say: Stopper) -> None:
+    parts, total = Parts(say), 0.0
+    for x in wrapped(parts.run):
+        total += float(parts.learn(x))
+        say(total)
+
+
+CURRICULUM = {"level": 1}
+SEEN = 0
+
+
+def harder() -> None:
+    global SEEN
+    SEEN += 1
+    CURRICULUM["level"] = 1 + SEEN // 2
+
+
+def globals_of_the_module(say: Stopper) -> None:
+    global SEEN
+    SEEN, CURRICULUM["level"] = 0, 1
+    parts = Parts(say)
+    for (x,) in parts.run.batches(epochs=EPOCHS):
+        harder()
+        say(parts.learn(x * CURRICULUM["level"]), SEEN)
+
+
+def buffers_that_are_not_persistent(say: Stopper) -> None:
+    parts = Parts(say)
+    parts.model.register_buffer("scale", torch.ones(1), persistent=False)
+    for _ in parts.run.steps(STEPS):
+        parts.model.scale.mul_(0.9)
+        say(parts.learn(torch.randn(4, 2) * parts.model.scale), parts.model.scale)
+
+
+def two_loops(say: Stopper) -> None:
+    """One behind the other, with what lies between them."""
+    parts, total, count = Parts(say), 0.0, 0
+    for end in (4, STEPS):
+        for _ in parts.run.steps(end):
+            total += float(parts.learn(torch.randn(4, 2)))
+            count += 1
+            say(total, count)
+        total = round(total, 3)
+
+
+LOOPS: list[Callable[[Stopper], None]] = [
+    counters, early_stopping, average_in_a_dict, averaged_model, meters, generators, replay_buffer,
+    batch_ahead, hidden_state, first_set_in_a_step, through_a_generator, globals_of_the_module,
+    buffers_that_are_not_persistent, two_loops,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda one: one.__name__)
+def test_goes_on(loop: Callable[[Stopper], None], tmp_path: Path) -> None:
+    """Stopped inside the first epoch, at its end, and inside a later one."""
+    alone = Stopper(tmp_path / "alone", set())
+    loop(alone)
+    alone.run.close()
+    for stop in (1, 3, 4, 7, None):
+        attempt = Stopper(tmp_path / "run", {stop} if stop else set())
+        if stop:
+            with pytest.raises(SystemExit):
+                loop(attempt)
+            hydroslurm.uninstall()
+        else:
+            loop(attempt)
+            attempt.run.close()
+    assert attempt.said == alone.said  # a list in an object in a variable: of all attempts
