@@ -31,6 +31,7 @@ from hydroslurm.training.contents import Contents
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.ddp_buckets import BucketOrders
+from hydroslurm.training.gradients import Gradients
 from hydroslurm.training.objects import Objects, require_registrable
 from hydroslurm.training.oversights import LoopWatch
 from hydroslurm.training.rank_group import RankGroup
@@ -55,6 +56,7 @@ class Beginning(ABC):
     _cursor: Cursor
     _epoch: int
     _fence: Fence
+    _gradients: Gradients
     _has_begun: bool
     _is_closed: bool
     _attempt: CurrentAttempt

@@ -114,4 +114,4 @@ def _part(key: str) -> str:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     local = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    return local.detach()  # type: ignore[no-any-return]
+    return local.detach()

@@ -14,7 +14,8 @@ import torch
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.framework_state import Companions
 from hydroslurm.integrations.sharded import is_sharded, why_not
-from hydroslurm.integrations.transformers_state import LoopState, attributes_of, other_modules
+from hydroslurm.integrations.transformers_state import LoopState, other_modules, remember
+from hydroslurm.training.contents import Contents
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +34,30 @@ def trainer(**attributes: Any) -> Any:
         args=SimpleNamespace(device=torch.device("cpu")),
         callback_handler=SimpleNamespace(callbacks=[]),
         control=control,
-        **attributes,
+        **{"optimizer": None, "lr_scheduler": None, **attributes},
     )
 
 
-def resumed(before: Any, after: Any) -> LoopState:
+class Remembering:
+    """A run that remembers what a trainer has."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        remember(trainer, self)  # type: ignore[arg-type]
+
+    def remember(self, roots: Any, **options: Any) -> None:
+        self.contents = Contents(lambda: {"model": self._trainer.model}, roots, **options)
+        self.contents.note()
+
+
+def remembered(trainer: Any) -> Contents:
+    return Remembering(trainer).contents
+
+
+def resumed(before: Any, after: Any, was: Contents | None = None) -> LoopState:
     """The state of one trainer, in another."""
-    attributes_of(after)["trainer"].load_state_dict(attributes_of(before)["trainer"].state_dict())
+    if was is not None:
+        remembered(after).restore(was.state())
     saved, loaded = LoopState(before), LoopState(after)
     loaded.load_state_dict(saved.state_dict())
     return loaded
@@ -53,9 +71,10 @@ def test_logs_stay_bounded() -> None:
         return {"prompt": deque(maxlen=2), "rewards": defaultdict(lambda: deque(maxlen=2))}
 
     before, after = trainer(_logs=logs()), trainer(_logs=logs())
+    was = remembered(before)
     before._logs["prompt"].extend(["a", "b"])
     before._logs["rewards"]["short"].extend([0.5, 1.0])
-    resumed(before, after)
+    resumed(before, after, was)
     after._logs["prompt"].extend(["c"])
     after._logs["rewards"]["short"].extend([2.0])
     after._logs["rewards"]["new"].extend([1.0, 2.0, 3.0])
@@ -65,11 +84,14 @@ def test_logs_stay_bounded() -> None:
 
 def test_tensors_go_to_the_device_they_were_on() -> None:
     """What was computed on an accelerator is there again; checkpoints are read on the CPU."""
-    there = trainer(kept=[{"ids": torch.ones(2)}], own=[torch.ones(2)])
-    state = {**attributes_of(there)["trainer"].state_dict(), "on_device": ["kept"]}
+    there = trainer(kept=None, own=None)
+    was = remembered(there)
+    there.kept, there.own = [{"ids": torch.ones(2)}], [torch.ones(2)]
+    state = was.state()
+    state["objects"]["trainer"]["kept"][1].append("on device")
     here = trainer(kept=None, own=None)
-    here.args.device = torch.device("meta")
-    attributes_of(here)["trainer"].load_state_dict(state)
+    here.model.to("meta")
+    remembered(here).restore(state)
     assert [here.kept[0]["ids"].device.type, here.own[0].device.type] == ["meta", "cpu"]
 
 
@@ -84,11 +106,10 @@ def test_the_mode_of_the_model(is_training: bool) -> None:
 def test_what_is_lost_is_named() -> None:
     """A buffer that is filled with something else than numbers and tensors, and nothing else."""
     one = trainer(buffer=None, count=0, name=None, flag=None, optimizer=None, known=object())
-    state = attributes_of(one)["trainer"]
-    state.remember()
+    contents = remembered(one)
     one.buffer, one.count, one.name, one.flag = [object()], 3, "a", True
     one.optimizer, one.later = object(), object()
-    assert state.unsaved() == ["SimpleNamespace.buffer (list)"]
+    assert [one.path for one in contents.unkept()] == ["trainer.buffer"]
 
 
 def test_modules_beside_the_model() -> None:
