@@ -145,7 +145,9 @@ class Loop:
             raise UsageError("prepare() needs the loader that the training iterates; give it, too")
         self._name(prepared)
         self._models = [one for one in prepared if hasattr(one, "named_buffers")]
-        self.run.remember(dict)
+        generators = [one for one in objects if isinstance(one, rng.KINDS)]
+        loaders = [prepared[place] for place in places]
+        self.run.remember(dict, saved=lambda: [*loaders, *generators])
         if resumed:
             self._load()
         self._loaders = Loaders(self.run, self._accelerator, self._models, checks=self._checks)

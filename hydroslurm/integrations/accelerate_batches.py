@@ -54,7 +54,7 @@ class Loaders:
         self._at_safe_point = dict(self._saved or {})
         self._began_at = run.step
         self._epoch: int | None = None
-        self._is_last_epoch = False
+        self._is_last_epoch = self._is_entered = False
         self._leading: Loader | None = None
         self._led: list[int] = []  # the epoch, until another one of the same chain() did
         self._handed_out: list[Iteration] = []  # to train on in this step, the first one first
@@ -83,6 +83,7 @@ class Loaders:
     def begin_epoch(self, epoch: int, *, is_last: bool) -> None:
         """The loop is in an epoch; the loader that is trained from first will lead it."""
         self._epoch, self._is_last_epoch = epoch, is_last
+        self._is_entered = False
         self._leading, self._led = None, []
         self._handed_out.clear()
         trained = [one for model in self._models for one in model.parameters() if one.requires_grad]
@@ -110,6 +111,9 @@ class Loaders:
                     break
                 self._begin(one)
                 batch, source = self._first_batch(one)
+                if one.may_lead and not self._is_entered:
+                    self._is_entered = True
+                    self._run.enter_loop()
             else:
                 self._require_kept(one)
                 with self._run.handing_out():

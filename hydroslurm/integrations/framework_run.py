@@ -160,11 +160,17 @@ class FrameworkRun(Run):
 
     def script_now(self) -> Mapping[str, Any]:
         """A copy of what the script's objects have counted since :meth:`remember`."""
-        return self._script_state.state_dict()
+        return self._contents.state()
 
     def put_script(self, state: Mapping[str, Any]) -> None:
         """Give it back to them, until :meth:`begin` gives them what was saved last."""
-        self._script_state.load_state_dict(state)
+        self._contents.restore(state)
+
+    def enter_loop(self) -> None:
+        """The script iterates in a loop of its own: its variables count, and those that were saved
+        are put back."""
+        self._contents.enter_loop()
+        self._contents.restore_waiting()
 
     def check_first_step(self, parts: Mapping[str, Any], remedies: Remedies) -> None:
         """Find out at the first step of this attempt what the script uses and a resumed run would
@@ -313,10 +319,7 @@ class FrameworkRun(Run):
         registered = self._cursor.registered
         objects = {**self._parts, **self.own, **registered.by_name()}
         own = {name: thing.state_dict() for name, thing in self.own.items()}
-        script = self._contents.state()
-        return objects, {
-            **self._handed.state_dict(), **own, **registered.states(), "script": script,
-        }  # fmt: skip
+        return objects, {**self._handed.state_dict(), **own, **registered.states()}
 
     def _remember_script(self) -> None:
         """The framework's adapter does, by :meth:`remember`."""

@@ -109,6 +109,8 @@ class Objects:
         if not all(isinstance(thing, _FIXED) for thing in self._objects.values()):
             return
         for name, before in self._forms.items():
+            if not before:  # lazy, or without weights
+                continue
             now = _form(self._objects[name], states[name])
             more = [
                 key for key in now if before.get(key, now[key]) != now[key] or key not in before

@@ -27,13 +27,13 @@ from hydroslurm.errors import UsageError
 from hydroslurm.integrations.accelerate import epochs, prepare
 
 FORGOTTEN = (
-    "critic", "critic_optimizer", "scheduler", "later_scheduler", "scaler", "ema", "noise", "more",
+    "critic", "critic_optimizer", "scheduler", "later_scheduler", "scaler", "more",
 )  # fmt: skip
 
 
 def attempt(name: str, folder: Path, stop: str) -> None:
     os.environ["HYDROSLURM_RUN_DIR"] = str(folder / "run")
-    forgotten, _, unchecked = name.partition(", ")
+    forgotten, _, unchecked = name.removesuffix(" and stopped").partition(", ")
     with (folder / "notes").open("a") as notes:
         try:
             train(forgotten, notes, stop=stop, options={"check": False} if unchecked else {})
@@ -109,7 +109,8 @@ def train(forgotten: str, notes: Any, *, stop: str, options: dict[str, Any]) -> 
 def main(folder: Path) -> None:
     warnings.filterwarnings("ignore")
     scenes: dict[str, tuple[str, ...]] = dict.fromkeys(FORGOTTEN, ("",))
-    scenes |= {"nothing": ("",), "nothing and stopped": ("1", "2", ""), "ema, unchecked": ("",)}
+    stopped = [f"{name} and stopped" for name in ("nothing", "ema", "noise")]
+    scenes |= {"nothing": ("",), **dict.fromkeys(stopped, ("1", "2", "")), "ema, unchecked": ("",)}
     found = {
         name: attempts(attempt, name, folder / str(number), stops)
         for number, (name, stops) in enumerate(scenes.items())

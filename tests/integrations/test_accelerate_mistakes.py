@@ -53,17 +53,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
             'Accelerator(mixed_precision="fp16") has one that is saved; for one of your own: '
             "accelerator.register_for_checkpointing(scaler) before prepare().",
         ),
-        (
-            "ema",
-            "ema has changed in this step, and is not part of this run (1 tensors, the first of",
-            "accelerator.register_for_checkpointing(ema) before prepare(), or an object around it "
-            "with state_dict() and load_state_dict().",
-        ),
-        (
-            "noise",
-            "random numbers were drawn from noise (Generator), which is not part of this run",
-            "Give it to prepare(accelerator, ..., noise).",
-        ),
     ],
 )
 def test_what_was_forgotten(forgotten: str, seen: str, remedy: str, found: Found) -> None:
@@ -90,6 +79,12 @@ def test_nothing_was_forgotten(found: Found) -> None:
     exits, notes = found["nothing"]
     assert (exits, len(notes)) == ([0], 4)
     assert found["nothing and stopped"] == [[75, 75, 0], notes]
+
+
+@pytest.mark.parametrize("thing", ["ema", "noise"])
+def test_what_comes_back_by_itself(thing: str, found: Found) -> None:
+    """An average of the weights and a generator that nobody gave, in variables of the loop."""
+    assert found[f"{thing} and stopped"] == [[75, 75, 0], found["nothing"][1]]
 
 
 def test_nobody_looks(found: Found) -> None:

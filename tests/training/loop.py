@@ -64,12 +64,11 @@ class Training:
 
     def train(self, *, epochs: int, stop_after: int | None = None) -> None:
         """Train to the end, or ask for a stop in the step after so many of this attempt."""
-        done = 0
         with self.run as run:
+            first = run.step
             for batch in run.batches(epochs=epochs):
                 self.step(batch)
-                done += 1
-                if done == stop_after:
+                if run.step + 1 - first == stop_after:
                     ask_for_stop(run)
 
     def bits(self) -> tuple[Any, ...]:
