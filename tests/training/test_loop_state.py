@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from training.loop import ask_for_stop
 
 import hydroslurm
 
 EPOCHS, STEPS = 3, 9
+pytestmark = pytest.mark.filterwarnings("ignore:resuming inside an epoch")
 
 
 class Stopper:
@@ -37,13 +38,14 @@ class Stopper:
 
 
 class Parts:
-    def __init__(self, say: Stopper) -> None:
+    def __init__(self, say: Stopper, loader: DataLoader | None = None) -> None:
         torch.manual_seed(0)
         np.random.seed(0)
         random.seed(0)
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
-        self.loader = DataLoader(TensorDataset(torch.randn(6, 2)), batch_size=2, shuffle=True)
+        data = TensorDataset(torch.randn(6, 2))
+        self.loader = loader or DataLoader(data, batch_size=2, shuffle=True)
         self.run = say.run = hydroslurm.Run(
             model=self.model,
             optimizer=self.optimizer,
@@ -275,10 +277,40 @@ def two_loops(say: Stopper) -> None:
         total = round(total, 3)
 
 
+class Noisy:
+    """Samples with noise of their own, which a curriculum makes stronger."""
+
+    def __init__(self) -> None:
+        self.rng, self.level, self.seen = random.Random(1), 1.0, 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.seen += 1
+        return torch.tensor([index, self.level * self.rng.random()])
+
+
+def what_hangs_in_the_loader(say: Stopper) -> None:
+    """A data set, a collate function and a sampler that change on their way."""
+    data, drawn, sampler = Noisy(), np.random.default_rng(2), WeightedRandomSampler([1.0] * 6, 6)
+
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) + float(drawn.random())
+
+    loader = DataLoader(data, batch_size=2, sampler=sampler, collate_fn=collate)
+    parts = Parts(say, loader)
+    for x in parts.run.batches(epochs=EPOCHS):
+        loss = parts.learn(x)
+        data.level = 1 + float(loss)
+        sampler.weights[int(x[0, 0]) % 6] += 0.5
+        say(loss, data.seen, sampler.weights)
+
+
 LOOPS: list[Callable[[Stopper], None]] = [
     counters, early_stopping, average_in_a_dict, averaged_model, meters, generators, replay_buffer,
     batch_ahead, hidden_state, first_set_in_a_step, through_a_generator, globals_of_the_module,
-    buffers_that_are_not_persistent, two_loops,
+    buffers_that_are_not_persistent, two_loops, what_hangs_in_the_loader,
 ]  # fmt: skip
 
 
