@@ -203,7 +203,8 @@ HOSTILE = (
     "-1", "0", "nan", "99999999999999999999", "", "x", "/dev/null", "/nowhere", "/\udcff", "a\nb",
 )  # fmt: skip
 WITHOUT_SUBJECT = {
-    "submit": "/nowhere/x.py", "run": "nosuchprogram", "agent": "", "pause": "99999",
+    "submit": "/nowhere/x.py", "run": "nosuchprogram", "batch": "nosuchprogram",
+    "template": "nosuch", "agent": "", "pause": "99999",
     "resume": "99999", "requeue": "99999", "scale": "99999 2", "status": "99999",
     "top": "--once 99999", "metrics": "--textfile /nowhere/x.prom", "validate": "/nowhere/x.yaml",
     "render": "/nowhere/x.yaml", "schema": "x", "describe": "99999", "list": "x",

@@ -36,7 +36,10 @@ from hydroslurm.core.files import clean
 from hydroslurm.errors import HydroslurmError, UsageError
 
 _BY_TASK: dict[str, dict[str, Any]] = {
-    "Submit and run": {"submit": submit.submit, "run": submit.run, "batch": batch.batch},
+    "Submit and run": {
+        "submit": submit.submit, "run": submit.run, "batch": batch.batch,
+        "template": batch.template,
+    },
     "Control": {
         "pause": job.pause, "resume": job.resume, "requeue": job.requeue, "cancel": job.cancel,
     },

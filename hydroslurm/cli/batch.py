@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+TEMPLATES = Path(__file__).parent.parent / "templates"
+"""A link to sbatch/ in a checkout, its files in a wheel."""
+_COMMAND = re.compile(r'examples/\w+\.py "\$@"$', re.MULTILINE)
+_NAME = re.compile(r"^(#SBATCH --(?:job-name|output)=).*?(-%j\.out)?$", re.MULTILINE)
 
 
 def batch(
@@ -43,3 +51,67 @@ def batch(
         raise UsageError("wanted a command: hydroslurm batch -- srun python train.py")
     status = requeue_if_due(ended, os.environ) if ended is not None else 0
     sys.exit(run_batch(command, os.environ) if command else status)
+
+
+def template(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Which one; without it all are listed.")
+    ] = None,
+    script: Annotated[
+        str | None, typer.Argument(metavar="SCRIPT", help="What a batch script is to run.")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own.")
+    ] = None,
+) -> None:
+    """Print a batch script for your script, or what admins copy.
+
+    hydroslurm template requeue train.py --epochs 30 > job.sbatch
+
+    sbatch --partition low job.sbatch
+
+    Without SCRIPT a batch script runs one of the examples. The others are lines of slurm.conf for
+    partitions and QOS, and job_submit.lua.
+    """
+    from hydroslurm.errors import UsageError
+
+    files = {path.name: path for path in sorted(TEMPLATES.iterdir()) if path.suffix not in _NOT}
+    if name is None:
+        width = max(map(len, files))
+        for file, path in files.items():
+            typer.echo(f"{file:{width}}  {_about(path)}")
+        return
+    wanted = next((one for one in (name, f"{name}.sbatch", f"{name}.conf") if one in files), None)
+    if wanted is None:
+        raise UsageError(f"there is no template {name!r}; there are {', '.join(files)}")
+    path = files[wanted]
+    text = path.read_text()
+    if script is None:
+        typer.echo(text, nl=False)
+        return
+    if path.suffix != ".sbatch":
+        raise UsageError(f"{path.name} runs no script; wanted one of the .sbatch templates")
+    if not Path(script).is_file():
+        raise UsageError(f"there is no script {script!r} here")
+    typer.echo(_for_script(text, script, arguments or []), nl=False)
+
+
+_NOT = (".md", ".py")
+
+
+def _about(path: Path) -> str:
+    """The first sentence of a template's first comment, on one line."""
+    lines = path.read_text().splitlines()
+    first = next(n for n, line in enumerate(lines) if not line.startswith("#!"))
+    words = " ".join(line.lstrip("#- ") for line in lines[first : first + 3])
+    return re.split(r"(?<=\.) ", words)[0]
+
+
+def _for_script(text: str, script: str, arguments: list[str]) -> str:
+    """A batch script with this script and this environment in the place of the example's."""
+    command = shlex.join([script, *arguments]) + ' "$@"'
+    text = _COMMAND.sub(lambda _: command, text)
+    stem = re.sub(r"[^\w.-]", "_", Path(script).stem)
+    text = _NAME.sub(lambda found: f"{found[1]}{stem}{found[2] or ''}", text)
+    text = text.replace("sbatch/nsys_profile.sh", shlex.quote(str(TEMPLATES / "nsys_profile.sh")))
+    return text.replace("$PWD/.venv/bin", shlex.quote(str(Path(sys.executable).parent)))

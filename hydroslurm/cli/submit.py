@@ -23,6 +23,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "submit": _OWN_WORDS,
     "run": _OWN_WORDS,
     "batch": _OWN_WORDS,
+    "template": _OWN_WORDS,
     "prove": _OWN_WORDS,
     "agent": {**_OWN_WORDS, "allow_extra_args": True, "ignore_unknown_options": True},
 }

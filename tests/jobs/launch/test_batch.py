@@ -46,6 +46,7 @@ esac
 """
 GRACE = "RUNNING PreemptTime=2026-11-26T20:03:08"
 AWAY = "Unable to contact slurm controller"
+SCRIPTS = [path.stem for path in sorted(SBATCH.glob("*.sbatch"))]
 
 
 @pytest.fixture
@@ -197,13 +198,56 @@ def test_what_cannot_run_is_one_line(
     assert message in output
 
 
-@pytest.mark.parametrize("name", [path.name for path in sorted(SBATCH.glob("*.sbatch"))])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_without_the_verb_says_so(name: str, tmp_path: Path) -> None:
     """In one line, with a status that nothing requeues."""
     environ = {"PATH": "/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path)}
     done = subprocess.run(
-        ["bash", str(SBATCH / name)], env=environ, capture_output=True, text=True, check=False
+        ["bash", str(SBATCH / f"{name}.sbatch")],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (127, "")
     assert done.stderr.startswith("no hydroslurm on the PATH of ")
     assert len(done.stderr.splitlines()) == 1
+
+
+def template(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hydroslurm.cli", "template", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_template_runs_the_given_script(name: str, tmp_path: Path) -> None:
+    """With its arguments, under its name, in this environment; bash can read it, and nothing of the
+    example is left."""
+    (tmp_path / "my train.py").touch()
+    text = template(tmp_path, name, "my train.py", "--lr", "$1").stdout
+    assert text.endswith("""'my train.py' --lr '$1' "$@"\n""")
+    assert "#SBATCH --job-name=my_train\n" in text
+    assert "#SBATCH --output=my_train-%j.out\n" in text
+    assert f"PATH={Path(sys.executable).parent}:$PATH\n" in text
+    assert "examples/" not in text
+    assert "sbatch/nsys" not in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+def test_templates_are_listed_and_printed(tmp_path: Path) -> None:
+    """Each with what it is for; one without a script as it stands in sbatch/."""
+    listed = [line.split()[0] for line in template(tmp_path).stdout.splitlines()]
+    assert listed == sorted(p.name for p in SBATCH.iterdir() if p.suffix not in (".md", ".py"))
+    for name in ("pause", "partitions", "job_submit.lua"):
+        (path,) = [
+            SBATCH / one for one in listed if one in (name, f"{name}.sbatch", f"{name}.conf")
+        ]
+        assert template(tmp_path, name).stdout == path.read_text()
+    for words, message in (
+        (["paus"], "there is no template 'paus'; there are job_submit.lua, multi-node.sbatch"),
+        (["partitions", "a.py"], "partitions.conf runs no script"),
+        (["pause", "a.py"], "there is no script 'a.py' here"),
+    ):
+        refused = template(tmp_path, *words)
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert message in refused.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from clusters import require_slurm
 from processes import captured, wait_until
-from sbatchfiles import multi_node_script, requeue_script
+from sbatchfiles import multi_node_script
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
@@ -35,7 +35,7 @@ SCRIPTS = {
     "the variable": "#!/bin/bash\nexport HYDROSLURM_PREEMPT=requeue\nsrun python3 train.py\n",
     "the agent": "#!/bin/bash\nsrun --preempt=requeue hydroslurm agent -- train.py\n",
     "the verb": "#!/bin/bash\nexec hydroslurm batch -- srun python3 train.py\n",
-    "requeue.sbatch": requeue_script("python3 train.py"),
+    "a template": "",  # printed with this script
     "multi-node.sbatch": multi_node_script("python3 train.py", nodes=1),
 }
 SCRIPTS["the option of sbatch"] = SRUN.format("")
@@ -66,6 +66,9 @@ def preempted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
             (base / way / "train.py").write_text(SLOW)
             (base / way / "job.yaml").write_text(SPEC)
             (base / way / "job.sh").write_text(SCRIPTS.get(way, ""))
+            if way == "a template":
+                printed = "hydroslurm template requeue train.py > job.sh"
+                run("bash", "-c", printed, cwd=base / way)
             command = COMMANDS.get(way, ["sbatch"])
             options = ["--requeue", "--open-mode=append", "--output=job.out", "job.sh"]
             run(*command, *(options if way in SCRIPTS else []), cwd=base / way)
