@@ -194,7 +194,10 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:  # a file without permission, a full disk
         where = f"{error.filename}: " if error.filename else ""
-        print(f"hydroslurm: {clean(f'{where}{error.strerror or error}')}", file=sys.stderr)
+        why = f"{where}{error.strerror or error}"
+        if isinstance(error, FileNotFoundError) and not where:
+            why = "the current folder does not exist any more; change to another one"
+        print(f"hydroslurm: {clean(why)}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -283,7 +283,11 @@ def run(
         raise UsageError(f"unknown --mode {mode!r}; wanted one of {', '.join(MODES)}")
     program = shutil.which(command[0])
     if program is None:
-        raise UsageError(f"there is no program {command[0]!r} on the PATH")
+        hint = f"; for a script: hydroslurm run -- python {command[0]}"
+        raise UsageError(
+            f"there is no program {command[0]!r} on the PATH"
+            f"{hint if command[0].endswith('.py') else ''}"
+        )
     os.environ[PREEMPT_ENV] = mode
     if bind_numa:
         os.environ[BIND_ENV] = "1"

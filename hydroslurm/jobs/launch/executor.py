@@ -131,10 +131,10 @@ class Executor(SlurmExecutor):
             UsageError: there is no such script.
             LaunchError: sbatch refused the job.
         """
-        if not module and not Path(script).is_file():
+        if not module and not (Path(script).is_file() and os.access(script, os.R_OK)):
             raise UsageError(
-                f"there is no script {script!r}; give the path of a Python file, or say that it is "
-                "a module"
+                f"there is no script {script!r}; give the path of a Python file that you may read, "
+                "or -m for a module"
             )
         if module and not _has_module(script):
             raise UsageError(f"{sys.executable} has no module {script!r}")
