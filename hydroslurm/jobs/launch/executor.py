@@ -1,6 +1,6 @@
 """The executor that a submitit user knows, for jobs that can be paused.
 
-    executor = hydroslurm.Executor("runs")
+    executor = hydroslurm.Executor("hydroslurm-runs")
     executor.update_parameters(partition="low", timeout_min=60, nodes=2, tasks_per_node=1)
     job = executor.submit(train, 3)
     job.run_dir            # events, logs, report
