@@ -208,17 +208,9 @@ def _announce(job_id: int, run: RunDir, nodes: int, *, janitor_id: int | None = 
 
 
 def _pairs(options: list[str]) -> dict[str, str | bool]:
-    from hydroslurm.errors import UsageError
-
-    pairs: dict[str, str | bool] = {}
-    for option in options:
-        key, equals, value = option.lstrip("-").partition("=")
-        if not key.replace("-", "").replace("_", "").isalnum():
-            raise UsageError(
-                f"--sbatch {option!r} is not NAME=VALUE, as in --sbatch constraint=a100"
-            )
-        pairs[key] = value if equals else True
-    return pairs
+    """``NAME=VALUE``, or NAME alone, as sbatch takes them."""
+    split = (option.lstrip("-").partition("=") for option in options)
+    return {name: value if equals else True for name, equals, value in split}
 
 
 def _wait(job: PausableJob) -> None:
