@@ -4,7 +4,7 @@
     model = hydroslurm.od_execution_wrapper(model)     # pausable at every operator: one line
     hydroslurm.install()                               # the same without a model
     hydroslurm.send_signal(pid, "pause")               # from another process of this machine
-    hydroslurm.Executor("hydroslurm-runs").submit(train, 3)       # through submitit, pausable from the start
+    hydroslurm.Executor("runs").submit(train, 3)       # through submitit, pausable from the start
     hydroslurm.Run(model=model, optimizer=optimizer, loader=loader)   # stopped, requeued, continued
 
 Names are imported when they are first used: ``import hydroslurm`` loads neither torch nor anything
