@@ -86,7 +86,9 @@ def test_both_are_complete(dist: Path) -> None:
     sources = (ROOT / "hydroslurm").rglob("*")
     tracked = {p.relative_to(ROOT).as_posix() for p in sources if p.suffix in (".h", ".cpp", ".c")}
     assert tracked <= names
-    assert {f"hydroslurm/examples/{p.name}" for p in (ROOT / "examples").glob("*.*")} <= names
+    for folder in ("examples", "templates"):
+        files = (ROOT / "hydroslurm" / folder).glob("*.*")
+        assert {f"hydroslurm/{folder}/{path.name}" for path in files} <= names
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         inner = {name.partition("/")[2] for name in archive.getnames()}
