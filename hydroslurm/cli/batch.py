@@ -13,6 +13,8 @@ import typer
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 """A link to sbatch/ in a checkout, its files in a wheel."""
+EXAMPLES = TEMPLATES.with_name("examples")
+"""As TEMPLATES."""
 _COMMAND = re.compile(r'examples/\w+\.py "\$@"$', re.MULTILINE)
 _NAME = re.compile(r"^(#SBATCH --(?:job-name|output)=).*?(-%j\.out)?$", re.MULTILINE)
 
@@ -64,18 +66,22 @@ def template(
         list[str] | None, typer.Argument(metavar="ARGS", help="The script's own.")
     ] = None,
 ) -> None:
-    """Print a batch script for your script, or what admins copy.
+    """Print a batch script for your script, an example, or what admins copy.
 
     hydroslurm template requeue train.py --epochs 30 > job.sbatch
 
     sbatch --partition low job.sbatch
 
-    Without SCRIPT a batch script runs one of the examples. The others are lines of slurm.conf for
-    partitions and QOS, and job_submit.lua.
+    hydroslurm template train_run.py > train.py
+
+    Without SCRIPT a batch script runs one of the examples. The others are the examples, lines of
+    slurm.conf for partitions and QOS, and job_submit.lua.
     """
     from hydroslurm.errors import UsageError
 
-    files = {path.name: path for path in sorted(TEMPLATES.iterdir()) if path.suffix not in _NOT}
+    shipped = [path for path in TEMPLATES.iterdir() if path.suffix not in _NOT]
+    examples = [*EXAMPLES.glob("train*.py"), *EXAMPLES.glob("*.yaml")]
+    files = {path.name: path for path in (*sorted(shipped), *sorted(examples))}
     if name is None:
         width = max(map(len, files))
         for file, path in files.items():
@@ -103,7 +109,7 @@ def _about(path: Path) -> str:
     """The first sentence of a template's first comment, on one line."""
     lines = path.read_text().splitlines()
     first = next(n for n, line in enumerate(lines) if not line.startswith("#!"))
-    words = " ".join(line.lstrip("#- ") for line in lines[first : first + 3])
+    words = " ".join(line.lstrip('#- "') for line in lines[first : first + 3])
     return re.split(r"(?<=\.) ", words)[0]
 
 

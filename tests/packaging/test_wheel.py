@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -102,8 +101,8 @@ def test_the_wheel_walks_the_tutorial(
 ) -> None:
     """An example that the wheel brings is submitted, paused, requeued, resumed and reported."""
     environ = requeue_cluster.child_environ()
-    shutil.copy(Path(newcomer("python", "-c", PLACE)).parent / "examples/train_run.py", tmp_path)
-    submit = ("hydroslurm", "submit", "--partition", "low", "train_run.py")
+    (tmp_path / "train.py").write_text(newcomer("hydroslurm", "template", "train_run.py"))
+    submit = ("hydroslurm", "submit", "--partition", "low", "train.py")
     told = newcomer(*submit, "--epochs", "60", "--think-s", "0.02", environ=environ)
     job, run = re.search(r"job (\d+) .*?(/\S+)", told).groups()  # type: ignore[union-attr]
 

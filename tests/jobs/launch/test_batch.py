@@ -235,9 +235,14 @@ def test_a_template_runs_the_given_script(name: str, tmp_path: Path) -> None:
 
 
 def test_templates_are_listed_and_printed(tmp_path: Path) -> None:
-    """Each with what it is for; one without a script as it stands in sbatch/."""
+    """Each with what it is for; one without a script as it stands in sbatch/; examples, too."""
     listed = [line.split()[0] for line in template(tmp_path).stdout.splitlines()]
-    assert listed == sorted(p.name for p in SBATCH.iterdir() if p.suffix not in (".md", ".py"))
+    batch_scripts = sorted(p.name for p in SBATCH.iterdir() if p.suffix not in (".md", ".py"))
+    assert listed[: len(batch_scripts)] == batch_scripts
+    examples = SBATCH.with_name("examples")
+    trainings = {path.name for path in examples.glob("train*.py")}
+    assert trainings < set(listed[len(batch_scripts) :])
+    assert template(tmp_path, "train_run.py").stdout == (examples / "train_run.py").read_text()
     for name in ("pause", "partitions", "job_submit.lua"):
         (path,) = [
             SBATCH / one for one in listed if one in (name, f"{name}.sbatch", f"{name}.conf")
