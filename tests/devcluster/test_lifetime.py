@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -72,8 +71,8 @@ def wait_for_step(cluster: DevCluster, job: str) -> None:
 
 
 def test_down_leaves_the_logs_and_nothing_else(tmp_path: Path) -> None:
-    """In a deep folder with an odd name: jobs run, also one suspended at the end; `down` ends all
-    of them, keeps the logs, may be called twice, and the folder can be used again."""
+    """In a deep folder with an odd name: jobs run, also one suspended at the end, and a dead daemon
+    is named; `down` ends all, keeps the logs, may be called twice; the folder can be used again."""
     folder = tmp_path / "a name, with #blanks" / ("deep" * 30)
     spec = ClusterSpec(nodes=2, directory=folder)
     cluster = DevCluster.up(spec)
@@ -86,6 +85,12 @@ def test_down_leaves_the_logs_and_nothing_else(tmp_path: Path) -> None:
             DevCluster.up(spec)
         assert all(daemon.alive for daemon in cluster.status().daemons)
         assert links_to(folder)
+        (node,) = (d for d in cluster.status().daemons if d.name == "slurmd-n1")
+        os.kill(node.pid, signal.SIGKILL)
+        wait_until(
+            lambda: [d.name for d in cluster.status().daemons if not d.alive] == ["slurmd-n1"],
+            "the dead daemon in the status",
+        )
     finally:
         cluster.down()
     cluster.down()
@@ -190,28 +195,6 @@ def test_a_daemon_that_dies_at_the_start_is_quoted(
     assert (tmp_path / "c" / "log" / "slurmctld.console.log").exists()
 
 
-def test_a_taken_port_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port that another program listens on is named by the daemon's own lines."""
-    thief = tmp_path / "thief.py"
-    thief.write_text(
-        "import os, re, socket, sys, time\n"
-        "port = re.search(r'DbdPort=(\\d+)', open(sys.argv[1]).read())[1]\n"
-        "s = socket.socket()\n"
-        "s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
-        "s.bind(('127.0.0.1', int(port)))\n"
-        "s.listen()\n"
-        "if os.fork() == 0:\n"
-        "    time.sleep(600)\n"
-        "os.execv(sys.argv[2], sys.argv[2:])\n"
-    )
-    python, script = shlex.quote(sys.executable), shlex.quote(str(thief))
-    conf = '"${{SLURM_CONF%/*}}/slurmdbd.conf"'
-    _on_path(tmp_path, "slurmdbd", f'exec {python} {script} {conf} {{real}} "$@"', monkeypatch)
-    with pytest.raises(ClusterError, match=r"(?s)slurmdbd ended .*Address already in use"):
-        DevCluster.up(ClusterSpec(nodes=1, directory=tmp_path / "c"))
-    nothing_is_left(tmp_path / "c")
-
-
 def test_a_missing_program_is_named_and_no_folder_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,14 +227,3 @@ def _on_path(folder: Path, name: str, line: str, monkeypatch: pytest.MonkeyPatch
     program.write_text(f"#!/bin/sh\n{line.format(real=real)}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-
-
-def test_a_dead_daemon_shows_in_the_status() -> None:
-    """The cluster stays up for its logs to be read, and says which daemon is dead."""
-    with DevCluster.up(ClusterSpec(nodes=1)) as cluster:
-        (node,) = (d for d in cluster.status().daemons if d.name == "slurmd-n1")
-        os.kill(node.pid, signal.SIGKILL)
-        wait_until(
-            lambda: [d.name for d in cluster.status().daemons if not d.alive] == ["slurmd-n1"],
-            "the dead daemon in the status",
-        )

@@ -91,27 +91,12 @@ def _wait_text(path: Path, text: str, *, count: int = 1) -> str:
 def test_a_running_job(client: SlurmClient, jobs: Jobs, tmp_path: Path) -> None:
     """A job is described in full, the same alone and among all, whatever its texts hold."""
     comment = "hydroslurm:/runs/a b=c StdOut=/not/this JobId=5"
-    job_id = jobs.submit(
-        "-J",
-        "a name=1",
-        f"--comment={comment}",
-        "-n2",
-        "-t1-00:10:00",
-        "--mem=100M",
-        "-o",
-        f"{tmp_path}/out %x=%j",
-        "-e",
-        "err-%j",
-        "-p",
-        "urgent",
-    )
+    options = ["-n2", "-t1-00:10:00", "--mem=100M", "-e", "err-%j", "-p", "urgent"]
+    texts = ["-J", "a name=1", f"--comment={comment}", "-o", f"{tmp_path}/out %x=%j"]
+    job_id = jobs.submit(*options, *texts)
     job = _wait_state(client, job_id, JobState.RUNNING)
-    assert (job.job_id, job.name, job.partition, job.comment) == (
-        job_id,
-        "a name=1",
-        "urgent",
-        comment,
-    )
+    assert (job.job_id, job.name, job.partition) == (job_id, "a name=1", "urgent")
+    assert job.comment == comment
     assert job.flags == {"RUNNING"}
     assert len(job.nodes) == job.n_nodes
     assert job.n_tasks == 2

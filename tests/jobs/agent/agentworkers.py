@@ -87,7 +87,6 @@ os._exit(int(code))
 """
 
 AGENT = "from hydroslurm.cli import main\nmain()\n"
-STOCK = "from torch.distributed.run import main\nmain()\n"
 
 
 class Scene:
@@ -110,18 +109,15 @@ class Scene:
         *options: str,
         name: str = "agent",
         script: Path | None = None,
-        stock: bool = False,
         fresh: bool = False,
     ) -> Iterator[Child]:
         """One agent; its workers are gone after the block too. ``fresh``: with its own interpreter,
         where the start of that, or a sitecustomize.py, is what matters."""
         place = self.folder / name
         place.mkdir()
-        words = [*options, str(script or self.script), str(self.folder)]
-        arguments = words if stock else ["agent", "--", *words]
-        code = STOCK if stock else AGENT
+        words = ["agent", "--", *options, str(script or self.script), str(self.folder)]
         start = child if fresh else forked
-        with start(code, place, *arguments, environ=self.environ) as started:
+        with start(AGENT, place, *words, environ=self.environ) as started:
             try:
                 yield started
             finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from jobs.agent.agentworkers import Scene
-from processes import wait_until
+from processes import is_stopped, wait_until
 
 from hydroslurm.devcluster import DevCluster
 
@@ -61,7 +61,7 @@ def test_suspend_resume_restart_and_stop(
     before = scene.pids()
     pause_cluster.run(["scontrol", "suspend", job_id])
     _wait_states(scene, "slurm_pause", "parked")
-    wait_until(lambda: all(_is_stopped(pid) for pid in before), "SIGSTOP has come")
+    wait_until(lambda: all(is_stopped(pid) for pid in before), "SIGSTOP has come")
     time.sleep(2 * KEEP_ALIVE_S)
     pause_cluster.run(["scontrol", "resume", job_id])
     _wait_states(scene, "slurm_resume", "running")
@@ -88,7 +88,3 @@ def test_suspend_resume_restart_and_stop(
 def _wait_states(scene: Scene, asked: str, state: str) -> None:
     for node in range(2):
         scene.wait_state(asked, state, node=node)
-
-
-def _is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

@@ -28,7 +28,7 @@ def scene(tmp_path: Path) -> Scene:
 
 @contextlib.contextmanager
 def two_nodes(
-    scene: Scene, *, stock: bool = False, nodes: str = "2", restarts: int = 2, conf: str = ""
+    scene: Scene, *, nodes: str = "2", restarts: int = 2, conf: str = ""
 ) -> Iterator[tuple[Child, Child]]:
     """Two agents with one worker each, which have announced themselves: of the first with the
     store, and rank 0, and of the second."""
@@ -43,8 +43,8 @@ def two_nodes(
     )
     conf = f"--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt={KEEP_ALIVE_S}{conf}"
     with (
-        scene.agent(*options, f"{conf},is_host=1", name="a", stock=stock) as a,
-        scene.agent(*options, f"{conf},is_host=0", name="b", stock=stock) as b,
+        scene.agent(*options, f"{conf},is_host=1", name="a") as a,
+        scene.agent(*options, f"{conf},is_host=0", name="b") as b,
     ):
         for rank in range(2):
             scene.wait_told(rank, "announced")
@@ -84,20 +84,6 @@ def test_a_suspend_longer_than_the_keep_alive(scene: Scene, announced: bool) -> 
         for rank in range(2):
             scene.leave(rank, 0)
         assert [agent.wait() for agent in agents] == [0, 0]
-
-
-def test_stock_torchrun_forgets_its_nodes(scene: Scene) -> None:
-    """For the record, and so that we hear of it when torch mends it: after such a suspend the
-    workers go on, but the failure of one ends the job, although restarts are left."""
-    with two_nodes(scene, stock=True, conf=",join_timeout=6") as agents:
-        before = scene.pids()
-        suspend([*before, *(agent.pid for agent in agents)])
-        time.sleep(KEEP_ALIVE_S)
-        assert scene.pids() == before
-        scene.leave(0, 3)
-        wait_until(lambda: any(a.process.poll() is not None for a in agents), "an agent gives up")
-        assert [scene.told(rank).count("announced") for rank in range(2)] == [1, 1]
-        assert any("RendezvousTimeoutError" in str(agent) for agent in agents)
 
 
 def test_a_node_that_goes_first_takes_no_other_with_it(scene: Scene) -> None:
@@ -140,49 +126,35 @@ def _ends(scene: Scene, agent: Child, rank: int) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_worker_that_fails_after_the_others_have_ended(tmp_path: Path, failing: int) -> None:
+def test_a_worker_that_fails_after_the_others_have_ended(scene: Scene, failing: int) -> None:
     """It is restarted alone, as by stock torchrun; also if its node was stopped for longer than
     the keep-alive. The node that has ended waits for it."""
-    outcomes = []
-    for stock in (True, False):
-        scene = Scene(tmp_path / f"stock-{stock}")
-        with two_nodes(scene, stock=stock, nodes="1:2", conf=LAST_CALL) as agents:
-            _ends(scene, agents[1 - failing], 1 - failing)
-            if not stock:
-                suspend([agents[failing].pid, scene.pid(failing)])
-            scene.leave(failing, 3)
-            scene.wait_told(0, "announced", times=2)
-            assert [place.rpartition(" ")[2] for place in scene.places(0)] == ["2", "1"]
-            assert agents[1 - failing].process.poll() is None
-            scene.leave(0, 0)
-            outcomes.append((agents[failing].wait(), len(scene.places(0) + scene.places(1))))
-            if not stock:
-                assert agents[1 - failing].wait() == 0
-    assert outcomes == [(0, 3)] * 2
+    with two_nodes(scene, nodes="1:2", conf=LAST_CALL) as agents:
+        _ends(scene, agents[1 - failing], 1 - failing)
+        suspend([agents[failing].pid, scene.pid(failing)])
+        scene.leave(failing, 3)
+        scene.wait_told(0, "announced", times=2)
+        assert [place.rpartition(" ")[2] for place in scene.places(0)] == ["2", "1"]
+        assert agents[1 - failing].process.poll() is None
+        scene.leave(0, 0)
+        assert (agents[failing].wait(), agents[1 - failing].wait()) == (0, 0)
+    assert len(scene.places(0) + scene.places(1)) == 3
 
 
 @pytest.mark.parametrize(
     ("nodes", "restarts", "status"), [("1:2", 2, -signal.SIGKILL), ("1:2", 0, 3), ("2", 2, 3)]
 )
 def test_a_node_that_ends_badly_does_not_hold_those_that_have_ended(
-    tmp_path: Path, nodes: str, restarts: int, status: int
+    scene: Scene, nodes: str, restarts: int, status: int
 ) -> None:
     """Its agent is killed, or its worker fails without a restart left, or with too few nodes for
     one: the other leaves with 0, and not after torch's 300 s."""
-    with contextlib.ExitStack() as stack:
-        left = []
-        for stock in (True, False):
-            scene = Scene(tmp_path / f"stock-{stock}")
-            agents = two_nodes(scene, stock=stock, nodes=nodes, restarts=restarts)
-            first, second = stack.enter_context(agents)
-            if status < 0:
-                worker = scene.pid(1)
-                second.signal(signal.SIGKILL)
-                os.kill(worker, signal.SIGKILL)
-            _ends(scene, first, 0)
-            if status > 0:
-                scene.leave(1, status)
-            left.append((first, second))
-        (stock_first, _), (first, second) = left
+    with two_nodes(scene, nodes=nodes, restarts=restarts) as (first, second):
+        if status < 0:
+            worker = scene.pid(1)
+            second.signal(signal.SIGKILL)
+            os.kill(worker, signal.SIGKILL)
+        _ends(scene, first, 0)
+        if status > 0:
+            scene.leave(1, status)
         assert (first.wait(), second.wait()) == (0, status)
-        assert stock_first.process.poll() is None
