@@ -3,13 +3,12 @@ script has changed it since the run began."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from hydroslurm.checkpoint.census import Census, Unkept, Variables, shown
 from hydroslurm.checkpoint.known import KNOWN
@@ -19,6 +18,10 @@ from hydroslurm.training.objects import bare
 from hydroslurm.training.variables import in_reach, place
 
 _MUCH_BYTES = 2**28
+_NOT_GIVEN = (
+    "has stepped and is not part of this run: resumed, it would begin anew. Make it before the run "
+    "begins, and register it"
+)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -49,6 +52,7 @@ class Contents:
         self._depth: int | None = None
         self._loops: set[object] = set()
         self._waits: Mapping[str, Any] = {}
+        self._known: set[int] | None = None
         self._new_rank: int | None = None
         self._census = Census(
             self._all_roots,
@@ -108,12 +112,22 @@ class Contents:
         return [*lost, *self._census.unkept()]
 
     def take_lost(self) -> list[Unkept]:
-        """As :meth:`Census.take_lost`."""
-        return self._census.take_lost()
+        """As :meth:`Census.take_lost`; with optimizers that were made since the first step."""
+        return [*self._census.take_lost(), *self._new_optimizers()]
 
-    def optimizers(self) -> dict[str, Optimizer]:
-        """Those that the last look has come across, by what the script calls them."""
-        return {shown(path): one for path, one in self._census.optimizers.items()}
+    def accept_optimizers(self) -> None:
+        """The first step is checked: what it has is known."""
+        self._known = {id(one) for one in self._census.optimizers.values()}
+
+    def _new_optimizers(self) -> Iterator[Unkept]:
+        if self._known is None:
+            return
+        given = list(self._models().values())
+        self._known.update(map(id, [*given, *(getattr(one, "optimizer", None) for one in given)]))
+        for path, one in self._census.optimizers.items():
+            if one.state and id(one) not in self._known:
+                self._known.add(id(one))
+                yield Unkept(path, type(one).__name__, _NOT_GIVEN)
 
     def follow_frozen(self) -> None:
         """From here on a frozen weight does not change."""

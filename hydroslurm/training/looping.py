@@ -175,6 +175,7 @@ class Looping(Saving):
                 message = f"{one}. {remedies.batches} If that does no harm: {remedies.unchecked}"
             else:
                 self._say([one])
+        self._contents.accept_optimizers()
         if message is not None:
             raise UsageError(message)
 

@@ -98,6 +98,8 @@ def _write(frame: types.FrameType, name: str, value: Any) -> None:
 def _is_library(path: str) -> bool:
     """Whether no script has this file: ours, Python's, or what is installed."""
     real = Path(path).resolve()
+    if real.is_relative_to(_LIBRARIES[0] / "examples"):
+        return False
     return path.startswith("<frozen") or any(real.is_relative_to(one) for one in _LIBRARIES)
 
 

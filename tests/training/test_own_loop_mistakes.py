@@ -220,6 +220,25 @@ def test_what_has_grown(tmp_path: Path) -> None:
         hydroslurm.uninstall()
 
 
+def test_an_optimizer_that_is_made_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is named at the next save, once."""
+    parts = Parts()
+    run = parts.run(tmp_path, "model", "optimizer")
+    for step in run.steps(4):
+        parts.learn()
+        if step == 1:
+            later = torch.optim.Adam(parts.model.parameters())
+        if step > 1:
+            parts.model(torch.rand(4, 2)).sum().backward()
+            later.step()
+            run.save()
+    run.close()
+    (said,) = [one for one in caplog.messages if "has stepped" in one]
+    assert said.startswith(
+        "later (Adam) has stepped and is not part of this run: resumed, it would"
+    )
+
+
 def test_what_is_no_mistake(tmp_path: Path) -> None:
     """An evaluation over a loader, whole or cut short; one object that saves all; schedulers in a
     chain; a plain optimizer in another object; and what the script answers for itself."""
