@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from hydroslurm.cli.submit import FOLDER
+from hydroslurm.cli.submit import FOLDER, RENDER
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE", help="Job specs.")]
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A job spec.")]
 
 
 def validate(files: Files) -> None:
@@ -41,17 +40,34 @@ def validate(files: Files) -> None:
 
 
 def render(
-    file: File,
+    context: typer.Context,
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE", help="A job spec; or a script with what submit takes."),
+    ],
     folder: Annotated[Path, typer.Option(help="Where run folders would be created.")] = FOLDER,
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print the resolved spec instead, with every default.")
     ] = False,
 ) -> None:
-    """Print the batch script that submit would hand to sbatch; nothing is submitted or written."""
+    """Print the batch script that submit would hand to sbatch; nothing is submitted or written.
+
+    hydroslurm render job.yaml
+
+    hydroslurm render --partition low --nodes 2 train.py --lr 0.1
+    """
     import os
 
     from hydroslurm.jobs.spec.reading import dumps, load
 
+    file = Path(words[0])
+    if len(words) > 1 or file.suffix not in (".yaml", ".yml"):
+        assert context.parent is not None
+        command = context.parent.command.commands["submit"]  # type: ignore[attr-defined]
+        words = ["--folder", str(folder), *words]
+        with command.make_context("render", words, parent=context, obj=RENDER) as inner:
+            command.invoke(inner)
+        return
     spec = load(file)
     if as_yaml:
         typer.echo(dumps(spec.job), nl=False)

@@ -15,7 +15,7 @@ from hydroslurm.core.garbage import without_gc
 
 if TYPE_CHECKING:
     from hydroslurm.core.rundir import RunDir
-    from hydroslurm.jobs.launch.executor import PausableJob
+    from hydroslurm.jobs.launch.executor import Executor, PausableJob
 
 _OWN_WORDS = {"allow_interspersed_args": False}
 """Everything from the script or the command on belongs to it."""
@@ -25,10 +25,13 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     "batch": _OWN_WORDS,
     "template": _OWN_WORDS,
     "prove": _OWN_WORDS,
+    "render": {"ignore_unknown_options": True},
     "agent": {**_OWN_WORDS, "allow_extra_args": True, "ignore_unknown_options": True},
 }
 """How the verbs are parsed that hand words on; ``agent`` has no options itself."""
 
+RENDER = "render"
+"""The context's object where the script is printed and nothing submitted."""
 FOLDER = Path("hydroslurm-runs")
 """Where run folders are created unless another place is named; srun --preempt does the same."""
 
@@ -98,7 +101,12 @@ def submit(
         "gpus_per_node": gpus_per_node or None,
         "mem_gb": mem_gb,
     }
-    job = _submit_script(folder, asked, _pairs(sbatch or []), script, words, module=module)
+    options = _pairs(sbatch or [])
+    if context.obj == RENDER:
+        executor = _executor(folder, asked, options)
+        typer.echo(executor.render_script(script, *words, module=module), nl=False)
+        return
+    job = _submit_script(folder, asked, options, script, words, module=module)
     _announce(int(job.job_id), job.run_dir, nodes)
     if wait:
         _wait(job)
@@ -114,6 +122,10 @@ def _submit_script(
     *,
     module: bool,
 ) -> PausableJob:
+    return _executor(folder, asked, options).submit_script(script, *words, module=module)
+
+
+def _executor(folder: Path, asked: dict[str, Any], options: dict[str, str | bool]) -> Executor:
     from hydroslurm.jobs.launch.executor import Executor
     from hydroslurm.jobs.spec.script import check_options
 
@@ -121,7 +133,7 @@ def _submit_script(
     executor = Executor(folder)
     given = {name: value for name, value in asked.items() if value is not None}
     executor.update_parameters(**given, additional_parameters=options)
-    return executor.submit_script(script, *words, module=module)
+    return executor
 
 
 def _as_option(name: str) -> str:

@@ -131,17 +131,22 @@ class Executor(SlurmExecutor):
             UsageError: there is no such script.
             LaunchError: sbatch refused the job.
         """
-        if not module and not (Path(script).is_file() and os.access(script, os.R_OK)):
-            raise UsageError(
-                f"there is no script {script!r}; give the path of a Python file that you may read, "
-                "or -m for a module"
-            )
-        if module and not _has_module(script):
-            raise UsageError(f"{sys.executable} has no module {script!r}")
-        target = script if module else str(Path(script).absolute())
-        job = self.submit(Script(target, tuple(arguments), is_module=module))
+        job = self.submit(_script(script, arguments, is_module=module))
         assert isinstance(job, PausableJob)
         return job
+
+    def render_script(self, script: str, *arguments: str, module: bool = False) -> str:
+        """The batch script that :meth:`submit_script` would hand to sbatch. Writes nothing.
+
+        Raises:
+            UsageError: there is no such script.
+        """
+        name = self.parameters.get("job_name") or _name_of(
+            _script(script, arguments, is_module=module)
+        )
+        run = RunDir(JobPaths.get_first_id_independent_folder(self.folder) / "RUN_FOLDER")
+        inner = self._with_files_in(run, name, is_array=False)
+        return str(inner._make_submission_file_text(inner._submitit_command_str, "JOB"))
 
     @classmethod
     def name(cls) -> str:
@@ -210,19 +215,26 @@ class Executor(SlurmExecutor):
         self, run: RunDir, name: str, delayed: list[submitit_utils.DelayedSubmission]
     ) -> list[submitit.Job[Any]]:
         """Submit by submitit, with its files in the run folder."""
+        inner = self._with_files_in(run, name, is_array=len(delayed) > 1)
+        return call_sbatch(
+            lambda: list(SlurmExecutor._internal_process_submissions(inner, delayed)), run
+        )
+
+    def _with_files_in(self, run: RunDir, name: str, *, is_array: bool) -> Executor:
+        """A copy whose jobs have their files in the run folder, and our lines in their script."""
         inner = copy(self)
         inner.folder = run.logs
         inner.parameters = {
             **self.parameters,
             "job_name": in_option_line(name),
-            "comment": rundir.comment_for(RunDir(run.root / "%a") if len(delayed) > 1 else run),
+            "comment": rundir.comment_for(RunDir(run.root / "%a") if is_array else run),
             "setup": [
                 *(self.parameters.get("setup") or []),
                 f"export SUBMITIT_PREEMPT_SIGNAL={SUBMITIT_SIGNAL}",
                 # install pausing before InRank runs: unpickling the function may import torch
                 f'export {PREEMPT_ENV}="${{{PREEMPT_ENV}:-pause}}"',
                 f"export {rundir.RUN_DIR_ENV}={shlex.quote(str(run.root))}"
-                + ('/"$SLURM_ARRAY_TASK_ID"' if len(delayed) > 1 else ""),
+                + ('/"$SLURM_ARRAY_TASK_ID"' if is_array else ""),
             ],
             "teardown": ["status=$?", *(self.parameters.get("teardown") or []), last_line()],
             "additional_parameters": {
@@ -230,10 +242,19 @@ class Executor(SlurmExecutor):
                 "signal": f"{SUBMITIT_SIGNAL}@{self.parameters.get('signal_delay_s', 90)}",
             },
         }
-        return call_sbatch(
-            lambda: list(SlurmExecutor._internal_process_submissions(inner, delayed)),
-            run,
+        return inner
+
+
+def _script(script: str, arguments: Sequence[str], *, is_module: bool) -> Script:
+    if not is_module and not (Path(script).is_file() and os.access(script, os.R_OK)):
+        raise UsageError(
+            f"there is no script {script!r}; give the path of a Python file that you may read, "
+            "or -m for a module"
         )
+    if is_module and not _has_module(script):
+        raise UsageError(f"{sys.executable} has no module {script!r}")
+    target = script if is_module else str(Path(script).absolute())
+    return Script(target, tuple(arguments), is_module=is_module)
 
 
 def _has_module(name: str) -> bool:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from jobs.spec.broken_specs import BROKEN
+from processes import captured
 from typer.testing import CliRunner, Result
 
 from hydroslurm.cli import app
+from hydroslurm.devcluster import DevCluster
 from hydroslurm.jobs.spec.reading import load, loads
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent.parent / "examples"
@@ -108,3 +110,23 @@ def test_render_prints_the_batch_script(tmp_path: Path) -> None:
     assert "#SBATCH --job-name=digits\n" in done.output
     assert "#SBATCH --partition=low\n" in done.output
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slurm
+def test_render_prints_the_batch_script_of_a_script(
+    tmp_path: Path, pause_cluster: DevCluster
+) -> None:
+    """With the options of submit, whose words are read as submit reads them."""
+    script = tmp_path / "train.py"
+    script.touch()
+    words = ["--folder", tmp_path / "runs", "-p", "low", "--nodes=2", script, "--nodes", "3"]
+    done = captured(
+        [sys.executable, "-m", "hydroslurm.cli", "render", *map(str, words)],
+        env=pause_cluster.child_environ(),
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    for line in ("#SBATCH --partition=low", "#SBATCH --nodes=2", "#SBATCH --job-name=train"):
+        assert f"{line}\n" in done.stdout
+    assert "hydroslurm.cli batch --ended" in done.stdout
+    assert list(tmp_path.iterdir()) == [script]
