@@ -9,20 +9,32 @@ crash tears the last line at the most; :func:`read_events` passes over a torn on
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
-from hydroslurm.core.files import open_regular, parse_json
+import msgspec
+
+from hydroslurm.core.decoding import (
+    MOST_RANK,
+    Count,
+    Duration,
+    Integer,
+    Rank,
+    Small,
+    convert,
+    decode,
+    encode,
+)
+from hydroslurm.core.files import open_regular
 from hydroslurm.core.journal import open_journal, write_all
 
-SCHEMA = 1
+SCHEMA: Literal[1] = 1
 
 MOST_LINE_BYTES = 64 << 10
 """No line of ours is longer."""
@@ -30,8 +42,14 @@ MOST_LINE_BYTES = 64 << 10
 MOST_READ_BYTES = 256 << 20
 """Of one file, from its end: a million events."""
 
-MOST_RANK = 10**6
-"""A number beyond is damage."""
+if TYPE_CHECKING:
+    Value = Any
+else:
+    Scalar = None | bool | Integer | float | str
+    Value = (
+        Scalar | list[Scalar | list[Scalar] | dict[str, Scalar]] | dict[str, Scalar | list[Scalar]]
+    )
+"""Of the data: no deeper, since whoever prints it goes down."""
 
 
 class EventKind(str, Enum):
@@ -106,6 +124,7 @@ class Event:
     """One thing that happened to one rank.
 
     Attributes:
+        v: version of the line.
         kind: what happened.
         mono_ns: when, CLOCK_MONOTONIC, nanoseconds.
         epoch_ns: when, CLOCK_REALTIME, nanoseconds.
@@ -118,142 +137,73 @@ class Event:
         data: what only this kind has; units are in the names.
     """
 
+    v: Literal[1] = field(default=SCHEMA, kw_only=True, repr=False)
     kind: EventKind
-    mono_ns: int
-    epoch_ns: int
-    rank: int = 0
-    job_id: int | None = None
-    restart_count: int = 0
-    pid: int = 0
+    mono_ns: Count
+    epoch_ns: Count
+    rank: Rank = 0
+    job_id: Integer | None = None
+    restart_count: Small = 0
+    pid: Small = 0
     host: str = ""
-    step: int | None = None
-    data: Mapping[str, Any] = field(default_factory=dict)
+    step: Integer | None = None
+    data: Mapping[str, Value] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """One line, without the newline."""
-        row = {
-            "v": SCHEMA,
-            "kind": self.kind.value,
-            "mono_ns": self.mono_ns,
-            "epoch_ns": self.epoch_ns,
-            "rank": self.rank,
-            "job_id": self.job_id,
-            "restart_count": self.restart_count,
-            "pid": self.pid,
-            "host": self.host,
-            "step": self.step,
-            "data": dict(self.data),
-        }
-        return json.dumps(row, separators=(",", ":"))
+        return encode(self).decode()
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Event:
         """Read one line, which anybody may have written. Everything behind may trust the types of
-        what it returns, and the fields of ``data`` that :data:`_FIELDS` names where they are there.
-        Texts are what they are, lone surrogates included, which an error of our own may hold:
-        :func:`~hydroslurm.core.files.clean` them where they are shown.
+        what it returns, and the fields of ``data`` that :class:`_Known` names where they are there.
 
         Raises:
-            ValueError: not JSON, not an event, of a newer schema or of an unknown kind.
+            ValueError: not JSON, not an event, of another schema or of an unknown kind.
         """
-        row = parse_json(line, printable=False)
-        if not isinstance(row, dict) or row.get("v") != SCHEMA:
-            raise ValueError(f"not an event of schema {SCHEMA}: {line[:80]!r}")
-        data = row.get("data")
-        if not isinstance(data, dict):
-            raise ValueError(f"an event without data: {line[:80]!r}")
-        for name in _FIELDS.keys() & data.keys():
-            if not _FIELDS[name](data[name]):
-                raise ValueError(f"{name} of an event is {str(data[name])[:80]!r}")
-        job_id, step, host = row.get("job_id"), row.get("step"), row.get("host")
-        return cls(
-            kind=EventKind(row.get("kind")),
-            mono_ns=_integer(row, "mono_ns", MOST_NS),
-            epoch_ns=_integer(row, "epoch_ns", MOST_NS),
-            rank=_integer(row, "rank", MOST_RANK),
-            job_id=job_id if type(job_id) is int else None,
-            restart_count=_integer(row, "restart_count", 1 << 31),
-            pid=_integer(row, "pid", 1 << 31),
-            host=host if isinstance(host, str) else "",
-            step=step if type(step) is int else None,
-            data=data,
-        )
+        event = decode(cls, line)
+        convert(_Known, event.data)
+        return event
 
 
-MOST_NS = (1 << 63) - 1
+Counts = dict[str, Count]
 
 
-def _integer(row: Mapping[str, Any], name: str, most: int) -> int:
-    value = row.get(name)
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{name} of an event is {str(value)[:80]!r}; wanted 0 to {most}")
-    return value
+class _Known(TypedDict, total=False):
+    """What those fields are that a reader calculates with. They mean the same in every kind of
+    event; one that is absent was not told."""
 
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_count_or_none(value: object) -> bool:
-    return value is None or _is_count(value)
-
-
-def _is_duration(value: object) -> bool:
-    """One that can be calculated with: a million years are 3e19 us."""
-    return type(value) in (int, float) and -1e20 < value < 1e20  # type: ignore[operator]
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_text_or_none(value: object) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
-
-
-def _are_counts(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_count(one) for one in value.values())
-
-
-_FIELDS: Mapping[str, Callable[[object], bool]] = {
-    "asked_by": _are_counts,
-    "answered": lambda value: value is None or isinstance(value, bool),
-    "causes": _are_texts,
-    "checkpoint_step": _is_count_or_none,
-    "children": _is_count,
-    "counts": _are_counts,
-    "deaf": _are_texts,
-    "held_for": _are_texts,
-    "in_flight": _is_count_or_none,
-    "meaning": _is_text,
-    "lost": lambda value: isinstance(value, bool),
-    "moved_bytes": _is_count,
-    "moved_s": _is_duration,
-    "node_name": _is_text_or_none,
-    "park_us": _is_duration,
-    "pause": _is_count,
-    "pids": _are_counts,
-    "reason": _is_text_or_none,
-    "requested_mono_ns": _is_count_or_none,
-    "restore_s": _is_duration,
-    "resume_us": _is_duration,
-    "seconds": lambda value: value is None or _is_duration(value),
-    "state": _is_text,
-    "step_id": _is_count_or_none,
-    "step_tasks": _is_count,
-    "task": _is_count,
-    "status": lambda value: value is None or type(value) is int,
-    "vacate_s": _is_duration,
-    "what": _is_text,
-    "message": _is_text_or_none,
-    "world_size": lambda value: type(value) is int and 1 <= value <= MOST_RANK,
-}
-"""What those fields are that a reader calculates with. They mean the same in every kind of event;
-one that is absent was not told."""
+    asked_by: Counts
+    answered: bool | None
+    causes: list[str]
+    checkpoint_step: Count | None
+    children: Count
+    counts: Counts
+    deaf: list[str]
+    held_for: list[str]
+    in_flight: Count | None
+    meaning: str
+    lost: bool
+    message: str | None
+    moved_bytes: Count
+    moved_s: Duration
+    node_name: str | None
+    park_us: Duration
+    pause: Count
+    pids: Counts
+    reason: str | None
+    requested_mono_ns: Count | None
+    restore_s: Duration
+    resume_us: Duration
+    seconds: Duration | None
+    state: str
+    status: int | None
+    step_id: Count | None
+    step_tasks: Count
+    task: Count
+    vacate_s: Duration
+    what: str
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANK)]
 
 
 class EventLog:
@@ -351,21 +301,24 @@ def read_events(
         OSError: there is no such file, or it cannot be read.
     """
     wanted = None if kinds is None else [f'"{kind.value}"'.encode() for kind in kinds]
+    for line in event_lines(path, most_bytes=most_bytes):
+        if wanted is None or any(name in line for name in wanted):
+            with contextlib.suppress(ValueError):
+                event = Event.from_json(line)
+                if kinds is None or event.kind in kinds:
+                    yield event
+
+
+def event_lines(path: Path, *, most_bytes: int = MOST_READ_BYTES) -> Iterator[bytes]:
+    """The lines in the last ``most_bytes`` of a file; a longer one than any of ours in parts.
+
+    Raises:
+        OSError: as for :func:`read_events`.
+    """
     with os.fdopen(open_regular(path), "rb") as file:
         # no further than it is now: somebody may write faster than we read
         left = min(most_bytes, os.fstat(file.fileno()).st_size)
         file.seek(-left, os.SEEK_END)
         while left > 0 and (line := file.readline(min(left, MOST_LINE_BYTES))):
             left -= len(line)
-            yield from _event_in(line, wanted)
-
-
-def _event_in(line: bytes, wanted: Sequence[bytes] | None) -> Iterator[Event]:
-    if wanted is not None and not any(name in line for name in wanted):
-        return
-    try:
-        event = Event.from_json(line)
-    except ValueError:
-        return
-    if wanted is None or f'"{event.kind.value}"'.encode() in wanted:
-        yield event
+            yield line

@@ -26,7 +26,7 @@ from typing import Any
 
 from hydroslurm.core.command import Command
 from hydroslurm.core.decoding import decode
-from hydroslurm.core.files import parse_json, read_regular, write_atomically
+from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.errors import RunFolderError, StaleAttempt
 
 LIMIT_BYTES = 64 * 1024
@@ -192,8 +192,7 @@ class Fence:
     def _read(self) -> Claim | None:
         """The claim; None when there is none that can be understood."""
         try:
-            row = parse_json(read_regular(self.path, limit_bytes=LIMIT_BYTES))
-            return decode(Claim, row, ignore_unknown=True)
+            return decode(Claim, read_regular(self.path, limit_bytes=LIMIT_BYTES))
         except (FileNotFoundError, ValueError):  # by a later version, or damaged
             return None
 

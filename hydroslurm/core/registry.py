@@ -27,7 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hydroslurm.core.dates import boot_id
-from hydroslurm.core.files import parse_json, read_regular, write_atomically
+from hydroslurm.core.decoding import decode
+from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.core.trust import check_trusted, is_trusted
 from hydroslurm.errors import RunFolderError, UntrustedFile
 
@@ -164,8 +165,8 @@ def find(base: Path, pid: int) -> Entry | None:
     now, and for an entry that somebody else may have written."""
     path = entry_file(base, pid)
     try:
-        entry = Entry(**parse_json(read_regular(path, limit_bytes=_LIMIT_BYTES)))
-    except (OSError, ValueError, TypeError):
+        entry = decode(Entry, read_regular(path, limit_bytes=_LIMIT_BYTES))
+    except (OSError, ValueError):
         return None
     if entry.pid != pid or entry.started != start_ticks(pid):
         return None

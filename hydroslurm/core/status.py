@@ -14,17 +14,28 @@ status it had some milliseconds before.
 from __future__ import annotations
 
 import bisect
-import json
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Annotated, Literal, NamedTuple
 
-from hydroslurm.core.events import MOST_NS, MOST_RANK, Event, EventKind
-from hydroslurm.core.files import decode_json, read_regular
+import msgspec
 
-SCHEMA = 1
+from hydroslurm.core.decoding import (
+    Count,
+    Duration,
+    Integer,
+    Rank,
+    Seconds,
+    Small,
+    Text,
+    decode,
+    encode,
+)
+from hydroslurm.core.events import Event, EventKind
+from hydroslurm.core.files import read_regular
+
 LIMIT_BYTES = 64 << 10
 """A longer file is not read, and not written."""
 PAUSE_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.005, 0.01, 0.1, 1.0, 10.0)
@@ -36,8 +47,8 @@ _MOST_TEXT = 2000
 class Moment(NamedTuple):
     """When something happened: CLOCK_MONOTONIC (0: that of another boot) and CLOCK_REALTIME."""
 
-    mono_ns: int
-    epoch_ns: int
+    mono_ns: Count
+    epoch_ns: Count
 
     @classmethod
     def of(cls, event: Event) -> Moment:
@@ -45,6 +56,12 @@ class Moment(NamedTuple):
 
 
 NEVER = Moment(0, 0)
+State = Literal["running", "parking", "parked", "stopping", "ended", "killed"]
+Saver = Literal["", "attempt_began", "stops_taken"]
+PauseCounts = Annotated[
+    tuple[Count, ...],
+    msgspec.Meta(min_length=len(PAUSE_BOUNDS_S) + 1, max_length=len(PAUSE_BOUNDS_S) + 1),
+]
 
 
 @dataclass(frozen=True)
@@ -109,58 +126,60 @@ class RankStatus:
         pause_counts: how many pauses took how long until the rank was parked, over all attempts:
             one count per bucket of :data:`PAUSE_BOUNDS_S`.
         pause_sum_s: how long they took together.
+        v: version of the file.
     """
 
-    rank: int
-    state: str
+    rank: Rank
+    state: State
     since: Moment
     started: Moment = NEVER
     as_of: Moment = NEVER
-    host: str = ""
-    boot_id: str = ""
-    pid: int = 0
-    job_id: int | None = None
-    restart_count: int = 0
-    causes: tuple[str, ...] = ()
-    request_mono_ns: int = 0
-    pauses: int = 0
-    park_us: float | None = None
-    held: int = 0
-    resume_us: float | None = None
-    world_size: int = 1
+    host: Text = ""
+    boot_id: Text = ""
+    pid: Small = 0
+    job_id: Integer | None = None
+    restart_count: Small = 0
+    causes: tuple[Text, ...] = ()
+    request_mono_ns: Count = 0
+    pauses: Count = 0
+    park_us: Duration | None = None
+    held: Count = 0
+    resume_us: Duration | None = None
+    world_size: Rank = 1
     all_parked: Moment | None = None
-    in_flight: int | None = 0
-    vacated_bytes: int = 0
-    vacate_s: float | None = None
-    restore_s: float | None = None
-    not_vacated: str | None = None
+    in_flight: Count | None = 0
+    vacated_bytes: Count = 0
+    vacate_s: Seconds | None = None
+    restore_s: Seconds | None = None
+    not_vacated: Text | None = None
     is_lost: bool = False
-    step: int | None = None
+    step: Integer | None = None
     step_since: Moment | None = None
-    steps_per_s: float | None = None
-    samples_per_step: int | None = None
-    heartbeat_s: float | None = None
-    collectives: int | None = None
-    collective_timeout_s: float | None = None
-    stands_at: str = ""
-    meeting_timeout_s: float | None = None
-    error: str = ""
+    steps_per_s: Seconds | None = None
+    samples_per_step: Count | None = None
+    heartbeat_s: Seconds | None = None
+    collectives: Count | None = None
+    collective_timeout_s: Seconds | None = None
+    stands_at: Text = ""
+    meeting_timeout_s: Seconds | None = None
+    error: Text = ""
     met: bool = True
     lost_peer: bool = False
-    saver: str = ""
-    saver_restart_count: int = 0
-    attempt_step: int | None = None
+    saver: Saver = ""
+    saver_restart_count: Small = 0
+    attempt_step: Integer | None = None
     attempt_began: Moment | None = None
-    attempt_restart_count: int = 0
-    committed_step: int | None = None
+    attempt_restart_count: Small = 0
+    committed_step: Count | None = None
     committed: Moment | None = None
-    save_s: float | None = None
-    not_copied: str | None = None
-    preempted: tuple[tuple[int, int], ...] = ()
-    requeue: str | None = None
+    save_s: Seconds | None = None
+    not_copied: Text | None = None
+    preempted: tuple[tuple[Count, Count], ...] = ()
+    requeue: Text | None = None
     finished: bool = False
-    pause_counts: tuple[int, ...] = (0,) * (len(PAUSE_BOUNDS_S) + 1)
-    pause_sum_s: float = 0.0
+    pause_counts: PauseCounts = (0,) * (len(PAUSE_BOUNDS_S) + 1)
+    pause_sum_s: Seconds = 0.0
+    v: Literal[1] = 1
 
     @property
     def message(self) -> str:
@@ -185,7 +204,7 @@ class RankStatus:
 
     def to_json(self) -> str:
         """The content of its file."""
-        return json.dumps({"v": SCHEMA, **vars(self)}, separators=(",", ":")) + "\n"
+        return encode(self).decode() + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankStatus:
@@ -194,28 +213,17 @@ class RankStatus:
         Raises:
             ValueError: no status, or one of another version.
         """
-        row = decode_json(text)
-        if not isinstance(row, dict) or type(row.get("v")) is not int:
-            raise ValueError("this is no status of a rank")
-        if row["v"] != SCHEMA:
-            raise ValueError(
-                f"another version of hydroslurm wrote this status (version {row['v']} of the file; "
-                f"this one reads {SCHEMA})"
-            )
-        get = row.get
-        status = object.__new__(cls)
         try:
-            # a frozen dataclass sets its fields one by one, through object.__setattr__: a fifth of
-            # the time of a look at thousands of ranks. Every field has a reader, so none is missing
-            vars(status).update({name: read(get(name)) for name, read in _READERS.items()})
+            return decode(cls, text)
         except ValueError as error:
-            raise ValueError(f"this is no status of a rank: {error}") from None
-        return status
+            raise ValueError(
+                f"this is no status of a rank, or of another version of hydroslurm: {error}"
+            ) from None
 
 
 # --- the fold ------------------------------------------------------------------------------------
 
-_ENTERS = {
+_ENTERS: dict[EventKind, State] = {
     EventKind.INSTALLED: "running",
     EventKind.GATE_CLOSED: "parking",
     EventKind.PARKED: "parked",
@@ -229,7 +237,10 @@ _ANSWERS = (
     EventKind.RESUMED,
     EventKind.STOP_REQUESTED,
 )
-_SAVERS = (EventKind.ATTEMPT_BEGAN, EventKind.STOPS_TAKEN)
+_SAVERS: dict[EventKind, Saver] = {
+    EventKind.ATTEMPT_BEGAN: "attempt_began",
+    EventKind.STOPS_TAKEN: "stops_taken",
+}
 
 
 def fold(events: Iterable[Event], status: RankStatus | None = None) -> RankStatus | None:
@@ -257,9 +268,11 @@ def after(status: RankStatus | None, event: Event) -> RankStatus:
     status = _with_training(_with_ranks(status, event), event)
     entered = _ENTERS.get(event.kind)
     # a stop opens the gate: what follows it is the way out, not a return to running
-    if entered in (None, status.state) or (status.state == "stopping" and entered == "running"):
+    if entered is None or entered == status.state:
         return status
-    return replace(status, state=str(entered), since=Moment.of(event))
+    if status.state == "stopping" and entered == "running":
+        return status
+    return replace(status, state=entered, since=Moment.of(event))
 
 
 def _begin(before: RankStatus | None, event: Event) -> RankStatus:
@@ -378,7 +391,7 @@ def _with_training(status: RankStatus, event: Event) -> RankStatus:
     """What a Run, or the two calls, add to it."""
     kind, data, now = event.kind, event.data, Moment.of(event)
     if kind in _SAVERS:
-        status = replace(status, saver=kind.value, saver_restart_count=event.restart_count)
+        status = replace(status, saver=_SAVERS[kind], saver_restart_count=event.restart_count)
     if kind is EventKind.ATTEMPT_BEGAN:
         step = data.get("step")
         return replace(
@@ -447,134 +460,3 @@ def read_status(path: Path | str, *, known: os.stat_result | None = None) -> Ran
         return load_status(path, known=known)
     except (OSError, ValueError):
         return None
-
-
-_Reader = Callable[[Any], Any]
-_STATES = (*_ENTERS.values(), "killed")
-# Watching reads thousands of statuses at a time: each reader tests the usual value first, by itself
-
-
-def _refuse(value: object) -> NoReturn:
-    raise ValueError(f"{str(value)[:80]!r} is in it")
-
-
-def _count(most: int) -> _Reader:
-    def read(value: Any) -> Any:
-        return value if type(value) is int and 0 <= value <= most else _refuse(value)
-
-    return read
-
-
-def _number(value: Any) -> float:
-    return float(value) if type(value) in (int, float) and 0 <= value < 1e30 else _refuse(value)
-
-
-def _duration_us(value: Any) -> float | None:
-    if value is None:
-        return None
-    return float(value) if type(value) in (int, float) and -1e20 < value < 1e20 else _refuse(value)
-
-
-def _flag(value: Any) -> bool:
-    return value if value is True or value is False else _refuse(value)
-
-
-def _text(value: Any) -> str:
-    return value if type(value) is str and len(value) <= _MOST_TEXT else _refuse(value)
-
-
-def _one_of(*known: str) -> _Reader:
-    def read(value: Any) -> Any:
-        return value if type(value) is str and value in known else _refuse(value)
-
-    return read
-
-
-def _integer_or_none(value: Any) -> int | None:
-    if value is None or (type(value) is int and -MOST_NS <= value <= MOST_NS):
-        return value
-    _refuse(value)
-
-
-def _or_none(read: _Reader) -> _Reader:
-    return lambda value: None if value is None else read(value)
-
-
-def _many(read: _Reader, *, exactly: int | None = None) -> _Reader:
-    def read_all(value: Any) -> tuple[Any, ...]:
-        if type(value) is not list or exactly not in (None, len(value)):
-            _refuse(value)
-        return tuple([read(one) for one in value]) if value else ()
-
-    return read_all
-
-
-_nanoseconds = _count(MOST_NS)
-_small = _count(1 << 31)
-
-
-def _moment(value: Any) -> Moment:
-    if type(value) is list and len(value) == 2:
-        mono_ns, epoch_ns = value
-        if type(mono_ns) is int and 0 <= mono_ns <= MOST_NS and type(epoch_ns) is int:
-            return Moment(mono_ns, epoch_ns) if 0 <= epoch_ns <= MOST_NS else _refuse(value)
-    _refuse(value)
-
-
-def _moment_or_none(value: Any) -> Moment | None:
-    return None if value is None else _moment(value)
-
-
-_READERS: Mapping[str, _Reader] = {
-    "rank": _count(MOST_RANK),
-    "state": _one_of(*_STATES),
-    "since": _moment,
-    "started": _moment,
-    "as_of": _moment,
-    "host": _text,
-    "boot_id": _text,
-    "pid": _small,
-    "job_id": _integer_or_none,
-    "restart_count": _small,
-    "causes": _many(_text),
-    "request_mono_ns": _nanoseconds,
-    "pauses": _nanoseconds,
-    "park_us": _duration_us,
-    "held": _nanoseconds,
-    "resume_us": _duration_us,
-    "world_size": _count(MOST_RANK),
-    "all_parked": _moment_or_none,
-    "in_flight": _or_none(_nanoseconds),
-    "vacated_bytes": lambda value: 0 if value is None else _nanoseconds(value),
-    "vacate_s": _or_none(_number),
-    "restore_s": _or_none(_number),
-    "not_vacated": _or_none(_text),
-    "is_lost": lambda value: False if value is None else _flag(value),
-    "step": _integer_or_none,
-    "step_since": _moment_or_none,
-    "steps_per_s": _or_none(_number),
-    "samples_per_step": _or_none(_nanoseconds),
-    "heartbeat_s": _or_none(_number),
-    "collectives": _or_none(_nanoseconds),
-    "collective_timeout_s": _or_none(_number),
-    "stands_at": lambda value: "" if value is None else _text(value),
-    "meeting_timeout_s": _or_none(_number),
-    "error": lambda value: "" if value is None else _text(value),
-    "met": lambda value: True if value is None else _flag(value),
-    "lost_peer": lambda value: False if value is None else _flag(value),
-    "saver": _one_of("", *(kind.value for kind in _SAVERS)),
-    "saver_restart_count": _small,
-    "attempt_step": _integer_or_none,
-    "attempt_began": _moment_or_none,
-    "attempt_restart_count": _small,
-    "committed_step": _or_none(_nanoseconds),
-    "committed": _moment_or_none,
-    "save_s": _or_none(_number),
-    "not_copied": _or_none(_text),
-    "preempted": _many(_many(_nanoseconds, exactly=2)),
-    "requeue": _or_none(_text),
-    "finished": _flag,
-    "pause_counts": _many(_nanoseconds, exactly=len(PAUSE_BOUNDS_S) + 1),
-    "pause_sum_s": _number,
-}
-assert _READERS.keys() == {field.name for field in fields(RankStatus)}

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hydroslurm.core.decoding import decode
-from hydroslurm.core.files import parse_json, read_regular, write_atomically
+from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 
@@ -63,8 +63,7 @@ def read(root: Path) -> Submission:
     """
     path = RunDir(root).submission_json
     try:
-        row = parse_json(read_regular(path, limit_bytes=_MOST_BYTES))
-        return decode(Submission, row, ignore_unknown=True)
+        return decode(Submission, read_regular(path, limit_bytes=_MOST_BYTES))
     except OSError as error:
         raise RunFolderError(
             f"{root} is not a run folder: no {path.name} in it ({error.strerror})"

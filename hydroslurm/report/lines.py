@@ -1,28 +1,18 @@
-"""Read a rank's event file line by line, fast enough for millions of lines, with typed fields.
-
-The result is what :func:`hydroslurm.core.events.read_events` returns, in a third of the time: a
-regular expression splits a line written by :meth:`hydroslurm.core.events.Event.to_json`, and only
-its ``data`` is parsed as JSON. Any other line is parsed as a whole. Files are streamed: a report of
-a million events must not hold them in memory, and a ``Tail`` that follows a growing file would
-copy every line once more.
-"""
+"""The events of a rank's file as a report reads them: whose each is, and its fields by type."""
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from json.scanner import make_scanner
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydroslurm.core.events import MOST_LINE_BYTES, MOST_RANK, SCHEMA, Event, EventKind
-from hydroslurm.core.files import DECODER, check_depth, clean, open_regular, parse_json
+from hydroslurm.core.decoding import decode
+from hydroslurm.core.events import SCHEMA, Event, EventKind, event_lines
+from hydroslurm.core.files import clean
 
-_MOST_CHARACTERS = 1 << 30
-"""Of one file: three million events."""
+_MOST_BYTES = 1 << 30
+"""Of one file, from its end: three million events."""
 
 
 _MOST_INTEGER = 1 << 63
@@ -41,13 +31,13 @@ class Who(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One event; ``data`` is empty where the line holds something else than fields there."""
+    """One event."""
 
     kind: EventKind
     mono_ns: int
     epoch_ns: int
     who: Who
-    step: Any
+    step: int | None
     data: dict[str, Any]
 
 
@@ -66,10 +56,13 @@ class Unread:
 
 def lines_of(events: Iterable[Event]) -> Iterator[Line]:
     """The same of events that are there already."""
+    known: dict[Who, Who] = {}
     for event in events:
         who = Who(event.rank, event.restart_count, event.host, event.pid, event.job_id)
-        data = event.data if isinstance(event.data, dict) else {}
-        yield Line(event.kind, event.mono_ns, event.epoch_ns, who, event.step, data)
+        if who not in known:
+            known[who] = who._replace(host=clean(who.host))
+        data = dict(event.data)
+        yield Line(event.kind, event.mono_ns, event.epoch_ns, known[who], event.step, data)
 
 
 def read_lines(path: Path, unread: Unread) -> Iterator[Line]:
@@ -78,86 +71,32 @@ def read_lines(path: Path, unread: Unread) -> Iterator[Line]:
     Raises:
         OSError: the file cannot be read.
     """
-    known: dict[str, Who] = {}
-    kinds = {kind.value: kind for kind in EventKind}
-    taken, decode = _HEAD.match, make_scanner(DECODER)  # type: ignore[arg-type]
-    with os.fdopen(open_regular(path), encoding="utf-8", errors="replace", newline="\n") as file:
-        left = _MOST_CHARACTERS
-        lines: Iterator[str] = iter(partial(file.readline, MOST_LINE_BYTES), "")
-        for text in lines:
-            left -= len(text)
-            if left < 0:
+    return lines_of(_events_in(path, unread))
+
+
+def _events_in(path: Path, unread: Unread) -> Iterator[Event]:
+    for line in event_lines(path, most_bytes=_MOST_BYTES):
+        try:
+            yield Event.from_json(line)
+        except ValueError:
+            if _is_of_later_version(line):
+                unread.unknown += 1
+            else:
                 unread.torn += 1
-                return
-            if len(text) == MOST_LINE_BYTES:
-                continue  # a part of a line that is longer than any of ours
-            match = taken(text)
-            if match is not None and text.endswith("}}\n"):
-                kind, mono, epoch, process, step = match.groups()
-                who = known.get(process)
-                try:
-                    if who is None:
-                        who = known[process] = _who(parse_json(f"{{{process}}}", printable=False))
-                    check_depth(text)
-                    data, end = decode(text, match.end())
-                    if end != len(text) - 2:
-                        raise ValueError("something follows the fields")
-                    at_step = None if step == "null" else int(step)
-                    yield Line(kinds[kind], int(mono), int(epoch), who, at_step, data)
-                    continue
-                except (KeyError, ValueError, TypeError, RecursionError, StopIteration):
-                    pass  # a kind of a later version, or damaged: asked once more below
-            line = _any_line(text, unread)
-            if line is not None:
-                yield line
 
 
-_HEAD = re.compile(
-    rf'\{{"v":{SCHEMA},"kind":"(\w+)","mono_ns":([0-9]{{1,19}}),"epoch_ns":([0-9]{{1,19}}),'
-    r'("rank":[0-9]{1,9},"job_id":(?:[0-9]{1,19}|null),"restart_count":[0-9]{1,9},'
-    r'"pid":[0-9]{1,9},"host":"[^"\\]*"),"step":([0-9]{1,19}|null),"data":(?={)'
-)
+@dataclass
+class _Head:
+    v: int
+    kind: str
 
 
-def _any_line(text: str, unread: Unread) -> Line | None:
+def _is_of_later_version(line: bytes) -> bool:
     try:
-        row = parse_json(text, printable=False)
-        version = row["v"]
-    except (ValueError, KeyError, TypeError):
-        unread.torn += 1
-        return None
-    try:
-        if not isinstance(version, int) or version > SCHEMA:
-            raise ValueError(version)
-        kind = EventKind(row["kind"])
-    except (ValueError, KeyError, TypeError):
-        unread.unknown += 1
-        return None
-    try:
-        mono_ns, epoch_ns, data = _whole(row["mono_ns"]), _whole(row["epoch_ns"]), row.get("data")
-        fields = data if isinstance(data, dict) else {}
-        return Line(kind, mono_ns, epoch_ns, _who(row), row.get("step"), fields)
-    except (KeyError, ValueError):
-        unread.torn += 1
-        return None
-
-
-def _who(row: dict[str, Any]) -> Who:
-    """Of the fields that a line has; one without a rank is of the only one."""
-    job_id = row.get("job_id")
-    return Who(
-        _whole(row.get("rank", 0), most=MOST_RANK),
-        _whole(row.get("restart_count", 0)),
-        clean(str(row.get("host", ""))),
-        _whole(row.get("pid", 0)),
-        job_id if type(job_id) is int else None,
-    )
-
-
-def _whole(value: object, *, most: int = 1 << 63) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{str(value)[:80]!r} is no number from 0 to {most}")
-    return value
+        head = decode(_Head, line)
+    except ValueError:
+        return False
+    return head.v > SCHEMA or head.kind not in {kind.value for kind in EventKind}
 
 
 # --- the fields of one line -------------------------------------------------------------------
@@ -176,7 +115,7 @@ def stamp_of(line: Line | None) -> int | None:
 
 
 def step_of(line: Line | None) -> int | None:
-    return line.step if line is not None and type(line.step) is int else None
+    return None if line is None else line.step
 
 
 def span(begin_ns: int | None, end_ns: int | None, unit_ns: float) -> float | None:

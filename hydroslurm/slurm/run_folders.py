@@ -23,15 +23,16 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydroslurm.core import rundir
 from hydroslurm.core.command import Command
+from hydroslurm.core.decoding import decode
 from hydroslurm.core.fence import Claim
-from hydroslurm.core.files import clean, parse_json, read_regular
+from hydroslurm.core.files import clean, read_regular, write_atomically
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import is_trusted
 from hydroslurm.errors import RunFolderError, SlurmError, UsageError
@@ -192,11 +193,8 @@ def read_owner(run: RunDir) -> Owner | None:
 
 def _read(path: Path) -> Owner | None:
     try:
-        row = parse_json(read_regular(path, limit_bytes=_LIMIT_BYTES))
-        known = {one.name: row[one.name] for one in fields(Owner) if one.name in row}
-        right = all(type(value) is type(getattr(_NOBODY, name)) for name, value in known.items())
-        return Owner(**known) if right else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return decode(Owner, read_regular(path, limit_bytes=_LIMIT_BYTES))
+    except (OSError, ValueError):
         return None
 
 
@@ -376,21 +374,21 @@ def _take(run: RunDir, me: Owner) -> Owner | None:
 
 
 def _write_once(path: Path, me: Owner) -> bool:
-    """Write a record that only one process can make; False: another has."""
+    """Write a record that only one process can make, whole from the first moment; False: another
+    has."""
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        write_atomically(path, json.dumps({"v": 1, **asdict(me)}), exclusive=True)
     except FileExistsError:
         return False
-    with contextlib.suppress(OSError), os.fdopen(fd, "w") as file:
-        file.write(json.dumps({"v": 1, **asdict(me)}))
     return True
 
 
 def _read_soon(path: Path) -> Owner | None:
-    """What another process may be writing now; None where it says nothing."""
+    """What another process has written; None where it says nothing."""
     until_s = time.monotonic() + _APPEAR_S
-    while is_trusted(path, shared=True) and time.monotonic() < until_s:
-        if (owner := _read(path)) is not None:
+    while is_trusted(path, shared=True):
+        is_late = time.monotonic() >= until_s
+        if (owner := _read(path)) is not None or is_late:
             return owner
         time.sleep(0.01)
     return None

@@ -13,8 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = (
-    "annotated_types", "cloudpickle", "isal", "jinja2", "matplotlib", "numpy", "nvtx", "pydantic",
-    "pydantic_core", "rich", "submitit", "torch", "typer", "typing_extensions",
+    "annotated_types", "cloudpickle", "isal", "jinja2", "matplotlib", "msgspec", "numpy", "nvtx",
+    "pydantic", "pydantic_core", "rich", "submitit", "torch", "typer", "typing_extensions",
     "typing_inspection", "yaml",
 )  # fmt: skip
 """What hydroslurm imports."""

@@ -216,7 +216,7 @@ def test_foreign_files_are_no_status(tmp_path: Path) -> None:
         path.write_bytes(content)
         assert read_status(path) is None, name
     path.write_bytes(_hostile(status)["older"])
-    with pytest.raises(ValueError, match="another version of hydroslurm wrote this status"):
+    with pytest.raises(ValueError, match="of another version of hydroslurm"):
         load_status(path)
     path.unlink()
     os.mkfifo(path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,13 @@ from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.rundir import RunDir
 
 _SIGNAL = {"slurm": "SIGTSTP", "user": "SIGUSR1", "terminal": "SIGTSTP"}
+
+
+def as_read(events: Iterable[Event]) -> Iterator[Event]:
+    """What a reader makes of the lines of events with whatever fields."""
+    for event in events:
+        with contextlib.suppress(ValueError):
+            yield Event.from_json(json.dumps(vars(event)))
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report.ranklog import RankLog
+from report.ranklog import RankLog, as_read
 
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.rundir import RunDir
@@ -292,7 +292,8 @@ def test_any_fields(rows: list[tuple[EventKind, int, Any, Any]]) -> None:
         for kind, mono_ns, data, step in rows
     ]
     json.dumps(
-        figures_of(History(name="x", attempts=attempts_of(events))).as_dict(), allow_nan=False
+        figures_of(History(name="x", attempts=attempts_of(as_read(events)))).as_dict(),
+        allow_nan=False,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report.ranklog import RankLog
+from report.ranklog import RankLog, as_read
 from report.views import history_of
 
 from hydroslurm.core.events import Event, EventKind
@@ -267,5 +267,6 @@ def test_any_fields(data: st.DataObject, names: list[str]) -> None:
         step = data.draw(damaged) if fields else event.step
         events.append(dataclasses.replace(event, data={**event.data, **fields}, step=step))
     json.dumps(
-        figures_of(History(name="x", attempts=attempts_of(events))).as_dict(), allow_nan=False
+        figures_of(History(name="x", attempts=attempts_of(as_read(events)))).as_dict(),
+        allow_nan=False,
     )

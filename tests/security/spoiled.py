@@ -12,7 +12,7 @@ SPOIL = r"""
     NOW = time.time_ns()
     EVENT = {"v": 1, "mono_ns": 5, "epoch_ns": NOW, "rank": 0, "job_id": None,
              "restart_count": 0, "pid": 7, "host": "n1", "step": 3, "data": {}}
-    NASTY = ("\x1b[2J\x1b]0;owned\x07\u202e$\\frac{$ <script>alert(1)</script> [bold] \ud800 "
+    NASTY = ("\x1b[2J\x1b]0;owned\x07\u202e$\\frac{$ <script>alert(1)</script> [bold] "
              "\0\n\x9b")
     FILES = ["events/rank-00000.jsonl", "events/rank-00001.jsonl",
              "events/agent-00000.jsonl", "events/rank-00000.json", "attempts.jsonl",

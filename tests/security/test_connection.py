@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from kit.team import Team, all_at_once, coordinators_at
 from processes import wait_until
@@ -194,10 +195,10 @@ def test_munge_gives_the_key_to_this_user_only(stranger: Any, munged: str, tmp_p
     )
     assert found.key == secret.key
 
-    code = tmp_path / "code"
-    shutil.copytree(PACKAGE, code / "hydroslurm", ignore=shutil.ignore_patterns("__pycache__"))
     public = stranger.home / "code"
-    shutil.copytree(code, public)
+    for package in (PACKAGE, Path(msgspec.__file__).parent):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(package, public / package.name, ignore=ignored)
     tried = stranger.python(
         """
         import sys

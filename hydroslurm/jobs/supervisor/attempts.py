@@ -22,9 +22,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.core.decoding import decode
+from hydroslurm.core.decoding import Seconds, convert, decode
 from hydroslurm.core.events import Event, EventKind, read_events
-from hydroslurm.core.files import parse_json, read_end, read_regular, write_atomically
+from hydroslurm.core.files import read_end, read_regular, write_atomically
 from hydroslurm.core.journal import append_entry, entries_of
 from hydroslurm.errors import RunFolderError
 from hydroslurm.jobs.supervisor.conditions import FORMAT
@@ -131,7 +131,7 @@ class Attempts:
         found: list[Attempt] = []
         for number in sorted(rows):
             with contextlib.suppress(ValueError):  # we did not write it
-                found.append(decode(Attempt, rows[number], ignore_unknown=True))
+                found.append(convert(Attempt, rows[number]))
         return tuple(found)
 
     def begin(self, restart_count: int, *, after: int = 0) -> Attempt:
@@ -317,6 +317,6 @@ class ActiveTime:
 
 def _read(path: Path) -> float:
     try:
-        return float(parse_json(read_regular(path, limit_bytes=4096))["active_s"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return decode(dict[str, Seconds], read_regular(path, limit_bytes=4096))["active_s"]
+    except (OSError, ValueError, KeyError):
         return 0.0

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from hydroslurm.core.decoding import decode
-from hydroslurm.core.files import open_regular, parse_json, read_regular, write_atomically
+from hydroslurm.core.files import open_regular, read_regular, write_atomically
 from hydroslurm.core.module_command import module_command
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.threads import thread
@@ -151,7 +151,7 @@ def _watch(
 def read_address(path: Path) -> Address | None:
     """The address of the running TensorBoard, if there is one."""
     try:
-        return decode(Address, parse_json(read_regular(path, limit_bytes=1 << 16)))
+        return decode(Address, read_regular(path, limit_bytes=1 << 16))
     except (OSError, ValueError):
         return None
 

@@ -225,5 +225,5 @@ def test_arguments(scene: Scene) -> None:
 
     done = captured([sys.executable, "-m", "hydroslurm.cli", "agent"], timeout=60)
     assert done.returncode == 2
-    assert "Usage" in done.stderr
+    assert "wanted torchrun's arguments" in done.stderr
     assert "torchrun's arguments" in done.stderr
