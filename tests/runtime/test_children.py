@@ -196,10 +196,9 @@ def family(tmp_path: Path) -> Iterator[Family]:
 
 
 def test_children_stand_still_with_their_rank(family: Family) -> None:
-    """Signals to all processes of a rank, as Slurm sends them: what multiprocessing made stops with
-    it and goes on with it, in the middle of a write to a queue too. Somebody else's SIGCONT does
-    not end that. A stop does, and wins over the pause. What must run on does, nothing dies, and a
-    program with a handler of its own hears its signal."""
+    """Signals to all processes of a rank: what multiprocessing made stops and goes on with it, in
+    the middle of a write to a queue too, and through somebody else's SIGCONT. A stop wins. What
+    must run on does, and a program with a handler of its own hears its signal."""
     family.signal(signal.SIGUSR1)
     wait_until(family.stands_still, "all stop")
     kinds = (EventKind.PARKED,)
