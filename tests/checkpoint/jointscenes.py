@@ -173,6 +173,30 @@ def _superseded_at(folder: Path, victim: int, at: int) -> bool:
     return True
 
 
+def leftovers(folder: Path) -> int:
+    """What a dead joint save has left is removed, but not while others may be finishing it."""
+    where = folder / "c"
+
+    def work(peers: PipePeers) -> int:
+        def hook(_when: str, topic: str) -> None:
+            if "written" in topic:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        peers.hook = hook
+        return save(where, peers, 1, CountingStorage(), "save")
+
+    assert together(RANKS, work) == [SIGKILLED] * RANKS
+    (left,) = where.iterdir()
+    CheckpointStore(where).prune(keep=1)
+    assert left.exists()
+    long_ago = time.time() - 1200
+    for path in (*left.iterdir(), left):
+        os.utime(path, (long_ago, long_ago))
+    CheckpointStore(where).prune(keep=1)
+    assert not left.exists()
+    return 1
+
+
 def patience(folder: Path) -> int:
     """A rank that does not come makes the others fail, which name it; it is told the same."""
     words: dict[str, Any] = {}

@@ -53,6 +53,7 @@ def test_one_broken_disk(quick_folder: Path) -> None:
         "two_deaths",
         "few_committers",
         "given_up",
+        "leftovers",
         "patience",
         "unlike",
         "savers",
