@@ -46,6 +46,8 @@ hydroslurm run -- python train.py --epochs 10 >/dev/null & PID=$!
 """,
 }
 """What a reader of the page has done before."""
+LONG = {"docs/index.md", "docs/own-loop.md", "docs/quickstart.md"}
+"""Pages whose trainings take a minute."""
 ONE_RANK = """
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo")
@@ -110,7 +112,13 @@ def test_every_block_runs_or_says_why_not() -> None:
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("page", _pages("bash", "yaml"))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.long] if page in LONG else [])
+        for page in _pages("bash", "yaml")
+    ],
+)
 def test_shell_blocks(page: str, ranks_cluster: Part, tmp_path: Path) -> None:
     """The page's commands, one after the other, in a newcomer's copy of the repository."""
     for name in ("examples", "sbatch"):
@@ -126,7 +134,7 @@ def test_shell_blocks(page: str, ranks_cluster: Part, tmp_path: Path) -> None:
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=printed,
-            timeout=600,
+            timeout=800,
             check=False,
         )
         printed.seek(0)
