@@ -3,14 +3,14 @@ script has changed it since the run began."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import CodeType, MappingProxyType
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from hydroslurm.checkpoint.census import Census, Unkept, Variables, shown
+from hydroslurm.checkpoint.census import Census, Unkept, shown
 from hydroslurm.checkpoint.known import KNOWN
 from hydroslurm.checkpoint.plain import size_bytes
 from hydroslurm.checkpoint.tree import is_dtensor
@@ -49,7 +49,7 @@ class Contents:
         self._models, self._roots = models, roots
         self._world_size = world_size
         self._versions: dict[int, int] = {}
-        self._depth: int | None = None
+        self._functions: Sequence[CodeType] = ()
         self._loops: set[object] = set()
         self._waits: Mapping[str, Any] = {}
         self._known: set[int] | None = None
@@ -70,7 +70,8 @@ class Contents:
     def enter_loop(self) -> None:
         """A loop of the script begins: from here on its variables count, and those of the functions
         around it."""
-        self._depth, here = place()
+        here = place()
+        self._functions = [code for code, _ in here]
         if here not in self._loops:  # an epoch after another begins at the same place
             self._loops.add(here)
             self._census.note()
@@ -149,8 +150,7 @@ class Contents:
         return found
 
     def _all_roots(self) -> dict[str, Any]:
-        variables: Mapping[str, Variables] = {} if self._depth is None else in_reach(self._depth)
-        return {**self._roots(), **variables}
+        return {**self._roots(), **in_reach(self._functions)}
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         found = {name: bare(one) for name, one in self._models().items()}

@@ -88,10 +88,9 @@ class Looping(Saving):
                 ...
 
         Each is followed by a safe point, so the body is one whole step: with its batches, all of
-        its accumulation, and the optimizers' steps. What lives from one step to the next has to be
-        part of the run, or computed from the number of the step. A batch that was fetched for the
-        next step is such a thing: fetch it in the step that uses it. The global random generators
-        are part of the run; generators of your own are registered.
+        its accumulation, and the optimizers' steps. Variables of the loop and what hangs in them
+        come back by themselves, random generators and a batch that was fetched ahead as well; an
+        iterator does not (docs/own-loop.md).
 
         At the end the state is saved; what follows the loop is repeated if the attempt ends there,
         as with :meth:`batches`. A step that was left with ``break`` counts as trained.
@@ -99,8 +98,7 @@ class Looping(Saving):
         Args:
             total: how many steps the run has, those of earlier attempts included.
             check: whether to look, at the first step of each attempt, for optimizers, schedulers,
-                weights, averages of them, scalers, random generators and iterators over a
-                DataLoader that are used and not saved.
+                weights, scalers and iterators that are used and not saved.
 
         Raises:
             UsageError: one was found; or the loop is within another one.

@@ -11,10 +11,11 @@ import ctypes
 import dis
 import functools
 import inspect
+import itertools
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,18 @@ _LIBRARIES = (
 )
 
 
-def place() -> tuple[int, object]:
-    """How many functions of the script are under way, those within which a loop begins here; and
-    where each is, to be compared."""
-    frames = _frames()
-    return len(frames), tuple((one.f_code, one.f_lasti) for one in frames)
+def place() -> tuple[tuple[types.CodeType, int], ...]:
+    """The functions of the script that are under way, and where each is: those within which a loop
+    begins here."""
+    return tuple((one.f_code, one.f_lasti) for one in _frames())
 
 
-def in_reach(most: int) -> dict[str, Variables]:
-    """Those of so many functions of the script that are under way, from the loop outwards, and of
-    their modules, by the names of the functions. What the loop calls has begun later."""
+def in_reach(functions: Sequence[types.CodeType]) -> dict[str, Variables]:
+    """Those of the functions within which a loop has begun, from the loop outwards, and of their
+    modules, by the names of the functions. What is called instead or within has begun later."""
     found: dict[str, Variables] = {}
-    frames = _frames()[:most]
+    under_way = zip(_frames(), functions, strict=False)
+    frames = [one for one, _ in itertools.takewhile(lambda it: it[0].f_code is it[1], under_way)]
     for frame in reversed(frames):
         if frame.f_code.co_name != "<module>":
             name = f"{frame.f_code.co_name}()"
