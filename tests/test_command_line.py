@@ -312,14 +312,26 @@ NOBODY = 54321
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="becomes another uid")
 @pytest.mark.slurm
-@pytest.mark.parametrize("verb", ["status", "list", "top", "metrics", "doctor", "gate info"])
-def test_a_user_without_a_name_is_served(on_cluster: Path, verb: str) -> None:
-    """As in a container: by the number."""
+def test_a_user_without_a_name_is_served(on_cluster: Path) -> None:
+    """As in a container: by the number, and with the jobs of that number."""
     os.chown(on_cluster, NOBODY, NOBODY)
     reads = ("--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search")
     becomes = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *reads]
     environ = {name: os.environ[name] for name in os.environ.keys() - {"HOME", "USER", "LOGNAME"}}
-    command = [*becomes, sys.executable, "-m", "hydroslurm.cli", *verb.split()]
-    done = captured(command, env=environ, timeout=120)
-    assert "Traceback" not in done.stderr
-    assert done.returncode == 0 or verb == "doctor", done.stderr
+
+    def hydroslurm(*words: str) -> str:
+        command = [*becomes, sys.executable, "-m", "hydroslurm.cli", *words]
+        done = captured(command, env=environ, timeout=120)
+        assert "Traceback" not in done.stderr
+        assert done.returncode == 0 or words == ("doctor",), done.stderr
+        return done.stdout
+
+    later = "--sbatch=begin=now+1hour"
+    job = hydroslurm("submit", "-p", "low", later, "--folder=elsewhere", "train.py").split()[1]
+    try:
+        for verb in ("list", "status", "top"):
+            assert re.search(rf"^(job )?{job}\b", hydroslurm(verb), re.MULTILINE), verb
+        for verb in ("metrics", "doctor", "gate info"):
+            hydroslurm(*verb.split())
+    finally:
+        hydroslurm("cancel", job)

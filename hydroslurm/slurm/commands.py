@@ -73,7 +73,10 @@ class SlurmClient:
     def jobs_of(self, job_id: JobId) -> tuple[Job, ...]:
         """Describe the job that an id names, or the elements of an array; of those that wait
         together one record tells, of no others than the id names."""
-        output = self._ask("scontrol", "show", "job", str(job_id.number))
+        try:
+            output = self._ask("scontrol", "show", "job", str(job_id.number))
+        except NoSuchJob:
+            raise NoSuchJob(f"there is no job {job_id}") from None
         found = [
             replace(job, array_task_id=both.task, array_tasks=both.tasks)
             if (both := job_id.common(job.id)) is not None

@@ -115,7 +115,11 @@ def _flag(value: Any) -> bool:
 
 
 def _user(value: str) -> str:
-    """``ada(1000)``, as scontrol prints it, -> ``ada``."""
+    """``ada(1000)``, as scontrol prints it, -> ``ada``; the number of a user without a name, who is
+    ``nobody(12345)`` there."""
+    unnamed = re.fullmatch(r"nobody\((\d+)\)", value)
+    if unnamed is not None and unnamed[1] != "65534":
+        return unnamed[1]
     return re.sub(r"\(\d+\)$", "", value)
 
 

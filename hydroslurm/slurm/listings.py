@@ -184,6 +184,7 @@ def _job_of_json(row: Mapping[str, Any]) -> Job:
         lambda name, required: row[name] if required else row.get(name),
         state=state,
         flags=flags,
+        user=row["user_name"] or str(row.get("user_id", "")),
         reason=reason.replace(" ", "_"),
         exit_code=_exit_of_json(row.get("exit_code")),
         array_job_id=array_id,

@@ -151,7 +151,7 @@ def locate(client: SlurmClient, which: str) -> tuple[RunDir, Job | None]:
     try:
         slurm = find_job(client, job_id)
     except (NoSuchJob, SlurmMissing, ControllerUnreachable) as error:
-        message = f"{error}. Of one that ended long ago, give the run folder in place of its id"
+        message = f"{error}. Where the run folder of the job is known, give that in place of its id"
         raise type(error)(message) from None
     return ranks_dir_of(slurm), slurm
 

@@ -106,11 +106,11 @@ def find_jobs(client: SlurmClient, job_id: JobId) -> tuple[Job, ...]:
     """
     try:
         return client.jobs_of(job_id)
-    except NoSuchJob:
+    except NoSuchJob as unknown:
         try:
             latest = {job.id: job for job in client.history(job_id)}
         except NoSuchJob:
-            raise NoSuchJob(f"there is no job {job_id}; hydroslurm list shows yours") from None
+            raise unknown from None
         return tuple(_commented(client, job) for job in latest.values())
 
 
