@@ -84,7 +84,7 @@ def test_two_calls_through_a_preemption(
     to the bits of one that was left alone, and describe tells the preemption from a requeue."""
     scene = stage["saves"]
     job = str(scene.job_id)
-    out = f"runs/*/logs/{job}_0_log.out"
+    out = f"hydroslurm-runs/*/logs/{job}_0_log.out"
     scene.wait(
         lambda: any(" step 50 " in one.read_text() for one in scene.folder.glob(out)), "steps"
     )
