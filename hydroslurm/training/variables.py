@@ -43,10 +43,14 @@ def in_reach(functions: Sequence[types.CodeType]) -> dict[str, Variables]:
         if frame.f_code.co_name != "<module>":
             name = f"{frame.f_code.co_name}()"
             found[_unused(name, found)] = _variables_of(frame)
+    modules: set[str] = set()  # of which the innermost counts: a script may run another one
     for frame in reversed(frames):
         name = f"{frame.f_globals.get('__name__')}()"
-        if name not in found or frame.f_code.co_name == "<module>":
+        is_module = frame.f_code.co_name == "<module>"
+        if name not in found or (is_module and name not in modules):
             found[name] = _variables_of_module(frame)
+        if is_module:
+            modules.add(name)
     return found
 
 
