@@ -7,12 +7,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from clusters import require_slurm
-from processes import captured, wait_until
+from processes import wait_until
+from training.trainings import ROOT, Training
 
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
@@ -23,52 +23,27 @@ from hydroslurm.report.nsys.reader import read_profile
 
 pytestmark = pytest.mark.slurm
 
-ROOT = Path(__file__).resolve().parents[3]
 PROFILE_SH = str(ROOT / "sbatch" / "nsys_profile.sh")
 AGREEMENT_NS = 1_000_000
 SUSPENDS, SIGNALLED = 2, 3
 
 
-@dataclass
-class Job:
+class Job(Training):
     """sbatch/profile.sbatch on a real Slurm."""
 
-    cluster: DevCluster
-    folder: Path
-    job_id: str = ""
-
-    @property
-    def run(self) -> RunDir:
-        return RunDir(self.folder / "hydroslurm-runs" / self.job_id)
-
-    @property
-    def log(self) -> str:
-        return "".join(path.read_text() for path in self.folder.glob("*.out"))
-
-    def slurm(self, *command: str, check: bool = True) -> str:
-        done = captured(
-            command,
-            cwd=self.folder,
-            env=self.cluster.child_environ(),
-            timeout=60,
-        )
-        assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stderr}"
-        return done.stdout.strip()
-
-    def submit(self, *options: str) -> None:
+    def submit(self, *options: str) -> Job:
         for name in ("examples", "sbatch"):
             (self.folder / name).symlink_to(ROOT / name)
         script = str(ROOT / "sbatch" / "profile.sbatch")
         self.job_id = self.slurm("sbatch", "--parsable", script, *options)
+        return self
 
-    def events(self, kind: EventKind, *, restart: int = 0) -> list[Event]:
-        path = self.run.rank_events(0)
-        found = read_events(path) if path.exists() else ()
-        return [e for e in found if e.kind is kind and e.restart_count == restart]
+    def seen(self, kind: EventKind, *, restart: int = 0) -> list[Event]:
+        return [e for e in self.events() if e.kind is kind and e.restart_count == restart]
 
     def wait_for(self, kind: EventKind, *, number: int = 1, restart: int = 0) -> None:
         what = f"{number} x {kind.value} of restart {restart}"
-        wait_until(lambda: len(self.events(kind, restart=restart)) >= number, f"{what}\n{self.log}")
+        wait_until(lambda: len(self.seen(kind, restart=restart)) >= number, f"{what}\n{self.log()}")
 
     def pause(self, number: int, *, by_slurm: bool) -> None:
         """Until it goes on."""
@@ -77,20 +52,10 @@ class Job:
         self.slurm(*(("scontrol", "resume") if by_slurm else _USR2), self.job_id)
         self.wait_for(EventKind.RESUMED, number=number)
 
-    def is_gone(self) -> bool:
-        return not self.slurm("squeue", "-h", "-j", self.job_id, check=False)
-
-    def cancel(self) -> None:
-        def is_gone() -> bool:
-            self.slurm("scancel", self.job_id, check=False)
-            return self.is_gone()
-
-        wait_until(is_gone, f"end of job {self.job_id}")
-
     def profile(self, *, restart: int) -> Profile:
         """Of an attempt that has ended: nsys says in the log that it has written it."""
         path = self.run.root / "profile" / f"rank-0-restart-{restart}.nsys-rep"
-        wait_until(lambda: self.log.count("Generated:") > restart, f"{path}\n{self.log}")
+        wait_until(lambda: self.log().count("Generated:") > restart, f"{path}\n{self.log()}")
         return read_profile(path)
 
 
@@ -139,7 +104,7 @@ def cluster(torchrun_folder: object) -> Iterator[DevCluster]:
 @pytest.fixture(scope="module")
 def job(cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Paused several times, then asked to save and leave: it is about to begin again."""
-    job = Job(cluster, tmp_path_factory.mktemp("profiled"))
+    job = Job(cluster, tmp_path_factory.mktemp("profiled"), epochs=1000)
     job.submit("--epochs", "1000", "--log-every", "5")
     try:
         job.wait_for(EventKind.FIRST_STEP)
@@ -149,7 +114,7 @@ def job(cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         job.wait_for(EventKind.ATTEMPT_ENDED)
         yield job
     finally:
-        job.cancel()
+        job.end()
 
 
 def agreement_ns(told: int | None, event: Event) -> int:
@@ -162,18 +127,18 @@ def test_pauses_of_a_suspended_job_agree_with_the_native_stamps(job: Job) -> Non
     running differ by less than a millisecond, with the error of the clocks stated."""
     profile = job.profile(restart=0)
     pauses = {pause.requested_mono_ns: pause for pause in profile.pauses}
-    parked = job.events(EventKind.PARKED)
+    parked = job.seen(EventKind.PARKED)
     assert [e.data["requested_mono_ns"] for e in parked] == list(pauses)
     numbers = [p.signal for p in pauses.values()]
     assert numbers == [20] * SUSPENDS + [10] * SIGNALLED
     apart = [agreement_ns(pauses[e.data["requested_mono_ns"]].parked_mono_ns, e) for e in parked]
-    resumed = job.events(EventKind.RESUMED)
+    resumed = job.seen(EventKind.RESUMED)
     stamps = [p.resume_requested_mono_ns for p in pauses.values()]
     assert stamps == [e.data["requested_mono_ns"] for e in resumed]
     by_number = {pause.number: pause for pause in pauses.values()}
     apart += [
         agreement_ns(by_number[e.data["pause"]].running_mono_ns, e)
-        for e in job.events(EventKind.FIRST_OPERATOR_RELEASED)
+        for e in job.seen(EventKind.FIRST_OPERATOR_RELEASED)
     ]
     # but for one: between a stamp and its mark a thread may have to wait for a processor
     assert sorted(apart)[-2] < AGREEMENT_NS, apart
@@ -196,9 +161,9 @@ def _is_ordered(pause: ProfiledPause) -> bool:
 def test_the_stop_of_a_requeued_job_agrees_with_the_event_log(job: Job) -> None:
     """Request, save, commit and the answer to the requeue."""
     (stop,) = job.profile(restart=0).stops
-    requested = job.events(EventKind.STOP_REQUESTED)[0]  # SIGURG; SIGTERM comes with the requeue
-    started = job.events(EventKind.SAVE_STARTED)[-1]
-    committed = job.events(EventKind.SAVE_COMMITTED)[-1]
+    requested = job.seen(EventKind.STOP_REQUESTED)[0]  # SIGURG; SIGTERM comes with the requeue
+    started = job.seen(EventKind.SAVE_STARTED)[-1]
+    committed = job.seen(EventKind.SAVE_COMMITTED)[-1]
     assert stop.requested_mono_ns == requested.data["requested_mono_ns"]
     assert stop.step == committed.data["checkpoint_step"]
     apart = [
@@ -252,8 +217,9 @@ def test_every_attempt_leaves_a_report_of_its_own(job: Job) -> None:
     """Over a requeue, though all processes of the job step got each signal."""
     job.wait_for(EventKind.FIRST_STEP, restart=1)
     job.slurm("scancel", "--signal=INT", job.job_id)
-    wait_until(job.is_gone, f"the end of the second attempt\n{job.log}")
+    gone = ("squeue", "-h", "-j", job.job_id)
+    wait_until(lambda: not job.slurm(*gone, check=False), "the end of the second attempt")
     names = [path.name for path in profiles_in(job.run.root / "profile")]
-    assert names == ["rank-0-restart-0.nsys-rep", "rank-0-restart-1.nsys-rep"], job.log
-    pids = [e.pid for restart in (0, 1) for e in job.events(EventKind.INSTALLED, restart=restart)]
+    assert names == ["rank-0-restart-0.nsys-rep", "rank-0-restart-1.nsys-rep"], job.log()
+    pids = [e.pid for restart in (0, 1) for e in job.seen(EventKind.INSTALLED, restart=restart)]
     assert [job.profile(restart=restart).pids for restart in (0, 1)] == [(pid,) for pid in pids]
