@@ -28,8 +28,6 @@ PREEMPTED = slice(0, 4)
 """The nodes of the part that are preempted."""
 SHARED = slice(4, 8)
 """The nodes of jobs that nobody preempts."""
-SPARE = slice(8, None)
-"""The nodes of the job that loses one: four are enough for it, and it may be told twice."""
 
 
 @dataclass

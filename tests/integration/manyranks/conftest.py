@@ -6,10 +6,9 @@ all of their time is Slurm's own waiting and the import of torch. Only those tha
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,10 @@ import pytest
 from clusters import CGROUP, Part
 from integration.manyranks.acts import ACTS, COMPARABLE, SHARED, Story, agent
 from integration.manyranks.rankstraining import CURTAIN, EPOCHS, script_options
-from stories import Stories, stories
+from processes import free_port
+from stories import Stories, marked, result_of, stories
 from training.trainings import ALONE_LIMIT_S, RECORDED
+from zygote import forked
 
 from hydroslurm.devcluster import DevCluster, cgroups
 from hydroslurm.errors import ClusterError
@@ -27,6 +28,15 @@ from hydroslurm.errors import ClusterError
 AT_A_TIME = 3
 ENDS_WITHIN_S = 900.0
 Stage = Stories[Story]
+BE = """
+import runpy, sys, warnings
+from pathlib import Path
+warnings.simplefilter("error")
+del sys.argv[0]
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""A rank without Slurm: the script that its arguments name."""
 
 
 @pytest.fixture(scope="session")
@@ -51,14 +61,12 @@ def stage(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stage]:
     """The trainings that the tests of this session look at, all under way."""
-    base = tmp_path_factory.mktemp("ranks")
-    wanted = {name for item in request.session.items for name in _fixtures_of(item)}
     told = {
         **{name: functools.partial(act, ranks_cluster) for name, act in ACTS.items()},
         "agent": functools.partial(agent, agents_place[0], nodes=agents_place[1]),
     }
-    told = {name: act for name, act in told.items() if f"{name}_story" in wanted}
-    clusters = (ranks_cluster, agents_place[0])
+    told = {name: act for name, act in told.items() if name in marked(request)}
+    base, clusters = tmp_path_factory.mktemp("ranks"), (ranks_cluster, agents_place[0])
     with stories(told, base, clusters=clusters, at_a_time=AT_A_TIME) as stage:
         try:
             yield stage
@@ -66,15 +74,10 @@ def stage(
             CURTAIN.set()  # whoever has failed, or was interrupted, does not wait for the rest
 
 
-def _story_of(name: str) -> Any:
-    @pytest.fixture(name=f"{name}_story")
-    def story(stage: Stage) -> Story:
-        return stage.result(name, ENDS_WITHIN_S)
-
-    return story
-
-
-ddp_story, fsdp_story, worlds_story, agent_story = map(_story_of, [*ACTS, "agent"])
+@pytest.fixture
+def story(request: pytest.FixtureRequest, stage: Stage) -> Story:
+    """The training that the test's mark names, ended."""
+    return result_of(request, stage, ENDS_WITHIN_S)
 
 
 @pytest.fixture(scope="session")
@@ -97,23 +100,16 @@ def comparable_alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def trained_alone(folder: Path, script: str, *options: str, world: int = 4) -> dict[str, Any]:
     out = folder / "out.json"
-    training = {
-        "script": str(RECORDED / script),
-        "world": world,
-        "options": [
-            *script_options(out, epochs=EPOCHS),
-            *options,
-            f"--directory={folder / 'run'}",
-        ],
-    }
-    program = Path(__file__).with_name("alone.py")
-    command = [sys.executable, str(program), json.dumps(training)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=ALONE_LIMIT_S, cwd=folder, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = [str(RECORDED / script), *script_options(out, epochs=EPOCHS), *options]
+    place = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(world):
+            own = folder / str(rank)
+            own.mkdir()
+            environ = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            started = forked(BE, own, *words, f"--directory={folder / 'run'}", environ=environ)
+            ranks.append(stack.enter_context(started))
+        assert [rank.wait(limit_s=ALONE_LIMIT_S) for rank in ranks] == [0] * world, str(ranks[0])
     return dict(json.loads(out.read_text()))
-
-
-def _fixtures_of(item: pytest.Item) -> tuple[str, ...]:
-    return tuple(getattr(item, "fixturenames", ()))

@@ -4,9 +4,7 @@ is done to it."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -178,10 +176,6 @@ class RanksTraining(Training):
 
     def requeue(self) -> None:
         self.slurm("scontrol", "requeue", self.job_id)
-
-    def signal(self, rank: int, signo: signal.Signals, *, attempt: int) -> None:
-        """To one rank alone."""
-        os.kill(self.pid(rank, attempt=attempt), signo)
 
 
 def script_options(out: Path, *, epochs: int) -> list[str]:

@@ -1,5 +1,6 @@
 """The promise, for several ranks on a real Slurm: a training of four ranks that is suspended,
-preempted and requeued ends with the bits of one that nobody stops."""
+preempted and requeued ends with the bits of one that nobody stops; and one that comes back with
+another number of nodes, with each sample once."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from integration.manyranks.acts import PREEMPTIONS, SUSPENDED_S, Story
+from integration.manyranks.acts import PREEMPTIONS, SUSPENDED_S, WORLDS, Story
 from training.trainings import steps_lost
 
 from hydroslurm.core.events import EventKind
@@ -15,33 +16,34 @@ from hydroslurm.core.events import EventKind
 pytestmark = pytest.mark.slurm
 
 
-def test_ddp_ends_with_the_same_bits(ddp_alone: dict[str, Any], ddp_story: Story) -> None:
+@pytest.mark.scene("ddp")
+def test_ddp_ends_with_the_same_bits(ddp_alone: dict[str, Any], story: Story) -> None:
     """Two preemptions and two suspends: weights, optimizer, and on every rank the loss and the
     samples of each step are those of the run that nobody stops; no step is lost or trained
     twice."""
-    _ends_like(ddp_story, ddp_alone, attempts=PREEMPTIONS + 1, suspends=PREEMPTIONS)
+    _ends_like(story, ddp_alone, attempts=PREEMPTIONS + 1, suspends=PREEMPTIONS)
 
 
-def test_fsdp_ends_with_the_same_bits(fsdp_alone: dict[str, Any], fsdp_story: Story) -> None:
+@pytest.mark.scene("fsdp")
+def test_fsdp_ends_with_the_same_bits(fsdp_alone: dict[str, Any], story: Story) -> None:
     """The same of FSDP2, requeued once after a suspend of ten times the time-out of its
     collectives: all ranks were parked, and went on in the same processes."""
-    _ends_like(fsdp_story, fsdp_alone, attempts=2, suspends=1)
-    training = fsdp_story.training
+    _ends_like(story, fsdp_alone, attempts=2, suspends=1)
+    training = story.training
     for rank in range(4):
         (resumed,) = training.events_of(rank, EventKind.RESUMED)
         assert resumed.data["parked_s"] >= SUSPENDED_S
         assert not training.events_of(rank, EventKind.AGREEMENT_FAILED)
 
 
-def test_below_agents_it_ends_with_the_same_bits(
-    ddp_alone: dict[str, Any], agent_story: Story
-) -> None:
+@pytest.mark.scene("agent")
+def test_below_agents_it_ends_with_the_same_bits(ddp_alone: dict[str, Any], story: Story) -> None:
     """Two agents with two ranks each, of which Slurm signals the agents only where it has cgroups:
     suspended past SIGSTOP or by the freezer and resumed in the same processes, requeued, and equal
     to the run that had no agents."""
-    _ends_like(agent_story, ddp_alone, attempts=2, suspends=1)
+    _ends_like(story, ddp_alone, attempts=2, suspends=1)
     for rank in range(4):
-        pids = {event.pid for event in agent_story.training.events_of(rank, attempt=1)}
+        pids = {event.pid for event in story.training.events_of(rank, attempt=1)}
         assert len(pids) == 1
 
 
@@ -61,3 +63,52 @@ def _ends_like(story: Story, alone: dict[str, Any], *, attempts: int, suspends: 
         parked = training.events_of(rank, EventKind.ALL_PARKED)
         assert [event.data["in_flight"] for event in parked] == [0] * suspends
         assert len(training.events_of(rank, EventKind.RESUMED)) == suspends
+
+
+TOLERANCE = 1e-5
+"""Between the mean losses of a step: the sums are taken in another order. Seen: 1e-7."""
+
+
+@pytest.mark.scene("worlds")
+def test_every_sample_once_in_worlds_of_4_2_and_3_ranks(
+    comparable_alone: dict[str, Any], story: Story
+) -> None:
+    """Each attempt has as many ranks as the job has nodes and goes on where the last one stopped.
+    Every sample comes once, and the mean loss of each step is that of a single rank."""
+    training = story.training
+    attempts = training.attempts()
+    assert [attempt.ending for attempt in attempts[:-1]].count(None) == 0, training.log()
+    assert len(attempts) == len(WORLDS)
+    assert steps_lost(attempts) == 0, attempts
+    ranks = Counter(
+        event.data["attempt"]
+        for rank in range(max(WORLDS))
+        for event in training.events_of(rank, EventKind.FIRST_STEP)
+    )
+    assert [ranks[attempt] for attempt in range(1, len(WORLDS) + 1)] == list(WORLDS)
+    result = training.result
+    assert (result["steps_trained_twice"], result["steps_missing"]) == (0, [])
+    assert all(result["every_sample_once"])
+    losses = zip(result["mean_losses"], comparable_alone["mean_losses"], strict=True)
+    assert max(abs(one - other) for one, other in losses) < TOLERANCE
+
+
+@pytest.mark.scene("worlds")
+def test_the_slurmd_of_a_node_is_killed(story: Story) -> None:
+    """Slurm takes the node for dead, and requeues the job: the rank on the other node is told to
+    stop, and the one that lives on without a slurmd saves with it; no step is lost, and the job
+    goes on without that node."""
+    training = story.training
+    (step,) = {
+        event.step
+        for rank in range(WORLDS[1])
+        for event in training.events_of(rank, EventKind.SAFE_POINT, attempt=2)
+    }
+    attempts = training.attempts()
+    assert attempts[1].end_step == attempts[2].step == step, training.log()
+    for rank in range(WORLDS[1]):
+        # for the stop, or a periodic one of that very step
+        save = training.events_of(rank, EventKind.SAVE_COMMITTED, attempt=2)[-1]
+        assert save.data["checkpoint_step"] == step
+    (lost,) = story.seen["lost"]
+    assert lost not in story.seen["nodes"]

@@ -6,10 +6,7 @@ agents are in test_preempted_ranks.py.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +18,7 @@ from sbatchfiles import requeue_script
 from stories import Stories
 from stories import stories as all_under_way
 from training.trainings import ALONE_LIMIT_S, Training, steps_lost, trained_alone
+from zygote import ran
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.devcluster import DevCluster
@@ -29,7 +27,7 @@ pytestmark = pytest.mark.slurm
 
 EPOCHS = 4  # of 90 steps
 LARGE = Path(__file__).with_name("large_training.py")
-LARGE_STEPS = 20
+LARGE_STEPS = "20"
 TIMES_ITS_OWN = 1.5
 LIMIT_S = 600.0
 
@@ -132,11 +130,7 @@ def _stopped_with_little_memory(
 def _large_alone(folder: Path) -> dict[str, Any]:
     """What comes of it when nobody stops it, without Slurm, and what it uses."""
     folder.mkdir()
-    command = [sys.executable, str(LARGE), str(folder / "out"), str(LARGE_STEPS), str(folder / "r")]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=ALONE_LIMIT_S, env=environ, check=False
-    )
+    done = ran([LARGE, folder / "out", LARGE_STEPS, folder / "r"], timeout=ALONE_LIMIT_S)
     assert done.returncode == 0, done.stderr
     shutil.rmtree(folder / "r")
     return dict(json.loads((folder / "out").read_text()))
