@@ -61,7 +61,6 @@ class Beginning(ABC):
     _is_closed: bool
     _attempt: CurrentAttempt
     _bucket_orders: BucketOrders
-    _gradients: Gradients
     _objects: Objects
     _resumed_unasked: bool | None
     _saver: Saver
