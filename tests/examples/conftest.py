@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from processes import patience
 
 LIMIT_S = 120
 
@@ -34,7 +35,7 @@ def run(root: Path) -> Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=LIMIT_S,
+            timeout=patience(LIMIT_S),
             check=False,
         )
         assert done.returncode == 0, done.stdout
