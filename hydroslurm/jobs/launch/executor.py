@@ -129,9 +129,12 @@ class Executor(SlurmExecutor):
 
         Raises:
             UsageError: there is no such script.
-            LaunchError: sbatch refused the job.
+            LaunchError: sbatch refused the job, or no partition could ever start it.
         """
-        job = self.submit(_script(script, arguments, is_module=module))
+        wanted, asked = _script(script, arguments, is_module=module), self.parameters
+        if self._here is None:
+            check_size(asked.get("partition", ""), asked.get("nodes", 1), asked.get("time"))
+        job = self.submit(wanted)
         assert isinstance(job, PausableJob)
         return job
 
@@ -163,8 +166,6 @@ class Executor(SlurmExecutor):
         if self._here is not None:
             return [self._run_here(self._here, delayed) for delayed in delayed_submissions]
         is_array = len(delayed_submissions) > 1
-        asked = self.parameters
-        check_size(asked.get("partition", ""), asked.get("nodes", 1), asked.get("time"))
         name = self._job_name(delayed_submissions[0])
         with new_submission(JobPaths.get_first_id_independent_folder(self.folder), name) as run:
             intent = Submission(name, _describe(delayed_submissions[0]), time.time_ns())
