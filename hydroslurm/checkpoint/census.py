@@ -163,13 +163,20 @@ class Census:
     def begin(self) -> None:
         """The first step comes next. What the script has set since :meth:`note`, and leaves alone
         from now on, may be of this process: a time, a folder, its rank."""
+        nodes = self._look().nodes
+        for path in nodes.keys() - self._before.keys():
+            # a copy of weights that a hook has made: the next attempt copies others
+            is_copy = isinstance(nodes[path].thing, torch.nn.Module)
+            values = {} if is_copy else nodes[path].values
+            self._before[path] = {name: _noted(value) for name, value in values.items()}
+            self._made[path] = set(nodes[path].objects)
         self._at_begin = {
             path: {
                 name: _noted(value)
                 for name, value in node.values.items()
                 if not _shows(self._before.get(path, {}).get(name, _NONE), value)
             }
-            for path, node in self._look().nodes.items()
+            for path, node in nodes.items()
         }
 
     def state(self) -> dict[str, Any]:
@@ -587,8 +594,12 @@ def _put_in_module(module: Any, name: str, value: Any) -> None:
         own["_parameters"][weight].requires_grad_(value)
     elif name in own["_parameters"] or name in own["_buffers"]:
         holder = own["_parameters" if name in own["_parameters"] else "_buffers"]
-        if holder[name] is not value and type(holder[name]) is torch.nn.Parameter:
-            raise ValueError(f"{name} has the shape {list(holder[name].shape)} in this script")
+        here = holder[name]
+        if here is not value and type(here) is torch.nn.Parameter:
+            if here.shape != value.shape:
+                raise ValueError(f"{name} has the shape {list(here.shape)} in this script")
+            here.detach().copy_(value)  # an optimizer may have it
+            return
         holder[name] = value
     else:
         own[name] = value

@@ -4,17 +4,15 @@ script keeps beside it. Of that, only what has changed since the training began 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from hydroslurm.checkpoint.known import reason
-from hydroslurm.checkpoint.tree import encode, is_dtensor
-from hydroslurm.errors import StateMismatch, UnsavableState
+from hydroslurm.checkpoint.tree import is_dtensor
+from hydroslurm.errors import StateMismatch
 from hydroslurm.training.ddp_buckets import Models
-from hydroslurm.training.objects import Stateful, bare
-from hydroslurm.training.reporting import warning
+from hydroslurm.training.objects import bare
 
 
 class Handed:
@@ -54,42 +52,29 @@ class Handed:
         self.is_unchanged = lambda: False
 
 
-class Companions:
-    """What a script keeps beside its model that has a state of its own: a reference model that
-    follows, an average of the weights in a callback. Saved are those that have changed since the
-    training began; of what is no module, all.
+class OtherModules:
+    """Modules beside the model that all ranks have alike, such as a reference model that follows
+    it. Saved are those that have changed since the training began.
 
     Args:
-        find: the objects, with names that are the same in each attempt; asked anew each time.
-        say: tells the user of one whose state cannot be saved.
+        find: the modules, with names that are the same in each attempt; asked anew each time.
     """
 
-    def __init__(
-        self,
-        find: Callable[[], Iterable[tuple[str, Any]]],
-        *,
-        say: Callable[[str], None] = warning,
-    ) -> None:
-        self._find, self._say = find, say
+    def __init__(self, find: Callable[[], Iterable[tuple[str, torch.nn.Module]]]) -> None:
+        self._find = find
         self._before: dict[str, Any] = {}
         self._restored: frozenset[str] = frozenset()
-        self._is_fit: dict[str, bool] = {}
 
     def remember(self) -> None:
-        """Modules that do not change from now on are as the script makes them."""
-        self._before = {
-            name: fingerprint(one.state_dict())
-            for name, one in self._find()
-            if isinstance(one, torch.nn.Module)
-        }
+        """Those that do not change from now on are as the script makes them."""
+        self._before = {name: fingerprint(one.state_dict()) for name, one in self._find()}
 
     def state_dict(self) -> dict[str, Any]:
         states = {name: one.state_dict() for name, one in self._find()}
         return {
             name: state
             for name, state in states.items()
-            if name in self._restored or self._has_changed(name, state)
-            if self._is_savable(name, state)
+            if name in self._restored or fingerprint(state) != self._before.get(name)
         }
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
@@ -106,44 +91,6 @@ class Companions:
                     f"the checkpoint has the state of {name}, which this script does not have, or "
                     f"in another form: {error}; begin anew with another directory="
                 ) from error
-
-    def _has_changed(self, name: str, state: Any) -> bool:
-        return name not in self._before or fingerprint(state) != self._before[name]
-
-    def _is_savable(self, name: str, state: Any) -> bool:
-        if name not in self._is_fit:
-            try:
-                encode(state, prefix=name)
-                self._is_fit[name] = True
-            except UnsavableState as error:
-                self._is_fit[name] = False
-                self._say(f"{name} is not saved, and the next attempt begins without it: {error}")
-        return self._is_fit[name]
-
-
-def held_by(holders: Mapping[str, Any], *, known: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """The objects with a state in the attributes of these, each once.
-
-    Args:
-        holders: by name.
-        known: what is saved in another way, and what is in it.
-    """
-    seen = {id(part) for one in known for part in _parts(one)}
-    for holder, thing in holders.items():
-        for name, value in list(vars(thing).items()):
-            is_module = isinstance(value, torch.nn.Module)
-            if not is_module and (reason(value) or not isinstance(value, Stateful)):
-                continue
-            if isinstance(value, type) or id(bare(value)) in seen:
-                continue
-            seen.add(id(bare(value)))
-            yield f"{holder}.{name}", bare(value)
-
-
-def _parts(thing: Any) -> Iterator[Any]:
-    yield thing
-    if isinstance(thing, torch.nn.Module):
-        yield from thing.modules()
 
 
 class RankBuffers:

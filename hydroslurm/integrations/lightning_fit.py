@@ -23,7 +23,7 @@ from typing import Any
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.framework_run import FrameworkRun, replace
-from hydroslurm.integrations.framework_state import Companions, fingerprint
+from hydroslurm.integrations.framework_state import fingerprint
 from hydroslurm.integrations.held_loader import leave_resumed
 from hydroslurm.integrations.known import (
     environ_of_lightning,
@@ -31,7 +31,7 @@ from hydroslurm.integrations.known import (
     signals_stand_down,
 )
 from hydroslurm.integrations.lightning_epoch import LoaderRequest, ResumedEpoch
-from hydroslurm.integrations.lightning_state import RankMetrics, companions_of, roots_of, without_of
+from hydroslurm.integrations.lightning_state import RankMetrics, roots_of, without_of
 from hydroslurm.integrations.loggers import Loggers
 from hydroslurm.integrations.sharded import (
     fingerprint_of_all,
@@ -96,15 +96,7 @@ class Fit:
         self._request = LoaderRequest(trainer, self.run)
         self.run.own.update(metrics=RankMetrics(trainer), loggers=loggers, request=self._request)
         self.run.follow(lambda: [trainer.model])
-        self.run.remember(
-            lambda: roots_of(trainer),
-            saved=lambda: [one for _, one in companions_of(trainer)],
-            without=without_of(trainer),
-        )
-        self._companions = Companions(
-            lambda: () if self._shards is not None else companions_of(trainer), say=self._say
-        )
-        self._companions.remember()
+        self.run.remember(lambda: roots_of(trainer), without=without_of(trainer))
         self._loggers = loggers
 
     def start(self) -> None:
@@ -280,10 +272,8 @@ class Fit:
     def _begin(self, loaded: Mapping[str, Any] | None) -> None:
         self.run.begin()
         self._step = self.run.step
-        if loaded is not None:
-            self._companions.load_state_dict(loaded.get("companions", {}))
-            if "accumulate" in loaded:  # not of a release before
-                self._trainer.accumulate_grad_batches = loaded["accumulate"]
+        if loaded is not None and "accumulate" in loaded:  # not of a release before
+            self._trainer.accumulate_grad_batches = loaded["accumulate"]
 
     def _go_on(self, loaded: Mapping[str, Any]) -> None:
         """From here on this is no restart to Lightning."""
@@ -357,7 +347,6 @@ class Fit:
             "checkpoint": checkpoint,
             "ended": self._ended,
             "should_stop": trainer.should_stop,
-            "companions": self._companions.state_dict(),
             "accumulate": trainer.accumulate_grad_batches,
             "reloaded_at": trainer.fit_loop._last_train_dl_reload_epoch,
         }

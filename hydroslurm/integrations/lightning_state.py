@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from hydroslurm.checkpoint.census import Variables
 from hydroslurm.checkpoint.known import reason
-from hydroslurm.integrations.framework_state import held_by
+from hydroslurm.checkpoint.plain import is_plain, tensors_in
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _VALUES = ("value", "cumulated_batch_size", "_forward_cache", "_update_count")
@@ -32,14 +33,17 @@ _REDUCTIONS = {
 
 
 def roots_of(trainer: Any) -> dict[str, Any]:
-    """The script's callbacks and its data module, by name."""
-    callbacks = {
-        f"callback {number} {type(one).__name__}": one
-        for number, one in enumerate(trainer.callbacks)
-        if not reason(one)
-    }
-    data = trainer.datamodule
-    return callbacks if data is None or reason(data) else {**callbacks, "datamodule": data}
+    """The script's callbacks and its data module, by name. Of a callback that has a state of its
+    own only what that would hardly have: numbers and texts."""
+    found: dict[str, Any] = {}
+    for number, one in enumerate(trainer.callbacks):
+        if not reason(one):
+            saves = _base_of(type(one).state_dict) != "Callback"
+            name = f"callback {number} {type(one).__name__}"
+            found[name] = Variables(_words(one), one.__setattr__) if saves else one
+    if (data := trainer.datamodule) is not None and not reason(data):
+        found["datamodule"] = data
+    return found
 
 
 def without_of(trainer: Any) -> dict[str, Any]:
@@ -55,17 +59,9 @@ def without_of(trainer: Any) -> dict[str, Any]:
     }
 
 
-def companions_of(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """What the script's callbacks and its module keep that has a state, such as an average of the
-    weights. A callback with a state of its own sees to that itself."""
-    module, callbacks = trainer.lightning_module, trainer.callbacks
-    holders = {
-        f"{type(one).__name__} (callback {number})": one
-        for number, one in enumerate(callbacks)
-        if not reason(one) and _base_of(type(one).state_dict) == "Callback"
-    }
-    known = [module, trainer, trainer.datamodule, *callbacks, *trainer.optimizers]
-    return held_by({**holders, type(module).__name__: module}, known=known)
+def _words(thing: Any) -> dict[str, Any]:
+    plain = {name: value for name, value in vars(thing).items() if is_plain(value)}
+    return {name: value for name, value in plain.items() if next(tensors_in(value), None) is None}
 
 
 def _base_of(method: Callable[..., Any]) -> str:

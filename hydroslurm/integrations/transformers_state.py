@@ -22,7 +22,7 @@ from hydroslurm.checkpoint.plain import equal, plain
 from hydroslurm.checkpoint.tree import is_dtensor
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.framework_run import FrameworkRun
-from hydroslurm.integrations.framework_state import Companions, held_by
+from hydroslurm.integrations.framework_state import OtherModules
 from hydroslurm.integrations.sharded import Sharded
 from hydroslurm.training.objects import bare
 
@@ -143,7 +143,6 @@ class TrainerCheckpoint:
     Args:
         run: of this training, which saves what :meth:`capture` returns.
         sharded: of a model that is sharded; it is saved and loaded as such.
-        say: tells the user what is not saved.
     """
 
     def __init__(
@@ -152,18 +151,13 @@ class TrainerCheckpoint:
         run: FrameworkRun,
         *,
         sharded: Sharded | None,
-        say: Callable[[str], None],
     ) -> None:
         self._trainer, self._run, self._sharded = trainer, run, sharded
-        self._modules = Companions(lambda: other_modules(trainer))
-        self._companions = Companions(
-            lambda: () if sharded is not None else companions_of(trainer), say=say
-        )
+        self._modules = OtherModules(lambda: other_modules(trainer))
 
     def remember(self) -> None:
         """Other modules than the model that will not have changed from now on are not saved."""
         self._modules.remember()
-        self._companions.remember()
 
     def capture(self) -> Mapping[str, Any]:
         """The state now, between two steps."""
@@ -171,7 +165,6 @@ class TrainerCheckpoint:
         scaler = trainer.accelerator.scaler
         state = {
             "modules": self._modules.state_dict(),
-            "companions": self._companions.state_dict(),
             "scheduler": trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "state": json.dumps(asdict(trainer.state)),
@@ -195,10 +188,6 @@ class TrainerCheckpoint:
         replace("_load_scaler", lambda *_: self._load("scaler", self._trainer.accelerator.scaler))
         replace("_load_callback_state", lambda _: self._enter(steps_per_epoch()))
         replace("_load_rng_state", lambda *_: None)  # the Run does
-
-    def load_companions(self, loaded: Mapping[str, Any]) -> None:
-        """Behind all else, when the training begins; ``loaded`` as it was captured."""
-        self._companions.load_state_dict(loaded["companions"])
 
     @property
     def _loaded(self) -> Mapping[str, Any]:
@@ -272,21 +261,10 @@ def remember(trainer: Any, run: FrameworkRun) -> None:
     flags = [name for name, value in vars(trainer).items() if isinstance(value, (bool, str))]
     run.remember(
         lambda: roots_of(trainer),
-        saved=lambda: [one for _, one in (*other_modules(trainer), *companions_of(trainer))],
+        saved=lambda: [one for _, one in other_modules(trainer)],
         known={**KNOWN, f"{kind.__module__}.{kind.__qualname__}": ENTERED},
         without={"trainer": {*_MADE_BY_TRAIN, *flags}},
     )
-
-
-def companions_of(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """What those keep that has a state, such as an average of the weights."""
-    holders = {
-        f"{type(one).__name__} (callback {number})": one
-        for number, one in _silent_callbacks(trainer)
-    }
-    known = [bare(trainer.model), trainer, trainer.optimizer, trainer.lr_scheduler]
-    known += trainer.callback_handler.callbacks
-    return held_by(holders, known=[*known, *(module for _, module in other_modules(trainer))])
 
 
 def _silent_callbacks(trainer: Any) -> Iterator[tuple[int, Any]]:

@@ -76,9 +76,7 @@ class Train:
         self.run.own["logged"] = LoggedRows(lambda: runs_of_callbacks(trainer))
         self.run.follow(lambda: [trainer.model_wrapped])
         self._sharded = Sharded(trainer, self.run) if is_sharded(trainer) else None
-        self._checkpoint = TrainerCheckpoint(
-            trainer, self.run, sharded=self._sharded, say=self._say
-        )
+        self._checkpoint = TrainerCheckpoint(trainer, self.run, sharded=self._sharded)
 
     def call(self, own: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run ``own``, the Trainer's train(), with these arguments."""
@@ -185,10 +183,7 @@ class Train:
                 self._exhausted = None if self._is_opened else batches
             else:
                 self._begin_anew()
-            loaded = self.run.loaded
             self.run.begin()
-            if loaded is not None:
-                self._checkpoint.load_companions(loaded)
             if resumed:
                 self._follow_resumed_step()
                 self._keep_control()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hydroslurm.errors import StateMismatch
-from hydroslurm.integrations.framework_state import Companions
+from hydroslurm.integrations.framework_state import OtherModules
 from hydroslurm.integrations.sharded import is_sharded, why_not
 from hydroslurm.integrations.transformers_state import LoopState, other_modules, remember
 from hydroslurm.training.contents import Contents
@@ -117,7 +117,7 @@ def test_modules_beside_the_model() -> None:
     before, after = (
         trainer(moving=torch.nn.Linear(2, 2), frozen=torch.nn.Linear(2, 2)) for _ in range(2)
     )
-    saved, loaded = (Companions(functools.partial(other_modules, one)) for one in (before, after))
+    saved, loaded = (OtherModules(functools.partial(other_modules, one)) for one in (before, after))
     saved.remember()
     assert saved.state_dict() == {}
     before.moving.weight.data.zero_()
@@ -132,11 +132,11 @@ def test_modules_beside_the_model() -> None:
 def test_a_module_that_is_not_there() -> None:
     """The error names it."""
     before = trainer(moving=torch.nn.Linear(2, 2))
-    saved = Companions(lambda: other_modules(before))
+    saved = OtherModules(lambda: other_modules(before))
     saved.remember()
     before.moving.weight.data.zero_()
     with pytest.raises(StateMismatch, match="state of moving, which this script does not have"):
-        Companions(lambda: other_modules(trainer())).load_state_dict(saved.state_dict())
+        OtherModules(lambda: other_modules(trainer())).load_state_dict(saved.state_dict())
 
 
 @pytest.mark.parametrize(
