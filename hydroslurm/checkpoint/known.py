@@ -38,6 +38,7 @@ KNOWN: Mapping[str, str] = {
     "transformers.trainer_utils.RemoveColumnsCollator": ENTERED,
     "trl": _OWN_PROGRESS,
     "peft": _OWN_PROGRESS,
+    "peft.tuners.adalora": ENTERED,
     "deepspeed": _OWN_PROGRESS,
     "torchmetrics": _OWN_PROGRESS,
     **dict.fromkeys(("datasets", "pyarrow", "pandas", "polars", "PIL", "h5py", "lmdb"), _DATA),

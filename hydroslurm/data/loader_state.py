@@ -8,8 +8,9 @@ import os
 import shutil
 import tempfile
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import dataloader as torch_dataloader
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.checkpoint.census import Census, Unkept
+from hydroslurm.checkpoint.census import MOVED, Census, Unkept
 from hydroslurm.checkpoint.tree import decode, encode
 from hydroslurm.data.epochs import samplers
 from hydroslurm.errors import StateMismatch, UnsavableState
@@ -38,13 +39,24 @@ class LoaderState:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._census = Census(
-            lambda: {"generators": _generators(loader), "loader": loader}, all_generators=True
+            lambda: {"generators": _generators(loader), "loader": loader},
+            without={"loader": ("_iterator",)},  # of an epoch, whose position is saved
+            all_generators=True,
         )
         self._census.note()
+        self._lost: list[Unkept] = []
 
-    def now(self) -> dict[str, Any]:
-        """Everything that has changed, to be saved."""
-        return self._census.state()
+    def now(self, *, is_replayed: bool = False) -> dict[str, Any]:
+        """Everything that has changed, to be saved; what cannot be saved is said.
+
+        Args:
+            is_replayed: the batches of the epoch will be drawn again: iterators move with them.
+        """
+        state = self._census.state()
+        lost = [*self._lost, *self._census.take_lost()]
+        self._lost = [one for one in lost if is_replayed and one.why == MOVED]
+        _say(str(one) for one in lost if one not in self._lost)
+        return state
 
     def put(self, state: Mapping[str, Any]) -> None:
         """Give the loader's objects these values back.
@@ -65,10 +77,6 @@ class LoaderState:
                 f"what was saved of the loader's objects does not fit them: {error}; build the "
                 "loader as before, or begin a new run"
             ) from error
-
-    def unkept(self) -> list[Unkept]:
-        """As :meth:`Census.unkept`."""
-        return self._census.unkept()
 
 
 def _generators(loader: Any) -> dict[str, torch.Generator]:
@@ -160,12 +168,9 @@ class PersistentWorkers:
         """
         if self._each is None:
             self._each = [self._read(number) for number in range(self._loader.num_workers)]
+            _say(sorted({text for one in self._each for text in one["unkept"]}))
         each = [{"rng": one["rng"], "objects": one["objects"]} for one in self._each]
         return {"each": each, "made": self._made, "is_first": self._is_first}
-
-    def unkept(self) -> list[str]:
-        """What the workers have changed in an epoch and cannot save, in words."""
-        return sorted({text for one in self._each or () for text in one["unkept"]})
 
     def _start(self, each: list[Mapping[str, Any]] | None) -> Iterator[Any]:
         loader = self._loader
@@ -239,6 +244,11 @@ class _WorkerNotes:
             new = path.with_suffix(".new")
             torch.save({"tree": tree, "tensors": tensors}, new)
             new.replace(path)
+
+
+def _say(lost: Iterable[str]) -> None:
+    for text in lost:
+        warnings.warn(f"hydroslurm: {text}", RuntimeWarning, stacklevel=4)
 
 
 def _path(folder: Path, worker: int) -> Path:

@@ -235,7 +235,7 @@ class SamplerPosition:
     def state_dict(self) -> dict[str, Any]:
         state = self._progress.state_dict(self.name)
         state["sampler"] = self._plan.sampler.state_at(self._progress.epoch, self._consumed())
-        state["objects"] = self.loader_state.now()
+        state["objects"] = self.loader_state.now(is_replayed=True)
         return state
 
     def share_of_batch(self) -> tuple[int, int]:
@@ -352,7 +352,7 @@ class ReplayPosition:
     def state_dict(self) -> dict[str, Any]:
         progress = self._progress
         state = progress.state_dict(self.name)
-        state["objects"] = self.loader_state.now()
+        state["objects"] = self.loader_state.now(is_replayed=True)
         if progress.begun:
             state["start_rng"] = self._start_rng
             state["start_objects"] = self._start_objects

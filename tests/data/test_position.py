@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -396,3 +397,39 @@ def test_in_new_processes(tmp_path: Path) -> None:
         expected, _ = run(lambda make=make: make(num_workers=1))
         logs = [torch.load(tmp_path / f"{kind} {number}.log") for number in range(3)]
         assert same(expected, [step for log in logs for step in log]), kind
+
+
+class _Odd(Dataset[torch.Tensor]):
+    """Changes what nothing can bring back."""
+
+    def __init__(self) -> None:
+        self.last: object = 0
+        self.numbers = iter(range(1000))
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.last = threading.Lock()
+        return torch.tensor(float(next(self.numbers)))
+
+
+@pytest.mark.parametrize(
+    "workers", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["here", "persistent"]
+)
+def test_what_cannot_be_saved_of_a_loader_is_said(workers: dict[str, Any]) -> None:
+    """An object of another kind, and an iterator that goes on from epoch to epoch; within the first
+    epoch, which a resumed run draws again, the iterator needs no word."""
+    position = position_of(DataLoader(_Odd(), 2, **workers), shield=(), rank=0, world_size=1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in position.begin_epoch(0):
+            position.state_dict()
+        first = [str(one.message) for one in said]
+        for _ in position.begin_epoch(1):
+            position.state_dict()
+    every = [str(one.message) for one in said]
+    assert sum("dataset.last (lock) can be saved no more" in one for one in every) == 1
+    assert sum("dataset.numbers (range_iterator) is an iterator" in one for one in every) == 1
+    assert not any("iterator" in one for one in first)
+    assert len(every) == 2
