@@ -2,9 +2,8 @@
 nothing in it saves when the job is stopped.
 
 The first rank of a job checks, once per job, when an optimizer has changed parameters several
-times: a script with a ``Run`` makes it before, however long it imports and loads. The check asks
-slurmctld in a daemon thread that issues no operator and holds nothing, so nothing waits for the
-answer.
+times: a script with a ``Run`` makes it before, however long it imports. The check asks slurmctld in
+a daemon thread that issues no operator and holds nothing, so nothing waits for the answer.
 """
 
 from __future__ import annotations
@@ -32,6 +31,9 @@ CHECK_S = 2.0
 """How often to check for updates."""
 UPDATES = 3
 """Checks that have to find parameters changed: initializing and loading changes them, too."""
+QUIET = 30
+"""Checks, one after the other, with an optimizer that changes nothing and no module that is new:
+such a script does not import what it makes its Run of."""
 SPREAD_S = 5.0
 """The jobs of an array must not all ask in one second."""
 ANSWER_S = 10.0
@@ -49,7 +51,7 @@ def watch(
 
     def check() -> None:
         training = Training()
-        while training.updates < UPDATES:
+        while training.updates < UPDATES and training.quiet < QUIET:
             if is_over(CHECK_S):
                 return
             training.look()
@@ -92,10 +94,12 @@ class Training:
 
     Attributes:
         updates: of the looks at which a tensor's version was another than at the look before.
+        quiet: of the last looks, in a row, those at which nothing was another, nor any module new.
     """
 
     def __init__(self) -> None:
-        self.updates = 0
+        self.updates = self.quiet = 0
+        self._modules = 0
         self._optimizers: list[weakref.ref[Any]] = []
         self._versions: list[int] = []
 
@@ -106,9 +110,11 @@ class Training:
         alive = [one for known in self._optimizers if (one := known()) is not None]
         groups = [group for one in alive for group in list(one.param_groups)]
         versions = [tensor._version for group in groups for tensor in list(group["params"])]
-        if self._versions and versions != self._versions:
+        is_same = bool(versions) and versions == self._versions
+        if self._versions and not is_same:
             self.updates += 1
-        self._versions = versions
+        self.quiet = self.quiet + 1 if is_same and len(sys.modules) == self._modules else 0
+        self._versions, self._modules = versions, len(sys.modules)
 
 
 def _optimizers() -> list[Any]:
