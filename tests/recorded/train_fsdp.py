@@ -1,7 +1,7 @@
 """Train on the digits with many ranks: a transformer sharded by FSDP2 inside `hydroslurm.Run`.
 
-    srun -N2 -n4 python examples/train_fsdp.py                 # wherever srun starts the ranks
-    torchrun --nproc-per-node=2 examples/train_fsdp.py --directory runs/fsdp
+    srun -N2 -n4 python tests/recorded/train_fsdp.py  # wherever srun starts the ranks
+    torchrun --nproc-per-node=2 tests/recorded/train_fsdp.py --directory runs/fsdp
 
 Each rank saves its shards, and any number of ranks can go on from them. Options, files and what is
 promised are those of train_ddp.py; `--no-batch-norm` means nothing here.

@@ -1,7 +1,7 @@
 """Train on the digits with HFAI's two calls: a loop that saves in its own way, with torch.save.
 
-    python examples/train_two_calls.py                               # SIGTERM saves
-    hydroslurm submit --partition low examples/train_two_calls.py    # in a preemptible partition
+    python train_two_calls.py                               # SIGTERM saves
+    hydroslurm submit --partition low train_two_calls.py    # in a preemptible partition
 
 `receive_suspend_command()` says after each step whether it is time to save and leave;
 `go_suspend()` has the job requeued and leaves. What lies between is the loop's own affair, and so
