@@ -124,12 +124,14 @@ def _optimizers() -> list[Any]:
     if module is None:
         return []
     classes = [module.Optimizer]
-    while classes:
-        one = classes.pop()
-        if getattr(one.step, "hooked", False):
-            return [it for it in gc.get_objects() if issubclass(type(it), module.Optimizer)]
+    for one in classes:
         classes += one.__subclasses__()
-    return []
+    if not any(getattr(one.step, "hooked", False) for one in classes):
+        return []
+    # instances refer to their class. gc.get_objects() would hold every object for a moment, also a
+    # tuple that another thread is making, which then ends with a SystemError
+    found = gc.get_referrers(*classes)
+    return [one for one in found if issubclass(type(one), module.Optimizer)]
 
 
 def handles_sigterm() -> bool:

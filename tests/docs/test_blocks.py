@@ -36,10 +36,11 @@ trap 'hydroslurm cluster down' EXIT
     "docs/unmodified-scripts.md": """
 cat >train.py <<END
 import runpy, sys
-print("step 1 loss 1")
 if "--epochs" in sys.argv:  # the job that is paused
     sys.argv[1:] = ["--iterations", "1000000"]
     runpy.run_path("examples/train.py", run_name="__main__")
+else:
+    print("step 1 loss 1")
 END
 printf '#!/bin/bash\\nsrun python train.py\\n' >job.sh
 hydroslurm run -- python train.py --epochs 10 >/dev/null & PID=$!

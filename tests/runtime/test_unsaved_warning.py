@@ -4,12 +4,21 @@ has the warning itself."""
 from __future__ import annotations
 
 import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from submitit.core.job_environment import SignalHandler
 
 from hydroslurm.core.jobid import JobId
-from hydroslurm.runtime.unsaved_warning import UPDATES, Training, handles_sigterm, what_is_lost
+from hydroslurm.runtime.unsaved_warning import (
+    UPDATES,
+    Training,
+    _optimizers,
+    handles_sigterm,
+    what_is_lost,
+)
 from hydroslurm.slurm.policy import PreemptAction, SitePolicy
 
 
@@ -58,3 +67,24 @@ def test_a_script_with_a_handler_of_its_own_is_left_alone() -> None:
             assert handles_sigterm() is handles
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_look_for_optimizers_disturbs_no_other_thread() -> None:
+    """A tuple that somebody else refers to while it is made is a SystemError of Python's."""
+    model = torch.nn.Linear(1, 1)
+    optimizers = [torch.optim.SGD(model.parameters()), torch.optim.AdamW(model.parameters())]
+    until_s, interval_s = time.monotonic() + 2.0, sys.getswitchinterval()
+
+    def look() -> None:
+        while time.monotonic() < until_s:
+            assert {id(one) for one in optimizers} <= {id(one) for one in _optimizers()}
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            looking = pool.submit(look)
+            while not looking.done():
+                assert tuple(number for number in range(50)) == tuple(range(50))
+            looking.result()
+    finally:
+        sys.setswitchinterval(interval_s)
