@@ -55,7 +55,8 @@ def test_an_announced_leave_loses_nothing(story: ElasticStory) -> None:
     (first, second) = story.entries("generation")
     assert (first["ranks"], second["ranks"], set(second["left"])) == (4, 2, {"b", "c"}), story
     assert (second["lost"], second["steps_lost"], set(second["members"])) == ([], 0, {"a", "d"})
-    assert "b: SIGTSTP" in second["cause"]
+    # whoever is heard first
+    assert any(words in second["cause"] for words in ("b: SIGTSTP", "c: SIGTERM")), second
     for epoch, seen in times_seen(*story.all_steps()).items():
         assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
 
