@@ -66,7 +66,11 @@ newest() {
 }
 folder() { ls -d runs/*/ hydroslurm-runs/*/ 2>/dev/null | tail -1; }
 trap 'echo "the block at $block failed" >&2' ERR
-trap 'squeue -h -o "%A %Z" | awk -v here="$PWD" "\$2 == here {print \$1}" | xargs -r scancel' EXIT
+end() {
+    jobs -p | xargs -r kill -KILL || true
+    squeue -h -o '%A %Z' | awk -v here="$PWD" '$2 == here {print $1}' | xargs -r scancel
+}
+trap end EXIT
 mkdir -p .venv/bin && touch .venv/bin/activate
 """
 """What every page's shell begins with: a reader puts in the newest job for 123, and its folder for

@@ -31,7 +31,7 @@ PREPARED_SHELL = {
     "docs/own-loop.md": SLOW,
     "docs/quickstart.md": """
 unset ${!SBATCH_*} ${!SALLOC_*} ${!SLURM_*}  # it starts its own Slurm
-trap 'hydroslurm cluster down' EXIT
+trap 'hydroslurm cluster down; end' EXIT
 """,
     "docs/unmodified-scripts.md": """
 cat >train.py <<END
