@@ -370,7 +370,7 @@ class _Walk:
         self.limits: list[Unkept] = []
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._known, self._without, self._modes = known, without, modes
-        self._seen: set[Any] = set()
+        self._seen: set[Any] = set(map(id, rng.global_generators()))
         self._weights: set[int] = set()
         self._of_models: set[int] = set()
         self._todo: deque[tuple[str, Any]] = deque()

@@ -35,6 +35,14 @@ KINDS = (torch.Generator, random.Random, numpy.random.RandomState, numpy.random.
 """Of generators that a program makes for itself. ``random.SystemRandom`` has no state."""
 
 
+def global_generators() -> list[Any]:
+    """Those whose state :func:`capture` reads, and which a script may hold under another name."""
+    devices = [
+        one for _, module in _initialised() for one in getattr(module, "default_generators", ())
+    ]
+    return [torch.default_generator, *devices, random._inst, numpy.random.mtrand._rand]
+
+
 def capture() -> dict[str, Any]:
     """Read the state of every global generator; draws nothing.
 

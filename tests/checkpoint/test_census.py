@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, WeightedRandomSampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Subset,
+    WeightedRandomSampler,
+    random_split,
+)
 
 from hydroslurm.checkpoint import census as census_module
 from hydroslurm.checkpoint.census import Census, Variables
@@ -672,3 +679,15 @@ def test_variables_are_roots() -> None:
     later = Census(lambda: {"train()": Variables(again, again.__setitem__)})
     assert later.restore(state).keys() == {"train().meter"}
     assert again == {"best": 0.5}
+
+
+def test_global_generators_are_the_positions_matter() -> None:
+    """Whoever imports random_split has torch's as a default of it; put back twice, it would undo
+    what was drawn between."""
+    mine = Box()
+    mine.torch, mine.numpy = torch.default_generator, np.random.mtrand._rand
+    mine.python = random.random.__self__
+    mine.split = random_split
+    census = noted(mine)
+    torch.rand(1), np.random.rand(), random.random()
+    assert not census.state()
