@@ -98,7 +98,7 @@ def test_a_first_attempt_takes_no_folder_of_a_job_before_it(site: Site) -> None:
     site.name()
     site.starts(60)
     with pytest.raises(
-        RunFolderError, match=r"another job 7 \(train\), made at .*RUN_DIR, --run-d"
+        RunFolderError, match=r"another job 7 \(train\), made at .*RUN_DIR or Run"
     ):
         site.name(port=2)
     assert site.asked == 1
