@@ -97,9 +97,7 @@ def test_a_first_attempt_takes_no_folder_of_a_job_before_it(site: Site) -> None:
     slurmctld says, which is asked once in a process, or by the environment."""
     site.name()
     site.starts(60)
-    with pytest.raises(
-        RunFolderError, match=r"another job 7 \(train\), made at .*RUN_DIR or Run"
-    ):
+    with pytest.raises(RunFolderError, match=r"another job 7 \(train\), made at .*RUN_DIR or Run"):
         site.name(port=2)
     assert site.asked == 1
     with pytest.raises(RunFolderError, match="another job 7"):

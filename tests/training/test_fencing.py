@@ -291,7 +291,7 @@ SCRIPT = """\
 env -0 > env-${SLURM_RESTART_COUNT:-0}.tmp && mv env-${SLURM_RESTART_COUNT:-0}.tmp \
 env-${SLURM_RESTART_COUNT:-0}
 if [ -z "${SLURM_RESTART_COUNT:-}" ]; then sleep 1000; fi
-exec "$PYTHON" -u PROGRAM
+exec python3 -u PROGRAM
 """
 SUSPENDING = """
 import time
