@@ -146,7 +146,8 @@ class Loop:
         self._name(prepared)
         self._models = [one for one in prepared if hasattr(one, "named_buffers")]
         generators = [one for one in objects if isinstance(one, rng.KINDS)]
-        loaders = [prepared[place] for place in places]
+        # the script's own, through which its data sets are found: in accelerate's stand ours
+        loaders = [one[place] for place in places for one in (objects, prepared)]
         self.run.remember(dict, saved=lambda: [*loaders, *generators])
         if resumed:
             self._load()

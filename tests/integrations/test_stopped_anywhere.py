@@ -177,25 +177,9 @@ SOMETIMES = [
 ]  # fmt: skip
 
 
-AHEAD = {
-    f"loop_accelerate.py {name}"
-    for name in (
-        *("collator", "collating-method", "collating-closure", "transform", "wrapped-transform"),
-        *("concatenated", "split", "stream"),
-    )
-}
-"""accelerate fetches a batch ahead, whose numbers are drawn twice after a stop: a known fault."""
-
-
-def marks_of(row: Row) -> list[pytest.MarkDecorator]:
-    """Of a row that is left out of the daily run."""
-    fault = pytest.mark.xfail(reason="a batch ahead is drawn twice", strict=True)
-    return [pytest.mark.long, *([fault] if row.script in AHEAD else [])]
-
-
 @pytest.mark.parametrize(
     "row",
-    [*ALWAYS, *(pytest.param(row, marks=marks_of(row)) for row in (*SOMETIMES, *STRUCTURES))],
+    [*ALWAYS, *(pytest.param(row, marks=pytest.mark.long) for row in (*SOMETIMES, *STRUCTURES))],
     ids=str,
 )
 def test_the_same_bits(row: Row, tmp_path: Path) -> None:
