@@ -73,6 +73,7 @@ STRUCTURES = [
     single("lightning_datamodule.py by-count", "step:4 step:5 step:9"),
     single("lightning_datamodule.py by-epoch", "step:4 step:5 step:9"),
     single("lightning_datamodule.py by-count every-2", "step:4 step:5 step:9"),
+    single("lightning_data_kept.py transform"),
     single("lightning_pruned.py", named="ModelPruning puts no masks into a checkpoint"),
     # within a window of batches whose gradients are added up
     single("accelerate_accumulated.py", "forward:2 forward:4", trainings=2),
