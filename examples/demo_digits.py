@@ -102,3 +102,21 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return number
+
+
+def options(description: str | None, *, batch_size: int, width: int) -> argparse.ArgumentParser:
+    """The options of all trainings, with these defaults; each adds its own."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--epochs", type=positive, default=30, help="passes over the training images (30)")
+    add("--batch-size", type=positive, default=batch_size, help="images per step, of all ranks")
+    add("--workers", type=int, default=1, help="processes of each rank that load the data (1)")
+    add("--lr", type=float, default=2e-3, help="highest learning rate (0.002)")
+    add("--width", type=positive, default=width, help="channels of the first, or hidden, layers")
+    add("--seed", type=int, default=0, help="of all that is random (0)")
+    add("--log-every", type=positive, default=50, help="steps between two lines (50)")
+    add("--think-s", type=float, default=0.0, help="wait so long in each step, to last longer (0)")
+    add("--out", type=Path, help="write what came of it into this JSON file")
+    return parser

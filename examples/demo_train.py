@@ -25,6 +25,7 @@ from demo_digits import (
     hash_weights,
     make_deterministic,
     make_model,
+    options,
     positive,
 )
 from torch import nn
@@ -132,21 +133,10 @@ class Diary:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, batch_size=64, width=24)
     add = parser.add_argument
     add("--directory", type=Path, help="of the run; default in a job: hydroslurm-runs/JOBID")
-    add("--epochs", type=positive, default=30, help="passes over the training images (30)")
-    add("--batch-size", type=positive, default=64, help="images per step (64)")
-    add("--workers", type=int, default=1, help="processes that load the data (1)")
     add("--every-steps", type=positive, default=200, help="steps between two periodic saves (200)")
-    add("--lr", type=float, default=2e-3, help="highest learning rate (0.002)")
-    add("--width", type=positive, default=24, help="channels of the first layer (24)")
-    add("--seed", type=int, default=0, help="of weights, order, augmentation and split (0)")
-    add("--log-every", type=positive, default=50, help="steps between two lines (50)")
-    add("--think-s", type=float, default=0.0, help="wait so long in each step, to last longer (0)")
-    add("--out", type=Path, help="write accuracy and hashes into this JSON file")
     return parser.parse_args()
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from demo_digits import digits_tensors, evaluate, hash_tree, make_deterministic, positive
+from demo_digits import digits_tensors, evaluate, hash_tree, make_deterministic, options, positive
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -257,24 +257,13 @@ def parse_entry(line: str) -> Entry | None:
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(description, batch_size=48, width=64)
     add = parser.add_argument
     add("--directory", type=Path, help="of the run; default in a job: hydroslurm-runs/JOBID")
-    add("--epochs", type=positive, default=30, help="passes over the training images (30)")
-    add("--batch-size", type=positive, default=48, help="images per step, of all ranks (48)")
-    add("--workers", type=int, default=1, help="processes of each rank that load the data (1)")
     add("--every-steps", type=positive, default=200, help="steps between two periodic saves (200)")
-    add("--lr", type=float, default=2e-3, help="highest learning rate (0.002)")
-    add("--width", type=positive, default=64, help="of the hidden layers (64)")
     add("--dropout", type=float, default=0.1, help="share of activations that is dropped (0.1)")
     add("--no-batch-norm", dest="batch_norm", action="store_false", help="none in the DDP model")
-    add("--seed", type=int, default=0, help="of weights, order, noise, dropout and split (0)")
-    add("--log-every", type=positive, default=50, help="steps between two lines (50)")
-    add("--think-s", type=float, default=0.0, help="wait so long in each step, to last longer (0)")
     add("--collective-timeout-s", type=float, default=600.0, help="torch's, for each (600)")
-    add("--out", type=Path, help="write accuracy, losses and hashes into this JSON file")
     return parser.parse_args()
 
 

@@ -24,7 +24,7 @@ from demo_digits import (
     hash_weights,
     make_deterministic,
     make_model,
-    positive,
+    options,
 )
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -101,20 +101,9 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     job = os.environ.get("SLURM_JOB_ID", "alone")  # a requeue keeps it
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--save", type=Path, default=Path(f"two-calls-{job}.pt"), help="the checkpoint file")
-    add("--epochs", type=positive, default=30, help="passes over the training images (30)")
-    add("--batch-size", type=positive, default=64, help="images per step (64)")
-    add("--workers", type=int, default=1, help="processes that load the data (1)")
-    add("--lr", type=float, default=2e-3, help="learning rate (0.002)")
-    add("--width", type=positive, default=24, help="channels of the first layer (24)")
-    add("--seed", type=int, default=0, help="of weights, order and split (0)")
-    add("--log-every", type=positive, default=50, help="steps between two lines (50)")
-    add("--think-s", type=float, default=0.0, help="wait so long in each step, to last longer (0)")
-    add("--out", type=Path, help="write steps and hash into this JSON file")
+    parser = options(__doc__, batch_size=64, width=24)
+    save = Path(f"two-calls-{job}.pt")
+    parser.add_argument("--save", type=Path, default=save, help="the checkpoint file")
     return parser.parse_args()
 
 
