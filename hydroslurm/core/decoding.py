@@ -48,9 +48,4 @@ def decode(kind: type[T], text: str | bytes) -> T:
     return decoded
 
 
-def convert(kind: type[T], value: Any) -> T:
-    """The same of a value that has been read from JSON already."""
-    return msgspec.convert(value, kind)
-
-
 _decoder: Any = functools.cache(msgspec.json.Decoder)

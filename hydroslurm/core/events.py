@@ -27,7 +27,6 @@ from hydroslurm.core.decoding import (
     Integer,
     Rank,
     Small,
-    convert,
     decode,
     encode,
 )
@@ -162,7 +161,7 @@ class Event:
             ValueError: not JSON, not an event, of another schema or of an unknown kind.
         """
         event = decode(cls, line)
-        convert(_Known, event.data)
+        msgspec.convert(event.data, _Known)
         return event
 
 

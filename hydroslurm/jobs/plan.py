@@ -11,7 +11,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hydroslurm.core.decoding import convert
+import msgspec
+
 from hydroslurm.core.files import parse_json, read_regular
 from hydroslurm.errors import LaunchError
 
@@ -160,7 +161,7 @@ def read_plan(path: Path) -> Plan:
     """
     try:
         text = read_regular(path, limit_bytes=_MOST_BYTES)
-        return convert(Plan, parse_json(text, printable=False))
+        return msgspec.convert(parse_json(text, printable=False), Plan)
     except (OSError, ValueError) as error:
         raise LaunchError(
             f"{path} is no plan of this version ({error!r}); submit the job again"

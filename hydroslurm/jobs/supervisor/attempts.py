@@ -22,7 +22,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.core.decoding import Seconds, convert, decode
+import msgspec
+
+from hydroslurm.core.decoding import Seconds, decode
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.files import read_end, read_regular, write_atomically
 from hydroslurm.core.journal import append_entry, entries_of
@@ -131,7 +133,7 @@ class Attempts:
         found: list[Attempt] = []
         for number in sorted(rows):
             with contextlib.suppress(ValueError):  # we did not write it
-                found.append(convert(Attempt, rows[number]))
+                found.append(msgspec.convert(rows[number], Attempt))
         return tuple(found)
 
     def begin(self, restart_count: int, *, after: int = 0) -> Attempt:

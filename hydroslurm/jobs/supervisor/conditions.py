@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from hydroslurm.core.decoding import convert
+import msgspec
+
 from hydroslurm.core.files import read_end
 from hydroslurm.core.journal import append_entry, entries_of
 from hydroslurm.errors import RunFolderError
@@ -120,4 +121,4 @@ def _conditions(lines: Iterable[bytes]) -> Iterator[Condition]:
     for row in entries_of(lines):
         if row.get("v") == FORMAT:
             with contextlib.suppress(ValueError):
-                yield convert(Condition, row)
+                yield msgspec.convert(row, Condition)
