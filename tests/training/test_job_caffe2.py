@@ -191,7 +191,7 @@ def test_an_unusable_folder(tmp_path: Path, folder: str) -> None:
     """The error is about the folder, not about a file in it that is not there."""
     (tmp_path / "file").touch()
     job, _, _ = counting()
-    with pytest.raises(RunFolderError, match=rf"{folder}[^ ]*: Not a directory"):
+    with pytest.raises(RunFolderError, match=rf"the run folder [^ ]*{folder}: [^ ]*file is a file"):
         JobRunner(job, CheckpointManager(tmp_path / folder)).run()
     with pytest.raises(RunFolderError, match=rf"the run folder [^ ]*{folder}: Not a directory"):
         finished.read(RunDir(tmp_path / folder))
