@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
@@ -154,6 +154,18 @@ class SharedClusters:
             place.write_text(str(cluster.directory))
             return _Used(users, cluster, started=True)
 
+    def show(self) -> Iterator[tuple[str, str]]:
+        """Name of each cluster that this worker uses, and its nodes that are not idle and jobs."""
+        nodes = ["sinfo", "-ho", "%N %T %E", "-t", "alloc,comp,down,drain,fail,mix,no_respond"]
+        jobs = ["squeue", "-aho", "%i %P %j %T %M %N %r"]
+        for name, used in self._used.items():
+            try:
+                done = [used.cluster.run(command, check=False) for command in (nodes, jobs)]
+            except ClusterError as error:
+                yield name, str(error)
+            else:
+                yield name, "\n".join(one.stdout + one.stderr for one in done)
+
     def end(self) -> None:
         """Let go of all."""
         for used in self._used.values():
@@ -183,6 +195,16 @@ def shared_clusters(
 def pytest_unconfigure(config: pytest.Config) -> None:
     if (shared := config.stash.get(_SHARED, None)) is not None:
         shared.end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """A failure shows the nodes and the jobs of the clusters: one stuck node fails many tests."""
+    report: Any = yield
+    shared = item.config.stash.get(_SHARED, None)
+    if report.failed and shared is not None and item.get_closest_marker("slurm"):
+        report.sections += [(f"cluster {name}", shown) for name, shown in shared.show()]
+    return report
 
 
 @pytest.fixture(scope="session")
