@@ -166,6 +166,7 @@ def pause_job(
         TargetError: no rank of the job can answer, or none may be signalled, and why.
     """
     _must_be(job, JobState.RUNNING, "pause")
+    _await_earlier_resume(job, timeout_s)
 
     def act() -> _Act:
         try:
@@ -193,6 +194,24 @@ def pause_job(
             ) from error
 
     return _ask(job, act, judge_vacate, timeout_s, prepare=prepare)
+
+
+def _await_earlier_resume(job: Job, timeout_s: float) -> None:
+    """Wait until no rank of a job that runs, as Slurm says, is parked by Slurm any more.
+
+    A suspend takes 2 s on the node, and the resume after it as long; what comes next may overtake
+    that resume, and is lost: the job is SUSPENDED then, and trains (seen on 22.05).
+    """
+    deadline = time.monotonic() + timeout_s
+    paths = [status_of(path) for path in _event_files(job).values()]
+    while time.monotonic() < deadline:
+        read = [now for path in paths if (now := read_status(path)) and _is_alive(now, job)]
+        if not any("slurm" in now.causes for now in read):
+            return
+        time.sleep(_SETTLE_POLL_S)
+
+
+_SETTLE_POLL_S = 0.05
 
 
 def resume_job(client: SlurmClient, job: Job, *, timeout_s: float = 10.0) -> JobAnswer:

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,7 +151,13 @@ def test_gang_scheduling_parks_for_an_urgent_job(job: PausableJob, slurm: SlurmC
 def test_an_unmodified_script_is_suspended_and_resumed(
     job: PausableJob, slurm: SlurmClient
 ) -> None:
-    """scontrol suspend parks it before Slurm's SIGSTOP, and resume continues it."""
+    """scontrol suspend parks it before Slurm's SIGSTOP, and resume continues it. A pause that comes
+    while an earlier suspend and resume are under way is not lost."""
+    described = slurm.job(int(job.job_id))
+    slurm.suspend(described)
+    wait_until(lambda: _state(job.run_dir) == "parked", "parked")
+    slurm.resume(described)
+    time.sleep(0.5)  # slurmd looks once a second whether the suspend is over
     paused = pause_job(slurm, slurm.job(int(job.job_id)))
     assert paused.how == "scontrol suspend"
     assert [answer.done for answer in paused.answers] == [True]
