@@ -66,7 +66,7 @@ def template(
         list[str] | None, typer.Argument(metavar="ARGS", help="The script's own.")
     ] = None,
 ) -> None:
-    """Print a batch script for your script, an example, or what admins copy.
+    """Print a batch script, an example or the settings of a site.
 
     hydroslurm template requeue train.py --epochs 30 > job.sbatch
 

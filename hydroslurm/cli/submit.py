@@ -77,7 +77,7 @@ def submit(
         bool, typer.Option("--wait", help="Wait for the end; exit 1 if the job fails.")
     ] = False,
 ) -> None:
-    """Submit a script or a job spec, preemptible from the first operator on.
+    """Submit a script or a job spec as a preemptible job.
 
     hydroslurm submit --partition low --nodes 2 train.py --lr 0.1
 
