@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -166,6 +168,22 @@ class SharedClusters:
             else:
                 yield name, "\n".join(one.stdout + one.stderr for one in done)
 
+    def cancel(self, *, since: float) -> None:
+        """End the jobs on this worker's own nodes that were submitted since then (epoch, s)."""
+        mine = re.compile(rf"\w+-{self.worker % WORKERS}")
+        for used in self._used.values():
+            asked = used.cluster.run(["squeue", "-aho", "%A %V %f"], check=False).stdout
+            rows = [line.split() for line in asked.splitlines()]
+            later = [
+                job
+                for job, submitted, feature in rows
+                if mine.fullmatch(feature)
+                and datetime.fromisoformat(submitted).timestamp() >= int(since)
+            ]
+            if later:
+                used.cluster.run(["scancel", "--full", "--signal=KILL", *later], check=False)
+                used.cluster.run(["scancel", *later], check=False)
+
     def end(self) -> None:
         """Let go of all."""
         for used in self._used.values():
@@ -198,12 +216,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """A failure shows the nodes and the jobs of the clusters: one stuck node fails many tests."""
-    report: Any = yield
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, Any, Any]:
+    """A failure shows the nodes and the jobs of the clusters, and leaves no job behind: one stuck
+    node would fail many tests."""
+    report = yield
     shared = item.config.stash.get(_SHARED, None)
     if report.failed and shared is not None and item.get_closest_marker("slurm"):
         report.sections += [(f"cluster {name}", shown) for name, shown in shared.show()]
+        shared.cancel(since=call.start)
     return report
 
 
