@@ -9,6 +9,7 @@ breaks a cluster, or counts what is asked of it, starts its own.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -225,7 +226,8 @@ def pytest_runtest_makereport(
     shared = item.config.stash.get(_SHARED, None)
     if report.failed and shared is not None and item.get_closest_marker("slurm"):
         report.sections += [(f"cluster {name}", shown) for name, shown in shared.show()]
-        shared.cancel(since=call.start)
+        with contextlib.suppress(ClusterError):
+            shared.cancel(since=call.start)
     return report
 
 
