@@ -220,14 +220,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, Any, Any]:
-    """A failure shows the nodes and the jobs of the clusters, and leaves no job behind: one stuck
-    node would fail many tests."""
+    """A failure shows the nodes and the jobs of the clusters, and a test that submits jobs itself
+    leaves none behind: one stuck node would fail many tests."""
     report = yield
     shared = item.config.stash.get(_SHARED, None)
     if report.failed and shared is not None and item.get_closest_marker("slurm"):
         report.sections += [(f"cluster {name}", shown) for name, shown in shared.show()]
-        with contextlib.suppress(ClusterError):
-            shared.cancel(since=call.start)
+        if any(isinstance(value, Part) for value in getattr(item, "funcargs", {}).values()):
+            with contextlib.suppress(ClusterError):
+                shared.cancel(since=call.start)
     return report
 
 
