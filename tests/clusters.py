@@ -163,11 +163,13 @@ class SharedClusters:
         jobs = ["squeue", "-aho", "%i %P %j %T %M %N %r"]
         for name, used in self._used.items():
             try:
+                dead = [one.name for one in used.cluster.status().daemons if not one.alive]
                 done = [used.cluster.run(command, check=False) for command in (nodes, jobs)]
             except ClusterError as error:
                 yield name, str(error)
             else:
-                yield name, "\n".join(one.stdout + one.stderr for one in done)
+                shown = "\n".join(one.stdout + one.stderr for one in done)
+                yield name, f"ended daemons: {dead}\n{shown}"
 
     def cancel(self, *, since: float) -> None:
         """End the jobs on this worker's own nodes that were submitted since then (epoch, s)."""
