@@ -123,6 +123,8 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait={spec.kill_wait_s}
 MessageTimeout=30
+# A node is drained for good where a process outlives its SIGKILL by 60 s, as on a slow disk.
+UnkillableStepTimeout=900
 
 {_resources(spec, place)}
 SchedulerType=sched/backfill
