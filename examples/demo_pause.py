@@ -32,9 +32,9 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.jobs.control.requests import pause_job, resume_job
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
 from hydroslurm.report.figures import figures_of
-from hydroslurm.report.pause_tables import pauses_table
 from hydroslurm.report.reading import read_history
 from hydroslurm.report.rows import Rows
+from hydroslurm.report.run_tables import pauses_table
 from hydroslurm.report.tables import in_terminal
 from hydroslurm.report.writing import write_figures, write_timeline
 from hydroslurm.runtime import client

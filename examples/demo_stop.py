@@ -41,7 +41,7 @@ from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History
 from hydroslurm.report.reading import read_history
 from hydroslurm.report.rows import Rows
-from hydroslurm.report.stop_tables import stops_table
+from hydroslurm.report.run_tables import stops_table
 from hydroslurm.report.tables import in_terminal
 from hydroslurm.report.views import stop_sentences
 from hydroslurm.report.writing import write_figures, write_timeline

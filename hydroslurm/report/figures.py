@@ -195,7 +195,6 @@ def figures_of(
     sources = sources or ExternalSources()
     rows = rows or Rows.of(history, sources)
     pauses = history.pauses
-    saves = [s for one in history.attempts if one.progress for s in one.progress.saves]
     return Figures(
         run=history.name,
         job_ids=history.job_ids,
@@ -212,7 +211,7 @@ def figures_of(
         in_flight=sum(bool(pause.in_flight) for pause in pauses),
         **_summaries(Figures, pauses, but=("asked_us", "save_ms")),
         asked_us=summary(row.asked_us for row in rows.pauses),
-        save_ms=summary(save.durable_ms for save in saves),
+        save_ms=summary(save.save_ms for save in history.saves),
         by_cause=_by_cause(pauses),
         every_pause=tuple(_pause(row) for row in rows.pauses[:MOST_ROWS]),
         every_pause_left_out=max(0, len(rows.pauses) - MOST_ROWS),

@@ -15,6 +15,7 @@ from typing_extensions import NotRequired, TypedDict
 from hydroslurm.report.attempts import Attempt, StopRequest
 from hydroslurm.report.clocks import Alignment
 from hydroslurm.report.pauses import Pause
+from hydroslurm.report.progress import Save
 from hydroslurm.report.stops import Stop, Stopped, stops_of
 
 
@@ -38,6 +39,12 @@ class History:
     def pauses(self) -> tuple[Pause, ...]:
         """In order of rank, then of time."""
         return tuple(pause for attempt in self.attempts for pause in attempt.pauses)
+
+    @property
+    def saves(self) -> tuple[Save, ...]:
+        """In order of rank, then of time."""
+        trained = (attempt.progress for attempt in self.attempts if attempt.progress)
+        return tuple(save for progress in trained for save in progress.saves)
 
     @property
     def stop_requests(self) -> tuple[StopRequest, ...]:

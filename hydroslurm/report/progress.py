@@ -71,7 +71,7 @@ class Save:
             self.state_bytes = size_bytes
 
     @property
-    def durable_ms(self) -> float | None:
+    def save_ms(self) -> float | None:
         """From its start to the commit."""
         return span(self.started_mono_ns, self.durable_mono_ns, 1e6)
 

@@ -15,15 +15,20 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from hydroslurm.report import pause_tables, run_tables, stop_tables
 from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.figures import Figures, figures_of
 from hydroslurm.report.history import History
 from hydroslurm.report.rows import Rows
+from hydroslurm.report.run_tables import (
+    goodput_table,
+    latency_table,
+    pauses_table,
+    slurm_table,
+    stops_table,
+)
 from hydroslurm.report.stops import KILLED
 from hydroslurm.report.tables import Table, in_terminal
 
-_MOST_CHAINS = 20
 MOST_ON_PAGE = 200
 """Rows of each table; figures.json has more."""
 _NOT_HEARD = "No pause was seen, but signal handlers were lost: see below."
@@ -37,8 +42,8 @@ def report_view(
     *,
     max_rows: int = 40,
 ) -> RenderableType:
-    """The tables of pauses and of stops, each with its percentiles below, then link by link, where
-    the time went, and what is missing; one sentence when there was neither.
+    """The tables of pauses and of stops, each with its percentiles below, where the time went, and
+    what is missing; one sentence when there was neither.
 
     Args:
         figures, rows: of the same run, if they have been made already.
@@ -57,16 +62,7 @@ def report_view(
     elif not history.pauses:
         heard = not any(attempt.lost_signals for attempt in history.attempts)
         parts.append(Text("Nothing was paused." if heard else _NOT_HEARD))
-    most = min(max_rows, _MOST_CHAINS)
-    pauses, stops = rows.pauses_in_time, rows.stops_in_time
-    tables = [
-        pause_tables.pause_chains(history, pauses, most=most),
-        stop_tables.stop_chains(history, stops, most=most),
-        pause_tables.profiled_pauses(history, pauses, most=most),
-        stop_tables.profiled_stops(history, stops, most=most),
-        run_tables.slurm_table(sources),
-        run_tables.goodput_table(figures),
-    ]
+    tables = [slurm_table(sources), goodput_table(figures)]
     parts += [in_terminal(table) for table in tables if table is not None and table.rows]
     return Group(*parts, *below)
 
@@ -92,18 +88,12 @@ def page(
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    most = MOST_ON_PAGE
-    pauses, stops = rows.pauses_in_time, rows.stops_in_time
     tables = [
-        run_tables.goodput_table(figures),
-        run_tables.latency_table(figures, "pause", "save", "stop", title="Latencies"),
-        pause_tables.pauses_table(history, pauses, most=most, wide=True),
-        pause_tables.pause_chains(history, pauses, most=most),
-        stop_tables.stops_table(history, stops, most=most, wide=True),
-        stop_tables.stop_chains(history, stops, most=most),
-        pause_tables.profiled_pauses(history, pauses, most=most),
-        stop_tables.profiled_stops(history, stops, most=most),
-        run_tables.slurm_table(sources),
+        goodput_table(figures),
+        latency_table(figures, "pause", "nsys", "save", "stop", title="Latencies"),
+        pauses_table(history, rows.pauses_in_time, most=MOST_ON_PAGE, wide=True),
+        stops_table(history, rows.stops_in_time, most=MOST_ON_PAGE, wide=True),
+        slurm_table(sources),
     ]
     return environment.get_template("page.html.j2").render(
         figures=figures,
@@ -141,17 +131,19 @@ def _about_pauses(
 ) -> list[RenderableType]:
     if not history.pauses:
         return []
-    table = pause_tables.pauses_table(history, rows.pauses_in_time, most=max_rows)
-    percentiles = in_terminal(run_tables.latency_table(figures, "pause"))
+    table = pauses_table(history, rows.pauses_in_time, most=max_rows)
+    percentiles = [latency_table(figures, "pause")]
+    if figures.nsys is not None and figures.nsys.joined:
+        percentiles.append(latency_table(figures, "nsys", title="The same pauses by nsys"))
     sentences = map(Text, _together_sentences(history, figures))
-    return [*_cut(table, "pauses"), percentiles, *sentences]
+    return [*_cut(table, "pauses"), *map(in_terminal, percentiles), *sentences]
 
 
 def _about_stops(
     history: History, figures: Figures, rows: Rows, max_rows: int
 ) -> list[RenderableType]:
-    table = stop_tables.stops_table(history, rows.stops_in_time, most=max_rows)
-    percentiles = in_terminal(run_tables.latency_table(figures, "stop"))
+    table = stops_table(history, rows.stops_in_time, most=max_rows)
+    percentiles = in_terminal(latency_table(figures, "stop"))
     sentences = map(Text, stop_sentences(history, figures, rows))
     return [*_cut(table, "stops"), percentiles, *sentences]
 

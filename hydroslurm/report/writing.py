@@ -125,11 +125,11 @@ def write_timeline(history: History, path: Path) -> Path:
 
 
 def write_histograms(history: History, path: Path) -> Path | None:
-    """Draw the latencies into a PNG; returns the path, None when nothing was measured."""
-    from hydroslurm.report.histograms import histograms, latencies
+    """Draw the latencies into a PNG; returns the path, None when too little was measured."""
+    from hydroslurm.report.histograms import draw_histograms, histograms_of
 
-    found = latencies(history)
-    return _write(path, _png(histograms(found), _HISTOGRAMS_DPI)) if found else None
+    found = histograms_of(history)
+    return _write(path, _png(draw_histograms(found), _HISTOGRAMS_DPI)) if found else None
 
 
 def _png(figure: Figure, dpi: int) -> bytes:

@@ -14,6 +14,7 @@ from hydroslurm.errors import NoSuchJob, SlurmMissing
 from hydroslurm.report.external_sources import Accounting, ExternalSources, SlurmAttempt, ask_slurm
 from hydroslurm.report.figures import figures_of
 from hydroslurm.report.rows import Rows
+from hydroslurm.report.run_tables import pauses_table, stops_table
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.values import Job, JobState
 
@@ -104,8 +105,15 @@ def test_nsys_beside_the_log() -> None:
     nsys = figures_of(history, sources).nsys
     assert (nsys.joined, nsys.profiles[0].error_us) == (1, 0.9)
     lines = "\n".join(shown(history, sources))
-    for title in ("Pauses by the log and by nsys", "Stops by the log and by nsys"):
-        assert title in lines
+    assert "The same pauses by nsys" in lines
+    rows = Rows.of(history, sources)
+    tables = (
+        pauses_table(history, rows.pauses, wide=True),
+        stops_table(history, rows.stops, wide=True),
+    )
+    cells = [dict(zip(table.headings, table.rows[0], strict=True)) for table in tables]
+    assert (cells[0]["parked, nsys (µs)"], cells[0]["largest difference (µs)"]) == ("87", "7")
+    assert cells[1]["saved, nsys (ms)"] == "50.0"
 
 
 def test_a_profile_of_another_run() -> None:

@@ -16,7 +16,7 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.report import reading
 from hydroslurm.report.figures import MOST_ROWS, figures_of
-from hydroslurm.report.histograms import Latency, histograms, latencies
+from hydroslurm.report.histograms import Histogram, draw_histograms, histograms_of
 from hydroslurm.report.lines import Line, Unread, lines_of, read_lines
 from hydroslurm.report.reading import parallel_map, read_history
 from hydroslurm.report.writing import write_histograms
@@ -129,30 +129,28 @@ def test_rows_are_bounded_and_figures_are_of_all(run_dir: RunDir) -> None:
 
 
 def test_histograms_of_what_was_measured(run_dir: RunDir) -> None:
-    """One histogram per latency that has values; none, and no file, where there is nothing."""
-    assert write_histograms(read_history(run_dir.root), run_dir.histograms_png) is None
+    """One histogram per latency with ten values that differ; none, and no file, where there are
+    fewer."""
     some().write(run_dir)
+    assert write_histograms(read_history(run_dir.root), run_dir.histograms_png) is None
+    for rank in range(1, 11):
+        log = RankLog(rank=rank, pid=100 + rank).trains(0, attempt=1)
+        log.pause(3, cause="user", park_us=80 + rank, resume_us=40).stop(10 + rank, step=40)
+        log.write(run_dir)
     history = read_history(run_dir.root)
-    titles = [latency.title for latency in latencies(history)]
-    assert titles[:2] == ["pause: signal → parked", "resume → running"]
-    assert "stop: signal → committed" in titles
-    assert len({(latency.colour, latency.hatch) for latency in latencies(history)}) == 3
+    found = histograms_of(history)
+    assert "pause: signal → parked" in [one.title for one in found]
+    assert all(len(one.values_s) >= 10 for one in found)
     path = write_histograms(history, run_dir.histograms_png)
     assert path is not None
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_histogram_of_one_value_is_a_number() -> None:
-    """A single value, or several of the same size, are written; a bar is drawn of what differs."""
-    one = Latency("save", (0.0412,), "#E69F00", "////")
-    same = Latency("pause", (0.001, 0.001), "#E69F00", "////")
-    several = Latency("stop", (0.001, 0.002), "#E69F00", "////")
-    figure = histograms([one, same, several])
-    number, alike, spread = figure.axes
-    assert [text.get_text() for text in number.texts] == ["41.2 ms"]
-    assert [text.get_text() for text in alike.texts] == ["1 ms"]
-    assert alike.get_title(loc="left") == "pause\nn = 2"
-    assert [bool(axes.patches) for axes in figure.axes] == [False, False, True]
-    assert [text.get_text() for text in spread.texts] == []
+def test_a_histogram_tells_its_percentiles() -> None:
+    """Bars, how many values there are, and the two percentiles, which the legend names."""
+    values_s = tuple(0.001 * number for number in range(1, 101))
+    figure = draw_histograms([Histogram("stop", values_s, "#E69F00", "////")])
+    (axes,) = figure.axes
+    assert axes.get_title(loc="left") == "stop\nn = 100, median 50 ms, p99 99 ms"
+    assert axes.patches
     assert len(figure.legends) == 1
-    assert histograms([one]).legends == []

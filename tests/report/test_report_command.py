@@ -22,14 +22,17 @@ def report(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_writes_and_prints(run_dir: RunDir) -> None:
-    """The table is printed, figures and picture are written, and their paths are shown."""
-    RankLog().installed().pause(1, park_us=83).uninstalled(5).write(run_dir)
+    """The table is printed, figures and pictures are written, and their paths are shown."""
+    log = RankLog().installed()
+    for number in range(10):
+        log.pause(1 + 3 * number, park_us=83 + number)
+    log.uninstalled(40).write(run_dir)
     done = report(str(run_dir.root))
     assert (done.returncode, done.stderr) == (0, "")
     assert "aten::linear" in done.stdout
     assert str(run_dir.figures_json) in done.stdout
     assert str(run_dir.timeline_png) in done.stdout
-    assert json.loads(run_dir.figures_json.read_text())["park_us"]["p50"] == 83
+    assert json.loads(run_dir.figures_json.read_text())["park_us"]["p50"] == 87
     assert run_dir.timeline_png.stat().st_size > 5000
     for path in (run_dir.histograms_png, run_dir.report_html, run_dir.trace_json):
         assert str(path) in done.stdout
