@@ -11,8 +11,6 @@ from xdist.scheduler import LoadScopeScheduling
 
 FOLDERS = ("tests/integration/manyranks/", "tests/integration/trainingjob/")
 """Whose jobs run side by side in any case, for all modules of the folder."""
-FIRST = (*FOLDERS, "tests/training/test_preemptions.py")
-"""What takes longest."""
 
 
 def scope_of(nodeid: str) -> str:
@@ -32,7 +30,7 @@ def in_turn(items: list[pytest.Item]) -> None:
     """Spread what runs on Slurm evenly among the rest, the longest first."""
     every = list(dict.fromkeys(scope_of(item.nodeid) for item in items))
     on_slurm = {scope_of(item.nodeid) for item in items if item.get_closest_marker("slurm")}
-    waiting = sorted((one for one in every if one in on_slurm), key=lambda one: one not in FIRST)
+    waiting = sorted((one for one in every if one in on_slurm), key=lambda one: one not in FOLDERS)
     computing = [one for one in every if one not in on_slurm]
     turn = {
         scope: (number / len(scopes), scopes is computing)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from zygote import forked
 
 from hydroslurm.data import ResumableSampler, SeededDataset, position_of
 from hydroslurm.errors import StateMismatch, UnsavableState, UsageError
@@ -363,40 +362,6 @@ def test_what_cannot_have_a_position() -> None:
         position_of(sampled(seeded(), num_workers=2, in_order=False))
     with pytest.raises(UsageError, match="int"):
         position_of(3)
-
-
-LIFE = """
-import sys, warnings
-warnings.simplefilter("ignore")
-import torch
-from pathlib import Path
-sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
-import test_position
-from loops import Attempt, Stop
-
-folder, number, stop = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] or None
-for kind, (_, make) in test_position.WITH_WORKERS.items():
-    file = folder / kind
-    attempt = Attempt(lambda: make(num_workers=1), number, stop)
-    try:
-        attempt.train(file.read_bytes() if file.exists() else b"")
-    except Stop:
-        pass
-    file.write_bytes(attempt.saved)
-    torch.save(attempt.log, folder / f"{kind} {number}.log")
-"""
-
-
-def test_in_new_processes(tmp_path: Path) -> None:
-    """Each attempt a process of its own, all strategies: what they saw is what one attempt sees."""
-    for number, stop in enumerate(("step 2", "step 4", "")):
-        words = (str(Path(__file__).parent), str(tmp_path), str(number), stop)
-        with forked(LIFE, tmp_path, *words) as life:
-            assert life.end() == 0, life
-    for kind, (_, make) in WITH_WORKERS.items():
-        expected, _ = run(lambda make=make: make(num_workers=1))
-        logs = [torch.load(tmp_path / f"{kind} {number}.log") for number in range(3)]
-        assert same(expected, [step for log in logs for step in log]), kind
 
 
 class _Odd(Dataset[torch.Tensor]):

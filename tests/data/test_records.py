@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 from data.recordbytes import ffrecord
-from forkedranks import start, wait_for_end
-from processes import Child, wait_until
 from torch.utils.data import DataLoader, RandomSampler, Subset
-from zygote import forked
 
 from hydroslurm.data import ResumableSampler, SeededDataset, position_of
 from hydroslurm.data.records import RecordDataset, RecordLoader
@@ -181,6 +176,34 @@ def test_a_position_is_computed(folder: Path) -> None:
         assert used + left == seen(position_of(loader).begin_epoch(1))
 
 
+def test_an_epoch_is_taken_up_by_other_ranks(tmp_path: Path) -> None:
+    """Begun by three ranks, gone on with by two with workers, ended by one: each step has the
+    samples that it has with one rank."""
+    data = SeededDataset(Numbers(write(tmp_path / "files", (12, 0, 18))))
+
+    def positions(world: int, workers: int = 0) -> list[Any]:
+        size = GLOBAL_BATCH // world
+        return [
+            position_of(
+                RecordLoader(data, size, shuffle=True, num_workers=workers),
+                rank=rank,
+                world_size=world,
+            )
+            for rank in range(world)
+        ]
+
+    (one,) = positions(1)
+    alone = [sorted(batch.tolist()) for batch in one.begin_epoch(0)]
+    state, steps = None, []
+    for world, workers in ((3, 0), (2, 1), (1, 0)):
+        ranks = positions(world, workers)
+        begun = [rank.resume_epoch(state) if state else rank.begin_epoch(0) for rank in ranks]
+        for _ in range(2 if world > 1 else len(alone) - len(steps)):
+            steps.append(sorted(n for batches in begun for n in next(batches).tolist()))
+        state = ranks[0].state_dict()
+    assert steps == alone
+
+
 def test_a_damaged_record_in_a_worker(folder: Path) -> None:
     """The error that ends the loop has the file and the record's number in it."""
     path = folder / "part-2.ffr"
@@ -188,91 +211,3 @@ def test_a_damaged_record_in_a_worker(folder: Path) -> None:
     loader = RecordLoader(Numbers(folder), 5, num_workers=1)
     with pytest.raises(RecordError, match=r"part-2\.ffr: the CRC of record 13 is 0x"):
         list(loader)
-
-
-TESTS = Path(__file__).resolve().parents[1]
-RANKS = f"""
-import sys
-sys.path[:0] = [{str(TESTS)!r}]
-from forkedranks import serve
-from data.test_records import be_rank
-serve(be_rank)
-"""
-EPOCHS = 2
-STEPS = 60  # of an epoch: ranks that know of a stop make some more until they agree
-
-
-def be_rank(options: dict[str, Any], rank: int) -> None:
-    """One attempt of a rank. In the step ``stop`` the last rank is told to go, as by Slurm."""
-    import hydroslurm
-
-    world, files = options["world"], Path(options["files"])
-    data = SeededDataset(Numbers(files))
-    loader = RecordLoader(data, GLOBAL_BATCH // world, shuffle=True, num_workers=options["workers"])
-    model = torch.nn.Linear(1, 1)
-    with hydroslurm.Run(
-        model=model, loader=loader, directory=options["directory"], every_steps=0
-    ) as run:
-        for batch in run.batches(epochs=EPOCHS):
-            print("saw", run.step, *batch.tolist(), flush=True)
-            if run.step == options["stop"]:
-                meet(options, "here", rank)
-                if rank == world - 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                wait_until(lambda: run.stop_requested, "the stop")
-                meet(options, "told", rank)
-
-
-def meet(options: dict[str, Any], place: str, rank: int) -> None:
-    """Go on when all ranks are here: nothing else in this loop keeps them in step."""
-    paths = [Path(f"{options['meet']}-{place}-{other}") for other in range(options["world"])]
-    paths[rank].touch()
-    wait_until(lambda: all(path.exists() for path in paths), f"all ranks {place}")
-
-
-def attempt(
-    program: Child,
-    folder: Path,
-    directory: str,
-    *,
-    world: int,
-    stop: int | None = None,
-    workers: int = 0,
-) -> dict[int, list[int]]:
-    """Step -> the samples that all ranks have seen in it."""
-    begun = len(program.lines)
-    start(
-        program,
-        world,
-        meet=f"meet-{begun}",
-        directory=str(folder / directory),
-        files=str(folder / "files"),
-        stop=stop,
-        workers=workers,
-    )
-    codes = set(wait_for_end(program, world).values())
-    assert codes == {0 if stop is None else 75}, str(program)
-    steps: dict[int, list[int]] = {}
-    for line in program.lines[begun:]:
-        if line.startswith("saw "):
-            step, *samples = map(int, line.split()[1:])
-            steps[step] = sorted(steps.get(step, []) + samples)
-    return steps
-
-
-def test_stopped_inside_epochs_and_taken_up_by_other_ranks(tmp_path: Path) -> None:
-    """SIGTERM to one of three ranks in the middle of an epoch, then to one of two with workers,
-    then one rank to the end: each step has the samples of the run that was left alone, once."""
-    write(tmp_path / "files", (STEPS, 0, 2 * STEPS, 3 * STEPS))
-    with forked(RANKS, tmp_path) as program:
-        program.expect("ready")
-        alone = attempt(program, tmp_path, "alone", world=1)
-        assert len(alone) == EPOCHS * STEPS
-        parts = [
-            attempt(program, tmp_path, "run", world=3, stop=2),
-            attempt(program, tmp_path, "run", world=2, stop=STEPS + 2, workers=1),
-            attempt(program, tmp_path, "run", world=1),
-        ]
-    assert all(2 <= max(part) % STEPS < STEPS - 1 for part in parts[:2])
-    assert sum(len(part) for part in parts) == len(alone)
-    assert {step: samples for part in parts for step, samples in part.items()} == alone

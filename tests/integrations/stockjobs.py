@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from integration.scripts.with_diff import changed
 from processes import wait_until
 
 from hydroslurm.devcluster import DevCluster
@@ -22,11 +20,6 @@ srun {srun} {script} {arguments}
 """
 ALONE = f"--preempt=requeue {sys.executable}"
 """One task for each rank."""
-AGENT = (
-    f"--preempt=requeue --ntasks-per-node=1 --kill-on-bad-exit=1 {sys.executable} "
-    "-m hydroslurm.cli agent -- --nproc-per-node=2"
-)
-"""``hydroslurm agent``, as the pages have it."""
 TORCHRUN = (
     '--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 '
     f"{sys.executable} -m torch.distributed.run "
@@ -34,8 +27,6 @@ TORCHRUN = (
     '--rdzv-endpoint="127.0.0.1:$((29400 + SLURM_JOB_ID % 500))" --rdzv-id="$SLURM_JOB_ID"'
 )
 """As docs/own-loop.md has it, but for the host: all nodes are this one."""
-_BY_SRUN = ("lightning_digits.py", "lightning_manual.py", "fabric_digits.py")
-"""Their ranks are srun's tasks; those of the others find each other by torchrun's variables."""
 _STEP = re.compile(r"^(step \d+$|iter \d+: )", flags=re.M)
 
 
@@ -53,7 +44,6 @@ class StockJob:
         self, cluster: DevCluster, folder: Path, script: str, *arguments: str, srun: str = ALONE
     ) -> None:
         self._cluster = cluster
-        self._ranks_by = "SLURM_PROCID" if srun == ALONE else "RANK"
         self.folder = folder
         folder.mkdir(parents=True)
         batch = folder / "job.sh"
@@ -98,21 +88,6 @@ class StockJob:
         wait_until(look, f"rank {rank} of job {self.job_id}", limit_s=120)
         return min(found, key=_begun_ticks)
 
-    def wait_for_step(self, *, attempt: int, steps: int = 1) -> None:
-        """As many steps at least were trained in this attempt."""
-        self.wait_for(lambda: steps_of_attempt(self.output(), attempt) >= steps)
-
-    def stop(self, by: str, *, rank: int, node: str) -> None:
-        """Have it stopped: ``requeue`` by an operator, ``signal`` to one rank alone, or ``urgent``,
-        a job that wants its node, at whose end this returns."""
-        if by == "requeue":
-            self.slurm("scontrol", "requeue", self.job_id)
-        elif by == "signal":
-            os.kill(self.pid_of(rank, variable=self._ranks_by), signal.SIGTERM)
-        else:
-            urgent = ("--partition=urgent", "--exclusive", "--time=1", f"--nodelist={node}")
-            self.slurm("srun", *urgent, "--ntasks=1", "true")
-
     def wait_for_end(self) -> str:
         """Slurm's word for how it ended."""
         wait_until(
@@ -135,22 +110,6 @@ def steps_of_attempt(said: str, attempt: int) -> int:
     """How many were trained since it began."""
     begun = "a new run, step 0" if attempt == 1 else f"attempt {attempt} resumes from step"
     return len(_STEP.findall(said.partition(begun)[2]))
-
-
-def submitted(
-    cluster: DevCluster, folder: Path, script: str, arguments: str, *, ranks: int, node: str
-) -> StockJob:
-    """One of the scripts, on one node. That with a ``get_batch()`` is changed as its page says."""
-    path = SCRIPTS / script
-    if script == "get_batch.py":
-        path = folder.with_suffix(".py")
-        path.write_text(changed((SCRIPTS / script).read_text(), "own-loop.md"))
-    by_agent = ranks > 1 and script not in _BY_SRUN
-    job = StockJob(
-        cluster, folder, str(path), *arguments.split(), srun=AGENT if by_agent else ALONE
-    )
-    tasks = 1 if by_agent else ranks
-    return job.submit(f"--nodelist={node}", "--nodes=1", f"--ntasks-per-node={tasks}")
 
 
 def _pids() -> list[int]:

@@ -3,52 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import zygote
 from integrations.proofs import LIGHTNING
-from processes import wait_until
 
-SCRIPT = Path(__file__).parents[1] / "integration" / "scripts" / "hfai_example.py"
-STEPS = 200
 Scene = tuple[list[int], list[str]]
 """How its attempts ended, and what they have noted."""
-
-
-@pytest.mark.long
-def test_two_ranks_of_torchrun(tmp_path: Path) -> None:
-    """A SIGTERM to the second rank alone stops both at one step, and both go on from there."""
-    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-
-    def begin() -> subprocess.Popen[bytes]:
-        with (tmp_path / "out").open("ab") as out:
-            return subprocess.Popen(
-                [*argv, SCRIPT], cwd=tmp_path, stdout=out, stderr=subprocess.STDOUT
-            )
-
-    first = begin()
-    out = tmp_path / "out"
-    wait_until(lambda: "step 20\n" in out.read_text(), "step 20", limit_s=120)
-    os.kill(rank_below(first.pid, 1), signal.SIGTERM)
-    first.wait(60)
-    assert "SIGTERM received by rank 1" in out.read_text()
-    assert out.read_text().count("(exitcode: 75)") + out.read_text().count(": 75 (pid") >= 2
-    assert begin().wait(120) == 0, out.read_text()
-    steps = [int(line.split()[1]) for line in out.read_text().splitlines() if line[:5] == "step "]
-    assert sorted(steps) == sorted([*range(STEPS // 2), *range(STEPS // 2)])
-
-
-def rank_below(pid: int, rank: int) -> int:
-    """The process of torchrun's that has this rank."""
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-            return int(child)
-    raise AssertionError(f"torchrun has no rank {rank}")
 
 
 @pytest.fixture(scope="module")

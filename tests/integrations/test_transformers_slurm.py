@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from integrations.stockjobs import AGENT, StockJob
+from integrations.stockjobs import StockJob
 
 from hydroslurm.devcluster import DevCluster
 
@@ -31,28 +31,6 @@ def test_unchanged_script(requeue_cluster: DevCluster, tmp_path: Path) -> None:
     assert job.wait_for_end() == "COMPLETED", job.output()
     assert "attempt 3 resumes from step" in job.output()
     assert "enable_jit_checkpoint of transformers stands down" in job.output()
-    result = "output/result.txt"
-    assert (job.folder / result).read_bytes() == (alone.folder / result).read_bytes()
-
-
-@pytest.mark.long
-def test_ranks_of_the_agent(requeue_cluster: DevCluster, tmp_path: Path) -> None:
-    """The recipe of the page: two ranks below one task, after a requeue and a SIGTERM to one."""
-
-    def submitted(name: str, *arguments: str) -> StockJob:
-        given = ("output", "--workers=0", "--epochs=2", *arguments)
-        job = StockJob(requeue_cluster, tmp_path / name, "hf_causal_lm.py", *given, srun=AGENT)
-        return job.submit("--nodes=1", "--ntasks-per-node=1")
-
-    alone = submitted("alone")
-    assert alone.wait_for_end() == "COMPLETED", alone.output()
-    job = submitted("stopped", "--pause-s=0.5")
-    wait_for_steps(job, attempt=1)
-    job.slurm("scontrol", "requeue", job.job_id)
-    wait_for_steps(job, attempt=2)
-    os.kill(job.pid_of(1, variable="RANK"), signal.SIGTERM)
-    assert job.wait_for_end() == "COMPLETED", job.output()
-    assert "attempt 3 resumes from step" in job.output()
     result = "output/result.txt"
     assert (job.folder / result).read_bytes() == (alone.folder / result).read_bytes()
 

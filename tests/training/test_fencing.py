@@ -33,31 +33,11 @@ import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT / "tests")!r})
 from training.loop import Training
-from hydroslurm.checkpoint.storage import Storage
 
 directory, epochs, hold_at = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-read = Storage.read
-MOMENTS = {{"state": "shared.json", "tensors": "part-00000.safetensors"}}
-
-def held(self, fd, into, *, offset):
-    name = Path(os.readlink(f"/proc/self/fd/{{fd}}")).name
-    if offset == 0 and name == MOMENTS.get(hold_at):
-        print("holds", flush=True)
-        sys.stdin.readline()
-    return read(self, fd, into, offset=offset)
-
-def late(self, source, target):
-    if hold_at == target.name:
-        print("holds", flush=True)
-        sys.stdin.readline()
-    rename(self, source, target)
-
-rename, Storage.rename = Storage.rename, late
-Storage.read = held
 training = Training(directory, keep=1)
 with training.run as run:
     run.resume()
-    Storage.read = read
     print("resumed", run.step, flush=True)
     for batch in run.batches(epochs=epochs):
         training.step(batch)
@@ -149,20 +129,6 @@ def test_an_attempt_that_wakes_up_late_leaves_all_as_it_is(
     ]
 
 
-def test_a_save_that_waits_for_its_last_call_is_taken_away(begin: Begin, run: RunDir) -> None:
-    """The older one had looked whether it is the newest, and then hung before its rename."""
-    old = begin(hold_at="step-000000008")
-    old.expect("holds")
-    new = begin()
-    reach(new, further=20)
-    hang(new)
-    before = state_of(run, stale=old)
-    assert "step-000000008" not in before[0]
-    old.say("go on")
-    assert old.wait() == MUST_NOT_RUN_AGAIN, str(old)
-    assert state_of(run, stale=old) == before
-
-
 def test_an_attempt_that_is_done_too_late_does_not_finish_the_run(
     begin: Begin, run: RunDir
 ) -> None:
@@ -174,43 +140,6 @@ def test_an_attempt_that_is_done_too_late_does_not_finish_the_run(
     old.say("go on")
     assert old.wait() == MUST_NOT_RUN_AGAIN, str(old)
     assert not run.finished_json.exists()
-
-
-@pytest.mark.parametrize("hold_at", ["state", "tensors"])
-def test_no_start_loses_what_it_loads(hold_at: str, begin: Begin, run: RunDir) -> None:
-    """Two attempts at once, keep=1, and one that loads slowly: the other one's retention leaves it
-    what it loads. It starts, or hears already that it is not the newest; no checkpoint is missing
-    to anybody."""
-    first = begin()
-    reach(first, further=10)
-    wait_until(lambda: bool(CheckpointStore(run.checkpoints).committed()), "a checkpoint")
-    first.signal(signal.SIGKILL)  # so that what it leaves is not a stop's, of which two stay
-    first.wait()
-    slow = begin(hold_at=hold_at)
-    slow.expect("holds")
-    loads = CheckpointStore(run.checkpoints).committed()[-1]
-    new = begin()
-    reach(new, further=40)
-    assert loads in CheckpointStore(run.checkpoints).committed()
-    slow.say("go on")
-    assert slow.wait() == MUST_NOT_RUN_AGAIN, str(slow)
-    assert "Only the newest attempt" in str(slow)
-    reach(new, further=40)
-    assert loads not in CheckpointStore(run.checkpoints).committed()
-
-
-def test_the_newer_one_that_loads_slowly_is_not_disturbed(begin: Begin, run: RunDir) -> None:
-    """The older one trains while the newer one loads: it ends at its next save."""
-    old = begin()
-    reach(old, further=10)
-    new = begin(hold_at="tensors")
-    new.expect("holds")
-    assert old.wait() == MUST_NOT_RUN_AGAIN, str(old)
-    new.say("go on")
-    new.expect("resumed")
-    reach(new, further=10)
-    new.signal(signal.SIGTERM)
-    assert new.wait() == RUN_AGAIN, str(new)
 
 
 def test_a_folder_of_another_training_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 from typing import Any
@@ -13,15 +12,6 @@ from training.jobrunner_story import WHOLE, Attempt, Story, since, until
 from hydroslurm.compat.manager import CheckpointManager
 
 SETUP = ["download", "build"]
-
-
-def test_left_alone(story: Story) -> None:
-    """The groups run in order, each epoch is committed, and the run is marked as finished."""
-    attempt = story.live()
-    assert (attempt.code, attempt.diary) == (0, WHOLE)
-    assert "returned 3" in attempt.said
-    assert CheckpointManager(story.directory).epochs() == (0, 1, 2, 3)
-    assert (story.directory / "finished.json").exists()
 
 
 def _returned(attempt: Attempt) -> str:
@@ -100,25 +90,6 @@ def test_an_output_outlives_a_stop_within_its_epoch(story: Story) -> None:
     assert "returned 2" in second.said
 
 
-def test_stopped_again_and_again(story: Story, undisturbed: str) -> None:
-    """A run of many attempts, with periodic saves, ends with the same bits as one of a single
-    attempt."""
-    for hold in ("weights", "train 0.0", "train 0.3", "validate 0", "asked 1", "train 2.2", "exit"):
-        assert story.live(hold=hold, every_steps=1).code == 75, hold
-    assert story.live(every_steps=1).code == 0
-    assert story.out.read_text() == undisturbed
-    assert [attempt.diary.count("weights") for attempt in story.attempts] == [
-        1,
-        1,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-    ]
-
-
 @pytest.mark.parametrize("place", ["first look", "train 1.2", "trained 1", "validate 2", "exit"])
 def test_killed_and_run_again(story: Story, undisturbed: str, place: str) -> None:
     """SIGKILL loses what was not saved, repeats it, and changes nothing in the result."""
@@ -160,28 +131,6 @@ def test_a_folder_in_use_does_not_change_the_status(story: Story) -> None:
     assert list(story.folder.rglob("late")), "the folder was not in use"
 
 
-def test_a_stop_signal_ends_the_job_after_its_checkpoint(story: Story) -> None:
-    """What was trained last is committed, and marked as the last; exit is done once."""
-    attempt = story.live(epochs=1, fail="exit")
-    assert attempt.code == 1
-    manager = CheckpointManager(story.directory)
-    assert manager.last_epoch() == 1
-    assert manager.load_partial(["hydroslurm.job"], epoch=1)["hydroslurm.job"]["ended"] is True
-    again = story.live(epochs=1)
-    assert (again.code, again.diary) == (0, [*SETUP, "exit"])
-    assert story.live(epochs=1).diary == SETUP
-
-
-def test_attempts_are_written_down(story: Story) -> None:
-    """attempts.jsonl has a line for the beginning and the end of each attempt that got so far."""
-    story.live(hold="train 0.1")
-    story.live()
-    rows = [
-        json.loads(line) for line in (story.directory / "attempts.jsonl").read_text().splitlines()
-    ]
-    assert [row.get("ended", row["step"]) for row in rows] == [0, "asked", 2, "finished"]
-
-
 def test_keep(story: Story) -> None:
     """``keep`` counts epochs, and periodic saves do not push them out."""
     story.live(keep=2, every_steps=1)
@@ -207,17 +156,6 @@ def test_resume_from_epoch(story: Story, undisturbed: str) -> None:
     branch = CheckpointManager(story.directory).branch(1)
     assert branch.epochs() == (1, 2, 3)
     assert story.live(back_to=1).diary == SETUP
-
-
-def test_resume_from_epoch_trains_a_finished_job_further(story: Story, undisturbed: str) -> None:
-    """Two epochs and then one more come to the same as three at once; going back to the last one
-    only runs exit."""
-    story.live(epochs=2)
-    assert story.live(back_to=2, epochs=2).diary == [*SETUP, "asked 2", "exit"]
-    (story.directory / "from-epoch-000000002" / "finished.json").unlink()
-    (story.directory / "from-epoch-000000002").rename(story.folder / "aside")
-    assert story.live(back_to=2).diary == [*SETUP, "asked 2", *since("train 2.0")]
-    assert story.out.read_text() == undisturbed
 
 
 def test_resume_from_an_epoch_that_is_not_there(story: Story) -> None:

@@ -80,15 +80,6 @@ def test_load_by_epoch_and_by_step(manager: CheckpointManager) -> None:
         manager.load(step=1)
 
 
-def test_load_a_part(manager: CheckpointManager) -> None:
-    """Only what was named comes back; a name that is not there is answered with those that are."""
-    part = manager.load_partial(["average"], epoch=2)
-    assert list(part) == ["average"]
-    assert _weight(part["average"]) == 0
-    with pytest.raises(CheckpointMissing, match=r"no optimizer; it has .*model, average"):
-        manager.load_partial(["optimizer"])
-
-
 def test_load_into_objects(manager: CheckpointManager) -> None:
     """Objects get the state that is under their name; one that does not fit is refused."""
     model = torch.nn.Linear(2, 1)

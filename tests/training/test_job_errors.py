@@ -65,32 +65,3 @@ def test_a_failing_save_ends_the_job_where_that_is_wanted(story: Story) -> None:
     assert (attempt.code, attempt.diary[-1]) == (1, "asked 1")
     assert "saving the checkpoint of epoch 1 failed with SaveFailed" in attempt.said
     assert story.live().diary[2].startswith("train")
-
-
-def test_the_newest_checkpoint_is_damaged(story: Story, undisturbed: str) -> None:
-    """The run goes back to the one before, says so, and ends with the same bits."""
-    story.live(hold="train 1.2")
-    damaged = CheckpointManager(story.directory).find().checkpoint.path
-    (damaged / "shared.json").write_text("{}")
-    again = story.live(lenient=True)
-    assert again.diary == [*SETUP, *since("train 1.0")]
-    assert f"hydroslurm cannot use {damaged}" in again.said
-    assert "the run continues from" in again.said
-    assert story.out.read_text() == undisturbed
-
-
-def test_all_checkpoints_are_damaged(story: Story) -> None:
-    """The run does not begin anew by itself."""
-    story.live(hold="train 0.0")
-    for one in CheckpointManager(story.directory).committed():
-        (one.path / "shared.json").write_text("{}")
-    attempt = story.live(lenient=True)
-    assert (attempt.code, attempt.diary) == (1, SETUP)
-    assert "Remove the folders to start from the beginning" in attempt.said
-
-
-def test_too_many_failures(story: Story) -> None:
-    """A job that fails at the same place again and again is not run for ever: 93."""
-    codes = [story.live(fail="train 1.1").code for _ in range(7)]
-    assert codes == [1, 1, 1, 1, 1, 1, 93]
-    assert "no progress" in story.attempts[-1].said

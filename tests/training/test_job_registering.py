@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import pickle
 import subprocess
 import sys
 import threading
@@ -22,18 +20,6 @@ from hydroslurm.errors import UsageError
 
 def nothing() -> None:
     """A function that can be pickled by its name."""
-
-
-def test_functions_are_kept_in_order() -> None:
-    """Each decorator adds to its group and returns the function as it was."""
-    job = Job("order")
-    groups = [group for group in Group if group is not Group.COLLECT]
-    for group in groups:
-        add = getattr(job, group.value)
-        assert add(nothing) is nothing
-        add(functools.partial(print, end=""))
-    for group in groups:
-        assert [part.name for part in job.parts(group)] == ["nothing", "partial"]
 
 
 def test_the_current_job_is_that_of_the_innermost_with_of_this_thread() -> None:
@@ -114,17 +100,6 @@ def test_jobs_that_cannot_run() -> None:
         JobRunner(job, resume_from_epoch=3)
     with pytest.raises(UsageError, match="wanted 0 or more"):
         JobRunner(job, CheckpointManager("x"), resume_from_epoch=-1)
-
-
-def test_pickle_of_a_job_with_importable_functions() -> None:
-    """Plain pickle does, manager included."""
-    job = Job("plain")
-    job.epoch(nothing)
-    job.add_stop_signal(epoch_limiter(2))
-    runner = pickle.loads(pickle.dumps(JobRunner(job, CheckpointManager("x", keep=3))))
-    assert runner.name == "plain"
-    assert [part.function for part in runner.job.parts(Group.EPOCH)] == [nothing]
-    assert runner.checkpoint_manager.keep == 3
 
 
 WITH_CLOSURES = """

@@ -72,15 +72,6 @@ def test_a_step_that_takes_long_is_named(tmp_path: Path) -> None:
                 ("lightning validation", 1),
                 ("lightning save", 1),
                 ("lightning last", 1),
-                ("transformers loader --workers 2", 1),
-                ("transformers setup", 1),
-                ("transformers compile", 1),
-                ("transformers validation", 1),
-                ("transformers save", 1),
-                ("transformers last", 1),
-                ("accelerate loader --workers 2", 1),
-                ("accelerate setup", 1),
-                ("accelerate validation", 1),
             )
         ),
     ],
@@ -118,9 +109,6 @@ def test_a_training_that_hangs(
         ("lightning test", 1),
         ("lightning predict", 1),
         ("lightning predict --nodes 2", 2),
-        ("transformers between", 1),
-        ("transformers test", 1),
-        ("accelerate test", 1),
     ],
 )
 def test_a_hang_behind_the_training(

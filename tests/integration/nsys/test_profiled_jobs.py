@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from clusters import require_slurm
 from processes import wait_until
 from training.trainings import ROOT, Training
 
-from hydroslurm.core.events import Event, EventKind, read_events
-from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.events import Event, EventKind
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.report.nsys.export import profiles_in
 from hydroslurm.report.nsys.profile import Profile, ProfiledPause
@@ -23,7 +17,6 @@ from hydroslurm.report.nsys.reader import read_profile
 
 pytestmark = pytest.mark.slurm
 
-PROFILE_SH = str(ROOT / "sbatch" / "nsys_profile.sh")
 AGREEMENT_NS = 1_000_000
 SUSPENDS, SIGNALLED = 2, 3
 
@@ -63,38 +56,7 @@ _USR1, _USR2 = ("scancel", "--signal=USR1"), ("scancel", "--signal=USR2")
 
 
 @pytest.fixture(scope="module")
-def torchrun_folder(
-    nsys: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
-    """torchrun with two ranks below nsys, which start while the Slurm job is waited for."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    (folder / "train.py").write_text(
-        "import hydroslurm, os, pathlib, torch\n"
-        "rank = os.environ['RANK']\n"
-        "with hydroslurm.installed(run_dir='run', gate='native'):\n"
-        "    pathlib.Path(f'ready-{rank}').write_text(str(os.getpid()))\n"
-        "    a = torch.ones(8)\n"
-        "    while not os.path.exists(f'enough-{rank}'):\n"
-        "        a = a * 1\n"
-    )
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "train.py"]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [PROFILE_SH, sys.executable, *command],
-            cwd=folder,
-            env={**os.environ, "HYDROSLURM_RUN_DIR": "run", "PYTHON": sys.executable},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    yield folder, process
-    for rank in range(2):
-        (folder / f"enough-{rank}").touch()
-    process.wait(60)
-
-
-@pytest.fixture(scope="module")
-def cluster(torchrun_folder: object) -> Iterator[DevCluster]:
+def cluster(nsys: str) -> Iterator[DevCluster]:
     """Slurm's own KillWait, or nearly: nsys writes its report after the rank has left."""
     require_slurm()
     with DevCluster.up(ClusterSpec(nodes=1, profile="requeue", kill_wait_s=20)) as cluster:
@@ -173,44 +135,6 @@ def test_the_stop_of_a_requeued_job_agrees_with_the_event_log(job: Job) -> None:
     assert min(apart) < AGREEMENT_NS, apart
     assert stop.requeued_mono_ns is not None
     assert stop.requeued_mono_ns > committed.mono_ns
-
-
-def test_ranks_below_torchrun_are_told_apart_in_one_report(
-    job: Job, torchrun_folder: tuple[Path, subprocess.Popen[str]]
-) -> None:
-    """nsys around torchrun: both ranks' pauses, each with its own process."""
-    folder, process = torchrun_folder
-    ready = [folder / f"ready-{rank}" for rank in range(2)]
-
-    def said() -> str:
-        return (folder / "log").read_text()
-
-    wait_until(lambda: all(path.exists() and path.read_text() for path in ready), said())
-    pids = [int(path.read_text()) for path in ready]
-    events = [RunDir(folder / "run").rank_events(rank) for rank in range(2)]
-
-    def wait_for(word: str) -> None:
-        wait_until(lambda: all(word in path.read_text() for path in events), f"{word} {said()}")
-
-    for signal_name, word in (("USR1", '"parked"'), ("USR2", '"resumed"')):
-        subprocess.run(["kill", f"-{signal_name}", *map(str, pids)], check=True)
-        wait_for(word)
-    for rank in range(2):
-        (folder / f"enough-{rank}").touch()
-    assert process.wait(120) == 0, said()
-    profile = read_profile(folder / "run" / "profile" / "rank-0-restart-0.nsys-rep")
-    assert profile.pids == tuple(sorted(pids))
-    paused = {
-        pause.pid: pause.requested_mono_ns for pause in profile.pauses if pause.running_mono_ns
-    }
-    logged = {
-        e.pid: e.data["requested_mono_ns"]
-        for path in events
-        for e in read_events(path)
-        if e.kind is EventKind.PARKED
-    }
-    assert paused == logged
-    assert not re.search("Traceback", said())
 
 
 def test_every_attempt_leaves_a_report_of_its_own(job: Job) -> None:

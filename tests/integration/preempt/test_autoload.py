@@ -56,21 +56,6 @@ def test_options_of_python(options: list[str], waits: bool) -> None:
     assert (done.stdout, done.stderr) == (f"{waits} False\n", "")
 
 
-def test_a_script_and_a_module_are_like_a_command(tmp_path: Path) -> None:
-    """However Python is told what to run."""
-    (tmp_path / "train.py").write_text(f"import sys\n{WAITS}\n")
-    for argv in (["train.py"], ["-m", "train"]):
-        done = subprocess.run(
-            [sys.executable, *argv],
-            cwd=tmp_path,
-            env={**os.environ, **ASKED},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout == "True False\n"
-
-
 def test_an_unknown_word_is_said_once_and_does_no_harm() -> None:
     """One line names the words that are known, and the program runs."""
     done = python("-c", f"import sys; {WAITS}", HYDROSLURM_PREEMPT="pausee")
@@ -286,19 +271,6 @@ def test_a_rank_and_its_children(tmp_path: Path) -> None:
         assert seen["then"] is False
         assert program.expect("after exec") == "True"
         assert program.wait() == 0
-
-
-def test_children_of_a_call_before_torch() -> None:
-    """A script that calls install() before it imports torch is the rank that was asked for, too:
-    its children are not."""
-    code = f"""
-import subprocess, sys
-import hydroslurm
-hydroslurm.install()
-subprocess.run([sys.executable, "-c", {f"import sys; {WAITS}"!r}])
-"""
-    done = python("-c", code, **ASKED)
-    assert (done.stdout, done.stderr) == ("False False\n", "")
 
 
 LOOP = """

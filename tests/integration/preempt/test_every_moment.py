@@ -14,12 +14,9 @@ import pytest
 from processes import child, wait_until
 
 from hydroslurm.core import registry
-from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import read_status
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.jobs.launch.executor import Executor
 from hydroslurm.jobs.plan import Plan, Step, TaskPlan
-from hydroslurm.jobs.supervisor.conditions import final_condition, read_conditions
 from hydroslurm.runtime import client
 
 RANK = Path(__file__).with_name("at_every_moment.py")
@@ -44,9 +41,6 @@ class InTheMiddle(importlib.abc.MetaPathFinder):
                 time.sleep(0.01)
 
 sys.meta_path.insert(0, InTheMiddle())
-"""
-SPEC = """
-replicaSpecs: [{{replicas: 1, template: {{command: [{start}, {rank}, {folder}]}}}}]
 """
 
 
@@ -290,61 +284,6 @@ def test_agent(rank: Rank, pause_cluster: DevCluster) -> None:
     worker = [str(rank.start), str(RANK), str(rank.folder)]
     with below_srun(rank, pause_cluster, *agent, *worker):
         pause_at_every_moment(rank)
-
-
-@pytest.mark.slurm
-def test_executor(rank: Rank, pause_cluster: DevCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script in a job of hydroslurm.Executor, which submitit starts."""
-    for variable, value in pause_cluster.environ().items():
-        monkeypatch.setenv(variable, value)
-    executor = Executor(rank.folder / "runs", python=str(rank.start))
-    executor.update_parameters(partition="low", timeout_min=5)
-    job = executor.submit_script(str(RANK), str(rank.folder))
-    by_slurm(rank, pause_cluster, lambda: job.job_id)
-    # submitit takes it for done once there is a result, and its process has yet to end
-    left = ("COMPLETED", "FAILED", "CANCELLED")
-
-    def ended() -> object:
-        state = job.get_info(mode="force").get("State", "")
-        return state.startswith(left) and state
-
-    def status() -> int:
-        wait_until(ended, "the end of the job")
-        return int(ended() != "COMPLETED")
-
-    rank.ended, rank.status = ended, status
-    try:
-        pause_at_every_moment(rank)
-    finally:
-        _scancel(pause_cluster, job.job_id, "--signal=KILL")
-
-
-@pytest.mark.slurm
-def test_spec(rank: Rank, pause_cluster: DevCluster) -> None:
-    """A replica of a TrainingJob, behind the wrapper that srun starts for it."""
-    spec = rank.folder / "job.yaml"
-    spec.write_text(SPEC.format(start=rank.start, rank=RANK, folder=rank.folder))
-    submit = [sys.executable, "-m", "hydroslurm.cli", "submit", spec.name]
-    environ = pause_cluster.child_environ()
-    done = subprocess.run(
-        submit, cwd=rank.folder, env=environ, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    words = done.stdout.splitlines()[0].split()
-    job, run = words[1], RunDir(Path(words[-1]))
-    by_slurm(rank, pause_cluster, lambda: job)
-    rank.ended = lambda: final_condition(read_conditions(run.conditions_jsonl))
-
-    def status() -> int:
-        wait_until(rank.ended, "the final condition")
-        found = final_condition(read_conditions(run.conditions_jsonl))
-        return 0 if found is not None and found.type == "Succeeded" else 1
-
-    rank.status = status
-    try:
-        pause_at_every_moment(rank)
-    finally:
-        _scancel(pause_cluster, job, "--signal=KILL")
 
 
 def children(pid: int) -> list[int]:

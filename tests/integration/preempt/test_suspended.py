@@ -14,7 +14,6 @@ from processes import is_stopped, patience, wait_until
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.runtime import client
 
 pytestmark = pytest.mark.slurm
 
@@ -114,20 +113,3 @@ def test_without_the_option_there_is_nothing_of_ours(alone: Job) -> None:
     assert "torch.autograd" in errors
     assert "hydroslurm" not in errors
     assert not (alone.folder / "hydroslurm-runs").exists()
-
-
-def test_hydroslurm_run_does_the_same_without_slurm(alone: Job, tmp_path: Path) -> None:
-    """Paused and resumed by its pid, which is that of the command, it learns the same."""
-    command = [sys.executable, "-u", str(SCRIPT), "--epochs", str(SUSPENDS)]
-    argv = [sys.executable, "-m", "hydroslurm.cli", "run", "--", *command]
-    with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as training:
-        assert training.stdout is not None
-        assert training.stdout.readline() == f"pid {training.pid}\n"
-        said = ""
-        for _ in range(SUSPENDS - 1):
-            said += training.stdout.readline()
-            assert client.pause(training.pid, timeout_s=LIMIT_S).done
-            assert client.resume(training.pid, timeout_s=LIMIT_S).done
-        said += training.stdout.read()
-    assert training.returncode == 0
-    assert epochs(said) == alone.finish().learnt[:SUSPENDS]

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 parser = argparse.ArgumentParser()
-parser.add_argument("framework", choices=("lightning", "transformers", "accelerate", "own"))
+parser.add_argument("framework", choices=("lightning", "own"))
 parser.add_argument("place")
 parser.add_argument("output", type=Path)
 parser.add_argument("--workers", type=int, default=0)
@@ -36,9 +36,9 @@ RANK = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
 
 def wait_for_parent() -> None:
     """A worker works ahead: until the training waits for it, the stop would still be in time. It
-    does so behind the first batch of each worker; accelerate asks for one more in advance."""
-    waits, steps = 0, options.workers - (options.framework in ("accelerate", "transformers"))
-    while waits < 25 or not FORWARDS.exists() or FORWARDS.stat().st_size < steps:
+    does so behind the first batch of each worker."""
+    waits = 0
+    while waits < 25 or not FORWARDS.exists() or FORWARDS.stat().st_size < options.workers:
         stat = Path(f"/proc/{os.getppid()}/stat").read_text()
         waits = waits + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
         time.sleep(0.02)
@@ -137,59 +137,6 @@ def with_lightning(net: Net) -> None:
         reach("between")
     trainer.test(module, others, verbose=False)
     trainer.predict(module, others, return_predictions=False)
-
-
-def with_transformers(net: Net) -> None:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    class Hanging(TrainerCallback):
-        def on_prediction_step(self, args, state, control, **_):
-            reach("test" if state.global_step == 12 and not self.trains else "validation")
-
-        def on_train_begin(self, args, state, control, **_):
-            self.trains = True
-            reach("setup")
-
-        def on_train_end(self, args, state, control, **_):
-            reach("last")
-            self.trains = False
-
-    class Saving(Trainer):
-        def save_model(self, *args, **kwargs):
-            super().save_model(*args, **kwargs)
-            reach("save")
-
-    arguments = TrainingArguments(
-        output_dir=str(options.output / "hf"), num_train_epochs=2, use_cpu=True,
-        per_device_train_batch_size=8, eval_strategy="epoch", save_strategy="epoch",
-        report_to="none", dataloader_num_workers=options.workers, disable_tqdm=True,
-    )  # fmt: skip
-    for _ in range(FITS):
-        trainer = Saving(
-            net, arguments, train_dataset=Points("loader"), eval_dataset=Points(),
-            callbacks=[Hanging()],
-        )  # fmt: skip
-        trainer.train()
-        reach("between")
-    trainer.evaluate()
-
-
-def with_accelerate(net: Net) -> None:
-    from accelerate import Accelerator
-
-    from hydroslurm.integrations.accelerate import epochs, prepare
-
-    accelerator = Accelerator(cpu=True)
-    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
-    model, optimizer, batches = prepare(accelerator, net, optimizer, loader())
-    reach("setup")
-    for _ in epochs(accelerator, 2):
-        for batch in batches:
-            optimizer.zero_grad()
-            accelerator.backward(model(**batch)["loss"])
-            optimizer.step()
-        reach("validation")
-    reach("test")
 
 
 def with_own(net: Net) -> None:
