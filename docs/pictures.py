@@ -9,7 +9,9 @@ too, on a dev cluster, each stopped as its page says, drawn by ``hydroslurm repo
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 
-from integrations.stockjobs import submitted  # noqa: E402
+from integration.scripts.with_diff import changed  # noqa: E402
+from integrations.stockjobs import ALONE, SCRIPTS, StockJob, steps_of_attempt  # noqa: E402
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster  # noqa: E402
 
@@ -27,6 +30,13 @@ IMAGES = ROOT / "docs/images"
 NODE = "n1"
 STEPS = 5
 """So many at least in each attempt: fewer cannot be seen."""
+AGENT = (
+    f"--preempt=requeue --ntasks-per-node=1 --kill-on-bad-exit=1 {sys.executable} "
+    "-m hydroslurm.cli agent -- --nproc-per-node=2"
+)
+"""``hydroslurm agent``, as the pages have it."""
+BY_SRUN = ("lightning_digits.py", "fabric_digits.py")
+"""Their ranks are srun's tasks; those of the others find each other by torchrun's variables."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,18 @@ PICTURES = {
 }
 
 
+def submitted(picture: Picture, cluster: DevCluster, folder: Path, *, by_agent: bool) -> StockJob:
+    """The script on one node. That with a ``get_batch()`` is changed as its page says."""
+    path = SCRIPTS / picture.script
+    if picture.script == "get_batch.py":
+        path = folder.with_suffix(".py")
+        path.write_text(changed((SCRIPTS / picture.script).read_text(), "own-loop.md"))
+    srun = AGENT if by_agent else ALONE
+    job = StockJob(cluster, folder, str(path), *picture.arguments.split(), srun=srun)
+    tasks = 1 if by_agent else picture.ranks
+    return job.submit(f"--nodelist={NODE}", "--nodes=1", f"--ntasks-per-node={tasks}")
+
+
 def draw(name: str, cluster: DevCluster, folder: Path, out: Path) -> None:
     """One picture.
 
@@ -80,12 +102,18 @@ def draw(name: str, cluster: DevCluster, folder: Path, out: Path) -> None:
         RuntimeError: the run did not come to its end.
     """
     picture = PICTURES[name]
-    job = submitted(
-        cluster, folder, picture.script, picture.arguments, ranks=picture.ranks, node=NODE
-    )
+    by_agent = picture.ranks > 1 and picture.script not in BY_SRUN
+    job = submitted(picture, cluster, folder, by_agent=by_agent)
     for number, by in enumerate(picture.stops, start=1):
-        job.wait_for_step(attempt=number, steps=STEPS)
-        job.stop(by, rank=picture.ranks - 1, node=NODE)
+        job.wait_for(lambda number=number: steps_of_attempt(job.output(), number) >= STEPS)
+        if by == "requeue":
+            job.slurm("scontrol", "requeue", job.job_id)
+        elif by == "signal":
+            variable = "RANK" if by_agent else "SLURM_PROCID"
+            os.kill(job.pid_of(picture.ranks - 1, variable=variable), signal.SIGTERM)
+        else:
+            urgent = ("--partition=urgent", "--exclusive", "--time=1", f"--nodelist={NODE}")
+            job.slurm("srun", *urgent, "--ntasks=1", "true")
     if (state := job.wait_for_end()) != "COMPLETED":
         raise RuntimeError(f"{name}: the job ended {state}: {job.output()[-2000:]}")
     run = folder / "hydroslurm-runs" / job.job_id

@@ -19,26 +19,6 @@ LONG = pytest.mark.long
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "command",
-    [
-        "lightning_digits.py --epochs 1 --workers 2",
-        "lightning_digits.py --epochs 1 --workers 0 --accumulate 4",
-        "fabric_digits.py",
-        "hf_causal_lm.py out --epochs 2 --workers 2",
-        "own_lightning.py",
-        "own_transformers.py",
-    ],
-)
-def test_the_same_bits(preemptible_training: Callable[..., Proof], command: str) -> None:
-    """Stopped within the first steps, as Slurm does it; the second stop may come too late."""
-    script, *arguments = command.split()
-    proof = preemptible_training(str(SCRIPTS / script), *arguments, steps=18, stops=2)
-    assert str(proof).startswith("the same bits: 18 steps, ")
-    assert proof.stops[0].status == 75
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
     ("page", "shown"),
     [
         ("lightning.md", "class Classifier(L.LightningModule)"),

@@ -50,15 +50,6 @@ STRUCTURES = [
         for workers in ("", "workers", "persistent")
         if framework != "transformers" or name not in ("weights", "buckets")
     ),
-    single("own_accumulated.py", "forward:2 forward:4", trainings=2),
-    single("own_variables.py"),
-    single("own_function.py"),
-    single("own_next.py", named="a batch was taken from an iterator over a DataLoader"),
-    single("own_generator.py", named="is an iterator that has moved"),
-    single("own_buffers.py"),
-    single("own_grown.py", "step:4 step:5", named="is not what the script has made when this"),
-    single("own_second_optimizer.py", "step:4 step:5", named="has stepped and is not part of"),
-    single("own_gan.py", "step:3 step:4"),
     single("own_lbfgs.py"),
     single("own_adalora.py"),
     single("transformers_masked.py x"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -98,3 +99,20 @@ def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
         and one[2] == other[2]
         and torch.equal(one[3], other[3])
     )
+
+
+class Pole:
+    """An environment: a state that actions change, and wind from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.wind, self.place = numpy.random.default_rng(3), 0.0
+
+    def step(self, push: float) -> float:
+        self.place += 0.1 * push + float(self.wind.normal(0, 0.1))
+        return self.place
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]

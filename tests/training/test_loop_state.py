@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
-from training.loop import ask_for_stop
+from training.loop import Pole, ask_for_stop
 
 import hydroslurm
 
@@ -38,11 +38,13 @@ class Stopper:
 
 
 class Parts:
-    def __init__(self, say: Stopper, loader: DataLoader | None = None) -> None:
+    def __init__(
+        self, say: Stopper, loader: DataLoader | None = None, model: nn.Module | None = None
+    ) -> None:
         torch.manual_seed(0)
         np.random.seed(0)
         random.seed(0)
-        self.model = nn.Linear(2, 1)
+        self.model = model or nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
         data = TensorDataset(torch.randn(6, 2))
         self.loader = loader or DataLoader(data, batch_size=2, shuffle=True)
@@ -307,10 +309,59 @@ def what_hangs_in_the_loader(say: Stopper) -> None:
         say(loss, data.seen, sampler.weights)
 
 
+def registered(say: Stopper) -> None:
+    """A second model with its optimizer and scheduler, an environment, and its generator."""
+    parts, critic, pole = Parts(say), nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), Pole()
+    sgd = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.7)
+    given = {"critic": critic, "sgd": sgd, "scheduler": scheduler, "wind": pole.wind}
+    for name, one in given.items():
+        parts.run.register(name, one)
+    parts.run.register("pole", pole, per_rank=True)
+    for _ in parts.run.steps(STEPS):
+        x = torch.randn(4, 2) + pole.step(random.random())
+        sgd.zero_grad()
+        loss = critic(x).square().mean()
+        loss.backward()
+        sgd.step()
+        scheduler.step()
+        say(parts.learn(x), loss, sgd.param_groups[0]["lr"], pole.place)
+
+
+class Annealed(nn.Module):
+    """A temperature that each forward lowers, and what it has seen: in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature, self.seen = 1.0, [torch.zeros(2)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.temperature *= 0.9
+        self.seen.append(x.detach().mean(0))
+        return x / self.temperature + torch.stack(self.seen).mean(0)
+
+
+def thawed(say: Stopper) -> None:
+    """Freezes and thaws once, lowers a dropout once, leaves a norm in evaluation mode."""
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5), Annealed(), nn.Linear(2, 1)
+    )
+    model[0].requires_grad_(False)
+    parts = Parts(say, model=model)
+    for step in parts.run.steps(STEPS):
+        if step == 1:
+            model[0].requires_grad_(True)
+            model[2].p = 0.1
+        if step == 2:
+            model[1].eval()
+        say(parts.learn(torch.randn(4, 2)), model[0].weight)
+
+
 LOOPS: list[Callable[[Stopper], None]] = [
     counters, early_stopping, average_in_a_dict, averaged_model, meters, generators, replay_buffer,
     batch_ahead, hidden_state, first_set_in_a_step, through_a_generator, globals_of_the_module,
-    buffers_that_are_not_persistent, two_loops, what_hangs_in_the_loader,
+    buffers_that_are_not_persistent, two_loops, what_hangs_in_the_loader, registered, thawed,
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from forkedranks import start, wait_for_end
 from processes import Child
 from torch import nn
-from training.own_loops import Pole
+from training.loop import Pole
 from zygote import forked
 
 TESTS = Path(__file__).resolve().parents[1]
