@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,7 +16,6 @@ sys.path[:0] = [str(PROFILING / "compare"), str(PROFILING)]
 import attempts  # noqa: E402
 import drive  # noqa: E402 - scripts of a folder, not a package
 import figures  # noqa: E402
-import table  # noqa: E402
 from drive import Event, storm  # noqa: E402
 
 COUNTS = {"suspend": 12, "preempt": 5, "requeue": 3}
@@ -29,27 +27,6 @@ def test_a_seed_is_a_storm() -> None:
     assert one == storm(seed=1, counts=COUNTS, mean_gap_s=2.5)
     assert one != storm(seed=2, counts=COUNTS, mean_gap_s=2.5)
     assert Counter(event.kind for event in one) == COUNTS
-
-
-def test_events_do_not_overlap() -> None:
-    """The next event comes when a suspend has been resumed, and after the time away of a stop."""
-    events = storm(seed=3, counts=COUNTS, mean_gap_s=0.1, hold_s=(2.0, 3.0), away_s=9.0)
-    for event, following in itertools.pairwise(events):
-        held = event.kind == "suspend"
-        assert 2.0 <= event.hold_s <= 3.0 if held else event.hold_s == 0.0
-        assert following.at_s > event.at_s + (event.hold_s + 1.0 if held else 9.0)
-
-
-def test_gaps_are_exponential() -> None:
-    """The gaps have the mean that was asked for, and a deviation as large as it: a Poisson
-    process."""
-    events = storm(seed=4, counts={"requeue": 4000}, mean_gap_s=5.0, away_s=1.0)
-    ends = [0.0, *(event.at_s + 1.0 for event in events[:-1])]
-    gaps = [event.at_s - end for event, end in zip(events, ends, strict=True)]
-    mean = sum(gaps) / len(gaps)
-    deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
-    assert mean == pytest.approx(5.0, rel=0.1)
-    assert deviation == pytest.approx(mean, rel=0.1)
 
 
 MS = 1_000_000
@@ -107,52 +84,6 @@ def test_samples_of_the_steps_that_count() -> None:
     assert found == {"samples_seen_twice": 1, "samples_never_seen": 1}
     undisturbed = figures.of_samples([whole], [whole], steps_per_epoch=2)
     assert undisturbed == {"samples_seen_twice": 0, "samples_never_seen": 0}
-
-
-def _result() -> dict[str, Any]:
-    peer = {"remark": "R.", "finished": True, "by_hand": [], "version": "1"}
-    full: dict[str, Any] = {column.key: 12.346 for column in table.COLUMNS}
-    full |= {"samples_seen_twice": 3, "samples_never_seen": 0, "equal_bits": True}
-    none: dict[str, Any] = dict.fromkeys(full)
-    return {
-        "title": "T",
-        "events": [{"kind": "suspend"}, {"kind": "requeue"}],
-        "goodput_limit": 0.5,
-        "slurm_version": "22.05.8",
-        "peers": {
-            "hydroslurm": {**peer, "name": "hydroslurm", "title": "ours", **full},
-            "x": {
-                **peer,
-                "name": "x",
-                "title": "theirs",
-                **none,
-                "finished": False,
-                "by_hand": ["submitted again: FAILED", "submitted again: FAILED"],
-            },
-        },
-        "environment": {
-            "date": "2025-01-31",
-            "cpu_count": 2,
-            "cpu_model": "X",
-            "python": "3",
-            "torch": "2",
-        },
-    }
-
-
-def test_the_table_says_what_is_absent(tmp_path: Path) -> None:
-    """A peer that did not finish, never saved or needed a hand is shown as such, and the picture
-    can be drawn of it."""
-    text = table.table(_result())
-    ours, theirs = text.splitlines()[2:4]
-    assert ours == "| ours | 1 | 12.3 | 12.3 | 3 | 0 | yes | 0 | 12.3 | 12.3 | 12.3 |"
-    assert theirs.startswith("| theirs | 1 | did not finish |")
-    assert "| never |" in theirs
-    assert "left FAILED, and started again by hand" in text
-    assert "1 suspends" in text
-    assert "0.50 is what" in text
-    table.draw(_result(), tmp_path / "compare.png")
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slurm

@@ -210,48 +210,6 @@ def test_a_coordinator_that_ends_in_order_takes_nobody_for_lost(tmp_path: Path) 
     assert [one["kind"] for one in folder.ledger()] == ["coordinator", "forming"]
 
 
-EVALUATING = (
-    TRAIN.replace("import json,", "import signal, json,")
-    .replace(
-        "step = run.step\n",
-        """step = run.step
-            told = run.generation == 1 and dist.get_rank() == 1
-            if told and options["at"] == "first step":
-                os.kill(os.getpid(), signal.SIGTERM)
-""",
-    )
-    .replace(
-        "scheduler.step()\n",
-        """scheduler.step()
-            for check in range(4 if step % 5 == 0 else 0):
-                dist.all_reduce(torch.ones(1))
-                if told and (step, check, options["at"]) == (10, 2, "evaluation"):
-                    os.kill(os.getpid(), signal.SIGTERM)
-""",
-    )
-)
-"""With collectives of its own behind each fifth step; one rank gets SIGTERM at a chosen moment."""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("at", ["first step", "evaluation"])
-def test_a_leave_at_an_awkward_moment(tmp_path: Path, at: str) -> None:
-    """SIGTERM within the first step, while the loader's workers warm up, or in the middle of an
-    evaluation: that member leaves behind the step, and no step or sample is lost."""
-    with ElasticStory(tmp_path, program=EVALUATING, max=3) as story:
-        story.start_all("abc", at=at, workers=2)
-        first = story.wait_for("generation")["members"]
-        leaver = first[1]
-        assert story.members[leaver].wait() in (RUN_AGAIN, CANCELLED), story
-        ends = [story.done(name) for name in set(first) - {leaver}]
-        assert ends[0]["weights"] == ends[1]["weights"], story
-        (_, second) = story.entries("generation")
-        assert (second["left"], second["lost"], second["steps_lost"]) == ([leaver], [], 0), story
-        assert max(one["step"] for one in story.steps(leaver)) <= 13
-        for epoch, seen in times_seen(*story.all_steps()).items():
-            assert seen == dict.fromkeys(range(SAMPLES), 1), epoch
-
-
 def test_a_run_whose_members_all_go_is_saved_and_goes_on(tmp_path: Path) -> None:
     """Below ``min`` the step is saved before anybody leaves; new members go on from there."""
     with ElasticStory(tmp_path, min=2, max=2) as story:

@@ -195,27 +195,6 @@ def test_a_training_over_many_sizes(tmp_path: Path, sharded: bool) -> None:
 
 
 @pytest.mark.long
-def test_a_member_that_nobody_can_reach_is_left_out(tmp_path: Path) -> None:
-    """Its ranks end in init_process_group: three tries that are charged to nobody, then it goes."""
-    unreachable = 'if options.get("unreachable"): os.environ["GLOO_SOCKET_IFNAME"] = "none0"\n'
-    begin = "dist.init_process_group("
-    script = TRAIN.replace(begin, unreachable + begin)
-    with RestartStory(tmp_path, script=script, min=1, max=2, gather_s=30.0) as story:
-        story.start("a", epochs=1, step_s=0.02)
-        story.start("b", epochs=1, step_s=0.02, unreachable=True)
-        assert [story.members[name].wait(limit_s=300) for name in "ab"] == [0, 1], story
-        causes = [one["cause"] for one in story.entries("generation")]
-        assert len(causes) == 4, story
-        assert all(one.startswith("the generation could not meet (b: ") for one in causes[1:])
-        assert "none0" in causes[1]
-        (failure,) = story.entries("failure")
-        assert failure["member"] == "b"
-        assert "3 generations in a row could not meet, the last: b: rank" in failure["reason"]
-        assert times_seen(story.steps("a"))[0] == dict.fromkeys(range(SAMPLES), 1)
-        assert [one["generation"] for one in story.entries("resumed")] == [4]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("script", STOCK.values(), ids=STOCK)
 def test_a_script_that_knows_nothing_of_it(
     tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch

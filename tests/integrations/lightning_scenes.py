@@ -295,7 +295,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def strategies(world: int) -> dict[str, tuple[Any, Any]]:
     """The module and the strategy of a training of several ranks."""
     return {
-        "ddp": (OfRanks(), DDPStrategy()),
+        "ddp": (OfRanks(), DDPStrategy(bucket_cap_mb=0.001, gradient_as_bucket_view=True)),
         "fsdp": (OfRanks(), OnCpu(auto_wrap_policy={torch.nn.Linear})),
         "fsdp grad_op": (OfRanks(), OnCpu(sharding_strategy="SHARD_GRAD_OP")),
         "fsdp flat": (Flat(), OnCpu(sharding_strategy="NO_SHARD", use_orig_params=False)),

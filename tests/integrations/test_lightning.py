@@ -43,20 +43,6 @@ for package in (lightning.pytorch, pytorch_lightning):
 """
 
 
-def test_a_script_that_imports_both_packages(tmp_path: Path) -> None:
-    """As one does whose libraries have not moved on: either Trainer takes the callback."""
-    (tmp_path / "both.py").write_text(BOTH)
-    ran = zygote.ran([tmp_path / "both.py", tmp_path], loads=LIGHTNING)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == ["True 4"] * 2
-    for package in ("lightning.pytorch", "pytorch_lightning"):
-        assert (tmp_path / package / "finished.json").exists()
-        # what is not trained is apart
-        files = list(tmp_path.glob(f"{package}/checkpoints/*/frozen-00000.safetensors"))
-        assert len(files) == 2
-        assert all(80_000 < file.stat().st_size < 82_000 for file in files)
-
-
 @pytest.mark.parametrize(
     "attempts", [["2:2", "1:7", "3:"], pytest.param(["1:2", "3:4", "2:"], marks=pytest.mark.long)]
 )

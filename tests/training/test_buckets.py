@@ -1,76 +1,15 @@
-"""DDP's buckets are the same in every attempt, so that a restart changes no bit."""
+"""Models without an order of buckets that could be kept."""
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from processes import Child
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from zygote import forked
 
 from hydroslurm.training.ddp_buckets import BucketOrders, is_settled
-
-PROGRAM = Path(__file__).with_name("ranks_with_buckets.py")
-STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
-    """The process from which the ranks are forked."""
-    environ = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with forked(PROGRAM.read_text(), tmp_path_factory.mktemp("forker"), environ=environ) as program:
-        program.expect("ready")
-        yield program
-
-
-def trained(forker: Child, folder: Path, *stops: int, world: int, **options: Any) -> list[str]:
-    """Train with a new attempt after each stop; a hash of everything, for each rank."""
-    folder.mkdir()
-    edges = [0, *stops, STEPS]
-    for attempt, (first, last) in enumerate(itertools.pairwise(edges)):
-        given = {"folder": str(folder), "attempt": attempt, "first": first, "last": last}
-        forker.say(json.dumps({**given, "world": world, **options}))
-        assert forker.expect("ended") == str([0] * world), str(forker)
-    return [(folder / f"hash-{rank}").read_text() for rank in range(world)]
-
-
-@pytest.mark.parametrize(
-    ("world", "ddp"),
-    [
-        (3, {}),
-        (4, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}),
-        (3, {"find_unused_parameters": True}),
-    ],
-)
-def test_a_restart_changes_no_bit(
-    forker: Child, tmp_path: Path, world: int, ddp: dict[str, Any]
-) -> None:
-    """Weights, optimizer, BatchNorm's statistics and random numbers, on every rank."""
-    options: dict[str, Any] = {"world": world, "settle": True, "ddp": ddp}
-    alone = trained(forker, tmp_path / "alone", **options)
-    assert trained(forker, tmp_path / "restarted", 1, 4, **options) == alone
-
-
-def test_without_it_a_restart_changes_bits(forker: Child, tmp_path: Path) -> None:
-    """What it is for, and that these tests would see it."""
-    options: dict[str, Any] = {"world": 3, "settle": False}
-    alone = trained(forker, tmp_path / "alone", **options)
-    assert trained(forker, tmp_path / "restarted", 3, **options) != alone
-
-
-def test_two_ranks_need_it_not(forker: Child, tmp_path: Path) -> None:
-    """A sum of two is the same in any order."""
-    options: dict[str, Any] = {"world": 2, "settle": False}
-    alone = trained(forker, tmp_path / "alone", **options)
-    assert trained(forker, tmp_path / "restarted", 3, **options) == alone
 
 
 def test_other_models_are_left_alone() -> None:

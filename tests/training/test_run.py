@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -268,22 +267,6 @@ def test_what_somebody_has_to_see_is_a_warning(
     assert caplog.messages == ["nothing was saved"]
 
 
-def test_no_progress_in_five_attempts_ends_with_93(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Five attempts that begin at the same step are enough; the sixth says why it does not
-    begin."""
-    for _ in range(5):
-        training = Training(tmp_path)
-        training.run.resume()
-        training.run.close()  # killed before its first step
-    last = Training(tmp_path)
-    with caplog.at_level("WARNING", logger="hydroslurm"), pytest.raises(SystemExit) as leaving:
-        last.run.resume()
-    assert leaving.value.code == MUST_NOT_RUN_AGAIN
-    assert "no progress: the last 5 attempts all began at step 0" in caplog.text
-
-
 def test_a_spent_budget_ends_with_93(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Failures have a budget of their own; stops do not count against it."""
     limits = Limits(failures=1, attempts_without_progress=None)
@@ -311,24 +294,6 @@ def test_a_failed_periodic_save_is_reported_at_the_next_safe_point(tmp_path: Pat
 
     with pytest.raises(SaveFailed):
         train()
-
-
-def test_a_warning_trains_on(tmp_path: Path) -> None:
-    """With on_save_error="warn" the training goes on and saves again as soon as it can."""
-    training = Training(tmp_path, on_save_error="warn")
-    training.run.resume()
-    blocker = tmp_path / "checkpoints"
-    blocker.write_text("a file where the folder should be")
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for number, batch in enumerate(training.run.batches(epochs=1), start=1):
-            training.step(batch)
-            training.run._saver.wait()
-            if number == 6:
-                blocker.unlink()
-    training.run.close()
-    assert any("checkpoints" in str(warning.message) for warning in seen)
-    assert (blocker / f"step-{STEPS_PER_EPOCH:09d}").is_dir()
 
 
 def test_what_cannot_be_saved_is_told_at_the_first_step(tmp_path: Path) -> None:

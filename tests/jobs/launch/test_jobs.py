@@ -329,14 +329,6 @@ def test_callables_and_arrays(on_cluster: None, folder: Path) -> None:
         assert job.run_dir.root.name == str(index)
 
 
-def test_a_failing_script_fails_its_job(on_cluster: None, folder: Path) -> None:
-    """The script's exit status is the job's."""
-    (folder / "train.py").write_text("raise SystemExit(3)")
-    job = _submitted(folder)
-    wait_until(lambda: job.done(force_check=True), "the end of the job")
-    wait_until(lambda: job.state.startswith("FAILED"), "sacct says FAILED")
-
-
 def test_what_cannot_be_submitted_is_explained(on_cluster: None, folder: Path) -> None:
     """Unknown partitions, parameters and scripts give errors that name them, and leave no run
     folder."""
