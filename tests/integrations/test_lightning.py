@@ -13,34 +13,6 @@ from integrations.proofs import LIGHTNING
 RESIZED = Path(__file__).with_name("lightning_resized.py")
 STOPPED = 75
 SAMPLES = 67
-BOTH = """
-import pickle, sys
-import lightning.pytorch, pytorch_lightning, torch
-from pathlib import Path
-from torch.utils.data import DataLoader, TensorDataset
-from hydroslurm.integrations.lightning import Preemptible
-
-rows = DataLoader(TensorDataset(torch.ones(8, 2)), 2)
-for package in (lightning.pytorch, pytorch_lightning):
-    class Module(package.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.base = torch.nn.Linear(2, 10000).requires_grad_(False)
-            self.net = torch.nn.Linear(10000, 1)
-        def training_step(self, batch):
-            return self.net(self.base(batch[0])).sum()
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    folder = Path(sys.argv[1], package.__name__)
-    own = pickle.loads(pickle.dumps(Preemptible(directory=folder, every_steps=1)))
-    trainer = package.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, callbacks=[own],
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    )
-    trainer.fit(Module(), rows)
-    print(isinstance(own, package.Callback), trainer.global_step)
-"""
 
 
 @pytest.mark.parametrize(
