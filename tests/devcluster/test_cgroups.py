@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -143,29 +142,6 @@ def test_up_again_where_a_supervisor_was_killed(tmp_path: Path) -> None:
             assert cgroups.processes_of(again.spec) == []
             assert again.run(["srun", "echo", "here"]).stdout == "here\n"
     assert not _left(cluster)
-
-
-@pytest.mark.slurm
-def test_two_side_by_side_leave_each_other_alone() -> None:
-    """A job of each is suspended, that is, frozen: one cluster ends, frozen job and cgroups and
-    all; the job of the other goes on, and then nothing of it is left either."""
-    spec = ClusterSpec(nodes=1, proctrack="cgroup")
-    require_cgroups(spec)
-    with ExitStack() as stack:
-        first, second = [stack.enter_context(DevCluster.up(spec)) for _ in range(2)]
-        for cluster in (first, second):
-            job = _start_job(cluster)
-            cluster.run(["scontrol", "suspend", job])
-        for cluster in (first, second):
-            wait_until(lambda cluster=cluster: "FROZEN" in _states(cluster), "the freezer")
-        frozen = cgroups.processes_of(first.spec)
-        assert frozen
-        second.down()
-        assert cgroups.processes_of(first.spec) == frozen
-        assert not _left(second)
-        first.run(["scontrol", "resume", job])
-        wait_until(lambda: "FROZEN" not in _states(first), "the resume")
-    assert not _left(first)
 
 
 @pytest.mark.slurm

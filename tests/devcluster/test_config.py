@@ -149,10 +149,3 @@ def test_a_wrong_value_is_refused_with_the_right_ones(values: dict[str, Any], wo
     """A spec is checked when it is made, and the message names what would do."""
     with pytest.raises(UsageError, match=words):
         ClusterSpec(**values)
-
-
-def test_spec_survives_json() -> None:
-    """What is written down is read back as the same value."""
-    spec = ClusterSpec(nodes=2, profile="requeue", directory=Path("/a b/c"), grace_s=7)
-    assert ClusterSpec.from_dict(spec.to_dict()) == spec
-    assert ClusterSpec.from_dict(ClusterSpec().to_dict()) == ClusterSpec()

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from clusters import require_slurm
-from processes import wait_until
 
 from hydroslurm.devcluster import config, processes, programs
-from hydroslurm.devcluster.layout import Layout, locked, make_link, remove_link
+from hydroslurm.devcluster.layout import Layout, make_link, remove_link
 from hydroslurm.errors import ClusterError
 
 
@@ -27,33 +25,6 @@ def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path) -> None:
     layout.remove_state()
     layout.remove_all()
     assert (tmp_path / "state" / "thesis.tex").exists()
-
-
-def test_removing_the_state_keeps_the_logs(tmp_path: Path) -> None:
-    """After the end only the logs, the lock and the notice are there, and the folder can be used
-    again."""
-    layout = Layout.at(tmp_path / "new" / "deep")
-    layout.create()
-    layout.log("slurmctld").write_text("it was fine\n")
-    layout.slurm_conf.write_text("x")
-    layout.remove_state()
-    assert sorted(p.name for p in layout.root.iterdir()) == [layout.marker.name, "log"]
-    layout.create()
-    assert layout.log("slurmctld").read_text() == "it was fine\n"
-    assert layout.root.stat().st_mode & 0o777 == 0o700
-
-
-def test_one_folder_is_one_cluster(tmp_path: Path) -> None:
-    """The lock of a folder is held once, and the message says what can be done."""
-    layout = Layout.at(tmp_path)
-    with (
-        locked(layout),
-        pytest.raises(ClusterError, match=r"already up in .*hydroslurm cluster down --dir"),
-        locked(layout),
-    ):
-        pass
-    with locked(layout):
-        pass
 
 
 def test_a_deep_folder_gets_a_short_name(tmp_path: Path) -> None:
@@ -141,24 +112,6 @@ def test_a_process_is_not_mistaken_for_a_later_one() -> None:
     former = processes.ProcessId(os.getpid(), me.start_ticks - 1)
     assert not former.alive
     former.send(9)  # would end the tests
-
-
-def test_descendants_reach_through_generations() -> None:
-    """Children of children are found and ended, with the environment they were started with."""
-    code = "import subprocess, sys; subprocess.run(['sleep', '600'])"
-    mark = {"HYDROSLURM_TEST_MARK": str(os.getpid())}
-    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **mark})
-    try:
-        wait_until(lambda: processes.descendants(parent.pid), "the grandchild")
-        below = processes.descendants(parent.pid)
-        pids = processes.find(lambda pid: mark.items() <= processes.environment(pid).items())
-        assert set(pids) == {parent.pid, *below}
-        found = [p for pid in pids if (p := processes.ProcessId.of(pid))]
-        processes.end(found)
-        assert not any(p.alive for p in found)
-    finally:
-        parent.kill()
-        parent.wait()
 
 
 @pytest.mark.parametrize(

@@ -23,20 +23,19 @@ from hydroslurm.integrations import lightning_strategies
 from hydroslurm.integrations.known import require_known_lightning
 from hydroslurm.integrations.lightning_strategies import strategy_class
 
-SCRIPT = Path(__file__).with_name("lightning_named.py")
+SCRIPT = Path(__file__).with_name("lightning_packages.py")
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
 def test_either_package_in_any_order(tmp_path: Path) -> None:
     """Each of Lightning's packages, imported before ours or after it, beside the other or alone,
-    trains as a single process by the strategies' names, with HFAI's environment and callback and
-    ours; an argument of Lightning 1 is answered with what to write."""
-    done = captured(
-        [sys.executable, SCRIPT.with_name("lightning_packages.py"), tmp_path], timeout=400
-    )
+    trains as a single, bound process by the strategies' names, with HFAI's environment and callback
+    and ours; an argument of Lightning 1 is answered with what to write."""
+    done = captured([sys.executable, SCRIPT, tmp_path], timeout=400)
     seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     wanted = {"steps": [4, 4], "checkpoints": 1, "saved": True}
     assert [{name: one[name] for name in wanted} for one in seen] == [wanted] * 6, done.stderr
+    assert done.stderr.count("bound to NUMA node") == 12  # each order trains by two names
     for one in seen:
         assert re.match(r"Trainer\(gpus=8\) is of .*accelerator=\"gpu\", devices=8", one["gpus"])
 
@@ -80,15 +79,3 @@ def test_a_strategy_that_cannot_be_saved_is_refused() -> None:
     trainer.strategy.__class__ = type("DeepSpeedStrategy", (type(trainer.strategy),), {})
     with pytest.raises(UsageError, match=r'DeepSpeedStrategy shards .*="ddp" or "fsdp"'):
         require_known_lightning(trainer)
-
-
-def test_a_fit_by_name(tmp_path: Path) -> None:
-    """Two ranks of torchrun's: both are bound, train alike, and end with the same weights."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    done = captured(
-        [*command, "--standalone", str(SCRIPT), "hfreduce_bind_numa"], cwd=tmp_path, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("bound to NUMA node") == 2
-    sums = dict(re.findall(r"rank (\d) step 4 sum (\S+)", done.stdout))
-    assert sums["0"] == sums["1"], done.stdout

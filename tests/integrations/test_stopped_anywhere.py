@@ -52,9 +52,6 @@ STRUCTURES = [
     ),
     single("own_lbfgs.py"),
     single("own_adalora.py"),
-    single("transformers_masked.py x"),
-    single("transformers_masked.py x workers"),
-    single("transformers_masked.py x persistent"),
     single("transformers_twice.py", "step:4 step:7 step:2", trainings=2),
     single("transformers_adalora.py"),
     single("transformers_callback.py"),
@@ -68,7 +65,6 @@ STRUCTURES = [
     single("lightning_pruned.py", named="ModelPruning puts no masks into a checkpoint"),
     # within a window of batches whose gradients are added up
     single("accelerate_accumulated.py", "forward:2 forward:4", trainings=2),
-    single("lightning_gan.py", "step:2 step:4"),
     single("lightning_finders.py rate", "step:12 step:25"),
     single("lightning_finders.py size", "step:3 step:2"),
 ]

@@ -165,7 +165,7 @@ class Masking(Trainer):
             tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")),
             pad_token="1", mask_token="2",
         )  # fmt: skip
-        self.data_collator = transformers.DataCollatorForLanguageModeling(tokenizer)
+        self.data_collator = transformers.DataCollatorForLanguageModeling(tokenizer, seed=11)
 
 
 class Shown(transformers.TrainerCallback):

@@ -292,60 +292,6 @@ def test_a_forked_child_is_not_installed_and_may_install(gate: GateKind, tmp_pat
         assert parent.expect("parent") == "RUNNING"
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_dataloader_workers_live_through_pauses(tmp_path: Path, method: str) -> None:
-    """Workers that get every signal of the rank neither die nor act, and all batches arrive in
-    order."""
-    code = f"""
-        import os, signal, sys, threading, time, warnings
-        import torch, hydroslurm
-        from pathlib import Path
-
-        class Numbers(torch.utils.data.Dataset):
-            def __len__(self): return 200
-            def __getitem__(self, i): return torch.full((4,), float(i))
-
-        def children(pid):
-            found = []
-            try:  # threads and processes come and go while they are looked at
-                for task in Path(f"/proc/{{pid}}/task").iterdir():
-                    found += [int(one) for one in (task / "children").read_text().split()]
-            except OSError:
-                pass
-            return found
-
-        def descendants(pid):
-            return [one for child in children(pid) for one in (child, *descendants(child))]
-
-        def storm(stop):
-            rounds = 0
-            while not stop.is_set():
-                for signo in (signal.SIGUSR1, signal.SIGTSTP, signal.SIGUSR2, signal.SIGCONT):
-                    for pid in [os.getpid(), *descendants(os.getpid())]:
-                        try: os.kill(pid, signo)
-                        except ProcessLookupError: pass
-                    time.sleep(0.002)
-                rounds += 1
-            print("rounds", rounds)
-
-        if __name__ == "__main__":
-            warnings.filterwarnings("ignore", category=DeprecationWarning)
-            hydroslurm.install()
-            loader = torch.utils.data.DataLoader(
-                Numbers(), batch_size=4, num_workers=2, multiprocessing_context="{method}")
-            stop = threading.Event()
-            noise = threading.Thread(target=storm, args=(stop,))
-            noise.start()
-            seen = torch.cat([batch[:, 0] for batch in loader]).tolist()
-            stop.set(); noise.join()
-            print("ordered", seen == [float(i) for i in range(200)])
-    """
-    with child(code, tmp_path) as rank:
-        assert int(rank.expect("rounds", limit_s=120)) > 0
-        assert rank.expect("ordered") == "True", str(rank)
-        assert rank.wait() == 0, str(rank)
-
-
 @with_both_gates
 def test_signals_ignored_at_start_stay_ignored(gate: GateKind, tmp_path: Path) -> None:
     """Under nohup-like starts the signal is left alone and listed, unless it is asked for."""

@@ -11,7 +11,7 @@ of failure cases, and where each is tested (elastic: tests/elastic, of real proc
      7  a rank hangs                          here; elastic/test_members, test_restart
      8  kill -9 of the coordinator            test_elastic_job; elastic/test_members
      9  its time limit                        here
-    10  SIGTERM in evaluation, first step     elastic/test_members; faults/test_mixed_world
+    10  SIGTERM in evaluation, first step     elastic/test_storms; faults/test_mixed_world
     11  SIGTERM with loader workers           elastic/test_members; test_fixed_order
     12  killed while a checkpoint is written  checkpoint/test_kills
     13  grace shorter than the save           checkpoint/test_deadline, test_stop (of fixed size)

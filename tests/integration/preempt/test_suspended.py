@@ -26,14 +26,14 @@ LIMIT_S = 120.0
 class Job:
     """The script below srun, in a folder of its own, to which its files and its run folder go."""
 
-    def __init__(self, cluster: DevCluster, folder: Path, *srun: str, python: str = "-u") -> None:
+    def __init__(self, cluster: DevCluster, folder: Path, *srun: str) -> None:
         folder.mkdir()
         self.cluster, self.folder = cluster, folder
         names = ("PYTHONPATH",)  # the rest of this process's environment is not the user's
         kept = {name: value for name, value in os.environ.items() if name not in names}
         options = ("-J", folder.name, "-o", "out", "-e", "err", *srun)
         self.process = subprocess.Popen(
-            ["srun", *options, sys.executable, *python.split(), SCRIPT, "--epochs", str(EPOCHS)],
+            ["srun", *options, sys.executable, "-u", SCRIPT, "--epochs", str(EPOCHS)],
             cwd=folder,
             env=cluster.child_environ({**kept, "XDG_RUNTIME_DIR": str(folder)}),
         )
@@ -82,9 +82,9 @@ def epochs(said: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(pause_cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Under way without the option; Python says what it imports."""
+    """Under way without the option."""
     folder = tmp_path_factory.mktemp("suspended") / "left-alone"
-    job = Job(pause_cluster, folder, python="-u -X importtime")
+    job = Job(pause_cluster, folder)
     yield job
     job.process.kill()
 
@@ -105,11 +105,3 @@ def test_suspended_again_and_again_under_srun(
     assert len(job.learnt) == EPOCHS
     assert job.learnt == alone.finish().learnt
     assert "hydroslurm" not in job.said("err")
-
-
-def test_without_the_option_there_is_nothing_of_ours(alone: Job) -> None:
-    """A job that does not ask for it imports no module of ours, and has no run folder."""
-    errors = alone.finish().said("err")
-    assert "torch.autograd" in errors
-    assert "hydroslurm" not in errors
-    assert not (alone.folder / "hydroslurm-runs").exists()
