@@ -78,16 +78,6 @@ def test_going_without_a_request_is_refused(tmp_path: Path) -> None:
         assert "1 process of multiprocessing (DataLoader workers?) started before" in str(program)
 
 
-def test_two_sigterms_are_one_stop(tmp_path: Path) -> None:
-    """Slurm sends two; the second neither kills the save nor begins another."""
-    with forked(RUN, tmp_path) as program:
-        program.expect("ready")
-        program.signal(signal.SIGTERM)
-        program.signal(signal.SIGTERM)
-        assert program.wait() == 75
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
-
-
 def test_a_stop_reaches_a_paused_rank(tmp_path: Path) -> None:
     """Paused by a person and then stopped: it is let go to its safe point, and the next attempt
     goes on from there, running."""
