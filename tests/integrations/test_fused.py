@@ -19,7 +19,7 @@ from torch import nn
 
 import hydroslurm
 from hydroslurm.errors import UsageError
-from hydroslurm.integrations.fused import modules, optimizers, rewriters, trial
+from hydroslurm.integrations.fused import optimizers, rewriters, trial
 from hydroslurm.integrations.fused.choices import Choice
 
 WIDTH, LENGTH = 32, 24
@@ -39,7 +39,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_speed(monkeypatch: pytest.MonkeyPatch, ratio: float) -> None:
-    for module in (trial, modules, optimizers):
+    for module in (trial, optimizers):
         monkeypatch.setattr(module, "time_ratio", lambda *_: ratio)
 
 
@@ -68,11 +68,10 @@ def row_of(inner: nn.Module, **named: Any) -> Choice:
 @pytest.mark.parametrize(
     ("inner", "name"),
     [
-        (models.RMSNorm(WIDTH), "rms_norm(1e-06)"),
+        (models.RMSNorm(WIDTH), "F.rms_norm(1e-06)"),
         (models.RMSNorm(WIDTH, eps=1e-3), "rms_norm(0.001)"),
         (models.LlamaNorm(WIDTH), "rms_norm(1e-05)"),
         (models.GemmaNorm(WIDTH), "rms_norm(1e-06, 1 + weight)"),
-        (nn.RMSNorm(WIDTH), "rms_norm(eps)"),
         (models.LayerNorm(WIDTH), "F.layer_norm(1e-05)"),
         (models.NewGELU(), "F.gelu(approximate='tanh')"),
         (models.GELU(), "F.gelu"),
@@ -171,7 +170,7 @@ def test_the_model_is_the_same_but_for_its_forwards(always: None) -> None:
     table = hydroslurm.optimize_modules(model, given)
 
     assert torch.equal(torch.get_rng_state(), rng)
-    assert [len(row.names) for row in table.applied] == [5, 2, 2, 1]
+    assert [len(row.names) for row in table.applied] == [5, 2, 2]
     assert "blocks.*.norm_1, ... x5 (RMSNorm)" in str(table)
     assert (repr(model), list(model.state_dict())) == (shown, keys)
     for name, one in model.named_parameters():
@@ -226,7 +225,11 @@ def test_a_setting_that_is_changed_later(monkeypatch: pytest.MonkeyPatch) -> Non
     """And another type: both go to the module's own forward."""
     counted = itertools.count(2)
     monkeypatch.setattr(trial, "time_ratio", lambda *_: float(next(counted)))  # the last one wins
-    monkeypatch.setattr(modules, "time_ratio", lambda *_: 2.0)
+
+    @hydroslurm.register_rewriter(models.RMSNorm)
+    def by_division(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt())
+
     inner = models.RMSNorm(WIDTH)
     assert row_of(inner).applied
     own, x = type(inner).forward, batch()
@@ -247,21 +250,17 @@ def test_in_bfloat16(always: None, autocast: bool) -> None:
         model.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         table = hydroslurm.optimize_modules(model, given)
-        assert [len(row.names) for row in table.applied] == [5, 2, 2, 1], str(table)
+        assert [len(row.names) for row in table.applied] == [5, 2, 2], str(table)
         model(*given).backward()
 
 
 def test_what_is_slower_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself, or in the model as a whole."""
+    """It keeps its own forward, and the row has both."""
     set_speed(monkeypatch, 0.9)
-    row = row_of(models.Swish())
+    inner = models.Swish()
+    row = row_of(inner)
     assert (row.applied, row.speedup, row.reason) == (False, 0.9, "not faster")
-    set_speed(monkeypatch, 2.0)
-    monkeypatch.setattr(modules, "time_ratio", lambda *_: 0.9)
-    model = Holder(models.Swish())
-    rows = list(hydroslurm.optimize_modules(model, batch()))
-    assert [row.reason for row in rows] == ["not faster in the model", "not faster"]
-    assert "forward" not in vars(model.inner)
+    assert "forward" not in vars(inner)
 
 
 def test_speed_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +373,6 @@ def optimizers_of(weights: list[nn.Parameter]) -> Iterator[torch.optim.Optimizer
     yield torch.optim.AdamW(weights, 1e-2)
     yield torch.optim.Adam(weights, 1e-2, amsgrad=True)
     yield torch.optim.SGD(weights, 1e-2, momentum=0.9)
-    yield torch.optim.RMSprop(weights)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -383,7 +381,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(3))
 def test_an_optimizer(always: None, number: int) -> None:
     """Its weights and its state stay, its next steps are those of the other but for rounding, and
     one that is resumed goes on in the same way."""
@@ -397,12 +395,11 @@ def test_an_optimizer(always: None, number: int) -> None:
     before = copy.deepcopy(fused.state_dict())
     table = hydroslurm.optimize_optimizer(ours)
     assert len(table.applied) == 1, str(table)
-    way = table.applied[0].replacement.partition("=")[0]
     assert all(torch.equal(before[name], one) for name, one in fused.state_dict().items())
     resumed_model = copy.deepcopy(fused)
     resumed = list(optimizers_of(list(resumed_model.parameters())))[number]
     resumed.load_state_dict(copy.deepcopy(ours.state_dict()))
-    assert resumed.param_groups[0][way]
+    assert resumed.param_groups[0]["fused"]
     for one in ((own, theirs), (fused, ours), (resumed_model, resumed)):
         step(*one)
     weights = (own.parameters(), fused.parameters(), resumed_model.parameters())
@@ -414,6 +411,6 @@ def test_an_optimizer(always: None, number: int) -> None:
 def test_an_optimizer_without_them(always: None) -> None:
     """Nothing is changed, and it is said."""
     optimizer = torch.optim.LBFGS([nn.Parameter(torch.zeros(2))])
-    assert "neither" in str(hydroslurm.optimize_optimizer(optimizer))
+    assert "has no fused form" in str(hydroslurm.optimize_optimizer(optimizer))
     with pytest.raises(UsageError, match="wanted an optimizer"):
         hydroslurm.optimize_optimizer(nn.Linear(1, 1))  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """What was replaced, what was not and why: a table for people, a file for the next attempt.
 
 Which of two equal forwards is the faster one is measured, and may come out otherwise the next time;
-their results differ in the last bit. So what a run has chosen is kept, each rank's by itself, and a
-resumed run is the undisturbed one.
+their results differ in the last bit. So each rank keeps what it has chosen, and a resumed run is
+the undisturbed one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hydroslurm.coordination.world import World
 from hydroslurm.core import rundir
-from hydroslurm.core.files import parse_json, read_regular, write_atomically
+from hydroslurm.core.decoding import decode
+from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.errors import UsageError
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training.arguments import run_directory
@@ -74,18 +75,6 @@ class Choices:
     def applied(self) -> list[Choice]:
         return [row for row in self.rows if row.applied]
 
-    def add(self, rows: list[Choice]) -> None:
-        """One row for modules that are alike; these before those that are there."""
-        made: dict[object, Choice] = {}
-        for row in (*rows, *self.rows):
-            key = (row.kind, row.replacement, row.applied, row.reason, row.speedup)
-            if (first := made.get(key)) is not None:
-                seen = [one for one in (first.difference, row.difference) if one is not None]
-                names = (*first.names, *row.names)
-                row = replace(first, names=names, difference=max(seen, default=None))
-            made[key] = row
-        self.rows = list(made.values())
-
     def __str__(self) -> str:
         if not self.rows:
             return "nothing that a rewriter knows"
@@ -95,43 +84,46 @@ class Choices:
         return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
-class Record:
-    """The file of a run's choices. Whoever can write it can only choose among forms that are equal,
-    and are compared again where there is a batch.
+@dataclass(frozen=True)
+class Chosen:
+    """What is in place of a module's forward, "" for its own, and for what kind of call."""
 
-    Args:
-        given: the folder; else one in that of the job, if there is one.
+    replacement: str
+    like: str
 
-    Attributes:
-        chosen: by the module's name, its replacement ("" for none), and for what kind of call.
+
+def record_of(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Path | None:
+    """The file of this rank's choices: in the folder that is given, else in that of the job, if
+    there is one. Whoever can write it can only choose among forms that are equal, and are compared
+    again where there is a batch."""
+    rank = World.from_environ(environ).rank
+    if given is not None:
+        return Path(given).absolute() / f"rank-{rank:05d}.json"
+    if rundir.named_in(environ) or Allocation.from_environ(environ) is not None:
+        return run_directory(None, environ).fused(rank)
+    return None
+
+
+def read_record(path: Path | None) -> dict[str, Chosen]:
+    """What an earlier attempt has chosen, by the module's name.
 
     Raises:
-        UsageError: what lies there is not one.
+        UsageError: what lies there is no such file.
     """
+    if path is None or not path.exists():
+        return {}
+    try:
+        return decode(dict[str, Chosen], read_regular(path, limit_bytes=_LIMIT_BYTES))
+    except ValueError as error:
+        raise UsageError(
+            f"{path} does not say which modules of this run were replaced ({error}). Remove it to "
+            "have them chosen anew"
+        ) from error
 
-    def __init__(self, given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> None:
-        rank = World.from_environ(environ).rank
-        self._path: Path | None = None
-        if given is not None:
-            self._path = Path(given).absolute() / f"rank-{rank:05d}.json"
-        elif rundir.named_in(environ) or Allocation.from_environ(environ) is not None:
-            self._path = run_directory(None, environ).fused(rank)
-        self.chosen: dict[str, tuple[str, str]] = {}
-        if self._path is None or not self._path.exists():
-            return
-        try:
-            found = parse_json(read_regular(self._path, limit_bytes=_LIMIT_BYTES))
-            self.chosen = {name: (one["replacement"], one["like"]) for name, one in found.items()}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UsageError(
-                f"{self._path} does not say which modules of this run were replaced ({error!r}). "
-                "Remove it to have them chosen anew"
-            ) from error
 
-    def add(self, chosen: Mapping[str, tuple[str, str]]) -> None:
-        """Keep what was chosen now."""
-        self.chosen.update(chosen)
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            made = {n: {"replacement": r, "like": like} for n, (r, like) in self.chosen.items()}
-            write_atomically(self._path, json.dumps(made, indent=1))
+def write_record(path: Path | None, chosen: Mapping[str, Chosen]) -> None:
+    """Keep all that is chosen by now."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made = {name: asdict(one) for name, one in chosen.items()}
+        write_atomically(path, json.dumps(made, indent=1))

@@ -5,34 +5,34 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hydroslurm.checkpoint import rng
 from hydroslurm.errors import UsageError
-from hydroslurm.integrations.fused import attention
-from hydroslurm.integrations.fused.choices import Choice, Choices, Record
-from hydroslurm.integrations.fused.rewriters import NotRewritten, Proposal, proposals_for
-from hydroslurm.integrations.fused.swap import Fused, fused_in, kind_of, put, settings, take_out
-from hydroslurm.integrations.fused.trial import (
-    LEAST_SPEEDUP,
-    Call,
-    Result,
-    Trial,
-    run,
-    time_ratio,
+from hydroslurm.integrations.fused.choices import (
+    Choice,
+    Choices,
+    Chosen,
+    read_record,
+    record_of,
+    write_record,
 )
+from hydroslurm.integrations.fused.rewriters import NotRewritten, Proposal, proposals_for
+from hydroslurm.integrations.fused.swap import PLAIN, Fused, fused_in, kind_of, put, settings
+from hydroslurm.integrations.fused.trial import LEAST_SPEEDUP, Call, Trial
 from hydroslurm.training.reporting import notice
-
-__all__ = ["attention", "optimize_modules"]
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule")
 
 
-@dataclass
+_OF_MODULE = frozenset(vars(nn.Module()))
+
+
+@dataclass(eq=False)
 class _Candidate:
     """A module for which something is proposed, and the first call of it that trains."""
 
@@ -51,21 +51,19 @@ class _Candidate:
 
         return self.module.register_forward_pre_hook(before, with_kwargs=True)
 
-    def row(self, **known: Any) -> Choice:
-        return Choice((self.name,), type(self.module).__name__, **known)
-
-    @property
-    def choice(self) -> tuple[str, str]:
-        """What is in place, "" for its own, and for what kind of call: for the record."""
-        fused = fused_in(self.module)
-        return "" if fused is None else fused.name, self.like
-
     def put(self, replacement: str) -> bool:
         """Put a proposal in place, if there is one of that name."""
         proposal = next((one for one in self.proposals if one.name == replacement), None)
         if proposal is not None:
             put(self.module, Fused(self.module, proposal, self.like))
         return proposal is not None
+
+    def alike(self) -> object:
+        """Equal for modules that are given the same and calculate the same with it."""
+        own = {name: value for name, value in vars(self.module).items() if name not in _OF_MODULE}
+        others = tuple((name, id(one)) for name, one in own.items() if type(one) not in PLAIN)
+        inner = tuple((type(one), settings(one)) for one in self.module.modules())
+        return inner, others, self.like
 
 
 def optimize_modules(
@@ -104,148 +102,34 @@ def optimize_modules(
             f"optimize_modules(): the model is wrapped already ({', '.join(wrapped)}); "
             "give the model itself, before it is wrapped"
         )
-    kept = Record(record, os.environ)
+    path = record_of(record, os.environ)
+    chosen = read_record(path)
     candidates, choices = _candidates(model)
+
+    def choose(among: list[_Candidate]) -> None:
+        choices.rows[:0] = _choose(among, chosen)
+        names = {one: fused.name for one in among if (fused := fused_in(one.module)) is not None}
+        chosen.update((one.name, Chosen(names.get(one, ""), one.like)) for one in among)
+        write_record(path, chosen)
+
     if batch is None:
-        _choose_later(candidates, choices, kept)
+        _choose_later(candidates, choices, chosen, choose)
         return choices
-    whole = partial(_run_whole, model, batch, call or _call)
     hooks = [one.capture() for one in candidates]
+    buffers = [(one, one.detach().clone()) for one in model.buffers()]
+    numbers = rng.capture()
     try:
-        whole()
+        with torch.enable_grad():
+            (call or _call)(model, batch)
     finally:
+        rng.restore(numbers)
         for hook in hooks:
             hook.remove()
-    rows = _choose(candidates, kept)
-    if any(row.applied for row in rows):
-        rows = _judge(model, whole, candidates, rows, is_known=bool(kept.chosen))
-    kept.add({one.name: one.choice for one in candidates})
-    choices.add(rows)
-    return choices
-
-
-def _candidates(model: nn.Module) -> tuple[list[_Candidate], Choices]:
-    """Those for which something is proposed, and those of a known kind for which nothing can be."""
-    found, left = [], Choices()
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) or fused_in(module) is not None:
-            continue
-        try:
-            proposals = proposals_for(module)
-            if proposals and "forward" in vars(module):
-                raise NotRewritten("its forward was replaced by somebody else")
-        except NotRewritten as error:
-            left.add([Choice((name,), type(module).__name__, reason=str(error))])
-            continue
-        if proposals:
-            found.append(_Candidate(name, module, proposals))
-    return found, left
-
-
-def _choose(candidates: list[_Candidate], kept: Record) -> list[Choice]:
-    """Compare, and put in place what is equal and faster; modules that are alike are timed once."""
-    rows: list[Choice] = []
-    timed: dict[Any, Choice] = {}
-    for one in candidates:
-        if one.call is None:
-            rows.append(one.row(reason="not trained with this batch"))
-            continue
-        key = (type(one.module), settings(one.module), one.like)
-        known, _ = kept.chosen.get(one.name, (None, ""))
-        row = _decide(one, timed.get(key), known)
-        timed.setdefault(key, row)
-        if row.applied:
-            one.put(row.replacement)
-        rows.append(row)
-    return rows
-
-
-def _decide(one: _Candidate, alike: Choice | None, known: str | None) -> Choice:
-    """What to do with a module.
-
-    Args:
-        alike: the choice for one that takes the same time. known: that of an earlier attempt.
-    """
-    if known == "":
-        return one.row(reason="its own was chosen before")
-    if known is None and alike is not None and not alike.applied:
-        return replace(alike, names=(one.name,))
-    wanted = known or (alike.replacement if alike else "")
-    equal: list[Choice] = []
-    reasons: list[str] = []
-    assert one.call is not None
-    trial = Trial(one.module, one.call)
-    for proposal in one.proposals:
-        if wanted and proposal.name != wanted:
-            continue
-        try:
-            difference = trial.difference(proposal.forward, known=alike is not None)
-            gain = alike.speedup if alike else None
-            if not wanted:
-                gain = trial.speedup(proposal, one.like)
-        except NotRewritten as error:
-            reasons.append(str(error))
-            continue
-        equal.append(one.row(replacement=proposal.name, speedup=gain, difference=difference))
-    if not equal:
-        of_all = f"none of {len(reasons)} fused forms is equal"
-        return one.row(reason=reasons[0] if len(set(reasons)) == 1 else of_all)
-    best = max(equal, key=lambda row: row.speedup or 0.0)
-    is_faster = bool(wanted) or (best.speedup or 0.0) >= LEAST_SPEEDUP
-    return replace(best, applied=is_faster, reason="" if is_faster else "not faster")
-
-
-def _judge(
-    model: nn.Module,
-    whole: Callable[[], Result],
-    candidates: list[_Candidate],
-    rows: list[Choice],
-    *,
-    is_known: bool,
-) -> list[Choice]:
-    """Take all out again, unless the model as a whole is equal and no slower with them."""
-    in_place = [(one.module, fused) for one in candidates if (fused := fused_in(one.module))]
-
-    def switch(on: bool) -> None:
-        for module, fused in in_place:
-            if on:
-                put(module, fused)
-            else:
-                take_out(module)
-
-    def step(on: bool) -> Result:
-        switch(on)
-        return whole()
-
-    own = step(False)
-    difference = own.difference(step(True))
-    devices = {one.device.type for one in own.outputs}
-    used = [one.dtype for one in own.outputs if one.is_floating_point()]
-    used += [torch.get_autocast_dtype(one) for one in devices if torch.is_autocast_enabled(one)]
-    allowed = max((torch.finfo(one).eps ** 0.5 for one in used), default=0.0)
-    speedup = time_ratio(partial(step, False), partial(step, True))
-    reason = "" if is_known or speedup >= 1.0 else "not faster"
-    if difference > allowed:
-        reason = f"the model's result differs by more than {allowed:.0e}"
-    switch(not reason)
-    if reason:
-        in_model = f"{reason} in the model"
-        rows = [replace(row, applied=False, reason=row.reason or in_model) for row in rows]
-    kind, name = type(model).__name__, "all of these"
-    return [*rows, Choice(("",), kind, name, speedup, difference, not reason, reason)]
-
-
-def _run_whole(model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], Any]) -> Result:
-    """Run the model on the batch, and change nothing of it: gradients are not accumulated, buffers
-    and random numbers are put back."""
-    buffers = [(one, one.detach().clone()) for one in model.buffers()]
-    try:
-        trained = [one for one in model.parameters() if one.requires_grad]
-        return run(lambda: call(model, batch), trained)
-    finally:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+    choose(candidates)
+    return choices
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -254,18 +138,96 @@ def _call(model: nn.Module, batch: Any) -> Any:
     return model(**batch) if isinstance(batch, dict) else model(batch)
 
 
-def _choose_later(candidates: list[_Candidate], choices: Choices, kept: Record) -> None:
+def _candidates(model: nn.Module) -> tuple[list[_Candidate], Choices]:
+    """Those for which something is proposed, and those of a known kind for which nothing can be."""
+    found: list[_Candidate] = []
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) or fused_in(module) is not None:
+            continue
+        try:
+            proposals = proposals_for(module)
+            if proposals and "forward" in vars(module):
+                raise NotRewritten("its forward was replaced by somebody else")
+        except NotRewritten as error:
+            reasons.setdefault((type(module).__name__, str(error)), []).append(name)
+            continue
+        if proposals:
+            found.append(_Candidate(name, module, proposals))
+    left = [Choice(tuple(names), kind, reason=why) for (kind, why), names in reasons.items()]
+    return found, Choices(left)
+
+
+def _choose(candidates: list[_Candidate], chosen: dict[str, Chosen]) -> list[Choice]:
+    """Compare, and put in place what is equal and faster: one of several modules that are alike."""
+    groups: dict[object, list[_Candidate]] = {}
+    for one in candidates:
+        groups.setdefault(one.alike(), []).append(one)
+    rows = []
+    for group in groups.values():
+        known = chosen.get(group[0].name)
+        row = _decide(group[0], None if known is None else known.replacement)
+        rows.append(replace(row, names=tuple(one.name for one in group)))
+        for one in group if row.applied else ():
+            one.put(row.replacement)
+    return rows
+
+
+def _decide(one: _Candidate, known: str | None) -> Choice:
+    """What to do with a module.
+
+    Args:
+        known: the choice of an earlier attempt.
+    """
+    row = Choice((one.name,), type(one.module).__name__)
+    if one.call is None:
+        return replace(row, reason="not trained with this batch")
+    if known == "":
+        return replace(row, reason="its own was chosen before")
+    equal: list[Choice] = []
+    reasons: list[str] = []
+    trial = Trial(one.module, one.call)
+    for proposal in one.proposals:
+        if known and proposal.name != known:
+            continue
+        try:
+            difference = trial.difference(proposal.forward)
+            speedup = None if known else trial.speedup(proposal, one.like)
+        except NotRewritten as error:
+            reasons.append(str(error))
+            continue
+        equal.append(
+            replace(row, replacement=proposal.name, speedup=speedup, difference=difference)
+        )
+    if not equal:
+        of_all = f"none of {len(reasons)} fused forms is equal"
+        return replace(row, reason=reasons[0] if len(set(reasons)) == 1 else of_all)
+    best = max(equal, key=lambda row: row.speedup or 0.0)
+    is_faster = bool(known) or (best.speedup or 0.0) >= LEAST_SPEEDUP
+    return replace(best, applied=is_faster, reason="" if is_faster else "not faster")
+
+
+def _choose_later(
+    candidates: list[_Candidate],
+    choices: Choices,
+    chosen: dict[str, Chosen],
+    choose: Callable[[list[_Candidate]], None],
+) -> None:
     """Without a batch: what an earlier attempt has chosen is put in place at once, all else after
     the first step of an optimizer. Not before, because what is recomputed in a backward has to be
     what was computed, and not within a forward, because the caller may have it under hooks.
     """
-    left = [one for one in candidates if one.name not in kept.chosen]
+    left = [one for one in candidates if one.name not in chosen]
+    names: dict[tuple[str, str, bool], list[str]] = {}
     for one in candidates:
-        if one.name in kept.chosen:
-            known, one.like = kept.chosen[one.name]
-            is_put = one.put(known)
-            reason = "" if is_put else "its own was chosen before"
-            choices.add([one.row(replacement=known, applied=is_put, reason=reason)])
+        if (known := chosen.get(one.name)) is not None:
+            one.like = known.like
+            key = type(one.module).__name__, known.replacement, one.put(known.replacement)
+            names.setdefault(key, []).append(one.name)
+    for (kind, replacement, is_put), alike in names.items():
+        reason = "" if is_put else "its own was chosen before"
+        row = Choice(tuple(alike), kind, replacement, applied=is_put, reason=reason)
+        choices.rows.append(row)
 
     def say() -> None:
         notice(f"modules, and what PyTorch has fused in their place:\n{choices}")
@@ -274,8 +236,7 @@ def _choose_later(candidates: list[_Candidate], choices: Choices, kept: Record) 
         if any(one.call for one in left):  # else it is the step of another model
             for hook in hooks:
                 hook.remove()
-            choices.add(_choose(left, kept))
-            kept.add({one.name: one.choice for one in left})
+            choose(left)
             say()
 
     if left:

@@ -1,12 +1,14 @@
-"""What may take the place of a module's ``forward``: a list that users add to, with the norms and
-the activations that people write out by hand.
+"""What may take the place of a module's ``forward``: a list that users add to, with the norms, the
+activations and the attention that people write out by hand.
 
-Which eps a norm has, and whether its weight is added to one, is not read from the code: each eps
-that the module has or names is proposed, and the comparison finds the right one.
+Which eps a norm has, whether its weight is added to one, and what lies between the layers of an
+attention, is not read from the code: each that may be is proposed, and the comparison finds the
+right one.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from hydroslurm.errors import UsageError
 
@@ -133,7 +134,7 @@ def norm(module: nn.Module) -> Iterator[Proposal]:
     """Of a module with nothing but one weight for each place of the last dimension, or with a bias
     as well, and with an eps."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
-    if type(module) is nn.LayerNorm or len(names) not in (1, 2):
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or len(names) not in (1, 2):
         return
     parameters = [module.get_parameter(name) for name in names]
     if any(one.dim() != 1 or one.shape != parameters[0].shape for one in parameters):
@@ -141,22 +142,15 @@ def norm(module: nn.Module) -> Iterator[Proposal]:
     if [*module.children(), *module.buffers()]:
         return
     names.sort(key=lambda name: any(word in name.lower() for word in _BIASES))
-    eps_s = _eps_of(module)
-    if len(names) == 1:
-        for eps, one_plus in itertools.product(eps_s, (False, True)):
-            of = f"{'eps' if eps is None else f'{eps:g}'}{', 1 + weight' if one_plus else ''}"
-            yield Proposal(f"F.rms_norm({of})", partial(_functional, names[0], eps, one_plus))
-            yield Proposal(f"rms_norm({of}), one node", partial(_one_node, names[0], eps, one_plus))
-    for eps in eps_s:
-        if eps is not None:
-            yield Proposal(f"F.layer_norm({eps:g})", partial(_layer_norm, names, eps))
+    for eps in _eps_of(module):
+        for one_plus in (False, True) if len(names) == 1 else ():
+            of = f"{eps:g}{', 1 + weight' if one_plus else ''}"
+            yield Proposal(f"F.rms_norm({of})", partial(_rms_norm, names[0], eps, one_plus))
+        yield Proposal(f"F.layer_norm({eps:g})", partial(_layer_norm, names, eps))
 
 
-def _eps_of(module: nn.Module) -> Sequence[float | None]:
-    """What may be the eps: an attribute, or a number in the code of a method; None is PyTorch's,
-    which goes by the type of the input."""
-    if type(module) is nn.RMSNorm and module.eps is None:
-        return [None]
+def _eps_of(module: nn.Module) -> Sequence[float]:
+    """What may be the eps: an attribute, or a number in the code of a method."""
     attributes = [value for value in vars(module).values() if type(value) is float]
     methods = [one for one in vars(type(module)).values() if hasattr(one, "__code__")]
     constants = [one for method in methods for one in method.__code__.co_consts]
@@ -164,26 +158,11 @@ def _eps_of(module: nn.Module) -> Sequence[float | None]:
     return list({one: None for one in numbers if 0 < one < _MOST_EPS})[:3]
 
 
-def _weight(module: nn.Module, name: str, one_plus: bool) -> torch.Tensor:
+def _rms_norm(
+    name: str, eps: float, one_plus: bool, module: nn.Module, x: torch.Tensor
+) -> torch.Tensor:
     weight: torch.Tensor = getattr(module, name)
-    return 1 + weight if one_plus else weight
-
-
-def _functional(
-    name: str, eps: float | None, one_plus: bool, module: nn.Module, x: torch.Tensor
-) -> torch.Tensor:
-    weight = _weight(module, name, one_plus)
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def _one_node(
-    name: str, eps: float | None, one_plus: bool, module: nn.Module, x: torch.Tensor
-) -> torch.Tensor:
-    weight = _weight(module, name, one_plus)
-    if x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float64):
-        raise NotRewritten(f"{x.dtype} with a weight of {weight.dtype}")
-    used = torch.finfo(x.dtype).eps if eps is None else eps
-    return _RMSNorm.apply(x, weight, used)  # type: ignore[no-any-return, no-untyped-call]
+    return F.rms_norm(x, weight.shape, 1 + weight if one_plus else weight, eps)
 
 
 def _layer_norm(names: list[str], eps: float, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -191,28 +170,116 @@ def _layer_norm(names: list[str], eps: float, module: nn.Module, x: torch.Tensor
     return F.layer_norm(x, weight.shape, weight, bias if len(names) == 2 else None, eps)
 
 
-class _RMSNorm(torch.autograd.Function):
-    """PyTorch's has a kernel on CUDA; on a CPU it is a chain of operators, each of which reads and
-    writes all of its input, and so is its backward. Here the sums are products with a vector."""
+# --- attention
+# ------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        normed: torch.Tensor = (x * scale).mul_(weight)
-        return normed
+_ATTENTION = "F.scaled_dot_product_attention"
+_TOGETHER = ("qkv", "c_attn", "to_qkv", "in_proj", "Wqkv", "query_key_value")
+_APART = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("to_q", "to_k", "to_v"),
+    ("wq", "wk", "wv"),
+    ("W_query", "W_key", "W_value"),
+)
+_OUTPUT = ("proj", "c_proj", "o_proj", "out_proj", "to_out", "wo", "dense", "out")
+_HEADS = ("n_head", "n_heads", "num_heads", "heads", "nhead", "num_attention_heads")
+_MADE_IN_FORWARD = {"tril", "triu", "masked_fill", "masked_fill_", "where"}
+_HELPERS = (nn.Dropout, nn.Softmax, nn.Identity)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        width = x.shape[-1]
-        rows, of_rows = x.reshape(-1, width), gradient.reshape(-1, width)
-        scales = scale.reshape(-1)
-        product = of_rows * rows
-        of_weight = product.t().mv(scales)
-        along = product.mv(weight).mul_(scales.pow(3)).div_(-width)
-        of_x = torch.mul(of_rows, weight, out=product).mul_(scales.unsqueeze(1))
-        of_x.addcmul_(rows, along.unsqueeze(1))
-        return of_x.view_as(x), of_weight, None
+
+@add
+def attention(module: nn.Module) -> Iterator[Proposal]:
+    """Of a module of the user's with a softmax, linear layers by the usual names, and no more."""
+    if isinstance(module, nn.MultiheadAttention):
+        raise NotRewritten("it is fused where it is called with need_weights=False")
+    methods = inspect.getmembers(type(module), inspect.isfunction)
+    names = {
+        name
+        for known_as, method in methods
+        if known_as != "__init__" and getattr(nn.Module, known_as, None) is not method
+        for name in inspect.unwrap(method).__code__.co_names
+    }
+    if type(module).__module__.startswith("torch."):
+        return
+    if "eager_attention_forward" in names and _is_eager(module):
+        raise NotRewritten(
+            "it returns what its softmax makes; model.set_attn_implementation('sdpa') is fused"
+        )
+    children = dict(module.named_children())
+    if "softmax" not in names and not any(isinstance(c, nn.Softmax) for c in children.values()):
+        return
+    layers = {name for name, child in children.items() if not isinstance(child, _HELPERS)}
+    output = next((name for name in _OUTPUT if name in layers), None)
+    inputs = next((one for one in ((n,) for n in _TOGETHER) if one[0] in layers), None) or next(
+        (three for three in _APART if layers.issuperset(three)), ()
+    )
+    heads = next((name for name in _HEADS if type(vars(module).get(name)) is int), None)
+    masks = [name for name, one in module.named_buffers(recurse=False) if _is_square(one)]
+    is_known = inputs and heads and layers == {*inputs, *([output] if output else [])}
+    has_more = len(list(module.parameters(recurse=False))) or len(list(module.buffers())) > 1
+    if not is_known or has_more or (not masks and names & _MADE_IN_FORWARD):
+        raise NotRewritten("its layers are not laid out, or not named, in one of the known ways")
+    if any(_has_hooks(child) for child in children.values() if isinstance(child, _HELPERS)):
+        raise NotRewritten("its softmax or dropout has hooks")
+    assert heads is not None
+    dropouts = [name for name, one in children.items() if isinstance(one, nn.Dropout) and one.p]
+    kinds = ("kept", "hidden", "added") if masks else ("",)
+    layouts = ("", "by heads") if len(inputs) == 1 else ("",)
+    for kind, layout in itertools.product(kinds, layouts):
+        ways = ", ".join(filter(None, (kind and f"mask {kind}", layout)))
+        mask = (masks[0], kind) if masks else None
+        forward = _forward(inputs, output, heads, mask, layout, dropouts)
+        yield Proposal(f"{_ATTENTION}({ways})" if ways else _ATTENTION, forward)
+
+
+def _is_eager(module: nn.Module) -> bool:
+    """Of transformers' models, which have a fused attention that is chosen by their config."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
+
+
+def _is_square(buffer: torch.Tensor) -> bool:
+    return buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return any(kinds) or bool(module._backward_pre_hooks)
+
+
+def _forward(
+    inputs: tuple[str, ...],
+    output: str | None,
+    heads: str,
+    mask: tuple[str, str] | None,
+    layout: str,
+    dropouts: list[str],
+) -> Forward:
+    """A forward by the names of layers, of the buffer that is the mask, and of the dropouts."""
+
+    def forward(module: nn.Module, x: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        count, length = getattr(module, heads), x.shape[1]
+        made = [getattr(module, name)(x) for name in inputs]
+        if layout:
+            made = list(made[0].unflatten(-1, (count, 3, -1)).unbind(-2))
+        else:
+            whole = made[0].chunk(3, dim=-1) if len(made) == 1 else made
+            made = [one.unflatten(-1, (count, -1)) for one in whole]
+        query, key, value = (one.transpose(1, 2) for one in made)
+        extra = [one for one in (*given, *named.values()) if one is not None]
+        if mask is not None:
+            buffer = getattr(module, mask[0])[..., :length, :length]
+            extra.append(buffer if mask[1] == "added" else (buffer != 0) == (mask[1] == "kept"))
+        if len(extra) > 1 or not all(isinstance(one, torch.Tensor) for one in extra):
+            raise NotRewritten("it has more than one mask, or other arguments")
+        shown = extra[0] if extra else None
+        if shown is not None and shown.dtype is not torch.bool:  # it is added
+            shown = shown.to(query.dtype)
+        attended = F.scaled_dot_product_attention(query, key, value, shown)
+        out: torch.Tensor = attended.transpose(1, 2).flatten(2)
+        out = getattr(module, output)(out) if output else out
+        for name in dropouts:
+            out = getattr(module, name)(out)
+        return out
+
+    return forward

@@ -11,7 +11,7 @@ from torch import nn
 
 from hydroslurm.integrations.fused.rewriters import Proposal
 
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))
 
 
 class Fused:
@@ -45,7 +45,7 @@ def settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     return tuple(
         (name, value)
         for name, value in vars(module).items()
-        if type(value) in _PLAIN and name != "training" and not name.startswith("_is_full")
+        if type(value) in PLAIN and name != "training" and not name.startswith("_is_full")
     )
 
 
@@ -60,7 +60,7 @@ def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]
 def _kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.device.type, value.dim()
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return type(value), value
     if isinstance(value, (tuple, list)):
         return type(value), tuple(_kind(one) for one in value)
@@ -79,11 +79,6 @@ def put(module: nn.Module, fused: Fused) -> None:
 
     forward.fused = fused  # type: ignore[attr-defined]
     module.forward = types.MethodType(forward, module)
-
-
-def take_out(module: nn.Module) -> None:
-    """Have it use its own again."""
-    vars(module).pop("forward", None)
 
 
 def fused_in(module: nn.Module) -> Fused | None:

@@ -9,8 +9,8 @@ the proposal is about as far from the exact result as the module is.
 from __future__ import annotations
 
 import copy
+import functools
 import statistics
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils import benchmark
 
 from hydroslurm.integrations.fused.rewriters import Forward, NotRewritten, Proposal, first_line
 from hydroslurm.integrations.fused.swap import Fused, put
@@ -34,22 +35,53 @@ _NOTHING_BUT_ROUNDING = 1e-6
 the keys before a softmax."""
 _EXACT = ((True, 1.0), (True, 1e-3), (True, 8.0), (False, 1.0))
 """Training or evaluation, and what the input is multiplied by."""
-_TIMED_S, _SAMPLE_S, _PAIRS = 0.3, 1e-3, (5, 30)
+_TIMED_S, _PAIRS = 0.05, 3
+
+Step = Callable[[], tuple[list[Any], Sequence[torch.Tensor | None]]]
+"""A forward and its backward: all parts of the output, and gradients. No ``grad`` is touched."""
+
+
+def step_of(call: Callable[[], Any], sources: Sequence[torch.Tensor]) -> Step:
+    """A call, and the gradients of the sources for what it returns: made up in the first step."""
+    made: list[torch.Tensor] = []
+
+    def step() -> tuple[list[Any], Sequence[torch.Tensor | None]]:
+        with torch.enable_grad():
+            leaves = pytree.tree_leaves(call())
+            trained = [one for one in leaves if isinstance(one, torch.Tensor) and one.requires_grad]
+            if not made:
+                made.extend(torch.randn_like(one) for one in trained)
+            if not (trained and sources):
+                return leaves, ()
+            return leaves, torch.autograd.grad(trained, sources, made, allow_unused=True)
+
+    return step
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a forward and its backward have made.
+    """What a step has made.
 
     Attributes:
         outputs: tensors. rest: other parts of the output. gradients: of inputs and weights.
-        rng: the state of the random numbers after the forward.
+        rng: the state of the random numbers behind it.
     """
 
     outputs: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
     rest: list[Any]
     rng: torch.Tensor
+
+    @classmethod
+    def of(cls, step: Step) -> Result:
+        """With the random numbers of a seed."""
+        with seeded():
+            leaves, gradients = step()
+            cuda = [torch.cuda.get_rng_state()] if _uses_cuda() else []
+            rng = torch.cat([torch.get_rng_state(), *cuda])
+        outputs = [one.detach() for one in leaves if isinstance(one, torch.Tensor)]
+        rest = [one for one in leaves if not isinstance(one, torch.Tensor)]
+        return cls(outputs, list(gradients), rest, rng)
 
     def pairs(self, other: Result) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
         """Each tensor with the other's, and the largest value of all tensors of its kind."""
@@ -67,22 +99,6 @@ class Result:
         return max((_off(a, b) / (top or 1.0) for a, b, top in self.pairs(other)), default=0.0)
 
 
-def run(call: Callable[[], Any], sources: Sequence[torch.Tensor]) -> Result:
-    """What a call returns, and the gradients of the sources for made-up ones of what it returns,
-    with the random numbers of a seed. No ``grad`` is touched."""
-    with seeded(), torch.enable_grad():
-        leaves = pytree.tree_leaves(call())
-        rng = _rng_state()
-        outputs = [one for one in leaves if isinstance(one, torch.Tensor)]
-        trained = [one for one in outputs if one.requires_grad]
-        gradients: list[torch.Tensor | None] = []
-        if trained and sources:
-            made = [torch.randn_like(one) for one in trained]
-            gradients = list(torch.autograd.grad(trained, sources, made, allow_unused=True))
-    rest = [one for one in leaves if not isinstance(one, torch.Tensor)]
-    return Result([one.detach() for one in outputs], gradients, rest, rng)
-
-
 @dataclass(frozen=True)
 class Call:
     """What a module was called with, and within which autocast: device, and type if it is on."""
@@ -93,37 +109,28 @@ class Call:
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """With tensors of its own: the training may write into those that it was given."""
-        own = pytree.tree_map_only(torch.Tensor, _cloned, (args, dict(kwargs)))
-        tensors = _tensors_in(own)
-        device = tensors[0].device.type if tensors else "cpu"
+        given = pytree.tree_map_only(torch.Tensor, _cloned, (args, dict(kwargs)))
+        device = next((one.device.type for one in _tensors_in(given)), "cpu")
         is_on = torch.is_autocast_enabled(device)
-        return cls(own, (device, torch.get_autocast_dtype(device) if is_on else None))
+        return cls(given, (device, torch.get_autocast_dtype(device) if is_on else None))
 
-    def exact(self, scale: float) -> Call:
-        """In double precision, all of it multiplied by this."""
+    def step(self, forward: Forward, module: nn.Module, scale: float | None = None) -> Step:
+        """Of a forward, with the gradients of its arguments and weights.
 
-        def exact(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.is_complex():
-                return tensor.to(torch.complex128)
-            if not tensor.is_floating_point():
-                return tensor
-            return (tensor.detach().double() * scale).requires_grad_(tensor.requires_grad)
-
-        return Call(pytree.tree_map_only(torch.Tensor, exact, self.given), (self.autocast[0], None))
-
-    def prepare(
-        self, forward: Forward, module: nn.Module
-    ) -> tuple[Callable[[], Any], list[torch.Tensor]]:
-        """The call of a forward, and all that has a gradient in it: its arguments, and weights."""
-        args, kwargs = own = pytree.tree_map_only(torch.Tensor, _cloned, self.given)
+        Args:
+            scale: in double precision, without autocast, and all of the input multiplied by it.
+        """
+        own = functools.partial(_cloned, scale=scale)
+        args, kwargs = given = pytree.tree_map_only(torch.Tensor, own, self.given)
         device, dtype = self.autocast
 
         def call() -> Any:
-            with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+            is_cast = dtype is not None and scale is None
+            with torch.autocast(device, dtype=dtype, enabled=is_cast):
                 return forward(module, *args, **kwargs)
 
-        sources = (*_tensors_in(own), *module.parameters())
-        return call, [one for one in sources if one.requires_grad]
+        sources = (*_tensors_in(given), *module.parameters())
+        return step_of(call, [one for one in sources if one.requires_grad])
 
 
 class Trial:
@@ -132,8 +139,7 @@ class Trial:
     def __init__(self, module: nn.Module, call: Call) -> None:
         self._module = module
         self._call = call
-        self._forward: Forward = type(module).forward
-        self._own: dict[tuple[bool, float | None], tuple[Result, nn.Module]] = {}
+        self._of_own = functools.cache(functools.partial(self._run, type(module).forward))
 
     def difference(self, forward: Forward, *, known: bool = False) -> float:
         """The largest between the module and the proposal, relative to the largest value.
@@ -160,25 +166,23 @@ class Trial:
         """Time of a forward and backward of the module over that with the proposal in its place."""
         own, new = _bare(self._module, True), _bare(self._module, True)
         put(new, Fused(new, proposal, like))
-        calls = (_step(one, self._call) for one in (own, new))
-        return time_ratio(*calls)
 
-    def _of_own(self, training: bool, scale: float | None) -> tuple[Result, nn.Module]:
-        if (training, scale) not in self._own:
-            self._own[training, scale] = self._run(self._forward, training, scale)
-        return self._own[training, scale]
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return module.forward(*args, **kwargs)
+
+        with seeded():
+            return time_ratio(self._call.step(forward, own), self._call.step(forward, new))
 
     def _run(
         self, forward: Forward, training: bool, scale: float | None
     ) -> tuple[Result, nn.Module]:
         """On a copy, which is returned as well; in double precision if there is a scale."""
         bare = _bare(self._module, training)
-        call = self._call
         if scale is not None:
-            bare, call = bare.double(), call.exact(scale)
+            bare = bare.double()
         before = dict(vars(bare))
         try:
-            result = run(*call.prepare(forward, bare))
+            result = Result.of(self._call.step(forward, bare, scale))
         except NotRewritten:
             raise
         except Exception as error:
@@ -190,16 +194,13 @@ class Trial:
 
 def time_ratio(first: Callable[[], object], second: Callable[[], object]) -> float:
     """Time of the first over that of the second: the median of pairs, one after the other."""
-    second()
-    first()
-    repeats = max(1, round(_SAMPLE_S / max(_seconds(first, 1), 1e-7)))
-    ratios: list[float] = []
-    deadline = time.perf_counter() + _TIMED_S
-    while len(ratios) < _PAIRS[0] or (len(ratios) < _PAIRS[1] and time.perf_counter() < deadline):
-        pair = [first, second] if len(ratios) % 2 else [second, first]
-        taken = {one: _seconds(one, repeats) for one in pair}
-        ratios.append(taken[first] / taken[second])
-    return statistics.median(ratios)
+
+    def median_s(call: Callable[[], object]) -> float:
+        threads = torch.get_num_threads()
+        timer = benchmark.Timer("call()", globals={"call": call}, num_threads=threads)
+        return timer.blocked_autorange(min_run_time=_TIMED_S).median
+
+    return statistics.median(median_s(first) / median_s(second) for _ in range(_PAIRS))
 
 
 def relative(want: torch.Tensor, have: torch.Tensor) -> float:
@@ -261,37 +262,17 @@ def _off(want: torch.Tensor, have: torch.Tensor) -> float:
     return _largest(want.double() - have.double())
 
 
-def _rng_state() -> torch.Tensor:
-    """Of all generators that a forward draws from by default."""
-    cuda = [torch.cuda.get_rng_state()] if _uses_cuda() else []
-    return torch.cat([torch.get_rng_state(), *cuda])
-
-
-def _step(module: nn.Module, call: Call) -> Callable[[], object]:
-    """A forward and a backward, with as little around them as can be."""
-    forward_once, sources = call.prepare(lambda own, *args, **kw: own.forward(*args, **kw), module)
-    made: list[torch.Tensor] = []
-
-    def step() -> None:
-        with torch.enable_grad():
-            leaves = _tensors_in(forward_once())
-            outputs = [one for one in leaves if one.requires_grad]
-            if not made:
-                made.extend(torch.randn_like(one) for one in outputs)
-            if outputs and sources:
-                torch.autograd.grad(outputs, sources, made, allow_unused=True)
-
-    with seeded():
-        step()
-    return step
-
-
 def _tensors_in(value: Any) -> list[torch.Tensor]:
     return [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
 
 
-def _cloned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def _cloned(tensor: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    made = tensor.detach().clone()
+    if scale is not None and tensor.is_floating_point():
+        made = made.double() * scale
+    elif scale is not None and tensor.is_complex():
+        made = made.to(torch.complex128)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _bare(module: nn.Module, training: bool) -> nn.Module:
@@ -309,17 +290,3 @@ def _bare(module: nn.Module, training: bool) -> nn.Module:
 
 def _uses_cuda() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _seconds(call: Callable[[], object], repeats: int) -> float:
-    begin_s = _now_s()
-    for _ in range(repeats):
-        call()
-    return (_now_s() - begin_s) / repeats
-
-
-def _now_s() -> float:
-    """When the device has done what it was given."""
-    if _uses_cuda():
-        torch.cuda.synchronize()
-    return time.perf_counter()
