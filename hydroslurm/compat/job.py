@@ -33,7 +33,6 @@ does what must be done only once. Caffe2's own spelling works as well:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 
-from hydroslurm.compat.tasks import Group, Task, TaskGroup, TaskOutput, ValueSignal, name_of
+from hydroslurm.compat.tasks import Task, TaskGroup, TaskOutput, Within, function_of, jobs, name_of
 from hydroslurm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,6 +50,11 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Signal = TypeVar("Signal")
+_GROUPS = (
+    "fetch_group", "build_group", "init_group", "epoch_group", "download_group", "exit_group",
+)  # fmt: skip
+_packing = Within()
+"""Jobs that are being pickled."""
 
 
 class Job:
@@ -72,6 +76,12 @@ class Job:
 
     Functions that run in another process must use the job passed to them: a global of their module
     may be a different object there.
+
+    Attributes:
+        init_group, epoch_group, exit_group: context managers: tasks made inside belong to them.
+        download_group: runs after the last epoch, before ``exit_group``. What runs first, and
+            fetches data, is ``fetch_group``, the functions of :meth:`download`.
+        build_group: the functions of :meth:`build`.
     """
 
     def __init__(
@@ -92,15 +102,13 @@ class Job:
         if isinstance(name, TaskGroup):
             init_group = name
         self.name = name if isinstance(name, str) else "job"
-        given = {
-            Group.INIT: init_group,
-            Group.EPOCH: epoch_group,
-            Group.COLLECT: download_group,
-            Group.EXIT: exit_group,
-        }
-        self._groups = {group: given.get(group) or TaskGroup(group.value) for group in Group}
-        for tasks in self._groups.values():
-            tasks.job = self
+        self.fetch_group, self.build_group = TaskGroup("download"), TaskGroup("build")
+        self.init_group = init_group or TaskGroup("init")
+        self.epoch_group = epoch_group or TaskGroup("epoch")
+        self.download_group = download_group or TaskGroup("download_group")
+        self.exit_group = exit_group or TaskGroup("exit")
+        for group in self._groups():
+            group.job = self
         self._nodes = None if nodes_to_checkpoint is None else tuple(nodes_to_checkpoint)
         self._is_compiled = False
         self._signals: list[Task] = []
@@ -121,29 +129,29 @@ class Job:
         Raises:
             UsageError: there is none.
         """
-        job = innermost_job()
+        job: Job | None = jobs.innermost
         if job is None:
             raise UsageError("there is no current job here; use this inside `with Job() as job:`")
         return job
 
     def __enter__(self) -> Job:
         """Make this the current job; tasks made inside belong to its epoch group."""
-        _stack().append(self)
+        jobs.all.append(self)
         self.epoch_group.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.epoch_group.__exit__()
-        _stack().pop()
+        jobs.all.pop()
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
         """Make this the current job; tasks made inside belong to none of its groups."""
-        _stack().append(self)
+        jobs.all.append(self)
         try:
             yield
         finally:
-            _stack().pop()
+            jobs.all.pop()
 
     def save(self, name: str, thing: Any) -> Any:
         """Register an object to be saved under this name, and return it.
@@ -178,15 +186,15 @@ class Job:
 
     def download(self, function: Function) -> Function:
         """Add a function that fetches data; a decorator, like the four others."""
-        return self._add(Group.DOWNLOAD, function)
+        return _added(self.fetch_group, function)
 
     def build(self, function: Function) -> Function:
         """Add a function that makes objects."""
-        return self._add(Group.BUILD, function)
+        return _added(self.build_group, function)
 
     def init(self, function: Function) -> Function:
         """Add a function that runs once per run."""
-        return self._add(Group.INIT, function)
+        return _added(self.init_group, function)
 
     def epoch(self, function: Function) -> Function:
         """Add a function that is part of each epoch.
@@ -196,11 +204,11 @@ class Job:
         whatever it does before the loop is repeated. It must set whatever is not part of the saved
         state itself, such as ``model.train()`` after an evaluation.
         """
-        return self._add(Group.EPOCH, function)
+        return _added(self.epoch_group, function)
 
     def exit(self, function: Function) -> Function:
         """Add a function that runs after the last epoch."""
-        return self._add(Group.EXIT, function)
+        return _added(self.exit_group, function)
 
     def add_stop_signal(self, signal: Signal) -> Signal:
         """Add a function that tells after each epoch whether it was the last; or the output of a
@@ -213,8 +221,7 @@ class Job:
         """
         self.check_open(f"add_stop_signal({name_of(signal)})")
         if not any(added.function is signal for added in self._signals):
-            asked = signal if callable(signal) else ValueSignal.of(signal)
-            self._signals.append(Task(asked, group=TaskGroup("stop signals")))
+            self._signals.append(Task(function_of(signal), group=TaskGroup("stop signals")))
         return signal
 
     add_stop_condition = add_stop_signal
@@ -233,9 +240,9 @@ class Job:
         """
         self.check_open(f"compile({name_of(session)})")
         compile_group = getattr(session, "compile", None)
-        for group, tasks in self._groups.items():
-            if compile_group is not None and tasks.tasks():
-                self._groups[group] = self._as_group(compile_group(tasks), tasks.name)
+        for name in _GROUPS:
+            if compile_group is not None and (group := getattr(self, name)).tasks():
+                setattr(self, name, self._as_group(compile_group(group), group.name))
         self._nodes = self.nodes_to_checkpoint()
         self._is_compiled = True
         return self
@@ -248,10 +255,6 @@ class Job:
             Task(compiled, group=group)
         group.job = self
         return group
-
-    def _add(self, group: Group, function: Function) -> Function:
-        Task(function, group=self._groups[group])
-        return function
 
     # --- looking
     # --------------------------------------------------------------------------------------------
@@ -267,35 +270,6 @@ class Job:
         """The names of all saved objects. Complete after ``build``."""
         return tuple(self._saved)
 
-    def parts(self, group: Group) -> tuple[Task, ...]:
-        """The functions of a group, in order."""
-        return self._groups[group].tasks()
-
-    def group(self, group: Group) -> TaskGroup:
-        """A group, a context manager: tasks made inside belong to it."""
-        return self._groups[group]
-
-    @property
-    def init_group(self) -> TaskGroup:
-        """The group that runs once per run."""
-        return self._groups[Group.INIT]
-
-    @property
-    def epoch_group(self) -> TaskGroup:
-        """The group that makes up an epoch."""
-        return self._groups[Group.EPOCH]
-
-    @property
-    def download_group(self) -> TaskGroup:
-        """The group that runs after the last epoch, before ``exit_group``. What runs first, and
-        fetches data, are the functions of :meth:`download`."""
-        return self._groups[Group.COLLECT]
-
-    @property
-    def exit_group(self) -> TaskGroup:
-        """The group that runs last."""
-        return self._groups[Group.EXIT]
-
     def nodes_to_checkpoint(self) -> tuple[str, ...]:
         """The nodes given to the constructor, else those of the init group's tasks. Names for a
         manager's ``init``: every rank saves its part regardless."""
@@ -306,7 +280,7 @@ class Job:
         asked = [signal.function for signal in self._signals]
         return {
             str(number): task.outputs()[0]
-            for number, task in enumerate(self.parts(Group.EPOCH))
+            for number, task in enumerate(self.epoch_group.tasks())
             if any(task.has_output(one) for one in asked)
         }
 
@@ -329,7 +303,7 @@ class Job:
 
     def signature(self) -> tuple[str, ...]:
         """The names of the job and of its functions: two jobs of one script differ in them."""
-        tasks = [task for group in self._groups.values() for task in group.tasks()]
+        tasks = [task for group in self._groups() for task in group.tasks()]
         return (self.name, *(task.name for task in tasks))
 
     @property
@@ -348,6 +322,9 @@ class Job:
             raise UsageError(f"{self!r} is not running; JobRunner(job).run() runs it")
         return self._run
 
+    def _groups(self) -> list[TaskGroup]:
+        return [getattr(self, name) for name in _GROUPS]
+
     def __repr__(self) -> str:
         return f"Job({self.name!r})"
 
@@ -362,7 +339,7 @@ class Job:
         """
         if self._run is not None:
             raise UsageError(f"{self!r} is already running")
-        if not self.parts(Group.EPOCH):
+        if not self.epoch_group.tasks():
             raise UsageError(
                 f"{self!r} has no function in its epoch group; add one with @job.epoch"
             )
@@ -391,13 +368,13 @@ class Job:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a compiled job as a whole by cloudpickle, which supports closures: the job and its
         functions refer to each other."""
-        if not self._is_compiled or getattr(_local, "is_packing", False):
+        if not self._is_compiled or self in _packing.all:
             return super().__reduce_ex__(protocol)
-        _local.is_packing = True
+        _packing.all.append(self)
         try:
             return cloudpickle.loads, (cloudpickle.dumps(self),)
         finally:
-            _local.is_packing = False
+            _packing.all.pop()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._run is not None:
@@ -436,16 +413,6 @@ class StopSignal:
         return bool(self.task(self.job))
 
 
-_local = threading.local()
-
-
-def innermost_job() -> Job | None:
-    """The job of this thread's innermost ``with``, or the one it is running."""
-    return _stack()[-1] if _stack() else None
-
-
-def _stack() -> list[Job]:
-    if not hasattr(_local, "stack"):
-        _local.stack = []
-    stack: list[Job] = _local.stack
-    return stack
+def _added(group: TaskGroup, function: Function) -> Function:
+    Task(function, group=group)
+    return function

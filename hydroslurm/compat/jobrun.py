@@ -12,7 +12,7 @@ from hydroslurm.checkpoint.catalog import EPOCH
 from hydroslurm.checkpoint.newest import Found, Load
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.store import Checkpoint, State
-from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress, require_one_store
+from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress
 from hydroslurm.errors import CheckpointError, UsageError
 from hydroslurm.training.reporting import notice
 from hydroslurm.training.run import Run
@@ -43,8 +43,6 @@ class JobRun(Run):
     ) -> None:
         """``manager``: None to save nothing. ``origin``: what to start from while the run has no
         checkpoint of its own."""
-        if manager is not None:
-            require_one_store(manager.directory)
         options = manager or CheckpointManager(every_steps=0, every_s=0)
         self._keep_epochs = options.keep
         super().__init__(

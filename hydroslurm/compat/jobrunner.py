@@ -14,13 +14,14 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from hydroslurm.checkpoint.newest import Found
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.jobrun import JobRun
 from hydroslurm.compat.manager import CheckpointManager
-from hydroslurm.compat.tasks import Client, Group, LocalSession, TaskGroup
+from hydroslurm.compat.tasks import Client, LocalSession, TaskGroup
 from hydroslurm.core import rundir
 from hydroslurm.errors import SaveFailed, UsageError
 from hydroslurm.training.reporting import warning
@@ -166,15 +167,6 @@ def _folder_for_now() -> Iterator[Path]:
         yield Path(folder)
 
 
-_IN_GROUP = {
-    Group.DOWNLOAD: "what was fetched stays; nothing was trained in this attempt",
-    Group.BUILD: "nothing was trained in this attempt",
-    Group.INIT: "an interrupted init leaves nothing behind; the next attempt starts it over",
-    Group.COLLECT: "the last epoch is committed; the next attempt starts the download group over",
-    Group.EXIT: "the last epoch is committed; the next attempt starts the exit group over",
-}
-
-
 class JobAttempt:
     """One attempt of a job: a client runs its groups in order."""
 
@@ -197,12 +189,16 @@ class JobAttempt:
     def run(self, retrieved: int | None) -> None:
         """``retrieved``: the epoch to go back to."""
         job, run = self._job, self._run
-        self._group(Group.DOWNLOAD)
-        self._group(Group.BUILD)
+        nothing = "nothing was trained in this attempt"
+        self._group(job.fetch_group, f"what was fetched stays; {nothing}")
+        self._group(job.build_group, nothing)
         run.take({name: job[name] for name in job.names()}, job.loader)
         job.seal()
         if not self._resume(retrieved):
-            self._group(Group.INIT)
+            self._group(
+                job.init_group,
+                "an interrupted init leaves nothing behind; the next attempt starts it over",
+            )
             self._init_manager(None)
         elif run.is_finished:
             return
@@ -211,8 +207,12 @@ class JobAttempt:
         elif run.begins_at_origin:
             self._ask_stop_signals()
         self._epochs()
-        self._group(Group.COLLECT)
-        self._group(Group.EXIT)
+        for name, group in ("download", job.download_group), ("exit", job.exit_group):
+            if not run.is_committed:  # a stop within it saves the last epoch
+                self._hand_over(group, partial(self._call_all, group))
+                continue
+            again = f"the next attempt starts the {name} group over"
+            self._group(group, f"the last epoch is committed; {again}")
 
     def _resume(self, retrieved: int | None) -> bool:
         """Load a checkpoint if there is one; return whether there was."""
@@ -237,24 +237,21 @@ class JobAttempt:
             nodes = self._job.nodes_to_checkpoint()
             self._client.run(self._manager.init(nodes, retrieve_from_epoch=retrieved))
 
-    def _group(self, group: Group) -> None:
-        """Run the functions of any group but the epoch group. A stop inside saves nothing, unless
-        the last epoch could not be committed."""
-        if group in (Group.COLLECT, Group.EXIT) and not self._run.is_committed:
-            self._hand_over(group, lambda: self._call_all(group))
-            return
-        with self._run.unsaved(_IN_GROUP[group]):
-            self._hand_over(group, lambda: self._call_all(group))
+    def _group(self, group: TaskGroup, why_unsaved: str) -> None:
+        """Run the functions of any group but the epoch group. A stop inside saves nothing."""
+        with self._run.unsaved(why_unsaved):
+            self._hand_over(group, partial(self._call_all, group))
 
-    def _hand_over(self, group: Group, walk: Callable[[], None]) -> None:
+    def _hand_over(self, group: TaskGroup, walk: Callable[[], None]) -> None:
         """Let the client run a group, except empty ones that Caffe2 does not have."""
-        if self._job.parts(group) or group in (Group.INIT, Group.EPOCH, Group.EXIT):
-            self._job.group(group).run_by(self._client, walk)
+        job = self._job
+        if group.tasks() or group in (job.init_group, job.epoch_group, job.exit_group):
+            group.run_by(self._client, walk)
 
-    def _call_all(self, group: Group) -> None:
-        for part in self._job.parts(group):
+    def _call_all(self, group: TaskGroup) -> None:
+        for part in group.tasks():
             self._run.check_stop()
-            with self._explained(f"{part.name} of the {group.value} group"):
+            with self._explained(f"{part.name} of the {group.name} group"):
                 part(self._job)
 
     def _epochs(self) -> None:
@@ -266,7 +263,7 @@ class JobAttempt:
                     return
                 self._check_stop_between()
                 self._run.begin_epoch()
-            self._hand_over(Group.EPOCH, self._epoch)
+            self._hand_over(self._job.epoch_group, self._epoch)
             self._has_just_loaded = False
             self._run.end_epoch()
             self._ask_stop_signals()
@@ -276,7 +273,7 @@ class JobAttempt:
         """Run the rest of an epoch."""
         job, run = self._job, self._run
         signals = job.signal_outputs()
-        for number, part in enumerate(job.parts(Group.EPOCH)):
+        for number, part in enumerate(job.epoch_group.tasks()):
             if number < run.progress.done:
                 continue
             run.check_stop()

@@ -1,4 +1,4 @@
-"""``CheckpointManager``: where a job's checkpoints are, and what they contain.
+"""``CheckpointManager``: where a job's checkpoints are.
 
 <directory>/checkpoints/           one of kind ``epoch`` after each, 0 being the one after ``init``;
                                    a few of other kinds: periodic ones and those of stops
@@ -11,18 +11,17 @@ and resumes within it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hydroslurm.checkpoint.catalog import EPOCH
 from hydroslurm.checkpoint.newest import Found
-from hydroslurm.checkpoint.reader import tensors_of
 from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.compat.job import Job, innermost_job
-from hydroslurm.compat.tasks import Task, TaskGroup
+from hydroslurm.compat.job import Job
+from hydroslurm.compat.tasks import Task, TaskGroup, jobs
 from hydroslurm.coordination.world import World
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointError, CheckpointMissing, UsageError
@@ -33,14 +32,6 @@ from hydroslurm.training.objects import Objects
 
 if TYPE_CHECKING:
     from hydroslurm.training.run import Run
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor that is not loaded: its shape, and its type as torch writes it."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -57,30 +48,6 @@ class LoadedState(State):
 
     def __call__(self) -> None:
         _registered(self.objects()).load(self.shared, source=self.source)
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """What a checkpoint holds, without its tensors.
-
-    Attributes:
-        names: of the objects.
-        tensors: key -> shape and type. Keys are as in ``shared/model.fc.weight``, or begin with the
-            rank whose own they are.
-    """
-
-    checkpoint: Checkpoint
-    names: tuple[str, ...]
-    tensors: Mapping[str, TensorInfo]
-
-    @property
-    def step(self) -> int:
-        return self.checkpoint.step
-
-    @property
-    def epoch(self) -> int:
-        """Epochs that were done."""
-        return self.checkpoint.epoch
 
 
 class CheckpointManager:
@@ -178,8 +145,10 @@ class CheckpointManager:
         def settle() -> None:
             job = Job.current()
             self._objects = {name: job[name] for name in job.names()}
-            again = retrieve_from_epoch is not None
-            names = self.names(epoch=retrieve_from_epoch) if again else job.names()
+            names: Iterable[str] = job.names()
+            if retrieve_from_epoch is not None:
+                found = self.find(epoch=retrieve_from_epoch)
+                names = found.store.files_of(found.checkpoint).shared().state
             self._blobs = tuple(name for name in names if name != PROGRESS)
 
         return _group_of(settle, f"init({'' if nodes is None else ', '.join(nodes)})")
@@ -212,7 +181,7 @@ class CheckpointManager:
         return self._objects
 
     def _save(self, epoch: int) -> None:
-        job = innermost_job()
+        job: Job | None = jobs.innermost
         if job is not None and job.is_running:
             job.run.save_epoch(epoch)
             return
@@ -284,27 +253,6 @@ class CheckpointManager:
             raise CheckpointMissing(self._missing(epoch, step))
         return Found(store, found[-1])
 
-    # --- what is in them
-    # --------------------------------------------------------------------------------------------
-
-    def metadata(self, *, epoch: int | None = None, step: int | None = None) -> Metadata:
-        """What a checkpoint holds; reads the small files of it, and no tensor.
-
-        Raises:
-            CheckpointMissing, UsageError: as :meth:`find`.
-            CheckpointCorrupt: one of them is not what was written.
-        """
-        found = self.find(epoch=epoch, step=step)
-        files = found.store.files_of(found.checkpoint)
-        tensors = {
-            key: TensorInfo(shape, str(dtype)) for key, (shape, dtype) in tensors_of(files).items()
-        }
-        return Metadata(found.checkpoint, tuple(files.shared().state), tensors)
-
-    def names(self, *, epoch: int | None = None, step: int | None = None) -> tuple[str, ...]:
-        """The objects whose state is in a checkpoint. What a job will save: ``job.names()``."""
-        return self.metadata(epoch=epoch, step=step).names
-
     def load(self, epoch: int | None = None, *, step: int | None = None) -> LoadedState:
         """A whole state, verified, on the CPU. A client that runs it gives the objects of the job
         their state from it: ``session.run(manager.load(3))``.
@@ -317,37 +265,9 @@ class CheckpointManager:
         state = found.store.load(found.checkpoint)
         return LoadedState(state.shared, state.own, str(found.checkpoint.path), self.objects)
 
-    def load_partial(
-        self, names: Collection[str], *, epoch: int | None = None, step: int | None = None
-    ) -> dict[str, Any]:
-        """Name -> state_dict of some objects; the tensors of the others are not read into memory.
-
-        Raises:
-            CheckpointMissing: no such checkpoint, or no such name in it; says what there is.
-            CheckpointCorrupt: a file of it is not what was written.
-        """
-        found = self.find(epoch=epoch, step=step)
-        state = found.store.load(found.checkpoint, only=names)
-        return {**state.own, **state.shared}
-
-    def load_into(
-        self, objects: Mapping[str, Any], *, epoch: int | None = None, step: int | None = None
-    ) -> Checkpoint:
-        """Give some objects, by name, the state that they have in a checkpoint; returns which.
-
-        Raises:
-            StateMismatch: one does not fit; names the keys.
-            CheckpointMissing, CheckpointCorrupt: as :meth:`load_partial`.
-        """
-        found = self.find(epoch=epoch, step=step)
-        state = found.store.load(found.checkpoint, only=tuple(objects))
-        _registered(objects).load(state.shared, source=str(found.checkpoint.path))
-        return found.checkpoint
-
     def _store(self) -> CheckpointStore:
         """To read from: whoever asks for a checkpoint means it, also when it is a colleague's. A
         job that resumes believes its own only."""
-        require_one_store(self.directory)
         return CheckpointStore(RunDir(self.directory).checkpoints, storage=AnyonesStorage())
 
     def _missing(self, epoch: int | None, step: int | None) -> str:
@@ -381,21 +301,6 @@ def _root_of(directory: Any) -> Path | None:
     return Path(directory).absolute()
 
 
-def require_one_store(directory: Path) -> None:
-    """Refuse a run folder in which an older version has kept epochs apart.
-
-    Raises:
-        CheckpointError: there are such epochs.
-    """
-    old = directory / "epochs"
-    if any(old.glob("step-*")):
-        raise CheckpointError(
-            f"{old} holds epochs of an older version of hydroslurm, which this one does not read: "
-            f"it keeps them in {RunDir(directory).checkpoints}. Give another directory, or move "
-            "that folder away"
-        )
-
-
 def _listed(numbers: Collection[int]) -> str:
     return ", ".join(map(str, numbers)) or "none"
 
@@ -427,43 +332,15 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.outputs = {}  # which older checkpoints have not
         for name, value in state.items():
             setattr(self, name, value)
 
 
 class MultiNodeCheckpointManager(CheckpointManager):
-    """As :class:`CheckpointManager`; also reads the state of single ranks.
+    """As :class:`CheckpointManager`, for several nodes.
 
     The number of ranks may change between two attempts of a job: shared state is resharded, and the
     sample order continues where all of them together had stopped.
     """
 
     _takes_several_nodes = True
-
-    def world_size(self, *, epoch: int | None = None, step: int | None = None) -> int:
-        """How many ranks wrote a checkpoint.
-
-        Raises:
-            CheckpointMissing, UsageError: as :meth:`find`.
-        """
-        return self.find(epoch=epoch, step=step).checkpoint.manifest.world_size
-
-    def load_own(
-        self, rank: int, *, epoch: int | None = None, step: int | None = None
-    ) -> Mapping[str, Any]:
-        """The state of one rank, apart from what all share: its RNG state, its counters and its
-        position in the data. Verified.
-
-        Raises:
-            CheckpointMissing: no such checkpoint, or no such rank in it; says how many there were.
-            CheckpointCorrupt: a file differs from what was written.
-        """
-        found = self.find(epoch=epoch, step=step)
-        size = found.checkpoint.manifest.world_size
-        if not 0 <= rank < size:
-            raise CheckpointMissing(
-                f"{found.checkpoint.path} was written by {size} ranks, 0 to {size - 1}; it has "
-                f"no rank {rank}"
-            )
-        return found.store.load_own(found.checkpoint, rank)

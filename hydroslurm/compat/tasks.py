@@ -7,13 +7,27 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hydroslurm.errors import UsageError
 
 if TYPE_CHECKING:
     from hydroslurm.compat.job import Job
+
+
+class Within(threading.local):
+    """What the ``with`` blocks of this thread are of, the innermost last."""
+
+    def __init__(self) -> None:
+        self.all: list[Any] = []
+
+    @property
+    def innermost(self) -> Any:
+        return self.all[-1] if self.all else None
+
+
+_groups, jobs = Within(), Within()
 
 
 class Client(Protocol):
@@ -56,8 +70,7 @@ class Task:
         self.takes_job = _takes_job(step, self.name)
         self.node = node
         self._output: TaskOutput | None = None
-        group = group or innermost_group()
-        if group is not None:
+        if (group := group or _groups.innermost) is not None:
             group.add(self)
 
     def has_output(self, output: object) -> bool:
@@ -145,11 +158,11 @@ class TaskGroup:
             self._walk = None
 
     def __enter__(self) -> TaskGroup:
-        _groups().append(self)
+        _groups.all.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _groups().pop()
+        _groups.all.pop()
 
     def __call__(self) -> None:
         if self._walk is not None:
@@ -160,11 +173,6 @@ class TaskGroup:
 
     def __repr__(self) -> str:
         return f"TaskGroup({self.name!r})"
-
-
-def innermost_group() -> TaskGroup | None:
-    """The group of this thread's innermost ``with``."""
-    return _groups()[-1] if _groups() else None
 
 
 def name_of(function: Any) -> str:
@@ -195,27 +203,6 @@ def _takes_job(function: Callable[..., Any], name: str) -> bool:
     return len(needed) == 1
 
 
-_local = threading.local()
-
-
-def _groups() -> list[TaskGroup]:
-    if not hasattr(_local, "groups"):
-        _local.groups = []
-    groups: list[TaskGroup] = _local.groups
-    return groups
-
-
-class Group(str, Enum):
-    """The groups of a job, in the order in which they run."""
-
-    DOWNLOAD = "download"
-    BUILD = "build"
-    INIT = "init"
-    EPOCH = "epoch"
-    COLLECT = "download_group"
-    EXIT = "exit"
-
-
 class LocalSession:
     """Runs groups in this process.
 
@@ -239,30 +226,27 @@ class LocalSession:
             return runnable()
 
 
-@dataclass(frozen=True)
-class ValueSignal:
-    """A stop signal that is not a function: a number, a flag, or a one-element tensor."""
+def function_of(signal: Any) -> Callable[..., Any]:
+    """What asks a stop signal: itself, or for a number, a flag or a one-element tensor its truth.
 
-    value: Any
-
-    @classmethod
-    def of(cls, value: Any) -> ValueSignal:
-        """Raises:
+    Raises:
         UsageError: its truth value is undefined.
-        """
-        try:
-            if isinstance(value, (bool, int, float)) or hasattr(value, "is_set"):
-                return cls(value)
-            value.item()
-        except (AttributeError, RuntimeError, ValueError) as error:
-            raise UsageError(
-                f"add_stop_signal({type(value).__name__}): wanted a function, the output of a "
-                "task, a number, a flag (threading.Event), or a one-element tensor"
-            ) from error
-        return cls(value)
+    """
+    if callable(signal):
+        return signal  # type: ignore[no-any-return]
+    try:
+        if not (isinstance(signal, (bool, int, float)) or hasattr(signal, "is_set")):
+            signal.item()
+    except (AttributeError, RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"add_stop_signal({type(signal).__name__}): wanted a function, the output of a "
+            "task, a number, a flag (threading.Event), or a one-element tensor"
+        ) from error
+    return partial(_truth, signal)
 
-    def __call__(self) -> bool:
-        return bool(self.value.is_set() if hasattr(self.value, "is_set") else self.value)
+
+def _truth(signal: Any) -> bool:
+    return bool(signal.is_set() if hasattr(signal, "is_set") else signal)
 
 
 @dataclass(frozen=True)
@@ -286,10 +270,8 @@ def epoch_limiter(epochs: int | Job, num_epochs: int | None = None) -> EpochLimi
     Raises:
         UsageError: not an integer of 1 or more.
     """
-    from hydroslurm.compat.job import Job, innermost_job  # imports this module
-
-    job = epochs if isinstance(epochs, Job) else innermost_job()
-    count = num_epochs if isinstance(epochs, Job) else epochs
+    job: Any = jobs.innermost if num_epochs is None else epochs
+    count = epochs if num_epochs is None else num_epochs
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise UsageError(f"epoch_limiter({count!r}): wanted a whole number of 1 or more")
     limit = EpochLimit(count)

@@ -129,7 +129,7 @@ def test_what_a_person_names_is_loaded(
     _plant(stranger, forged, theirs)
     manager = hydroslurm.CheckpointManager(theirs.parent)
     assert _weight(manager.load(step=900)) == 666.0
-    assert manager.names() == ("model",)
+    assert list(manager.load().shared) == ["model"]
     out = store.directory.parent / "model.pt"
     done = CliRunner().invoke(app, ["checkpoint", "export", str(theirs.parent), "--out", str(out)])
     assert done.exit_code == 0, done.output

@@ -108,7 +108,7 @@ def test_a_periodic_save_and_an_epoch_of_the_same_step(story: Story) -> None:
     manager = CheckpointManager(story.directory)
     assert manager.epochs() == (0, 1)
     assert manager.find(step=4).checkpoint.kind == "epoch"
-    assert manager.metadata(epoch=1).step == 4
+    assert manager.find(epoch=1).checkpoint.step == 4
 
 
 def test_without_a_manager(story: Story) -> None:

@@ -14,7 +14,7 @@ import torch
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.jobrunner import JobRunner
 from hydroslurm.compat.manager import CheckpointManager
-from hydroslurm.compat.tasks import Group, epoch_limiter
+from hydroslurm.compat.tasks import epoch_limiter
 from hydroslurm.errors import UsageError
 
 
@@ -54,7 +54,7 @@ def test_what_a_function_may_need() -> None:
     job = Job()
     for function in (nothing, with_default, print, epoch_limiter(1)):
         job.epoch(function)
-    assert [part.takes_job for part in job.parts(Group.EPOCH)] == [False, True, False, True]
+    assert [part.takes_job for part in job.epoch_group.tasks()] == [False, True, False, True]
     with pytest.raises(UsageError, match=r"job_and_more needs job, rate; .*functools\.partial"):
         job.epoch(job_and_more)
     with pytest.raises(UsageError, match="by_name needs rate"):
