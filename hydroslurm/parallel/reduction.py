@@ -137,6 +137,8 @@ class Reduction:
         self._arithmetic, self._timeout_s, self._exempt = arithmetic, timeout_s, exempt
         self._scale = 1.0 / sum(len(members) for members in nodes.members)
         self._local_ranks, self._slots = range(len(nodes.mine)), memory.layout.slots
+        # a rank may end as soon as it has taken the last piece, for which it needs its own post
+        self._own_last = sorted(self._local_ranks, key=nodes.local_rank.__eq__)
         self._is_only_node = len(nodes.members) == 1
         self._number = 0
         self._unfinished: list[Job] = []
@@ -234,7 +236,7 @@ class Reduction:
             accumulate=self._arithmetic.sums(piece.part.dtype),
             scale=self._scale,
         )
-        waiting = self._local_ranks if self._is_only_node else (0,)
+        waiting = self._own_last if self._is_only_node else (0,)
         self._memory.post(piece.slot, SUMMED, waiting)
 
     def _exchange(self, piece: Piece) -> None:
@@ -250,7 +252,7 @@ class Reduction:
         kind = self._arithmetic.sent(piece.part.dtype)
         with _of_the_network():
             self._network.gather(piece.slot, len(piece.part), kind)
-        self._memory.post(piece.slot, READY, self._local_ranks)
+        self._memory.post(piece.slot, READY, self._own_last)
 
     def _take(self, piece: Piece) -> None:
         layout, job = self._memory.layout, piece.job
@@ -296,15 +298,22 @@ class Reduction:
         deadline_s = clock.now_s() + self._timeout_s
         for _ in range(posts):
             while not memory.wait(piece.slot, which, own, limit_s=_LOOK_S):
-                if reason := memory.read_failure():
-                    raise ReductionFailed(reason)
-                if dead := memory.dead():
-                    ranks = ", ".join(str(self._nodes.mine[local]) for local in dead)
-                    raise ReductionFailed(
-                        f"rank {ranks} ended while gradients were being reduced on its node"
-                    )
+                failure = self._failure_here()
+                if failure and memory.wait(piece.slot, which, own, limit_s=0.0):
+                    break  # posted meanwhile, by a rank that has ended after the last step
+                if failure:
+                    raise ReductionFailed(failure)
                 if clock.now_s() > deadline_s:
                     raise ReductionFailed(self._late(piece))
+
+    def _failure_here(self) -> str:
+        """What is wrong with a rank of this node, if anything."""
+        if reason := self._memory.read_failure():
+            return reason
+        if not (dead := self._memory.dead()):
+            return ""
+        ranks = ", ".join(str(self._nodes.mine[local]) for local in dead)
+        return f"rank {ranks} ended while gradients were being reduced on its node"
 
     def _late(self, piece: Piece) -> str:
         missing = [self._nodes.mine[local] for local in self._memory.behind(piece.number + 1)]

@@ -24,6 +24,7 @@ from torch import nn
 
 import hydroslurm
 from hydroslurm.parallel import DistributedDataParallel, ddp, host_reduce_hook
+from hydroslurm.parallel.node_memory import READY, NodeMemory
 
 KINDS = {torch.float32: 3e-7, torch.float64: 1e-14, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 """How far a gradient may be from the average of the ranks' own, calculated in float64."""
@@ -150,6 +151,23 @@ def places(rank: int, options: dict[str, Any]) -> None:
             model(batch_of(rank, step, torch.float32), True).square().mean().backward()
         found.append([one.grad for one in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def ends(rank: int, options: dict[str, Any]) -> None:
+    """A rank may end once it has its gradients, before another one of its node has looked."""
+    model = DistributedDataParallel(Branches(torch.float32))
+    if rank == 1:
+        real = NodeMemory.wait
+
+        def late(memory: NodeMemory, slot: int, which: int, own: int, *, limit_s: float) -> bool:
+            if which != READY or not limit_s:
+                return real(memory, slot, which, own, limit_s=limit_s)
+            while not memory.dead():
+                time.sleep(0.01)
+            return False
+
+        NodeMemory.wait = late  # type: ignore[method-assign]
+    model(batch_of(rank, 0, torch.float32), True).sum().backward()
 
 
 # --- what goes wrong
@@ -285,7 +303,8 @@ def held() -> tuple[int, int, int]:
 
 
 SCENARIOS = {
-    one.__name__: one for one in (numbers, places, dies, late, refuses, trains, leaves_nothing)
+    one.__name__: one
+    for one in (numbers, places, ends, dies, late, refuses, trains, leaves_nothing)
 }
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ SCENES = {
     "numbers": ([1], [2], [1, 1], [2, 1]),
     # other buckets and other pieces
     "places": ([2, 1],),
+    "ends": ([2, 1],),
     # bad types, ranks that disagree or do not fit together, sparse gradients
     "refuses": ([1, 1],),
     # no thread, descriptor or memory of a model that is gone
