@@ -50,8 +50,20 @@ STRUCTURES = [
         for workers in ("", "workers", "persistent")
         if framework != "transformers" or name not in ("weights", "buckets")
     ),
+    single("own_accumulated.py", "forward:2 forward:4", trainings=2),
+    single("own_variables.py"),
+    single("own_function.py"),
+    single("own_next.py", named="a batch was taken from an iterator over a DataLoader"),
+    single("own_generator.py", named="is an iterator that has moved"),
+    single("own_buffers.py"),
+    single("own_grown.py", "step:4 step:5", named="is not what the script has made when this"),
+    single("own_second_optimizer.py", "step:4 step:5", named="has stepped and is not part of"),
+    single("own_gan.py", "step:3 step:4"),
     single("own_lbfgs.py"),
     single("own_adalora.py"),
+    single("transformers_masked.py x"),
+    single("transformers_masked.py x workers"),
+    single("transformers_masked.py x persistent"),
     single("transformers_twice.py", "step:4 step:7 step:2", trainings=2),
     single("transformers_adalora.py"),
     single("transformers_callback.py"),
@@ -65,6 +77,7 @@ STRUCTURES = [
     single("lightning_pruned.py", named="ModelPruning puts no masks into a checkpoint"),
     # within a window of batches whose gradients are added up
     single("accelerate_accumulated.py", "forward:2 forward:4", trainings=2),
+    single("lightning_gan.py", "step:2 step:4"),
     single("lightning_finders.py rate", "step:12 step:25"),
     single("lightning_finders.py size", "step:3 step:2"),
 ]
