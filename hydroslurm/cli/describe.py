@@ -13,9 +13,8 @@ from hydroslurm.cli.status import echo, moment, rank_line
 from hydroslurm.core.files import clean
 
 if TYPE_CHECKING:
-    from hydroslurm.jobs.control.listing import ListedJob
-    from hydroslurm.jobs.control.overview import Found, Overview
-    from hydroslurm.jobs.control.plain_job import PlainAttempt, PlainJob
+    from hydroslurm.jobs.control.history import PlainAttempt
+    from hydroslurm.jobs.control.view import JobView
     from hydroslurm.jobs.spec.replicas import ReplicaSpec
     from hydroslurm.jobs.supervisor.attempts import Attempt
 
@@ -27,11 +26,11 @@ _MANY_PLAIN = 16
 
 def describe(which: Which) -> None:
     """Show what was asked for, what became of it, and where its files are."""
-    from hydroslurm.jobs.control.plain_job import PlainJob, job_of
+    from hydroslurm.jobs.control.view import view_of
     from hydroslurm.slurm.client import open_client
 
-    found = job_of(open_client(), which)
-    lines = plain_job_lines(found) if isinstance(found, PlainJob) else training_job_lines(found)
+    found = view_of(open_client(), which)
+    lines = training_job_lines(found) if found.has_spec else plain_job_lines(found)
     for line in lines:
         echo(line)
 
@@ -43,10 +42,10 @@ def list_jobs() -> None:
     have announced themselves.
     """
     from hydroslurm.core.trust import user_name
-    from hydroslurm.jobs.control.listing import my_jobs
+    from hydroslurm.jobs.control.view import my_jobs
     from hydroslurm.slurm.client import open_client
 
-    rows = [_row(one) for one in my_jobs(open_client(), user_name())]
+    rows = list(map(_row, my_jobs(open_client(), user_name())))
     if not rows:
         typer.echo("no hydroslurm jobs; submit one: hydroslurm submit job.yaml, or train.py")
         return
@@ -57,26 +56,29 @@ def list_jobs() -> None:
         echo(line.rstrip())
 
 
-def _row(found: ListedJob) -> tuple[str, ...]:
+def _row(found: JobView) -> tuple[str, ...]:
+    assert found.slurm is not None
     condition = found.condition
-    most = "" if found.backoff_limit is None else f"/{found.backoff_limit}"
-    least = "≥" if found.more_preemptions else ""
+    asked = found.submission if found.has_spec else None
+    preemptions, is_least = found.known_preemptions
+    replicas = len(found.rank_files) if asked is None else asked.replicas
+    most = "" if asked is None or asked.backoff_limit is None else f"/{asked.backoff_limit}"
     return (
         str(found.slurm.id),
         found.name[:30],
         condition.type if condition else "-",
         found.slurm.state.value,
-        str(found.replicas or "-"),
+        str(replicas or "-"),
         f"{found.restarts}{most}",
-        "-" if found.preemptions is None else f"{least}{found.preemptions}",
+        "-" if preemptions is None else f"{'≥' if is_least else ''}{preemptions}",
         moment(condition.epoch_ns) if condition else "-",
     )
 
 
-def training_job_lines(found: Overview) -> list[str]:
+def training_job_lines(found: JobView) -> list[str]:
     from hydroslurm.jobs.supervisor.attempts import ActiveTime
 
-    job, policy = found.job, found.job.run_policy
+    job, policy = found.spec, found.spec.run_policy
     lines = of_slurm(found, job.name)
     lines += [f"Label:        {clean(f'{key}={text}')}" for key, text in job.labels.items()]
     if job.elastic is not None:
@@ -101,12 +103,12 @@ def training_job_lines(found: Overview) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _replica_lines(found: Overview) -> list[str]:
-    from hydroslurm.jobs.control.overview import replica_states
+def _replica_lines(found: JobView) -> list[str]:
+    from hydroslurm.jobs.control.view import replica_states
 
     states = replica_states(found)
     lines = []
-    for spec in found.job.replica_specs:
+    for spec in found.spec.replica_specs:
         lines.append(
             f"Replicas:     {spec.replicas} {spec.type}, restartPolicy {spec.restart_policy}"
         )
@@ -122,24 +124,25 @@ def _replica_lines(found: Overview) -> list[str]:
     return lines
 
 
-def _command(found: Overview, spec: ReplicaSpec) -> str:
-    if not found.job.run_mode.debug.enable:
+def _command(found: JobView, spec: ReplicaSpec) -> str:
+    if not found.spec.run_mode.debug.enable:
         return clean(" ".join((*spec.template.command, *spec.template.args)))
     tasks = found.plan.tasks if found.plan is not None else ()
     argv = next((task.argv for task in tasks if task.type == spec.type), ())
     return f"{clean(' '.join(argv))} (debug mode: hydroslurm attach gives a shell)"
 
 
-def _tensorboard_lines(found: Overview) -> list[str]:
-    if found.job.tensorboard is None:
+def _tensorboard_lines(found: JobView) -> list[str]:
+    if found.spec.tensorboard is None:
         return []
     if found.is_over:
         return ["TensorBoard:  ended with the job"]
-    if found.tensorboard is None:
+    address = found.tensorboard
+    if address is None:
         return [f"TensorBoard:  does not answer now; see {found.run.tensorboard_log}"]
-    lines = [f"TensorBoard:  {found.tensorboard.url} on {found.tensorboard.node}"]
-    if found.tensorboard.tunnel is not None:
-        lines.append(f"              from elsewhere: {found.tensorboard.tunnel}")
+    lines = [f"TensorBoard:  {address.url} on {address.node}"]
+    if address.tunnel is not None:
+        lines.append(f"              from elsewhere: {address.tunnel}")
     return lines
 
 
@@ -159,7 +162,7 @@ def _attempt_line(one: Attempt) -> str:
     return f"{one.number}  {moment(one.began_epoch_ns)}{until}: {how}{who}{status}"
 
 
-def plain_job_lines(found: PlainJob) -> list[str]:
+def plain_job_lines(found: JobView) -> list[str]:
     """What describe prints about a job without a spec."""
     from hydroslurm.jobs.control.requests import member_of
 
@@ -174,28 +177,29 @@ def plain_job_lines(found: PlainJob) -> list[str]:
     files = dict.fromkeys(filter(None, (slurm.std_out, slurm.std_err))) if slurm else ()
     lines += [f"Output:       {file}" for file in files]
     lines.append(f"At a stop:    {_saver(found)}")
-    if found.committed is not None:
-        step = found.committed.data.get("checkpoint_step")
-        lines.append(f"Checkpoint:   step {step}, committed {moment(found.committed.epoch_ns)}")
+    if (saved := found.committed) is not None:
+        step = saved.data.get("checkpoint_step")
+        lines.append(f"Checkpoint:   step {step}, committed {moment(saved.epoch_ns)}")
     if slurm is not None:
         lines.append(f"Restarts:     {slurm.restart_count}")
     lines.append(f"Preemptions:  {found.preemptions}")
     lines += _rank_lines(found) or ["Ranks:        none has announced itself"]
-    lines += _attempt_lines([_plain_attempt_line(one) for one in found.attempts], _MANY_PLAIN)
+    lines += _attempt_lines([_plain_attempt_line(one) for one in found.plain_attempts], _MANY_PLAIN)
     lines += condition_lines(found)
     return [line.rstrip() for line in lines]
 
 
-def _rank_lines(found: PlainJob) -> list[str]:
+def _rank_lines(found: JobView) -> list[str]:
     now_ns = time.time_ns()
-    lines = [f"Ranks:        {len(found.ranks)}"] if found.ranks else []
-    lines += [f"  {rank_line(one, now_epoch_ns=now_ns)}" for one in found.ranks[:_MANY_PLAIN]]
-    if len(found.ranks) > _MANY_PLAIN:
-        lines.append(f"  ... {len(found.ranks) - _MANY_PLAIN} more")
+    ranks = found.seen.ranks
+    lines = [f"Ranks:        {len(ranks)}"] if ranks else []
+    lines += [f"  {rank_line(one, now_epoch_ns=now_ns)}" for one in ranks[:_MANY_PLAIN]]
+    if len(ranks) > _MANY_PLAIN:
+        lines.append(f"  ... {len(ranks) - _MANY_PLAIN} more")
     return lines
 
 
-def of_slurm(found: Found, name: str) -> list[str]:
+def of_slurm(found: JobView, name: str) -> list[str]:
     """What Slurm says about a job, and where its run folder is."""
     from hydroslurm.slurm.text import compress_nodes
 
@@ -211,7 +215,7 @@ def of_slurm(found: Found, name: str) -> list[str]:
     return [*lines, f"Run folder:   {found.run.root}"]
 
 
-def condition_lines(found: Found) -> list[str]:
+def condition_lines(found: JobView) -> list[str]:
     """What became of a job, and when."""
     lines = ["Conditions:"]
     for one in found.conditions:
@@ -221,7 +225,7 @@ def condition_lines(found: Found) -> list[str]:
     return lines if found.conditions else [*lines, "  none"]
 
 
-def _saver(found: PlainJob) -> str:
+def _saver(found: JobView) -> str:
     from hydroslurm.core.events import EventKind
 
     if found.saver is EventKind.ATTEMPT_BEGAN:

@@ -48,7 +48,7 @@ def scale(
     from hydroslurm.elastic import control
     from hydroslurm.elastic.folder import ElasticFolder
     from hydroslurm.errors import UsageError
-    from hydroslurm.jobs.control.overview import locate
+    from hydroslurm.jobs.control.view import locate
     from hydroslurm.slurm.client import open_client
 
     run, _ = locate(open_client(), which)
@@ -119,7 +119,7 @@ def elastic_lines(run: RunDir, slurm: Job | None) -> list[str]:
 def member_lines(run: RunDir, name: str) -> list[str]:
     """What describe and status print about the job of one member of an elastic run."""
     from hydroslurm.elastic.folder import ElasticFolder
-    from hydroslurm.jobs.control.overview import submission_of
+    from hydroslurm.jobs.control.view import submission_of
 
     folder = ElasticFolder(run=run.root)
     asked = submission_of(run)

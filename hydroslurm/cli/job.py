@@ -118,8 +118,8 @@ def cancel(which: Which, all_elements: AllElements = False) -> None:
 
 def _cancel(client: SlurmClient, job: SlurmJob) -> None:
     from hydroslurm.errors import NotPermitted, WrongJobState
-    from hydroslurm.jobs.control.plain_job import require_ours
     from hydroslurm.jobs.control.requests import ranks_dir_of
+    from hydroslurm.jobs.control.view import require_ours
 
     require_ours(client, ranks_dir_of(job), job, str(job.id))
     if job.state.has_ended:
@@ -152,11 +152,11 @@ def logs(
         supervisor_logs,
         task_logs,
     )
-    from hydroslurm.jobs.control.plain_job import PlainJob, job_of
+    from hydroslurm.jobs.control.view import view_of
     from hydroslurm.slurm.client import open_client
 
-    found = job_of(open_client(), which)
-    if not isinstance(found, PlainJob):
+    found = view_of(open_client(), which)
+    if found.has_spec:
         files = supervisor_logs(found) if supervisor else task_logs(found, replica)
     elif supervisor:
         raise UsageError("only a job with a spec has a supervisor; omit --supervisor")
@@ -179,11 +179,11 @@ def attach(
     On the node of the replica, with its environment.
     """
     from hydroslurm.jobs.control.attach import attach_command
-    from hydroslurm.jobs.control.plain_job import job_of
+    from hydroslurm.jobs.control.view import view_of
     from hydroslurm.slurm.client import open_client
 
     argv = attach_command(
-        job_of(open_client(), which),
+        view_of(open_client(), which),
         replica=replica,
         command=command or (),
         environ=os.environ,
@@ -225,9 +225,8 @@ def _for_each(
     all that can be acted on. Exit status 1: something was not done."""
     from hydroslurm.core.jobid import JobId
     from hydroslurm.errors import HydroslurmError, WrongJobState
-    from hydroslurm.jobs.control.overview import locate
-    from hydroslurm.jobs.control.plain_job import require_ours
     from hydroslurm.jobs.control.requests import find_jobs
+    from hydroslurm.jobs.control.view import locate, require_ours
     from hydroslurm.slurm.client import open_client
 
     client = open_client()

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from hydroslurm.core.agentstate import AgentState
     from hydroslurm.core.rundir import RunDir
     from hydroslurm.core.status import RankStatus
-    from hydroslurm.jobs.control.overview import JobStatus
+    from hydroslurm.jobs.control.view import JobView
+    from hydroslurm.slurm.values import Job
 
 
 def status(
@@ -31,8 +32,8 @@ def status(
     """Show a job's state in Slurm and what its ranks report."""
     from hydroslurm.core.jobid import JobId
     from hydroslurm.core.trust import user_name
-    from hydroslurm.jobs.control.overview import job_status
-    from hydroslurm.jobs.control.requests import find_jobs
+    from hydroslurm.jobs.control.requests import find_jobs, ranks_dir_of
+    from hydroslurm.jobs.control.view import JobView
     from hydroslurm.slurm.client import open_client
 
     client = open_client()
@@ -40,11 +41,12 @@ def status(
         jobs = client.jobs(user=user_name())
     else:
         jobs = find_jobs(client, JobId.parse(job_id))
-    for found in map(job_status, jobs):
+    for job in jobs:
+        view = JobView(ranks_dir_of(job), job)
         if as_json:
-            typer.echo(json.dumps(_as_json(found)))
+            typer.echo(json.dumps(_as_json(job, view)))
         else:
-            _print_status(found)
+            _print_status(job, view)
     if not jobs:
         typer.echo("no jobs")
 
@@ -91,10 +93,10 @@ def sizes(status: Mapping[str, Any]) -> str:
     )
 
 
-def _print_status(found: JobStatus) -> None:
+def _print_status(job: Job, view: JobView) -> None:
     from hydroslurm.slurm.text import compress_nodes, format_duration
 
-    job, condition, members = found.job, found.condition, _member_lines(found)
+    seen, condition, members = view.seen, view.condition, _member_lines(job, view)
     where = f"on {compress_nodes(job.nodes)}" if job.nodes else f"({job.reason})"
     limit = f"time limit {format_duration(job.time_limit_s)}"
     echo(
@@ -107,26 +109,26 @@ def _print_status(found: JobStatus) -> None:
         echo(f"  {condition.type} {condition.reason} since {since}{message}")
     for line in members:
         echo(f"  {line}")
-    if found.problem is not None and not members:
-        echo(f"  its run folder cannot be read: {found.problem}")
-    elif not members and not found.ranks and not found.silent:
-        echo(f"  no rank has announced itself in {found.run_dir.events}")
-    for node in found.nodes:
+    if seen.problem is not None and not members:
+        echo(f"  its run folder cannot be read: {seen.problem}")
+    elif not members and not seen.ranks and not seen.silent:
+        echo(f"  no rank has announced itself in {view.run.events}")
+    for node in seen.nodes:
         echo(f"  {_node_line(node, now_epoch_ns=time.time_ns())}")
-    for rank, training in zip(found.ranks, found.trainings, strict=True):
+    for rank, training in zip(seen.ranks, seen.trainings, strict=True):
         echo(f"  {training}{rank_line(rank, now_epoch_ns=time.time_ns())}")
-    for number, why in found.silent:
+    for number, why in seen.silent:
         echo(f"  rank {number}: {why}")
 
 
-def _member_lines(found: JobStatus) -> list[str]:
+def _member_lines(job: Job, view: JobView) -> list[str]:
     """What an elastic run, or that of a member, is told of itself; nothing of any other job."""
     from hydroslurm.cli.elastic import member_lines
     from hydroslurm.jobs.control.requests import member_of
 
-    if (member := member_of(found.job)) is not None:
+    if (member := member_of(job)) is not None:
         return member_lines(*member)
-    size = size_line(found.run_dir) if found.problem is None else None
+    size = size_line(view.run) if view.seen.problem is None else None
     return [] if size is None else [size]
 
 
@@ -171,11 +173,10 @@ def _since(epoch_ns: int, now_epoch_ns: int) -> str:
     return f"since {max(0.0, since_s):.1f} s"
 
 
-def _as_json(found: JobStatus) -> dict[str, object]:
+def _as_json(job: Job, view: JobView) -> dict[str, object]:
     from hydroslurm.jobs.control.requests import member_of
 
-    job, condition = found.job, found.condition
-    member = member_of(job)
+    seen, condition, member = view.seen, view.condition, member_of(job)
     return {
         "job": str(job.id),
         "job_id": job.job_id,
@@ -184,13 +185,13 @@ def _as_json(found: JobStatus) -> dict[str, object]:
         "partition": job.partition,
         "nodes": list(job.nodes),
         "restart_count": job.restart_count,
-        "run_dir": str(found.run_dir.root),
+        "run_dir": str(view.run.root),
         "member": None if member is None else member[1],
-        "problem": found.problem,
+        "problem": seen.problem,
         "condition": None if condition is None else vars(condition),
-        "agents": [vars(node) for node in found.nodes],
-        "ranks": [_rank_as_json(rank) for rank in found.ranks],
-        "silent": dict(found.silent),
+        "agents": [vars(node) for node in seen.nodes],
+        "ranks": [_rank_as_json(rank) for rank in seen.ranks],
+        "silent": dict(seen.silent),
     }
 
 

@@ -8,7 +8,7 @@ from hydroslurm.core import agentstate
 from hydroslurm.core.agentstate import fold
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.rundir import RunDir, comment_for
-from hydroslurm.jobs.control.overview import job_status
+from hydroslurm.jobs.control.view import JobView
 from hydroslurm.slurm.client import Job, JobState
 
 
@@ -63,5 +63,5 @@ def test_status_tells_of_the_nodes_of_this_attempt(tmp_path: Path) -> None:
         job_id=7, name="x", state=JobState.RUNNING, nodes=("n1", "n2", "n3"), restart_count=1,
         comment=comment_for(run),
     )  # fmt: skip
-    assert [node.node for node in job_status(job).nodes] == [1, 2]
+    assert [node.node for node in JobView(run, job).seen.nodes] == [1, 2]
     assert agentstate.latest(run.agent_events(9)) is None

@@ -18,9 +18,8 @@ from hydroslurm.core.rundir import RunDir, comment_for_members
 from hydroslurm.elastic.coordinator import Coordinator, start
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
 from hydroslurm.elastic.roster import MemberState, Send, Size
-from hydroslurm.jobs.control.overview import job_status
-from hydroslurm.jobs.control.plain_job import PlainJob
 from hydroslurm.jobs.control.requests import ranks_dir_of
+from hydroslurm.jobs.control.view import JobView
 from hydroslurm.slurm.values import Job, JobState
 
 
@@ -147,19 +146,10 @@ def test_a_job_of_a_member(
         array_job_id=124,
         array_task_id=task,
     )
-    assert job_status(job).run_dir.root == tmp_path / "elastic" / "members" / f"124_{task}"
-    _print_status(job_status(job))
+    found = JobView(ranks_dir_of(job), job)
+    assert found.run.root == tmp_path / "elastic" / "members" / f"124_{task}"
+    _print_status(job, found)
     told = capsys.readouterr().out
-    found = PlainJob(
-        run=ranks_dir_of(job),
-        slurm=job,
-        conditions=(),
-        submission=None,
-        ranks=(),
-        attempts=(),
-        saver=None,
-        committed=None,
-    )
     for said in (told, "\n".join(plain_job_lines(found))):
         assert f"Member:       {now}" in said
         assert f"Of:           {tmp_path}" in said

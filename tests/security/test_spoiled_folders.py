@@ -18,7 +18,7 @@ from rich.console import Console
 from security.spoiled import KINDS, SPOIL, folder_of
 
 from hydroslurm.checkpoint.store import CheckpointStore
-from hydroslurm.cli.describe import plain_job_lines
+from hydroslurm.cli.describe import _row, plain_job_lines
 from hydroslurm.core import agentstate, rundir
 from hydroslurm.core.ack import judge_pause, wait_for_answers
 from hydroslurm.core.files import clean
@@ -27,11 +27,9 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import NEVER, RankStatus
 from hydroslurm.errors import NoSuchJob, RunFolderError, TargetError
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.control.listing import my_jobs
 from hydroslurm.jobs.control.logs import follow_files
-from hydroslurm.jobs.control.overview import job_status
-from hydroslurm.jobs.control.plain_job import PlainJob, job_of
 from hydroslurm.jobs.control.requests import pause_job
+from hydroslurm.jobs.control.view import JobView, my_jobs, view_of
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.tensorboard import read_address
 from hydroslurm.observe.metrics import JobCollector
@@ -104,21 +102,22 @@ def test_describe_without_a_spec(run: RunDir, tmp_path: Path) -> None:
         if path.name != run.job_yaml.name:
             (tmp_path / path.name).symlink_to(path)
     slurm: Any = Slurm((_job(RunDir(tmp_path)),))
-    found = job_of(slurm, "7")
-    assert isinstance(found, PlainJob)
+    found = view_of(slurm, "7")
+    assert not found.has_spec
     lines = [clean(line) for line in plain_job_lines(found)]
     assert lines[0] == "Name:         n"
     assert all(line.isprintable() for line in lines)
     for listed in my_jobs(slurm, "u"):
-        assert listed.name == "n"
-        assert listed.backoff_limit is None
+        assert _row(listed)[1] == "n"
+        assert _row(listed)[5] == "0"  # without a limit
 
 
 def test_status(run: RunDir) -> None:
     """Ranks, nodes, conditions, attempts, attempts: what is typed is told, all else is absent."""
-    found = job_status(_job(run))
+    view = JobView(run, _job(run))
+    found = view.seen
     assert found.problem is None or found.problem.startswith(str(run.events))
-    for one in (*found.ranks, *found.nodes, *filter(None, [found.condition])):
+    for one in (*found.ranks, *found.nodes, *filter(None, [view.condition])):
         json.dumps(vars(one), allow_nan=False)
     without_ranks = (*NO_FILES, "endless", "deep", "unclosed")
     assert bool(found.ranks) == (run.root.name not in without_ranks)
@@ -223,7 +222,7 @@ def test_no_such_folder_at_all(tmp_path: Path) -> None:
     """Names that are too long, or lead through a file, are as good as no folder."""
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file" / "run", tmp_path / ("x" * 5000), tmp_path / "gone"):
-        found = job_status(_job(RunDir(root)))
+        found = JobView(RunDir(root), _job(RunDir(root))).seen
         assert found.ranks == ()
         watcher = Watcher(Slurm((_job(RunDir(root)),)), user=None, policies=False)  # type: ignore[arg-type]
         assert len(watcher.look().rows) == 1

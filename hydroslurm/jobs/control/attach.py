@@ -10,13 +10,12 @@ from hydroslurm.core.module_command import module_command
 from hydroslurm.errors import UsageError, WrongJobState
 from hydroslurm.jobs.control.attached import PROCESS
 from hydroslurm.jobs.control.logs import no_replica, plan_of, replica_of
-from hydroslurm.jobs.control.overview import Overview
-from hydroslurm.jobs.control.plain_job import PlainJob
+from hydroslurm.jobs.control.view import JobView
 from hydroslurm.slurm.values import Job, JobState
 
 
 def attach_command(
-    found: Overview | PlainJob,
+    found: JobView,
     *,
     replica: str | None,
     command: Sequence[str],
@@ -39,7 +38,7 @@ def attach_command(
     if found.slurm is None or found.slurm.state is not JobState.RUNNING:
         state = "unknown to Slurm" if found.slurm is None else found.slurm.state.value
         raise WrongJobState(f"the job is {state}; a shell can be had only while it is RUNNING")
-    if isinstance(found, Overview):
+    if found.has_spec:
         node, beside = _of_plan(found, found.slurm, replica)
     else:
         node, beside = _of_rank(found, found.slurm, replica)
@@ -58,7 +57,7 @@ def attach_command(
     ]
 
 
-def _of_plan(found: Overview, slurm: Job, replica: str | None) -> tuple[str, list[str]]:
+def _of_plan(found: JobView, slurm: Job, replica: str | None) -> tuple[str, list[str]]:
     """The node of a replica, and what ``beside`` needs to find it there."""
     plan = plan_of(found)
     name = replica_of(plan, replica)
@@ -66,7 +65,7 @@ def _of_plan(found: Overview, slurm: Job, replica: str | None) -> tuple[str, lis
     return slurm.nodes[plan.tasks[number].node], [str(found.run.plan_json), str(number)]
 
 
-def _of_rank(found: PlainJob, slurm: Job, replica: str | None) -> tuple[str, list[str]]:
+def _of_rank(found: JobView, slurm: Job, replica: str | None) -> tuple[str, list[str]]:
     """The same for a rank, which has announced its node. On a job of one node that is not needed: a
     shell is possible before the ranks are up, or if they have no torch."""
     here = {f"rank-{rank}": event for rank, event in _announced(found, slurm).items()}
@@ -88,7 +87,7 @@ def _of_rank(found: PlainJob, slurm: Job, replica: str | None) -> tuple[str, lis
     return node, [PROCESS, str(pid)]
 
 
-def _announced(found: PlainJob, slurm: Job) -> dict[int, Event]:
+def _announced(found: JobView, slurm: Job) -> dict[int, Event]:
     """Rank -> how it announced itself in the present attempt."""
     return {
         rank: event

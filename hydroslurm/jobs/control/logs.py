@@ -13,8 +13,7 @@ from pathlib import Path
 from hydroslurm.core.files import open_regular
 from hydroslurm.errors import HydroslurmError, NoSuchJob, RunFolderError, UsageError
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.control.overview import Overview
-from hydroslurm.jobs.control.plain_job import PlainJob, job_of
+from hydroslurm.jobs.control.view import JobView, view_of
 from hydroslurm.jobs.plan import Plan
 from hydroslurm.jobs.supervisor.conditions import final_condition, read_conditions
 from hydroslurm.slurm.client import open_client
@@ -25,7 +24,7 @@ _OF_MEMBER = re.compile(r"member-([0-9]+_[0-9]+)-[0-9]+\.log")
 _CHUNK_BYTES = 1 << 20
 
 
-def plan_of(found: Overview) -> Plan:
+def plan_of(found: JobView) -> Plan:
     """The plan of a job.
 
     Raises:
@@ -53,14 +52,14 @@ def no_replica(wanted: str, names: Sequence[str]) -> UsageError:
     return UsageError(f"there is no replica {wanted!r}; wanted one of {listed}")
 
 
-def task_logs(found: Overview, replica: str | None) -> list[Path]:
+def task_logs(found: JobView, replica: str | None) -> list[Path]:
     """The files of a replica's tasks; they need not be there yet.
 
     Raises:
         UsageError: as :func:`replica_of` and :func:`plan_of`.
     """
     plan = plan_of(found)
-    if found.job.elastic is not None:
+    if found.spec.elastic is not None:
         return _member_logs(found, replica)
     name = replica_of(plan, replica)
     return [
@@ -68,7 +67,7 @@ def task_logs(found: Overview, replica: str | None) -> list[Path]:
     ]
 
 
-def _member_logs(found: Overview, member: str | None) -> list[Path]:
+def _member_logs(found: JobView, member: str | None) -> list[Path]:
     """Of an elastic job: what the ranks of a member print, or of all that there have been."""
     files = {
         path: name[1]
@@ -84,7 +83,7 @@ def _member_logs(found: Overview, member: str | None) -> list[Path]:
     )
 
 
-def output_logs(found: PlainJob, replica: str | None) -> list[Path]:
+def output_logs(found: JobView, replica: str | None) -> list[Path]:
     """The output files of a job without a spec, for all its attempts: those of one rank if submitit
     made one per rank, else the job's.
 
@@ -111,7 +110,7 @@ def output_logs(found: PlainJob, replica: str | None) -> list[Path]:
     return files
 
 
-def _slurm_files(found: PlainJob) -> list[Path]:
+def _slurm_files(found: JobView) -> list[Path]:
     """As Slurm names them; accounting has no names, but submitit always takes the same."""
     slurm = found.slurm
     named = [slurm.std_out, slurm.std_err] if slurm is not None else []
@@ -144,7 +143,7 @@ def _rank_number(replica: str | None) -> int | None:
     return int(number) if word == "rank" and number.isdecimal() else None
 
 
-def supervisor_logs(found: Overview) -> list[Path]:
+def supervisor_logs(found: JobView) -> list[Path]:
     """The output of the batch script, for all attempts of the job."""
     return [found.run.logs / f"{submission.read(found.run.root).job_id}_0_log.out"]
 
@@ -180,7 +179,7 @@ ASK_EVERY_S = 10.0
 class Ended:
     """Whether a job is over: the run folder tells at once, Slurm if nobody could write there."""
 
-    def __init__(self, found: Overview | PlainJob) -> None:
+    def __init__(self, found: JobView) -> None:
         self._found = found
         self._asked_s = time.monotonic()
 
@@ -189,10 +188,10 @@ class Ended:
         if self._found.is_over or final_condition(conditions):
             return True
         if time.monotonic() - self._asked_s > ASK_EVERY_S:
-            slurm = None if isinstance(self._found, Overview) else self._found.slurm
+            slurm = None if self._found.has_spec else self._found.slurm
             which = str(self._found.run.root if slurm is None else slurm.id)
             try:
-                self._found = job_of(open_client(), which)
+                self._found = view_of(open_client(), which)
             except NoSuchJob:  # it ended, and slurmctld has forgotten it
                 return True
             except HydroslurmError:

@@ -16,9 +16,7 @@ from hydroslurm.core.dates import clocks
 from hydroslurm.core.files import write_atomically
 from hydroslurm.core.rundir import RunDir, comment_for
 from hydroslurm.core.status import Moment, RankStatus
-from hydroslurm.jobs.control.overview import Overview
-from hydroslurm.jobs.spec.reading import loads
-from hydroslurm.jobs.supervisor.attempts import Attempt, Ending
+from hydroslurm.jobs.supervisor.attempts import Attempt, Ending, count_restarts
 
 RECORDED = Path(__file__).parents[2] / "slurm/recorded/22.05"
 
@@ -79,12 +77,6 @@ def test_preemptions(
     assert seen == said
 
 
-SPEC = """
-runPolicy: {backoffLimit: 0}
-replicaSpecs: [{type: worker, template: {command: [python, train.py]}}]
-"""
-
-
 @pytest.mark.parametrize(
     ("endings", "restarts"),
     [
@@ -97,16 +89,8 @@ replicaSpecs: [{type: worker, template: {command: [python, train.py]}}]
     ],
 )
 def test_only_a_failure_that_was_followed_by_a_start_is_a_restart(
-    endings: list[Ending | None], restarts: int, tmp_path: Path
+    endings: list[Ending | None], restarts: int
 ) -> None:
     """A job that failed once and was given up has had no restart."""
-    found = Overview(
-        run=RunDir(tmp_path),
-        slurm=None,
-        conditions=(),
-        job=loads(SPEC, name="job.yaml", folder=tmp_path).job,
-        plan=None,
-        attempts=tuple(Attempt(n, 0, n, ending=ending) for n, ending in enumerate(endings, 1)),
-        tensorboard=None,
-    )
-    assert found.restarts == restarts
+    attempts = [Attempt(n, 0, n, ending=ending) for n, ending in enumerate(endings, 1)]
+    assert count_restarts(attempts) == restarts

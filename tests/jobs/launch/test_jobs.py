@@ -23,8 +23,8 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import read_status
 from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.control.overview import job_status
-from hydroslurm.jobs.control.requests import pause_job, requeue_job, resume_job
+from hydroslurm.jobs.control.requests import pause_job, ranks_dir_of, requeue_job, resume_job
+from hydroslurm.jobs.control.view import JobView, RankViews
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
 from hydroslurm.slurm.client import JobState, SlurmClient, open_client
 
@@ -122,7 +122,7 @@ def test_a_run_folder_tells_what_was_submitted(job: PausableJob, slurm: SlurmCli
     assert "--signal=URG@90" in script
     assert "export SUBMITIT_PREEMPT_SIGNAL=URG" in script
     assert "srun" in script
-    assert job_status(slurm.job(int(job.job_id))).run_dir == job.run_dir
+    assert ranks_dir_of(slurm.job(int(job.job_id))) == job.run_dir
 
 
 def test_gang_scheduling_parks_for_an_urgent_job(job: PausableJob, slurm: SlurmClient) -> None:
@@ -203,7 +203,7 @@ def test_a_killed_rank_is_not_said_to_run(job: PausableJob, slurm: SlurmClient) 
     """After scancel --signal=KILL the status says killed, though the rank wrote nothing of it."""
     slurm.signal(slurm.job(int(job.job_id)), "KILL", full=True)
     wait_until(lambda: slurm.job(int(job.job_id)).state.has_ended, "Slurm has seen its end")
-    assert [rank.state for rank in job_status(slurm.job(int(job.job_id))).ranks] == ["killed"]
+    assert [rank.state for rank in _seen(slurm, job).ranks] == ["killed"]
 
 
 def test_two_ranks_on_two_nodes_answer_each(slurm: SlurmClient, folder: Path) -> None:
@@ -214,10 +214,10 @@ def test_two_ranks_on_two_nodes_answer_each(slurm: SlurmClient, folder: Path) ->
     paused = pause_job(slurm, slurm.job(int(job.job_id)))
     assert [answer.rank for answer in paused.answers] == [0, 1]
     assert not paused.silent
-    status = job_status(slurm.job(int(job.job_id)))
-    assert status.job.state is JobState.SUSPENDED
-    assert [rank.state for rank in status.ranks] == ["parked", "parked"]
-    assert len({rank.pid for rank in status.ranks}) == 2
+    assert slurm.job(int(job.job_id)).state is JobState.SUSPENDED
+    ranks = _seen(slurm, job).ranks
+    assert [rank.state for rank in ranks] == ["parked", "parked"]
+    assert len({rank.pid for rank in ranks}) == 2
     assert resume_job(slurm, slurm.job(int(job.job_id))).answers[1].done
     vacated = pause_job(
         slurm, slurm.job(int(job.job_id)), vacate=True
@@ -228,6 +228,10 @@ def test_two_ranks_on_two_nodes_answer_each(slurm: SlurmClient, folder: Path) ->
     (folder / "stop").touch()
     assert job.results() == [None, None]
     assert "done True" in (job.stdout() or "")
+
+
+def _seen(slurm: SlurmClient, job: PausableJob) -> RankViews:
+    return JobView(job.run_dir, slurm.job(int(job.job_id))).seen
 
 
 @contextlib.contextmanager
