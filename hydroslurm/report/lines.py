@@ -53,6 +53,12 @@ class Unread:
     torn: int = 0
     unknown: int = 0
 
+    def words(self) -> Iterator[str]:
+        if self.torn:
+            yield f"torn lines that were passed over: {self.torn}"
+        if self.unknown:
+            yield f"lines of a later version of hydroslurm, passed over: {self.unknown}"
+
 
 def lines_of(events: Iterable[Event]) -> Iterator[Line]:
     """The same of events that are there already."""

@@ -91,41 +91,25 @@ class _Part:
 
 
 def _read(files: Sequence[Path]) -> _Part:
-    reading = _Reading()
-    attempts = attempts_in(reading.lines(files))
-    return _Part(
-        attempts, reading.events, tuple(reading.sentences()), tuple(reading.failed.values())
-    )
+    events = 0
+    sentences: list[tuple[int, str]] = []
+    failed: list[OSError] = []
 
-
-class _Reading:
-    """Counts what comes by."""
-
-    def __init__(self) -> None:
-        self.events = 0
-        self.failed: dict[int, OSError] = {}
-        self._unread: dict[int, Unread] = {}
-
-    def lines(self, files: Sequence[Path]) -> Iterator[Line]:
+    def lines() -> Iterator[Line]:
+        nonlocal events
         for path in files:
-            rank = int(path.stem.rpartition("-")[2])
-            unread = self._unread[rank] = Unread()
+            rank, unread = int(path.stem.rpartition("-")[2]), Unread()
             try:
                 for line in read_lines(path, unread):
-                    self.events += 1
+                    events += 1
                     yield line
             except OSError as error:
-                self.failed[rank] = OSError(error.errno, error.strerror, str(path))
+                failed.append(OSError(error.errno, error.strerror, str(path)))
+                sentences.append((rank, f"Rank {rank}: {path} cannot be read: {error.strerror}."))
+            sentences.extend((rank, f"Rank {rank}: {words}.") for words in unread.words())
 
-    def sentences(self) -> Iterator[tuple[int, str]]:
-        for rank, error in self.failed.items():
-            yield rank, f"Rank {rank}: {error.filename} cannot be read: {error.strerror}."
-        for rank, unread in self._unread.items():
-            if unread.torn:
-                yield rank, f"Rank {rank}: torn lines that were passed over: {unread.torn}."
-            if unread.unknown:
-                what = "lines of a later version of hydroslurm, passed over"
-                yield rank, f"Rank {rank}: {what}: {unread.unknown}."
+    attempts = attempts_in(lines())
+    return _Part(attempts, events, tuple(sentences), tuple(failed))
 
 
 def _ranks_missing(attempts: Iterable[Attempt]) -> Iterator[str]:

@@ -66,38 +66,21 @@ def write_all(
 
 
 def start_pictures(history: History, run: RunDir) -> Iterator[None]:
-    """Draw both pictures in other processes from now on; iterate to wait for them.
+    """Draw both pictures in another process from now on; iterate to wait for it.
 
-    Most of the time of a small run is matplotlib's import, which one process does for both. A large
-    run is drawn here, when iterated: pages that another process touches are copied, all of them.
+    Most of the time of a small run is matplotlib's import. A large run is drawn here, when
+    iterated: pages that another process touches are copied, all of them.
     """
     if len(history.pauses) > MANY_PAUSES:
-        return _draw_here(history, run)
-    return parallel_map(_draw_both, [(history, run)])
+        return map(_draw, [(history, run)])
+    return parallel_map(_draw, [(history, run)])
 
 
-def _draw_here(history: History, run: RunDir) -> Iterator[None]:
+def _draw(run_of: tuple[History, RunDir]) -> None:
+    """Histograms of an earlier report are removed when there is nothing to draw."""
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would take memory, and do nothing
-    _redraw_histograms((history, run))
+    history, run = run_of
     write_timeline(history, run.timeline_png)
-    yield
-
-
-def _draw_both(run_of: tuple[History, RunDir]) -> None:
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy starts no threads then, so this may fork
-    from hydroslurm.report import histograms, timeline  # noqa: F401 - matplotlib, once
-
-    history, run = run_of
-    other = parallel_map(_redraw_histograms, [run_of])
-    try:
-        write_timeline(history, run.timeline_png)
-    finally:
-        list(other)  # a process that leaves a pool open waits for it for ever
-
-
-def _redraw_histograms(run_of: tuple[History, RunDir]) -> None:
-    """Those of an earlier report are removed when there is nothing to draw."""
-    history, run = run_of
     if write_histograms(history, run.histograms_png) is None:
         run.histograms_png.unlink(missing_ok=True)
 
