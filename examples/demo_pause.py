@@ -31,9 +31,8 @@ from rich.table import Table
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.jobs.control.requests import pause_job, resume_job
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
-from hydroslurm.report.figures import figures_of
+from hydroslurm.report.figures import Report
 from hydroslurm.report.reading import read_history
-from hydroslurm.report.rows import Rows
 from hydroslurm.report.run_tables import pauses_table
 from hydroslurm.report.tables import in_terminal
 from hydroslurm.report.writing import write_figures, write_timeline
@@ -179,10 +178,11 @@ def _conclude(trained: Sequence[Trained]) -> bool:
     pauses = 0
     for one in trained[1:]:
         history = read_history(one.run.root)
+        report = Report(history)
         console.print()
         console.print(f"[bold]{one.title}[/]")
-        console.print(in_terminal(pauses_table(history, Rows.of(history).pauses_in_time)))
-        write_figures(figures_of(history), one.run.figures_json)
+        console.print(in_terminal(pauses_table(history, report.rows.pauses_in_time)))
+        write_figures(report.figures, one.run.figures_json)
         pictures.append(write_timeline(history, one.run.timeline_png))
         pauses += sum(len(attempt.pauses) for attempt in history.attempts)
     table = Table(title="results")

@@ -37,10 +37,9 @@ from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.jobs.control.requests import pause_job, requeue_job, resume_job
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
-from hydroslurm.report.figures import figures_of
+from hydroslurm.report.figures import Report
 from hydroslurm.report.history import History
 from hydroslurm.report.reading import read_history
-from hydroslurm.report.rows import Rows
 from hydroslurm.report.run_tables import stops_table
 from hydroslurm.report.tables import in_terminal
 from hydroslurm.report.views import stop_sentences
@@ -265,11 +264,11 @@ def _results_table(trained: Sequence[Trained], histories: Mapping[str, History])
 
 def _show(one: Trained, history: History) -> Path:
     """The table of one training's stops; returns its picture."""
-    figures = figures_of(history)
+    report = Report(history)
     console.print()
     console.print(f"[bold]{one.title}[/]")
-    console.print(in_terminal(stops_table(history, Rows.of(history).stops_in_time)))
-    for sentence in stop_sentences(history, figures):
+    console.print(in_terminal(stops_table(history, report.rows.stops_in_time)))
+    for sentence in stop_sentences(report):
         console.print(sentence)
-    write_figures(figures, one.run.figures_json)
+    write_figures(report.figures, one.run.figures_json)
     return write_timeline(history, one.run.timeline_png)

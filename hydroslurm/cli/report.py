@@ -113,20 +113,17 @@ def _report_run(
     # drawing takes longest: it starts before anything else is even imported
     pictures = None if no_picture else start_pictures(history, run)
     from hydroslurm.report.external_sources import ExternalSources
-    from hydroslurm.report.figures import figures_of
+    from hydroslurm.report.figures import Report
     from hydroslurm.report.nsys.export import profiles_in
-    from hydroslurm.report.rows import Rows
     from hydroslurm.report.views import report_view
 
     profiles, missing = _read_profiles([*profiles_in(run.profile), *given])
     accounting = _ask_slurm(history, no_slurm=no_slurm)
     sources = ExternalSources(accounting=accounting, profiles=profiles, missing=missing)
-    rows = Rows.of(history, sources)
-    figures = figures_of(history, sources, rows)
-    view = report_view(history, sources, figures, rows)
-    _print(json.dumps(figures.as_dict()) if as_json else _rendered(view))
+    made = Report(history, sources)
+    _print(json.dumps(made.figures.as_dict()) if as_json else _rendered(report_view(made)))
     # after printing: the report of another user's folder can be read, but not written
-    for path in write_all(history, sources, figures, rows, run, pictures=pictures):
+    for path in write_all(made, run, pictures=pictures):
         _print(f"written: {path}", err=as_json)
 
 

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -188,12 +189,28 @@ class Figures(_Part):
         return self.model_dump(by_alias=True)
 
 
-def figures_of(
-    history: History, sources: ExternalSources | None = None, rows: Rows | None = None
-) -> Figures:
-    """The figures of a run; ``rows`` if they have been made already."""
-    sources = sources or ExternalSources()
-    rows = rows or Rows.of(history, sources)
+@dataclass(frozen=True)
+class Report:
+    """A run, and what other sources say of it: what tables, page and figures are made from."""
+
+    history: History
+    sources: ExternalSources = field(default_factory=ExternalSources)
+
+    @cached_property
+    def rows(self) -> Rows:
+        return Rows.of(self.history, self.sources)
+
+    @cached_property
+    def figures(self) -> Figures:
+        return _figures(self.history, self.sources, self.rows)
+
+
+def figures_of(history: History, sources: ExternalSources | None = None) -> Figures:
+    """The figures of a run."""
+    return Report(history, sources or ExternalSources()).figures
+
+
+def _figures(history: History, sources: ExternalSources, rows: Rows) -> Figures:
     pauses = history.pauses
     return Figures(
         run=history.name,

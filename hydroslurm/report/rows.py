@@ -109,8 +109,7 @@ class Rows:
     stops: list[StopRow]
 
     @classmethod
-    def of(cls, history: History, sources: ExternalSources | None = None) -> Rows:
-        sources = sources or ExternalSources()
+    def of(cls, history: History, sources: ExternalSources) -> Rows:
         stops = [_stop_row(history, sources, stopped) for stopped in history.stopped]
         return cls(_pause_rows(history, sources), stops)
 

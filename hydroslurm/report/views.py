@@ -15,10 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from hydroslurm.report.external_sources import ExternalSources
-from hydroslurm.report.figures import Figures, figures_of
-from hydroslurm.report.history import History
-from hydroslurm.report.rows import Rows
+from hydroslurm.report.figures import Report
 from hydroslurm.report.run_tables import (
     goodput_table,
     latency_table,
@@ -34,47 +31,27 @@ MOST_ON_PAGE = 200
 _NOT_HEARD = "No pause was seen, but signal handlers were lost: see below."
 
 
-def report_view(
-    history: History,
-    sources: ExternalSources | None = None,
-    figures: Figures | None = None,
-    rows: Rows | None = None,
-    *,
-    max_rows: int = 40,
-) -> RenderableType:
+def report_view(report: Report, *, max_rows: int = 40) -> RenderableType:
     """The tables of pauses and of stops, each with its percentiles below, where the time went, and
-    what is missing; one sentence when there was neither.
-
-    Args:
-        figures, rows: of the same run, if they have been made already.
-    """
-    sources = sources or ExternalSources()
-    rows = rows or Rows.of(history, sources)
-    figures = figures or figures_of(history, sources, rows)
-    heading = Text(_heading(figures, sources), style="bold")
-    below = [Text(sentence) for sentence in _sentences_below(history, sources)]
+    what is missing; one sentence when there was neither."""
+    history = report.history
+    heading = Text(_heading(report), style="bold")
+    below = [Text(sentence) for sentence in _sentences_below(report)]
     if not history.attempts:
         why = "No events yet: the job has not started, or pausing was never installed in it."
         return Group(heading, Text(why), *below)
-    parts = [heading, *_about_pauses(history, figures, rows, max_rows)]
-    if rows.stops:
-        parts += _about_stops(history, figures, rows, max_rows)
+    parts = [heading, *_about_pauses(report, max_rows)]
+    if report.rows.stops:
+        parts += _about_stops(report, max_rows)
     elif not history.pauses:
         heard = not any(attempt.lost_signals for attempt in history.attempts)
         parts.append(Text("Nothing was paused." if heard else _NOT_HEARD))
-    tables = [slurm_table(sources), goodput_table(figures)]
+    tables = [slurm_table(report.sources), goodput_table(report.figures)]
     parts += [in_terminal(table) for table in tables if table is not None and table.rows]
     return Group(*parts, *below)
 
 
-def page(
-    history: History,
-    sources: ExternalSources,
-    figures: Figures,
-    rows: Rows,
-    *,
-    pictures: Sequence[tuple[str, bytes]],
-) -> str:
+def page(report: Report, *, pictures: Sequence[tuple[str, bytes]]) -> str:
     """The report as one HTML page.
 
     Args:
@@ -88,6 +65,7 @@ def page(
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
+    history, sources, figures, rows = report.history, report.sources, report.figures, report.rows
     tables = [
         goodput_table(figures),
         latency_table(figures, "pause", "nsys", "save", "stop", title="Latencies"),
@@ -100,17 +78,15 @@ def page(
         jobs=sources.accounting.names(figures.job_ids),
         pictures=[(alt, base64.b64encode(png).decode()) for alt, png in pictures],
         tables=[table for table in tables if table is not None and table.rows],
-        sentences=_sentences_below(history, sources),
+        sentences=_sentences_below(report),
     )
 
 
-def stop_sentences(
-    history: History, figures: Figures, rows: Rows | None = None, *, most: int = 5
-) -> list[str]:
+def stop_sentences(report: Report, *, most: int = 5) -> list[str]:
     """What was lost, and what is missing from the log."""
-    stops = (rows or Rows.of(history)).stops_in_time
-    least = "at least " if figures.stops.at_least else ""
-    said = [f"Steps lost: {least}{figures.stops.steps_lost_total}."]
+    history, stops, figures = report.history, report.rows.stops_in_time, report.figures.stops
+    least = "at least " if figures.at_least else ""
+    said = [f"Steps lost: {least}{figures.steps_lost_total}."]
     torn = [one for one in stops if not one.complete]
     for one in torn[:most]:
         which = f"Attempt {history.attempt_number(one.stopped)} of rank {one.rank}"
@@ -126,26 +102,22 @@ def stop_sentences(
     return said
 
 
-def _about_pauses(
-    history: History, figures: Figures, rows: Rows, max_rows: int
-) -> list[RenderableType]:
+def _about_pauses(report: Report, max_rows: int) -> list[RenderableType]:
+    history, figures = report.history, report.figures
     if not history.pauses:
         return []
-    table = pauses_table(history, rows.pauses_in_time, most=max_rows)
+    table = pauses_table(history, report.rows.pauses_in_time, most=max_rows)
     percentiles = [latency_table(figures, "pause")]
     if figures.nsys is not None and figures.nsys.joined:
         percentiles.append(latency_table(figures, "nsys", title="The same pauses by nsys"))
-    sentences = map(Text, _together_sentences(history, figures))
+    sentences = map(Text, _together_sentences(report))
     return [*_cut(table, "pauses"), *map(in_terminal, percentiles), *sentences]
 
 
-def _about_stops(
-    history: History, figures: Figures, rows: Rows, max_rows: int
-) -> list[RenderableType]:
-    table = stops_table(history, rows.stops_in_time, most=max_rows)
-    percentiles = in_terminal(latency_table(figures, "stop"))
-    sentences = map(Text, stop_sentences(history, figures, rows))
-    return [*_cut(table, "stops"), percentiles, *sentences]
+def _about_stops(report: Report, max_rows: int) -> list[RenderableType]:
+    table = stops_table(report.history, report.rows.stops_in_time, most=max_rows)
+    percentiles = in_terminal(latency_table(report.figures, "stop"))
+    return [*_cut(table, "stops"), percentiles, *map(Text, stop_sentences(report))]
 
 
 def _cut(table: Table, what: str) -> list[RenderableType]:
@@ -157,22 +129,23 @@ def _cut(table: Table, what: str) -> list[RenderableType]:
     return parts
 
 
-def _sentences_below(history: History, sources: ExternalSources) -> Sequence[str]:
+def _sentences_below(report: Report) -> Sequence[str]:
+    history = report.history
     clocks = history.alignment.sentences() if history.attempts else []
-    return [*clocks, *sources.sentences(history)]
+    return [*clocks, *report.sources.sentences(history)]
 
 
-def _together_sentences(history: History, figures: Figures) -> list[str]:
+def _together_sentences(report: Report) -> list[str]:
     """What a suspend could have interrupted."""
-    said = []
-    if figures.in_flight:
+    said, in_flight = [], report.figures.in_flight
+    if in_flight:
         said.append(
-            f"{_counted(figures.in_flight, 'pause')} with collectives in flight (! above): such a "
+            f"{_counted(in_flight, 'pause')} with collectives in flight (! above): such a "
             "suspend has to be shorter than their timeout."
         )
     alone = sum(
         pause.all_parked_us is None and pause.parked_mono_ns is not None
-        for attempt in history.attempts
+        for attempt in report.history.attempts
         if attempt.world_size > 1
         for pause in attempt.pauses
     )
@@ -181,8 +154,9 @@ def _together_sentences(history: History, figures: Figures) -> list[str]:
     return said
 
 
-def _heading(figures: Figures, sources: ExternalSources) -> str:
-    jobs = sources.accounting.names(figures.job_ids)
+def _heading(report: Report) -> str:
+    figures = report.figures
+    jobs = report.sources.accounting.names(figures.job_ids)
     parts = [
         f"run {figures.run}",
         f"job {jobs}" if jobs else "no Slurm job",

@@ -23,9 +23,7 @@ from hydroslurm.report.reading import parallel_map
 if TYPE_CHECKING:  # the pictures are started before anything of this is imported
     from matplotlib.figure import Figure
 
-    from hydroslurm.report.external_sources import ExternalSources
-    from hydroslurm.report.figures import Figures
-    from hydroslurm.report.rows import Rows
+    from hydroslurm.report.figures import Figures, Report
 
 MANY_PAUSES = 20_000
 _TIMELINE_DPI = 120
@@ -34,22 +32,14 @@ _FAST_PNG = {"compress_level": 1}
 """The last tenth of a PNG's size takes as long to compress as the picture takes to draw."""
 
 
-def write_all(
-    history: History,
-    sources: ExternalSources,
-    figures: Figures,
-    rows: Rows,
-    run: RunDir,
-    *,
-    pictures: Iterator[None] | None,
-) -> Iterator[Path]:
+def write_all(report: Report, run: RunDir, *, pictures: Iterator[None] | None) -> Iterator[Path]:
     """Yield each path when it is written: figures, trace, pictures, and the page that holds them.
 
     Args:
         pictures: what :func:`start_pictures` returned; None: there are no pictures.
     """
-    yield write_figures(figures, run.figures_json)
-    yield write_trace(history, run.trace_json)
+    yield write_figures(report.figures, run.figures_json)
+    yield write_trace(report.history, run.trace_json)
     drawn: list[tuple[str, Path]] = []
     if pictures is not None:
         list(pictures)
@@ -61,7 +51,7 @@ def write_all(
     from hydroslurm.report.views import page
 
     images = [(alt, path.read_bytes()) for alt, path in drawn]
-    text = page(history, sources, figures, rows, pictures=images)
+    text = page(report, pictures=images)
     yield _write(run.report_html, text.encode())
 
 

@@ -10,9 +10,8 @@ from report.views import history_of
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.report.external_sources import ExternalSources
-from hydroslurm.report.figures import figures_of
+from hydroslurm.report.figures import Report
 from hydroslurm.report.history import History
-from hydroslurm.report.rows import Rows
 from hydroslurm.report.views import MOST_ON_PAGE, page
 
 HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(1)>&amp;</td></table>'
@@ -42,11 +41,8 @@ class Reader(HTMLParser):
 
 
 def page_of(history: History, *, missing: tuple[str, ...] = ()) -> str:
-    sources = ExternalSources(missing=missing)
-    rows = Rows.of(history, sources)
-    figures = figures_of(history, sources, rows)
-    pictures = [("a <b>picture</b>", b"\x89PNG")]
-    return page(history, sources, figures, rows, pictures=pictures)
+    report = Report(history, ExternalSources(missing=missing))
+    return page(report, pictures=[("a <b>picture</b>", b"\x89PNG")])
 
 
 def test_hostile_names_stay_text() -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from hydroslurm.report.attempts import attempts_of
 from hydroslurm.report.external_sources import ExternalSources
+from hydroslurm.report.figures import Report
 from hydroslurm.report.history import History
 from hydroslurm.report.views import report_view
 
@@ -29,7 +30,8 @@ def shown(
 ) -> list[str]:
     """The lines of the report in a terminal."""
     console = Console(file=io.StringIO(), width=width)
-    console.print(report_view(history, sources, max_rows=max_rows))
+    report = Report(history, sources or ExternalSources())
+    console.print(report_view(report, max_rows=max_rows))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 

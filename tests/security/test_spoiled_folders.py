@@ -35,10 +35,8 @@ from hydroslurm.jobs.supervisor.tensorboard import read_address
 from hydroslurm.observe.metrics import JobCollector
 from hydroslurm.observe.table import for_programs
 from hydroslurm.observe.watcher import Watcher
-from hydroslurm.report.external_sources import ExternalSources
-from hydroslurm.report.figures import figures_of
+from hydroslurm.report.figures import Report
 from hydroslurm.report.reading import read_history
-from hydroslurm.report.rows import Rows
 from hydroslurm.report.trace import trace_of
 from hydroslurm.report.views import page, report_view
 from hydroslurm.report.writing import write_timeline
@@ -177,16 +175,14 @@ def test_report(run: RunDir, tmp_path: Path) -> None:
             read_history(run.root)
         return
     history = read_history(run.root)
-    sources = ExternalSources()
-    rows = Rows.of(history, sources)
-    figures = figures_of(history, sources, rows)
-    json.dumps(figures.as_dict(), allow_nan=False)
+    report = Report(history)
+    json.dumps(report.figures.as_dict(), allow_nan=False)
     json.dumps(trace_of(history), allow_nan=False)
     console = Console(markup=False, emoji=False, width=200)
     with console.capture() as said:
-        console.print(report_view(history, sources, figures, rows))
+        console.print(report_view(report))
     assert all(c.isprintable() or c == "\n" for c in said.get())
-    shown = page(history, sources, figures, rows, pictures=[])
+    shown = page(report, pictures=[])
     shown.encode()
     assert "<script" not in shown
     write_timeline(history, tmp_path / "report" / "timeline.png")
