@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import queue
 import signal
@@ -23,9 +24,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from hydroslurm.gate.protocol import Action, Handler, Owner, OwnerKind, SignalRule
+from hydroslurm.gate.protocol import Action, Handler, Owner, SignalRule
 
 NOBODY = (signal.SIG_DFL, signal.SIG_IGN)
+OURS = Owner("hydroslurm")
 
 
 def is_hydroslurms(handler: Handler) -> bool:
@@ -104,13 +106,15 @@ class PythonView:
         address = address_of(signo)
         shown = signal.getsignal(signo)
         mine = self._shown.get(signo)
-        if address in NOBODY:
-            return Owner(OwnerKind.DEFAULT if address == signal.SIG_DFL else OwnerKind.IGNORED)
+        if address == signal.SIG_DFL:
+            return Owner("its default action", signal.SIG_DFL)
+        if address == signal.SIG_IGN:
+            return Owner("to nobody (it was ignored)", signal.SIG_IGN)
         if not callable(shown) or (self._cpython and address != self._cpython):
-            return Owner(OwnerKind.NATIVE, library=library_of(address))
+            return Owner(f"C code in {library_of(address) or 'an unknown library'}")
         if isinstance(shown, ShownHandler) or (mine is not None and shown is mine.before):
-            return Owner(OwnerKind.OURS)
-        return Owner(OwnerKind.PYTHON, shown)
+            return OURS
+        return Owner(name_of(shown), shown)
 
     def keeps_before(self, signo: int) -> bool:
         """Whether what was there before us comes back although somebody has removed it since."""
@@ -153,6 +157,18 @@ class PythonView:
 
 VIEW = PythonView()
 """This process's."""
+
+
+def name_of(handler: object) -> str:
+    """A handler in Python, and where it is: ``save() of trainer (trainer.py:41)``."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    function = getattr(handler, "__func__", handler)
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    module = getattr(function, "__module__", None) or "an unknown module"
+    code = getattr(function, "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    return f"{name}(){where}" if module == "__main__" else f"{name}() of {module}{where}"
 
 
 def in_main_thread(act: Callable[[], None]) -> None:

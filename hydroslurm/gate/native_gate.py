@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hydroslurm.errors import AlreadyInstalled, GateError, GateSelfTestFailed, InstallError
 from hydroslurm.gate import binding, build, compiler
-from hydroslurm.gate.handlers import NOBODY, VIEW, address_of
+from hydroslurm.gate.handlers import NOBODY, OURS, VIEW, address_of
 from hydroslurm.gate.marks import Marks
 from hydroslurm.gate.protocol import (
     Action,
@@ -21,7 +21,6 @@ from hydroslurm.gate.protocol import (
     GateEvent,
     GateStatus,
     Owner,
-    OwnerKind,
     SignalOutcome,
     SignalRule,
     Trace,
@@ -192,7 +191,7 @@ class NativeGate:
 
     def owner(self, signo: int) -> Owner:
         """Who owns the installed handler of this signal."""
-        return Owner(OwnerKind.OURS) if self._library.hs_gate_owns(signo) else VIEW.owner(signo)
+        return OURS if self._library.hs_gate_owns(signo) else VIEW.owner(signo)
 
     def take_back(self, signo: int) -> None:
         """Put our handler back over the one that is there. A Python handler is called after it, as
@@ -202,9 +201,9 @@ class NativeGate:
         Raises:
             InstallError: the gate does not run in this process.
         """
-        kind = VIEW.owner(signo).kind
-        removed = kind in (OwnerKind.DEFAULT, OwnerKind.IGNORED)
-        chain = kind is OwnerKind.PYTHON or (removed and not VIEW.keeps_before(signo))
+        handler = VIEW.owner(signo).handler
+        removed = handler in NOBODY
+        chain = callable(handler) or (removed and not VIEW.keeps_before(signo))
         result = self._library.hs_gate_retake(signo, int(chain))
         if result < 0:
             raise InstallError(f"signal {signo} cannot be taken back: {os.strerror(-result)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum, IntFlag, auto
+from enum import IntEnum, IntFlag
 from types import FrameType
 from typing import Any
 
@@ -108,30 +108,17 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 """As ``signal.getsignal`` shows them."""
 
 
-class OwnerKind(Enum):
-    """Who owns a handler that is installed in place of the gate's."""
-
-    OURS = auto()
-    """The gate's own, but only as Python knows it: somebody saved and restored it."""
-    DEFAULT = auto()
-    IGNORED = auto()
-    PYTHON = auto()
-    NATIVE = auto()
-    """Installed by C code, past Python."""
-
-
 @dataclass(frozen=True)
 class Owner:
-    """Who has a signal.
+    """Whose handler is installed in place of the gate's.
 
     Attributes:
-        handler: of PYTHON, the callable.
-        library: of NATIVE, the name of the file that its code is in; empty: not known.
+        name: in words; ``hydroslurm`` for the gate's own, which somebody has saved and restored.
+        handler: somebody else's, as Python shows it; None for ours, and for that of C code.
     """
 
-    kind: OwnerKind
+    name: str
     handler: Handler = None
-    library: str = ""
 
 
 @dataclass(frozen=True)

@@ -179,4 +179,4 @@ class SignalPlan:
 def is_ours_alone(replaced: Mapping[str, object]) -> bool:
     """Whether the signal of a ``handler_replaced`` event does what hydroslurm says, and nothing
     else. ``replaced``: the event's data; see :class:`hydroslurm.runtime.guard.Replaced`."""
-    return replaced.get("taken_back") is True and replaced.get("still_called") is False
+    return replaced.get("still_called") is False

@@ -180,9 +180,7 @@ class _AttemptDraft:
             self._boot = text(line.data, "boot")
         elif kind is EventKind.RANKS_JOINED and self._joined_ns is None:
             self._joined_ns = stamp
-        elif kind is EventKind.HANDLER_REPLACED and line.data.get("taken_back") is not True:
-            self._lost_signals[text(line.data, "signal") or "a signal"] = None
-        elif kind is EventKind.UNINSTALLED and not self._lost_signals:
+        elif kind is EventKind.UNINSTALLED:
             self._lost_signals = _lost_unseen(line)
         if "world_size" in line.data:
             self._world_size = max(self._world_size, integer(line.data, "world_size") or 1)
