@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import os
 import select
-import selectors
 import socket
 import threading
 import time
@@ -271,77 +270,61 @@ class _Search:
     def __init__(self, world: World, secret: Secret) -> None:
         self._world = world
         self._secret = secret
-        self._selector = selectors.DefaultSelector()
-        self._asked: dict[socket.socket, str] = {}
-        self._greetings: dict[socket.socket, RankGreeting] = {}
         self.seen = ""
 
     def run(self, candidates: Sequence[tuple[str, int]]) -> Connection | None:
         """The first that authenticates; None if none has within :data:`CONNECT_S`."""
+        loop = asyncio.new_event_loop()  # asyncio.run() would take the handler of SIGINT
         try:
-            for host, port in candidates:
-                self._ask(host, port)
-            deadline_s = time.monotonic() + CONNECT_S
-            while self._asked and (left_s := deadline_s - time.monotonic()) > 0:
-                for key, _ in self._selector.select(left_s):
-                    if (found := self._continue(key.data)) is not None:
-                        return found
-            return None
+            return loop.run_until_complete(self._first(candidates))
         finally:
-            for sock in list(self._asked):
-                self._give_up(sock, "")
-            self._selector.close()
+            loop.close()
 
-    def _ask(self, host: str, port: int) -> None:
+    async def _first(self, candidates: Sequence[tuple[str, int]]) -> Connection | None:
+        tasks = [asyncio.create_task(self._ask(host, port)) for host, port in candidates]
+        found: Connection | None = None
+        try:
+            for answer in asyncio.as_completed(tasks, timeout=CONNECT_S):
+                if (found := await answer) is not None:
+                    break
+        except asyncio.TimeoutError:
+            pass
+        finally:
+            for task in tasks:
+                task.cancel()
+            for made in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(made, Connection) and made is not found:
+                    made.socket.close()
+        return found
+
+    async def _ask(self, host: str, port: int) -> Connection | None:
+        loop = asyncio.get_running_loop()
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._asked[sock] = f"{host}:{port}"
-        self._selector.register(sock, selectors.EVENT_WRITE, sock)
         try:
             sock.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                sock.connect((host, port))
-        except OSError as error:
-            self._give_up(sock, str(error))
-
-    def _continue(self, sock: socket.socket) -> Connection | None:
-        try:
-            greeting = self._greetings.get(sock)
+            await loop.sock_connect(sock, (socket.gethostbyname(host), port))
+            greeting = self._secret.greeting(self._world)
             if greeting is None:
-                self._connected(sock)
-                return None
-            data = sock.recv(1 << 16)
-            if not data:
-                raise OSError("closed; not the coordinator of this job, or it refuses this rank")
-            proof = greeting.feed(data)
-            if proof is None:
-                return None
+                raise OSError("rank 0 has not written the ranks' key yet")
+            await loop.sock_sendall(sock, greeting.hello)
+            proof = None
+            while proof is None:
+                data = await loop.sock_recv(sock, 1 << 16)
+                if not data:
+                    raise OSError(
+                        "closed; not the coordinator of this job, or it refuses this rank"
+                    )
+                proof = greeting.feed(data)
+            await loop.sock_sendall(sock, proof)
             sock.setblocking(True)
-            sock.sendall(proof)
-            made = _connection(sock, greeting)
+            return _connection(sock, greeting)
         except (OSError, GreetingFailed, BadFrame, MungeError) as error:
-            self._give_up(sock, str(error))
+            self.seen = f"{host}:{port}: {error}"
+            sock.close()
             return None
-        self._selector.unregister(sock)
-        del self._asked[sock]
-        return made
-
-    def _connected(self, sock: socket.socket) -> None:
-        if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            raise OSError(code, os.strerror(code))
-        greeting = self._secret.greeting(self._world)
-        if greeting is None:
-            raise OSError("rank 0 has not written the ranks' key yet")
-        self._greetings[sock] = greeting
-        sock.setblocking(True)
-        sock.sendall(greeting.hello)  # a few hundred bytes, on a connection that is empty
-        sock.setblocking(False)
-        self._selector.modify(sock, selectors.EVENT_READ, sock)
-
-    def _give_up(self, sock: socket.socket, why: str) -> None:
-        self._selector.unregister(sock)
-        where = self._asked.pop(sock)
-        sock.close()
-        self.seen = f"{where}: {why}" if why else self.seen
+        except BaseException:  # UntrustedFile, or given up for another
+            sock.close()
+            raise
 
 
 def _connection(sock: socket.socket, greeting: RankGreeting) -> Connection:
