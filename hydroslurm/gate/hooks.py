@@ -17,21 +17,21 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.modules import module as module_hooks
+from torch.nn.modules import module as every
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import InstallError
 from hydroslurm.gate import protocol
-from hydroslurm.gate.marks import NvtxMarks
+from hydroslurm.gate.marks import Marks
 from hydroslurm.gate.protocol import NO_CAUSE, Action, Cause, GateEvent, GateState, Phase
 from hydroslurm.gate.python_handlers import PythonHandlers
-from hydroslurm.gate.python_threads import Inbox, RestWatch
+from hydroslurm.gate.python_threads import ExemptThreads, Inbox, RestWatch
 
 _POLL_S = 0.002
 """How often a held thread looks whether it may go on, and the gate whether all are at rest."""
@@ -99,24 +99,22 @@ def register_ophooks_recursively(
         wanted = max(wanted for _, wanted in methods[name])
         # with their graph, what the node keeps would keep the node
         kept = tree_map_only(torch.Tensor, torch.Tensor.detach, args[:wanted]) if wanted else ()
-        for tensor in tree_leaves(value):
-            if (node := getattr(tensor, "grad_fn", None)) is None:
-                continue
+        nodes = [getattr(tensor, "grad_fn", None) for tensor in tree_leaves(value)]
+        for node in filter(None, nodes):
             known = node.metadata.setdefault(f"{key}.{name}", set())
             if module not in known:
                 known.add(module)
                 node.register_prehook(lambda _gradients: call(name, module, *kept))
 
+    places = [(every.register_module_forward_pre_hook, every.register_module_forward_hook)]
+    if module is not None:
+        leaves = [one for one in module.modules() if not [*one.children()] and _has_state(one)]
+        places = [(leaf.register_forward_pre_hook, leaf.register_forward_hook) for leaf in leaves]
     handles = contextlib.ExitStack()
     handles.callback(methods.clear)
-    if module is None:
-        handles.callback(module_hooks.register_module_forward_pre_hook(before).remove)
-        handles.callback(module_hooks.register_module_forward_hook(after).remove)
-        return handles
-    for leaf in module.modules():
-        if next(leaf.children(), None) is None and _has_state(leaf):
-            handles.callback(leaf.register_forward_pre_hook(before).remove)
-            handles.callback(leaf.register_forward_hook(after).remove)
+    for register_before, register_after in places:
+        handles.callback(register_before(before).remove)
+        handles.callback(register_after(after).remove)
     return handles
 
 
@@ -134,11 +132,8 @@ def _has_state(module: torch.nn.Module) -> bool:
 class ExecutionOpHook(BaseOpHook):
     """Has every thread that comes by while it is paused call ``hold``; default: it sleeps.
 
-    Attributes:
-        state: 1, or 0 while it is paused.
-        pauses: how many there have been.
-        threads: those that have come by.
-    """
+    ``state``: 1, or 0 while it is paused; ``pauses``: how many there have been; ``threads``: those
+    that have come by."""
 
     def __init__(self, hold: Callable[[str, Phase], None] | None = None) -> None:
         self.state, self.pauses = 1, 0
@@ -185,16 +180,17 @@ class HooksGate:
 
     def __init__(self, *, model: torch.nn.Module | None = None) -> None:
         """``model``: hook its leaf modules; default: every module of the process."""
-        self.marks = NvtxMarks()
+        self.marks = Marks()
         self._model, self._running_in, self._inbox = model, 0, Inbox()
         self._hook, self._handles = ExecutionOpHook(self._reached), contextlib.ExitStack()
         handlers = self._handlers = PythonHandlers(self._ask)
         self.claim, self.unclaim = handlers.claim, handlers.unclaim
-        self.check_handlers = handlers.count_replaced
+        self.check_handlers, self._threads = handlers.count_replaced, ExemptThreads()
+        self.exempt = self._threads.exempt
         self._state, self._causes, self._is_stopping = GateState.RUNNING, NO_CAUSE, False
         self._asked_ns = self._closed_ns = self._passed = self._quiet = 0
         self._holds = self._releases = itertools.count()  # next() is atomic
-        self._held, self._exempt, self._capturing = set[int](), set[int](), set[int]()
+        self._held, self._capturing = set[int](), set[int]()
 
     def start(self, rules: Sequence[protocol.SignalRule]) -> dict[int, protocol.SignalOutcome]:
         """Install hooks and handlers; raises as :class:`PythonHandlers`."""
@@ -232,7 +228,7 @@ class HooksGate:
         """Wait for an event, :meth:`wake` or the end of the time; oldest first, maybe none."""
         parking = self._state is GateState.PARKING
         events = self._inbox.read(_POLL_S if parking and timeout_s != 0 else timeout_s)
-        quiet = self._hook.threads.quiet(but=self._held | self._exempt) if parking else None
+        quiet = self._hook.threads.quiet(but=self._held | self._threads.tids) if parking else None
         if quiet is not None and self._state is GateState.PARKING:
             self._state, self._quiet, held = GateState.PARKED, quiet, len(self._held)
             self._emit(EventKind.PARKED, value_ns=self._asked_ns, held=held, quiet=quiet)
@@ -241,17 +237,6 @@ class HooksGate:
     def wake(self) -> None:
         """Make a blocked :meth:`wait_events` return."""
         self._inbox.put(None)
-
-    @contextlib.contextmanager
-    def exempt(self) -> Iterator[None]:
-        """Within it the calling thread is never held."""
-        tid = threading.get_native_id()
-        mine = {tid} - self._exempt
-        self._exempt |= mine
-        try:
-            yield
-        finally:
-            self._exempt -= mine
 
     def _ask(self, action: Action, causes: Cause, signo: int = 0) -> None:
         self._inbox.put(partial(self._answer, action, causes, signo, time.monotonic_ns()))
@@ -302,7 +287,7 @@ class HooksGate:
 
     def _may_pass(self, tid: int) -> bool:
         """Exempt threads, forked children, and a CUDA graph capture, which waiting would break."""
-        if tid in self._exempt:
+        if tid in self._threads.tids:
             self._passed += 1
         elif _cuda.is_initialized() and _cuda.is_current_stream_capturing():
             self._capturing.add(tid)

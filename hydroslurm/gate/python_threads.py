@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from hydroslurm.gate.protocol import GateEvent
@@ -40,6 +40,23 @@ class Inbox:
                     item()
                 item = self._items.get_nowait()
         return events
+
+
+class ExemptThreads:
+    """Those that are never held, by their native ids in ``tids``."""
+
+    def __init__(self) -> None:
+        self.tids: set[int] = set()
+
+    @contextlib.contextmanager
+    def exempt(self) -> Iterator[None]:
+        """Within it the calling thread is never held."""
+        mine = {threading.get_native_id()} - self.tids
+        self.tids |= mine
+        try:
+            yield
+        finally:
+            self.tids -= mine
 
 
 class RestWatch:
