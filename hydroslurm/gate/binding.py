@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,42 +151,34 @@ def signal_line(rule: SignalRule) -> Signal:
 
 def gate_event(row: Event) -> GateEvent:
     """One event as a value."""
-    return GateEvent(
-        kind=GATE_EVENT_KINDS[row.kind - 1],
-        mono_ns=row.mono_ns,
-        epoch_ns=row.epoch_ns,
-        signo=row.signo,
-        value_ns=row.value_ns,
-        causes=Cause(row.causes),
-        sender_pid=row.sender_pid,
-        tid=row.tid,
-        phase=Phase(row.phase),
-        held=row.held,
-        quiet=row.quiet,
-        count=row.count,
-        passed=row.passed,
-        text=row.text.decode(errors="replace"),
-    )
+    return GateEvent(**_fields(row))
 
 
 def gate_status(now: Status) -> GateStatus:
     """The status as a value."""
-    return GateStatus(
-        state=GateState(now.state),
-        causes=Cause(now.causes),
-        held=now.held,
-        quiet=now.quiet,
-        armed=bool(now.armed),
-        capturing=now.capturing,
-        passed=now.passed,
-        closes=now.closes,
-        closed_mono_ns=now.closed_mono_ns,
-        window_open=bool(now.window_open),
-        allowance=now.allowance,
-        let_through=now.let_through,
-    )
+    return GateStatus(**_fields(now))
 
 
 def operator(one: Traced) -> Operator:
     """One line of a trace as a value."""
-    return Operator(one.text.decode(errors="replace"), Phase(one.phase), one.tid, one.mono_ns)
+    fields = _fields(one)
+    return Operator(fields.pop("text"), **fields)
+
+
+def _fields(row: ctypes.Structure) -> dict[str, Any]:
+    """The fields of a structure, each in the type that its value has."""
+    return {
+        name: _READ[name](getattr(row, name)) if name in _READ else getattr(row, name)
+        for name, _ in row._fields_
+    }
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "kind": lambda number: GATE_EVENT_KINDS[number - 1],
+    "causes": Cause,
+    "phase": Phase,
+    "state": GateState,
+    "armed": bool,
+    "window_open": bool,
+    "text": lambda text: text.decode(errors="replace"),
+}
