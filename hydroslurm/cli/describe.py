@@ -201,15 +201,13 @@ def _rank_lines(found: JobView) -> list[str]:
 
 def of_slurm(found: JobView, name: str) -> list[str]:
     """What Slurm says about a job, and where its run folder is."""
-    from hydroslurm.slurm.text import compress_nodes
-
     slurm = found.slurm
     lines = [f"Name:         {name}"]
     if slurm is None:
         lines.append("Slurm:        does not know it, or cannot be asked")
     else:
         waits = f" ({slurm.reason})" if slurm.reason not in ("", "None") else ""
-        where = f" on {compress_nodes(slurm.nodes)}" if slurm.nodes else waits
+        where = f" on {slurm.node_list}" if slurm.node_list else waits
         lines.append(f"Slurm:        job {slurm.id}, {slurm.state.value}{where}")
         lines.append(f"Partition:    {slurm.partition}{f', QOS {slurm.qos}' if slurm.qos else ''}")
     return [*lines, f"Run folder:   {found.run.root}"]

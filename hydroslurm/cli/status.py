@@ -94,10 +94,10 @@ def sizes(status: Mapping[str, Any]) -> str:
 
 
 def _print_status(job: Job, view: JobView) -> None:
-    from hydroslurm.slurm.text import compress_nodes, format_duration
+    from hydroslurm.slurm.text import format_duration
 
     seen, condition, members = view.seen, view.condition, _member_lines(job, view)
-    where = f"on {compress_nodes(job.nodes)}" if job.nodes else f"({job.reason})"
+    where = f"on {job.node_list}" if job.node_list else f"({job.reason})"
     limit = f"time limit {format_duration(job.time_limit_s)}"
     echo(
         f"job {job.id} {job.name}: {job.state.value} {where}, partition {job.partition}, "

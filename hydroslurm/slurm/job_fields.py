@@ -123,6 +123,10 @@ def _user(value: str) -> str:
     return re.sub(r"\(\d+\)$", "", value)
 
 
+def _node_list(value: str) -> str:
+    return "" if value in text.ABSENT else value
+
+
 def _reason(value: str) -> str:
     return value.replace(" ", "_")
 
@@ -135,6 +139,7 @@ JOB_FIELDS: Mapping[str, JobField] = {
     "partition": JobField(str, "partition", "Partition", "Partition", "partition", required=True),
     "reason": JobField(_reason, "state_reason", "Reason", "", "state_reason"),
     "nodes": JobField(text.expand_nodes, "nodes", "NodeList", "NodeList", "allocated_nodes"),
+    "node_list": JobField(_node_list, "nodes", "NodeList", "NodeList", "allocated_nodes"),
     "n_nodes": JobField(_count, "node_count", "NumNodes", "NNodes", "num_nodes"),
     "n_tasks": JobField(_count, "tasks", "NumTasks", "", "ntasks"),
     "n_cpus": JobField(_count, "cpus", "NumCPUs", "NCPUS", "cpus"),

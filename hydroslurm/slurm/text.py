@@ -103,29 +103,6 @@ def expand_nodes(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def compress_nodes(names: Iterable[str]) -> str:
-    """The short form, which ``expand_nodes`` turns back into the same names in the same order."""
-    runs: list[tuple[str, int, list[tuple[int, int]]]] = []  # prefix, width, ranges
-    for name in names:
-        found = re.fullmatch(r"(.*?)(0|[1-9]\d{0,8}|0\d{1,8})", name)
-        if not found:
-            runs.append((name, -1, []))
-            continue
-        prefix, digits = found[1], found[2]
-        # zero-padded numbers form a range only with numbers of the same width
-        width = len(digits) if digits.startswith("0") and len(digits) > 1 else 0
-        number = int(digits)
-        last = runs[-1] if runs else None
-        if last and last[0] == prefix and _fits(last[1], width, digits) and last[2]:
-            low, high = last[2][-1]
-            last[2][-1:] = (
-                [(low, number)] if number == high + 1 else [(low, high), (number, number)]
-            )
-        else:
-            runs.append((prefix, width, [(number, number)]))
-    return ",".join(_format_run(*run) for run in runs)
-
-
 def parse_state(words: str | Sequence[str]) -> tuple[JobState, frozenset[str]]:
     """The state that squeue would show, and all the words given.
 
@@ -213,22 +190,3 @@ def _expand_ranges(inner: str, whole: str) -> list[str]:
             raise UnreadableOutput(f"not a range of numbers: {item!r} in the node list {whole!r}")
         numbers.extend(f"{n:0{len(low)}d}" for n in range(int(low), int(high) + 1))
     return numbers
-
-
-def _fits(run_width: int, width: int, digits: str) -> bool:
-    """Whether a number can extend a run: padded to the same width, or grown beyond it."""
-    if run_width > 0:
-        return len(digits) == run_width
-    return run_width == 0 and width == 0
-
-
-def _format_run(prefix: str, width: int, ranges: list[tuple[int, int]]) -> str:
-    if not ranges:
-        return prefix
-    texts = [
-        f"{low:0{width}d}" if low == high else f"{low:0{width}d}-{high:0{width}d}"
-        for low, high in ranges
-    ]
-    if len(texts) == 1 and ranges[0][0] == ranges[0][1]:
-        return prefix + texts[0]
-    return f"{prefix}[{','.join(texts)}]"

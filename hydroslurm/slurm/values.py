@@ -93,6 +93,7 @@ class Job:
         flags: every word that Slurm gave for the state, ``state`` included.
         reason: why it waits or why it ended, ``"None"`` when neither.
         nodes: allocated nodes, expanded; empty while it waits.
+        node_list: the same as Slurm writes it, ``n[1-3,7]``.
         time_limit_s: None when unlimited, or when the partition's limit applies.
         end_epoch_s: when it ended; of a running job, when its time limit will end it.
         restart_count: how often it was requeued.
@@ -124,6 +125,7 @@ class Job:
     partition: str = ""
     reason: str = ""
     nodes: tuple[str, ...] = ()
+    node_list: str = ""
     n_nodes: int | None = None
     n_tasks: int | None = None
     n_cpus: int | None = None

@@ -154,6 +154,7 @@ def test_job(client: PyslurmClient, module: StandIn) -> None:
         state=JobState.COMPLETING,
         flags=frozenset({"COMPLETING"}),
         nodes=(),
+        node_list="",
     )
 
 

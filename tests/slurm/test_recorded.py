@@ -38,6 +38,7 @@ def test_one_job_in_full() -> None:
         partition="urgent",
         reason="None",
         nodes=("n1", "n2"),
+        node_list="n[1-2]",
         n_nodes=2,
         n_tasks=2,
         n_cpus=2,

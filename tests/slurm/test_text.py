@@ -137,28 +137,6 @@ def test_node_lists_refused(words: str) -> None:
         text.expand_nodes(words)
 
 
-_names = st.from_regex(r"[a-z]([a-z0-9-]{0,4}[a-z-])?[0-9]{0,5}", fullmatch=True)
-
-
-@given(st.lists(_names, max_size=30))
-def test_node_list_round_trip(names: list[str]) -> None:
-    """Compressed and expanded again, any list of nodes is the same list in the same order."""
-    assert text.expand_nodes(text.compress_nodes(names)) == tuple(names)
-
-
-@given(
-    st.integers(0, 5),
-    st.integers(0, 2000),
-    st.integers(1, 50),
-)
-def test_ranges_are_found(width: int, first: int, count: int) -> None:
-    """Neighbours are written as one range, padded numbers too, unless the padding runs out."""
-    names = [f"n{i:0{width}d}" for i in range(first, first + count)]
-    short = text.compress_nodes(names)
-    assert text.expand_nodes(short) == tuple(names)
-    assert short.count("-") <= 5
-
-
 @pytest.mark.parametrize(
     ("words", "state", "flags"),
     [
