@@ -30,10 +30,10 @@ MAY_IMPORT = {
     "runtime": COORDINATION
     | {"numa", "vacate", "prove.recorder"},  # the last as torch is, when asked for
     "checkpoint": BASE,
-    "data": BASE
-    | {"checkpoint.census", "checkpoint.rng", "checkpoint.tree", "runtime.child_signals"},
+    "data": BASE | {"checkpoint.census", "checkpoint.rng", "checkpoint.tree"},
     "parallel": COORDINATION,
-    "elastic": ELASTIC | {"checkpoint.tree", "data.position", "data.sampler"},
+    "elastic": ELASTIC
+    | {"checkpoint.tree", "data.position", "data.sampler", "runtime.child_signals"},
     "training": TRAINING,
     "compat": TRAINING | {"training", "integrations"},
     "integrations": TRAINING | {"training", "numa", "parallel"},

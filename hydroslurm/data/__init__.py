@@ -8,7 +8,6 @@ from hydroslurm.data.position import LoaderPosition, position_of
 from hydroslurm.data.records import RecordDataset, RecordFile, RecordLoader, RecordWriter
 from hydroslurm.data.sampler import ResumableSampler, SampleIndex
 from hydroslurm.data.seeding import SeededDataset
-from hydroslurm.runtime.child_signals import shielded
 
 __all__ = [
     "GlobalBatchSampler",
@@ -21,5 +20,4 @@ __all__ = [
     "SampleIndex",
     "SeededDataset",
     "position_of",
-    "shielded",
 ]

@@ -10,7 +10,7 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from hydroslurm.checkpoint.census import MOVED, Census, Unkept
 from hydroslurm.checkpoint.tree import decode, encode
 from hydroslurm.data.epochs import samplers
 from hydroslurm.errors import StateMismatch, UnsavableState
-from hydroslurm.runtime.child_signals import iterate
 
 _WAIT_S = 60.0
 _POLL_S = 0.002
@@ -101,11 +100,10 @@ class PersistentWorkers:
 
     Args:
         state: of the loader in this process.
-        shield: signals that the workers survive.
     """
 
-    def __init__(self, loader: Any, state: LoaderState, *, shield: Collection[int]) -> None:
-        self._loader, self._state, self._shield = loader, state, frozenset(shield)
+    def __init__(self, loader: Any, state: LoaderState) -> None:
+        self._loader, self._state = loader, state
         self._folder: Path | None = None
         self._made: Mapping[str, Any] = {}
         self._each: list[Mapping[str, Any]] | None = None
@@ -123,7 +121,7 @@ class PersistentWorkers:
         self._is_first, self._each = False, None
         for path in self._folder.iterdir():
             path.unlink()
-        return iterate(self._loader, shield=self._shield)
+        return iter(self._loader)
 
     def resume_epoch(self, saved: Mapping[str, Any], put_back: Callable[[], None]) -> Iterator[Any]:
         """Start workers as they were at the beginning of the epoch, and iterate the loader.
@@ -183,7 +181,7 @@ class PersistentWorkers:
         own = loader.worker_init_fn
         loader.worker_init_fn = _WorkerNotes(own, loader.collate_fn, self._folder, each)
         try:
-            return iterate(loader, shield=self._shield)
+            return iter(loader)
         finally:
             loader.worker_init_fn = own
 

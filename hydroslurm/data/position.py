@@ -33,7 +33,7 @@ seed or a permutation from its own, or else from the global one, when its first 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from hydroslurm.data import epochs
@@ -85,15 +85,12 @@ class LoaderPosition(Protocol):
 def position_of(
     loader: Any,
     *,
-    shield: Collection[int] = (),
     rank: int | None = None,
     world_size: int | None = None,
 ) -> LoaderPosition:
     """The cheapest exact way to hold a position in this loader.
 
     Args:
-        shield: workers that it starts survive these signals
-            (:func:`hydroslurm.runtime.child_signals.iterate`).
         rank, world_size: of the loop; default: torch.distributed's where that is initialised when
             an epoch begins. A ResumableSampler that was given a rank keeps it; one that was not
             takes this one where torch.distributed is not initialised.
@@ -114,7 +111,7 @@ def position_of(
             "from run to run and cannot be resumed; leave in_order at True"
         )
     if all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")):
-        return StatefulPosition(loader, shield=shield, share=share)
+        return StatefulPosition(loader, share=share)
     if (plan := index_plan(loader)) is not None:
-        return SamplerPosition(loader, plan, shield=shield, share=share)
-    return ReplayPosition(loader, shield=shield, share=share)
+        return SamplerPosition(loader, plan, share=share)
+    return ReplayPosition(loader, share=share)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,6 @@ from hydroslurm.data.loader_state import LoaderState, PersistentWorkers, keeps_w
 from hydroslurm.data.sampler import ResumableSampler, Share, share_now
 from hydroslurm.data.shared_order import loader_of, shared_order
 from hydroslurm.errors import StateMismatch
-from hydroslurm.runtime.child_signals import iterate
 
 # set by torchdata once its iterator has raised StopIteration
 _FINISHED = "_iterator_finished"
@@ -39,13 +38,10 @@ class StatefulPosition:
 
     name = "stateful"
 
-    def __init__(
-        self, loader: Any, *, shield: Collection[int] = (), share: Share | None = None
-    ) -> None:
+    def __init__(self, loader: Any, *, share: Share | None = None) -> None:
         self._loader = loader
         self.loader_state = LoaderState(loader)
         self._share = share
-        self._shield = frozenset(shield)
         self._progress = Progress()
         self._warned = False
 
@@ -53,7 +49,7 @@ class StatefulPosition:
         self._warn()
         epochs.announce(self._loader, epoch)
         self._progress = Progress(epoch, begun=True, world_size=share_now(self._share).world_size)
-        return CountedBatches(iterate(self._loader, shield=self._shield), self._progress)
+        return CountedBatches(iter(self._loader), self._progress)
 
     def resume_epoch(self, state: Mapping[str, Any]) -> Iterator[Any]:
         progress = Progress.of(state, strategy=self.name)
@@ -81,7 +77,7 @@ class StatefulPosition:
         self._progress = progress
         if progress.finished and not torchdata:
             return iter(())
-        batches = iterate(self._loader, shield=self._shield)
+        batches = iter(self._loader)
         # torchdata's RandomSampler winds the generator back to the start of the epoch, and so
         # loses what the loader has drawn from the same generator since (its base seed)
         self.loader_state.put(state["objects"])
@@ -169,14 +165,12 @@ class SamplerPosition:
         loader: Any,
         plan: IndexPlan,
         *,
-        shield: Collection[int] = (),
         share: Share | None = None,
     ) -> None:
         self._loader = loader
         self.loader_state = LoaderState(loader)
         self._plan = plan
         self._share = share
-        self._shield = frozenset(shield)
         self._progress = Progress()
         self._resumed_batches = 0
         self._resumed_consumed = 0
@@ -260,7 +254,7 @@ class SamplerPosition:
         if not self._warned:
             self._warned = True
             warn_of_unseeded_workers(self._loader)
-        loaded = iterate(self._loader, shield=self._shield)
+        loaded: Iterator[Any] = iter(self._loader)
         batches = self._loader.batch_sampler
         if isinstance(batches, GlobalBatchSampler) and batches.shards is not None:
             return batches.steps(loaded, epoch=self._progress.epoch, consumed=self._consumed())
@@ -281,21 +275,16 @@ class ReplayPosition:
 
     name = "replay"
 
-    def __init__(
-        self, loader: Any, *, shield: Collection[int] = (), share: Share | None = None
-    ) -> None:
+    def __init__(self, loader: Any, *, share: Share | None = None) -> None:
         self._loader = loader
         self.loader_state = LoaderState(loader)
         self._share = share
-        self._shield = frozenset(shield)
         self._order = shared_order(loader)
         self._progress = Progress()
         self._start_rng: Mapping[str, Any] = {}
         self._start_objects: Mapping[str, Any] = {}
         self._workers = (
-            PersistentWorkers(loader, self.loader_state, shield=shield)
-            if keeps_workers(loader)
-            else None
+            PersistentWorkers(loader, self.loader_state) if keeps_workers(loader) else None
         )
         self._resized: tuple[int, int] | None = None
         """Batches and samples of all ranks that were used when this number of ranks took up the
@@ -399,13 +388,13 @@ class ReplayPosition:
         epochs.announce(self._loader, epoch)
         if self._workers is not None:
             return self._workers.begin_epoch()
-        return iterate(self._loader, shield=self._shield)
+        return iter(self._loader)
 
     def _iterate_rest(self, epoch: int, consumed: int) -> Iterator[Any]:
         epochs.announce(self._loader, epoch)
         assert self._order is not None
         rest = self._order.rest(consumed, share_now(self._share))
-        return iterate(loader_of(self._loader, rest), shield=self._shield)
+        return iter(loader_of(self._loader, rest))
 
 
 def _unknown_sampler(loader: Any) -> str | None:

@@ -53,6 +53,7 @@ from hydroslurm.elastic.roster import Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import RanksError, UnsavableState, UsageError
 from hydroslurm.gate.handlers import kernel_kept
+from hydroslurm.runtime.child_signals import workers_shielded
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -410,7 +411,7 @@ class StateLoader:
     ) -> None:
         self._loader = loader
         self._epoch = epoch
-        self._position = position_of(loader, shield=(signal.SIGTERM,))
+        self._position = position_of(loader)
         if self._position.name != "sampler":
             raise UsageError(
                 "an elastic State was given a DataLoader whose sampler is a "
@@ -435,12 +436,13 @@ class StateLoader:
                 "`for state.epoch in range(state.epoch, epochs):`"
             )
         state, self._loaded = self._loaded, None
-        if state is not None and state["epoch"] == epoch:
-            batches = self._position.resume_epoch(state)
-        else:
-            batches = self._position.begin_epoch(epoch)
-        self._used = self._position.state_dict()
-        yield from batches
+        with workers_shielded((signal.SIGTERM,)):
+            if state is not None and state["epoch"] == epoch:
+                batches = self._position.resume_epoch(state)
+            else:
+                batches = self._position.begin_epoch(epoch)
+            self._used = self._position.state_dict()
+            yield from batches
         self._ended, self._used = epoch, self._position.state_dict()
 
     def note_used(self) -> None:

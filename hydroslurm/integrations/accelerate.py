@@ -132,7 +132,6 @@ class Loop:
         )
         self._models: list[Any] = []
         self.run.follow(lambda: self._models)
-        self._shield = self.run.worker_shield()
 
     def prepare(self, objects: tuple[Any, ...]) -> Any:
         for number, one in enumerate(one for one in objects if isinstance(one, rng.KINDS)):
@@ -154,7 +153,6 @@ class Loop:
         self._loaders = Loaders(self.run, self._accelerator, self._models, checks=self._checks)
         for place in places:
             prepared[place] = self._loaders.take(prepared[place])
-        self._shield.install()
         if self._checks:
             parts = {name: _unwrapped(thing) for name, thing in self._named.items()}
             self.run.check_first_step(parts, _REMEDIES)
@@ -174,7 +172,6 @@ class Loop:
             self._is_finished = True
             if self._loaders is not None:
                 self._loaders.leave_epochs()
-            self._shield.uninstall()
             self.run.finish()
 
     # --- the state

@@ -28,7 +28,6 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.framework_state import Handed, RankBuffers
 from hydroslurm.integrations.held_loader import HeldLoader, held_state, samples_taken
-from hydroslurm.runtime.child_signals import WorkerShield
 from hydroslurm.training.arguments import run_directory
 from hydroslurm.training.checks import Remedies
 from hydroslurm.training.contents import Contents
@@ -115,7 +114,6 @@ class FrameworkRun(Run):
             loader,
             epoch=epoch,
             fetched_ahead=fetched_ahead,
-            shield=self._controller.plan.stopping(),
             rank=group.rank,
             world_size=group.world_size,
             resumed=(self._pending or {}).get("loaders", {}).get(name),
@@ -180,11 +178,6 @@ class FrameworkRun(Run):
             parts: the objects of which :attr:`loaded` has the states, by their names there.
         """
         self._parts, self._remedies = parts, remedies
-
-    def worker_shield(self) -> WorkerShield:
-        """What lets workers of all loaders survive the stop signals, such as those of an
-        evaluation; to be installed for the time of the training."""
-        return WorkerShield(self._controller.plan.stopping())
 
     def begin(self) -> None:
         """All is built, iterators included, and the first step comes next: the random numbers and

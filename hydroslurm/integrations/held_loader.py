@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import UserDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,7 +72,6 @@ class HeldLoader(StandIn):
         epoch: the number of the epoch that begins; for samplers and data sets that want to know.
         fetched_ahead: how many batches were handed out and are not used yet, 0 or 1; asked when
             the position is saved. None: always 0.
-        shield: signals that workers survive.
         rank, world_size: of this process.
         resumed: what :meth:`state_dict` gave, to go on from; None begins.
     """
@@ -83,7 +82,6 @@ class HeldLoader(StandIn):
         *,
         epoch: Callable[[], int],
         fetched_ahead: Callable[[], int] | None = None,
-        shield: Collection[int] = (),
         rank: int = 0,
         world_size: int = 1,
         resumed: Mapping[str, Any] | None = None,
@@ -91,9 +89,7 @@ class HeldLoader(StandIn):
         super().__init__(loader)
         self._hydroslurm_epoch = epoch
         self._hydroslurm_ahead = fetched_ahead
-        self._hydroslurm_position = position_of(
-            loader, shield=shield, rank=rank, world_size=world_size
-        )
+        self._hydroslurm_position = position_of(loader, rank=rank, world_size=world_size)
         self._hydroslurm_resumed = self._for_this_world(resumed, world_size)
         self._hydroslurm_fetched = _Fetched()
         self._hydroslurm_saves_batches: bool | None = None

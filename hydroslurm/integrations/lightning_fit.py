@@ -108,9 +108,6 @@ class Fit:
                 "ModelPruning puts no masks into a checkpoint: an epoch that is resumed trains the "
                 "pruned weights, too, until its end"
             )
-        shield = self.run.worker_shield()  # of the validation's workers, too
-        shield.install()
-        self._undo.callback(shield.uninstall)
         if self._shards is not None:  # of a model that the strategy is still to make
             self._replace(trainer._checkpoint_connector, "resume_start", self._resume_shards)
         elif self.run.resume():

@@ -20,7 +20,7 @@ from typing import Any
 
 from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.gate.signals import SignalPlan
-from hydroslurm.runtime.out_of_reach import OutOfReach
+from hydroslurm.runtime.child_signals import wandb_shielded
 from hydroslurm.training.reporting import warning
 
 _FILE = "loggers.json"
@@ -180,12 +180,8 @@ def _open_out_of_reach(logger: Any) -> None:
     """Loggers are opened before there is a Run, and so before the rank's children are safe, unless
     ``HYDROSLURM_PREEMPT`` is set."""
     plan = SignalPlan().with_environment(os.environ)
-    reach = OutOfReach(plan.stopping() | plan.killing())
-    reach.install()
-    try:
+    with wandb_shielded(plan.stopping() | plan.killing()):
         _ = logger.experiment
-    finally:
-        reach.uninstall()
 
 
 class _RowCount:

@@ -112,9 +112,6 @@ class Train:
     # --------------------------------------------------------------------------------------------
 
     def _take_places(self) -> None:
-        shield = self.run.worker_shield()
-        shield.install()
-        self._undo.callback(shield.uninstall)
         self._replace("set_initial_training_values", self._set_initial_training_values)
         if self._sharded is not None:
             self._replace("_prepare_for_training", self._sharded.prepare_for_training)

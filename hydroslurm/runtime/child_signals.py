@@ -56,9 +56,11 @@ import multiprocessing.util
 import os
 import signal
 import subprocess
+import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from hydroslurm.core import registry
@@ -69,19 +71,6 @@ _CHECK_S = 5.0  # how often a worker checks that its rank is alive, as torch's w
 _CHECK_AFTER_SIGNAL_S = 0.5  # once a signal came: a rank without a handler died of it
 _WORKER_LOOP = "_worker_loop"  # in torch.utils.data, and in torchdata.stateful_dataloader
 _loader_workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
-
-
-def iterate(loader: Any, *, shield: Collection[int] = ()) -> Iterator[Any]:
-    """Make an iterator whose workers survive the signals; they end with it and with this process.
-
-    Works for DataLoader and its subclasses (torchdata's too), with fork, spawn and forkserver.
-    For any other iterable the signals are blocked while its iterator is made, no more.
-    """
-    workers = WorkerShield(shield)
-    with shielded(shield), contextlib.ExitStack() as undo:
-        workers.install()
-        undo.callback(workers.uninstall)
-        return iter(loader)
 
 
 @contextlib.contextmanager
@@ -97,104 +86,103 @@ def shielded(signals: Collection[int]) -> Iterator[None]:
         return
     # multiprocessing's resource tracker, which the first spawn starts, leaves SIGTERM and SIGINT
     # *unblocked* behind it, whatever they were: so they are blocked again around each spawn
-    original = multiprocessing.util.spawnv_passfds
-    wrapper = _blocking(original, signals)
-    multiprocessing.util.spawnv_passfds = wrapper
+    undo = _wrap(multiprocessing.util, "spawnv_passfds", _blocking(signals))
     try:
         with _blocked(signals):
             yield
     finally:
-        if multiprocessing.util.spawnv_passfds is wrapper:
-            multiprocessing.util.spawnv_passfds = original
+        undo()
 
 
 def is_loader_worker(process: BaseProcess) -> bool:
-    """Whether it is a DataLoader worker that was started under a :class:`WorkerShield`."""
+    """Whether it is a DataLoader worker that was started under :func:`workers_shielded`."""
     return process in _loader_workers
 
 
-class SpawnShield:
-    """Starts other programs with some signals blocked. One at a time per process."""
+@contextlib.contextmanager
+def spawns_shielded(signals: Collection[int], *, killing: Collection[int] = ()) -> Iterator[None]:
+    """Start other programs with some signals blocked.
 
-    def __init__(self, signals: Iterable[int], *, killing: Iterable[int] = ()) -> None:
-        """
-        Args:
-            signals: for children that multiprocessing makes.
-            killing: for other programs, which Ctrl-Z is to stop.
-        """
-        places = (
-            (multiprocessing.util, "spawnv_passfds", frozenset(signals)),
-            (subprocess.Popen, "_execute_child", frozenset(killing)),
-        )
-        self._places = [place for place in places if place[2]]
-        self._wrapped: list[tuple[Any, str, Any, Any]] = []
-        self._killing = frozenset(killing)
-        self._above_before: str | None = None
-        self._has_added_preempt = False
-
-    def install(self) -> None:
-        pid = os.getpid()
-        self._above_before = os.environ.get(BELOW_ENV)
-        us = RankAbove(pid, registry.start_ticks(pid) or 0, self._killing)
-        os.environ[BELOW_ENV] = us.as_text()
-        self._has_added_preempt = PREEMPT_ENV not in os.environ
-        # a Python that starts looks for this variable alone; empty, it asks for nothing
-        os.environ.setdefault(PREEMPT_ENV, "")
-        for owner, name, signals in self._places:
-            original = getattr(owner, name)
-            wrapper = _blocking(original, signals)
-            setattr(owner, name, wrapper)
-            self._wrapped.append((owner, name, original, wrapper))
-
-    def uninstall(self) -> None:
-        """Put the originals back, unless somebody has wrapped them again since."""
+    Args:
+        signals: for children that multiprocessing makes.
+        killing: for other programs, which Ctrl-Z is to stop.
+    """
+    pid, before = os.getpid(), os.environ.get(BELOW_ENV)
+    us = RankAbove(pid, registry.start_ticks(pid) or 0, frozenset(killing))
+    has_added_preempt = PREEMPT_ENV not in os.environ
+    # a Python that starts looks for this variable alone; empty, it asks for nothing
+    os.environ.setdefault(PREEMPT_ENV, "")
+    os.environ[BELOW_ENV] = us.as_text()
+    undo_spawns = _wrap(multiprocessing.util, "spawnv_passfds", _blocking(signals))
+    undo_programs = _wrap(subprocess.Popen, "_execute_child", _blocking(killing))
+    try:
+        yield
+    finally:
+        undo_programs()
+        undo_spawns()
         os.environ.pop(BELOW_ENV, None)
-        if self._has_added_preempt and not os.environ.get(PREEMPT_ENV):
+        if before is not None:
+            os.environ[BELOW_ENV] = before
+        if has_added_preempt and not os.environ.get(PREEMPT_ENV):
             os.environ.pop(PREEMPT_ENV, None)
-        if self._above_before is not None:
-            os.environ[BELOW_ENV] = self._above_before
-        for owner, name, original, wrapper in self._wrapped:
-            if getattr(owner, name) is wrapper:
-                setattr(owner, name, original)
-        self._wrapped.clear()
 
 
-class WorkerShield:
-    """Starts this process's DataLoader workers so that they survive some signals.
+@contextlib.contextmanager
+def workers_shielded(signals: Collection[int]) -> Iterator[None]:
+    """Start this process's DataLoader workers so that they survive some signals.
 
     Workers of all DataLoaders, torch's and torchdata's, are processes of multiprocessing's with a
     target of one name, and all are started by one method, which is the one place to wrap.
     """
 
-    def __init__(self, signals: Collection[int]) -> None:
-        self._signals = frozenset(signals)
-        self._original: Callable[[Any], None] | None = None
-        self._wrapper: Callable[[Any], None] | None = None
-
-    def install(self) -> None:
-        if not self._signals:
+    def start(original: Callable[[Any], None], process: Any) -> None:
+        target: Any = getattr(process, "_target", None)
+        if not signals or getattr(target, "__name__", "") != _WORKER_LOOP:
+            original(process)
             return
-        original = BaseProcess.start
+        process._target = WorkerGuard(signals, then=target)
+        _loader_workers.add(process)
+        with shielded(signals):
+            original(process)
 
-        def start(process: BaseProcess) -> None:
-            target = getattr(process, "_target", None)
-            if self._wrapper is None or getattr(target, "__name__", "") != _WORKER_LOOP:
-                original(process)
-                return
-            guard = WorkerGuard(self._signals, then=target)  # type: ignore[arg-type]
-            process._target = guard  # type: ignore[attr-defined]
-            _loader_workers.add(process)
-            with shielded(self._signals):
-                original(process)
+    def spawn(original: Callable[..., int], path: Any, args: Any, passfds: Any) -> int:
+        # a loader's first queue starts the resource tracker, before there is any worker
+        is_tracker = any("resource_tracker" in os.fsdecode(word) for word in args)
+        with _blocked(signals if is_tracker else ()):
+            return original(path, args, passfds)
 
-        self._original, self._wrapper = original, start
-        BaseProcess.start = start  # type: ignore[method-assign, assignment]
+    undo_start = _wrap(BaseProcess, "start", start)
+    undo_spawn = _wrap(multiprocessing.util, "spawnv_passfds", spawn)
+    try:
+        yield
+    finally:
+        undo_spawn()
+        undo_start()
 
-    def uninstall(self) -> None:
-        """Put the original back; if somebody has wrapped it again since, pass calls through."""
-        if self._original is not None and BaseProcess.start is self._wrapper:
-            BaseProcess.start = self._original  # type: ignore[method-assign, assignment]
-        self._original = self._wrapper = None
+
+@contextlib.contextmanager
+def wandb_shielded(signals: Collection[int]) -> Iterator[None]:
+    """Start ``wandb-core`` where these signals do not end it: see :mod:`wandb_keeper`."""
+
+    def start(original: Callable[..., Any], popen: Any, argv: Any, *rest: Any) -> Any:
+        if not _is_wandb(argv):
+            return original(popen, argv, *rest)
+        with _blocked(signals):
+            return original(popen, [sys.executable, "-I", "-S", _KEEPER, *argv], *rest)
+
+    undo = _wrap(subprocess.Popen, "_execute_child", start)
+    try:
+        yield
+    finally:
+        undo()
+
+
+_KEEPER = str(Path(__file__).with_name("wandb_keeper.py"))
+
+
+def _is_wandb(argv: Any) -> bool:
+    is_list = isinstance(argv, (list, tuple)) and "--pid" in argv
+    return is_list and Path(os.fsdecode(argv[0])).name == "wandb-core"
 
 
 class WorkerGuard:
@@ -234,9 +222,29 @@ def _blocked(signals: Collection[int]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _blocking(original: Callable[..., Any], signals: Collection[int]) -> Callable[..., Any]:
-    def start(*args: Any, **kwargs: Any) -> Any:
+def _blocking(signals: Collection[int]) -> Callable[..., Any]:
+    """For :func:`_wrap`: calls the original with the signals blocked."""
+
+    def start(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _blocked(signals):
             return original(*args, **kwargs)
 
     return start
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Have each call of a function go through ``around(original, *arguments)``; returns what puts
+    the original back, or lets calls pass if somebody has wrapped it again since."""
+    original, is_on = getattr(owner, name), True
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs) if is_on else original(*args, **kwargs)
+
+    def undo() -> None:
+        nonlocal is_on
+        is_on = False
+        if getattr(owner, name) is call:
+            setattr(owner, name, original)
+
+    setattr(owner, name, call)
+    return undo

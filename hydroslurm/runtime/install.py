@@ -33,11 +33,14 @@ from hydroslurm.gate.marks import Emit
 from hydroslurm.gate.protocol import NO_CAUSE, Action
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import autoload, unsaved_warning
-from hydroslurm.runtime.child_signals import SpawnShield, WorkerShield
+from hydroslurm.runtime.child_signals import (
+    spawns_shielded,
+    wandb_shielded,
+    workers_shielded,
+)
 from hydroslurm.runtime.controller import Controller, Identity
 from hydroslurm.runtime.jobstep import jobstep_of
 from hydroslurm.runtime.launch_ahead import launch_ahead_from
-from hydroslurm.runtime.out_of_reach import OutOfReach
 from hydroslurm.runtime.standing import Watch
 from hydroslurm.runtime.status_writer import StatusWriter, interval_s
 from hydroslurm.slurm import run_folders
@@ -207,13 +210,9 @@ def _set_up(
             # below the agent of an elastic member the agent decides
             environ=None if environ.get(GENERATION_ENV) else environ,
         )
-        for shield in (
-            SpawnShield(plan.pausing(), killing=plan.killing()),
-            WorkerShield(plan.stopping()),
-            OutOfReach(plan.stopping() | plan.killing()),
-        ):
-            shield.install()
-            beside.callback(shield.uninstall)
+        beside.enter_context(spawns_shielded(plan.pausing(), killing=plan.killing()))
+        beside.enter_context(workers_shielded(plan.stopping()))
+        beside.enter_context(wandb_shielded(plan.stopping() | plan.killing()))
         controller.start()
         undo.callback(controller.stop)
         controller.vacating.get_ready(environ, identity.job_id)

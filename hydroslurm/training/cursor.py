@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hydroslurm.checkpoint import rng
@@ -35,12 +35,9 @@ class Cursor:
         self._loaded: Mapping[str, Any] | None = None
         self._begins_from: Mapping[str, Any] | None = None
 
-    def use(
-        self, loader: Any, *, shield: Collection[int], rank: int = 0, world_size: int = 1
-    ) -> None:
-        """Take batches from this loader, as one rank of several; its workers survive the signals in
-        ``shield``, which they get too: torch would take their death for an error of the rank."""
-        self.position = position_of(loader, shield=shield, rank=rank, world_size=world_size)
+    def use(self, loader: Any, *, rank: int = 0, world_size: int = 1) -> None:
+        """Take batches from this loader, as one rank of several."""
+        self.position = position_of(loader, rank=rank, world_size=world_size)
         self.loader = loader
         self.loading = Loading.of(loader)
         batch_size = getattr(loader, "batch_size", None)

@@ -247,7 +247,4 @@ class Run(Looping, Ending):
 
     def _use(self, loader: Any) -> None:
         rank_group = self._rank_group
-        shield = self._controller.plan.stopping()
-        self._cursor.use(
-            loader, shield=shield, rank=rank_group.rank, world_size=rank_group.world_size
-        )
+        self._cursor.use(loader, rank=rank_group.rank, world_size=rank_group.world_size)

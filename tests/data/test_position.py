@@ -385,7 +385,7 @@ class _Odd(Dataset[torch.Tensor]):
 def test_what_cannot_be_saved_of_a_loader_is_said(workers: dict[str, Any]) -> None:
     """An object of another kind, and an iterator that goes on from epoch to epoch; within the first
     epoch, which a resumed run draws again, the iterator needs no word."""
-    position = position_of(DataLoader(_Odd(), 2, **workers), shield=(), rank=0, world_size=1)
+    position = position_of(DataLoader(_Odd(), 2, **workers), rank=0, world_size=1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in position.begin_epoch(0):

@@ -19,8 +19,8 @@ from hydroslurm.runtime import client
 
 CHILD = textwrap.dedent(
     """
-    import multiprocessing, os, signal, sys, time
-    from hydroslurm.runtime.child_signals import SpawnShield
+    import contextlib, multiprocessing, os, signal, sys, time
+    from hydroslurm.runtime.child_signals import spawns_shielded
 
     def work(pipe):
         pipe.send("up")
@@ -28,9 +28,10 @@ CHILD = textwrap.dedent(
 
     if __name__ == "__main__":
         method, shielded = sys.argv[1], sys.argv[2] == "shielded"
-        shield = SpawnShield({signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP})
+        shield = contextlib.ExitStack()
         if shielded:
-            shield.install()
+            signals = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP}
+            shield.enter_context(spawns_shielded(signals))
         context = multiprocessing.get_context(method)
         ours, theirs = context.Pipe()
         child = context.Process(target=work, args=(theirs,))
@@ -49,7 +50,7 @@ CHILD = textwrap.dedent(
             print("child died")
         child.join(20)
         print("exit", child.exitcode)
-        shield.uninstall()
+        shield.close()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         print("parent blocks", sorted(mask))
     """

@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 from processes import Child, child, has_ended, wait_until
-from torch.utils.data import DataLoader
 
-from hydroslurm.runtime.child_signals import iterate, shielded
+from hydroslurm.runtime.child_signals import shielded
 
 METHODS = ("fork", "spawn", "forkserver")
 
 PROGRAM = """
 import os, signal, sys, time
 from torch.utils.data import DataLoader, Dataset
-from hydroslurm.runtime.child_signals import iterate
+from hydroslurm.runtime.child_signals import workers_shielded
 
 METHOD, HOW = sys.argv[1], sys.argv[2]
 SIGNALS = () if HOW == "bare" else (signal.SIGTERM, signal.SIGUSR2)
@@ -43,7 +42,8 @@ def main():
         signal.signal(signo, lambda signo, frame: seen.append(signo))
     loader = DataLoader(Slow(), 2, num_workers=2 if METHOD == "fork" else 1,
                         multiprocessing_context=METHOD, worker_init_fn=initialised)
-    batches = iterate(loader, shield=SIGNALS)
+    with workers_shielded(SIGNALS):
+        batches = iter(loader)
     assert loader.worker_init_fn is initialised
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
     first = next(batches)
@@ -152,11 +152,3 @@ def test_a_signal_that_comes_meanwhile_is_not_lost() -> None:
         assert seen == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_loaders_without_workers() -> None:
-    """Nothing is set up where there is nothing to protect."""
-    loader = DataLoader(range(4), 2)  # type: ignore[arg-type]
-    assert len(list(iterate(loader, shield={signal.SIGTERM}))) == 2
-    assert list(iterate([1, 2], shield={signal.SIGTERM})) == [1, 2]
-    assert loader.worker_init_fn is None

@@ -19,56 +19,11 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from typing import Any
 
-_PROGRAMS = frozenset({"wandb-core"})
 _PARENT = "--pid"
 _LOOK_EVERY_S = 0.2
-
-
-class OutOfReach:
-    """Has :mod:`subprocess` start such programs in this way."""
-
-    def __init__(self, signals: Iterable[int]) -> None:
-        """
-        Args:
-            signals: that are not to end them.
-        """
-        self._signals = frozenset(signals)
-        self._original: Any = None
-        self._wrapper: Any = None
-
-    def install(self) -> None:
-        original = subprocess.Popen._execute_child  # type: ignore[attr-defined]
-
-        def start(popen: Any, argv: Any, *rest: Any) -> Any:
-            if self._wrapper is None or not _is_such(argv):
-                return original(popen, argv, *rest)
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
-            try:
-                return original(popen, [sys.executable, "-I", "-S", __file__, *argv], *rest)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-        self._original, self._wrapper = original, start
-        subprocess.Popen._execute_child = start  # type: ignore[attr-defined]
-
-    def uninstall(self) -> None:
-        """Put the original back; if somebody has wrapped it again since, pass calls through."""
-        if subprocess.Popen._execute_child is self._wrapper:  # type: ignore[attr-defined]
-            subprocess.Popen._execute_child = self._original  # type: ignore[attr-defined]
-        self._wrapper = None
-
-
-def _is_such(argv: Any) -> bool:
-    if not isinstance(argv, (list, tuple)) or not argv or _PARENT not in argv:
-        return False
-    name = os.path.basename(os.fsdecode(argv[0]))  # noqa: PTH119 - pathlib is imported for nothing else
-    return name in _PROGRAMS
 
 
 def main(argv: list[str]) -> int:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from processes import child, descendants, has_ended, wait_until
 
-from hydroslurm.runtime import out_of_reach
-from hydroslurm.runtime.out_of_reach import OutOfReach
+from hydroslurm.runtime import wandb_keeper
+from hydroslurm.runtime.child_signals import wandb_shielded
 
 CORE = textwrap.dedent(
     f"""\
@@ -34,9 +34,9 @@ CORE = textwrap.dedent(
 )
 RANK = """
 import os, subprocess, sys
-from hydroslurm.runtime.out_of_reach import OutOfReach
-OutOfReach({15}).install()
-subprocess.Popen([sys.argv[1], "--pid", str(os.getpid())])
+from hydroslurm.runtime.child_signals import wandb_shielded
+with wandb_shielded({15}):
+    subprocess.Popen([sys.argv[1], "--pid", str(os.getpid())])
 print("ready")
 sys.stdin.read()
 """
@@ -63,13 +63,9 @@ def started() -> tuple[int, int, int]:
 def test_a_signal_for_all_below_the_rank_does_not_reach_it(core: Path) -> None:
     """Whoever has started it sees it end when it does, with its exit status; another program is
     started as ever."""
-    reach = OutOfReach({signal.SIGTERM})
-    reach.install()
-    try:
+    with wandb_shielded({signal.SIGTERM}):
         program = subprocess.Popen([core, "--pid", str(os.getpid())])
         other = subprocess.Popen(["sleep", "100"])
-    finally:
-        reach.uninstall()
     pid, told, has = started()
     assert told == has != os.getpid()
     assert pid not in descendants(os.getpid())
@@ -99,10 +95,10 @@ def test_a_kernel_without_pidfd_open(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (subprocess.Popen(["sleep", "100"]) for _ in range(2))
     second.kill()
     second.wait()
-    out_of_reach._wait_for_either(first.pid, second.pid)
+    wandb_keeper._wait_for_either(first.pid, second.pid)
     assert first.poll() is None
     first.kill()
-    out_of_reach._wait_for_either(first.pid, os.getpid())
+    wandb_keeper._wait_for_either(first.pid, os.getpid())
     assert first.wait() == -signal.SIGKILL
 
 
