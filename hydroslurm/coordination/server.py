@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import selectors
 import socket
 import traceback
@@ -38,10 +37,8 @@ ACCEPTS = 64
 MAX_UNSENT_BYTES = 256 << 20
 """Of messages that a rank has not read; a rank that is suspended for days is sent few."""
 _READ_BYTES = 1 << 18
-_COPIED_BYTES = 1 << 14
-"""Shorter bodies are copied behind their heads; longer ones are shared by all who are sent them."""
-_AT_ONCE = 64
-"""Buffers of one write."""
+_LONG_BYTES = 1 << 14
+"""Longer bodies are sent at once: thousands of peers must not have a copy of each."""
 
 _read_buffer = memoryview(bytearray(_READ_BYTES))
 """One for all: recv() would map and unmap a quarter of a megabyte for each message."""
@@ -63,6 +60,7 @@ class PeerConnection:
         rank: that has joined on it, and is present.
         has_joined: a rank has joined on it.
         events: what the selector watches for.
+        unsent: what it has not taken yet of what it was sent.
     """
 
     def __init__(
@@ -81,13 +79,8 @@ class PeerConnection:
         self.rank: int | None = None
         self.has_joined = False
         self.events = 0
+        self.unsent = bytearray()
         self._sealer: Sealer | None = None
-        self._unsent: deque[bytes | memoryview] = deque()
-        self._unsent_bytes = 0
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
 
     def open_session(self) -> None:
         """The peer has authenticated: take the keys of the session."""
@@ -106,43 +99,19 @@ class PeerConnection:
     def put(self, packed: Packed) -> None:
         """Seal a body, to be sent by :meth:`flush`. Frames are counted, so it has to be sent."""
         assert self._sealer is not None
-        head = self._sealer.head(len(packed.body), packed.digest)
-        if len(packed.body) <= _COPIED_BYTES:
-            self.put_bytes(head + packed.body)
-        else:
-            self.put_bytes(head)
-            self.put_bytes(packed.body)
-
-    def put_bytes(self, data: bytes) -> None:
-        """To be sent by :meth:`flush`."""
-        self._unsent.append(data)
-        self._unsent_bytes += len(data)
+        self.unsent += self._sealer.head(len(packed.body), packed.digest)
+        self.unsent += packed.body
+        if len(packed.body) > _LONG_BYTES:
+            with contextlib.suppress(OSError):  # which comes again
+                self.flush()
 
     def flush(self) -> None:
         """Send what can be sent; raises OSError for a peer that does not read, or is gone."""
-        while self._unsent:
-            try:
-                if len(self._unsent) == 1:
-                    sent = self.connection.send(self._unsent[0])
-                else:
-                    sent = self.connection.sendmsg(itertools.islice(self._unsent, _AT_ONCE))
-            except BlockingIOError:
-                break
-            self._sent(sent)
-        if self._unsent_bytes > MAX_UNSENT_BYTES:
+        with contextlib.suppress(BlockingIOError):
+            while self.unsent:
+                del self.unsent[: self.connection.send(self.unsent)]
+        if len(self.unsent) > MAX_UNSENT_BYTES:
             raise OSError(errno.ENOBUFS, "reads nothing of what it is sent")
-
-    def _sent(self, count: int) -> None:
-        self._unsent_bytes -= count
-        if not self._unsent_bytes:
-            self._unsent.clear()
-            return
-        while count:
-            first = self._unsent.popleft()
-            if count < len(first):
-                self._unsent.appendleft(memoryview(first)[count:])
-                return
-            count -= len(first)
 
 
 class Server:
@@ -303,7 +272,7 @@ class Server:
 
     def _serve(self, peer: PeerConnection) -> None:
         """Read what has arrived; what is left to write is written at the end of the round."""
-        if peer.has_unsent:
+        if peer.unsent:
             self._unflushed[peer] = None
         data = peer.read()
         if data == b"":
@@ -313,7 +282,7 @@ class Server:
 
     def _flush(self, peer: PeerConnection) -> None:
         peer.flush()
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
         if peer.events != wanted:
             peer.events = wanted
             self._selector.modify(peer.connection, wanted, peer)
@@ -322,7 +291,7 @@ class Server:
         if peer.unsealer is None:
             greeting = peer.greeting
             if answer := greeting.feed(data):
-                peer.put_bytes(answer)
+                peer.unsent += answer
                 self._unflushed[peer] = None
             if greeting.session is None:
                 return
