@@ -104,11 +104,7 @@ class NativeGate:
             InstallError: the gate does not run in this process, or the request makes no sense.
         """
         result = self._library.hs_gate_request(action, causes)
-        if result < 0:
-            raise InstallError(
-                f"the gate refuses {action.name} for {causes.names()}: {os.strerror(-result)}"
-                + (" (it was not started in this process)" if result == -errno.ESRCH else "")
-            )
+        _require(result, f"the gate refuses {action.name} for {causes.names()}")
 
     def let_through(self, n: int) -> None:
         """Let the training threads run, while the gate stays closed, until ``n`` more collectives
@@ -124,17 +120,12 @@ class NativeGate:
         """
         # ctypes would cut a larger number to its lowest bits
         result = self._library.hs_gate_let_through(n) if abs(n) < 1 << 63 else -errno.EINVAL
-        if result < 0:
-            raise InstallError(
-                f"the gate lets no {n} collectives through: {os.strerror(-result)}"
-                + (" (it was not started in this process)" if result == -errno.ESRCH else "")
-            )
+        _require(result, f"the gate lets no {n} collectives through")
 
     def hold_here(self) -> None:
         """Undo :meth:`let_through`: what is left of the allowance is lost, and every thread that is
         not held is held at its next operator of any kind. Raises as it does. Returns at once."""
-        if self._library.hs_gate_hold_here() < 0:
-            raise InstallError("the gate holds nobody: it was not started in this process")
+        _require(self._library.hs_gate_hold_here(), "the gate holds nobody")
 
     def claim(self, action: Action) -> int:
         """Handle every signal of the table that has this action, including those that were left
@@ -145,13 +136,15 @@ class NativeGate:
         Raises:
             InstallError: the gate does not run in this process.
         """
-        listening = self._claim(action, 1)
+        listening = self._library.hs_gate_claim(action, 1)
+        _require(listening, f"the signals for {action.name} cannot be taken over")
         VIEW.add(rule for rule in self._rules if rule.action is action and _is_caught(rule))
-        return listening
+        return int(listening)
 
     def unclaim(self, action: Action) -> None:
         """Undo :meth:`claim`: chain again, and restore the default where it was before."""
-        self._claim(action, 0)
+        result = self._library.hs_gate_claim(action, 0)
+        _require(result, f"the signals for {action.name} cannot be given back")
         VIEW.hide(r for r in self._rules if r.action is action and not _is_caught(r))
 
     def status(self) -> GateStatus:
@@ -205,8 +198,7 @@ class NativeGate:
         removed = handler in NOBODY
         chain = callable(handler) or (removed and not VIEW.keeps_before(signo))
         result = self._library.hs_gate_retake(signo, int(chain))
-        if result < 0:
-            raise InstallError(f"signal {signo} cannot be taken back: {os.strerror(-result)}")
+        _require(result, f"signal {signo} cannot be taken back")
         if removed:
             VIEW.add(rule for rule in self._rules if rule.signo == signo)
 
@@ -221,8 +213,7 @@ class NativeGate:
             InstallError: torch has no such device here, or takes no callback.
         """
         result = self._library.hs_gate_bound_launches(device_type, round(bound_s * 1e9))
-        if result < 0:
-            raise InstallError(f"launches are not bounded: {os.strerror(-result)}")
+        _require(result, "launches are not bounded")
 
     def launches(self) -> binding.LaunchAhead:
         """What the bound has done since it was set."""
@@ -249,15 +240,6 @@ class NativeGate:
             n = self._library.hs_gate_trace_stop(kept, keep)
             trace.count = self._library.hs_gate_trace_count()
             trace.operators = tuple(binding.operator(one) for one in kept[:n])
-
-    def _claim(self, action: Action, on: int) -> int:
-        result = int(self._library.hs_gate_claim(action, on))
-        if result < 0:
-            raise InstallError(
-                f"the signals for {action.name} cannot be taken over: {os.strerror(-result)}"
-                + (" (the gate was not started in this process)" if result == -errno.ESRCH else "")
-            )
-        return result
 
     def _check_sees_operators(self) -> None:
         """A self-test at every load: takes microseconds, and holds nobody."""
@@ -292,6 +274,13 @@ class NativeGate:
             if self._started_by == os.getpid():
                 self.stop()
             self._close_event_fd()
+
+
+def _require(result: int, refusal: str) -> None:
+    """Raise InstallError for the negative errno of a call of the gate's."""
+    if result < 0:
+        where = " (the gate was not started in this process)" if result == -errno.ESRCH else ""
+        raise InstallError(f"{refusal}: {os.strerror(-result)}{where}")
 
 
 def _is_caught(rule: SignalRule) -> bool:
