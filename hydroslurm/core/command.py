@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydroslurm.core.proc import PARENT, stat_of
+
 _OF_A_START = frozenset({
     "local_rank", "node_rank", "machine_rank", "global_rank", "host", "hostname", "nodelist",
     "port", "master_addr", "master_port", "main_process_ip", "main_process_port", "dist_url",
@@ -67,14 +69,11 @@ def _is_worker(words: Sequence[str]) -> bool:
 
 def _of_process(pid: int) -> tuple[tuple[str, ...], int]:
     """Its command line and its parent; nothing where /proc does not show it."""
-    folder = Path(f"/proc/{pid}")
     try:
-        words = (folder / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-        stat = (folder / "stat").read_bytes()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        return tuple(map(os.fsdecode, words)), int(stat_of(pid)[PARENT])
     except OSError:
         return (), 0
-    # proc(5): the name, in parentheses, may hold anything; the parent is field 4
-    return tuple(map(os.fsdecode, words)), int(stat.rpartition(b")")[2].split()[1])
 
 
 def _script(words: Sequence[str]) -> str:

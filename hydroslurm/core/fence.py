@@ -27,6 +27,7 @@ from typing import Any
 from hydroslurm.core.command import Command
 from hydroslurm.core.decoding import decode
 from hydroslurm.core.files import read_regular, write_atomically
+from hydroslurm.core.proc import START_TICKS, STATE, stat_of
 from hydroslurm.errors import RunFolderError, StaleAttempt
 
 LIMIT_BYTES = 64 * 1024
@@ -209,9 +210,8 @@ def process_began_epoch_s(pid: int | None = None) -> float:
         OSError: there is none of that number here.
         ProcessLookupError: it has ended, and is not waited for.
     """
-    # proc(5): the name in the second field may hold anything; the state is the third
-    stat = Path(f"/proc/{pid or 'self'}/stat").read_text().rpartition(")")[2].split()
-    if stat[0] in "ZX":
+    stat = stat_of(pid or "self")
+    if stat[STATE] in "ZX":
         raise ProcessLookupError(pid)
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[19]) / os.sysconf("SC_CLK_TCK")
-    return time.time() - age_s
+    began_s = int(stat[START_TICKS]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + began_s

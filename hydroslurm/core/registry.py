@@ -29,6 +29,7 @@ from pathlib import Path
 from hydroslurm.core.dates import boot_id
 from hydroslurm.core.decoding import decode
 from hydroslurm.core.files import read_regular, write_atomically
+from hydroslurm.core.proc import START_TICKS, stat_of
 from hydroslurm.core.trust import check_trusted, is_trusted
 from hydroslurm.errors import RunFolderError, UntrustedFile
 
@@ -115,14 +116,11 @@ def _made(path: Path) -> Path:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot (field 22 of /proc/PID/stat); None when
-    there is none."""
+    """When the process started, in clock ticks since boot; None when there is none."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return int(stat_of(pid)[START_TICKS])
     except OSError:
         return None
-    # the second field is the name in parentheses, and may itself hold spaces and parentheses
-    return int(text.rpartition(")")[2].split()[19])
 
 
 def place() -> str:

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hydroslurm.core.proc import PARENT, stat_of
+
 EXECUTOR_ENV = "SUBMITIT_EXECUTOR"
 """Environment variable that submitit sets in its jobs: ``slurm``, ``local`` ..."""
 FOLDER_ENV = "SUBMITIT_FOLDER"
@@ -54,7 +56,7 @@ def _is_above(pid: int) -> bool:
     above = os.getpid()
     while above > 1 and above != pid:
         try:
-            above = int(Path(f"/proc/{above}/stat").read_text().rpartition(")")[2].split()[1])
+            above = int(stat_of(above)[PARENT])
         except (OSError, ValueError, IndexError):
             return False
     return above == pid

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from hydroslurm.core.proc import STATE, stat_of
 from hydroslurm.gate.protocol import GateEvent
 
 _QUIET_NS = 20_000_000
@@ -95,7 +96,7 @@ def _task(tid: int) -> Path:
 def _run_of(tid: int) -> object:
     """The same while the thread sleeps, new while it runs; None once it is gone."""
     try:
-        sleeps = (_task(tid) / "stat").read_text().rpartition(") ")[2][0] in "SD"
+        sleeps = stat_of(f"self/task/{tid}")[STATE] in "SD"
         return (_task(tid) / "schedstat").read_text() if sleeps else object()
     except OSError:
         return None

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hydroslurm.core import registry
+from hydroslurm.core.proc import PARENT, STATE, stat_of
 from hydroslurm.runtime.child_signals import is_loader_worker
 
 _CONTINUE = 'while read -r pid; do pids="$pids $pid"; done; kill -CONT $pids'
@@ -141,10 +142,10 @@ def _started_here() -> Iterator[int]:
 
 def _parent_of(pid: int) -> int:
     """Raises OSError, also for a process that has ended."""
-    state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    if state == "Z":
+    stat = stat_of(pid)
+    if stat[STATE] == "Z":
         raise ProcessLookupError(pid)
-    return int(parent)
+    return int(stat[PARENT])
 
 
 def _children_of(pid: int) -> Iterator[int]:

@@ -22,6 +22,7 @@ from hydroslurm.core.ack import (
     wait_for_answers,
 )
 from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.proc import status_of as process_status
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.status import NEVER, RankStatus, read_status, status_of
 from hydroslurm.errors import AckTimeout, TargetError, UsageError
@@ -86,7 +87,7 @@ def _ask(
 ) -> Answer:
     entry = _entry(pid, environ)
     if entry is None:
-        _caught(pid)
+        _listens(pid, 1)  # or there is no such process
         raise TargetError(
             f"process {pid} has not announced itself to this user: hydroslurm is not installed in "
             "it, or it runs as another user or on another machine. It was not signalled. Of a "
@@ -192,8 +193,16 @@ def _send(pid: int, signo: int, entry: registry.Entry | None) -> None:
 
 
 def _listens(pid: int, signo: int) -> bool:
-    """Whether the process has a handler for a signal; raises as :func:`_caught`."""
-    return bool(_caught(pid) >> (signo - 1) & 1)
+    """Whether the process has a handler for a signal.
+
+    Raises:
+        TargetError: no such process.
+    """
+    try:
+        caught = int(process_status(pid)["SigCgt"], 16)
+    except OSError:
+        raise TargetError(f"there is no process {pid}") from None
+    return bool(caught >> (signo - 1) & 1)
 
 
 def _is_replaced(entry: registry.Entry, signo: int) -> bool:
@@ -212,17 +221,3 @@ def _is_replaced(entry: registry.Entry, signo: int) -> bool:
     except OSError:  # kept from writing: the mask is all that is known
         return False
     return replaced
-
-
-def _caught(pid: int) -> int:
-    """The signals that a process has handlers for, as the kernel's mask: bit 0 is signal 1.
-
-    Raises:
-        TargetError: no such process.
-    """
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        raise TargetError(f"there is no process {pid}") from None
-    (mask,) = (line.split()[1] for line in lines if line.startswith("SigCgt:"))
-    return int(mask, 16)

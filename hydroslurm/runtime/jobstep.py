@@ -8,8 +8,8 @@ of how many it belongs to, and which processes between it and slurmstepd a signa
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
+from hydroslurm.core.proc import status_of
 from hydroslurm.runtime.autoload import is_asked
 from hydroslurm.slurm.allocation import Allocation
 
@@ -47,8 +47,9 @@ def _deaf_ancestors(signals: Collection[int]) -> list[str]:
     found: list[str] = []
     pid = "self"
     for _ in range(_MOST_ANCESTORS):
-        status = _status(pid)
-        if status is None:
+        try:
+            status = status_of(pid)
+        except OSError:
             return []
         if status["Name"] == _DAEMON:
             return found
@@ -56,14 +57,6 @@ def _deaf_ancestors(signals: Collection[int]) -> list[str]:
             found.append(f"{status['Name']} (pid {pid})")
         pid = status["PPid"]
     return []
-
-
-def _status(pid: str) -> dict[str, str] | None:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
-    except OSError:
-        return None
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _would_die(status: Mapping[str, str], signals: Collection[int]) -> bool:
