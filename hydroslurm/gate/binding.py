@@ -169,7 +169,7 @@ def _fields(row: ctypes.Structure) -> dict[str, Any]:
     """The fields of a structure, each in the type that its value has."""
     return {
         name: _READ[name](getattr(row, name)) if name in _READ else getattr(row, name)
-        for name, _ in row._fields_
+        for name, *_ in row._fields_
     }
 
 
