@@ -109,8 +109,7 @@ def draw(name: str, cluster: DevCluster, folder: Path, out: Path) -> None:
         if by == "requeue":
             job.slurm("scontrol", "requeue", job.job_id)
         elif by == "signal":
-            variable = "RANK" if by_agent else "SLURM_PROCID"
-            os.kill(job.pid_of(picture.ranks - 1, variable=variable), signal.SIGTERM)
+            os.kill(job.pid_of(picture.ranks - 1, attempt=number), signal.SIGTERM)
         else:
             urgent = ("--partition=urgent", "--exclusive", "--time=1", f"--nodelist={NODE}")
             job.slurm("srun", *urgent, "--ntasks=1", "true")

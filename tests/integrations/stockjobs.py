@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from processes import wait_until
+from processes import captured, wait_until
 
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.core.status import read_status
 from hydroslurm.devcluster import DevCluster
 
 SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
@@ -60,10 +61,8 @@ class StockJob:
         return self
 
     def slurm(self, *argv: str) -> str:
-        done = subprocess.run(
-            argv, cwd=self.folder, env=self._cluster.child_environ(dict(os.environ)),
-            capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+        environ = self._cluster.child_environ(dict(os.environ))
+        done = captured(argv, cwd=self.folder, env=environ, timeout=120)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -74,19 +73,16 @@ class StockJob:
     def wait_for(self, condition: Callable[[], bool]) -> None:
         wait_until(condition, lambda: f"{self.output()[-2000:]}", limit_s=300)
 
-    def pid_of(self, rank: int, *, variable: str = "SLURM_PROCID") -> int:
-        """The process of one rank, by what Slurm has set, or torchrun (``RANK``): the oldest one,
-        because its loader's workers have the same variables. Another cluster on this machine has a
-        job of the same number, but not in this folder."""
-        wanted = (f"SLURM_JOB_ID={self.job_id}", f"{variable}={rank}", "SLURM_STEP_ID=0")
-        found: list[int] = []
+    def pid_of(self, rank: int, *, attempt: int) -> int:
+        """The process of one rank in this attempt."""
+        path = RunDir(self.folder / "hydroslurm-runs" / self.job_id).rank_status(rank)
 
-        def look() -> bool:
-            found[:] = [pid for pid in _pids() if _is_rank(pid, wanted, self.folder)]
-            return bool(found)
+        def pids() -> list[int]:
+            told = read_status(path)
+            return [told.pid] if told is not None and told.restart_count == attempt - 1 else []
 
-        wait_until(look, f"rank {rank} of job {self.job_id}", limit_s=120)
-        return min(found, key=_begun_ticks)
+        wait_until(pids, f"rank {rank} of attempt {attempt}: {self.output()[-2000:]}", limit_s=120)
+        return pids()[0]
 
     def wait_for_end(self) -> str:
         """Slurm's word for how it ended."""
@@ -110,22 +106,3 @@ def steps_of_attempt(said: str, attempt: int) -> int:
     """How many were trained since it began."""
     begun = "a new run, step 0" if attempt == 1 else f"attempt {attempt} resumes from step"
     return len(_STEP.findall(said.partition(begun)[2]))
-
-
-def _pids() -> list[int]:
-    return [int(one.name) for one in Path("/proc").iterdir() if one.name.isdecimal()]
-
-
-def _begun_ticks(pid: int) -> int:
-    """When it began. Numbers of processes begin anew at 32,768 on some machines."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-
-
-def _is_rank(pid: int, wanted: tuple[str, ...], folder: Path) -> bool:
-    try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        is_here = Path(f"/proc/{pid}/cwd").samefile(folder)
-    except OSError:
-        return False
-    return is_here and set(wanted) <= set(environ) and command[0] == os.fsencode(sys.executable)

@@ -31,7 +31,7 @@ def test_unchanged_script(requeue_cluster: DevCluster, tmp_path: Path) -> None:
     wait_for_attempt(job, 1)
     job.slurm("scontrol", "requeue", job.job_id)
     wait_for_attempt(job, 2)
-    os.kill(job.pid_of(1), signal.SIGTERM)
+    os.kill(job.pid_of(1, attempt=2), signal.SIGTERM)
     wait_for_attempt(job, 3)
     assert job.wait_for_end() == "COMPLETED", job.output()
     assert "stand down in this fit" in job.output()

@@ -27,7 +27,7 @@ def test_unchanged_script(requeue_cluster: DevCluster, tmp_path: Path) -> None:
     wait_for_steps(job, attempt=1)
     job.slurm("scontrol", "requeue", job.job_id)
     wait_for_steps(job, attempt=2)
-    os.kill(job.pid_of(0), signal.SIGTERM)
+    os.kill(job.pid_of(0, attempt=2), signal.SIGTERM)
     assert job.wait_for_end() == "COMPLETED", job.output()
     assert "attempt 3 resumes from step" in job.output()
     assert "enable_jit_checkpoint of transformers stands down" in job.output()

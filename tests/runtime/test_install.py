@@ -59,21 +59,6 @@ def test_uninstall_restores_every_handler(gate: GateKind) -> None:
     assert _caught() == before
 
 
-@with_both_gates
-def test_earlier_handlers_are_chained_and_come_back(gate: GateKind) -> None:
-    """A Python handler that was there before still runs, during and after."""
-    seen: list[int] = []
-    before = signal.signal(signal.SIGCONT, lambda signo, _: seen.append(signo))
-    try:
-        with hydroslurm.installed(gate=gate):
-            signal.raise_signal(signal.SIGCONT)
-            assert seen == [signal.SIGCONT]
-        signal.raise_signal(signal.SIGCONT)
-        assert seen == [signal.SIGCONT] * 2
-    finally:
-        signal.signal(signal.SIGCONT, before)
-
-
 def test_a_handler_that_replaced_ours_is_left_alone() -> None:
     """uninstall() does not take away what the user installed after us, and says how many there
     were."""
