@@ -37,9 +37,6 @@ def scale(
             "newest.",
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")
-    ] = False,
 ) -> None:
     """Change how many members an elastic job has.
 
@@ -58,31 +55,8 @@ def scale(
             f"job {which} is not elastic, so its size is fixed: give its spec an `elastic:` "
             "section and submit it again"
         )
-    if dry_run:
-        _check(control.status(folder).status, size, leave or [])
-        return
     answer = control.scale(folder, size, leave=leave or ())
     echo(f"{which}: {answer.message}; {sizes(answer.status)}")
-
-
-def _check(status: dict[str, Any], size: int, leave: list[str]) -> None:
-    """What the coordinator would do, in its words."""
-    from hydroslurm.errors import UsageError
-
-    names = [one["id"] for one in status["members"] if one["state"] != "Leaving"]
-    if unknown := [name for name in leave if name not in names]:
-        raise UsageError(f"no member {', '.join(unknown)}; there are {', '.join(names) or 'none'}")
-    if not status["min"] <= size <= status["max"]:
-        raise UsageError(
-            f"{size} members are wanted, and this run may have {status['min']} to {status['max']} "
-            "(elastic.min, elastic.max)"
-        )
-    stay = [name for name in names if name not in leave]
-    gone = [*leave, *reversed(stay[size:])]
-    more = max(0, size - len(names) + len(leave))
-    echo(f"now {sizes(status)}")
-    echo(f"would leave: {', '.join(gone) or 'none'}")
-    echo(f"would be submitted: {more} member{'' if more == 1 else 's'}")
 
 
 def elastic_lines(run: RunDir, slurm: Job | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ask the coordinator of an elastic run something, or tell it what is wanted."""
+"""Tell the coordinator of an elastic run how many members are wanted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from hydroslurm.coordination.channel import ask_first, connect
 from hydroslurm.coordination.frames import BadFrame
-from hydroslurm.coordination.messages import BadMessage, Message
+from hydroslurm.coordination.messages import BadMessage
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core.trust import user_name
@@ -38,16 +38,7 @@ def scale(folder: ElasticFolder, size: int, *, leave: Sequence[str] = ()) -> Ans
         CoordinatorLost: nobody answers.
         RunFolderError: this is not the folder of an elastic run of this user.
     """
-    asked = {"type": "scale", "size": size, "leave": list(leave), "by": user_name()}
-    return _ask(folder, asked)
-
-
-def status(folder: ElasticFolder) -> Answer:
-    """How the run stands now; raises as :func:`scale`."""
-    return _ask(folder, {"type": "status"})
-
-
-def _ask(folder: ElasticFolder, message: Message) -> Answer:
+    message = {"type": "scale", "size": size, "leave": list(leave), "by": user_name()}
     key = folder.key()
     place = folder.read(folder.coordinator_json)
     if place is None:

@@ -174,7 +174,7 @@ class Coordinator(Server):
 
     def _on_message(self, peer: PeerConnection, message: Message) -> None:
         kind, now_s = message["type"], self.clock.now_s()
-        if kind in ("scale", "status"):
+        if kind == "scale":
             self._answer_controller(peer, message, now_s)
             return
         rank = self._ranks.get(peer)
@@ -223,15 +223,14 @@ class Coordinator(Server):
     def _answer_controller(self, peer: PeerConnection, message: Message, now_s: float) -> None:
         peer.has_joined = True
         ok, text = True, ""
-        if message["type"] == "scale":
-            try:
-                actions = self.membership.scale(
-                    message["size"], message["leave"], now_s, by=message["by"]
-                )
-                self.act(actions)
-                text = f"{message['size']} members are wanted"
-            except ValueError as error:
-                ok, text = False, str(error)
+        try:
+            actions = self.membership.scale(
+                message["size"], message["leave"], now_s, by=message["by"]
+            )
+            self.act(actions)
+            text = f"{message['size']} members are wanted"
+        except ValueError as error:
+            ok, text = False, str(error)
         self._put(peer, {"type": "answer", "ok": ok, "message": text, "status": self.status()})
 
     def on_drop(self, peer: PeerConnection) -> None:

@@ -62,7 +62,6 @@ FROM_RANK = forms(
         "add": {"key": Text, "amount": Count, "id": Count},
         # not of ranks, but of whoever controls the run
         "scale": {"size": Count, "leave": list[Text], "by": Text},
-        "status": {},
     }
 )
 
