@@ -143,13 +143,6 @@ class RestartStory(ElasticStory):
         self.wait_for("generation", generation)
         return found
 
-    def wait_for_members(self, *names: str) -> None:
-        """Until the coordinator knows all of these."""
-        wait_until(
-            lambda: {one["id"] for one in self.status().get("members", ())} >= set(names),
-            lambda: f"members {names}\n{self}",
-        )
-
     def status(self) -> dict[str, Any]:
         """What the coordinator has written last."""
         return self.folder.read(self.folder.status_json) or {}

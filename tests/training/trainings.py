@@ -130,15 +130,6 @@ class Training:
 
         wait_until(begun, f"attempt {number}\n{self.log()}", limit_s=LIMIT_S)
 
-    def wait_for_pauses(self, attempt: int, *, number: int) -> None:
-        """Until this attempt has been paused and resumed so often."""
-
-        def seen() -> bool:
-            mine = [e for e in self.events() if e.restart_count == attempt - 1]
-            return sum(e.kind is EventKind.RESUMED for e in mine) >= number
-
-        wait_until(seen, f"pause {number} of attempt {attempt}", limit_s=LIMIT_S)
-
     def wait_for_step(self, step: int) -> None:
         """Until its log shows this step; it may be some steps further by then."""
 
