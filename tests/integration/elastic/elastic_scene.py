@@ -77,9 +77,12 @@ class ElasticScene(Scene):
         """The other members of the newest generation, the newest last."""
         return sorted(set(self.members) - set(self.base), key=lambda name: int(name.split("_")[0]))
 
-    def wait_for_size(self, size: int) -> list[str]:
-        """Until a generation of so many trains; its members."""
-        self.wait(lambda: len(self.members) == size, f"generation of {size}")
+    def wait_for_size(self, size: int, *, without: str = "") -> list[str]:
+        """Until a generation of so many trains, from which this member is gone; its members."""
+        self.wait(
+            lambda: len(self.members) == size and without not in self.members,
+            f"generation of {size} without {without or 'anybody in particular'}",
+        )
         return self.members
 
     def wait_for(self, kind: str, times: int = 1) -> dict[str, Any]:
@@ -87,12 +90,17 @@ class ElasticScene(Scene):
         return self.entries(kind)[times - 1]
 
     def finish(self) -> None:
-        """Let the training end a little later."""
+        """Let the training end a little later; it ends well, and nothing of it is left."""
         status = self.elastic.read(self.elastic.status_json)
         assert status is not None
         made = self.folder / "until.new"
         made.write_text(str(status["step"] + 60))
         made.rename(self.folder / "until")
+        self.assert_it_ends_well()
+
+    def assert_it_ends_well(self) -> None:
+        assert self.final_condition().type == "Succeeded"
+        self.assert_nothing_is_left()
 
     def kill_coordinator(self, *, signo: signal.Signals = signal.SIGKILL) -> None:
         (pid,) = self.processes("-u -m hydroslurm.jobs.elastic.main")

@@ -1,13 +1,13 @@
 """What may befall an elastic job on a real Slurm, case by case. `make elastic` runs them. The list
 of failure cases, and where each is tested (elastic: tests/elastic, of real processes):
 
-     1  a member is preempted                 here; test_elastic_job
-     2  the member of rank 0 is preempted     here; elastic/test_members
-     3  it returns, or is replaced            here
+     1  a member is preempted                 test_elastic_job; here (spare)
+     2  the member of rank 0 is preempted     elastic/test_spares, test_storms
+     3  it returns, or is replaced            test_elastic_job; test_restart_job
      4  two at once                           elastic/test_members (one change)
-     5  below min                             test_elastic_nodes; elastic/test_members (saved)
-     6  kill -9: rank, agent                  here; elastic/test_restart
-        slurmstepd, slurmd                    test_elastic_nodes
+     5  below min                             here; elastic/test_members (saved)
+     6  kill -9: rank, agent                  here (19); elastic/test_restart
+        slurmstepd, slurmd                    here
      7  a rank hangs                          here; elastic/test_members, test_restart
      8  kill -9 of the coordinator            test_elastic_job; elastic/test_members
      9  its time limit                        here
@@ -15,68 +15,59 @@ of failure cases, and where each is tested (elastic: tests/elastic, of real proc
     11  SIGTERM with loader workers           elastic/test_members; test_fixed_order
     12  killed while a checkpoint is written  checkpoint/test_kills
     13  grace shorter than the save           checkpoint/test_deadline, test_stop (of fixed size)
-    14  exit statuses                         trainingjob/test_policies (of fixed size)
-    15  too many failures                     here
-    16  ten preemptions                       here
+    14  exit statuses                         trainingjob/test_scenes (of fixed size)
+    15  too many failures                     jobs/elastic/test_elements
+    16  ten preemptions                       jobs/elastic/test_elements
     17  scontrol update NumNodes; --no-kill   test_fixed_size (of fixed size)
-    18  scale; by drain                       test_elastic_job; test_elastic_nodes
+    18  scale; by drain                       test_elastic_job; here
     19  every sample once                     here; elastic/test_day, test_restart
     20  the training of a fixed size          elastic/test_members; test_fixed_order (its bits)
     21  one of an older generation            elastic/test_members (it hung); test_membership
     22  a save fails                          elastic/test_members; checkpoint/test_faults
     23  cancelled as a whole                  here
-    24  it fails at its start, again          here (15); elastic/test_failed_meetings
+    24  it fails at its start, again          here; elastic/test_failed_meetings
     25  a partition that suspends             here
-    26  Lightning                             here; in place it is refused: elastic/test_own_loops
-    27  restarts are not used by 50 changes   elastic/test_restart
+    26  Lightning                             elastic/test_restart; refused: test_own_loops
+    27  changes use no restarts               elastic/test_restart
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
+import subprocess
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from clusters import require_slurm
-from elasticstory import TRAIN, times_seen
+from elasticstory import SHARDED, TRAIN, times_seen
 from integration.elastic.elastic_scene import ElasticScene
-from restartstory import NOTES, SCRIPTS, STOCK, check_stock_training, said
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
+QUICK_TO_GIVE_UP = """\
+SlurmdTimeout=30
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=5 State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP
+"""
+
+
 @pytest.fixture(scope="module")
-def cluster():
-    """Four nodes of two CPUs: an urgent job of one node takes the place of a member."""
+def cluster() -> Iterator[DevCluster]:
+    """Four nodes of two CPUs, where an urgent job of one node takes the place of a member; one that
+    does not answer for thirty seconds is down, and a busy machine's daemons answer sooner."""
     require_slurm()
-    spec = ClusterSpec(nodes=4, cpus_per_node=2, profile="requeue", kill_wait_s=5)
+    spec = ClusterSpec(nodes=4, cpus_per_node=2, partitions=QUICK_TO_GIVE_UP, kill_wait_s=5)
     with DevCluster.up(spec) as running:
         yield running
-
-
-def test_a_preempted_member_is_replaced(cluster: DevCluster, tmp_path: Path) -> None:
-    """Cases 1, 3: an urgent job takes a node; the others go on without a step lost, their jobs are
-    the same, and a fresh element takes the place."""
-    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=3)
-    before = scene.wait_for_size(3)
-    node = scene.nodes()[scene.extra[0]]
-    scene.slurm("srun", "--partition=urgent", f"--nodelist={node}", "--ntasks=1", "sleep", "1")
-    ended = scene.wait_for("ended")
-    taken = ended["member"]
-    assert (ended["how"], ended["node"]) == ("preemption", node)
-    assert taken not in scene.base
-    scene.wait(lambda: len(scene.members) == 3 and taken not in scene.members, "replacement")
-    assert set(before) - {taken} < set(scene.members)
-    assert all(one["steps_lost"] == 0 for one in scene.entries("generation"))
-    scene.hydroslurm("cancel", str(scene.job_id))
-    scene.assert_nothing_is_left()
-    assert scene.final_condition().reason == "Cancelled"
 
 
 def test_a_training_has_every_sample_once(cluster: DevCluster, tmp_path: Path) -> None:
@@ -95,10 +86,10 @@ def test_a_training_has_every_sample_once(cluster: DevCluster, tmp_path: Path) -
 
     taken = scene.extra[-1]
     scene.slurm("scancel", taken)  # as a preemption: SIGTERM, then SIGKILL
-    scene.wait(lambda: len(scene.members) == 3 and taken not in scene.members, "replacement")
+    scene.wait_for_size(3, without=taken)
     killed = scene.extra[0]
     os.kill(scene.member_process(killed, script="train.py"), signal.SIGKILL)
-    scene.wait(lambda: len(scene.members) == 3 and killed not in scene.members, "replacement")
+    scene.wait_for_size(3, without=killed)
     told = scene.hydroslurm("describe", str(scene.job_id)).stdout
     assert "Engine:       in_place" in told
     hurry.touch()
@@ -124,103 +115,34 @@ def test_a_training_has_every_sample_once(cluster: DevCluster, tmp_path: Path) -
     scene.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("script", STOCK.values(), ids=STOCK)
-def test_a_script_that_knows_nothing_of_it(
-    cluster: DevCluster, tmp_path: Path, script: str
-) -> None:
-    """Case 26: an urgent job takes a member of Lightning's or Hugging Face's Trainer inside an
-    epoch, and a fresh one comes; at last one of the two trains on alone. Every sample comes once,
-    and the weights are those of these steps."""
-    scene = ElasticScene(cluster, tmp_path / "job")
-    scene.folder.mkdir()
-    shutil.copy(SCRIPTS / script, scene.folder / "train.py")
-    shutil.copy(NOTES, scene.folder)
-    told = {"samples": 2400, "batch": 4, "epochs": 1, "step_s": 0.1, "lr": 0.02}
-    options = json.dumps({"folder": str(scene.folder), **told})
-    more = "preemption: {mode: requeue}"
-    scene.submit_elastic(script=f"train.py, '{options}'", engine="restart", size=2, more=more)
-    scene.wait_for_size(2)
-    (taken,) = scene.extra
-    scene.wait(lambda: len(said(scene.folder, "step", member=taken)) > 5, f"steps of {taken}")
-    node = scene.nodes()[taken]
-    scene.slurm("srun", "--partition=urgent", f"--nodelist={node}", "--exclusive", "sleep", "1")
-    ended = scene.wait_for("ended")
-    assert (ended["member"], ended["how"], ended["node"]) == (taken, "preemption", node)
-    scene.wait(lambda: len(scene.members) == 2 and taken not in scene.members, "replacement")
-    (fresh,) = scene.extra
-    scene.wait(lambda: len(said(scene.folder, "step", member=fresh)) > 5, f"steps of {fresh}")
-    scene.hydroslurm("scale", str(scene.job_id), "1")
-    assert scene.final_condition().type == "Succeeded"
-    assert {one["size"] for one in said(scene.folder, "step")} == {1, 2}
-    check_stock_training(scene.folder, lr=0.02, epochs=1)
-    assert {one["steps_lost"] for one in scene.entries("resumed")} == {0}
-    scene.assert_nothing_is_left()
-
-
-def test_the_member_of_rank_0_is_taken(cluster: DevCluster, tmp_path: Path) -> None:
-    """Case 2: the first member goes, and the others have all that it had."""
-    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=3)
-    first, *others = scene.wait_for_size(3)
-    scene.slurm("scancel", first)
-    scene.wait(lambda: first not in scene.members, "generation without it")
-    assert set(others) <= set(scene.members)
-    assert all(one["steps_lost"] == 0 for one in scene.entries("generation"))
-    scene.finish()
-    assert scene.final_condition().type == "Succeeded"
-    scene.assert_nothing_is_left()
-
-
-@pytest.mark.parametrize("signo", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_member_that_dies_or_hangs_is_replaced(
-    cluster: DevCluster, tmp_path: Path, signo: signal.Signals
-) -> None:
-    """Cases 6, 7: one failure is counted, the element of a hanging member is cancelled."""
-    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=2)
-    scene.wait_for_size(2)
-    lost = scene.extra[0]
-    victim = scene.member_process(lost)
-    os.kill(victim, signo)
-    ended = scene.wait_for("ended")
-    assert (ended["member"], ended["how"]) == (lost, "failure")
-    scene.wait(lambda: len(scene.members) == 2 and lost not in scene.members, "replacement")
-    assert set(scene.base) < set(scene.members)
-    assert [one["member"] for one in scene.entries("failure")] == [lost]
-    assert max(one["steps_lost"] for one in scene.entries("generation")) <= 1
-    scene.finish()
-    assert scene.final_condition().type == "Succeeded"
-    scene.assert_nothing_is_left()
-
-
-def test_the_coordinators_time_limit_is_no_end(cluster: DevCluster, tmp_path: Path) -> None:
-    """Case 9: warned of its limit it goes back into the queue under its id, and its next start
-    hears from the same members."""
+def test_what_befalls_a_job_and_its_members(cluster: DevCluster, tmp_path: Path) -> None:
+    """Case 9: its coordinator, warned of its limit, goes back into the queue under its id, and the
+    next start hears from the same members. 7: a member hangs: a failure, and its element is
+    cancelled. 6: a slurmstepd is killed: no process is left of an element that has ended."""
     scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=2)
     before = scene.wait_for_size(2)
     scene.slurm("scancel", "--batch", "--signal=URG", str(scene.job_id))
     scene.wait_for("coordinator", 2)
     scene.wait(lambda: len(scene.nodes()) == 2, "members of the second coordinator")
     assert scene.members == before
-    assert len(scene.entries("generation")) == 1
-    assert not scene.entries("failure")
-    scene.finish()
-    assert scene.final_condition().type == "Succeeded"
-    scene.assert_nothing_is_left()
+    assert (len(scene.entries("generation")), scene.entries("failure")) == (1, [])
 
+    hangs = scene.extra[0]
+    os.kill(scene.member_process(hangs), signal.SIGSTOP)
+    ended = scene.wait_for("ended")
+    assert (ended["member"], ended["how"]) == (hangs, "failure")
+    scene.wait_for_size(2, without=hangs)
+    assert set(scene.base) < set(scene.members)
+    assert [one["member"] for one in scene.entries("failure")] == [hangs]
 
-def test_ten_preemptions_are_no_failure(cluster: DevCluster, tmp_path: Path) -> None:
-    """Case 16: budgets are apart."""
-    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(
-        size=2, more="runPolicy: {backoffLimit: 1}"
-    )
-    for count in range(1, 11):
-        scene.wait_for_size(2)
-        newest = scene.extra[0]
-        scene.slurm("scancel", newest)
-        assert scene.wait_for("ended", count)["how"] == "preemption"
-        scene.wait(lambda gone=newest: gone not in scene.members, "generation without it")
+    lost = scene.extra[0]
+    process = scene.member_process(lost)
+    os.kill(ancestor(process, "slurmstepd"), signal.SIGKILL)
+    scene.wait_for_size(2, without=lost)
+    scene.wait(lambda: not Path(f"/proc/{process}").exists(), "end of the old process")
+    assert [one["member"] for one in scene.entries("ended")] == [hangs, lost]
+    assert max(one["steps_lost"] for one in scene.entries("generation")) <= 1
     scene.finish()
-    assert scene.final_condition().type == "Succeeded"
-    scene.assert_nothing_is_left()
 
 
 def test_a_node_that_fails_members_is_excluded(cluster: DevCluster, tmp_path: Path) -> None:
@@ -233,17 +155,6 @@ def test_a_node_that_fails_members_is_excluded(cluster: DevCluster, tmp_path: Pa
     said = scene.hydroslurm("describe", str(scene.job_id)).stdout
     assert "Excluded:     node n1: 2 members failed there" in said
     scene.hydroslurm("cancel", str(scene.job_id))
-    scene.assert_nothing_is_left()
-
-
-def test_too_many_failures_end_the_run(cluster: DevCluster, tmp_path: Path) -> None:
-    """Case 15: the one that is too many is the end, with its reason, and nothing is left."""
-    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(
-        size=2, script="member.py, n1, n2, n3, n4", more="runPolicy: {backoffLimit: 2}"
-    )
-    verdict = scene.final_condition()
-    assert (verdict.type, verdict.reason) == ("Failed", "BackoffLimitExceeded")
-    assert "backoffLimit is 2" in verdict.message
     scene.assert_nothing_is_left()
 
 
@@ -267,8 +178,144 @@ def test_a_suspended_member_is_replaced(pause_cluster: DevCluster, tmp_path: Pat
     scene.slurm("scontrol", "suspend", suspended)
     ended = scene.wait_for("ended")
     assert (ended["member"], ended["how"]) == (suspended, "preemption")
-    scene.wait(lambda: len(scene.members) == 2 and suspended not in scene.members, "replacement")
+    scene.wait_for_size(2, without=suspended)
     assert all(one["steps_lost"] == 0 for one in scene.entries("generation"))
     scene.finish()
+
+
+def test_below_min_the_run_waits_and_goes_on(cluster: DevCluster, tmp_path: Path) -> None:
+    """Case 5: one of two members goes and no node is left: Suspended, with the state in the one
+    that stays; with a node again it is Running, at the step at which it stood."""
+    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(min=2, max=2, size=2)
+    (first, second) = scene.wait_for_size(2)
+    scene.slurm("scontrol", "update", "PartitionName=urgent", "State=DOWN")
+    scene.slurm("scontrol", "update", "PartitionName=low", "State=DOWN")
+    scene.slurm("scancel", second)
+    suspended = scene.wait_for("suspended")
+    assert (suspended["members"], suspended["min"]) == ([first], 2)
+    scene.wait(lambda: scene.conditions[-1].type == "Suspended", "condition")
+    step = scene.entries("generation")[-1]["step"]
+    assert "Suspended" in scene.hydroslurm("describe", str(scene.job_id)).stdout
+    for name in ("urgent", "low"):
+        scene.slurm("scontrol", "update", f"PartitionName={name}", "State=UP")
+    scene.wait_for_size(2, without=second)
+    assert first in scene.members
+    again = scene.entries("generation")[-1]
+    assert (again["steps_lost"], again["lost"]) == (0, [])
+    assert again["step"] >= step
+    scene.wait(lambda: scene.conditions[-1].type == "Running", "condition")
+    scene.finish()
+
+
+def test_a_drained_node_gives_its_member_back(cluster: DevCluster, tmp_path: Path) -> None:
+    """Case 18: up by one and down by the member of a node that is drained: no step is lost, and the
+    others are the same."""
+    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=2)
+    before = scene.wait_for_size(2)
+    assert scene.hydroslurm("scale", str(scene.job_id), "3").returncode == 0
+    scene.wait_for_size(3)
+    drained = scene.extra[0]
+    node = scene.nodes()[drained]
+    scene.slurm("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
+    said = scene.hydroslurm("scale", str(scene.job_id), "2", "--leave", drained)
+    assert said.returncode == 0, said.stderr
+    scene.wait(lambda: len(scene.members) == 2 and drained not in scene.members, "smaller size")
+    # the coordinator may run on that node, too: it stays, and the node is draining until it ends
+    listed = ("squeue", "--noheader", "--array", "--format=%i")
+    scene.wait(lambda: drained not in scene.slurm(*listed).split(), "end of its element")
+    assert set(before) - {drained} < set(scene.members)
+    assert [one["steps_lost"] for one in scene.entries("generation")] == [0, 0, 0]
+    assert not scene.entries("failure")
+    scene.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    scene.finish()
+
+
+def test_a_spare_takes_the_place_of_a_preempted_member(cluster: DevCluster, tmp_path: Path) -> None:
+    """In the same change, with its number; a new spare is submitted behind it."""
+    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(max=2, size=2, rules="spares: 1")
+    scene.wait_for_size(2)
+    scene.wait(lambda: len(scene.nodes()) == 3, "spare")
+    (taken,) = scene.extra
+    place = scene.members.index(taken)
+    (spare,) = set(scene.nodes()) - set(scene.members)
+    node = scene.nodes()[taken]
+    scene.slurm("srun", "--partition=urgent", f"--nodelist={node}", "--exclusive", "sleep", "1")
+    scene.wait(lambda: taken not in scene.members, "change")
+    change = next(one for one in scene.entries("generation") if taken not in one["members"])
+    assert change["members"][place] == spare
+    assert (change["ranks"], change["steps_lost"], change["joined"]) == (2, 0, [spare])
+    scene.wait(lambda: len(set(scene.nodes()) - set(scene.members)) == 1, "another spare")
+    scene.finish()
+
+
+def test_a_killed_slurmd_leaves_no_second_worker(cluster: DevCluster, tmp_path: Path) -> None:
+    """Case 6: its node is down after SlurmdTimeout, another element takes the place, and when the
+    daemon returns nothing runs twice."""
+    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=2)
+    scene.wait_for_size(2)
+    lost = scene.extra[0]
+    node, process = scene.nodes()[lost], scene.member_process(lost)
+    (daemon,) = [one for one in cluster.status().daemons if one.name == f"slurmd-{node}"]
+    command = Path(f"/proc/{daemon.pid}/cmdline").read_bytes().split(b"\0")[:-1]
+    variables = Path(f"/proc/{daemon.pid}/environ").read_bytes().split(b"\0")[:-1]
+    environ = dict(one.split(b"=", 1) for one in variables)
+    os.kill(daemon.pid, signal.SIGKILL)
+    ended = scene.wait_for("ended")
+    assert (ended["member"], ended["how"]) == (lost, "preemption")
+    scene.wait_for_size(2, without=lost)
+    returned = subprocess.Popen(command, env=environ)
+    try:
+        idle = ("idle", "mixed", "allocated")
+        scene.wait(lambda: scene.slurm("sinfo", "-hn", node, "-o", "%T").strip() in idle, "node")
+        scene.wait(lambda: not Path(f"/proc/{process}").exists(), "end of the old process")
+        assert sorted(name for name, _ in scene.member_processes()) == sorted(scene.members)
+        scene.finish()
+    finally:
+        returned.terminate()
+        returned.wait()
+
+
+def test_members_that_shard_are_replaced(cluster: DevCluster, tmp_path: Path) -> None:
+    """One is preempted, of its successor one rank is killed: each is replaced, and all ranks end
+    with the same weights."""
+    scene = ElasticScene(cluster, tmp_path / "job")
+    scene.folder.mkdir()
+    (scene.folder / "train.py").write_text(textwrap.dedent(SHARDED))
+    files = {name: str(scene.folder / name) for name in ("hurry", "saved")}
+    told = json.dumps({"batches": 1200, **files})
+    scene.submit_elastic(size=2, max=2, script=f"train.py, '{told}'", engine="in_place", tasks=2)
+    scene.wait_for_size(2)
+    (taken,) = scene.extra
+    scene.slurm("scancel", taken)  # as a preemption: SIGTERM, then SIGKILL
+    scene.wait_for_size(2, without=taken)
+    (killed,) = scene.extra
+    ranks = [pid for name, pid in scene.member_processes(script="train.py") if name == killed]
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    scene.wait_for_size(2, without=killed)
+    (scene.folder / "hurry").touch()
     assert scene.final_condition().type == "Succeeded"
+    ends = [
+        line
+        for path in scene.run.logs.glob("member-*")
+        for line in path.read_text().splitlines()
+        if line.startswith("DONE ")
+    ]
+    assert len(ends) == 4
+    assert len(set(ends)) == 1
+    assert [one["how"] for one in scene.entries("ended")] == ["preemption", "failure"]
     scene.assert_nothing_is_left()
+
+
+def ancestor(pid: int, name: str) -> int:
+    """The process of that name above it."""
+    while pid > 1:
+        status = dict(
+            line.split(":\t", 1)
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+            if ":\t" in line
+        )
+        if status["Name"] == name:
+            return pid
+        pid = int(status["PPid"])
+    raise AssertionError(f"no {name} above it")

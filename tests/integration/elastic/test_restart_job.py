@@ -6,12 +6,11 @@ import json
 import os
 import shutil
 import signal
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from integration.elastic.elastic_scene import ElasticScene
-from restartstory import LIGHT, NOTES, TRAIN, said
+from restartstory import LIGHT, NOTES, said
 
 from hydroslurm.devcluster import DevCluster
 
@@ -38,7 +37,7 @@ def test_any_script_may_be_elastic(requeue_cluster: DevCluster, tmp_path: Path) 
     scene.slurm("scancel", taken)
     ended = scene.wait_for("ended")
     assert (ended["member"], ended["how"]) == (taken, "preemption")
-    scene.wait(lambda: len(scene.members) == 2 and taken not in scene.members, "replacement")
+    scene.wait_for_size(2, without=taken)
     assert len(said(scene.folder, "stopped")) >= 2
 
     (failed,) = scene.extra
@@ -47,7 +46,7 @@ def test_any_script_may_be_elastic(requeue_cluster: DevCluster, tmp_path: Path) 
     ended = scene.wait_for("ended", 2)
     assert (ended["member"], ended["how"]) == (failed, "failure")
     assert "was killed by SIGKILL" in ended["reason"]
-    scene.wait(lambda: len(scene.members) == 2 and failed not in scene.members, "replacement")
+    scene.wait_for_size(2, without=failed)
     assert base in scene.members
     described = scene.hydroslurm("describe", str(scene.job_id))
     told = described.stdout
@@ -55,25 +54,4 @@ def test_any_script_may_be_elastic(requeue_cluster: DevCluster, tmp_path: Path) 
     assert "1 preempted, 1 failed" in told
 
     (scene.folder / "finish").touch()
-    assert scene.final_condition().type == "Succeeded"
-    scene.assert_nothing_is_left()
-
-
-@pytest.mark.long
-def test_a_training_loses_nothing_to_a_preemption(
-    requeue_cluster: DevCluster, tmp_path: Path
-) -> None:
-    """Every sample once over 2, 1 and 2 members, and the same weights on all that are left."""
-    told = {"samples": 2400, "batch": 4, "epochs": 1, "step_s": 0.05}
-    scene = submitted(requeue_cluster, tmp_path / "job", TRAIN, **told)
-    scene.wait_for_size(2)
-    (taken,) = scene.extra
-    scene.wait(lambda: said(scene.folder, "step", member=taken), f"a step of {taken}")
-    scene.slurm("scancel", taken)
-    scene.wait(lambda: len(scene.members) == 2 and taken not in scene.members, "replacement")
-    assert scene.final_condition().type == "Succeeded"
-    trained = Counter(n for one in said(scene.folder, "step") for n in one["ids"])
-    assert trained == dict.fromkeys(range(2400), 1)
-    assert len({one["weights"] for one in said(scene.folder, "done")}) == 1
-    assert [one["steps_lost"] for one in scene.entries("resumed")] == [0, 0, 0]
-    scene.assert_nothing_is_left()
+    scene.assert_it_ends_well()
