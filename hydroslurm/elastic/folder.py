@@ -6,7 +6,6 @@ it, and how it stands.
     elastic/claim.json        which coordinator is the newest; an older one ends when it sees it
     elastic/coordinator.json  where it listens
     elastic/ledger.jsonl      every change, appended; all that a new coordinator needs
-    elastic/steps.jsonl       the steps since the last checkpoints, with ``recovery: log_replay``
     elastic/status.json       how the run stands, for ``describe`` and ``top``
 
 Whoever reads the key may stop the run and change its weights, so it is the owner's alone. It is a
@@ -52,7 +51,6 @@ class ElasticFolder:
     claim_json = Below("claim.json")
     coordinator_json = Below("coordinator.json")
     ledger_jsonl = Below("ledger.jsonl")
-    steps_jsonl = Below("steps.jsonl")
     status_json = Below("status.json")
 
     @staticmethod
@@ -167,8 +165,6 @@ class CoordinatorOptions:
             :mod:`hydroslurm.elastic.fixed_order`; ``all_reduce`` as the size has it.
         averaging_every: the ranks train apart, and their weights are averaged so often, in steps;
             0: the gradients are summed in each step.
-        recovery: ``log_replay`` checks steps that are trained again after the loss of all members,
-            see :mod:`hydroslurm.elastic.step_log`; ``checkpoint`` trains them.
         engine: how the ranks form a generation.
         lr, lr_warmup_steps: how the learning rate follows, and in how many steps; see
             :mod:`hydroslurm.elastic.learning_rate`.
@@ -181,7 +177,6 @@ class CoordinatorOptions:
     batch: str = "keep_global"
     summation: str = "all_reduce"
     averaging_every: int = 0
-    recovery: str = "checkpoint"
     engine: str = "in_place"
     lr: Literal["none", "linear", "sqrt"] = "none"
     lr_warmup_steps: int = 0

@@ -44,8 +44,6 @@ class ElasticRun(Generations):
         for thing in self._objects.by_name().values():
             if isinstance(thing, Optimizer):
                 self._scaled.watch(thing)
-                if self._log is not None:
-                    self._log.watch(thing)
         # of all optimizers: one that the run does not know must not step by what is no gradient
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),
@@ -130,11 +128,6 @@ class ElasticRun(Generations):
             if not accumulates:
                 self._undo.completed()
                 self._keep()
-            if self._log is not None and self._is_first:
-                self._log.completed(
-                    self._step, self._epoch, own=self._kept_own, samples=self._samples
-                )
-                self._log.committed(self._saver.durable_step or 0)
             if self._replicas is not None:
                 self._replicas.exchange(self._kept_own)
         self._look_for_stop()

@@ -19,7 +19,6 @@ from hydroslurm.elastic.learning_rate import ScaledLearningRate
 from hydroslurm.elastic.replica import PeerReplicas
 from hydroslurm.elastic.roster import Average, Depart, Directive, Finished, Form, Save
 from hydroslurm.elastic.sharded import sharded_modules
-from hydroslurm.elastic.step_log import CheckedSteps
 from hydroslurm.elastic.transfer import hand_over
 from hydroslurm.errors import HydroslurmError, RanksError, UsageError
 from hydroslurm.gate.protocol import GateState
@@ -62,8 +61,6 @@ class Generations(Run):
         options = self._elastic_folder.options()
         self._in_order = options.summation == "fixed_order"
         self._shard_steps = ShardSteps(self._engine) if self._in_order else None
-        is_logged = options.recovery == "log_replay"
-        self._log = CheckedSteps(self._engine, tell=notice, warn=warning) if is_logged else None
         self._average_every = options.averaging_every
         self._engine.sum.averages = bool(options.averaging_every)
         self._save_is_asked = False
@@ -180,7 +177,7 @@ class Generations(Run):
         if self._replicas is not None:
             self._replicas.settle(form)
         self._engine.group.form(form)
-        was_first, self._generation_rank = self._is_first, form.rank
+        self._generation_rank = form.rank
         if form.fresh and form.rank == form.source and not self._has_begun:
             super()._begin(may_load=self._may_load, seen=self._seen)
             self._attempt_number = self._attempt.number or 0
@@ -192,8 +189,6 @@ class Generations(Run):
         if self._replicas is not None:
             with meeting():
                 self._replicas.begin(form, self._kept_own)
-        if self._log is not None and form.rank == 0 and not was_first:
-            self._log.begin(self._step)
         self._take_first(form)
         self._engine.prepare(form)
         self._are_equal = True

@@ -11,7 +11,6 @@ from hydroslurm.core.events import Event, EventKind, EventLog, read_events
 from hydroslurm.core.journal import append_entry, entries_of
 from hydroslurm.elastic.coordinator import restored
 from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
-from hydroslurm.elastic.step_log import StepLog
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.conditions import (
     add_condition,
@@ -68,15 +67,7 @@ def events(path: Path) -> int:
     return len(list(read_events(path)))
 
 
-def steps(path: Path) -> int:
-    """The newest."""
-    log = StepLog(path)
-    newest = log.begin(0).stop
-    log.completed({"step": newest})
-    return newest
-
-
-@pytest.mark.parametrize("record", [conditions, supervised, attempts, coordinators, events, steps])
+@pytest.mark.parametrize("record", [conditions, supervised, attempts, coordinators, events])
 def test_what_is_recorded_counts(tmp_path: Path, record: Callable[[Path], int]) -> None:
     """In every journal, behind a line that is torn at any byte, and when it has hundreds of
     megabytes: no verdict is lost, and no number comes twice."""

@@ -56,7 +56,7 @@ def test_options_come_back_as_they_were_written(tmp_path: Path) -> None:
     for rules in (
         {"autoscale": POLICY},
         {"batch": "per_rank", "lr": "sqrt", "lr_warmup_steps": 7},
-        {"summation": "fixed_order", "recovery": "log_replay"},
+        {"summation": "fixed_order"},
         {"averaging_every": 8},
     ):
         options = CoordinatorOptions(size=size, **rules)  # type: ignore[arg-type]

@@ -194,7 +194,6 @@ def prepare(job: TrainingJob, plan: Plan, run: RunDir) -> Plan:
             batch=elastic.batch,
             ranks_each=ranks_of_agent(job, job.replica_specs[0].template) if job.has_agent else 1,
             summation=elastic.summation,
-            recovery=elastic.recovery,
             engine=elastic.engine,
             averaging_every=elastic.averaging.every if elastic.averaging else 0,
             lr=elastic.lr,

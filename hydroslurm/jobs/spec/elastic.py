@@ -54,10 +54,6 @@ class Elastic(Part):
     averaging: Averaging | None = None
     """Average the members' weights now and then instead of their gradients in each step: fewer
     bytes, and another training. Default: gradients are summed."""
-    recovery: Literal["checkpoint", "log_replay"] = "checkpoint"
-    """What happens to the steps since the last checkpoint if all members are lost. They are trained
-    again; log_replay, with summation: fixed_order, logs digests of each step, and says whether they
-    came out the same. Default: checkpoint."""
     lr: Literal["none", "linear", "sqrt"] = "none"
     """How the learning rate follows the size, with batch: per_rank; the script's is that of max
     members. linear: in proportion; sqrt: with the square root. Default: none."""

@@ -240,12 +240,6 @@ def _elastic_sums(elastic: Elastic) -> Iterator[Complaint]:
             "others; say batch: keep_global, or leave summation out"
         )
         yield Complaint((*own, "summation"), message, ((*own, "batch"),))
-    if elastic.recovery == "log_replay" and elastic.summation != "fixed_order":
-        message = (
-            "log_replay promises the same bits at whatever size the run comes back; say summation: "
-            "fixed_order, or leave recovery out"
-        )
-        yield Complaint((*own, "recovery"), message, ((*own, "summation"),))
     if elastic.averaging is not None and elastic.summation != "all_reduce":
         message = (
             f"averages weights and sums no gradients, and summation: {elastic.summation} says how "
@@ -269,7 +263,6 @@ def of_restart(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
     kept = {
         "batch": "keep_global",
         "summation": "fixed_order",
-        "recovery": "log_replay",
     }
     wanted = [name for name, value in kept.items() if getattr(elastic, name) == value]
     if elastic.averaging is not None:
