@@ -24,9 +24,8 @@ from hydroslurm.devcluster.config import (
     slurmdbd_conf,
 )
 from hydroslurm.devcluster.layout import Layout
-from hydroslurm.devcluster.processes import Daemon, start_daemon
+from hydroslurm.devcluster.processes import Daemon, ProcessId, start_daemon
 from hydroslurm.devcluster.programs import Programs, slurm_release, system_tables_sql
-from hydroslurm.devcluster.running import STAY
 from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError, HydroslurmError
 from hydroslurm.slurm.spank.build import PLUGIN, build_plugin
@@ -273,22 +272,20 @@ class StopRequested(Exception):
 
 
 class Control:
-    """Watches the caller's pipe, the caller itself and signals to this process.
+    """Watches the caller and signals to this process.
 
-    The pipe alone is not enough: a child that the caller forked keeps its end open and may live
-    longer. So the caller is also watched by a pidfd, if the kernel has them.
+    Attributes:
+        caller: the process with which the cluster ends; None: it stays.
     """
 
-    def __init__(self, *, lifeline: int, caller_pid: int) -> None:
-        self._lifeline = lifeline
-        self._caller = _open_pid(caller_pid)
+    def __init__(self, caller: ProcessId | None) -> None:
+        self.caller = caller
         self._wake_up, write_end = os.pipe()
         for end in (self._wake_up, write_end):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for signo in (*_ENDING, signal.SIGCHLD):
             signal.signal(signo, _nothing)  # the wake-up pipe carries the number
-        self._watched = {self._wake_up, lifeline} | ({self._caller} - {-1})
 
     def wait(self, limit_s: float) -> None:
         """Sleep for ``limit_s``, or until a child ends.
@@ -296,13 +293,11 @@ class Control:
         Raises:
             StopRequested: the cluster is to end.
         """
-        ready, _, _ = select.select(sorted(self._watched), [], [], limit_s)
-        if self._lifeline in ready:
-            self._hear(os.read(self._lifeline, 4096))
-        if self._caller in ready and self._caller in self._watched:
-            raise StopRequested("the caller is gone")
-        if self._wake_up in ready and set(os.read(self._wake_up, 4096)) & set(_ENDING):
+        ready, _, _ = select.select([self._wake_up], [], [], limit_s)
+        if ready and set(os.read(self._wake_up, 4096)) & set(_ENDING):
             raise StopRequested("asked to end")
+        if self.caller is not None and not self.caller.alive:
+            raise StopRequested("the caller is gone")
 
     def until(
         self,
@@ -328,18 +323,6 @@ class Control:
                 raise ClusterError(f"waited {limit_s:g} s for {what}.\n{tails}")
             self.wait(0.02)
 
-    def _hear(self, said: bytes) -> None:
-        if not said.startswith(STAY):
-            raise StopRequested("the caller is gone")
-        self._watched -= {self._lifeline, self._caller}
-
 
 def _nothing(_signo: int, _frame: object) -> None:
     """Without a Python handler, no signal number is written to the wake-up pipe."""
-
-
-def _open_pid(pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return -1

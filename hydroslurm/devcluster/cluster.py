@@ -15,13 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 from hydroslurm.devcluster import cgroups
 from hydroslurm.devcluster.layout import Layout, locked
-from hydroslurm.devcluster.processes import tail
+from hydroslurm.devcluster.processes import ProcessId, tail
 from hydroslurm.devcluster.programs import find_programs, search_path
-from hydroslurm.devcluster.running import STAY, Request, Running
+from hydroslurm.devcluster.running import Request, Running, to_json
 from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.devcluster.teardown import sweep
 from hydroslurm.errors import ClusterError
@@ -73,7 +72,7 @@ class DevCluster:
         self.no_preempt = ""
         self._layout = layout
         self._running = running
-        self._supervisor = supervisor  # the cluster lives while its stdin is open
+        self._supervisor = supervisor  # a child of this process
 
     @classmethod
     def up(
@@ -98,24 +97,26 @@ class DevCluster:
         spec = replace(spec, directory=layout.root)
         cgroups.require(spec)
         layout.create()
-        request = Request(spec, layout.root, detach, temporary, path, os.getpid())
-        supervisor = _start_supervisor(layout)
+        caller = ProcessId.of(os.getpid())
+        assert caller is not None
+        request = Request(spec, layout.root, detach, temporary, path, caller)
+        supervisor = _start_supervisor(layout, request)
         try:
-            no_preempt = _ask(supervisor, request, layout, timeout_s=timeout_s)
+            no_preempt = _answer(supervisor, layout, timeout_s=timeout_s)
             running = Running.read(layout)
             if running is None:
                 raise ClusterError(
                     f"{layout.cluster_json} is gone: the cluster was ended meanwhile"
                 )
             if detach:
-                _say(supervisor, STAY)
-                _close_pipes(supervisor)
                 supervisor.wait()
         except BaseException:
             _abandon(supervisor)
             if temporary:
                 layout.remove_all()
             raise
+        assert supervisor.stdout is not None
+        supervisor.stdout.close()
         cluster = cls(layout, running, None if detach else supervisor)
         cluster.no_preempt = no_preempt
         return cluster
@@ -204,10 +205,7 @@ class DevCluster:
         Raises:
             ClusterError: the supervisor is still running after ``timeout_s``.
         """
-        if self._supervisor is not None:
-            _close_pipes(self._supervisor)
-        else:
-            self._running.supervisor.send(signal.SIGTERM)
+        self._running.supervisor.send(signal.SIGTERM)
         deadline = time.monotonic() + timeout_s
         while self._running.supervisor.alive:
             if time.monotonic() > deadline:
@@ -256,13 +254,13 @@ def _remove_leftovers(layout: Layout) -> None:
             sweep(layout, running)
 
 
-def _start_supervisor(layout: Layout) -> subprocess.Popen[bytes]:
+def _start_supervisor(layout: Layout, request: Request) -> subprocess.Popen[bytes]:
     package_parent = Path(__file__).resolve().parents[2]
     python_path = [str(package_parent), os.environ.get("PYTHONPATH", "")]
     with layout.log("supervisor").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "hydroslurm.devcluster.supervisor"],
-            stdin=subprocess.PIPE,
+            [sys.executable, "-m", "hydroslurm.devcluster.supervisor", to_json(request)],
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
             cwd=layout.root,
@@ -271,14 +269,14 @@ def _start_supervisor(layout: Layout) -> subprocess.Popen[bytes]:
         )
 
 
-def _ask(
-    supervisor: subprocess.Popen[bytes], request: Request, layout: Layout, *, timeout_s: float
-) -> str:
-    """Send the request; return why there is no ``--preempt``, empty if there is."""
-    _say(supervisor, request.to_line())
-    answer = _read_answer(supervisor, timeout_s=timeout_s)
-    if answer is None:
+def _answer(supervisor: subprocess.Popen[bytes], layout: Layout, *, timeout_s: float) -> str:
+    """Wait until the cluster is up; return why there is no ``--preempt``, empty if there is."""
+    assert supervisor.stdout is not None
+    poll = select.poll()  # select() refuses the descriptors of a process that has a thousand open
+    poll.register(supervisor.stdout, select.POLLIN)
+    if not poll.poll(timeout_s * 1000):
         raise ClusterError(f"the cluster was not up after {timeout_s:g} s; see {layout.logs}")
+    answer = supervisor.stdout.readline()
     if not answer:
         lines = "".join(f"  {line}\n" for line in tail(layout.log("supervisor")))
         raise ClusterError(f"the cluster's supervisor ended. Its last lines:\n{lines}")
@@ -288,45 +286,9 @@ def _ask(
     return str(told["no_preempt"])
 
 
-def _read_answer(supervisor: subprocess.Popen[bytes], *, timeout_s: float) -> bytes | None:
-    """One line; empty if the supervisor has ended, None after ``timeout_s``."""
-    assert supervisor.stdout is not None
-    return supervisor.stdout.readline() if _readable(supervisor.stdout, timeout_s) else None
-
-
-def _readable(stream: IO[bytes], limit_s: float) -> bool:
-    poll = select.poll()  # select() refuses the descriptors of a process that has a thousand open
-    poll.register(stream, select.POLLIN)
-    return bool(poll.poll(limit_s * 1000))
-
-
-def _say(supervisor: subprocess.Popen[bytes], line: bytes) -> None:
-    assert supervisor.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended; reading its answer shows that
-        supervisor.stdin.write(line)
-        supervisor.stdin.flush()
-
-
 def _abandon(supervisor: subprocess.Popen[bytes]) -> None:
-    """Make the supervisor end everything, and wait for it: then its pipe closes."""
-    assert supervisor.stdin is not None
-    assert supervisor.stdout is not None
-    with contextlib.suppress(OSError):
-        supervisor.stdin.close()
-    deadline = time.monotonic() + _DOWN_LIMIT_S
-    while (left_s := deadline - time.monotonic()) > 0:
-        if not _readable(supervisor.stdout, left_s):
-            break
-        if not os.read(supervisor.stdout.fileno(), 4096):
-            break
-    _close_pipes(supervisor)
+    """Have the supervisor end everything, and wait until its end closes the pipe."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(supervisor.pid, signal.SIGTERM)  # one that has detached is in its group
     with contextlib.suppress(subprocess.TimeoutExpired):
-        supervisor.wait(1.0)
-
-
-def _close_pipes(supervisor: subprocess.Popen[bytes]) -> None:
-    """Close this process's ends of the pipes. The cluster ends then, unless it was told to stay."""
-    for stream in (supervisor.stdin, supervisor.stdout):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
+        supervisor.communicate(timeout=_DOWN_LIMIT_S)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from hydroslurm.core.files import write_atomically
 from hydroslurm.devcluster.layout import Layout
@@ -13,10 +15,7 @@ from hydroslurm.devcluster.processes import ProcessId
 from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError
 
-_VERSION = 1
-
-STAY = b"stay\n"
-"""Sent by a caller before it closes its pipe, so that the cluster outlives it."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,11 @@ class Running:
     link: Path
     supervisor: ProcessId
     daemons: tuple[tuple[str, ProcessId], ...] = ()
+    version: Literal[2] = 2
 
     def write(self, layout: Layout) -> None:
         """Write cluster.json atomically."""
-        row = {
-            "version": _VERSION,
-            "spec": self.spec.to_dict(),
-            "up": self.up,
-            "temporary": self.temporary,
-            "link": str(self.link),
-            "supervisor": vars(self.supervisor),
-            "daemons": {name: vars(process) for name, process in self.daemons},
-        }
-        write_atomically(layout.cluster_json, json.dumps(row, indent=1) + "\n", mode=0o666)
+        write_atomically(layout.cluster_json, to_json(self) + "\n", mode=0o666)
 
     @classmethod
     def read(cls, layout: Layout) -> Running | None:
@@ -61,20 +52,10 @@ class Running:
         """
         layout.check()
         try:
-            row = json.loads(layout.cluster_json.read_text())
-            if row["version"] != _VERSION:
-                raise ValueError(f"version {row['version']}, not {_VERSION}")
-            return cls(
-                spec=ClusterSpec.from_dict(row["spec"]),
-                up=row["up"],
-                temporary=row["temporary"],
-                link=Path(row["link"]),
-                supervisor=ProcessId(**row["supervisor"]),
-                daemons=tuple((name, ProcessId(**p)) for name, p in row["daemons"].items()),
-            )
+            return from_json(cls, layout.cluster_json.read_text())
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise ClusterError(
                 f"{layout.cluster_json} cannot be read ({error}); it was made by another release. "
                 "End that cluster with the release that started it, or remove the file"
@@ -86,10 +67,10 @@ class Request:
     """A caller's request for a cluster.
 
     Attributes:
-        detach: the cluster may outlive the caller.
+        detach: the cluster outlives the caller, once it is up.
         temporary: remove the folder with the cluster.
         path: where to look for programs.
-        caller_pid: the process with which the cluster ends.
+        caller: the process with which the cluster ends.
     """
 
     spec: ClusterSpec
@@ -97,13 +78,18 @@ class Request:
     detach: bool
     temporary: bool
     path: str
-    caller_pid: int
+    caller: ProcessId
 
-    def to_line(self) -> bytes:
-        row = {**vars(self), "spec": self.spec.to_dict(), "root": str(self.root)}
-        return json.dumps(row).encode() + b"\n"
 
-    @classmethod
-    def from_line(cls, line: bytes) -> Request:
-        row: dict[str, Any] = json.loads(line)
-        return cls(**{**row, "spec": ClusterSpec.from_dict(row["spec"]), "root": Path(row["root"])})
+def to_json(value: Running | Request) -> str:
+    """Encode as one line; names of files may hold bytes that are no text."""
+    return json.dumps(msgspec.to_builtins(value, enc_hook=str))
+
+
+def from_json(kind: type[T], text: str) -> T:
+    """Decode what :func:`to_json` has made; raises ValueError."""
+
+    def decoded(wanted: Any, value: Any) -> Any:
+        return wanted(value)
+
+    return msgspec.convert(json.loads(text), kind, dec_hook=decoded)

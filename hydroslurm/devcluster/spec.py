@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Literal, get_args
 
 from hydroslurm.errors import UsageError
 
@@ -83,19 +82,6 @@ class ClusterSpec:
             folder = str(self.directory).encode(errors="surrogateescape")
             prefix = f"n{zlib.crc32(folder) & 0xFFFFFF:06x}-"
         return tuple(f"{prefix}{number}" for number in range(1, self.nodes + 1))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            **vars(self),
-            "directory": None if self.directory is None else str(self.directory),
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ClusterSpec:
-        """The reverse of :meth:`to_dict`."""
-        directory = cast("str | None", values["directory"])
-        return cls(**{**values, "directory": None if directory is None else Path(directory)})
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

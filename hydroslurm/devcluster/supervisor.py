@@ -1,8 +1,8 @@
 """The process that owns all daemons of one dev cluster, run as ``python -m`` this module.
 
-It talks to its caller over stdin and stdout, one line of JSON each way: the request, then
-``{"no_preempt": ...}`` or ``{"error": ...}``. It lives until its caller is gone (end of stdin) or,
-if the caller sent ``stay``, until SIGTERM. However it ends, even by SIGKILL, the daemons end too.
+Its argument is the request; it answers with one line of JSON on stdout: ``{"no_preempt": ...}`` or
+``{"error": ...}``. It lives until SIGTERM, or until its caller is gone, unless that wanted to
+detach. However it ends, even by SIGKILL, the daemons end too.
 """
 
 from __future__ import annotations
@@ -22,25 +22,23 @@ from hydroslurm.devcluster.config import Place, reserve
 from hydroslurm.devcluster.layout import Layout, locked, make_link, remove_link
 from hydroslurm.devcluster.processes import ProcessId, become_subreaper, reap
 from hydroslurm.devcluster.programs import find_programs
-from hydroslurm.devcluster.running import Request, Running
+from hydroslurm.devcluster.running import Request, Running, from_json
 from hydroslurm.devcluster.teardown import cancel_jobs, end_all, sweep
 from hydroslurm.errors import ClusterError
 
-_STDIN, _STDOUT = 0, 1
-_CHECK_S = 5.0
+_STDOUT = 1
+_CHECK_S = 0.5
+"""Between two looks at the caller."""
 
 
 def main() -> None:
     """Serve one cluster from its start to its end."""
-    line = _read_line()
-    if not line:
-        return
-    request = Request.from_line(line)
+    request = from_json(Request, sys.argv[1])
     if request.detach and os.fork():
         # The caller reaps its direct child. Only with `detach`: where nobody reaps orphans, as in
         # many containers, this process would stay a zombie.
         os._exit(0)
-    control = Control(lifeline=_STDIN, caller_pid=request.caller_pid)
+    control = Control(request.caller)
     become_subreaper()
     layout = Layout.at(request.root)
     try:
@@ -81,6 +79,8 @@ def _serve(request: Request, layout: Layout, control: Control) -> None:
         pids = tuple((daemon.name, daemon.id or me) for daemon in bringup.daemons)
         replace(running, up=True, daemons=pids).write(layout)
         _tell({"no_preempt": bringup.no_preempt})
+        if request.detach:
+            control.caller = None
         _stand_by(bringup, control)
     finally:
         # a second signal must not interrupt the cleanup
@@ -109,19 +109,8 @@ def _stand_by(bringup: Bringup, control: Control) -> None:
                 _log(f"{daemon.name} ended, status {daemon.process.returncode}")
 
 
-def _read_line() -> bytes:
-    """One line of stdin and not a byte more: select must see what follows."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(_STDIN, 1)
-        if not byte:
-            return b""
-        line += byte
-    return line
-
-
 def _tell(answer: dict[str, str]) -> None:
-    with contextlib.suppress(OSError):  # the caller is gone, as its pipe will show
+    with contextlib.suppress(OSError):  # the caller is gone
         os.write(_STDOUT, json.dumps(answer).encode() + b"\n")
 
 

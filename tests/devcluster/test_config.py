@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from hydroslurm.devcluster.config import (
     slurm_conf,
     slurmdbd_conf,
 )
+from hydroslurm.devcluster.processes import ProcessId
 from hydroslurm.devcluster.programs import Programs
+from hydroslurm.devcluster.running import Request, Running, from_json, to_json
 from hydroslurm.errors import UsageError
 
 PLACE = Place(base=Path("/t/x/c"), hostname="host7.example.org", user="ada", memory_mb=2048)
@@ -149,3 +152,17 @@ def test_a_wrong_value_is_refused_with_the_right_ones(values: dict[str, Any], wo
     """A spec is checked when it is made, and the message names what would do."""
     with pytest.raises(UsageError, match=words):
         ClusterSpec(**values)
+
+
+def test_spec_survives_json() -> None:
+    """What is written down is read back as the same value, with a name that is no text, too."""
+    odd = Path(os.fsdecode(b"/a b/\xff"))
+    me = ProcessId(1, 2)
+    for spec in (
+        ClusterSpec(nodes=2, profile="requeue", directory=odd, grace_s=7),
+        ClusterSpec(),
+    ):
+        request = Request(spec, odd, True, False, "/bin", me)
+        assert from_json(Request, to_json(request)) == request
+        running = Running(spec, True, False, odd, me, (("slurmctld", me),))
+        assert from_json(Running, to_json(running)) == running
