@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from hydroslurm.core.agentstate import AgentState
     from hydroslurm.core.rundir import RunDir
     from hydroslurm.core.status import RankStatus
     from hydroslurm.jobs.control.view import JobView
@@ -113,8 +112,6 @@ def _print_status(job: Job, view: JobView) -> None:
         echo(f"  its run folder cannot be read: {seen.problem}")
     elif not members and not seen.ranks and not seen.silent:
         echo(f"  no rank has announced itself in {view.run.events}")
-    for node in seen.nodes:
-        echo(f"  {_node_line(node, now_epoch_ns=time.time_ns())}")
     for rank, training in zip(seen.ranks, seen.trainings, strict=True):
         echo(f"  {training}{rank_line(rank, now_epoch_ns=time.time_ns())}")
     for number, why in seen.silent:
@@ -130,20 +127,6 @@ def _member_lines(job: Job, view: JobView) -> list[str]:
         return member_lines(*member)
     size = size_line(view.run) if view.seen.problem is None else None
     return [] if size is None else [size]
-
-
-def _node_line(node: AgentState, *, now_epoch_ns: int) -> str:
-    since = _since(node.since_epoch_ns, now_epoch_ns)
-    causes = f" for {', '.join(node.held_for)}" if node.held_for else ""
-    parts = [f"node {node.node} {node.host}:{node.pid}  {node.state}{causes} {since}"]
-    parts.append(f"{node.workers} rank{'' if node.workers == 1 else 's'}")
-    if node.state == "mixed":
-        parts.append(", ".join(f"{count} {state}" for state, count in node.counts))
-    if node.asked is not None and not node.answered:
-        parts.append(f"asked for {node.asked}, and not all ranks have answered")
-    if node.status is not None:
-        parts.append(f"status {node.status}")
-    return ", ".join(parts)
 
 
 def rank_line(rank: RankStatus, *, now_epoch_ns: int) -> str:
@@ -189,7 +172,6 @@ def _as_json(job: Job, view: JobView) -> dict[str, object]:
         "member": None if member is None else member[1],
         "problem": seen.problem,
         "condition": None if condition is None else vars(condition),
-        "agents": [vars(node) for node in seen.nodes],
         "ranks": [_rank_as_json(rank) for rank in seen.ranks],
         "silent": dict(seen.silent),
     }

@@ -114,7 +114,6 @@ class EventKind(str, Enum):
     # of a node's agent, in a file of its own: rank is the node's number there
     WORKERS_STARTED = "workers_started"
     SIGNAL_PASSED_ON = "signal_passed_on"
-    NODE_STATE = "node_state"
     AGENT_LEFT = "agent_left"
 
 

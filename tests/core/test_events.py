@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydroslurm.core import agentstate, events
+from hydroslurm.core import events
 from hydroslurm.core.ack import judge_pause, judge_resume, judge_stop, judge_vacate
 from hydroslurm.core.events import MOST_LINE_BYTES, Event, EventKind, EventLog, read_events
 from hydroslurm.core.files import clean
@@ -149,9 +149,9 @@ _ROWS = st.fixed_dictionaries(
 
 @given(rows=st.lists(_ROWS, max_size=6))
 def test_whatever_stands_in_a_line(rows: list[dict[str, object]]) -> None:
-    """Any line is an event or ValueError; no event ends what is told of a rank, of a node, of an
-    answer or of a job."""
-    state = node = None
+    """Any line is an event or ValueError; no event ends what is told of a rank, of an answer or
+    of a job."""
+    state = None
     before: RankStatus | None = None
     judges = (judge_pause, judge_vacate, judge_resume, judge_stop)
     for row in rows:
@@ -159,12 +159,12 @@ def test_whatever_stands_in_a_line(rows: list[dict[str, object]]) -> None:
             event = Event.from_json(json.dumps(row))
         except ValueError:
             continue
-        state, node = after(state, event), agentstate.fold([event])
+        state = after(state, event)
         assert RankStatus.from_json(state.to_json()) == state
         before = before or state
         answers = [judge(before, state, late) for judge in judges for late in (False, True)]
         words = [answer.message for answer in answers if answer]
-        json.dumps([vars(state), vars(node), words], allow_nan=False)
+        json.dumps([vars(state), words], allow_nan=False)
         shown = clean(" ".join([state.host, state.state, *state.causes, *words]))
         assert shown.isprintable()
         shown.encode()

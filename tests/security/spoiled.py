@@ -51,11 +51,11 @@ SPOIL = r"""
     numbers = lines(
         line(kind="installed"),
         *(line(kind=kind, **{key: "@"}).replace('"@"', value)
-          for kind in ("installed", "parked", "save_committed", "node_state", "all_parked")
+          for kind in ("installed", "parked", "save_committed", "workers_started", "all_parked")
           for key in EVENT for value in (BIG, "-" + BIG, "1e999", "NaN", '"text"', "[]", "{}")),
         *(line(kind=kind, data={key: "@"}).replace('"@"', value)
           for kind in ("parked", "resumed", "attempt_began", "save_committed", "ranks_joined",
-                       "workers_started", "node_state", "causes_changed", "stop_requested")
+                       "workers_started", "agent_left", "causes_changed", "stop_requested")
           for key in ("park_us", "pause", "world_size", "causes", "checkpoint_step", "step",
                       "seconds", "pids", "state", "counts", "requested_mono_ns", "held")
           for value in (BIG, "1e308", "Infinity", '"text"', "[[1]]", '{"a": []}', "null", "-1")),

@@ -19,7 +19,7 @@ from security.spoiled import KINDS, SPOIL, folder_of
 
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.cli.describe import _row, plain_job_lines
-from hydroslurm.core import agentstate, rundir
+from hydroslurm.core import rundir
 from hydroslurm.core.ack import judge_pause, wait_for_answers
 from hydroslurm.core.files import clean
 from hydroslurm.core.jobid import JobId
@@ -111,15 +111,14 @@ def test_describe_without_a_spec(run: RunDir, tmp_path: Path) -> None:
 
 
 def test_status(run: RunDir) -> None:
-    """Ranks, nodes, conditions, attempts, attempts: what is typed is told, all else is absent."""
+    """Ranks, conditions, attempts, attempts: what is typed is told, all else is absent."""
     view = JobView(run, _job(run))
     found = view.seen
     assert found.problem is None or found.problem.startswith(str(run.events))
-    for one in (*found.ranks, *found.nodes, *filter(None, [view.condition])):
+    for one in (*found.ranks, *filter(None, [view.condition])):
         json.dumps(vars(one), allow_nan=False)
     without_ranks = (*NO_FILES, "endless", "deep", "unclosed")
     assert bool(found.ranks) == (run.root.name not in without_ranks)
-    assert agentstate.latest(run.agent_events(0)) is None or run.agent_events(0).is_file()
     for read in (AttemptLog(run.attempts_jsonl).attempts, Attempts(run.starts_jsonl).all):
         if run.root.name in NO_FILES:
             with pytest.raises(RunFolderError, match="cannot read"):

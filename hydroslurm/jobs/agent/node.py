@@ -1,5 +1,4 @@
-"""One node, from torchrun's arguments to its exit status: the agent's signals, its workers, and the
-one state that it reports."""
+"""One node, from torchrun's arguments to its exit status: the agent's signals and its workers."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +16,6 @@ from hydroslurm.coordination.network import set_master_addr
 from hydroslurm.coordination.rendezvous import step_key
 from hydroslurm.coordination.world import key_from
 from hydroslurm.core import registry
-from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.dates import clocks
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.rundir import RunDir, variables_of
@@ -29,13 +26,12 @@ from hydroslurm.errors import HydroslurmError, RanksError, RunFolderError
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.jobs.agent.rendezvous import agents, find_rendezvous
 from hydroslurm.jobs.agent.signal_pipe import SignalPipe
-from hydroslurm.jobs.agent.workers import MEANINGS, Meaning, Workers, fold
+from hydroslurm.jobs.agent.workers import MEANINGS, Meaning, Workers
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
 
-ANSWER_S = 10.0
-"""How long to wait for all workers to answer before the state is reported as it is."""
 _POLL_S = 0.01
+"""Between two looks for workers that listen, while one is owed a request."""
 
 
 class Node:
@@ -66,7 +62,6 @@ class Node:
         self.stop_asked = threading.Event()
         self.stop_reason = ""
         self.workers = Workers(_registry(environ, self.log))
-        self._watched: tuple[Meaning, AwakeClock, float, int] | None = None
         self._on_suspend: Callable[[bool], None] = lambda _: None
 
     @property
@@ -104,11 +99,11 @@ class Node:
 
     def _listen(self) -> None:
         while True:
-            arrived = self.signal_pipe.wait(None if self._watched is None else _POLL_S)
+            arrived = self.signal_pipe.wait(_POLL_S if self.workers.owe else None)
             if arrived is None:
                 return
             acts: list[Callable[[], None]] = [partial(self._take, signo) for signo in arrived]
-            for act in (*acts, self._report):
+            for act in (*acts, self.workers.look):
                 try:
                     act()
                 except Exception:  # without this thread no signal reaches the workers
@@ -116,7 +111,6 @@ class Node:
 
     def _take(self, signo: int) -> None:
         meaning = self._meanings[signo]
-        clock, arrived_epoch_ns = AwakeClock(), time.time_ns()
         if meaning in ("stop", "warning"):
             self.stop_reason = self.stop_reason or signal_name(signo)
             self.stop_asked.set()
@@ -124,38 +118,12 @@ class Node:
         self._on_suspend(meaning == "slurm_pause")
         self.workers.ask(meaning)
         count, owed = len(self.workers.all), self.workers.owe
-        self._watched = (meaning, clock, clock.now_s(), arrived_epoch_ns)
+        wanting = ", some of which do not listen yet" if owed else ""
+        self.log.info(f"{signal_name(signo)} passed on to {count} workers{wanting}")
         self.log.record(
             EventKind.SIGNAL_PASSED_ON,
             {"signal": signal_name(signo), "meaning": meaning, "workers": count, "owed": owed},
         )
-
-    def _report(self) -> None:
-        """Write one event and log one line when all have answered, or after ANSWER_S."""
-        if self._watched is None:
-            return
-        meaning, clock, since_s, since_epoch_ns = self._watched
-        self.workers.look()
-        state = fold(self.workers.statuses())
-        answered = bool(state.counts) and state.answers(meaning)
-        if not answered and clock.now_s() - since_s < ANSWER_S:
-            return
-        self._watched = None
-        took_us = max(0, state.since_epoch_ns - since_epoch_ns) / 1e3 if answered else None
-        self.log.record(
-            EventKind.NODE_STATE,
-            {
-                "state": state.name,
-                "counts": dict(state.counts),
-                "held_for": list(state.held_for),
-                "asked": meaning,
-                "answered": answered,
-                "took_us": took_us,
-            },
-        )
-        wanted = "" if answered else f"; asked for {meaning} {ANSWER_S:g} s ago"
-        log = self.log.info if answered else self.log.warning
-        log(f"{state.name}: {state.message()}{wanted}")
 
 
 def _registry(environ: Mapping[str, str], log: NodeLog) -> Path | None:

@@ -1,4 +1,4 @@
-"""The workers of one node, the requests that each of them is still owed, and their one state.
+"""The workers of one node, and the requests that each of them is still owed.
 
 A request is forwarded by its meaning, and only to a process that has announced that it listens. One
 that is still importing would die of the signal: it is owed the latest request of each kind until it
@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,22 +25,6 @@ MEANINGS: tuple[Meaning, ...] = (
     "slurm_pause", "slurm_resume", "user_pause", "user_resume", "stop", "warning",
 )  # fmt: skip
 """Those of a SignalPlan that an agent forwards."""
-
-WANTED: Mapping[Meaning, frozenset[str]] = {
-    "slurm_pause": frozenset({"parked", "stopping", "ended"}),
-    "user_pause": frozenset({"parked", "stopping", "ended"}),
-    "slurm_resume": frozenset({"running", "parked", "stopping", "ended"}),
-    "user_resume": frozenset({"running", "parked", "stopping", "ended"}),
-    "stop": frozenset({"stopping", "ended"}),
-    "warning": frozenset({"stopping", "ended"}),
-}
-"""A request is answered by a rank when it is in one of these states. A stop wins over a pause, and
-a rank that goes on being held for another cause has answered a resume."""
-_ENDED_CAUSE: Mapping[Meaning, str] = {"slurm_resume": "slurm", "user_resume": "user"}
-
-SILENT = "silent"
-"""The state of a worker that has announced nothing."""
-
 
 PATIENCE_S = 10.0
 """After so long a worker without a handler for SIGTERM gets it all the same: it is a program that
@@ -162,47 +146,6 @@ class Workers:
             return None
         found = (registry.find(self._base, each) for each in family(pid))
         return next((entry for entry in found if entry is not None), None)
-
-
-@dataclass(frozen=True)
-class NodeState:
-    """Where a node is.
-
-    Attributes:
-        counts: how many workers are in which state, the states in order of the alphabet.
-        since_epoch_ns: when the last of them entered its state; 0 where nobody has told.
-        held_for: why ranks are held, all causes of all ranks.
-    """
-
-    counts: Mapping[str, int]
-    since_epoch_ns: int = 0
-    held_for: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """One word: the state that all share, else ``mixed``."""
-        return next(iter(self.counts)) if len(self.counts) == 1 else "mixed"
-
-    def answers(self, meaning: Meaning) -> bool:
-        """Whether every worker does what was asked for."""
-        ended = _ENDED_CAUSE.get(meaning)
-        return set(self.counts) <= WANTED[meaning] and ended not in self.held_for
-
-    def message(self) -> str:
-        """``2 parked (slurm)``, for people."""
-        counts = ", ".join(f"{count} {state}" for state, count in self.counts.items())
-        return f"{counts} ({', '.join(self.held_for)})" if self.held_for else counts
-
-
-def fold(states: Sequence[RankStatus | None]) -> NodeState:
-    """One state of many; None stands for a worker that has announced nothing."""
-    names = sorted(SILENT if state is None else state.state for state in states)
-    known = [state for state in states if state is not None]
-    return NodeState(
-        counts={name: names.count(name) for name in names},
-        since_epoch_ns=max((state.since.epoch_ns for state in known), default=0),
-        held_for=tuple(sorted({cause for state in known for cause in state.causes})),
-    )
 
 
 def _status_of(worker: Worker) -> RankStatus | None:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from hydroslurm.core import agentstate
-from hydroslurm.core.agentstate import AgentState
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.files import read_regular
 from hydroslurm.core.jobid import JobId
@@ -83,14 +81,12 @@ class RankViews:
         ranks: of each training in order of rank.
         trainings: of each of ``ranks``, the name of its run folder, where the job has several.
         silent: ranks that have written events, and why their status is not known.
-        nodes: as their agents see them, where ranks were started by ``hydroslurm agent``.
         problem: why a run folder cannot be looked at.
     """
 
     ranks: tuple[RankStatus, ...] = ()
     trainings: tuple[str, ...] = ()
     silent: tuple[tuple[int, str], ...] = ()
-    nodes: tuple[AgentState, ...] = ()
     problem: str | None = None
 
 
@@ -390,7 +386,6 @@ def submission_of(run: RunDir) -> Submission | None:
 def _ranks_of(job: Job) -> RankViews:
     ranks: list[RankStatus] = []
     silent: list[tuple[int, str]] = []
-    nodes: list[AgentState] = []
     names: list[str] = []
     problem = None
     folders = ranks_dirs_of(job)
@@ -398,7 +393,6 @@ def _ranks_of(job: Job) -> RankViews:
         files: Mapping[int, Path] = {}
         try:
             files = folder.rank_event_files()
-            nodes += _agents(job, folder)
         except OSError as error:
             problem = f"{folder.events}: {error.strerror}"
         for rank, path in files.items():
@@ -413,13 +407,7 @@ def _ranks_of(job: Job) -> RankViews:
                 silent.append((rank, str(error)))
     if job.state.has_ended:
         ranks = [one if one.state == "ended" else replace(one, state="killed") for one in ranks]
-    return RankViews(tuple(ranks), tuple(names), tuple(silent), tuple(nodes), problem)
-
-
-def _agents(job: Job, run: RunDir) -> tuple[AgentState, ...]:
-    """Of the present attempt; another may have had more nodes."""
-    found = (agentstate.latest(run.agent_events(node)) for node in range(len(job.nodes)))
-    return tuple(one for one in found if one and one.restart_count == job.restart_count)
+    return RankViews(tuple(ranks), tuple(names), tuple(silent), problem)
 
 
 def replica_states(view: JobView) -> dict[str, str]:

@@ -7,12 +7,12 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from processes import Child, child, wait_until
 from zygote import forked
 
 from hydroslurm.core.events import Event, read_events
+from hydroslurm.core.status import RankStatus, read_status
 
 WORKER = """
 import os, signal, sys, time
@@ -167,15 +167,20 @@ class Scene:
             return []
         return [event for event in read_events(path) if event.kind.value == kind]
 
-    def states(self, *, node: int = 0) -> list[Any]:
-        """The node's states that were reported, each with what had been asked."""
-        events = self.events("node_state", node=node)
-        return [(event.data["asked"], event.data["state"]) for event in events]
+    def statuses(self, *, node: int = 0) -> list[RankStatus]:
+        """What the newest workers of a node say of themselves."""
+        pids = self.events("workers_started", node=node)[-1].data["pids"].values()
+        told = (read_status(path) for path in (self.folder / "run/events").glob("rank-*.json"))
+        return [one for one in told if one is not None and one.pid in pids]
 
-    def wait_state(self, asked: str, state: str, *, node: int = 0) -> None:
+    def wait_state(self, state: str, *, node: int = 0, slurm: bool | None = None) -> None:
+        """Until all workers of a node are in a state; ``slurm``: and held for Slurm, or not."""
         wait_until(
-            lambda: (asked, state) in self.states(node=node),
-            f"node {node} reports {state} for {asked}",
+            lambda: all(
+                one.state == state and slurm in (None, "slurm" in one.causes)
+                for one in self.statuses(node=node)
+            ),
+            f"node {node} is {state}",
         )
 
     def _lines(self, rank: int) -> list[str]:

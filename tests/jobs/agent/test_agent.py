@@ -28,14 +28,11 @@ def test_pause_and_resume_reach_the_workers_only(scene: Scene, asked: bool) -> N
     with scene.agent(*one_node(2)) as agent:
         for rank in range(2):
             scene.wait_told(rank, "announced")
-        for pause, resume, names in (
-            (signal.SIGUSR1, signal.SIGUSR2, ("user_pause", "user_resume")),
-            (signal.SIGTSTP, signal.SIGCONT, ("slurm_pause", "slurm_resume")),
-        ):
+        for pause, resume in ((signal.SIGUSR1, signal.SIGUSR2), (signal.SIGTSTP, signal.SIGCONT)):
             agent.signal(pause)
-            scene.wait_state(names[0], "parked")
+            scene.wait_state("parked")
             agent.signal(resume)
-            scene.wait_state(names[1], "running")
+            scene.wait_state("running")
         for rank in range(2):
             scene.wait_told(rank, "SIGCONT")
         told = [scene.told(rank)[2:] for rank in range(2)]
@@ -62,7 +59,7 @@ def test_a_worker_that_imports_gets_the_latest(scene: Scene) -> None:
             )
         assert len(scene.told(0)) == 1
         (scene.folder / "announce").touch()
-        scene.wait_state("user_pause", "parked")
+        scene.wait_state("parked")
         assert scene.told(0)[2:] == ["SIGUSR1"]
         scene.leave(0, 0)
         assert agent.wait() == 0
@@ -78,7 +75,7 @@ def test_workers_that_save_are_left_alone(scene: Scene) -> None:
         agent.signal(signal.SIGTERM)
         for rank in range(2):
             scene.wait_told(rank, "SIGTERM")
-        scene.wait_state("stop", "stopping")
+        scene.wait_state("stopping")
         scene.leave(0, 75)
         scene.wait_told(0, "leaves 75")
         # torchrun would have sent the other one a SIGTERM by now
@@ -112,7 +109,7 @@ def test_a_failure_is_restarted_and_nobody_takes_it_for_a_stop(scene: Scene) -> 
         for rank in range(2):
             scene.wait_told(rank, "announced")
         agent.signal(signal.SIGUSR1)
-        scene.wait_state("user_pause", "parked")
+        scene.wait_state("parked")
         scene.leave(0, 3)
         for rank in range(2):
             scene.wait_told(rank, "announced", times=2)

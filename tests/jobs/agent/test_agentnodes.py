@@ -69,10 +69,11 @@ def test_a_suspend_longer_than_the_keep_alive(scene: Scene, announced: bool) -> 
         for agent in agents if announced else ():
             agent.signal(signal.SIGTSTP)
         for node in range(2) if announced else ():
-            scene.wait_state("slurm_pause", "parked", node=node)
+            scene.wait_state("parked", node=node)
         suspend([*before, *(agent.pid for agent in agents)])
         for node in range(2):
-            scene.wait_state("slurm_resume", "running", node=node)
+            scene.wait_told(node, "SIGCONT")
+            scene.wait_state("running", node=node)
         # the heartbeats that follow are what would find the nodes dead
         time.sleep(KEEP_ALIVE_S)
         assert scene.pids() == before

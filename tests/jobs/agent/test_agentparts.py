@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from hydroslurm.core.status import Moment, RankStatus
 from hydroslurm.jobs.agent import rendezvous
 from hydroslurm.jobs.agent.exit_status import (
     are_leaving,
@@ -28,7 +27,6 @@ from hydroslurm.jobs.agent.rendezvous import (
     find_rendezvous,
 )
 from hydroslurm.jobs.agent.signal_pipe import Interrupted, SignalPipe
-from hydroslurm.jobs.agent.workers import fold
 
 TERM = -int(signal.SIGTERM)
 
@@ -193,24 +191,6 @@ def test_a_static_meeting() -> None:
     assert fill_in(chosen, Rendezvous(3, "n1:2", "12.0.0", 1), untouched=_arguments())
     assert (chosen.rdzv_backend, chosen.node_rank) == ("static", 1)
     assert (chosen.master_addr, chosen.master_port) == ("n1", 2)
-
-
-def _rank(state: str, *causes: str, since: int = 1) -> RankStatus:
-    return RankStatus(rank=0, state=state, since=Moment(since, since), causes=causes)
-
-
-def test_one_state_of_many() -> None:
-    """All parked is parked, else mixed; the last to park says since when."""
-    parked = fold([_rank("parked", "user", since=5), _rank("parked", "slurm", since=9)])
-    assert (parked.name, parked.since_epoch_ns) == ("parked", 9)
-    assert parked.message() == "2 parked (slurm, user)"
-    assert parked.answers("slurm_pause")
-    assert not parked.answers("slurm_resume")  # one has not heard of it yet
-    assert fold([_rank("parked", "user"), _rank("running")]).answers("slurm_resume")
-    mixed = fold([_rank("parked", "user"), None])
-    assert (mixed.name, mixed.answers("user_pause")) == ("mixed", False)
-    assert fold([_rank("stopping")]).answers("user_pause")
-    assert not fold([_rank("running")]).answers("stop")
 
 
 def test_mailbox() -> None:
