@@ -170,7 +170,7 @@ def agent_command(job: TrainingJob, template: Template, python: str) -> tuple[st
     least = config.min_nodes or job.replicas
     procs = ranks_of_agent(job, template)
     nodes = f"{least}:{job.replicas}" if least < job.replicas else str(job.replicas)
-    meeting = [f"--nnodes={nodes}", f"--rdzv-backend={config.rdzv_backend}"]
+    meeting = [f"--nnodes={nodes}", "--rdzv-backend=c10d"]
     if job.elastic is not None:  # the coordinator says who meets
         meeting = []
     elif job.replicas == 1:  # a single agent picks a free port, not torch's default one

@@ -13,7 +13,6 @@ from hydroslurm.jobs.spec.elastic import Elastic
 from hydroslurm.jobs.spec.fields import Line, Part, Printable, as_tuple
 from hydroslurm.jobs.spec.replicas import MASTER, ReplicaSpec, RunMode
 from hydroslurm.jobs.spec.sections import (
-    ENDPOINT,
     Preemption,
     RunPolicy,
     Scheduler,
@@ -111,19 +110,13 @@ def complaints(job: TrainingJob) -> tuple[Complaint, ...]:
     found = [*_types(job), *_size(job)]
     for number, spec in enumerate(job.replica_specs):
         found += _of_replicas(job, spec, ("replicaSpecs", number))
-    found += [*_min_nodes(job), *_meeting(job), *_debug(job), *_warning(job)]
+    found += [*_min_nodes(job), *_debug(job), *_warning(job)]
     return (*found, *(_elastic(job, job.elastic) if job.elastic is not None else ()))
 
 
 def unused(job: TrainingJob) -> Iterator[Complaint]:
     """What is not wrong but has no effect in this job; users should know."""
     torchrun = job.torchrun_config
-    if torchrun.enable and torchrun.has_own_server and job.replicas == 1:
-        message = (
-            f"{torchrun.rdzv_backend}: a single replica has nobody to meet, so its agent runs "
-            "torchrun --standalone without a server; omit it, or raise replicas"
-        )
-        yield Complaint((*_TORCHRUN, "rdzvBackend"), message)
     if job.elastic is not None and job.run_policy.active_deadline_seconds is not None:
         message = "the members of an elastic job hold their nodes each for itself; nothing is added"
         yield Complaint(("runPolicy", "activeDeadlineSeconds"), message)
@@ -186,23 +179,6 @@ def _min_nodes(job: TrainingJob) -> Iterator[Complaint]:
     if least is not None and least > job.replicas:
         message = f"{least} is more than the {job.replicas} replicas that there are"
         yield Complaint((*_TORCHRUN, "minNodes"), message, (("replicaSpecs",),))
-
-
-def _meeting(job: TrainingJob) -> Iterator[Complaint]:
-    torchrun = job.torchrun_config
-    backend = (*_TORCHRUN, "rdzvBackend")
-    if torchrun.has_own_server and not torchrun.names_endpoint:
-        message = (
-            f"{torchrun.rdzv_backend} needs to be told where its server is, in extraOptions: "
-            f"[{ENDPOINT}, HOST:PORT]; c10d needs none"
-        )
-        yield Complaint(backend, message, ((*_TORCHRUN, "extraOptions"),))
-    if torchrun.names_endpoint and not torchrun.has_own_server:
-        message = f"{ENDPOINT} is set by hydroslurm for {torchrun.rdzv_backend}; leave it out"
-        yield Complaint((*_TORCHRUN, "extraOptions"), message, (backend,))
-    if torchrun.rdzv_backend == "static" and torchrun.min_nodes not in (None, job.replicas):
-        message = f"{torchrun.min_nodes}, but with rdzvBackend static all replicas train or none"
-        yield Complaint((*_TORCHRUN, "minNodes"), message, (backend, ("replicaSpecs",)))
 
 
 def _debug(job: TrainingJob) -> Iterator[Complaint]:
@@ -282,12 +258,6 @@ def of_restart(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:
     if torchrun.min_nodes is not None:
         message = f"{torchrun.min_nodes}, and elastic.min says it; leave it out"
         yield Complaint((*_TORCHRUN, "minNodes"), message, (own,))
-    if torchrun.rdzv_backend != "c10d":
-        message = (
-            f"{torchrun.rdzv_backend}: the coordinator of an elastic job says who meets; leave it "
-            "out"
-        )
-        yield Complaint((*_TORCHRUN, "rdzvBackend"), message, (own,))
 
 
 def _elastic(job: TrainingJob, elastic: Elastic) -> Iterator[Complaint]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,33 +59,12 @@ def load(path: Path, *, to_submit: bool = False) -> JobSpec:
     folder = path.absolute().parent
 
     def check(job: TrainingJob) -> tuple[Complaint, ...]:
-        return (*_lacks_etcd(job), *(_lacks_scripts(job, folder) if to_submit else ()))
+        return tuple(_lacks_scripts(job, folder)) if to_submit else ()
 
     spec = read(read_source(path), folder=folder, check=check)
     if "name" in spec.job.model_fields_set:
         return spec
     return replace(spec, job=spec.job.model_copy(update={"name": _name_of(path)}))
-
-
-def _lacks_etcd(job: TrainingJob) -> tuple[Complaint, ...]:
-    """torch meets at an etcd server by a package that it does not install. In an image its Python
-    may have it; here this one starts the agents."""
-    torchrun = job.torchrun_config
-    is_asked = torchrun.enable and torchrun.has_own_server and job.replicas > 1
-    if not is_asked or job.elastic is not None or job.run_mode.debug.enable:
-        return ()
-    if importlib.util.find_spec("etcd") is not None:
-        return ()
-    from hydroslurm.jobs.images import find_runtime
-
-    if all(spec.template.image for spec in job.replica_specs) and find_runtime(os.environ):
-        return ()
-    message = (
-        f"{torchrun.rdzv_backend}: torchrun meets there with the package python-etcd, which "
-        f"{sys.executable} does not have; pip install python-etcd, or say c10d, which needs no "
-        "server"
-    )
-    return (Complaint(("torchrunConfig", "rdzvBackend"), message),)
 
 
 def _lacks_scripts(job: TrainingJob, folder: Path) -> Iterator[Complaint]:

@@ -153,15 +153,12 @@ class TensorBoard(Part):
     password. Default: 127.0.0.1."""
 
 
-RdzvBackend = Literal["c10d", "static", "etcd", "etcd-v2"]
 _TORCHRUN_RESERVED = frozenset({
-    "nnodes", "nproc-per-node", "max-restarts", "rdzv-backend", "rdzv-id",
+    "nnodes", "nproc-per-node", "max-restarts", "rdzv-backend", "rdzv-endpoint", "rdzv-id",
     "node-rank", "master-addr", "master-port", "standalone", "module", "no-python", "run-path",
     "local-addr",
 })  # fmt: skip
 """torchrun options that a spec cannot pass on: hydroslurm sets them, or they have a field."""
-ENDPOINT = "--rdzv-endpoint"
-"""Where the etcd server is; for the other backends hydroslurm sets it."""
 
 
 def _number_or_gpu(value: object) -> object:
@@ -180,8 +177,8 @@ def _not_torchruns(word: str) -> str:
     is_prefix = bool(name) and any(one.startswith(name) for one in _TORCHRUN_RESERVED)
     if word in ("-m", "-r") or (word.startswith("--") and is_prefix):
         raise ValueError(
-            f"{word[:60]!r} is set by hydroslurm; use minNodes, maxRestarts, procPerNode, "
-            "rdzvBackend or the command instead"
+            f"{word[:60]!r} is set by hydroslurm; use minNodes, maxRestarts, procPerNode "
+            "or the command instead"
         )
     return word
 
@@ -216,20 +213,6 @@ class TorchrunConfig(Part):
     Default: 0."""
     proc_per_node: ProcPerNode = "1"
     """Ranks per replica: a number, or gpu for one per GPU. [ranks per replica] Default: 1."""
-    rdzv_backend: RdzvBackend = "c10d"
-    """How the agents find each other: c10d, static, etcd or etcd-v2. The last two need your own
-    server, in extraOptions: [--rdzv-endpoint, HOST:PORT]. Default: c10d."""
     extra_options: Annotated[Words, AfterValidator(_all_free)] = ()
     """More torchrun options, such as [--log-dir, logs]. Those that hydroslurm sets are refused.
     Default: []."""
-
-    @property
-    def names_endpoint(self) -> bool:
-        """Whether extraOptions name the rendezvous endpoint."""
-        names = (word.partition("=")[0].replace("_", "-") for word in self.extra_options)
-        return any(len(word) > len("--rdzv-") and ENDPOINT.startswith(word) for word in names)
-
-    @property
-    def has_own_server(self) -> bool:
-        """Whether the agents meet at the user's own server."""
-        return self.rdzv_backend.startswith("etcd")

@@ -298,6 +298,12 @@ def _gpus(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
     of.put((*own, "gpus"), at, int(value) if is_number else value)
 
 
+def _backend(of: Translation, value: Any, at: KeyPath, _own: KeyPath) -> None:
+    """What a manifest mostly says is what the agents do."""
+    if value != "c10d":
+        of.drop(at, "the agents meet by c10d, which needs no server")
+
+
 def _environment(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> dict[str, str]:
     """Copy the environment variables.
 
@@ -379,8 +385,9 @@ _DEBUG: _Rows = {
     "replicaSpecs": _each("replicaSpecs", _item(_DEBUG_REPLICA)),
 }
 _TORCHRUN: _Rows = {
-    **_same("enable", "minNodes", "maxRestarts", "procPerNode", "rdzvBackend", "extraOptions"),
+    **_same("enable", "minNodes", "maxRestarts", "procPerNode", "extraOptions"),
     "enabled": _to("enable"),
+    "rdzvBackend": _backend,
 }
 _RUN_POLICY: _Rows = {
     **_same("backoffLimit", "activeDeadlineSeconds", "cleanPolicy"),

@@ -50,36 +50,6 @@ def test_validate_looks_at_every_file(tmp_path: Path) -> None:
         assert message in done.output
 
 
-ETCD = """replicaSpecs: [{replicas: 2, template: {command: [python, a.py]}}]
-torchrunConfig: {enable: true, rdzvBackend: etcd-v2, extraOptions: [--rdzv-endpoint, 'h:1']}
-"""
-
-
-def test_validate_misses_the_package_of_etcd(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the agents would miss it: not of an image that can be run, nor of a job that does not
-    meet there. A spec in a run folder is read without it."""
-    monkeypatch.setitem(sys.modules, "etcd", None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    image, path = ETCD.replace("a.py]", "a.py], image: torch"), tmp_path / "job.yaml"
-    for text in (ETCD, image):
-        path.write_text(text)
-        done = run("validate", path)
-        assert done.exit_code == 1
-        assert f"{path}:2: torchrunConfig.rdzvBackend: etcd-v2: torchrun meets " in done.output
-        assert "package python-etcd" in done.output
-        assert loads(text).job.torchrun_config.has_own_server
-    (tmp_path / "apptainer").touch(mode=0o755)
-    alone, off = ETCD.replace("replicas: 2", "replicas: 1"), ETCD.replace("true", "false")
-    for text in (image, alone, off):
-        path.write_text(text)
-        assert run("validate", path).exit_code == 0
-    monkeypatch.setitem(sys.modules, "etcd", sys)
-    path.write_text(ETCD)
-    assert run("validate", path).exit_code == 0
-
-
 def test_render_prints_the_resolved_spec() -> None:
     """With --yaml: the same job, every default filled in."""
     path = EXAMPLES / "job.yaml"

@@ -102,7 +102,6 @@ jobs = st.fixed_dictionaries(
                 "minNodes": st.just(1),
                 "maxRestarts": count,
                 "procPerNode": st.integers(1, 999) | st.sampled_from(["1", "8"]),
-                "rdzvBackend": st.just("c10d"),
                 "extraOptions": message.map(lambda found: [f"x{word}" for word in found]),
             },
         ),

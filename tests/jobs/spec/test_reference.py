@@ -20,10 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCHEMA = schema()
 BEYOND_A_SCHEMA = {
     # hangs on another field
-    "23-uneven-nodes", "24-two-masters", "46-etcd-without-server", "47-endpoint-of-c10d",
-    "49-elastic", "52-elastic-lr", "54-elastic-summation",
-    "55-elastic-averaging", "57-elastic-restart", "58-elastic-restart-average",
-    "59-elastic-in-place",
+    "23-uneven-nodes", "24-two-masters", "25-torchrun", "49-elastic", "52-elastic-lr",
+    "54-elastic-summation", "55-elastic-averaging", "57-elastic-restart",
+    "58-elastic-restart-average", "59-elastic-in-place",
     # said by a list of ours, which may grow
     "28-names-for-slurm", "42-what-cannot-be-handed-on",
     # YAML cannot say it, or says it to us alone

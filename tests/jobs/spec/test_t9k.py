@@ -35,7 +35,7 @@ def test_every_field_of_a_full_manifest() -> None:
     torchrun = job.torchrun_config
     assert torchrun.enable
     assert (torchrun.min_nodes, torchrun.max_restarts, torchrun.proc_per_node) == (1, 10, "1")
-    assert (torchrun.rdzv_backend, torchrun.extra_options) == ("c10d", ("--log-dir", "logs"))
+    assert torchrun.extra_options == ("--log-dir", "logs")
     policy = job.run_policy
     assert (policy.backoff_limit, policy.active_deadline_seconds) == (3, 1800)
     assert policy.clean_policy == "Unfinished"
@@ -97,16 +97,13 @@ def test_the_container_that_trains(names: list[str], wanted: str | None) -> None
 
 
 def test_what_has_no_effect_in_this_job_is_said() -> None:
-    """A server that a single replica does not ask, torchrun's number of ranks without torchrun, a
-    restart policy where members are replaced."""
-    torchrun = (
-        "  torchrunConfig: {enabled: true, rdzvBackend: etcd, "
-        "extraOptions: [--rdzv-endpoint, 'h:1']}\n"
-    )
+    """A server of etcd, torchrun's number of ranks without torchrun, a restart policy where members
+    are replaced."""
+    torchrun = "  torchrunConfig: {enabled: true, rdzvBackend: etcd}\n"
     text = manifest("command: [python, train.py]", torchrun)
-    assert loads(text).meaningless == ()
-    (told,) = loads(text.replace("replicas: 4", "replicas: 1")).meaningless
-    assert told.startswith("spec.torchrunConfig.rdzvBackend (etcd: a single replica")
+    assert loads(text.replace("etcd", "c10d")).meaningless == ()
+    (told,) = loads(text).meaningless
+    assert told.startswith("spec.torchrunConfig.rdzvBackend (the agents meet by c10d")
     torchrun = "  torchrunConfig: {enabled: false, procPerNode: gpu}\n"
     (told,) = loads(manifest("command: [python, train.py]", torchrun)).meaningless
     assert told.startswith("spec.torchrunConfig.procPerNode (gpu: counts with torchrun")
