@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydroslurm.core.rundir import Below
 from hydroslurm.core.trust import check_trusted, is_trusted
 from hydroslurm.devcluster.config import WARNING
 from hydroslurm.errors import ClusterError
@@ -43,57 +44,25 @@ class Layout:
 
     root: Path
 
+    marker = Below(_MARKER)
+    lock = Below("lock")
+    cluster_json = Below("cluster.json")
+    conf = Below("conf")
+    slurm_conf = Below("conf/slurm.conf")
+    slurmdbd_conf = Below("conf/slurmdbd.conf")
+    plugstack_conf = Below("conf/plugstack.conf")
+    cgroup_conf = Below("conf/cgroup.conf")
+    state = Below("state")
+    run = Below("run")
+    logs = Below("log")
+
     @classmethod
     def at(cls, directory: Path) -> Layout:
         """The layout of a folder, by its absolute name."""
         return cls(directory.expanduser().absolute())
 
-    @property
-    def marker(self) -> Path:
-        return self.root / _MARKER
-
-    @property
-    def lock(self) -> Path:
-        return self.root / "lock"
-
-    @property
-    def cluster_json(self) -> Path:
-        return self.root / "cluster.json"
-
-    @property
-    def conf(self) -> Path:
-        return self.root / "conf"
-
-    @property
-    def slurm_conf(self) -> Path:
-        return self.conf / "slurm.conf"
-
-    @property
-    def slurmdbd_conf(self) -> Path:
-        return self.conf / "slurmdbd.conf"
-
-    @property
-    def plugstack_conf(self) -> Path:
-        return self.conf / "plugstack.conf"
-
-    @property
-    def cgroup_conf(self) -> Path:
-        return self.conf / "cgroup.conf"
-
     def key(self, auth: str) -> Path:
         return self.conf / f"{auth}.key"
-
-    @property
-    def state(self) -> Path:
-        return self.root / "state"
-
-    @property
-    def run(self) -> Path:
-        return self.root / "run"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "log"
 
     def log(self, daemon: str) -> Path:
         """The log of a daemon or of a program that helps to start one."""
