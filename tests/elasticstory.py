@@ -10,13 +10,20 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from processes import LIMIT_S, wait_until
 from zygote import ForkedChild
 
-from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV, ElasticFolder
+from hydroslurm.elastic.folder import (
+    ELASTIC_ENV,
+    MEMBER_ENV,
+    CoordinatorOptions,
+    ElasticFolder,
+)
+from hydroslurm.elastic.roster import Size, Timing
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,6 +100,15 @@ and it has said nothing behind it; one that has said nothing before it cannot ha
 line is one text and so one write, which a kill does not cut in two."""
 
 
+def write_options(folder: ElasticFolder, **options: Any) -> None:
+    """Those of an elastic run, its sizes and times among them."""
+    sizes = {one.name: options.pop(one.name) for one in fields(Size) if one.name in options}
+    sizes.setdefault("wanted", sizes["max"])
+    times = {one.name: options.pop(one.name) for one in fields(Timing) if one.name in options}
+    options |= {"size": Size(**sizes), "timing": Timing(**times)}
+    folder.write_options(CoordinatorOptions(**options))
+
+
 class ElasticStory:
     """One elastic run, in a folder; its processes are gone after the block."""
 
@@ -101,9 +117,7 @@ class ElasticStory:
         self.folder = ElasticFolder(run=folder / "run")
         self.folder.root.mkdir(parents=True, mode=0o700)
         (folder / "run").chmod(0o700)
-        options = {"min": 1, "max": 4, "gather_s": 2.0, **size}
-        options.setdefault("wanted", options["max"])
-        self.folder.write(self.folder.options_json, options)
+        write_options(self.folder, **{"max": 4, "gather_s": 2.0, **size})
         self.members: dict[str, ForkedChild] = {}
         self.former: list[ForkedChild] = []
         """Of a name that was started again."""

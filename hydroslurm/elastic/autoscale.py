@@ -9,9 +9,8 @@ queue may lower. *Stabilization windows* take the most cautious recommendation o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hydroslurm.elastic.roster import Size
 
@@ -61,16 +60,6 @@ class AutoscalePolicy:
     tolerance: float = 0.1
     scale_up: Behavior = SCALE_UP
     scale_down: Behavior = SCALE_DOWN
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> AutoscalePolicy:
-        """The rules as ``options.json`` has them.
-
-        Raises:
-            TypeError: a rule that does not exist.
-        """
-        ways = {way: Behavior(**document[way]) for way in ("scale_up", "scale_down")}
-        return cls(**{**document, **ways})
 
     @property
     def history_s(self) -> float:

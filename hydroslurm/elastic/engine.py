@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.core.exitcodes import at_end
@@ -132,19 +131,13 @@ class InPlaceEngine:
         if group is None or ranks - len(without) < 2:
             return
         self.sum.is_sending = True
-        part = 0.0 if rank in without else ranks / (ranks - len(without))
         parameters = [one for each in self.modules for one in each.parameters()]
-        places = [one.data for one in parameters]
-        try:
-            if without:
-                for one in parameters:
-                    one.data = one.data * part if part else torch.zeros_like(one.data)
-            average_parameters(iter(parameters), group)
-            for one, place in zip(parameters, places, strict=True):
-                place.copy_(one.data)
-        finally:  # torch makes them parts of one vector, and somebody may know where they were
-            for one, place in zip(parameters, places, strict=True):
-                one.data = place
+        means = torch.cat([one.detach().reshape(-1) for one in parameters])
+        means = torch.zeros_like(means) if rank in without else means / (ranks - len(without))
+        dist.all_reduce(means, group=group)
+        sizes = [one.numel() for one in parameters]
+        for one, mean in zip(parameters, torch.split(means, sizes), strict=True):
+            one.data.copy_(mean.view_as(one))  # their versions tell what a script has written
 
     def remain(self) -> None:
         """The training is complete. What follows has the group of all who have trained, and the

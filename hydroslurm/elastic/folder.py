@@ -19,9 +19,12 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
 
 from hydroslurm.coordination.authentication import KEY_BYTES
 from hydroslurm.core.files import open_regular, parse_json, read_regular, write_atomically
@@ -133,7 +136,14 @@ class ElasticFolder:
                 f"{self.options_json} is not there: `hydroslurm submit` writes it for a spec with "
                 "`elastic:`"
             )
-        return CoordinatorOptions.from_json(document)
+        try:
+            return msgspec.convert(document, CoordinatorOptions)
+        except ValueError as error:
+            raise UsageError(f"the options of an elastic run: {error}") from error
+
+    def write_options(self, options: CoordinatorOptions) -> None:
+        """Write what the run is submitted with."""
+        self.write(self.options_json, msgspec.to_builtins(options))
 
     # --- the ledger
 
@@ -153,8 +163,7 @@ class ElasticFolder:
             yield from (one for one in entries_of(file) if isinstance(one.get("kind"), str))
 
 
-@dataclass(frozen=True, kw_only=True)
-class CoordinatorOptions:
+class CoordinatorOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``options.json``, written of a job spec, which has checked them.
 
     Attributes:
@@ -181,31 +190,9 @@ class CoordinatorOptions:
     lr: Literal["none", "linear", "sqrt"] = "none"
     lr_warmup_steps: int = 0
     ranks_each: int = 1
-    size: Size = field(default_factory=Size)
-    timing: Timing = field(default_factory=Timing)
+    size: Size = Size()
+    timing: Timing = Timing()
     autoscale: AutoscalePolicy | None = None
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> CoordinatorOptions:
-        """Raises UsageError for what is no such document."""
-        try:
-            flat = dict(document)
-            parts: dict[str, Any] = {}
-            for name, kind in (("size", Size), ("timing", Timing)):
-                known = {one.name for one in fields(kind)}
-                parts[name] = kind(**{key: flat.pop(key) for key in sorted(known & flat.keys())})
-            if rules := flat.pop("autoscale", None):
-                parts["autoscale"] = AutoscalePolicy.from_json(rules)
-            return cls(**flat, **parts)
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"the options of an elastic run: {error}") from error
-
-    def to_json(self) -> dict[str, Any]:
-        document = asdict(self)
-        size, timing = document.pop("size"), document.pop("timing")
-        if self.autoscale is None:
-            del document["autoscale"]
-        return {**document, **size, **timing}
 
 
 def member_name(environ: Mapping[str, str], *, host: str, pid: int) -> str:

@@ -30,7 +30,7 @@ def started(tmp_path: Path, policy: AutoscalePolicy) -> tuple[ElasticFolder, Coo
     options = CoordinatorOptions(
         host="127.0.0.1", size=Size(min=1, max=4, wanted=2), autoscale=policy
     )
-    folder.write(folder.options_json, options.to_json())
+    folder.write_options(options)
     coordinator = start(folder)
     for name in ("a", "b"):
         rank, now_s = (name, 0), time.monotonic()
@@ -60,10 +60,12 @@ def test_options_come_back_as_they_were_written(tmp_path: Path) -> None:
         {"averaging_every": 8},
     ):
         options = CoordinatorOptions(size=size, **rules)  # type: ignore[arg-type]
-        folder.write(folder.options_json, options.to_json())
+        folder.write_options(options)
         assert folder.options() == options
-    with pytest.raises(UsageError, match=r"options of an elastic run: .*rings"):
-        CoordinatorOptions.from_json({"rings": 1})
+    for wrong in ({"rings": 1}, {"batch": 7}, {"size": {"min": 3, "max": 2}}):
+        folder.write(folder.options_json, wrong)
+        with pytest.raises(UsageError, match=rf"options of an elastic run: .*{next(iter(wrong))}"):
+            folder.options()
 
 
 def test_the_coordinator_scales_and_its_successor_knows(tmp_path: Path) -> None:

@@ -6,7 +6,15 @@ import signal
 from pathlib import Path
 
 import pytest
-from elasticstory import BATCH, HASH_OF_WEIGHTS, SAMPLES, TRAIN, ElasticStory, times_seen
+from elasticstory import (
+    BATCH,
+    HASH_OF_WEIGHTS,
+    SAMPLES,
+    TRAIN,
+    ElasticStory,
+    times_seen,
+    write_options,
+)
 
 from hydroslurm import elastic
 from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder
@@ -124,7 +132,7 @@ def test_a_state_refuses_what_it_cannot_do(
     """Horovod's shape leaves the steps to the script."""
     folder = ElasticFolder(run=tmp_path)
     folder.make_key()
-    folder.write(folder.options_json, {"min": 1, "max": 2, "wanted": 1, **option})
+    write_options(folder, max=2, wanted=1, **option)
     monkeypatch.setenv(ELASTIC_ENV, str(tmp_path))
     with pytest.raises(UsageError, match=named):
         elastic.State()

@@ -28,7 +28,7 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     """Of members 124_0 and 124_1, of which the second has left after step 7."""
     folder = ElasticFolder(run=tmp_path)
     options = CoordinatorOptions(host="127.0.0.1", size=Size(min=1, max=2, wanted=2))
-    folder.write(folder.options_json, options.to_json())
+    folder.write_options(options)
     one = start(folder)
     machine, ranks = one.membership, [("124_0", 0), ("124_1", 0)]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from elasticstory import BATCH, SAMPLES, TRAIN, ElasticStory, mean_losses, times_seen
+from elasticstory import BATCH, SAMPLES, TRAIN, ElasticStory, mean_losses, times_seen, write_options
 from processes import LIMIT_S, wait_until
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
@@ -194,7 +194,7 @@ def test_a_coordinator_that_ends_in_order_takes_nobody_for_lost(tmp_path: Path) 
     """At its time limit it goes, and the members wait for the next one."""
     folder = ElasticFolder(run=tmp_path)
     folder.root.mkdir(mode=0o700)
-    folder.write(folder.options_json, {"min": 1, "max": 1, "wanted": 1})
+    write_options(folder, max=1)
     served = coordinator.start(folder)
     member = Member(folder, name="a")
     member.start()

@@ -14,6 +14,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from hydroslurm.core import rundir
 from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.core.module_command import module_command
@@ -201,7 +203,7 @@ def prepare(job: TrainingJob, plan: Plan, run: RunDir) -> Plan:
             size=size,
             autoscale=_autoscale_of(job),
         )
-        folder.write(folder.options_json, options.to_json())
+        folder.write_options(options)
         for name, where in (("members", {}), ("base", base_of(elastic))):
             if name == "members" or has_base:
                 script = member_script(job, plan, run, where)
@@ -221,7 +223,7 @@ def _autoscale_of(job: TrainingJob) -> AutoscalePolicy | None:
         return None
     rules = job.elastic.autoscale.model_dump()
     rules["partition"] = rules["partition"] or job.scheduler.partition or ""
-    return AutoscalePolicy.from_json(rules)
+    return msgspec.convert(rules, AutoscalePolicy)
 
 
 def coordinator_script(job: TrainingJob, run: RunDir) -> str:
