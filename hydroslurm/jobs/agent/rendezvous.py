@@ -91,8 +91,7 @@ def fill_in(
     """Set the rendezvous in torchrun's parsed arguments, unless they name one.
 
     --rdzv-conf says how the agents meet, not where; so do --rdzv-backend c10d and an --nnodes whose
-    maximum is the number of agents. With `--rdzv-backend static` they meet at the same endpoint,
-    each with the node rank of its task. With an etcd server the job only gets an id of its own.
+    maximum is the number of agents. torchrun's own default, static, says nothing.
 
     Args:
         untouched: torchrun's defaults.
@@ -100,25 +99,16 @@ def fill_in(
     Returns:
         Whether the endpoint was set.
     """
-    if chosen.rdzv_backend.startswith("etcd") and chosen.rdzv_id == untouched.rdzv_id:
-        chosen.rdzv_id = where.run_id
-        return False
     names = ("standalone", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "rdzv_id")
     if any(getattr(chosen, name, None) != getattr(untouched, name, None) for name in names):
         return False
     says_nodes = chosen.nnodes != untouched.nnodes
     if says_nodes and chosen.nnodes.rpartition(":")[2] != str(where.nnodes):
         return False
-    backend = chosen.rdzv_backend
-    if backend not in ("c10d", "static"):
+    if chosen.rdzv_backend not in ("c10d", untouched.rdzv_backend):
         return False
     if not says_nodes:
         chosen.nnodes = str(where.nnodes)
-    if backend == "static" and says_nodes and ":" not in chosen.nnodes:
-        chosen.node_rank = where.rank
-        chosen.master_addr, _, port = where.endpoint.rpartition(":")
-        chosen.master_port = int(port)
-        return True
     chosen.rdzv_backend = "c10d"
     chosen.rdzv_endpoint = where.endpoint
     chosen.rdzv_id = where.run_id

@@ -147,7 +147,14 @@ def _arguments(**values: object) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize(
-    "given", [{"nnodes": "2"}, {"standalone": True}, {"rdzv_endpoint": "h:1"}, {"rdzv_id": "7"}]
+    "given",
+    [
+        {"nnodes": "2"},
+        {"standalone": True},
+        {"rdzv_endpoint": "h:1"},
+        {"rdzv_id": "7"},
+        {"rdzv_backend": "etcd-v2"},
+    ],
 )
 def test_what_was_said_stays(given: dict[str, object]) -> None:
     """One word of the user's about the rendezvous, and none of it is changed."""
@@ -169,28 +176,13 @@ def test_what_was_not_said_is_filled_in() -> None:
     assert (chosen.nnodes, chosen.rdzv_conf) == ("3", "join_timeout=9,is_host=0")
 
 
-@pytest.mark.parametrize(("nodes", "backend"), [("1:3", "c10d"), ("3", "c10d"), ("2:3", "static")])
+@pytest.mark.parametrize(("nodes", "backend"), [("1:3", "c10d"), ("3", "c10d"), ("3", "static")])
 def test_nodes_alone_say_not_where(nodes: str, backend: str) -> None:
     """How many nodes there may be is the user's; where they meet is filled in."""
     chosen = _arguments(nnodes=nodes, rdzv_backend=backend)
     assert fill_in(chosen, Rendezvous(3, "n1:2", "12.0.0", 1), untouched=_arguments())
     assert (chosen.nnodes, chosen.rdzv_backend) == (nodes, "c10d")
     assert (chosen.rdzv_endpoint, chosen.rdzv_conf) == ("n1:2", "is_host=0")
-
-
-def test_a_server_of_etcd_serves_many_jobs() -> None:
-    """Where it is the user says; jobs are told apart by their names there."""
-    chosen = _arguments(nnodes="3", rdzv_backend="etcd-v2", rdzv_endpoint="h:1")
-    assert not fill_in(chosen, Rendezvous(3, "n1:2", "12.0.0", 1), untouched=_arguments())
-    assert (chosen.rdzv_endpoint, chosen.rdzv_id) == ("h:1", "12.0.0")
-
-
-def test_a_static_meeting() -> None:
-    """With the static backend and a fixed number of nodes each has the node rank of its task."""
-    chosen = _arguments(nnodes="3")
-    assert fill_in(chosen, Rendezvous(3, "n1:2", "12.0.0", 1), untouched=_arguments())
-    assert (chosen.rdzv_backend, chosen.node_rank) == ("static", 1)
-    assert (chosen.master_addr, chosen.master_port) == ("n1", 2)
 
 
 def test_mailbox() -> None:
