@@ -102,7 +102,6 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
     """
     if spec.job.elastic is not None:  # all others are submitted sooner without these imports
         from hydroslurm.jobs.launch import elastic_job
-        from hydroslurm.jobs.launch.trial import try_members
         from hydroslurm.slurm.client import open_client
 
         spec = elastic_job.of_one_member(spec)
@@ -111,7 +110,10 @@ def submit_job(spec: JobSpec, *, folder: Path, environ: Mapping[str, str]) -> Su
         if spec.engine_why:
             notes = (*notes, f"engine: {spec.job.elastic.engine} ({spec.engine_why})")
         notes = (*notes, *elastic_job.check_site(spec.job, open_client(environ=environ)))
-        notes = (*notes, *try_members(spec.job, plan, folder.absolute(), environ=environ))
+        notes = (
+            *notes,
+            *elastic_job.try_members(spec.job, plan, folder.absolute(), environ=environ),
+        )
     else:
         scheduler = spec.job.scheduler
         check_size(scheduler.partition or "", plan.nodes, scheduler.time_limit_minutes)
