@@ -28,6 +28,18 @@ from hydroslurm.elastic.roster import Size, Timing
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+COORDINATOR = """
+import sys
+from pathlib import Path
+from hydroslurm.elastic.coordinator import start
+from hydroslurm.elastic.folder import ElasticFolder
+
+coordinator = start(ElasticFolder(run=Path(sys.argv[1])))
+if not coordinator.membership.finished:
+    coordinator.run()
+sys.exit(coordinator.membership.gave_up or 0)
+"""
+"""What the batch script of a job runs, without its members in Slurm."""
 SAMPLES = 480
 BATCH = 4
 
@@ -129,7 +141,7 @@ class ElasticStory:
         """One more coordinator; waits until it says where it is."""
         before = self.folder.read(self.folder.coordinator_json)
         self.coordinator = subprocess.Popen(
-            [sys.executable, "-m", "hydroslurm.elastic.coordinator", str(self.folder.run)],
+            [sys.executable, "-c", COORDINATOR, str(self.folder.run)],
             text=True,
         )
         wait_until(

@@ -76,7 +76,7 @@ def elastic_lines(run: RunDir, slurm: Job | None) -> list[str]:
             f"Generation:   {status['generation']}, {status['state']}, step {status['step']}{pace}",
             f"Engine:       {clean(status['engine'])}",
             *(f"  {clean(_member_line(one))}" for one in status["members"]),
-            *_silence_lines(status, folder, slurm),
+            *_silence_lines(status, slurm),
         ]
     lines += _taken_lines(entries)
     changes = [one for one in entries if one["kind"] in _CHANGED]
@@ -130,27 +130,21 @@ def _member_line(member: dict[str, Any]) -> str:
     return f"{member['id']}  {member['state']} on {member['node'] or '?'}, {ranks}{reason}"
 
 
-def _silence_lines(status: dict[str, Any], folder: ElasticFolder, slurm: Job | None) -> list[str]:
+def _silence_lines(status: dict[str, Any], slurm: Job | None) -> list[str]:
     """What was written last is taken for what is, unless its writer is gone."""
     silent_s = time.time() - status["written_epoch_s"]
     if silent_s < _SILENT_S or status["state"] in ("Succeeded", "Failed"):
         return []
     own = status["coordinator"]
-    who = f"job {own['job_id']}" if own["job_id"] else f"pid {own['pid']}"
     return [
-        f"Coordinator:  has written nothing for {silent_s:,.0f} s ({clean(who)} on "
+        f"Coordinator:  has written nothing for {silent_s:,.0f} s (job {own['job_id']} on "
         f"{clean(own['node'])}): the above is its state then, and no member joins or leaves until "
-        f"it is back: {_what_of(own, folder, slurm)}"
+        f"it is back: {_what_of(slurm)}"
     ]
 
 
-def _what_of(own: dict[str, Any], folder: ElasticFolder, slurm: Job | None) -> str:
+def _what_of(slurm: Job | None) -> str:
     """What has become of a coordinator that is silent, as far as Slurm knows."""
-    if not own["job_id"]:
-        return (
-            "it is stopped, or has ended; then start one with python -m "
-            f"hydroslurm.elastic.coordinator {folder.run}"
-        )
     if slurm is None or slurm.state.has_ended:
         return "its job has ended, and nothing starts another one"
     if slurm.state.is_waiting:
@@ -161,13 +155,9 @@ def _what_of(own: dict[str, Any], folder: ElasticFolder, slurm: Job | None) -> s
 
 def _taken_lines(entries: list[dict[str, Any]]) -> list[str]:
     ended = [one for one in entries if one["kind"] == "ended"]
-    if any(one["kind"] == "submitted" for one in entries):
-        taken = sum(one["how"] == "preemption" for one in ended)
-        failed, how = [one for one in ended if one["how"] == "failure"], "preempted"
-    else:  # Slurm has no part in it: members are started and taken away by somebody else
-        taken = sum(one["kind"] == "left" for one in entries)
-        failed, how = [one for one in entries if one["kind"] == "failure"], "left"
-    lines = [f"Ended:        {taken} {how}, {len(failed)} failed"]
+    taken = sum(one["how"] == "preemption" for one in ended)
+    failed = [one for one in ended if one["how"] == "failure"]
+    lines = [f"Ended:        {taken} preempted, {len(failed)} failed"]
     for one in failed[-3:]:
         text = f"{one['member']} on {one['node'] or '?'}: {one['reason']}"
         lines.append(f"  {clean(text)}")

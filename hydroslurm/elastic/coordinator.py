@@ -1,7 +1,5 @@
 """The coordinator of an elastic run: a process that belongs to no member.
 
-    python -m hydroslurm.elastic.coordinator RUN_FOLDER
-
 It needs one core, a few megabytes and nothing but the standard library. While it is gone the
 members train on; they wait for it only where a change is under way. All it knows is in the ledger:
 one that is killed, reaches its time limit or moves to another node is replaced by another that
@@ -11,13 +9,11 @@ reads that, listens elsewhere, and hears from the members again.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from hydroslurm.coordination.frames import pack, unpack
@@ -46,7 +42,7 @@ from hydroslurm.elastic.roster import (
     Send,
     Size,
 )
-from hydroslurm.errors import HydroslurmError, StaleAttempt, UsageError
+from hydroslurm.errors import StaleAttempt
 
 STATUS_S = 1.0
 """Between two writings of the status while nothing changes."""
@@ -455,29 +451,3 @@ def start(folder: ElasticFolder) -> Coordinator:
     coordinator.act([Record("coordinator", {"epoch": epoch, "pid": os.getpid()})])
     coordinator.announce()
     return coordinator
-
-
-def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        sys.stderr.write("usage: python -m hydroslurm.elastic.coordinator RUN_FOLDER\n")
-        return 2
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    try:
-        coordinator = start(ElasticFolder(run=Path(arguments[0]).absolute()))
-        if coordinator.membership.finished:
-            return 0
-        coordinator.run()
-        if failed := coordinator.membership.gave_up:
-            sys.stderr.write(f"hydroslurm: this elastic run has failed: {failed}\n")
-            return 1
-    except StaleAttempt as error:
-        sys.stderr.write(f"hydroslurm: {error}\n")
-        return 0
-    except (HydroslurmError, UsageError, OSError) as error:
-        sys.stderr.write(f"hydroslurm: the elastic coordinator: {error}\n")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
