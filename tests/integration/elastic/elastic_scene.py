@@ -67,6 +67,11 @@ class ElasticScene(Scene):
         found = self.entries("generation")
         return [] if not found else list(found[-1]["members"])
 
+    def states(self) -> dict[str, str]:
+        """Member -> what the coordinator says of it, a spare too."""
+        status = self.elastic.read(self.elastic.status_json) or {"members": ()}
+        return {one["id"]: one["state"] for one in status["members"]}
+
     @property
     def base(self) -> list[str]:
         """Members of the base array, which nobody preempts."""

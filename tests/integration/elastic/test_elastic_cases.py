@@ -234,10 +234,10 @@ def test_a_spare_takes_the_place_of_a_preempted_member(cluster: DevCluster, tmp_
     """In the same change, with its number; a new spare is submitted behind it."""
     scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(max=2, size=2, rules="spares: 1")
     scene.wait_for_size(2)
-    scene.wait(lambda: len(scene.nodes()) == 3, "spare")
+    scene.wait(lambda: "Ready" in scene.states().values(), "spare")
     (taken,) = scene.extra
     place = scene.members.index(taken)
-    (spare,) = set(scene.nodes()) - set(scene.members)
+    (spare,) = set(scene.states()) - set(scene.members)
     node = scene.nodes()[taken]
     scene.slurm("srun", "--partition=urgent", f"--nodelist={node}", "--exclusive", "sleep", "1")
     scene.wait(lambda: taken not in scene.members, "change")
