@@ -167,17 +167,18 @@ class Scene:
             return []
         return [event for event in read_events(path) if event.kind.value == kind]
 
-    def statuses(self, *, node: int = 0) -> list[RankStatus]:
-        """What the newest workers of a node say of themselves."""
+    def statuses(self, *, node: int = 0) -> list[RankStatus | None]:
+        """What each of the newest workers of a node says of itself; None: nothing yet."""
         pids = self.events("workers_started", node=node)[-1].data["pids"].values()
         told = (read_status(path) for path in (self.folder / "run/events").glob("rank-*.json"))
-        return [one for one in told if one is not None and one.pid in pids]
+        found = {one.pid: one for one in told if one is not None}
+        return [found.get(pid) for pid in pids]
 
     def wait_state(self, state: str, *, node: int = 0, slurm: bool | None = None) -> None:
         """Until all workers of a node are in a state; ``slurm``: and held for Slurm, or not."""
         wait_until(
             lambda: all(
-                one.state == state and slurm in (None, "slurm" in one.causes)
+                one and one.state == state and slurm in (None, "slurm" in one.causes)
                 for one in self.statuses(node=node)
             ),
             f"node {node} is {state}",
