@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-import msgspec
+from typing import Any
 
 from hydroslurm.core.files import write_atomically
 from hydroslurm.devcluster.layout import Layout
@@ -15,7 +13,7 @@ from hydroslurm.devcluster.processes import ProcessId
 from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError
 
-T = TypeVar("T")
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Running:
     link: Path
     supervisor: ProcessId
     daemons: tuple[tuple[str, ProcessId], ...] = ()
-    version: Literal[2] = 2
+    version: int = _VERSION
 
     def write(self, layout: Layout) -> None:
         """Write cluster.json atomically."""
@@ -52,10 +50,16 @@ class Running:
         """
         layout.check()
         try:
-            return from_json(cls, layout.cluster_json.read_text())
+            row = json.loads(layout.cluster_json.read_text())
+            if row["version"] != _VERSION:
+                raise ValueError(f"version {row['version']}, not {_VERSION}")
+            row["spec"], row["link"] = _spec(row["spec"]), Path(row["link"])
+            row["supervisor"] = ProcessId(**row["supervisor"])
+            row["daemons"] = tuple((name, ProcessId(**one)) for name, one in row["daemons"])
+            return cls(**row)
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ClusterError(
                 f"{layout.cluster_json} cannot be read ({error}); it was made by another release. "
                 "End that cluster with the release that started it, or remove the file"
@@ -80,16 +84,19 @@ class Request:
     path: str
     caller: ProcessId
 
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        """Decode what :func:`to_json` has made."""
+        row = json.loads(text)
+        row["spec"], row["root"] = _spec(row["spec"]), Path(row["root"])
+        return cls(**{**row, "caller": ProcessId(**row["caller"])})
+
 
 def to_json(value: Running | Request) -> str:
     """Encode as one line; names of files may hold bytes that are no text."""
-    return json.dumps(msgspec.to_builtins(value, enc_hook=str))
+    return json.dumps(asdict(value), default=str)
 
 
-def from_json(kind: type[T], text: str) -> T:
-    """Decode what :func:`to_json` has made; raises ValueError."""
-
-    def decoded(wanted: Any, value: Any) -> Any:
-        return wanted(value)
-
-    return msgspec.convert(json.loads(text), kind, dec_hook=decoded)
+def _spec(row: dict[str, Any]) -> ClusterSpec:
+    directory = row["directory"]
+    return ClusterSpec(**{**row, "directory": None if directory is None else Path(directory)})

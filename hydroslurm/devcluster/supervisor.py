@@ -22,7 +22,7 @@ from hydroslurm.devcluster.config import Place, reserve
 from hydroslurm.devcluster.layout import Layout, locked, make_link, remove_link
 from hydroslurm.devcluster.processes import ProcessId, become_subreaper, reap
 from hydroslurm.devcluster.programs import find_programs
-from hydroslurm.devcluster.running import Request, Running, from_json
+from hydroslurm.devcluster.running import Request, Running
 from hydroslurm.devcluster.teardown import cancel_jobs, end_all, sweep
 from hydroslurm.errors import ClusterError
 
@@ -33,7 +33,7 @@ _CHECK_S = 0.5
 
 def main() -> None:
     """Serve one cluster from its start to its end."""
-    request = from_json(Request, sys.argv[1])
+    request = Request.from_json(sys.argv[1])
     if request.detach and os.fork():
         # The caller reaps its direct child. Only with `detach`: where nobody reaps orphans, as in
         # many containers, this process would stay a zombie.

@@ -18,9 +18,10 @@ from hydroslurm.devcluster.config import (
     slurm_conf,
     slurmdbd_conf,
 )
+from hydroslurm.devcluster.layout import Layout
 from hydroslurm.devcluster.processes import ProcessId
 from hydroslurm.devcluster.programs import Programs
-from hydroslurm.devcluster.running import Request, Running, from_json, to_json
+from hydroslurm.devcluster.running import Request, Running, to_json
 from hydroslurm.errors import UsageError
 
 PLACE = Place(base=Path("/t/x/c"), hostname="host7.example.org", user="ada", memory_mb=2048)
@@ -154,7 +155,7 @@ def test_a_wrong_value_is_refused_with_the_right_ones(values: dict[str, Any], wo
         ClusterSpec(**values)
 
 
-def test_spec_survives_json() -> None:
+def test_spec_survives_json(tmp_path: Path) -> None:
     """What is written down is read back as the same value, with a name that is no text, too."""
     odd = Path(os.fsdecode(b"/a b/\xff"))
     me = ProcessId(1, 2)
@@ -163,6 +164,7 @@ def test_spec_survives_json() -> None:
         ClusterSpec(),
     ):
         request = Request(spec, odd, True, False, "/bin", me)
-        assert from_json(Request, to_json(request)) == request
+        assert Request.from_json(to_json(request)) == request
         running = Running(spec, True, False, odd, me, (("slurmctld", me),))
-        assert from_json(Running, to_json(running)) == running
+        running.write(Layout(tmp_path))
+        assert Running.read(Layout(tmp_path)) == running
