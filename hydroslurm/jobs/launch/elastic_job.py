@@ -378,13 +378,6 @@ def member_script(job: TrainingJob, plan: Plan, run: RunDir, where: dict[str, An
         f"srun --nodes=1 --ntasks={len(plan.tasks)} --cpus-per-task={plan.cpus_per_task} \\",
         "    --kill-on-bad-exit=0 --wait=0 --export=ALL --unbuffered --open-mode=append \\",
         f"    --output={shlex.quote(str(run.logs))}/member-{member}-%t.log \\",
-        f"    {shlex.join([*container_options(plan, run.root), *task])} &",
-        "ranks=$!",
-        "while :; do",
-        '    wait "$ranks"',
-        "    status=$?",
-        '    [ "$status" -gt 128 ] && kill -0 "$ranks" 2>/dev/null || break',
-        "done",
-        'exit "$status"',
+        f"    {shlex.join([*container_options(plan, run.root), *task])}",
     ]
     return script_of(options, lines)
