@@ -42,7 +42,14 @@ MAY_IMPORT = {
     "observe": BASE
     | {"elastic.folder", "slurm", "checkpoint", "training.attempts", "jobs", "vacate"}
     | {"gate.signals"},
-    "devcluster": {"errors", "core.files", "core.rundir", "core.trust", "slurm.spank.build"},
+    "devcluster": {
+        "errors",
+        "core.files",
+        "core.proc",
+        "core.rundir",
+        "core.trust",
+        "slurm.spank.build",
+    },
     "cli": {""},  # everything
     "__init__": {""},
 }

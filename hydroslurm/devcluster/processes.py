@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydroslurm.core.proc import PARENT, START_TICKS, STATE, stat_of
 from hydroslurm.devcluster.layout import Layout
 from hydroslurm.errors import ClusterError
 
@@ -35,7 +36,7 @@ class ProcessId:
     def of(cls, pid: int) -> ProcessId | None:
         """The process that has this number now; None when there is none, or only a zombie."""
         stat = _stat(pid)
-        return None if stat is None else cls(pid, stat.start_ticks)
+        return None if stat is None else cls(pid, int(stat[START_TICKS]))
 
     @property
     def alive(self) -> bool:
@@ -46,12 +47,6 @@ class ProcessId:
         if self.alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signo)
-
-
-@dataclass(frozen=True)
-class _Stat:
-    parent: int
-    start_ticks: int
 
 
 def become_subreaper() -> None:
@@ -74,7 +69,7 @@ def descendants(pid: int) -> list[int]:
     for other in _all_pids():
         stat = _stat(other)
         if stat is not None:
-            children.setdefault(stat.parent, []).append(other)
+            children.setdefault(int(stat[PARENT]), []).append(other)
     found: list[int] = []
     waiting = [pid]
     while waiting:
@@ -124,16 +119,13 @@ def _all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]  # noqa: PTH208 - faster
 
 
-def _stat(pid: int) -> _Stat | None:
+def _stat(pid: int) -> list[str] | None:
+    """None when it is gone, or only a zombie."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        stat = stat_of(pid)
     except OSError:
         return None
-    # the name in brackets may hold anything, brackets and blanks included
-    fields = text.rpartition(")")[2].split()
-    if fields[0] in "ZX":
-        return None
-    return _Stat(parent=int(fields[1]), start_ticks=int(fields[19]))
+    return None if stat[STATE] in "ZX" else stat
 
 
 def environment(pid: int) -> dict[str, str]:

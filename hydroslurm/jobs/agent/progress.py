@@ -33,6 +33,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hydroslurm.core.proc import STATE, stat_of
 from hydroslurm.core.status import RankStatus
 from hydroslurm.elastic.roster import Awaited, Timing
 from hydroslurm.jobs.agent.workers import Worker, family
@@ -93,8 +94,8 @@ def use_of(pid: int) -> Use:
     ticks = moved = 0
     for each in family(pid):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])  # utime, stime
+            stat = stat_of(each)
+            ticks += int(stat[11]) + int(stat[12])  # utime, stime
             lines = Path(f"/proc/{each}/io").read_text().splitlines()
             moved += sum(int(line.split()[1]) for line in lines[:2])  # rchar, wchar
     return ticks / _TICKS_PER_S, moved
@@ -124,7 +125,7 @@ def state_of(pid: int) -> str:
     """The letter of /proc/PID/stat: ``T`` is stopped by a signal (``t``: by a debugger), ``D``
     waits in the kernel; "" for no process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return stat_of(pid)[STATE]
     except (OSError, IndexError):
         return ""
 

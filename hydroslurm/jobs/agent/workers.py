@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from hydroslurm.core import registry
 from hydroslurm.core.awake_clock import AwakeClock
+from hydroslurm.core.proc import status_of as process_status
 from hydroslurm.core.status import RankStatus, read_status, status_of
 
 Meaning = Literal["slurm_pause", "slurm_resume", "user_pause", "user_resume", "stop", "warning"]
@@ -190,11 +191,10 @@ def family(pid: int) -> Iterator[int]:
 def catches(pid: int, signo: int) -> bool:
     """Whether the process has a handler for the signal."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        caught = process_status(pid)["SigCgt"]
     except OSError:
         return False
-    masks = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
-    return any(int(mask, 16) >> (signo - 1) & 1 for mask in masks)
+    return bool(int(caught, 16) >> (signo - 1) & 1)
 
 
 def send(pid: int, signo: int) -> bool:
