@@ -13,23 +13,12 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import FrameType
+from typing import Any
 
 from hydroslurm.coordination import collectives
 from hydroslurm.core.rundir import GENERATION_ENV
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-
-
-@dataclass(frozen=True)
-class Standing:
-    """The fields of the same names of a :class:`~hydroslurm.core.status.RankStatus`."""
-
-    collectives: int | None
-    collective_timeout_s: float | None
-    stands_at: str
-    meeting_timeout_s: float | None = None
 
 
 class Watch:
@@ -40,25 +29,30 @@ class Watch:
         self._is_wanted = bool(environ.get(GENERATION_ENV))
         self._before: tuple[int | None, int | None, float | None] | None = None
 
-    def look(self, step: int | None) -> Standing | None:
-        """At a heartbeat; None where nobody is interested."""
+    def look(self, step: int | None) -> Mapping[str, Any]:
+        """At a heartbeat: fields of a :class:`~hydroslurm.core.status.RankStatus`; none where
+        nobody is interested."""
         if not self._is_wanted:
-            return None
+            return {}
         found = collectives.progress()
+        # not yet, or not any more, in a group: then nobody waits for it in a collective
+        issued, timeout_s = (None, None) if found is None else (found.issued, found.timeout_s)
         meeting_timeout_s = collectives.meeting_timeout_s() if found is None else None
-        now = (step, None if found is None else found.issued, meeting_timeout_s)
+        now = (step, issued, meeting_timeout_s)
         stands = now == self._before
         self._before = now
-        place = place_of_main_thread() if stands else ""
-        if found is None:  # not yet, or not any more: then nobody waits for it in a collective
-            return Standing(None, None, place, meeting_timeout_s)
-        if not stands:
-            return Standing(found.issued, found.timeout_s, "")
-        # gloo counts sends and receives, which need not be as many on all ranks: then the numbers
-        # cannot be compared. To find out takes 20 ms, and is done only where nothing moves
-        exact = (collectives.issued_exact() or {}).get(found.key, found.issued)
-        issued = found.issued if exact == found.issued else None
-        return Standing(issued, found.timeout_s, place)
+        if found is not None and stands:
+            # gloo counts sends and receives, which need not be as many on all ranks: then the
+            # numbers cannot be compared. To find out takes 20 ms, and is done only where nothing
+            # moves
+            exact = (collectives.issued_exact() or {}).get(found.key, found.issued)
+            issued = found.issued if exact == found.issued else None
+        return {
+            "collectives": issued,
+            "collective_timeout_s": timeout_s,
+            "meeting_timeout_s": meeting_timeout_s,
+            "stands_at": place_of_main_thread() if stands else "",
+        }
 
 
 def place_of_main_thread() -> str:
@@ -68,10 +62,7 @@ def place_of_main_thread() -> str:
     innermost = frame = sys._current_frames().get(main) if main is not None else None
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
-    return _place(frame or innermost)
-
-
-def _place(frame: FrameType | None) -> str:
+    frame = frame or innermost
     if frame is None:
         return ""
     code = frame.f_code

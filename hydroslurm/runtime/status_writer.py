@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hydroslurm.core.dates import clocks
 from hydroslurm.core.events import Event
@@ -23,7 +24,6 @@ from hydroslurm.core.status import (
     fold,
     load_status,
 )
-from hydroslurm.runtime.standing import Standing
 
 HEARTBEAT_ENV = "HYDROSLURM_HEARTBEAT_S"
 """Seconds between two heartbeats; 0 for none."""
@@ -60,13 +60,13 @@ class StatusWriter:
         path: Path | None,
         *,
         every_s: float,
-        look: Callable[[int | None], Standing | None] = lambda _: None,
+        look: Callable[[int | None], Mapping[str, Any]] = lambda _: {},
     ) -> None:
         """
         Args:
             path: None writes nothing.
             every_s: 0 writes only what changes.
-            look: asked at each heartbeat, with the step, for what else it says.
+            look: asked at each heartbeat, with the step, for more fields of the status.
         """
         self._path = path
         self._look = look
@@ -115,12 +115,11 @@ class StatusWriter:
         # cleared before they are taken: an event that comes meanwhile sets it again
         while self._events:
             self._status = fold((self._events.popleft(),), self._status)
-        standing = self._look(step) if is_beat else None
-        is_beat = is_beat and not (step is None and standing is None)
+        more = self._look(step) if is_beat else {}
+        is_beat = is_beat and not (step is None and not more)
         if self._status is None or not (has_changed or is_beat):
             return
-        if standing is not None:
-            self._status = replace(self._status, **vars(standing))
+        self._status = replace(self._status, **more)
         self._status = self._with_step(self._status, step, now_mono_s, is_beat=is_beat)
         try:
             _put(self._path, self._status.to_json().encode())

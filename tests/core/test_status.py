@@ -25,7 +25,6 @@ from hydroslurm.core.status import (
     read_status,
     status_of,
 )
-from hydroslurm.runtime.standing import Standing
 from hydroslurm.runtime.status_writer import HEARTBEAT_ENV, StatusWriter, interval_s
 
 
@@ -309,12 +308,13 @@ def test_heartbeat(tmp_path: Path) -> None:
 def test_a_heartbeat_says_more(tmp_path: Path) -> None:
     """It is asked for with each heartbeat, and makes one for a rank without a step."""
     path = tmp_path / "rank-00003.json"
-    said = [Standing(None, None, ""), Standing(12, 600.0, "train.py:7 in f"), None]
+    somewhere = {"collectives": 12, "collective_timeout_s": 600.0, "stands_at": "train.py:7 in f"}
+    said = [{"collectives": None, "collective_timeout_s": None, "stands_at": ""}, somewhere, {}]
     writer = StatusWriter(path, every_s=0.1, look=lambda _: said[-1])
     writer.note(PAUSED[0])
     writer.write(None, at_once=True)
     before = load_status(path)
-    for expected in (before, replace(before, **vars(said[1])), replace(before, **vars(said[0]))):
+    for expected in (before, replace(before, **said[1]), replace(before, **said[0])):
         time.sleep(writer.wait_s() or 0.0)
         writer.write(None)
         told = load_status(path)

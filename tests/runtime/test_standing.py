@@ -12,9 +12,15 @@ import torch.distributed as dist
 
 from hydroslurm.coordination import collectives
 from hydroslurm.core.rundir import GENERATION_ENV
-from hydroslurm.runtime.standing import Standing, Watch
+from hydroslurm.runtime.standing import Watch
 
 BELOW_AGENT = {GENERATION_ENV: "1"}
+NOTHING = {
+    "collectives": None,
+    "collective_timeout_s": None,
+    "meeting_timeout_s": None,
+    "stands_at": "",
+}
 
 
 def test_a_rank_that_waits_for_the_others_says_so(tmp_path: Path) -> None:
@@ -22,11 +28,11 @@ def test_a_rank_that_waits_for_the_others_says_so(tmp_path: Path) -> None:
     watch, seen = Watch(BELOW_AGENT), []
 
     def look() -> None:
-        while (found := watch.look(None)) is None or found.meeting_timeout_s is None:
+        while watch.look(None)["meeting_timeout_s"] is None:
             time.sleep(0.01)
         seen.append(watch.look(None))
 
-    assert watch.look(None) == Standing(None, None, "", None)
+    assert watch.look(None) == NOTHING
     thread = threading.Thread(target=look)
     thread.start()
     store = dist.FileStore(str(tmp_path / "store"), 2)
@@ -35,11 +41,9 @@ def test_a_rank_that_waits_for_the_others_says_so(tmp_path: Path) -> None:
             "gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=1.5)
         )
     thread.join()
-    assert seen[0].meeting_timeout_s == 1.5
-    assert f"{Path(__file__).name}:" in seen[0].stands_at
-    found = watch.look(None)
-    assert found is not None
-    assert found.meeting_timeout_s is None
+    assert seen[0]["meeting_timeout_s"] == 1.5
+    assert f"{Path(__file__).name}:" in seen[0]["stands_at"]
+    assert watch.look(None)["meeting_timeout_s"] is None
 
 
 def test_nobody_waits_in_a_group_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +51,6 @@ def test_nobody_waits_in_a_group_that_is_gone(monkeypatch: pytest.MonkeyPatch) -
     progress: list[collectives.Progress | None] = [collectives.Progress("0#1", 7, 600.0), None]
     monkeypatch.setattr(collectives, "progress", lambda: progress.pop(0))
     watch = Watch(BELOW_AGENT)
-    assert watch.look(3) == Standing(7, 600.0, "")
-    assert watch.look(3) == Standing(None, None, "")
-    assert Watch({}).look(3) is None
+    assert watch.look(3) == {**NOTHING, "collectives": 7, "collective_timeout_s": 600.0}
+    assert watch.look(3) == NOTHING
+    assert Watch({}).look(3) == {}
