@@ -69,10 +69,10 @@ def find_coordinator(
     deadline_s = clock.now_s() + timeout_s
     while clock.now_s() < deadline_s and not stop():
         try:
-            search = _Search(world, secret)
-            if (found := search.run(candidates)) is not None:
+            found = _search(candidates, world, secret)
+            if isinstance(found, Connection):
                 return found
-            seen = search.seen or seen
+            seen = found or seen
         except (OSError, MungeError, UntrustedFile) as error:
             seen = str(error)
         threading.Event().wait(RETRY_S)
@@ -91,7 +91,8 @@ def connect(
     Raises:
         OSError, MungeError, UntrustedFile: there is nothing to ask with.
     """
-    return _Search(world, secret).run(candidates)
+    found = _search(candidates, world, secret)
+    return found if isinstance(found, Connection) else None
 
 
 def join_coordinator(connection: Connection, world: World, cut_off: Sequence[str]) -> Connection:
@@ -264,67 +265,64 @@ class CoordinatorChannel:
             self._tick()
 
 
-class _Search:
-    """Asks at several addresses at the same time; anybody may listen at the others."""
+def _search(
+    candidates: Sequence[tuple[str, int]], world: World, secret: Secret
+) -> Connection | str:
+    """Ask at several addresses at the same time, for anybody may listen at the others: the first
+    that authenticates, or why the last has not; empty if none has answered in time."""
+    loop = asyncio.new_event_loop()  # asyncio.run() would take the handler of SIGINT
+    try:
+        return loop.run_until_complete(_first(candidates, world, secret))
+    finally:
+        loop.close()
 
-    def __init__(self, world: World, secret: Secret) -> None:
-        self._world = world
-        self._secret = secret
-        self.seen = ""
 
-    def run(self, candidates: Sequence[tuple[str, int]]) -> Connection | None:
-        """The first that authenticates; None if none has within :data:`CONNECT_S`."""
-        loop = asyncio.new_event_loop()  # asyncio.run() would take the handler of SIGINT
-        try:
-            return loop.run_until_complete(self._first(candidates))
-        finally:
-            loop.close()
+async def _first(
+    candidates: Sequence[tuple[str, int]], world: World, secret: Secret
+) -> Connection | str:
+    tasks = [asyncio.create_task(_ask(host, port, world, secret)) for host, port in candidates]
+    found: Connection | str = ""
+    try:
+        for answer in asyncio.as_completed(tasks, timeout=CONNECT_S):
+            found = await answer
+            if isinstance(found, Connection):
+                break
+    except asyncio.TimeoutError:
+        pass
+    finally:
+        for task in tasks:
+            task.cancel()
+        for made in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(made, Connection) and made is not found:
+                made.socket.close()
+    return found
 
-    async def _first(self, candidates: Sequence[tuple[str, int]]) -> Connection | None:
-        tasks = [asyncio.create_task(self._ask(host, port)) for host, port in candidates]
-        found: Connection | None = None
-        try:
-            for answer in asyncio.as_completed(tasks, timeout=CONNECT_S):
-                if (found := await answer) is not None:
-                    break
-        except asyncio.TimeoutError:
-            pass
-        finally:
-            for task in tasks:
-                task.cancel()
-            for made in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(made, Connection) and made is not found:
-                    made.socket.close()
-        return found
 
-    async def _ask(self, host: str, port: int) -> Connection | None:
-        loop = asyncio.get_running_loop()
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            sock.setblocking(False)
-            await loop.sock_connect(sock, (socket.gethostbyname(host), port))
-            greeting = self._secret.greeting(self._world)
-            if greeting is None:
-                raise OSError("rank 0 has not written the ranks' key yet")
-            await loop.sock_sendall(sock, greeting.hello)
-            proof = None
-            while proof is None:
-                data = await loop.sock_recv(sock, 1 << 16)
-                if not data:
-                    raise OSError(
-                        "closed; not the coordinator of this job, or it refuses this rank"
-                    )
-                proof = greeting.feed(data)
-            await loop.sock_sendall(sock, proof)
-            sock.setblocking(True)
-            return _connection(sock, greeting)
-        except (OSError, GreetingFailed, BadFrame, MungeError) as error:
-            self.seen = f"{host}:{port}: {error}"
-            sock.close()
-            return None
-        except BaseException:  # UntrustedFile, or given up for another
-            sock.close()
-            raise
+async def _ask(host: str, port: int, world: World, secret: Secret) -> Connection | str:
+    loop = asyncio.get_running_loop()
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        await loop.sock_connect(sock, (socket.gethostbyname(host), port))
+        greeting = secret.greeting(world)
+        if greeting is None:
+            raise OSError("rank 0 has not written the ranks' key yet")
+        await loop.sock_sendall(sock, greeting.hello)
+        proof = None
+        while proof is None:
+            data = await loop.sock_recv(sock, 1 << 16)
+            if not data:
+                raise OSError("closed; not the coordinator of this job, or it refuses this rank")
+            proof = greeting.feed(data)
+        await loop.sock_sendall(sock, proof)
+        sock.setblocking(True)
+        return _connection(sock, greeting)
+    except (OSError, GreetingFailed, BadFrame, MungeError) as error:
+        sock.close()
+        return f"{host}:{port}: {error}"
+    except BaseException:  # UntrustedFile, or given up for another
+        sock.close()
+        raise
 
 
 def _connection(sock: socket.socket, greeting: RankGreeting) -> Connection:
