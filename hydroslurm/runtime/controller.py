@@ -489,19 +489,19 @@ class Controller:
             return
         if seen.kind is EventKind.GATE_CLOSED:  # what ends the pause must be ours
             self.gate.check_handlers()
-        record = self._recorder.record(seen)
+        data = self._recorder.record(seen)
         ranks = self.ranks
         if seen.kind is EventKind.SIGNAL_RECEIVED:
             self._look_for_warning(seen.signo, seen.sender_pid)
         if seen.kind is EventKind.PARKED:
             if ranks and ranks.have_joined and not ranks.lost:
-                record.data["world_size"] = ranks.world_size
+                data["world_size"] = ranks.world_size
             if stopped := self._children.stop():
-                record.data["children"] = stopped
-        self._write(record.kind, record.data, mono_ns=record.mono_ns, epoch_ns=record.epoch_ns)
+                data["children"] = stopped
+        self._write(seen.kind, data, mono_ns=seen.mono_ns, epoch_ns=seen.epoch_ns)
         if self.ranks is not None:
             self.ranks.on_gate_event(seen)
-        self._follow(record.kind)
+        self._follow(seen.kind)
         self._follow_vacating(seen)
 
     def _look_for_warning(self, signo: int, sender_pid: int) -> None:
@@ -647,8 +647,12 @@ class Controller:
                 pause, drain = self._drains.get_nowait()
             except queue.Empty:
                 return
-            record = self._recorder.drain(pause, drain)
-            self._write(record.kind, record.data)
+            data = {"pause": pause, "devices": list(drain.devices)}
+            if drain.drained:
+                self._write(EventKind.DRAINED, {**data, "drain_us": drain.took_s * 1e6})
+            else:
+                more = {"waited_s": drain.took_s, "reason": drain.reason}
+                self._write(EventKind.NOT_DRAINED, {**data, **more})
 
     def _write(
         self,

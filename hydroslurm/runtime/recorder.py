@@ -6,22 +6,9 @@ Numbers the pauses and turns timestamps into latencies. All records of one pause
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.signals import signal_name
 from hydroslurm.gate.protocol import GateEvent
-from hydroslurm.runtime.device import Drain
-
-
-@dataclass(frozen=True)
-class Record:
-    """One line for the log; without times it happened now."""
-
-    kind: EventKind
-    data: dict[str, object]
-    mono_ns: int | None = None
-    epoch_ns: int | None = None
 
 
 class Recorder:
@@ -37,27 +24,8 @@ class Recorder:
         self._closed_ns = 0
         self._resume_requested_ns = 0
 
-    def record(self, seen: GateEvent) -> Record:
-        """The line that one gate event makes."""
-        return Record(seen.kind, self._data(seen), seen.mono_ns, seen.epoch_ns)
-
-    def drain(self, pause: int, drain: Drain) -> Record:
-        if drain.drained:
-            return Record(
-                EventKind.DRAINED,
-                {"pause": pause, "devices": list(drain.devices), "drain_us": drain.took_s * 1e6},
-            )
-        return Record(
-            EventKind.NOT_DRAINED,
-            {
-                "pause": pause,
-                "devices": list(drain.devices),
-                "waited_s": drain.took_s,
-                "reason": drain.reason,
-            },
-        )
-
-    def _data(self, seen: GateEvent) -> dict[str, object]:
+    def record(self, seen: GateEvent) -> dict[str, object]:
+        """The data of the line that one gate event makes."""
         kind = seen.kind
         causes = seen.causes.names()
         if kind is EventKind.SIGNAL_RECEIVED:

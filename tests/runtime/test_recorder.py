@@ -28,13 +28,12 @@ def test_one_pause_is_told_with_its_latencies() -> None:
     opened = recorder.record(_seen(EventKind.RESUMED, 5_003_000, value_ns=5_001_000, held=1))
     released = recorder.record(_seen(EventKind.FIRST_OPERATOR_RELEASED, 5_011_000, tid=7))
 
-    assert [r.data["pause"] for r in (closed, held, parked, opened, released)] == [1] * 5
-    assert closed.data["causes"] == ["slurm"]
-    assert held.data == {"pause": 1, "operator": "aten::mm", "phase": "backward", "tid": 7}
-    assert parked.data["park_us"] == pytest.approx(2.0)
-    assert opened.kind is EventKind.RESUMED
-    assert opened.data["parked_s"] == pytest.approx(0.005)
-    assert released.data["resume_us"] == pytest.approx(10.0)
+    assert [data["pause"] for data in (closed, held, parked, opened, released)] == [1] * 5
+    assert closed["causes"] == ["slurm"]
+    assert held == {"pause": 1, "operator": "aten::mm", "phase": "backward", "tid": 7}
+    assert parked["park_us"] == pytest.approx(2.0)
+    assert opened["parked_s"] == pytest.approx(0.005)
+    assert released["resume_us"] == pytest.approx(10.0)
 
 
 def test_pauses_are_counted() -> None:
@@ -42,7 +41,7 @@ def test_pauses_are_counted() -> None:
     recorder = Recorder()
     recorder.record(_seen(EventKind.GATE_CLOSED, 1))
     recorder.record(_seen(EventKind.RESUMED, 2))
-    assert recorder.record(_seen(EventKind.GATE_CLOSED, 3)).data["pause"] == 2
+    assert recorder.record(_seen(EventKind.GATE_CLOSED, 3))["pause"] == 2
 
 
 @pytest.mark.parametrize(
@@ -50,4 +49,4 @@ def test_pauses_are_counted() -> None:
 )
 def test_every_gate_event_has_a_record(kind: EventKind) -> None:
     """No kind of gate event is lost on the way to the log; the guard tells of handlers."""
-    assert isinstance(Recorder().record(_seen(kind, 1)).kind, EventKind)
+    assert isinstance(Recorder().record(_seen(kind, 1)), dict)
