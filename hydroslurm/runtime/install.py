@@ -367,9 +367,9 @@ def _join(
 
 
 def _warn(text: str) -> None:
-    """From a thread of ours: a warning that is an error there would end that thread."""
+    """Also from a thread of ours, which a warning that is an error there would end."""
     with contextlib.suppress(RuntimeWarning):
-        warnings.warn(f"hydroslurm: {text}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"hydroslurm: {text}", RuntimeWarning, stacklevel=4)
 
 
 def _require_torch() -> None:
@@ -397,9 +397,7 @@ def _registry_base(environ: Mapping[str, str]) -> Path | None:
     try:
         return registry.folder(environ)
     except HydroslurmError as error:
-        warnings.warn(
-            f"hydroslurm: {error}; `--pid` cannot wait for answers", RuntimeWarning, stacklevel=3
-        )
+        _warn(f"{error}; `--pid` cannot wait for answers")
         return None
 
 
@@ -413,11 +411,9 @@ def _run_folder(
             return RunDir(of_run.root.absolute()).claim(mode=mode)
     except HydroslurmError as error:
         # a pause needs nothing that is written there, so that the training is not refused
-        warnings.warn(
-            f"hydroslurm: {error}. This process can be paused all the same; its events go into "
-            "a private folder that ends with it",
-            RuntimeWarning,
-            stacklevel=4,
+        _warn(
+            f"{error}. This process can be paused all the same; its events go into a private "
+            "folder that ends with it"
         )
     return RunDir(registry.private_events(base, os.getpid())) if base else None
 
@@ -437,8 +433,4 @@ def _announce(base: Path | None, identity: Identity, log: EventLog, plan: Signal
     try:
         registry.announce(base, entry)
     except OSError as error:
-        warnings.warn(
-            f"hydroslurm: cannot write {base} ({error}); `--pid` cannot wait for answers",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        _warn(f"cannot write {base} ({error}); `--pid` cannot wait for answers")
