@@ -27,6 +27,8 @@ EVERY_S = 5.0
 LEAST_EVERY_S = 0.2
 _SLOW_S = 5.0
 """How long after an answer is due the screen says that Slurm is late."""
+_PIPE_CELLS = 300
+"""Room for all columns."""
 
 
 def top(
@@ -104,7 +106,7 @@ def _print_views(watcher: Watcher, *, every_s: float | None, as_json: bool) -> N
 
 def _print_view(view: View, *, as_json: bool) -> None:
     from hydroslurm.core.files import clean
-    from hydroslurm.observe.table import FIELDS, for_programs, layout
+    from hydroslurm.observe.table import layout
 
     if view.error is not None:
         typer.echo(f"hydroslurm: Slurm does not answer: {clean(view.error)}", err=True)
@@ -113,13 +115,10 @@ def _print_view(view: View, *, as_json: bool) -> None:
     if as_json:
         for row in view.rows:
             typer.echo(json.dumps({"epoch_s": view.epoch_s, **row.as_json()}))
-    elif sys.stdout.isatty():
-        head, lines = layout(view.rows, os.get_terminal_size().columns)
-        typer.echo("\n".join([head, *lines]))
     else:
-        typer.echo("\t".join(FIELDS))
-        for row in view.rows:
-            typer.echo(for_programs(row))
+        width = os.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_CELLS
+        head, lines = layout(view.rows, width)
+        typer.echo("\n".join([head, *lines]))
     sys.stdout.flush()
 
 

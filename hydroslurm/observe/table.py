@@ -1,4 +1,4 @@
-"""Lines of ``top``: cells, columns that fit a width, and lines for other programs. Pure."""
+"""Lines of ``top``: cells, and columns that fit a width. Pure."""
 
 from __future__ import annotations
 
@@ -103,28 +103,6 @@ _NAME_CELLS = 12
 """For so much of a name the columns that only complete the picture stand back, and no others."""
 _CORE_RANK = 9
 
-FIELDS = (
-    "job",
-    "name",
-    "user",
-    "partition",
-    "state",
-    "parked",
-    "ranks",
-    "step",
-    "steps_per_s",
-    "commit_step",
-    "commit_age_s",
-    "preemptions",
-    "left_s",
-    "lost_steps",
-    "lost_s",
-    "size",
-    "size_wanted",
-    "size_max",
-)
-"""The columns for programs, in their order; later ones may be added at the end."""
-
 
 def layout(rows: Sequence[Row], width: int) -> tuple[str, list[str]]:
     """The head, and one line per row, none wider than ``width`` cells."""
@@ -166,12 +144,6 @@ def style(row: Row) -> str:
     return ""
 
 
-def for_programs(row: Row) -> str:
-    """One line, the fields divided by tabs; ``-`` for what is not known."""
-    values = row.as_json()
-    return "\t".join(_plain(values[name]) for name in FIELDS)
-
-
 def _natural(column: Column, cells: Sequence[str]) -> int:
     widest = max([cell_len(column.title), column.least, *map(cell_len, cells)])
     return min(widest, max(_WIDEST.get(column.title, widest), cell_len(column.title)))
@@ -190,11 +162,3 @@ def _line(shown: Sequence[Column], cells: Sequence[str], widths: dict[str, int],
         pad = " " * (room - cell_len(text))
         parts.append(pad + text if column.right else text + pad)
     return set_cell_size(_GAP.join(parts), width).rstrip()
-
-
-def _plain(value: object) -> str:
-    if value is None:
-        return NOTHING
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    return clean(str(value)) or NOTHING

@@ -57,9 +57,11 @@ def test_ls(run_dir: RunDir) -> None:
     ]
 
 
-def test_ls_as_json(run_dir: RunDir) -> None:
-    """The same for programs; with --verify the files are read, too."""
-    rows = json.loads(call("ls", run_dir.root, "--json", "--verify"))
+def test_verify_as_json(run_dir: RunDir) -> None:
+    """The rows of ls for programs, and the files are read."""
+    glanced = [row["state"] for row in json.loads(call("ls", run_dir.root, "--json"))]
+    assert glanced == ["whole", "torn", "whole", "too new"]
+    rows = json.loads(call("verify", run_dir.root, "--json", status=1))
     assert [(row["step"], row["state"]) for row in rows] == [
         (1, "whole"),
         (2, "torn"),
@@ -201,7 +203,7 @@ def test_a_step_that_was_saved_twice(tmp_path: Path) -> None:
     found = newest_in(store)
     assert found is not None
     assert found.path == last.path
-    rows = json.loads(call("ls", tmp_path, "--json", "--verify"))
+    rows = json.loads(call("verify", tmp_path, "--json"))
     assert [row["step"] for row in rows] == [7] * 12
     assert rows[-1]["path"] == str(last.path)
     assert "7.12 " in call("ls", tmp_path)

@@ -141,8 +141,8 @@ def test_top(scene: Scene) -> None:
     assert (good["ranks"], good["name"]) == (1, "good")
     assert good["step"] >= good["commit_step"] >= 20
     head, *lines = scene.call("top", "-a", "--once").splitlines()
-    assert len({len(line.split("\t")) for line in [head, *lines]}) == 1
-    _good_row([{"job": line.split("\t")[0]} for line in lines], scene)
+    assert all(line.isprintable() for line in [head, *lines])
+    _good_row([{"job": line.split()[0]} for line in lines], scene)
 
 
 def test_metrics(scene: Scene) -> None:

@@ -33,7 +33,7 @@ from hydroslurm.jobs.control.view import JobView, my_jobs, view_of
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.tensorboard import read_address
 from hydroslurm.observe.metrics import JobCollector
-from hydroslurm.observe.table import for_programs
+from hydroslurm.observe.table import layout
 from hydroslurm.observe.watcher import Watcher
 from hydroslurm.report.figures import Report
 from hydroslurm.report.reading import read_history
@@ -149,7 +149,7 @@ def test_top_and_metrics(home: Path) -> None:
         assert {row.job.job_id for row in view.rows} == set(range(1, len(KINDS) + 1))
         for row in view.rows:
             json.dumps(row.as_json(), allow_nan=False)
-            assert all(part.isprintable() for part in for_programs(row).split("\t"))
+        assert all(line.isprintable() for line in layout(view.rows, 300)[1])
     families = JobCollector(watcher, every_s=0.0).collect()
     assert {one.name for one in families} >= {"hydroslurm_job_step", "hydroslurm_jobs"}
 
