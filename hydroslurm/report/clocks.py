@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.datewatch import SET_NS
+from hydroslurm.report.lines import spelled
 
 
 @dataclass(frozen=True)
@@ -86,17 +87,23 @@ class Alignment:
         if self.within_ns is None:
             said.append("Clocks: the events are too few to tell whether the date was set meanwhile")
         else:
-            said.append(f"Clocks: within a process the date is good to {_time(self.within_ns)}")
+            said.append(
+                f"Clocks: within a process the date is good to {spelled(self.within_ns / 1e9)}"
+            )
         if self.unbounded:
             who = ", ".join(self.unbounded[:5]) + (" ..." if len(self.unbounded) > 5 else "")
             said.append(f"by how much the date of {who} differs is not known: taken as it is")
         elif self.between_ns is not None:
-            said.append(f"between hosts to {_time(self.between_ns)}, by what ranks did together")
+            said.append(
+                f"between hosts to {spelled(self.between_ns / 1e9)}, by what ranks did together"
+            )
         else:
             said.append("all ranks were on one host")
         for host in self.hosts:
             if host.shift_ns:
-                said.append(f"the date of {host.host} was shifted by {_time(-host.shift_ns)}")
+                said.append(
+                    f"the date of {host.host} was shifted by {spelled(-host.shift_ns / 1e9)}"
+                )
             if host.contradictory and host.host not in dict(self.set_ns):
                 said.append(f"the date of {host.host} was set while the run went on")
         sentences = [f"{'; '.join(said)}."]
@@ -229,10 +236,3 @@ def _bounds(here: _JointActions, there: _JointActions) -> Iterable[tuple[int, in
             continue
         (before_here, after_here), (before_there, after_there) = here[key], there[key]
         yield before_there - after_here, after_there - before_here
-
-
-def _time(ns: float) -> str:
-    for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
-        if abs(ns) >= size:
-            return f"{ns / size:.3g} {unit}"
-    return f"{ns:.0f} ns"

@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from hydroslurm.report.history import History, percentile
 from hydroslurm.report.latencies import LATENCIES
+from hydroslurm.report.lines import spelled
 
 _BINS = 24
 _COLUMNS = 3
@@ -110,11 +111,3 @@ def _draw(axes: Axes, shown: Histogram) -> None:
     axes.grid(axis="x", lw=0.4, color="#BBBBBB")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def spelled(value_s: float) -> str:
-    """A time with the unit that keeps it short."""
-    for unit, size_s in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value_s >= size_s * 0.9995:
-            return f"{value_s / size_s:.3g} {unit}" if value_s < 999.5 else f"{value_s:,.0f} s"
-    return f"{value_s / 1e-9:.3g} ns"

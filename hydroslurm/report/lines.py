@@ -132,6 +132,14 @@ def span(begin_ns: int | None, end_ns: int | None, unit_ns: float) -> float | No
     return (end_ns - begin_ns) / unit_ns
 
 
+def spelled(time_s: float) -> str:
+    """A time with the unit that keeps it short."""
+    for unit, size_s in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(time_s) >= size_s * 0.9995:
+            return f"{time_s / size_s:.3g} {unit}" if abs(time_s) < 999.5 else f"{time_s:,.0f} s"
+    return f"{time_s / 1e-9:.3g} ns"
+
+
 def integer(data: Mapping[str, Any], key: str) -> int | None:
     value = data.get(key)
     if type(value) is int and -_MOST_INTEGER <= value < _MOST_INTEGER:

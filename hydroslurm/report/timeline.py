@@ -20,6 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from hydroslurm.report.history import History, summary
+from hydroslurm.report.lines import spelled
 from hydroslurm.report.pauses import Pause
 from hydroslurm.report.stops import steps_lost_total
 from hydroslurm.report.timeline_lanes import (
@@ -184,11 +185,7 @@ def _latency(pause: Pause) -> str:
     mark where collectives were in flight."""
     if pause.park_us is None:
         return pause.outcome
-    mark = " !" if pause.in_flight else ""
-    if pause.park_us < 999.5:
-        return f"{pause.park_us:.0f} µs{mark}"
-    ms = pause.park_us / 1e3
-    return f"{ms:.1f} ms{mark}" if ms < 99.95 else f"{ms / 1e3:.2f} s{mark}"
+    return f"{spelled(pause.park_us / 1e6)}{' !' if pause.in_flight else ''}"
 
 
 def _draw_pauses(axes: Axes, lanes: Sequence[list[PlacedPause]], *, pixel_s: float) -> None:
