@@ -20,7 +20,7 @@ from typing import Any
 from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN
 from hydroslurm.core.files import read_end
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.core.trust import check_trusted, user_name
+from hydroslurm.core.trust import user_name
 from hydroslurm.elastic import coordinator as elastic_coordinator
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import (
@@ -40,7 +40,7 @@ from hydroslurm.jobs.supervisor.conditions import (
     final_condition,
     read_conditions,
 )
-from hydroslurm.jobs.supervisor.main import clean, log
+from hydroslurm.jobs.supervisor.main import clean, log, trusted_plan
 from hydroslurm.jobs.supervisor.tensorboard import tensorboard
 from hydroslurm.slurm.client import open_client
 from hydroslurm.slurm.stops import IN_GRACE, StopReason, ask_why
@@ -64,15 +64,10 @@ class ElasticJob:
             RunFolderError: others may have written what is to run.
         """
         self._run = RunDir(root)
-        self._run.check()
+        self._plan = trusted_plan(self._run)
         if not environ.get("SLURM_JOB_ID"):
             raise LaunchError("the coordinator runs in the batch script of its job; submit the job")
         self._environ = environ
-        try:
-            check_trusted(self._run.plan_json, what="the job's plan", shared=True)
-        except OSError as error:
-            raise LaunchError(f"{root} is not the run folder of a job: {error}") from error
-        self._plan = read_plan(self._run.plan_json)
         self._folder = ElasticFolder(run=root)
         self._allocator = allocator_of(self._run, self._plan, environ=environ)
         self._signal: int | None = None

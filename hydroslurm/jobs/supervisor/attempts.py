@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -237,14 +237,17 @@ def was_requeued_by_ranks(events: Path, attempt: Attempt) -> bool:
     """Whether a rank of an attempt has had the job put back into the queue: then Slurm need not be
     asked whether it is there."""
     # the first one does it for all; where another had to, Slurm is asked
-    for path in sorted(events.glob("rank-*.jsonl"))[:1]:
-        with contextlib.suppress(OSError):
-            return any(
-                one.restart_count == attempt.restart_count
-                and one.epoch_ns >= attempt.began_epoch_ns
-                for one in read_events(path, kinds=(EventKind.REQUEUED,))
-            )
-    return False
+    first = sorted(events.glob("rank-*.jsonl"))[:1]
+    return any(True for path in first for _ in _events_of(attempt, path, EventKind.REQUEUED))
+
+
+def _events_of(attempt: Attempt, path: Path, *kinds: EventKind) -> Iterator[Event]:
+    """Yield what a rank has written in an attempt; a file that cannot be read tells nothing."""
+    with contextlib.suppress(OSError):
+        for event in read_events(path, kinds=kinds):
+            is_its = event.restart_count == attempt.restart_count
+            if is_its and event.epoch_ns >= attempt.began_epoch_ns:
+                yield event
 
 
 def recorded_stop_reason(events: Path, attempt: Attempt) -> tuple[StopReason, str] | None:
@@ -255,20 +258,13 @@ def recorded_stop_reason(events: Path, attempt: Attempt) -> tuple[StopReason, st
     found: list[tuple[int, StopReason, str]] = []
     for path in sorted(events.glob("rank-*.jsonl")):
         signal = ""
-        with contextlib.suppress(OSError):
-            for event in read_events(path):
-                if (
-                    event.restart_count != attempt.restart_count
-                    or event.epoch_ns < attempt.began_epoch_ns
-                ):
-                    continue
-                if event.kind is EventKind.STOP_REQUESTED:
-                    signal = signal or str(event.data.get("signal") or "")
-                reason = event.data.get("reason")
-                if event.kind is EventKind.STOP_REASON and reason in _REASONS:
-                    came = f"{signal} received: " if signal else ""
-                    message = f"{came}{event.data.get('message', '')}"
-                    found.append((event.epoch_ns, StopReason(reason), message))
+        for event in _events_of(attempt, path, EventKind.STOP_REQUESTED, EventKind.STOP_REASON):
+            if event.kind is EventKind.STOP_REQUESTED:
+                signal = signal or str(event.data.get("signal") or "")
+            elif (reason := event.data.get("reason")) in _REASONS:
+                came = f"{signal} received: " if signal else ""
+                message = f"{came}{event.data.get('message', '')}"
+                found.append((event.epoch_ns, StopReason(reason), message))
     return min(found)[1:] if found else None
 
 

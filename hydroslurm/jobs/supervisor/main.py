@@ -19,7 +19,7 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import LaunchError, SlurmError
 from hydroslurm.jobs import submission
-from hydroslurm.jobs.plan import read_plan
+from hydroslurm.jobs.plan import Plan, read_plan
 from hydroslurm.jobs.supervisor import CLEAN
 from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
 from hydroslurm.jobs.supervisor.conditions import add_condition, final_condition, read_conditions
@@ -37,15 +37,10 @@ def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
         RunFolderError: others may have written what it is to run.
     """
     run = RunDir(root)
-    run.check()
+    plan = trusted_plan(run)
     allocation = Allocation.from_environ(environ)
     if allocation is None:
         raise LaunchError("a supervisor runs in the batch script of its job; submit the job")
-    try:
-        check_trusted(run.plan_json, what="the job's plan", shared=True)
-    except OSError as error:
-        raise LaunchError(f"{root} is not the run folder of a TrainingJob: {error}") from error
-    plan = read_plan(run.plan_json)
     supervisor = Supervisor(
         run,
         plan,
@@ -60,6 +55,21 @@ def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
 
     with tensorboard(plan.tensorboard, run, log=log):
         return supervisor.supervise()
+
+
+def trusted_plan(run: RunDir) -> Plan:
+    """Read what a job is to run.
+
+    Raises:
+        LaunchError: the folder holds no job.
+        RunFolderError: others may have written it.
+    """
+    run.check()
+    try:
+        check_trusted(run.plan_json, what="the job's plan", shared=True)
+    except OSError as error:
+        raise LaunchError(f"{run.root} is not the run folder of a job: {error}") from error
+    return read_plan(run.plan_json)
 
 
 def clean(root: Path, *, environ: Mapping[str, str]) -> str:
