@@ -110,6 +110,7 @@ class Census:
         roots: by name, or what makes them anew at each look.
         models: modules whose weights and buffers a ``state_dict()`` has; how they are set, their
             attributes and their other buffers are part of the census.
+        all_buffers: so are those that a ``state_dict()`` has, which may be another rank's.
         saved: objects that somebody else saves, with all that hangs in them.
         known: classes whose objects are not entered, each with the reason; see :data:`KNOWN`.
         without: names of attributes that are left out, by the name of a root or model.
@@ -131,8 +132,9 @@ class Census:
         without: Mapping[str, Collection[str]] = types.MappingProxyType({}),
         device: Callable[[], torch.device] | None = None,
         all_generators: bool = False,
+        all_buffers: bool = False,
     ) -> None:
-        self._all_generators = all_generators
+        self._all_generators, self._all_buffers = all_generators, all_buffers
         self._roots = roots if callable(roots) else lambda: roots
         self._models = models if callable(models) else lambda: models
         self._saved, self._known, self._without = saved, known, without
@@ -233,7 +235,7 @@ class Census:
     # --------------------------------------------------------------------------------------------
 
     def _look(self) -> _Walk:
-        walk = _Walk(self._known, self._without, self._modes)
+        walk = _Walk(self._known, self._without, self._modes, all_buffers=self._all_buffers)
         with _no_collection():  # thousands of small dicts would have all of the heap looked through
             walk.leave_out(self._saved())
             walk.go(self._models(), self._roots())
@@ -363,7 +365,10 @@ class _Walk:
         known: Mapping[str, str],
         without: Mapping[str, Collection[str]],
         modes: dict[str, bool],
+        *,
+        all_buffers: bool,
     ) -> None:
+        self._all_buffers = all_buffers
         self.nodes: dict[str, Node] = {}
         self.iterators: dict[str, object] = {}
         self.kinds: dict[str, str] = {}
@@ -513,7 +518,8 @@ class _Walk:
         else:
             entries = {}
         buffers = own["_buffers"]
-        left = own["_non_persistent_buffers_set"] if is_saved else buffers
+        is_left_out = is_saved and not self._all_buffers
+        left = own["_non_persistent_buffers_set"] if is_left_out else buffers
         node.buffers = {name for name in buffers if name in left}
         entries = {**entries, **{name: buffers[name] for name in sorted(node.buffers)}}
         node.weights = node.buffers

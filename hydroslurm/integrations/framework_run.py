@@ -26,7 +26,7 @@ from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch
-from hydroslurm.integrations.framework_state import Handed, RankBuffers
+from hydroslurm.integrations.framework_state import Handed
 from hydroslurm.integrations.held_loader import HeldLoader, held_state, samples_taken
 from hydroslurm.training.arguments import run_directory
 from hydroslurm.training.checks import Remedies
@@ -67,7 +67,6 @@ class FrameworkRun(Run):
         self._handed = Handed(capture)
         self._parts: Mapping[str, Any] = {}
         self.own: dict[str, Stateful] = {}
-        self._buffers: RankBuffers | None = None
         self._models: Models = tuple
         self._loaders: dict[str, HeldLoader] = {}
         self._pending: Mapping[str, Any] | None = None
@@ -132,26 +131,27 @@ class FrameworkRun(Run):
         self._objects.add(name, thing)
 
     def follow(self, models: Models) -> None:
-        """Save what each rank has of these models beside the shared state, and sum gradients in one
-        order in all attempts; before :meth:`begin`."""
-        world_size = self._rank_group.world_size
-        self._buffers = RankBuffers(models, world_size=world_size)
+        """Sum the gradients of these models in one order in all attempts; before
+        :meth:`remember`, which saves what each rank has of them beside the shared state."""
         self._models = models
-        self.own["buffers"] = self._buffers
-        self._bucket_orders = BucketOrders(models, world_size=world_size)
+        self._bucket_orders = BucketOrders(models, world_size=self._rank_group.world_size)
         self._gradients = Gradients(lambda: {str(n): one for n, one in enumerate(models())})
 
     def remember(self, roots: Callable[[], Mapping[str, Any]], **options: Any) -> None:
         """Save what changes from now on in the script's own objects, and in how the modules of the
-        models that are followed are set; before :meth:`begin`.
+        models that are followed are set; before :meth:`begin`. Of several ranks each has buffers of
+        its own: they see other batches, and their BatchNorm other statistics. FSDP never compares
+        them, and DDP only where it trains, not in an evaluation.
 
         Args:
             roots, options: as of :class:`Contents`.
         """
+        world_size = self._rank_group.world_size
         self._contents = Contents(
             lambda: {f"model {n}" if n else "model": one for n, one in enumerate(self._models())},
             roots,
-            world_size=self._rank_group.world_size,
+            world_size=world_size,
+            all_buffers=world_size > 1,
             **options,
         )
         self._contents.note()
@@ -189,8 +189,6 @@ class FrameworkRun(Run):
         pending, self._pending = self._pending, None
         self._handed.loaded = None
         self.trains = True
-        if self._buffers is not None:
-            self._buffers.begin()
         if pending is not None:
             self._put_back(pending)
         self._gradients.begin()

@@ -32,7 +32,7 @@ class Contents:
         models: those whose weights are saved, by name, with or without wrappers; asked for when
             they are there.
         roots: what else the training has, by name; the variables of a loop come by themselves.
-        saved, known, without: see :class:`Census`.
+        saved, known, without, all_buffers: see :class:`Census`.
         world_size: of the ranks that train.
     """
 
@@ -45,6 +45,7 @@ class Contents:
         known: Mapping[str, str] = KNOWN,
         without: Mapping[str, Collection[str]] = _NOTHING,
         world_size: int = 1,
+        all_buffers: bool = False,
     ) -> None:
         self._models, self._roots = models, roots
         self._world_size = world_size
@@ -61,6 +62,7 @@ class Contents:
             known=known,
             without=without,
             device=self._device,
+            all_buffers=all_buffers,
         )
 
     def note(self) -> None:
