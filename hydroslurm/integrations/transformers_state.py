@@ -1,5 +1,5 @@
 """What is saved of a Hugging Face Trainer, and how it gets that back: of each rank where it is in
-the epoch, what is still to be done after the step, running averages and callbacks; of all together
+the epoch, what is still to be done after the step, and running averages; of all together
 what its own checkpoint would have, and other modules than its model.
 
 A Trainer resumes from a folder: it is given one with nothing in it but its own state, and what it
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hydroslurm.checkpoint.known import ENTERED, KNOWN, reason
-from hydroslurm.checkpoint.plain import equal, plain
+from hydroslurm.checkpoint.plain import plain
 from hydroslurm.checkpoint.tree import is_dtensor
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.framework_run import FrameworkRun
@@ -61,11 +61,6 @@ class LoopState:
         self.is_training = True
         self.is_followed = False
         self._flags: Mapping[str, bool] = {}
-        self._args_before: dict[str, Mapping[str, Any]] = {}
-
-    def remember(self) -> None:
-        """Arguments of callbacks that will not have changed from now on are not saved."""
-        self._args_before = {n: dict(_args_of(one)) for n, one in self._exportable()}
 
     def count_step(
         self, *, epoch: int, loss: Any, grad_norm: Any, learning_rate: float | None
@@ -96,7 +91,6 @@ class LoopState:
             "is_training": bool(self._trainer.model.training),
             "flags": self._flags_now(),
             "began_at": {n: int(getattr(self._trainer, n, 0)) for n in _BEGAN_AT},
-            "callbacks": {n: self._exported(n, one) for n, one in self._exportable()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -107,34 +101,10 @@ class LoopState:
         self.is_followed = state["is_followed"]
         for name, count in state.get("began_at", {}).items():
             setattr(self._trainer, name, count)
-        for n, callback in self._exportable():
-            saved = state["callbacks"].get(n, {})
-            if saved.get("args"):
-                made = type(callback)(**{**_args_of(callback), **saved["args"]})
-                vars(callback).update(vars(made))
-            for name, value in saved.get("attributes", {}).items():
-                setattr(callback, name, value)
 
     def _flags_now(self) -> dict[str, bool]:
         flags = {name: bool(getattr(self._trainer.control, name)) for name in _FLAGS}
         return flags | dict.fromkeys(_AT_STEP if self.is_followed else (), False)
-
-    def _exported(self, number: str, callback: Any) -> dict[str, Any]:
-        """Of its arguments those that have changed since the script has given them."""
-        before = self._args_before.get(number, {})
-        args = {
-            name: value
-            for name, value in _args_of(callback).items()
-            if name not in before or not equal(value, before[name])
-        }
-        return {"args": args, "attributes": callback.state().get("attributes", {})}
-
-    def _exportable(self) -> list[tuple[str, Any]]:
-        """The callbacks that have a state to save, numbered; a script makes the same ones in each
-        attempt."""
-        kind = sys.modules["transformers.trainer_callback"].ExportableState
-        callbacks = self._trainer.callback_handler.callbacks
-        return [(str(n), one) for n, one in enumerate(c for c in callbacks if isinstance(c, kind))]
 
 
 class TrainerCheckpoint:
@@ -241,45 +211,32 @@ class TrainerCheckpoint:
         state.init_training_references = init_training_references
 
 
-def roots_of(trainer: Any) -> dict[str, Any]:
-    """The script's callbacks, but for those that export a state, and the Trainer itself.
+def remember(trainer: Any, run: FrameworkRun) -> None:
+    """Have a run save what the Trainer and the script's callbacks keep, and those callbacks of
+    transformers that export a state. Flags of the Trainer say where train() is, which sets them.
 
     The Trainer and its subclasses count and average in attributes: the losses and tokens since the
     last log, floating-point operations, TRL's metrics. TRL's trainer by rewards keeps the
     completions that it has generated for several steps like that.
     """
-    callbacks = {
-        f"callback {number} {type(one).__name__}": one for number, one in _silent_callbacks(trainer)
-    }
-    return {**callbacks, "trainer": trainer}
-
-
-def remember(trainer: Any, run: FrameworkRun) -> None:
-    """Have a run save what these keep. Flags of the Trainer say where train() is, which sets them
-    itself."""
-    kind = type(trainer)
     flags = [name for name, value in vars(trainer).items() if isinstance(value, (bool, str))]
+    kinds = [type(one) for one in _roots_of(trainer).values()]
     run.remember(
-        lambda: roots_of(trainer),
+        lambda: _roots_of(trainer),
         saved=lambda: [one for _, one in other_modules(trainer)],
-        known={**KNOWN, f"{kind.__module__}.{kind.__qualname__}": ENTERED},
+        known={**KNOWN, **{f"{one.__module__}.{one.__qualname__}": ENTERED for one in kinds}},
         without={"trainer": {*_MADE_BY_TRAIN, *flags}},
     )
 
 
-def _silent_callbacks(trainer: Any) -> Iterator[tuple[int, Any]]:
-    """The script's callbacks that export no state, each with its place among all."""
-    kind = sys.modules["transformers.trainer_callback"].ExportableState
-    for number, one in enumerate(trainer.callback_handler.callbacks):
-        if not reason(one) and not isinstance(one, kind):
-            yield number, one
-
-
-def _args_of(callback: Any) -> Mapping[str, Any]:
-    """What it exports of its arguments. Both parts of a state may be left out: transformers takes
-    them as empty."""
-    args: Mapping[str, Any] = callback.state().get("args", {})
-    return args
+def _roots_of(trainer: Any) -> dict[str, Any]:
+    exports = sys.modules["transformers.trainer_callback"].ExportableState
+    callbacks = {
+        f"callback {number} {type(one).__name__}": one
+        for number, one in enumerate(trainer.callback_handler.callbacks)
+        if isinstance(one, exports) or not reason(one)
+    }
+    return {**callbacks, "trainer": trainer}
 
 
 def other_modules(trainer: Any) -> Iterator[tuple[str, Any]]:

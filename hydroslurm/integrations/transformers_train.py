@@ -80,7 +80,6 @@ class Train:
 
     def call(self, own: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run ``own``, the Trainer's train(), with these arguments."""
-        self._loop.remember()
         self._checkpoint.remember()
         self._ignore_keys = given.get("ignore_keys_for_eval")
         with self.run, self._undo, tempfile.TemporaryDirectory(prefix="hydroslurm-") as folder:
