@@ -30,8 +30,13 @@ from hydroslurm.integrations.known import (
     require_known_lightning,
     signals_stand_down,
 )
-from hydroslurm.integrations.lightning_epoch import LoaderRequest, ResumedEpoch
-from hydroslurm.integrations.lightning_state import RankMetrics, roots_of, without_of
+from hydroslurm.integrations.lightning_state import (
+    LoaderRequest,
+    RankMetrics,
+    ResumedEpoch,
+    roots_of,
+    without_of,
+)
 from hydroslurm.integrations.loggers import Loggers
 from hydroslurm.integrations.sharded import (
     fingerprint_of_all,

@@ -2,6 +2,16 @@
 callbacks keep, and what was logged in an epoch that is not over, so that its means and metrics go
 on where they were. Each rank has its own.
 
+The script may make another loader for each epoch, by what it has counted, by the epoch, or by
+chance. An attempt that resumes within one asks for that loader again, in the state in which the
+first one was asked for.
+
+Lightning ends an epoch, and validates, by a number of batches that it asks the loaders for once.
+The rest of an epoch is more batches for fewer ranks, and fewer for more: by the whole epoch's
+number it would leave samples out, or come to the end and not know it. So for that one epoch the
+loaders' lengths are the batches that were used and those that are left, and from the next one on
+the numbers are what they are for this number of ranks.
+
 Imports nothing of Lightning: the same code serves ``lightning`` and ``pytorch_lightning``.
 """
 
@@ -9,14 +19,17 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.census import Variables
 from hydroslurm.checkpoint.known import reason
-from hydroslurm.checkpoint.plain import is_plain, tensors_in
+from hydroslurm.checkpoint.plain import is_plain, plain, tensors_in
+from hydroslurm.integrations.framework_run import FrameworkRun
+from hydroslurm.integrations.held_loader import HeldLoader, count_rest, count_whole
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _VALUES = ("value", "cumulated_batch_size", "_forward_cache", "_update_count")
@@ -60,8 +73,8 @@ def without_of(trainer: Any) -> dict[str, Any]:
 
 
 def _words(thing: Any) -> dict[str, Any]:
-    plain = {name: value for name, value in vars(thing).items() if is_plain(value)}
-    return {name: value for name, value in plain.items() if next(tensors_in(value), None) is None}
+    found = {name: value for name, value in vars(thing).items() if is_plain(value)}
+    return {name: value for name, value in found.items() if next(tensors_in(value), None) is None}
 
 
 def _base_of(method: Callable[..., Any]) -> str:
@@ -70,7 +83,8 @@ def _base_of(method: Callable[..., Any]) -> str:
 
 
 class RankMetrics:
-    """The logged values of one trainer's training loop, and its module's torchmetrics."""
+    """The logged values of one trainer's training loop. What its module's torchmetrics have counted
+    comes back as all else that the module has (:mod:`hydroslurm.checkpoint.census`)."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -86,10 +100,6 @@ class RankMetrics:
                 for key, result in self._trainer.fit_loop.epoch_loop._results.items()
                 if not result.has_reset and (saved := _of_result(result)) is not None
             },
-            "metrics": {
-                name: _plain(metric, (*metric._defaults, "_update_count"))
-                for name, metric in self._metrics()
-            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -98,8 +108,6 @@ class RankMetrics:
         connector._current_fx = state["current_fx"]
         for name, shown in state["shown"].items():
             getattr(connector, name).update(shown)
-        for name, metric in self._metrics():
-            _set(metric, state["metrics"].get(name, {}))
         results = self._trainer.fit_loop.epoch_loop._results
         for key, saved in state["results"].items():
             results[key] = self._result(results, saved)
@@ -112,15 +120,14 @@ class RankMetrics:
         result = kinds._ResultMetric(meta, saved["is_tensor"])
         result.to(self._trainer.strategy.root_device)
         if not saved["is_tensor"]:
-            result.value = dict(self._metrics()).get(meta.metric_attribute)
-        _set(result, saved["values"])
+            modules = self._trainer.lightning_module.named_modules()
+            result.value = dict(modules).get(meta.metric_attribute)
+        for name, value in saved["values"].items():
+            now = getattr(result, name, None)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
+                value = value.to(now.device)
+            setattr(result, name, value)
         return result
-
-    def _metrics(self) -> Iterator[tuple[str, Any]]:
-        """The metrics that hang in the module, by name."""
-        for name, module in self._trainer.lightning_module.named_modules():
-            if hasattr(module, "_defaults") and hasattr(module, "_update_count"):
-                yield name, module
 
 
 def _of_result(result: Any) -> dict[str, Any] | None:
@@ -136,34 +143,92 @@ def _of_result(result: Any) -> dict[str, Any] | None:
         "reduction": reduction,
         "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only, "_op": sync.op},
         "is_tensor": result.is_tensor,
-        "values": _plain(result, _VALUES if result.is_tensor else _VALUES[1:]),
+        "values": _values(result, _VALUES if result.is_tensor else _VALUES[1:]),
     }
 
 
-def _plain(thing: Any, names: tuple[str, ...]) -> dict[str, Any]:
+def _values(result: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """Copies of these attributes, as far as they are there: metrics change theirs in place."""
-    found = {name: getattr(thing, name) for name in names if hasattr(thing, name)}
-    return {name: _copied(value) for name, value in found.items() if _is_plain(value)}
+    found = {name: getattr(result, name) for name in names if hasattr(result, name)}
+    return {name: plain(one) for name, one in found.items() if isinstance(one, (torch.Tensor, int))}
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(isinstance(one, torch.Tensor) for one in value)
-    return isinstance(value, (torch.Tensor, int))
+# --- a resumed epoch
+# ------------------------------------------------------------------------------------------------
+
+_OF_SEVERAL: dict[str, Callable[[Any], Any]] = {
+    "max_size_cycle": max,
+    "max_size": max,
+    "min_size": min,
+    "sequential": sum,
+}
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_copied(one) for one in value]
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+class LoaderRequest:
+    """What the script saw when it was asked for the training loader: the epoch, the random numbers,
+    and what it had counted. Saved for each rank."""
+
+    def __init__(self, trainer: Any, run: FrameworkRun) -> None:
+        self._trainer, self._run = trainer, run
+        self._seen: Mapping[str, Any] = {}
+
+    def ask(self, own: Callable[[], Any]) -> Any:
+        """In the place of the source's own: the loaders that the script makes."""
+        progress = self._trainer.fit_loop.epoch_progress.current
+        saved = self._run.own_loaded.get("request")
+        if not saved:
+            script = self._run.script_now()
+            self._seen = {"epoch": progress.processed, "rng": rng.capture(), "script": script}
+            return own()
+        self._seen = saved
+        rng.restore(saved["rng"])
+        self._run.put_script(saved["script"])
+        epoch, progress.processed = progress.processed, saved["epoch"]
+        try:
+            return own()
+        finally:
+            progress.processed = epoch
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._seen
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing is left to do: it was needed before."""
 
 
-def _set(thing: Any, values: Mapping[str, Any]) -> None:
-    """Give an object its attributes back, each on the device on which it has them."""
-    for name, value in values.items():
-        now = getattr(thing, name, None)
-        if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-            value = value.to(now.device)
-        elif isinstance(value, list):
-            value = [one.to(thing.device) for one in value]
-        setattr(thing, name, value)
+class ResumedEpoch:
+    """How many batches are expected. One resumed fit's."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._epoch: int | None = None
+        self._loaders: list[HeldLoader] = []
+
+    def hold(self, loader: HeldLoader) -> None:
+        """Before Lightning asks for this loader's length."""
+        if count_rest(loader):
+            self._epoch = self._trainer.fit_loop.epoch_progress.current.processed
+            self._loaders.append(loader)
+
+    def leave_behind(self) -> None:
+        """At the beginning of each epoch: behind the resumed one all lengths are whole ones."""
+        loop = self._trainer.fit_loop
+        if self._epoch is None or loop.epoch_progress.current.processed == self._epoch:
+            return
+        self._epoch = None
+        for loader in self._loaders:
+            count_whole(loader)
+        combined = loop._combined_loader
+        combined.limits = [
+            self._limit(len(one)) if hasattr(one, "__len__") else limit
+            for one, limit in zip(combined.flattened, combined.limits, strict=True)
+        ]
+        loop.max_batches = _OF_SEVERAL[combined._mode](combined.limits)
+        interval = self._trainer.val_check_interval
+        if isinstance(interval, float) and self._trainer.val_check_batch is not None:
+            self._trainer.val_check_batch = max(1, int(loop.max_batches * interval))
+
+    def _limit(self, batches: int) -> int:
+        """Lightning's _parse_num_batches."""
+        wanted = self._trainer.limit_train_batches
+        return min(batches, wanted) if isinstance(wanted, int) else int(batches * wanted)

@@ -49,9 +49,7 @@ class Cadence:
 
     def is_due(self, step: int, last_save_mono_s: float) -> bool:
         """Whether a save is to begin behind this step. Reads a clock only with ``every_s``."""
-        if self.every_steps and step % self.every_steps == 0:
-            return True
-        return bool(self.every_s) and time.monotonic() - last_save_mono_s >= self.every_s
+        return self.is_due_by_step(step) or self.is_due_by_clock(last_save_mono_s)
 
     def is_due_by_step(self, step: int) -> bool:
         """The same on all ranks."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hydroslurm.checkpoint import rng
@@ -37,13 +38,49 @@ from hydroslurm.training.oversights import LoopWatch
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice, warning
 from hydroslurm.training.resuming import differences, enter, load_for, require_one_folder
-from hydroslurm.training.saves import Saves
 from hydroslurm.training.stopping import Stopping
 
 _COULD_NOT_RESUME = (
     "the checkpoint of this run could not be loaded: it does not train from 0 in its place. Mend "
     "what resume() has said; to begin anew, give another directory= or Run(resume=False)"
 )
+
+
+@dataclass
+class Saves:
+    """How the newest save of a run relates to its current state. Certain only as long as nothing
+    but the run itself has had control since.
+
+    The same on all ranks, because they make the same calls.
+
+    Attributes:
+        unchanged: the state is that of the newest save, which may still be under way.
+        periodic_step: of the newest periodic save, or of the checkpoint that this attempt resumed
+            from. A step has one at most: a loop may call several safe points at it.
+        behind_batches: the newest save is the one after the last batch of an epoch, and no step
+            was counted since. A stop resumes there.
+        evaluation: what this rank saves in addition to its objects, as it was at the beginning of
+            the current ``evaluation()`` block; None outside of one.
+        in_body: the training is in the body of a loop over ``batches()`` or ``steps()``.
+    """
+
+    unchanged: bool = False
+    periodic_step: int | None = None
+    behind_batches: bool = False
+    evaluation: Mapping[str, Any] | None = None
+    in_body: bool = False
+
+    def takes_periodic(self, step: int) -> bool:
+        """Whether to make a periodic save at this step. None may come between the end of the
+        batches, or the beginning of an evaluation, and what is to be repeated from there."""
+        is_cut_off = self.behind_batches or self.evaluation is not None
+        return not is_cut_off and step != self.periodic_step
+
+    def began(self, *, periodic_step: int | None = None) -> None:
+        """The state as it is now is being saved."""
+        self.unchanged, self.behind_batches = True, False
+        if periodic_step is not None:
+            self.periodic_step = periodic_step
 
 
 class Beginning(ABC):

@@ -18,15 +18,18 @@ import functools
 import os
 import time
 from collections.abc import Mapping
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.coordination.world import World
 from hydroslurm.core import memory
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.core.rundir import GENERATION_ENV
 from hydroslurm.elastic.folder import ELASTIC_ENV
-from hydroslurm.errors import UsageError
+from hydroslurm.errors import SaveFailed, StaleAttempt, UsageError
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
 from hydroslurm.slurm import run_folders
@@ -39,27 +42,26 @@ from hydroslurm.training.arguments import (
     run_directory,
 )
 from hydroslurm.training.attempts import Limits, least_number, limits_of
+from hydroslurm.training.beginning import Saves
 from hydroslurm.training.checks import FirstStep
 from hydroslurm.training.contents import Contents
 from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.ddp_buckets import BucketOrders
-from hydroslurm.training.ending import Ending
 from hydroslurm.training.gradients import Gradients
 from hydroslurm.training.looping import Looping
 from hydroslurm.training.objects import Objects
 from hydroslurm.training.oversights import FolderWatch, LoopWatch
 from hydroslurm.training.rank_group import RankGroup
-from hydroslurm.training.reporting import SaveRecorder
+from hydroslurm.training.reporting import SaveRecorder, warning
 from hydroslurm.training.requeue import StopHandler
-from hydroslurm.training.saves import Saves
 from hydroslurm.training.stopping import Stopping
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Run(Looping, Ending):
+class Run(Looping):
     """One training over all its attempts: saved, stopped, requeued and resumed.
 
     Takes over SIGTERM and the warning signal (see :meth:`Controller.claim_stops`); both mean:
@@ -248,3 +250,107 @@ class Run(Looping, Ending):
     def _use(self, loader: Any) -> None:
         rank_group = self._rank_group
         self._cursor.use(loader, rank=rank_group.rank, world_size=rank_group.world_size)
+
+    # --- how it ends
+    # --------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Declare the training done: save its last step unless that is saved already, and close.
+        The marker that makes a restart exit at once is written when this process exits with status
+        0: see :class:`Run`.
+
+        Raises:
+            AgreementFailed: a rank has failed before it was done, so that the run is not finished.
+            UsageError: the run was not resumed, and a checkpoint is committed.
+        """
+        if not self._has_begun:
+            self._begin_unasked("the run is to be finished", may_load=False)
+        self._saver.wait()
+        self._cursor.restore_rng()  # for what follows, where there was nothing left to train
+        self._count_step_left_early()
+        self._rank_group.exchange("finish", self._step)
+        if not self._is_saved():
+            try:
+                self.save()
+            except SaveFailed as error:
+                self._log_once(f"{error}. A restart trains on from there")
+        self._attempt.record(EventKind.RUN_FINISHED)
+        with self._leaving_when_stale():
+            self._rank_group.decide("finish", self._write_finished)
+        self._attempt.record_end("finished")
+        self._leave()
+
+    def close(self) -> None:
+        """Wait for a save in flight and restore the signal handlers; no other cleanup is needed."""
+        self._is_closed = True
+        oversights.closed(self)
+        self._stopping.stand_down()
+        self._watch.close()
+        self._first_step.close()
+        try:
+            self._saver.close()
+        finally:
+            if installation.is_installed():
+                self._controller.release_stops()
+                if self._installed_here:
+                    installation.uninstall()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.finish()
+        elif not isinstance(error, ExitForRequeue):
+            if isinstance(error, Exception):
+                self._leave_if_cut_short(error)
+            if self._rank_group.rank == 0:
+                with contextlib.suppress(StaleAttempt):  # the newer one writes the ledger
+                    self._attempt.end("error", step=self._step)
+            self._attempt.record_end("error")
+            self.close()
+
+    # --- inside
+    # --------------------------------------------------------------------------------------------
+
+    def _leave_if_cut_short(self, error: Exception) -> None:
+        """A rank that died in the middle of a stop makes the collectives of the others fail. That
+        is no error of the program: within the grace its status would end the job.
+
+        Raises:
+            ExitForRequeue: as of a stop that nothing could be saved at.
+        """
+        request = self._controller.stop_request
+        if request is None or self._attempt.number is None:
+            return
+        broken = self._rank_group.broken()
+        if broken is None:
+            return
+        warning(f"while the ranks were about to stop: {type(error).__name__}: {error}")
+        raise self._stopping.leave_unsaved(broken, request, step=self._step) from error
+
+    def _others_have_ended(self) -> bool:
+        """Asked as this process ends: whether those that count have ended well."""
+        return True
+
+    def _is_saved(self) -> bool:
+        """Whether the last step is, or is not to be."""
+        return self._step == (self._saver.durable_step or 0)
+
+    def _rest_is_redone(self) -> bool:
+        """Whether a restart repeats what follows the training, until a process has done it."""
+        return True
+
+    def _write_finished(self) -> None:
+        self._fence.check("the end of the run")
+        self._attempt.end("finished", step=self._step)
+        if self._rest_is_redone():
+            others = self._others_have_ended
+            finished.at_good_end(self.dir, step=self._step, fence=self._fence, others=others)
+        else:
+            finished.write(self.dir, step=self._step)

@@ -18,7 +18,7 @@ from training.loop import ask_for_stop
 import hydroslurm
 from hydroslurm.checkpoint import rng
 from hydroslurm.errors import StateMismatch, UnsavableState, UsageError
-from hydroslurm.training.per_rank import PerRank
+from hydroslurm.training.cursor import PerRank
 
 OTHERWISE = " If what you register saves it in another form: run.steps(total, check=False)"
 ADAM = "Adam (of parameters of shape [1, 2], [1])"
