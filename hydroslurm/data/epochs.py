@@ -63,7 +63,7 @@ class Progress:
             batches=int(state["batches"]),
             begun=bool(state["begun"]),
             finished=bool(state["finished"]),
-            world_size=int(state.get("world_size", 1)),  # the first states were of one rank
+            world_size=int(state["world_size"]),
         )
 
     def require_world(self, world_size: int) -> None:

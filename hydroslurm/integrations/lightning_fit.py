@@ -274,7 +274,7 @@ class Fit:
     def _begin(self, loaded: Mapping[str, Any] | None) -> None:
         self.run.begin()
         self._step = self.run.step
-        if loaded is not None and "accumulate" in loaded:  # not of a release before
+        if loaded is not None:
             self._trainer.accumulate_grad_batches = loaded["accumulate"]
 
     def _go_on(self, loaded: Mapping[str, Any]) -> None:

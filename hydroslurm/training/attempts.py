@@ -129,7 +129,7 @@ class AttemptLog:
         """All attempts, oldest first.
 
         Raises:
-            RunFolderError: the file cannot be read, or an older hydroslurm wrote it.
+            RunFolderError: the file cannot be read.
         """
         try:
             text = read_end(self.path, most_bytes=_MOST_BYTES)
@@ -139,7 +139,7 @@ class AttemptLog:
             raise RunFolderError(f"cannot read {self.path}: {error.strerror}") from error
         found: dict[int, AttemptRecord] = {}
         for line in text.splitlines():
-            _fold(found, line, self.path)
+            _fold(found, line)
         return tuple(found[number] for number in sorted(found))
 
     def set_aside_foreign(self) -> None:
@@ -249,14 +249,9 @@ def check_limits(attempts: Sequence[AttemptRecord], limits: Limits, *, step: int
         )
 
 
-def _fold(found: dict[int, AttemptRecord], line: bytes, path: Path) -> None:
+def _fold(found: dict[int, AttemptRecord], line: bytes) -> None:
     try:
         row = parse_json(line)
-        if "life" in row:
-            raise RunFolderError(
-                f"{path} was written by an older version of hydroslurm (format {row.get('v')!r}, "
-                f"wanted {FORMAT}). Finish the run with that version, or give a new directory="
-            )
         number, step = _whole(row["attempt"]), _whole(row["step"])
         if "ended" in row:
             if number in found:

@@ -294,15 +294,6 @@ def test_loaders_that_only_the_same_ranks_can_resume(make: Any) -> None:
         assert len(list(position_of(make(), rank=0, world_size=3).resume_epoch(inside))) == 2
 
 
-def test_a_position_that_does_not_say_its_world_is_of_one_rank() -> None:
-    """The first ones did not, and one rank was all there was."""
-    position = position_of([1, 2, 3])
-    next(position.begin_epoch(0))
-    state = {name: value for name, value in position.state_dict().items() if name != "world_size"}
-    with pytest.raises(StateMismatch, match="which 1 ranks had begun; now there are 2"):
-        position_of([1, 2, 3], rank=0, world_size=2).resume_epoch(state)
-
-
 def test_a_new_rank_takes_the_generators_of_rank_0() -> None:
     """The loader's and the sampler's own, from a save that it had no part in."""
 

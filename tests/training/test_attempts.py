@@ -113,14 +113,6 @@ def test_the_environment_has_its_say_about_limits() -> None:
         limits_of(None, {ATTEMPTS_ENV: "many"})
 
 
-def test_a_file_of_an_older_version_is_refused(tmp_path: Path) -> None:
-    """An attempts.jsonl in the older format is named, with what to do, and not silently ignored."""
-    path = tmp_path / "attempts.jsonl"
-    path.write_text('{"v": 1, "life": 1, "began_epoch_ns": 1, "step": 3}\n')
-    with pytest.raises(RunFolderError, match="older version of hydroslurm"):
-        AttemptLog(path).attempts()
-
-
 def test_numbers_are_those_of_the_job(tmp_path: Path) -> None:
     """An attempt that was killed before it had a Run is counted by the supervisor, or by Slurm."""
     slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
