@@ -28,8 +28,8 @@ from hydroslurm.errors import (
     UsageError,
 )
 from hydroslurm.runtime.controller import Controller
+from hydroslurm.training.attempts import CurrentAttempt
 from hydroslurm.training.contents import Contents
-from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.ddp_buckets import BucketOrders
 from hydroslurm.training.gradients import Gradients

@@ -30,14 +30,6 @@ from hydroslurm.training.reporting import warning
 _LIMIT_BYTES = 4096
 
 
-@dataclass(frozen=True)
-class Finished:
-    """At which step a run was finished, and when."""
-
-    step: int
-    epoch_ns: int
-
-
 def write(run: RunDir, *, step: int) -> None:
     """Write the marker, durably.
 
@@ -66,22 +58,15 @@ def remove(run: RunDir) -> None:
 
 
 def step_of(run: RunDir) -> int | None:
-    """The step at which a run was finished, None when it is not; as :func:`read`."""
-    done = read(run)
-    return None if done is None else done.step
-
-
-def read(run: RunDir) -> Finished | None:
-    """Read the marker; None when the run has not finished. A marker that another user may have
-    written is ignored with a warning.
+    """The step at which a run was finished, None when it is not. A marker that another user may
+    have written is ignored with a warning.
 
     Raises:
         RunFolderError: it exists and cannot be read.
     """
     try:
         check_trusted(run.finished_json, what="the marker", shared=True)
-        row = parse_json(read_regular(run.finished_json, limit_bytes=_LIMIT_BYTES))
-        return Finished(step=int(row["step"]), epoch_ns=int(row["epoch_ns"]))
+        return int(parse_json(read_regular(run.finished_json, limit_bytes=_LIMIT_BYTES))["step"])
     except FileNotFoundError:
         return None
     except UntrustedFile as error:

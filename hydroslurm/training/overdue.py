@@ -28,7 +28,7 @@ from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.threads import thread
 from hydroslurm.errors import RanksError
 from hydroslurm.runtime.controller import StopRequest
-from hydroslurm.training.current_attempt import CurrentAttempt
+from hydroslurm.training.attempts import CurrentAttempt
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import warning
 from hydroslurm.training.requeue import StopHandler

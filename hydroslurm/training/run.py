@@ -41,11 +41,10 @@ from hydroslurm.training.arguments import (
     fence_of,
     run_directory,
 )
-from hydroslurm.training.attempts import Limits, least_number, limits_of
+from hydroslurm.training.attempts import CurrentAttempt, Limits, least_number, limits_of
 from hydroslurm.training.beginning import Saves
 from hydroslurm.training.checks import FirstStep
 from hydroslurm.training.contents import Contents
-from hydroslurm.training.current_attempt import CurrentAttempt
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.ddp_buckets import BucketOrders
 from hydroslurm.training.gradients import Gradients

@@ -27,7 +27,7 @@ from hydroslurm.errors import (
     StaleAttempt,
 )
 from hydroslurm.runtime.controller import StopRequest
-from hydroslurm.training.current_attempt import CurrentAttempt
+from hydroslurm.training.attempts import CurrentAttempt
 from hydroslurm.training.overdue import Overdue
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice, warning
