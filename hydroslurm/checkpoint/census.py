@@ -492,7 +492,7 @@ class _Walk:
         if not reason(function, self._known):
             variables = Variables(space, space.__setitem__)
             node = Node(f"{space.get('__name__')}()", variables, variables.write)
-            names = [name for name in _names(function.__code__) if name in space]
+            names = [name for name in names_in(function.__code__) if name in space]
             self._take(node, {name: space[name] for name in names})
 
     def _enter_iterator(self, path: str, thing: Any) -> None:
@@ -655,10 +655,10 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> tuple[str, ...]:
+def names_in(code: types.CodeType) -> tuple[str, ...]:
     """The globals that a function and the functions in it name."""
-    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
-    return tuple(dict.fromkeys((*code.co_names, *(name for one in inner for name in _names(one)))))
+    inner = (names_in(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    return tuple(dict.fromkeys(itertools.chain(code.co_names, *inner)))
 
 
 def _first(entries: Iterable[Any]) -> list[Any]:

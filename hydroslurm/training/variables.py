@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.checkpoint.census import Variables
+from hydroslurm.checkpoint.census import Variables, names_in
 
 _LIBRARIES = (
     Path(__file__).resolve().parents[1],
@@ -115,14 +115,8 @@ def _named_in_functions(space: Mapping[str, Any]) -> set[str]:
         functions = [value, *vars(value).values()] if isinstance(value, type) else [value]
         for one in functions:
             if isinstance(one, types.FunctionType) and one.__globals__ is space:
-                found.update(_names(one.__code__))
+                found.update(names_in(one.__code__))
     return found
-
-
-@functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> frozenset[str]:
-    inner = (_names(one) for one in code.co_consts if isinstance(one, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
 
 
 # --- which variables are read before they are written
