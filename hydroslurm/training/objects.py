@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.layout import check_layout
-from hydroslurm.checkpoint.store import State
-from hydroslurm.checkpoint.tree import encode, like_of
+from hydroslurm.checkpoint.tree import like_of
 from hydroslurm.errors import CheckpointError, StateMismatch, UnsavableState, UsageError
 from hydroslurm.runtime.engine import Engine
 from hydroslurm.training.composition import changed_class, class_name
@@ -198,17 +197,6 @@ def require_registrable(name: str, thing: Any, *, taken: Collection[str]) -> Non
         f"{name!r} is a {kind} without state_dict() and load_state_dict(); "
         "only objects that have both can be saved. Wrap it in one that does"
     )
-
-
-def require_savable(state: State) -> None:
-    """Find out at the first step, and not at the first preemption, that a state cannot be saved.
-
-    Raises:
-        UnsavableState: names the place and the type.
-    """
-    for part in (state.shared, state.own):
-        for name, tree in part.items():
-            encode(tree, prefix=name)
 
 
 def bare(thing: Any) -> Any:

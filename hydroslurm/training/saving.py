@@ -25,7 +25,7 @@ from hydroslurm.training.checks import FirstStep
 from hydroslurm.training.composition import Composition
 from hydroslurm.training.contents import largest
 from hydroslurm.training.ddp_buckets import STATIC_GRAPH
-from hydroslurm.training.objects import OutgrownState, require_savable
+from hydroslurm.training.objects import OutgrownState
 from hydroslurm.training.oversights import FolderWatch
 from hydroslurm.training.reporting import warning
 
@@ -188,8 +188,7 @@ class Saving(Beginning):
                 f"{most}: each rank saves them with each checkpoint, as the next step may need "
                 "them. Where none does, set them to None behind their use"
             )
-        require_savable(state)
-        refused = self._saver.reserve(state)
+        refused = self._saver.reserve(state)  # plans a save of it: what cannot be saved is named
         if refused and self._world.local_rank == 0:  # one rank speaks for those of its node
             warning(
                 f"{refused}. So each save holds the training up until it is written. More memory "
