@@ -277,9 +277,10 @@ class Census:
     def _marks(self, node: Node, name: Any, value: Any) -> list[str]:
         """What a restore has to know of a value."""
         late, begun = self._late.get(node.path, ()), self._at_begin.get(node.path, {})
+        noted = self._before.get(node.path, {}).get(name)
         marks = {
             "early": name not in late and _shows(begun.get(name, _NONE), value),
-            "same object": _is_same(self._before.get(node.path, {}).get(name), value),
+            "same object": isinstance(noted, _Noted) and noted.same() is value,
             "buffer": name in node.buffers,
             "process": type(value) is int and value == os.getpid() and "pid" in str(name),
             "on device": any(one.device.type != "cpu" for one in tensors_in(value)),
@@ -774,12 +775,8 @@ def _sample(value: Any) -> Any:
         return _sum_of(value) if value.flags.writeable else 0
     step = max(1, len(value) // _SAMPLED)
     entries = value.values() if isinstance(value, Mapping) else value
-    sampled = value[::step] if isinstance(value, (list, tuple)) else _few(entries)
-    return len(value), [id(one) for one in sampled]
-
-
-def _few(entries: Iterable[Any]) -> list[Any]:
-    return list(itertools.islice(entries, _SAMPLED))
+    sampled = value[::step] if isinstance(value, (list, tuple)) else entries
+    return len(value), [id(one) for one in itertools.islice(sampled, 2 * _SAMPLED)]
 
 
 def _sum_of(array: Any) -> int:
@@ -800,7 +797,7 @@ def _noted(value: Any) -> Any:
     if type(value) in _FLAT:
         return value
     is_array = isinstance(value, (torch.Tensor, np.ndarray))
-    same = weakref.ref(value) if is_array else functools.partial(_itself, value)
+    same = weakref.ref(value) if is_array else lambda: value
     if is_array:
         counts = isinstance(value, np.ndarray) or not value.is_inference()
         if counts and value.nbytes > _LARGE_BYTES:
@@ -808,14 +805,6 @@ def _noted(value: Any) -> Any:
     elif _is_large(value):
         return _Noted(same, _sample(value), is_sample=True)
     return _Noted(same, _saved_form(value))
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _is_same(noted: Any, value: Any) -> bool:
-    return isinstance(noted, _Noted) and noted.same() is value
 
 
 def _shows(noted: Any, value: Any) -> bool:

@@ -399,12 +399,10 @@ class ReplayPosition:
 
 def _unknown_sampler(loader: Any) -> str | None:
     """The class of a sampler of somebody's own, whose random numbers may lie anywhere."""
-    names = [type(one).__name__ for one in epochs.samplers(loader) if not _is_known(type(one))]
-    return names[0] if names else None
-
-
-def _is_known(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in ("torch", "hydroslurm", "accelerate")
+    known = ("torch", "hydroslurm", "accelerate")
+    kinds = map(type, epochs.samplers(loader))
+    names = (one.__name__ for one in kinds if one.__module__.partition(".")[0] not in known)
+    return next(names, None)
 
 
 def _warn_of_replay(count: int, *, unknown: str | None) -> None:

@@ -165,7 +165,8 @@ class Loaders:
         """The script asks for its first batch."""
         loader, run = one.loader, self._run
         one.may_lead = self._trains_from(loader, one)
-        if one.may_lead and not self._handed_out and not run.trains and self._led_before(loader):
+        led_before = self._saved is None or self._saved["leading"] == loader.number
+        if one.may_lead and not self._handed_out and not run.trains and led_before:
             self._begin_run()
             if one.resumes and _is_held_by(one, enumerate):
                 self._say(
@@ -292,9 +293,6 @@ class Loaders:
 
     # --- the state
     # --------------------------------------------------------------------------------------------
-
-    def _led_before(self, loader: Loader) -> bool:
-        return self._saved is None or self._saved["leading"] == loader.number
 
     def _begin_run(self) -> None:
         """The first step comes next: each loader is where it was."""

@@ -156,13 +156,10 @@ class FrameworkRun(Run):
         )
         self._contents.note()
 
-    def script_now(self) -> Mapping[str, Any]:
-        """A copy of what the script's objects have counted since :meth:`remember`."""
-        return self._contents.state()
-
-    def put_script(self, state: Mapping[str, Any]) -> None:
-        """Give it back to them, until :meth:`begin` gives them what was saved last."""
-        self._contents.restore(state)
+    @property
+    def contents(self) -> Contents:
+        """What the script's objects have counted since :meth:`remember`."""
+        return self._contents
 
     def enter_loop(self) -> None:
         """The script iterates in a loop of its own: its variables count, and those that were saved

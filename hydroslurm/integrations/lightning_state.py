@@ -51,7 +51,7 @@ def roots_of(trainer: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, one in enumerate(trainer.callbacks):
         if not reason(one):
-            saves = _base_of(type(one).state_dict) != "Callback"
+            saves = not type(one).state_dict.__qualname__.startswith("Callback.")
             name = f"callback {number} {type(one).__name__}"
             found[name] = Variables(_words(one), one.__setattr__) if saves else one
     if (data := trainer.datamodule) is not None and not reason(data):
@@ -75,11 +75,6 @@ def without_of(trainer: Any) -> dict[str, Any]:
 def _words(thing: Any) -> dict[str, Any]:
     found = {name: value for name, value in vars(thing).items() if is_plain(value)}
     return {name: value for name, value in found.items() if next(tensors_in(value), None) is None}
-
-
-def _base_of(method: Callable[..., Any]) -> str:
-    """The class that has defined this method."""
-    return method.__qualname__.partition(".")[0]
 
 
 class RankMetrics:
@@ -177,12 +172,12 @@ class LoaderRequest:
         progress = self._trainer.fit_loop.epoch_progress.current
         saved = self._run.own_loaded.get("request")
         if not saved:
-            script = self._run.script_now()
+            script = self._run.contents.state()
             self._seen = {"epoch": progress.processed, "rng": rng.capture(), "script": script}
             return own()
         self._seen = saved
         rng.restore(saved["rng"])
-        self._run.put_script(saved["script"])
+        self._run.contents.restore(saved["script"])
         epoch, progress.processed = progress.processed, saved["epoch"]
         try:
             return own()

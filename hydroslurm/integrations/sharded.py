@@ -213,7 +213,7 @@ class Sharded:
         UsageError: the optimizer has other parameters than the model: those of before.
         """
         self._trainer = trainer
-        if trainer.optimizer is None or not _is_prepared(trainer.optimizer):
+        if type(trainer.optimizer).__name__ != "AcceleratedOptimizer":
             trainer.create_optimizer()
             trainer.model, trainer.optimizer = trainer.accelerator.prepare(
                 trainer.model, trainer.optimizer
@@ -264,10 +264,6 @@ class Sharded:
             device=accelerator.device,
             add=lambda total: accelerator.reduce(total, reduction="sum"),
         )
-
-
-def _is_prepared(optimizer: Any) -> bool:
-    return type(optimizer).__name__ == "AcceleratedOptimizer"
 
 
 def _require_own(trainer: Any) -> None:

@@ -58,7 +58,7 @@ class RankGroup:
         """
         while self._client is not None and not self._client.wait_for_all(timeout_s=GATHER_LOOK_S):
             request = self._controller.stop_request
-            if request is not None and _age_s(request) > STOPPED_GATHER_S:
+            if request and time.monotonic() - request.mono_ns / 1e9 > STOPPED_GATHER_S:
                 raise AgreementFailed(
                     f"not all {self.world_size} ranks have come, and {request.message}; nothing "
                     "was trained in this attempt"
@@ -185,10 +185,6 @@ class RankGroup:
             epoch_ns=time.time_ns(),
             of_rank=None if barrier.of_rank == self.rank else barrier.of_rank,
         )
-
-
-def _age_s(request: StopRequest) -> float:
-    return (time.monotonic_ns() - request.mono_ns) / 1e9
 
 
 def _outcome_of(decision: Callable[[], Any]) -> dict[str, Any]:

@@ -86,9 +86,12 @@ class Stopping:
         # the controller's thread passes it on too, but may not have come to it yet
         self._stop_handler.note_request(request)
         now_s = time.monotonic()
+        # only the first rank reads the site's policy, and its answer holds for all
+        is_first = self._rank_group.rank == 0
+        certain_mono_s = self._stop_handler.certain_mono_s() if is_first else math.inf
         mine = {
             "step": step,
-            "certain_s": _to_json(self._certain_mono_s() - now_s),
+            "certain_s": _to_json(certain_mono_s - now_s),
             "needs_s": SAFETY * self._saver.expect_s(),
         }
         values = self._rank_group.exchange("stop", mine)
@@ -164,10 +167,6 @@ class Stopping:
 
     def _agree_on_plan(self, *, ranks_gone: bool = False) -> StopPlan:
         return agree_on_plan(self._rank_group, self._stop_handler, ranks_gone=ranks_gone)
-
-    def _certain_mono_s(self) -> float:
-        """Only the first rank reads the site's policy; its answer holds for all."""
-        return self._stop_handler.certain_mono_s() if self._rank_group.rank == 0 else math.inf
 
     def _exit(self, plan: StopPlan, *, step: int) -> ExitForRequeue:
         leaving = exit_together(

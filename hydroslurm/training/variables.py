@@ -132,7 +132,8 @@ def _live(code: types.CodeType, at: int) -> set[str]:
     follow = [_followers(steps, number, place) for number in range(len(steps))]
     for number, target in _handlers(code, steps, place):
         follow[number].append(target)
-    bits = {name: 1 << n for n, name in enumerate(_all_names(code))}
+    names = dict.fromkeys((*code.co_varnames, *code.co_names, *code.co_cellvars, *code.co_freevars))
+    bits = {name: 1 << n for n, name in enumerate(names)}
     effects = [_effect(step, bits) for step in steps]
     live = [0] * (len(steps) + 1)
     changed = True
@@ -150,10 +151,6 @@ def _live(code: types.CodeType, at: int) -> set[str]:
     after = functools.reduce(lambda found, one: found | live[one], follow[here], 0)
     shared = {*code.co_cellvars, *code.co_freevars}
     return {name for name, bit in bits.items() if after & bit} | shared
-
-
-def _all_names(code: types.CodeType) -> list[str]:
-    return sorted({*code.co_varnames, *code.co_names, *code.co_cellvars, *code.co_freevars})
 
 
 def _followers(steps: list[Any], number: int, place: Mapping[int, int]) -> list[int]:

@@ -202,7 +202,11 @@ def attention(module: nn.Module) -> Iterator[Proposal]:
     }
     if type(module).__module__.startswith("torch."):
         return
-    if "eager_attention_forward" in names and _is_eager(module):
+    config = getattr(module, "config", None)  # of transformers' models, which say so there
+    if (
+        "eager_attention_forward" in names
+        and getattr(config, "_attn_implementation", None) == "eager"
+    ):
         raise NotRewritten(
             "it returns what its softmax makes; model.set_attn_implementation('sdpa') is fused"
         )
@@ -215,7 +219,11 @@ def attention(module: nn.Module) -> Iterator[Proposal]:
         (three for three in _APART if layers.issuperset(three)), ()
     )
     heads = next((name for name in _HEADS if type(vars(module).get(name)) is int), None)
-    masks = [name for name, one in module.named_buffers(recurse=False) if _is_square(one)]
+    masks = [
+        name
+        for name, one in module.named_buffers(recurse=False)
+        if one.dim() >= 2 and one.shape[-1] == one.shape[-2]
+    ]
     is_known = inputs and heads and layers == {*inputs, *([output] if output else [])}
     has_more = len(list(module.parameters(recurse=False))) or len(list(module.buffers())) > 1
     if not is_known or has_more or (not masks and names & _MADE_IN_FORWARD):
@@ -231,15 +239,6 @@ def attention(module: nn.Module) -> Iterator[Proposal]:
         mask = (masks[0], kind) if masks else None
         forward = _forward(inputs, output, heads, mask, layout, dropouts)
         yield Proposal(f"{_ATTENTION}({ways})" if ways else _ATTENTION, forward)
-
-
-def _is_eager(module: nn.Module) -> bool:
-    """Of transformers' models, which have a fused attention that is chosen by their config."""
-    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
-
-
-def _is_square(buffer: torch.Tensor) -> bool:
-    return buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2]
 
 
 def _has_hooks(module: nn.Module) -> bool:
