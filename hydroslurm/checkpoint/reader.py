@@ -193,21 +193,6 @@ def read_own(files: CheckpointFiles, *, rank: int) -> dict[str, Any]:
     return _decoded(own, _landed(files, _landings(files, wanted, first=rank)))
 
 
-def tensors_of(files: CheckpointFiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Key -> shape and dtype of all tensors, of what the ranks share and of each rank's own. Reads
-    the indexes only.
-
-    Raises:
-        CheckpointCorrupt, CheckpointError: as :func:`read_state`.
-    """
-    shared = files.shared().tensors
-    found = {key: (one.shape, getattr(torch, one.dtype)) for key, one in shared.items()}
-    for part in files.parts:
-        for chunk in files.index(part).chunks:
-            found.setdefault(chunk.key, (chunk.shape, chunk.torch_dtype))
-    return found
-
-
 def _wanted_of_shared(
     layouts: Mapping[str, torch.Tensor | None], shared: Shared, files: CheckpointFiles
 ) -> list[Wanted]:

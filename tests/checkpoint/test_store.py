@@ -20,7 +20,7 @@ from checkpoint.faulty import CountingStorage
 from checkpoint.pipepeers import Lonely
 from checkpoint.states import copy_of, holds, newest_in, same, state_of
 
-from hydroslurm.checkpoint import folders, layout, reader
+from hydroslurm.checkpoint import folders, layout
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore, State
@@ -59,9 +59,10 @@ def test_a_state_comes_back(tmp_path: Path) -> None:
     assert found == done
     assert (found.step, found.epoch, found.kind) == (7, 2, "stop")
     assert found.manifest.meta == {"loss": 0.5}
-    tensors = reader.tensors_of(CheckpointStore(tmp_path).files_of(found)).values()
+    files = CheckpointStore(tmp_path).files_of(found)
+    tensors = {one.key: one for part in files.parts for one in files.index(part).chunks}
     assert found.manifest.state_bytes == sum(
-        math.prod(shape) * dtype.itemsize for shape, dtype in tensors
+        math.prod(one.shape) * one.torch_dtype.itemsize for one in tensors.values()
     )
     assert holds(CheckpointStore(tmp_path), found, 7)
 
