@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy
@@ -35,15 +35,7 @@ class Progress:
     world_size: int = 1
 
     def state_dict(self, strategy: str) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "strategy": strategy,
-            "world_size": self.world_size,
-            "epoch": self.epoch,
-            "batches": self.batches,
-            "begun": self.begun,
-            "finished": self.finished,
-        }
+        return {"format": FORMAT, "strategy": strategy, **asdict(self)}
 
     @classmethod
     def of(cls, state: Mapping[str, Any], *, strategy: str) -> Progress:
@@ -58,13 +50,7 @@ class Progress:
                 f"{state.get('format')!r}), the loader of now wants {strategy!r} (format {FORMAT});"
                 " give it the kind of loader and sampler that it had, or begin a new run"
             )
-        return cls(
-            epoch=int(state["epoch"]),
-            batches=int(state["batches"]),
-            begun=bool(state["begun"]),
-            finished=bool(state["finished"]),
-            world_size=int(state["world_size"]),
-        )
+        return cls(**{one.name: state[one.name] for one in fields(cls)})
 
     def require_world(self, world_size: int) -> None:
         """Refuse a place inside an epoch that another number of ranks cannot go on from.
