@@ -29,19 +29,13 @@ class Answer:
     Attributes:
         rank: global rank.
         done: it does what was asked for.
-        latency_us: signal's arrival in the rank -> parked, or -> first operator released. None when
-            nothing changed, or when no thread was held (a rank that was waiting for data).
-        message: for people.
-        all_parked_us: signal's arrival in the rank -> all ranks parked at the same collectives;
-            None for a rank that is alone, and where that was not reached.
+        message: for people, with how long that took.
         vacated_bytes: device memory that it has moved to the host; None where that was not asked.
     """
 
     rank: int
     done: bool
-    latency_us: float | None
     message: str
-    all_parked_us: float | None = None
     vacated_bytes: int | None = None
 
 
@@ -87,24 +81,24 @@ def judge_pause(before: RankStatus, now: RankStatus, is_late: bool) -> Answer | 
         return None
     if now.state != "parked":
         if is_late and now.state == "running" and now.pauses != before.pauses:
-            return Answer(now.rank, False, None, "was resumed before all ranks were parked")
+            return Answer(now.rank, False, "was resumed before all ranks were parked")
         return None
     asleep = "" if now.held else ", it was waiting and issues nothing"
     after = "" if now.park_us is None else f" after {now.park_us:.0f} us"
-    message, took_us = f"parked{after}{asleep}", now.park_us
+    message = f"parked{after}{asleep}"
     if is_held_already := _is_same_pause(before, now) and before.state == "parked":
-        message, took_us = f"held already; causes now: {', '.join(now.causes)}", None
+        message = f"held already; causes now: {', '.join(now.causes)}"
     if now.world_size == 1 < before.world_size:
-        return Answer(now.rank, False, took_us, f"{message}, alone: its connection is gone")
+        return Answer(now.rank, False, f"{message}, alone: its connection is gone")
     if now.world_size > 1 and now.all_parked is None:
         why = "the other ranks have not come to one collective with it yet"
-        return Answer(now.rank, False, took_us, f"{message}, alone: {why}") if is_late else None
+        return Answer(now.rank, False, f"{message}, alone: {why}") if is_late else None
     if now.all_parked is None or is_held_already:
-        return Answer(now.rank, True, took_us, message)
+        return Answer(now.rank, True, message)
     requested_ns = now.since.mono_ns - int((now.park_us or 0.0) * 1e3)
     all_us = (now.all_parked.mono_ns - requested_ns) / 1e3
     message = f"{message}; {_together_message(now, all_us)}"
-    return Answer(now.rank, True, took_us, message, all_parked_us=all_us)
+    return Answer(now.rank, True, message)
 
 
 def judge_vacate(before: RankStatus, now: RankStatus, is_late: bool) -> Answer | None:
@@ -131,36 +125,36 @@ def judge_resume(before: RankStatus, now: RankStatus, is_late: bool) -> Answer |
     """Opened, and then the first operator that runs again, where one was held. A rank that is held
     only for its peers, or until its memory is back, is waited for."""
     if now.is_lost and not before.is_lost:
-        return Answer(now.rank, False, None, f"its device memory is lost: {now.not_vacated}")
+        return Answer(now.rank, False, f"its device memory is lost: {now.not_vacated}")
     if (ending := _ending(now)) is not None:
         return ending
     if not _has_answered(before, now):
         return None
     if now.state == "running":
         if before.state == "running" and _is_same_pause(before, now):
-            return Answer(now.rank, True, None, "was running already")
+            return Answer(now.rank, True, "was running already")
         back = ""
         if before.vacated_bytes and now.restore_s is not None:
             gb = before.vacated_bytes / 1e9
             back = f"; {gb:.2f} GB given back in {now.restore_s:.2f} s"
         if not now.held:
-            return Answer(now.rank, True, None, f"running again; no thread was held{back}")
+            return Answer(now.rank, True, f"running again; no thread was held{back}")
         if now.resume_us is None:
             return None
         message = f"running again after {now.resume_us:.0f} us{back}"
-        return Answer(now.rank, True, now.resume_us, message)
+        return Answer(now.rank, True, message)
     if not _NOT_OWN.issuperset(now.causes):
         # what was read before may be older than the pause
         if is_late or _is_same_pause(before, now):
             message = f"still held for: {', '.join(now.causes)}"
-            return Answer(now.rank, False, None, message)
+            return Answer(now.rank, False, message)
         return None
     if not is_late:
         return None
     why = "because another rank of the job is paused"
     if "vacated" in now.causes:
         why = "until its device memory is back"
-    return Answer(now.rank, False, None, f"still held, {why}")
+    return Answer(now.rank, False, f"still held, {why}")
 
 
 def judge_stop(before: RankStatus, now: RankStatus, _is_late: bool) -> Answer | None:
@@ -175,15 +169,15 @@ def judge_stop(before: RankStatus, now: RankStatus, _is_late: bool) -> Answer | 
     told = saved or "nothing was left to save"
     if now.requeue is not None and before.requeue is None:
         if now.requeue:
-            return Answer(now.rank, False, None, f"{told}; not requeued: {now.requeue}")
-        return Answer(now.rank, True, None, f"{told}; requeued")
+            return Answer(now.rank, False, f"{told}; not requeued: {now.requeue}")
+        return Answer(now.rank, True, f"{told}; requeued")
     if now.finished and not before.finished:
-        return Answer(now.rank, False, None, "finished its training meanwhile")
+        return Answer(now.rank, False, "finished its training meanwhile")
     if now.state != "ended":
         return None
     if before.world_size > 1 and now.rank > 0:
-        return Answer(now.rank, bool(saved), None, f"{told}; left with the others")
-    return Answer(now.rank, False, None, f"{told}; it has left, not requeued")
+        return Answer(now.rank, bool(saved), f"{told}; left with the others")
+    return Answer(now.rank, False, f"{told}; it has left, not requeued")
 
 
 def _has_answered(before: RankStatus, now: RankStatus) -> bool:
@@ -196,9 +190,9 @@ def _is_same_pause(before: RankStatus, now: RankStatus) -> bool:
 
 def _ending(now: RankStatus) -> Answer | None:
     if now.state == "ended":
-        return Answer(now.rank, False, None, "ended before it could answer")
+        return Answer(now.rank, False, "ended before it could answer")
     if now.state == "stopping":
-        return Answer(now.rank, False, None, "is stopping; a stop wins over a pause")
+        return Answer(now.rank, False, "is stopping; a stop wins over a pause")
     return None
 
 

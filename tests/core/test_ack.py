@@ -57,7 +57,7 @@ def test_a_rank_that_is_alone_answers_when_it_is_parked() -> None:
     """Parked is enough where there are no others; closed is not, and neither is what was before."""
     assert judged(judge_pause, status(), CLOSED) is None
     answer = judged(judge_pause, status(), CLOSED, PARKED)
-    assert answer == Answer(1, True, 2000.0, "parked after 2000 us")
+    assert answer == Answer(1, True, "parked after 2000 us")
     assert judge_pause(status(CLOSED, PARKED), status(CLOSED, PARKED), True) is None
     waiting: Line = ("parked", 12, {**PARKED[2], "held": 0})
     answer = judged(judge_pause, status(), CLOSED, waiting)
@@ -74,7 +74,7 @@ def test_one_of_several_answers_when_all_are_parked() -> None:
     assert judged(judge_pause, status(JOINED), *lines) is None
     answer = judged(judge_pause, status(JOINED), *lines, ALL)
     assert answer is not None
-    assert (answer.done, answer.latency_us, answer.all_parked_us) == (True, 2000.0, 8000.0)
+    assert answer.done
     assert answer.message == "parked after 2000 us; all 4 ranks at one collective after 8.0 ms"
 
 
@@ -124,7 +124,7 @@ def test_another_coordinator() -> None:
     resumed: Line = ("resumed", 15, {"causes": []})
     answer = judged(judge_pause, status(JOINED), CLOSED, OF_FOUR, lost, resumed, closed, again, ALL)
     assert answer is not None
-    assert answer.all_parked_us == 3000.0
+    assert answer.message.endswith("all 4 ranks at one collective after 3.0 ms")
 
 
 def test_held_already() -> None:
@@ -132,7 +132,7 @@ def test_held_already() -> None:
     peers have closed just now does not."""
     more: Line = ("causes_changed", 30, {"causes": ["user", "slurm"]})
     answer = judged(judge_pause, status(JOINED, CLOSED, OF_FOUR, ALL), more)
-    assert answer == Answer(1, True, None, "held already; causes now: user, slurm")
+    assert answer == Answer(1, True, "held already; causes now: user, slurm")
     assert judged(judge_pause, status(JOINED, CLOSED, OF_FOUR), more) is None
 
 
@@ -147,7 +147,7 @@ def test_a_pause_that_vacates() -> None:
     assert late.message.endswith("its device memory has not been moved yet")
     answer = judged(judge_vacate, status(), CLOSED, PARKED, moved)
     message = "parked after 2000 us; 2.00 GB vacated in 0.35 s"
-    assert answer == Answer(1, True, 2000.0, message, vacated_bytes=2 * 10**9)
+    assert answer == Answer(1, True, message, vacated_bytes=2 * 10**9)
     refused = judged(judge_vacate, status(), CLOSED, PARKED, kept)
     assert refused is not None
     assert (refused.done, refused.message.endswith("not vacated: no room")) == (False, True)
@@ -169,7 +169,7 @@ def test_a_resumed_rank_waits_for_its_peers() -> None:
     resumed: Line = ("resumed", 21, {"held": 1, "causes": [], "requested_mono_ns": 21 * MS})
     released: Line = ("first_operator_released", 22, {})
     answer = judged(judge_resume, before, peers, resumed, released)
-    assert answer == Answer(1, True, 1000.0, "running again after 1000 us")
+    assert answer == Answer(1, True, "running again after 1000 us")
     more: Line = ("causes_changed", 20, {"causes": ["user", "peers"]})
     still = judged(judge_resume, before, more)
     assert still is not None
@@ -181,10 +181,10 @@ def test_a_resume_of_a_rank_whose_pause_is_news() -> None:
     assert judged(judge_resume, status(), CLOSED, PARKED) is None
     resumed: Line = ("resumed", 13, {"held": 0, "causes": []})
     answer = judged(judge_resume, status(), CLOSED, PARKED, resumed)
-    assert answer == Answer(1, True, None, "running again; no thread was held")
+    assert answer == Answer(1, True, "running again; no thread was held")
     nothing: Line = ("causes_changed", 13, {"causes": []})
     answer = judged(judge_resume, status(), nothing)
-    assert answer == Answer(1, True, None, "was running already")
+    assert answer == Answer(1, True, "was running already")
 
 
 def test_a_resume_that_waits_for_the_memory() -> None:
@@ -204,10 +204,10 @@ def test_a_resume_that_waits_for_the_memory() -> None:
         ("first_operator_released", 372, {"resume_us": 8.0}),
     )
     message = "running again after 352000 us; 2.00 GB given back in 0.35 s"
-    assert answer == Answer(1, True, 352_000.0, message)
+    assert answer == Answer(1, True, message)
     lost: Line = ("restore_failed", 370, {"reason": "no device", "lost": True})
     answer = judged(judge_resume, before, asked, lost)
-    assert answer == Answer(1, False, None, "its device memory is lost: no device")
+    assert answer == Answer(1, False, "its device memory is lost: no device")
 
 
 def test_one_rank_of_several_is_requeued() -> None:
@@ -218,12 +218,12 @@ def test_one_rank_of_several_is_requeued() -> None:
     left: Line = ("uninstalled", 60, {})
     follower = judged(judge_stop, status(JOINED), asked, saved, left)
     message = "step 7 committed 10 ms after the signal; left with the others"
-    assert follower == Answer(1, True, None, message)
+    assert follower == Answer(1, True, message)
     unsaved = judged(judge_stop, status(JOINED), asked, left)
     assert unsaved is not None
     assert not unsaved.done
     first = judged(judge_stop, status(JOINED, rank=0), asked, saved, ("requeued", 70, {}))
-    assert first == Answer(0, True, None, "step 7 committed 10 ms after the signal; requeued")
+    assert first == Answer(0, True, "step 7 committed 10 ms after the signal; requeued")
 
 
 @pytest.mark.parametrize(

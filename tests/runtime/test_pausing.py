@@ -58,10 +58,10 @@ def test_pause_and_resume_by_the_users_signals(rank: Child, tmp_path: Path) -> N
     written."""
     parked = client.pause(rank.pid)
     assert parked.done
-    assert parked.latency_us is not None
+    assert "parked after" in parked.message
     resumed = client.resume(rank.pid)
     assert resumed.done
-    assert resumed.latency_us is not None
+    assert "running again after" in resumed.message
     kinds = _kinds(tmp_path)
     wanted = [
         EventKind.INSTALLED,

@@ -266,7 +266,7 @@ def requeue_job(client: SlurmClient, job: Job, *, timeout_s: float = 60.0) -> Jo
         answer = judge_stop(before, now, is_late)
         if is_requeued and now.requeue is None and now.committed != before.committed:
             message = f"step {now.committed_step} committed; requeued with the job"
-            return Answer(now.rank, True, None, message)
+            return Answer(now.rank, True, message)
         return answer
 
     return _ask(job, act, judge, timeout_s)
