@@ -60,10 +60,6 @@ class PendingAgreements:
         self._open: dict[str, _Pending] = {}
         self._started: collections.deque[str] = collections.deque(maxlen=_MOST_STARTED)
 
-    def __contains__(self, topic: str) -> bool:
-        """Whether an agreement on it is under way."""
-        return topic in self._open
-
     def agree(
         self,
         topic: str,

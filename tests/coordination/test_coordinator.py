@@ -161,7 +161,7 @@ def test_a_topic_that_is_being_asked_is_refused(team: Team) -> None:
     (first, _) = team.join(2)
     asking = threading.Thread(target=lambda: all_at_once(lambda: first.agree("t", 1)))
     asking.start()
-    wait_until(lambda: "t" in first._agreements, "the question")
+    wait_until(lambda: "t" in first._agreements._open, "the question")
     with pytest.raises(UsageError, match="used once"):
         first.agree("t", 2)
     team.ranks[1].agree("t", 2)
@@ -171,7 +171,7 @@ def test_a_topic_that_is_being_asked_is_refused(team: Team) -> None:
 def test_a_rank_that_is_gone_is_missed_by_all(team: Team) -> None:
     """Cut off in the middle of an agreement, or gone before it: the others get its number."""
     first, second, third = team.join(3)
-    waiting = threading.Thread(target=cut_off, args=(third, lambda: "x" in first._agreements))
+    waiting = threading.Thread(target=cut_off, args=(third, lambda: "x" in first._agreements._open))
     waiting.start()
     failed = all_at_once(lambda: first.agree("x", 1), lambda: second.agree("x", 2))
     waiting.join()
@@ -194,7 +194,7 @@ def test_what_a_rank_had_said_counts_when_it_dies_then(team: Team) -> None:
     threading.Thread(
         target=lambda: all_at_once(lambda: second.agree("x", "mine", timeout_s=5.0)), daemon=True
     ).start()
-    wait_until(lambda: "x" in second._agreements, "its question")
+    wait_until(lambda: "x" in second._agreements._open, "its question")
     second.agree("after", 2, among=[1])  # has gone the same way, behind it
     cut_off(second, lambda: True)
     wait_until(lambda: first.gone, "the death")
@@ -209,7 +209,7 @@ def test_a_coordinator_that_is_killed_is_followed_by_another(team: Team) -> None
         target=lambda: results.extend(all_at_once(lambda: ranks[1].agree("x", 1)))
     )
     asking.start()
-    wait_until(lambda: "x" in ranks[1]._agreements, "the question")
+    wait_until(lambda: "x" in ranks[1]._agreements._open, "the question")
     os.kill(coordinator_at(port_of(ranks[0])), signal.SIGKILL)
     asking.join(60)
     assert isinstance(results[0], CoordinatorLost)
