@@ -172,13 +172,10 @@ class _Known(TypedDict, total=False):
     event; one that is absent was not told."""
 
     asked_by: Counts
-    answered: bool | None
     causes: list[str]
     checkpoint_step: Count | None
     children: Count
-    counts: Counts
     deaf: list[str]
-    held_for: list[str]
     in_flight: Count | None
     meaning: str
     lost: bool
@@ -188,7 +185,6 @@ class _Known(TypedDict, total=False):
     node_name: str | None
     park_us: Duration
     pause: Count
-    pids: Counts
     reason: str | None
     requested_mono_ns: Count | None
     restore_s: Duration
