@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -50,7 +49,7 @@ class InPlaceEngine:
                 "elastic.engine: restart starts ranks anew below `hydroslurm agent`, and this one "
                 "was started otherwise"
             )
-        self.name = member_name(environ, host=os.uname().nodename, pid=os.getpid())
+        self.name = member_name(environ)
         self.local_rank = int(environ.get("LOCAL_RANK", 0) or 0)
         self.local_size = int(environ.get("LOCAL_WORLD_SIZE", 1) or 1)
         self.failed = False

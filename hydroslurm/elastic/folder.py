@@ -38,7 +38,7 @@ from hydroslurm.errors import RunFolderError, UsageError
 ELASTIC_ENV = "HYDROSLURM_ELASTIC"
 """The run folder of the elastic run that this process is to train in."""
 MEMBER_ENV = "HYDROSLURM_MEMBER"
-"""The name of this process's member; default: the array element, the job, or the process."""
+"""The name of this process's member; default: the array element, or the job."""
 _FILE_BYTES = 16 << 20
 """A status has up to 1 KB of each of 16,384 members."""
 
@@ -195,11 +195,11 @@ class CoordinatorOptions(Struct, frozen=True, kw_only=True, forbid_unknown_field
     autoscale: AutoscalePolicy | None = None
 
 
-def member_name(environ: Mapping[str, str], *, host: str, pid: int) -> str:
-    """What this node's member is called: its array element, its job, or the process."""
+def member_name(environ: Mapping[str, str]) -> str:
+    """What this node's member is called: its array element, or its job."""
     if name := environ.get(MEMBER_ENV):
         return name
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     if array and task:
         return f"{array}_{task}"
-    return environ.get("SLURM_JOB_ID") or f"{host}:{pid}"
+    return environ.get("SLURM_JOB_ID", "")

@@ -6,8 +6,7 @@ This runs torchrun's own code and replaces only the class of its agent. What dif
   are left alone until they have exited too (torch's ``PContext.wait`` sends them SIGTERM at once,
   and SIGKILL 30 s later).
 - For a restart, workers that listen to SIGTERM are ended with SIGKILL: they would take SIGTERM for
-a
-  stop of the job, save, and have the whole job requeued.
+  a stop of the job, save, and have the whole job requeued.
 - A stop that arrives before there are workers ends the agent at once.
 - When workers failed for good, the agent exits with the status of the first.
 - Workers are preemptible, as below ``srun --preempt``, unless ``HYDROSLURM_PREEMPT=off``.

@@ -148,7 +148,7 @@ class NodeLog:
         self._early: list[tuple[EventKind, dict[str, object]]] = []
         self._member = ""
         if environ.get(ELASTIC_ENV):
-            self._member = member_name(environ, host=socket.gethostname(), pid=os.getpid())
+            self._member = member_name(environ)
         self.number: int | None = None
         if self._allocation is not None and self._allocation.step_id is not None:
             self.settle(self._allocation.rank)

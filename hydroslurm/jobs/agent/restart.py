@@ -379,7 +379,7 @@ def joined(folder: ElasticFolder, node: Node) -> Iterator[Callable[..., MemberAg
     environ, options = os.environ, folder.options()
     member = Member(
         folder,
-        name=member_name(environ, host=socket.gethostname(), pid=os.getpid()),
+        name=member_name(environ),
         node=environ.get("SLURMD_NODENAME", ""),
         warn=node.log.warning,
     )

@@ -25,7 +25,7 @@ for number in (signal.SIGTERM, signal.SIGURG, signal.SIGTSTP):
     signal.signal(number, lambda signo, _: seen.append(signo))
 
 folder = ElasticFolder(run=ElasticFolder.at(os.environ[ELASTIC_ENV]))
-name = member_name(os.environ, host="", pid=os.getpid())
+name = member_name(os.environ)
 member = Member(folder, name=name, node=NODE)
 member.start()
 step = -1
