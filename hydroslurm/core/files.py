@@ -236,19 +236,25 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rest = b""
-        """What follows the last newline that was read: a line still being written, or torn."""
-        self.offset = 0
-        """Where the next read begins."""
+        self._rest = b""
+        self._offset = 0
         self._file_id: tuple[int, int] | None = None
         self._skipping = False
 
-    def read(self, *, most_bytes: int = _CHUNK_BYTES) -> bytes:
-        """Return the next bytes as they are, at most so many; empty: nothing new.
+    def lines(self) -> Iterator[bytes]:
+        """Yield the complete lines that were appended since, each with its newline.
 
         Raises:
             OSError: as for :func:`open_regular`, but for a file that does not exist.
         """
+        for _ in range(1024):  # a gigabyte: somebody may write faster than we read
+            data = self._read()
+            yield from self._split(data)
+            if len(data) < _CHUNK_BYTES:
+                return
+
+    def _read(self) -> bytes:
+        """The next bytes as they are; empty: nothing new."""
         # opened each time: on NFS only an open asks the server for the size that the file has now
         try:
             fd = open_regular(self.path)
@@ -257,39 +263,23 @@ class Tail:
         try:
             status = os.fstat(fd)
             file_id = (status.st_dev, status.st_ino)
-            if status.st_size < self.offset or file_id != (self._file_id or file_id):
-                self.offset, self.rest, self._skipping = 0, b"", False
+            if status.st_size < self._offset or file_id != (self._file_id or file_id):
+                self._offset, self._rest, self._skipping = 0, b"", False
             self._file_id = file_id
-            data = os.pread(fd, most_bytes, self.offset)
+            data = os.pread(fd, _CHUNK_BYTES, self._offset)
         finally:
             os.close(fd)
-        self.offset += len(data)
+        self._offset += len(data)
         return data
 
-    def lines(self, *, most_bytes: int = 1 << 30) -> Iterator[bytes]:
-        """Yield the complete lines that were appended since, each with its newline, at most so many
-        bytes of them: somebody may write faster than we read.
-
-        Raises:
-            OSError: as for :meth:`read`.
-        """
-        left = most_bytes
-        while left > 0:
-            asked = min(left, _CHUNK_BYTES)
-            data = self.read(most_bytes=asked)
-            left -= len(data)
-            yield from self._split(data)
-            if len(data) < asked:
-                return
-
     def _split(self, data: bytes) -> list[bytes]:
-        *lines, rest = (self.rest + data).split(b"\n")
+        *lines, rest = (self._rest + data).split(b"\n")
         if lines and self._skipping:
             del lines[0]
             self._skipping = False
         if len(rest) > MOST_LINE_BYTES:
             rest, self._skipping = b"", True
-        self.rest = b"" if self._skipping else rest
+        self._rest = b"" if self._skipping else rest
         return [line + b"\n" for line in lines if len(line) < MOST_LINE_BYTES]
 
 

@@ -215,8 +215,6 @@ class SlurmClient:
         signal: str | int | signals.Signals,
         *,
         step: int | None = None,
-        batch: bool = False,
-        full: bool = False,
     ) -> None:
         """Send a signal to the job steps of a running job.
 
@@ -224,20 +222,18 @@ class SlurmClient:
             job: as slurmctld has just described it.
             signal: ``"USR1"``, ``"SIGUSR1"``, ``10`` or ``signal.SIGUSR1``.
             step: only this job step; Slurm does not report one that does not exist.
-            batch: the batch shell only.
-            full: the job steps and the batch shell.
 
         Raises:
-            WrongJobState: the job does not run, is suspended, or (``batch``) has no batch shell.
-            UsageError: no such signal, or two of ``step``, ``batch`` and ``full``.
+            WrongJobState: the job does not run, or is suspended.
+            UsageError: no such signal.
         """
         number = signal_number(signal)
-        if (step is not None) + batch + full > 1:
-            raise UsageError("only one of step=, batch= and full= can be asked for")
         # scancel repeats a signal to a waiting or suspended job for a minute and a half, and then
         # signals the next attempt of a requeued one
         _check_signallable(job, number)
-        self._send_signal(job, number, step=step, batch=batch, full=full)
+        target = job.id.argument if step is None else f"{job.id.argument}.{step}"
+        # what may have arrived is not repeated: a second USR1 could be a second pause
+        self._act(job, "scancel", f"--signal={number}", target, may_repeat=False)
 
     def cancel(self, job: Job) -> None:
         """Cancel a job; success if it has already ended."""
@@ -273,14 +269,6 @@ class SlurmClient:
             raise
         except SlurmError:
             return scontrol_text.read_jobs(self._ask("scontrol", "-a", "show", "job"))
-
-    def _send_signal(
-        self, job: Job, number: int, *, step: int | None, batch: bool, full: bool
-    ) -> None:
-        target = job.id.argument if step is None else f"{job.id.argument}.{step}"
-        where = ["--batch"] if batch else ["--full"] if full else []
-        # what may have arrived is not repeated: a second USR1 could be a second pause
-        self._act(job, "scancel", f"--signal={number}", *where, target, may_repeat=False)
 
     def _ask(self, program: str, *arguments: str) -> str:
         return self._retry_policy.retry(lambda: self._run(program, *arguments))

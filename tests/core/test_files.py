@@ -205,7 +205,6 @@ def test_a_tail_yields_complete_lines_once(tmp_path: Path) -> None:
     assert list(tail.lines()) == []
     path.write_bytes(b"one\ntw")
     assert list(tail.lines()) == [b"one\n"]
-    assert tail.rest == b"tw"
     with path.open("ab") as file:
         file.write(b"o\n\nthree")
     assert list(tail.lines()) == [b"two\n", b"\n"]
@@ -228,12 +227,14 @@ def test_a_tail_survives_truncation_and_replacement(tmp_path: Path, *, replaced:
 
 
 def test_a_tail_bounds_what_it_keeps(tmp_path: Path) -> None:
-    """A line without an end costs no memory and not the line after it; most_bytes bounds a call."""
+    """A line without an end costs no memory, and not the line after it."""
     path = tmp_path / "log"
-    path.write_bytes(b"x" * (files.MOST_LINE_BYTES * 3) + b"\nafter\n")
+    path.write_bytes(b"x" * (files.MOST_LINE_BYTES * 3))
     tail = Tail(path)
-    assert list(tail.lines(most_bytes=files.MOST_LINE_BYTES * 2)) == []
-    assert len(tail.rest) == 0
+    assert list(tail.lines()) == []
+    assert len(tail._rest) == 0
+    with path.open("ab") as log:
+        log.write(b"\nafter\n")
     assert list(tail.lines()) == [b"after\n"]
 
 

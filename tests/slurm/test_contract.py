@@ -165,7 +165,7 @@ def test_attempts_are_told_by_accounting(client: SlurmClient, jobs: Jobs) -> Non
 
 
 def test_signals(client: SlurmClient, jobs: Jobs, tmp_path: Path) -> None:
-    """Signals reach the job steps, one job step, the batch shell, or all, as asked for."""
+    """Signals reach the job steps, or one of them, and not the batch shell."""
     job_id = jobs.submit("-o", "out", script=TALKER)
     out = tmp_path / "out"
     _wait_text(out, "ready")
@@ -173,11 +173,6 @@ def test_signals(client: SlurmClient, jobs: Jobs, tmp_path: Path) -> None:
     assert "batch" not in _wait_text(out, "task got URG")
     client.signal(client.job(job_id), "USR1", step=0)
     assert "batch" not in _wait_text(out, "task got USR1")
-    client.signal(client.job(job_id), "USR1", batch=True)
-    assert _wait_text(out, "batch got USR1").count("task got USR1") == 1
-    client.signal(client.job(job_id), "USR1", full=True)
-    for words in ("batch got USR1", "task got USR1"):
-        _wait_text(out, words, count=2)
 
 
 def test_cancel(client: SlurmClient, jobs: Jobs) -> None:
@@ -210,8 +205,6 @@ def test_jobs_that_cannot_be_requeued(
     assert client.job(interactive).is_batch is False
     with pytest.raises(WrongJobState):
         client.requeue(client.job(interactive))
-    with pytest.raises(WrongJobState):
-        client.signal(client.job(interactive), "USR1", batch=True)
 
 
 def test_a_job_that_may_not_be_requeued_any_more(client: SlurmClient, jobs: Jobs) -> None:

@@ -337,15 +337,12 @@ def test_signals_by_name_and_number(stage: Stage) -> None:
     client = stage.client()
     client.signal(job(9), "USR1")
     client.signal(job(9), "sigusr1", step=0)
-    client.signal(job(9), 10, batch=True)
-    client.signal(job(9), signal.SIGUSR1, full=True)
+    client.signal(job(9), 10)
+    client.signal(job(9), signal.SIGUSR1)
     assert [call for call in stage.calls if call.startswith("scancel")] == [
         "scancel --signal=10 9",
         "scancel --signal=10 9.0",
-        "scancel --signal=10 --batch 9",
-        "scancel --signal=10 --full 9",
+        *["scancel --signal=10 9"] * 2,
     ]
     with pytest.raises(UsageError, match="'FOO' is not a signal"):
         client.signal(job(9), "FOO")
-    with pytest.raises(UsageError, match="only one of"):
-        client.signal(job(9), "USR1", batch=True, full=True)

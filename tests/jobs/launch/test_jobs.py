@@ -201,7 +201,7 @@ def test_an_owner_who_may_not_suspend_pauses_by_signal(
 
 def test_a_killed_rank_is_not_said_to_run(job: PausableJob, slurm: SlurmClient) -> None:
     """After scancel --signal=KILL the status says killed, though the rank wrote nothing of it."""
-    slurm.signal(slurm.job(int(job.job_id)), "KILL", full=True)
+    slurm.signal(slurm.job(int(job.job_id)), "KILL")
     wait_until(lambda: slurm.job(int(job.job_id)).state.has_ended, "Slurm has seen its end")
     assert [rank.state for rank in _seen(slurm, job).ranks] == ["killed"]
 
