@@ -132,13 +132,17 @@ def state_of(pid: int) -> str:
 
 @dataclass
 class Watch:
-    """Who hangs in a collective; looks at the workers of one generation, about once a second."""
+    """Who hangs, in a collective or outside of one; looks at the workers of one generation, about
+    once a second."""
 
     timing: Timing
     use_of: Callable[[int], Use] = use_of
     state_of: Callable[[int], str] = state_of
     _seen: dict[int, _Waited] = field(default_factory=dict)
     _looked_s: float = 0.0
+    _used_outside: dict[int, Use] = field(default_factory=dict)
+    _looked_outside_s: float = 0.0
+    _idle_outside_since_s: float = 0.0
 
     def look(
         self,
@@ -222,24 +226,7 @@ class Watch:
             f"for it in collective {waited.at[0] + 1}, which fails after {timeout_s:g} s"
         )
 
-
-def meeting_s(statuses: Sequence[RankStatus | None]) -> float:
-    """The time-out of the ``init_process_group`` in which one of them is; 0: none is."""
-    return max((one.meeting_timeout_s or 0.0 for one in statuses if one is not None), default=0.0)
-
-
-@dataclass
-class Absence:
-    """Who hangs outside of one; looks at the workers of one generation, about once a second."""
-
-    timing: Timing
-    use_of: Callable[[int], Use] = use_of
-    state_of: Callable[[int], str] = state_of
-    _used: dict[int, Use] = field(default_factory=dict)
-    _looked_s: float = 0.0
-    _idle_since_s: float = 0.0
-
-    def look(
+    def look_outside(
         self,
         workers: Sequence[Worker],
         statuses: Sequence[RankStatus | None],
@@ -248,7 +235,7 @@ class Absence:
         awaited: Awaited,
         now_s: float,
     ) -> str:
-        """Who hangs, and why it is thought so; "" while nobody does.
+        """Who hangs outside of a collective, and why it is thought so; "" while nobody does.
 
         Args:
             statuses: of the workers, in their order.
@@ -256,7 +243,7 @@ class Absence:
             awaited: what workers of other nodes wait for.
             now_s: monotonic.
         """
-        took_s = now_s - self._looked_s
+        took_s = now_s - self._looked_outside_s
         if took_s < LOOK_S:
             return ""
         known = [
@@ -272,15 +259,15 @@ class Absence:
             )
         used = {worker.pid: self.use_of(worker.pid) for worker, _ in known}
         waits = (
-            used.keys() == self._used.keys()  # else one of them has come
+            used.keys() == self._used_outside.keys()  # else one of them has come
             and took_s <= NEXT_LOOK_S
-            and all(is_idle(self._used[pid], used[pid], took_s) for pid in used)
+            and all(is_idle(self._used_outside[pid], used[pid], took_s) for pid in used)
             and not any(is_paused(status) for _, status in known)
         )
-        self._used, self._looked_s = used, now_s
+        self._used_outside, self._looked_outside_s = used, now_s
         if not waits:
-            self._idle_since_s = now_s
-        idle_s = now_s - self._idle_since_s
+            self._idle_outside_since_s = now_s
+        idle_s = now_s - self._idle_outside_since_s
         if not known or idle_s < after_s:
             return ""
         return "; ".join(
@@ -295,6 +282,11 @@ class Absence:
         if status is not None:
             place = place_of(status, self.state_of(pid), now_s=now_s) or "has not said where it is"
         return f"local rank {worker.local_rank} (pid {pid}) hangs: it {place}"
+
+
+def meeting_s(statuses: Sequence[RankStatus | None]) -> float:
+    """The time-out of the ``init_process_group`` in which one of them is; 0: none is."""
+    return max((one.meeting_timeout_s or 0.0 for one in statuses if one is not None), default=0.0)
 
 
 def _is_outside(status: RankStatus | None) -> bool:

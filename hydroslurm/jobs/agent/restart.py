@@ -57,7 +57,7 @@ from hydroslurm.elastic.roster import MEETING_S, Depart, Directive, Form, Save, 
 from hydroslurm.errors import CoordinatorLost, UsageError
 from hydroslurm.jobs.agent.elastic import LINGER_S, NodeAgent
 from hydroslurm.jobs.agent.node import Node
-from hydroslurm.jobs.agent.progress import Absence, Progress, Watch, is_paused, meeting_s
+from hydroslurm.jobs.agent.progress import Progress, Watch, is_paused, meeting_s
 from hydroslurm.jobs.agent.signal_pipe import Departed
 from hydroslurm.jobs.agent.workers import exit_codes
 from hydroslurm.slurm.allocation import ALONE_ENV
@@ -187,7 +187,7 @@ class MemberAgent(NodeAgent):
         self._asked_s: float | None = None
         self._said_step = True
         self._timing = timing
-        self._watch, self._absence = Watch(timing), Absence(timing)
+        self._watch = Watch(timing)
         self._look_at_s = 0.0
         self._hang = ""
 
@@ -205,7 +205,7 @@ class MemberAgent(NodeAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
         self._asked_s, self._said_step = None, worker_group.group_rank != 0
-        self._watch, self._absence = Watch(self._timing), Absence(self._timing)
+        self._watch = Watch(self._timing)
         self._look_at_s, self._hang = 0.0, ""
         self._member.note_progress(None, None)
         self._member.note_pace(0.0, 0.0)  # that of another size is taken for the one of this
@@ -259,7 +259,7 @@ class MemberAgent(NodeAgent):
         found = self._watch.look(workers, statuses, furthest=awaited.collectives, now_s=now_s)
         assert self._pcontext is not None
         ended = [rank for rank, code in exit_codes(self._pcontext).items() if code == 0]
-        hangs = found.hangs or self._absence.look(
+        hangs = found.hangs or self._watch.look_outside(
             workers, statuses, ended=ended, awaited=awaited, now_s=now_s
         )
         self._look_at_s = now_s + (LOOK_S if self._said_step else MONITOR_S)

@@ -10,7 +10,7 @@ import pytest
 from hydroslurm.core.registry import Entry
 from hydroslurm.core.status import Moment, RankStatus
 from hydroslurm.elastic.roster import Awaited, Timing
-from hydroslurm.jobs.agent.progress import Absence, Progress, Use, Watch, meeting_s
+from hydroslurm.jobs.agent.progress import Progress, Use, Watch, meeting_s
 from hydroslurm.jobs.agent.workers import Worker
 
 WORKERS = (Worker(0, 100), Worker(1, 101))
@@ -32,7 +32,7 @@ class Node:
         self.ended: list[int] = []
         timing = Timing(silent_s=5.0, stuck_s=900.0)
         sees: Any = {"use_of": self.used.__getitem__, "state_of": self.states.__getitem__}
-        self.watch, self.absence = Watch(timing, **sees), Absence(timing, **sees)
+        self.watch = Watch(timing, **sees)
 
     def status(self, collectives: int | None = None, **more: Any) -> RankStatus:
         limits = {"collective_timeout_s": TIMEOUT_S, "heartbeat_s": HEARTBEAT_S}
@@ -50,7 +50,9 @@ class Node:
     def miss(self, awaited: Awaited, *, by_s: float = 1.0) -> str:
         """Who keeps the others waiting where there is no collective."""
         told = self._tell(by_s)
-        return self.absence.look(WORKERS, told, ended=self.ended, awaited=awaited, now_s=self.now_s)
+        return self.watch.look_outside(
+            WORKERS, told, ended=self.ended, awaited=awaited, now_s=self.now_s
+        )
 
     def hangs_after(
         self,
@@ -239,5 +241,7 @@ def test_the_pid_that_is_named_is_the_ranks() -> None:
     workers = (Worker(0, 100, Entry(777, 1, 0, "", {})),)
     for _ in range(400):
         node.now_s += 1
-        said = node.absence.look(workers, [node.told[0]], ended=(), awaited=MEETS, now_s=node.now_s)
+        said = node.watch.look_outside(
+            workers, [node.told[0]], ended=(), awaited=MEETS, now_s=node.now_s
+        )
     assert "(pid 777)" in said
