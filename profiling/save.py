@@ -37,6 +37,7 @@ from harness import finish, interleaved, median_ratio, options, scratch
 from torch.utils.data import DataLoader
 
 from hydroslurm.checkpoint.census import Census
+from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, State
 
@@ -114,7 +115,7 @@ class OurSaver:
 
 
 def save_ours(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    CheckpointStore(folder).write(State({"model": tensors}, {}), step=1, kind="x")
+    write_checkpoint(CheckpointStore(folder), State({"model": tensors}, {}), SaveRequest(1, "x"))
 
 
 def save_torch(tensors: dict[str, torch.Tensor], folder: Path) -> None:

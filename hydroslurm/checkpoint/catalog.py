@@ -1,19 +1,15 @@
-"""Which checkpoints a folder has, and whether they are what was written."""
+"""Which checkpoints a folder has."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hydroslurm.checkpoint import folders, manifest
-from hydroslurm.checkpoint.checksummed_file import check_file, read_whole, require_size
+from hydroslurm.checkpoint.checksummed_file import read_whole
 from hydroslurm.checkpoint.manifest import Manifest
-from hydroslurm.checkpoint.reader import CheckpointFiles, check_state
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, UntrustedFile
@@ -100,14 +96,14 @@ def read_manifest(path: Path, *, storage: Storage) -> Manifest:
     return Manifest.from_json(text, where=file)
 
 
-def as_told(told: Mapping[str, Any], path: Path) -> Checkpoint:
+def as_told(summary: str, path: Path) -> Checkpoint:
     """The checkpoint that another rank has told of by its summary (:meth:`Manifest.summary`),
     unchecked.
 
     Raises:
         CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld: what was told is no manifest.
     """
-    return Checkpoint(path, Manifest.from_json(str(told["manifest"]), where=path / manifest.NAME))
+    return Checkpoint(path, Manifest.from_json(summary, where=path / manifest.NAME))
 
 
 def read_again(checkpoint: Checkpoint, *, storage: Storage) -> Manifest:
@@ -149,92 +145,3 @@ def _at(path: Path, key: tuple[int, int], storage: Storage) -> Checkpoint | Prob
             path, key, CheckpointCorrupt(f"{path} holds step {found.step}: it was renamed")
         )
     return Checkpoint(path, found)
-
-
-class Checker:
-    """Verifies checkpoints and remembers the good ones.
-
-    :meth:`is_good`, which a stop waits for, does not reread what this process has written or
-    verified; :meth:`verify` always reads.
-    """
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._good: set[tuple[Path, int]] = set()
-
-    def verify(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        cancel: threading.Event | None = None,
-        share: tuple[int, int] = (0, 1),
-    ) -> None:
-        """Find out whether it can be loaded: compare the sizes of all files, read what describes
-        the state as a load does, then read the rest.
-
-        Args:
-            share: (rank, world size) of ranks that divide the files among themselves. None of them
-                alone knows whether the checkpoint is good.
-
-        Raises:
-            CheckpointCorrupt: names the first file that is not what was written, or says what
-                cannot be put together.
-            CheckpointTooNew: a newer release has meanwhile replaced its manifest.
-            SaveAbandoned: ``cancel`` was set.
-        """
-        self._good.discard(_key(checkpoint))
-        files = read_again(checkpoint, storage=self._storage).files
-        rank, of_ranks = share
-        names = sorted(files)[rank::of_ranks]
-        for name in names:
-            require_size(checkpoint.path / name, files[name], storage=self._storage)
-        check_state(CheckpointFiles(checkpoint.path, files, storage=self._storage), share=share)
-        for name in names:
-            check_file(checkpoint.path / name, files[name], storage=self._storage, cancel=cancel)
-        if of_ranks == 1:
-            self.trust(checkpoint)
-
-    def glance(self, checkpoint: Checkpoint) -> None:
-        """Compare sizes only.
-
-        Raises:
-            CheckpointCorrupt: names the first file that is missing or has another size.
-        """
-        for name, entry in checkpoint.manifest.files.items():
-            path = checkpoint.path / name
-            try:
-                fd = self._storage.open(path)
-                size_bytes = self._storage.size(fd)
-                self._storage.close(fd)
-            except OSError as error:
-                raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror}") from error
-            if size_bytes != entry.size_bytes:
-                raise CheckpointCorrupt(
-                    f"{path} has {size_bytes} bytes; {entry.size_bytes} were written"
-                )
-
-    def trust(self, checkpoint: Checkpoint) -> None:
-        """Remember a checkpoint that was just written as good."""
-        self._good.add(_key(checkpoint))
-
-    def good_at(self, path: Path) -> Checkpoint | None:
-        """The checkpoint at this path if there is one and it is good."""
-        try:
-            found = Checkpoint(path, read_manifest(path, storage=self._storage))
-        except CheckpointError:
-            return None
-        return found if self.is_good(found) else None
-
-    def is_good(self, checkpoint: Checkpoint) -> bool:
-        """Whether it verifies or has verified before."""
-        if _key(checkpoint) in self._good:
-            return True
-        try:
-            self.verify(checkpoint)
-        except CheckpointError:
-            return False
-        return True
-
-
-def _key(checkpoint: Checkpoint) -> tuple[Path, int]:
-    return checkpoint.path, checkpoint.manifest.created_epoch_ns

@@ -186,13 +186,11 @@ def open_checked(path: Path, entry: FileEntry, *, storage: Storage) -> int:
         CheckpointError: someone else may have written it.
     """
     try:
-        storage.check_trusted(path)
         fd = storage.open(path)
     except OSError as error:
         raise unreadable(path, error) from error
-    except UntrustedFile as error:
-        raise CheckpointError(str(error)) from error
     try:
+        storage.check_trusted(path)
         size_bytes = storage.size(fd)
         if size_bytes != entry.size_bytes:
             raise _other_size(path, size_bytes, entry)
@@ -201,6 +199,8 @@ def open_checked(path: Path, entry: FileEntry, *, storage: Storage) -> int:
             storage.close(fd)
         if isinstance(error, OSError):
             raise unreadable(path, error) from error
+        if isinstance(error, UntrustedFile):
+            raise CheckpointError(str(error)) from error
         raise
     return fd
 

@@ -1,14 +1,18 @@
-"""What is still worth saving before a deadline. Pure: seconds and steps in, a choice and a
-sentence for people out."""
+"""What is still worth saving before a deadline: what all ranks know of it, and a choice and a
+sentence for people."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+
+from hydroslurm.checkpoint.save_round import SaveRound, parsed
 
 SAFETY = 1.5
 """How much longer than expected a save is allowed to take before it no longer counts as fitting.
 The disk is busiest at the very moment when a whole node is preempted."""
+
+FOREVER_S = 1e9
+"""Time left where nobody kills. Finite, as JSON has no infinity: thirty years."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Situation:
 
     Attributes:
         step: training steps completed.
-        left_s: seconds until the deadline; negative once it has passed.
+        left_s: seconds until the deadline, at most :data:`FOREVER_S`; negative once it has passed.
         save_s: what a save is expected to take.
         in_flight: the save under way.
         committed_step: newest committed step; None if there is none.
@@ -119,9 +123,51 @@ def remaining_s(*, expected_s: float, elapsed_s: float) -> float:
     return max(expected_s - elapsed_s, elapsed_s / 4)
 
 
+def of_all_ranks(here: Situation, save_round: SaveRound) -> Situation:
+    """The least time, the slowest disk, any save in flight, and what all ranks have committed.
+
+    Raises:
+        SaveFailed, UnsavableState: on all ranks; one cannot take part or is gone.
+    """
+    if save_round.is_solo:
+        return here
+    told = save_round.settle("situation", asdict(here), left_s=here.left_s)
+    ranks = [parsed(Situation, answer, rank=rank) for rank, answer in told.items()]
+    flights = [one.in_flight for one in ranks if one.in_flight is not None]
+    steps = [one.committed_step for one in ranks if one.committed_step is not None]
+    flight = InFlight(
+        max((one.step for one in flights), default=0),
+        max((one.remaining_s for one in flights), default=0.0),
+        is_this=all(one.is_this for one in flights),
+    )
+    return replace(
+        here,
+        left_s=min(one.left_s for one in ranks),
+        save_s=max(one.save_s for one in ranks),
+        in_flight=flight if flights else None,
+        committed_step=min(steps) if len(steps) == len(ranks) else None,
+        is_committed=all(one.is_committed for one in ranks),
+    )
+
+
+def all_done(done: bool, save_round: SaveRound, *, left_s: float) -> bool:
+    """Whether no rank has anything left to save.
+
+    Raises:
+        SaveFailed: on all ranks; one is gone.
+    """
+    told = save_round.settle("done", {"done": done}, left_s=left_s)
+    return all(parsed(_Done, answer, rank=rank).done for rank, answer in told.items())
+
+
+@dataclass(frozen=True)
+class _Done:
+    done: bool
+
+
 def _of(left_s: float) -> str:
     """The time that is left, to be added to a time that is needed; no word where nobody kills."""
-    return "" if math.isinf(left_s) else f" of the {left_s:.1f} s that are left"
+    return "" if left_s >= FOREVER_S else f" of the {left_s:.1f} s that are left"
 
 
 def _at_risk(now: Situation, in_time: InFlight | None) -> int:

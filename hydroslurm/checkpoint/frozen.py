@@ -68,7 +68,7 @@ class _Stored:
 
     path: Path
     key: tuple[int, int]
-    files: Mapping[str, FileEntry]
+    files: dict[str, FileEntry]
     fingerprint: str | None
 
 
@@ -109,7 +109,7 @@ class FrozenFiles:
 
     def put(
         self, folder: Path, plan: WritePlan, *, cancel: threading.Event | None
-    ) -> Mapping[str, FileEntry]:
+    ) -> dict[str, FileEntry]:
         """Put those that hold what is frozen in a state into a folder, as links. Nothing is put
         where it can be written; where it is in no memory any more, it is copied.
 
@@ -163,7 +163,7 @@ class FrozenFiles:
             self._can_link = False
         return self._can_link
 
-    def _of(self, plan: WritePlan, stored: _Stored) -> Mapping[str, FileEntry]:
+    def _of(self, plan: WritePlan, stored: _Stored) -> dict[str, FileEntry]:
         """Those of a checkpoint if they hold what is frozen in a state; else none."""
         names = names_of(self._rank, plan.layout.world_size)
         if not plan.fingerprint or set(names) != stored.files.keys():

@@ -18,9 +18,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from hydroslurm.checkpoint.folders import is_file_name
+from hydroslurm.core.decoding import Count
 from hydroslurm.core.files import check_depth, clean, decode_json
 from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld, UsageError
 
@@ -45,12 +48,15 @@ four times as long on others. It protects checkpoints from decay, not from attac
 is harmless because nothing in it is ever executed."""
 
 
+Word = Annotated[str, msgspec.Meta(max_length=80)]
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """One file as it was written."""
 
-    size_bytes: int
-    checksum: str
+    size_bytes: Count
+    checksum: Word
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import NoneType
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.catalog import Checkpoint, Problem, as_told
-from hydroslurm.checkpoint.save_round import checked
+from hydroslurm.checkpoint.save_round import parsed
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
 
@@ -62,6 +61,16 @@ def newest_good(
     return _Search(store, topic=topic, load=load).run()
 
 
+@dataclass(frozen=True)
+class _Proposal:
+    """Rank 0's: a checkpoint by its name and the summary of its manifest, or why there is none."""
+
+    name: str = ""
+    manifest: str = ""
+    rejected: tuple[str, ...] = ()
+    failed: str = ""
+
+
 class _Search:
     """One rank's part in one search. Rank 0 goes through what the store has, newest first."""
 
@@ -83,7 +92,7 @@ class _Search:
             found = Found(self._store, checkpoint)
             bad = self._complaints(turn, found)
             if bad is None:
-                self._store.checker.trust(checkpoint)
+                self._store.trust(checkpoint)
                 if self._rejected:
                     warnings.warn(
                         f"hydroslurm cannot use {', '.join(self._rejected)}; the run continues "
@@ -98,38 +107,34 @@ class _Search:
 
     def _propose(self, turn: int) -> Checkpoint | None:
         """The next candidate of rank 0, on all ranks; None when there is nothing at all."""
-        mine, proposal = None, dict[str, Any]()
+        mine, proposal = None, _Proposal()
         if self._peers.rank == 0:
             try:
                 mine = self._next()
             except (CheckpointError, OSError) as error:
-                proposal = {"failed": str(error)}
+                proposal = _Proposal(failed=str(error))
             else:
-                proposal = {"rejected": self._rejected, "name": None}
+                proposal = _Proposal(rejected=tuple(self._rejected))
                 if mine is not None:
-                    summary = mine.manifest.summary().to_json()
-                    proposal = {"rejected": [], "name": mine.path.name, "manifest": summary}
-        told = self._agree(str(turn), proposal)[0]
-        if isinstance(told, dict) and isinstance(told.get("failed"), str):
-            raise CheckpointError(told["failed"])
-        checked(told, rank=0, rejected=list, name=(str, NoneType))
-        if told["name"] is None:
-            if told["rejected"]:
-                raise CheckpointCorrupt(
-                    "no checkpoint of this run can be loaded: "
-                    f"{', '.join(map(str, told['rejected']))}. Remove the folders to start from "
-                    "the beginning"
-                )
-            return None
+                    proposal = _Proposal(mine.path.name, mine.manifest.summary().to_json())
+        told = parsed(_Proposal, self._agree(str(turn), asdict(proposal))[0], rank=0)
+        if told.failed:
+            raise CheckpointError(told.failed)
         if mine is not None:
             return mine
-        checked(told, rank=0, manifest=str)
-        if folders.step_of(told["name"]) is None:
-            raise CheckpointError(
-                f"rank 0 names {told['name'][:80]!r}, which is no checkpoint's name; expected one "
-                f"such as step-000000084, in {self._store.directory}"
+        if told.name:
+            if folders.step_of(told.name) is None:
+                raise CheckpointError(
+                    f"rank 0 names {told.name[:80]!r}, which is no checkpoint's name; expected one "
+                    f"such as step-000000084, in {self._store.directory}"
+                )
+            return as_told(told.manifest, self._store.directory / told.name)
+        if told.rejected:
+            raise CheckpointCorrupt(
+                f"no checkpoint of this run can be loaded: {', '.join(told.rejected)}. Remove the "
+                "folders to start from the beginning"
             )
-        return as_told(told, self._store.directory / told["name"])
+        return None
 
     def _next(self) -> Checkpoint | None:
         """The next one whose manifest can be read, kept from retention; None after the last."""
@@ -166,7 +171,7 @@ class _Search:
         try:
             if self._load is None:
                 share = (self._peers.rank, self._peers.world_size)
-                self._store.checker.verify(found.checkpoint, share=share)
+                self._store.verify(found.checkpoint, share=share)
             else:
                 self._load(found)
         except (CheckpointError, OSError) as error:

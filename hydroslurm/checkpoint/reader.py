@@ -51,7 +51,7 @@ class CheckpointFiles:
     def __init__(self, folder: Path, entries: Mapping[str, FileEntry], *, storage: Storage) -> None:
         self.folder = folder
         self.storage = storage
-        self._entries = entries
+        self.entries = entries
         self._indexes: dict[int, PartIndex] = {}
 
     @property
@@ -101,7 +101,7 @@ class CheckpointFiles:
 
     @functools.cached_property
     def _parts(self) -> Mapping[int, str]:
-        return parts_among(self._entries)
+        return parts_among(self.entries)
 
     def _name(self, part: int) -> str:
         try:
@@ -113,7 +113,7 @@ class CheckpointFiles:
 
     def _entry(self, name: str) -> FileEntry:
         try:
-            return self._entries[name]
+            return self.entries[name]
         except KeyError:
             raise CheckpointCorrupt(f"{self.folder} has no {name}") from None
 

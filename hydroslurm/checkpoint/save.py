@@ -20,27 +20,30 @@ the folder that the others' parts need before they are acknowledged.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hydroslurm.checkpoint import commit, folders, manifest
-from hydroslurm.checkpoint.catalog import EPOCH, Checker, Checkpoint, as_told, read_manifest
-from hydroslurm.checkpoint.frozen import FrozenFiles, with_fingerprint
+from hydroslurm.checkpoint.catalog import EPOCH, Checkpoint, as_told, read_manifest
+from hydroslurm.checkpoint.frozen import with_fingerprint
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest
 from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.save_round import (
     KEPT,
     SaveRound,
-    checked,
     failed,
     gone,
+    parsed,
     raise_failures,
     why,
 )
-from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.checkpoint.write_plan import State, WritePlan
 from hydroslurm.checkpoint.writer import manifest_of, write_part
 from hydroslurm.core.garbage import without_gc
@@ -52,7 +55,72 @@ likely gone as well, and nobody could agree on who goes on."""
 
 
 @dataclass(frozen=True)
-class Place:
+class SaveRequest:
+    """What is to be saved, without the state itself.
+
+    Attributes:
+        kind: epoch checkpoints and other kinds do not stand in for each other.
+        meta: plain JSON values for the manifest; with peers, rank 0's count.
+        again: the state may have changed since this step was saved: write a new checkpoint, which
+            becomes the newer one, and leave the old one alone. Else a good checkpoint of this step
+            will do.
+        topic: of this save in the peers' agreements, used once; made of the step and the kind when
+            empty, so that the same save cannot be tried twice.
+        state_bytes: of all ranks. state: a saver numbers the states that it is given from 1,
+            because two of one step can differ; 0 is what the run resumed from. Both are the
+            saver's own.
+    """
+
+    step: int
+    kind: str
+    epoch: int = 0
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    again: bool = False
+    topic: str = ""
+    state_bytes: int = 0
+    state: int = 0
+
+
+def write_checkpoint(
+    store: CheckpointStore,
+    state: State | WritePlan,
+    request: SaveRequest,
+    *,
+    cancel: threading.Event | None = None,
+    written: Callable[[], None] | None = None,
+) -> Checkpoint:
+    """Save; returns when the checkpoint is committed and durable.
+
+    ``state`` must not change meanwhile. With peers, every rank calls this for the same step, and
+    all of them return or raise the same.
+
+    Args:
+        state: or its write plan.
+        cancel: checked between chunks; setting it ends the save before its commit.
+        written: called when this rank's part is on the disk, before the commit; not if the step is
+            already committed. It must not raise.
+
+    Raises:
+        UnsavableState: nothing was written.
+        SaveAbandoned: ``cancel`` was set. Earlier checkpoints are intact.
+        SaveFailed: an I/O call failed, or a rank is gone. Earlier checkpoints are intact.
+        StaleAttempt: a newer attempt owns the run folder. Earlier checkpoints are intact.
+    """
+    step, kind = request.step, request.kind
+    header = manifest.begun(
+        step=step,
+        epoch=request.epoch,
+        kind=kind,
+        meta=request.meta,
+        torch_version=torch.__version__,
+    )
+    topic = request.topic or f"save/{step}/{kind}"
+    save_round = SaveRound(store.peers, topic, step=step, timeout_s=store.patience_s, cancel=cancel)
+    return _Save(store, save_round, written, request.again).write(state, header)
+
+
+@dataclass(frozen=True)
+class _Place:
     """Where a save goes: its temporary folder, its final name, and the manifest as it was agreed on
     at the beginning, without files."""
 
@@ -61,26 +129,39 @@ class Place:
     header: Manifest
 
 
-@dataclass
-class Save:
-    """One save, as one of its ranks sees it.
+@dataclass(frozen=True)
+class _Opened:
+    """The answer of a rank that begins: the digest of its layout. Rank 0 adds the folder that it
+    has made or the checkpoint that will do, and its manifest."""
 
-    Attributes:
-        stored: of this directory.
-        may_commit: prevents the commit by raising StaleAttempt.
-        written, again: see ``CheckpointStore.write``.
-    """
+    layout: str
+    name: str = ""
+    manifest: str = ""
 
-    directory: Path
-    round: SaveRound
-    storage: Storage
-    checker: Checker
-    stored: FrozenFiles
-    chunk_bytes: int
-    may_commit: Callable[[], None]
-    written: Callable[[], None] | None
-    again: bool
-    begun_s: float = field(default_factory=time.monotonic)
+
+@dataclass(frozen=True)
+class _Committed:
+    """The answer of the rank that has committed: the summary of the manifest."""
+
+    manifest: str
+
+
+class _Save:
+    """One save, as one of its ranks sees it."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        save_round: SaveRound,
+        written: Callable[[], None] | None,
+        again: bool,
+    ) -> None:
+        self.store, self.storage, self.directory = store, store.storage, store.directory
+        self.round = save_round
+        self.rank = save_round.peers.rank
+        self.written = written
+        self.again = again
+        self.begun_s = time.monotonic()
 
     def write(self, state: State | WritePlan, header: Manifest) -> Checkpoint:
         """Save; the committed checkpoint, or one of this step that was there before, where that
@@ -88,16 +169,13 @@ class Save:
 
         Args:
             header: the manifest without files; rank 0's is the one that counts.
-
-        Raises:
-            SaveFailed, SaveAbandoned, UnsavableState, StaleAttempt: on all ranks.
         """
         world_size = self.round.peers.world_size
         with self._failing_as_save():
             try:
                 plan = state
                 if isinstance(plan, State):
-                    plan = divide(plan, rank=self.round.peers.rank, world_size=world_size)
+                    plan = divide(plan, rank=self.rank, world_size=world_size)
                 plan = with_fingerprint(plan)
             except Exception as error:
                 self.round.settle("open", problem=error)
@@ -110,50 +188,51 @@ class Save:
                 answers, mine = self._write(place.folder, plan)
             committed = self._commit(place, lambda: self._describe(place, answers, plan))
             if _is_of(place, committed.manifest):
-                self.stored.note(committed, files=mine, fingerprint=plan.fingerprint)
+                self.store.frozen.note(committed, files=mine, fingerprint=plan.fingerprint)
             return committed
 
-    def _open(self, header: Manifest, layout: str) -> Place | Checkpoint:
+    def _open(self, header: Manifest, layout: str) -> _Place | Checkpoint:
         """Where the checkpoint goes, or one that is there and will do."""
         if self.round.is_solo:
             return self._choose(header)
-        answer: dict[str, Any] = {"layout": layout}
-        folder, problem = None, None
-        if self.round.peers.rank == 0:
+        answer, folder, problem = _Opened(layout), None, None
+        if self.rank == 0:
             try:
                 chosen = self._choose(header)
-                if isinstance(chosen, Place):
+                if isinstance(chosen, _Place):
                     folder = chosen.folder
                     for name in folders.inner_folders(header.world_size):
                         self.storage.mkdir(folder / name)
+                    answer = _Opened(layout, folder.name, chosen.header.to_json())
+                else:
+                    summary = chosen.manifest.summary().to_json()
+                    answer = _Opened(layout, chosen.path.name, summary)
                 self.storage.fsync_dir(self.directory)
-                answer |= _told(chosen)
             except Exception as error:
                 problem = error
         with self._removing(folder):
-            answers = self.round.settle("open", answer, problem=problem)
-            layouts = {
-                rank: checked(one, rank=rank, layout=str)["layout"] for rank, one in answers.items()
-            }
-            other = [rank for rank, layout in layouts.items() if layout != layouts[0]]
+            told = self.round.settle("open", asdict(answer), problem=problem)
+            answers = {rank: parsed(_Opened, one, rank=rank) for rank, one in told.items()}
+            first = answers[0].layout
+            other = [rank for rank, one in answers.items() if one.layout != first]
             if other:
                 raise SaveFailed(
-                    f"{self.round.not_saved} rank 0 holds {layouts[0]}, rank {other[0]} "
-                    f"{layouts[other[0]]}. What is registered for saving must have the same keys "
-                    "and shapes on all ranks"
+                    f"{self.round.not_saved} rank 0 holds {first}, rank {other[0]} "
+                    f"{answers[other[0]].layout}. What is registered for saving must have the same "
+                    "keys and shapes on all ranks"
                 )
         return self._chosen_by_rank_0(answers[0])
 
-    def _choose(self, header: Manifest) -> Place | Checkpoint:
+    def _choose(self, header: Manifest) -> _Place | Checkpoint:
         """The place under the next number of this step where the state may differ from what is
         saved. Epoch checkpoints and other kinds do not stand in for each other."""
-        self.may_commit()
+        self.store.check_fence(f"the save of step {self.round.step}")
         step, names = self.round.step, list[str]()
         with contextlib.suppress(FileNotFoundError):
             names = self.storage.listdir(self.directory)
         newest = folders.newest_number(names, step)
         target = folders.of_step(self.directory, step, max(newest, 1))
-        there = None if self.again else self.checker.good_at(target)
+        there = None if self.again else self.store.good_at(target)
         if there is not None and (there.kind == EPOCH) == (header.kind == EPOCH):
             # who committed it may have been killed before its last call
             self.storage.fsync_dir(self.directory)
@@ -163,13 +242,12 @@ class Save:
         folder = folders.temporary(target, joint=not self.round.is_solo)
         commit.make_dirs(self.directory, storage=self.storage)
         self.storage.mkdir(folder)
-        return Place(folder, target, header)
+        return _Place(folder, target, header)
 
-    def _chosen_by_rank_0(self, answer: Mapping[str, Any]) -> Place | Checkpoint:
+    def _chosen_by_rank_0(self, told: _Opened) -> _Place | Checkpoint:
         """What lies in the folder is removed when the save fails: so its name must be one that only
         a save can have chosen."""
-        told = checked(answer, rank=0, name=str, manifest=str)
-        name, step = told["name"], self.round.step
+        name, step = told.name, self.round.step
         final = folders.target_of(name, step)
         if final is None and folders.step_of(name) != step:
             raise SaveFailed(
@@ -178,8 +256,8 @@ class Save:
             )
         path = self.directory / name
         if final is None:
-            return self._trusted(as_told(told, path))
-        return Place(path, path.parent / final, Manifest.from_json(told["manifest"], where=path))
+            return self._trusted(as_told(told.manifest, path))
+        return _Place(path, path.parent / final, Manifest.from_json(told.manifest, where=path))
 
     def _write(
         self, folder: Path, plan: WritePlan
@@ -195,9 +273,9 @@ class Save:
                 folder,
                 plan,
                 storage=self.storage,
-                stored=self.stored,
+                stored=self.store.frozen,
                 cancel=self.round.cancel,
-                chunk_bytes=self.chunk_bytes,
+                chunk_bytes=self.store.chunk_bytes,
             )
             if not alone:  # names of inner folders become durable with the manifest's
                 for path in {(folder / name).parent for name in mine.files}:
@@ -205,7 +283,7 @@ class Save:
             if self.written is not None:
                 self.written()
             files = mine.files
-            answer = {**mine.to_answer(), "took_s": self._took_s()}
+            answer = asdict(replace(mine, took_s=self._took_s()))
         except BaseException as error:
             problem = self._explained(error)
         try:
@@ -218,7 +296,7 @@ class Save:
             raise problem from error.__cause__  # such as an interrupt, which is for this rank only
         return answers, files
 
-    def _commit(self, place: Place, describe: Callable[[], Manifest]) -> Checkpoint:
+    def _commit(self, place: _Place, describe: Callable[[], Manifest]) -> Checkpoint:
         """Have the checkpoint committed by the first of the ranks that are left."""
         if self.round.is_solo:
             with self._removing(place.folder):
@@ -226,10 +304,10 @@ class Save:
         left = list(range(self.round.peers.world_size))
         for attempt in range(len(left)):
             mine, answer = None, None
-            if self.round.peers.rank == left[0]:
+            if self.rank == left[0]:
                 try:
                     mine = Checkpoint(place.target, self._finish(place, describe))
-                    answer = {"manifest": mine.manifest.summary().to_json()}
+                    answer = asdict(_Committed(mine.manifest.summary().to_json()))
                 except Exception as error:
                     answer = failed(self._explained(error))
             try:
@@ -239,7 +317,7 @@ class Save:
                 left = [rank for rank in left if rank not in lost]
                 one_knows = isinstance(error, AgreementFailed) and not error.withdrawn
                 nobody_can = not left or left[0] not in self._committers()
-                if not lost or not one_knows or self.round.peers.rank not in left or nobody_can:
+                if not lost or not one_knows or self.rank not in left or nobody_can:
                     raise SaveFailed(
                         f"all ranks have written step {self.round.step}, but whether it was "
                         f"committed is not known here: {why(error)}. {KEPT}"
@@ -247,11 +325,11 @@ class Save:
                 continue
             with self._removing(place.folder):
                 raise_failures(answers, self.round.not_saved)
-            told = checked(answers[left[0]], rank=left[0], manifest=str)
-            return self._trusted(mine or as_told(told, place.target))
+            told = parsed(_Committed, answers[left[0]], rank=left[0])
+            return self._trusted(mine or as_told(told.manifest, place.target))
         raise AssertionError("this rank is left at least")
 
-    def _finish(self, place: Place, describe: Callable[[], Manifest]) -> Manifest:
+    def _finish(self, place: _Place, describe: Callable[[], Manifest]) -> Manifest:
         """Commit, unless another rank has done that; the manifest of what is there then.
 
         Args:
@@ -266,7 +344,7 @@ class Save:
                 break
             try:
                 described = describe()
-                self.may_commit()
+                self.store.check_fence(f"the save of step {self.round.step}")
                 ours = commit.move_into_place(
                     place.folder,
                     place.target,
@@ -286,7 +364,7 @@ class Save:
         self.storage.fsync_dir(self.directory)
         return there
 
-    def _committed(self, place: Place) -> Manifest | None:
+    def _committed(self, place: _Place) -> Manifest | None:
         """The manifest under the final name: of a good checkpoint, or of this very save, committed
         by another rank."""
         try:
@@ -294,9 +372,9 @@ class Save:
         except CheckpointError:
             return None
         ours = _is_of(place, found) and not self.round.is_solo
-        return found if ours or self.checker.is_good(Checkpoint(place.target, found)) else None
+        return found if ours or self.store.is_good(Checkpoint(place.target, found)) else None
 
-    def _describe(self, place: Place, answers: Mapping[int, Any], plan: WritePlan) -> Manifest:
+    def _describe(self, place: _Place, answers: Mapping[int, Any], plan: WritePlan) -> Manifest:
         """Write the manifest into the folder, from what the ranks say that they have written."""
         commit.remove_drafts(place.folder, storage=self.storage)
         save_s = self._took_s() if self.round.is_solo else None
@@ -304,7 +382,7 @@ class Save:
             described = manifest_of(
                 answers, place.header, whole_tally=plan.layout.whole_tally, save_s=save_s
             )
-        data, rank = described.to_json().encode(), self.round.peers.rank
+        data, rank = described.to_json().encode(), self.rank
         commit.put(place.folder, manifest.NAME, data, rank=rank, storage=self.storage)
         return described
 
@@ -313,7 +391,7 @@ class Save:
 
     def _trusted(self, checkpoint: Checkpoint) -> Checkpoint:
         """What was just committed, or found to be good by rank 0."""
-        self.checker.trust(checkpoint)
+        self.store.trust(checkpoint)
         return checkpoint
 
     def _took_s(self) -> float:
@@ -324,7 +402,7 @@ class Save:
         if isinstance(error, OSError):
             with contextlib.suppress(OSError):
                 try:
-                    self.may_commit()
+                    self.store.check_fence(f"the save of step {self.round.step}")
                 except StaleAttempt as stale:
                     return stale
         return error
@@ -363,13 +441,6 @@ class Save:
             raise
 
 
-def _is_of(place: Place, found: Manifest) -> bool:
+def _is_of(place: _Place, found: Manifest) -> bool:
     """Whether a manifest is that of the save that goes there."""
     return found.created_epoch_ns == place.header.created_epoch_ns
-
-
-def _told(chosen: Place | Checkpoint) -> dict[str, str]:
-    """What rank 0 has chosen, for the others."""
-    if isinstance(chosen, Place):
-        return {"name": chosen.folder.name, "manifest": chosen.header.to_json()}
-    return {"name": chosen.path.name, "manifest": chosen.manifest.summary().to_json()}

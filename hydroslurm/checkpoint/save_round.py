@@ -13,8 +13,9 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import NoneType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from hydroslurm.errors import (
     AgreementFailed,
@@ -38,6 +39,9 @@ _KINDS: dict[str, type[HydroslurmError]] = {
     "abandoned": SaveAbandoned,
     "failed": SaveFailed,
 }
+
+
+T = TypeVar("T")
 
 
 class Peers(Protocol):
@@ -128,9 +132,7 @@ class SaveRound:
             SaveFailed, UnsavableState: on all ranks; one cannot take part or is gone.
         """
         answers = self.settle("start", {"busy": step}, problem=problem).items()
-        steps = {
-            rank: checked(one, rank=rank, busy=(int, NoneType))["busy"] for rank, one in answers
-        }
+        steps = {rank: parsed(_Busy, one, rank=rank).busy for rank, one in answers}
         busy = {rank: one for rank, one in steps.items() if one is not None}
         if not busy:
             return None
@@ -203,30 +205,32 @@ class SaveRound:
         return self.cancel is not None and self.cancel.is_set()
 
 
+@dataclass(frozen=True)
+class _Busy:
+    busy: int | None
+
+
 def failed(error: BaseException) -> dict[str, Any]:
     """The answer of a rank that has failed."""
     kind = next((name for name, one in _KINDS.items() if isinstance(error, one)), "failed")
     return {"failed": [kind, _message(error)]}
 
 
-def checked(answer: Any, *, rank: int, **types: type | tuple[type, ...]) -> dict[str, Any]:
-    """The answer of another rank, checked to have these fields with values of these types.
+def parsed(kind: type[T], answer: Any, *, rank: int) -> T:
+    """The answer of another rank as a dataclass, each field of its declared type.
 
-    It is not trusted: it decides which folders are made and removed and which files are opened. Ask
-    for a number as ``(int, float)``; True and False are not numbers.
+    It is not trusted: it decides which folders are made and removed and which files are opened.
 
     Raises:
         SaveFailed: a field is missing or has another type.
     """
-    for name, wanted in types.items():
-        value = answer.get(name) if isinstance(answer, Mapping) else None
-        is_flag = isinstance(value, bool) and wanted is not bool
-        if not isinstance(answer, Mapping) or is_flag or not isinstance(value, wanted):
-            raise SaveFailed(
-                f"rank {rank} answers {_short(answer)}, which has no {name} as it is sent. "
-                "Do all ranks run the same release?"
-            )
-    return dict(answer)
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError as error:
+        raise SaveFailed(
+            f"rank {rank} answers {_short(answer)}, which is not what is sent ({error}). "
+            "Do all ranks run the same release?"
+        ) from error
 
 
 def _short(value: Any) -> str:

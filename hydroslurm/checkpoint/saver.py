@@ -5,13 +5,22 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
-from hydroslurm.checkpoint.async_save import AsyncSave, AsyncSaves
-from hydroslurm.checkpoint.deadline_save import DeadlineSave
+from hydroslurm.checkpoint.background import BackgroundSave
+from hydroslurm.checkpoint.deadline import (
+    FOREVER_S,
+    Choice,
+    Situation,
+    all_done,
+    choose,
+    of_all_ranks,
+)
+from hydroslurm.checkpoint.estimate import Pace
 from hydroslurm.checkpoint.frozen import with_fingerprint
 from hydroslurm.checkpoint.outcome import (
     Saved,
@@ -21,21 +30,29 @@ from hydroslurm.checkpoint.outcome import (
     report,
 )
 from hydroslurm.checkpoint.planner import divide
-from hydroslurm.checkpoint.save_round import PATIENCE_S, SaveRound
+from hydroslurm.checkpoint.retention import check_counts
+from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
+from hydroslurm.checkpoint.save_round import SaveRound
 from hydroslurm.checkpoint.staging import Staging
-from hydroslurm.checkpoint.state_writer import SaveRequest, StateWriter
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.write_plan import WritePlan
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.memory import Room, room
 from hydroslurm.errors import (
+    AgreementFailed,
     CheckpointError,
     SaveAbandoned,
+    SaveFailed,
     StaleAttempt,
+    UnsavableState,
     UsageError,
 )
 
 _NO_META: Mapping[str, Any] = {}
+
+GIVEN_UP_S = 1.0
+"""The longest wait for a save that was given up before the next one begins beside it. It ends
+between two writes; a hanging disk or a long fsync holds it up."""
 
 
 class Saver:
@@ -56,8 +73,6 @@ class Saver:
         on_save_error: Literal["warn", "fail"] = "warn",
         exempt: Callable[[], AbstractContextManager[None]] = nullcontext,
         tell: Callable[[SaveEvent], None] | None = None,
-        topic: str = "save",
-        patience_s: float = PATIENCE_S,
         room: Callable[[], Room] = room,
     ) -> None:
         """Reads the manifests of earlier attempts to learn how long a save takes here.
@@ -70,24 +85,27 @@ class Saver:
             on_save_error: what :meth:`poll` does about a save that failed in the background.
             exempt: makes the context in which no pause holds a thread.
             tell: receives every event, from any thread.
-            topic: of this saver in the peers' agreements; unique per saver.
-            patience_s: how long to wait for the others before a save begins.
             room: says how much memory copies may take.
         """
         if on_save_error not in ("warn", "fail"):
             raise UsageError(f'on_save_error is {on_save_error!r}; it must be "warn" or "fail"')
-        self._peers, self._frozen = store.peers, store.frozen
-        self._topic = topic
-        self._patience_s = patience_s
-        self._rounds = 0
-        self._writer = StateWriter(
-            store, keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs, tell=tell
-        )
+        check_counts(keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs)
+        self._store = store
+        self._retention = {"keep": keep, "keep_stop": keep_stop, "keep_epochs": keep_epochs}
         self._on_save_error = on_save_error
-        self._owner_pid = os.getpid()
-        self._state = 0
+        self._exempt = exempt
+        self._tell = tell
         self._staging = Staging(exempt=exempt, room=room)
-        self._saves = AsyncSaves(exempt=exempt, after=self._writer.prune)
+        self._owner_pid = os.getpid()
+        self._rounds = 0
+        self._state = 0
+        self._saves: list[BackgroundSave] = []  # under way, or not reported yet
+        self._problems: deque[str] = deque()
+        self._pruning = threading.Lock()
+        self._earlier = sorted(store.committed(), key=lambda one: one.manifest.created_epoch_ns)
+        self._pace = Pace(self._earlier, syncs=store.syncs)
+        self._state_bytes = self._earlier[-1].manifest.state_bytes if self._earlier else 0
+        self._newest: tuple[int, Checkpoint] | None = None
 
     def reserve(self, state: State) -> str:
         """Allocate the memory for the copies of :meth:`start` in the background.
@@ -99,7 +117,7 @@ class Saver:
             Why there is no memory for copies; empty if there is.
         """
         self._check_ours()
-        if self._saves.current() is None:
+        if self._current() is None:
             self._staging.reserve(self._divide(state))
         return self._staging.refused
 
@@ -128,25 +146,25 @@ class Saver:
         self._check_ours()
         begin_s = time.monotonic()
         save_round = self._next_round(step)
-        request = SaveRequest(step, kind, epoch, meta, topic=save_round.topic)
-        under_way = self._saves.current()
+        request = SaveRequest(step, kind, epoch, meta, again=True, topic=save_round.topic)
+        under_way = self._current()
         if under_way is not None:
+            busy = under_way.request.step
             if save_round.is_solo:
-                reason = save_round.busy(under_way.request.step)
-                self._writer.tell(SaveEventKind.SKIPPED, request, reason=reason or "")
+                self._emit(SaveEventKind.SKIPPED, request, reason=save_round.busy(busy) or "")
             else:
-                self._excuse(save_round, request, busy=under_way.request.step)
+                self._launch(None, request, save_round, busy=busy)
             return 0.0
         try:
             with without_gc():
                 plan = self._plan(state)
                 request = replace(request, state=self._new_state(), state_bytes=plan.state_bytes)
-                self._writer.tell(SaveEventKind.STARTED, request)
+                self._emit(SaveEventKind.STARTED, request)
                 staged = self._stage(plan, request)
         except BaseException as error:  # of which the others must hear
             if save_round.is_solo:
                 raise
-            self._excuse(save_round, request, problem=error)
+            self._launch(None, request, save_round, problem=error)
             if not isinstance(error, Exception):
                 raise
             return 0.0
@@ -181,25 +199,19 @@ class Saver:
             plan = self._plan(state)
             number = self._new_state()
             request = SaveRequest(
-                step, kind, epoch, meta, plan.state_bytes, save_round.topic, number, again
+                step, kind, epoch, meta, again, save_round.topic, plan.state_bytes, number
             )
         except BaseException as error:
             save_round.decline(error)
             raise
-        self._saves.wait()
-        self._writer.tell(SaveEventKind.STARTED, request)
+        self.wait()
+        self._emit(SaveEventKind.STARTED, request)
         save = self._launch(plan, request)
         save.see_through()
         if save.failure is not None:
-            self._saves.forget(save)
+            self._saves.remove(save)
             raise as_checkpoint_error(save.failure, step)
-        return Saved(
-            step=step,
-            is_committed=True,
-            checkpoint=self._writer.newest,
-            steps_at_risk=0,
-            reason=f"step {step} is committed",
-        )
+        return self._saved(request)
 
     def save_by(
         self,
@@ -215,11 +227,12 @@ class Saver:
         """Save for a stop whatever can still be committed in time (see ``deadline.choose``).
 
         Returns when the step is committed, when that has failed, or at the deadline
-        (``time.monotonic()``). A failed save does not raise; it is reported in ``Saved.reason``,
-        and the rest of the grace belongs to the caller.
+        (``time.monotonic()``), even if the disk hangs: a background thread writes. A failed save
+        does not raise; it is reported in ``Saved.reason``, and the rest of the grace belongs to the
+        caller.
 
-        No copy is made: until a save that is ``still_writing`` has ended (:meth:`wait`,
-        :meth:`close`), the state must not change.
+        No copy is made, which would be one more than was reserved: until a save that is
+        ``still_writing`` has ended (:meth:`wait`, :meth:`close`), the state must not change.
 
         Args:
             unchanged: the state is certainly that of the newest save, or the one that the run
@@ -228,25 +241,50 @@ class Saver:
         Raises:
             UnsavableState: the state holds what cannot be saved. A save under way was waited for.
         """
+
+        def left_s() -> float:
+            return min(FOREVER_S, max(0.0, deadline_mono_s - time.monotonic()))
+
         self._check_ours()
         save_round = self._next_round(step)
         try:
             plan = self._plan(state() if callable(state) else state)
             number = self._state if unchanged else self._new_state()
             request = SaveRequest(
-                step, kind, epoch, meta, plan.state_bytes, save_round.topic, number
+                step, kind, epoch, meta, True, save_round.topic, plan.state_bytes, number
             )
         except BaseException as error:
-            self._saves.wait(deadline_mono_s - time.monotonic())
+            self.wait(timeout_s=left_s())
             save_round.settle("situation", problem=error)
             raise
-        stop = DeadlineSave(self._writer, self._saves, save_round, request, deadline_mono_s)
-        return stop.carry_out(plan)
+        try:
+            choice = choose(of_all_ranks(self._situation(request, left_s()), save_round))
+        except UnsavableState:
+            self.wait(timeout_s=left_s())
+            raise
+        except SaveFailed as error:
+            self._emit(SaveEventKind.FAILED, request, reason=str(error))
+            self.wait(timeout_s=left_s())
+            return self._saved(request, failure=error)
+        self._emit(SaveEventKind.STARTED, request, reason=choice.reason)
+        if choice.is_committed:
+            return self._saved(request, choice)
+        before = self._make_way(choice, left_s())
+        done = self.is_durable or (before is not None and before.request.state == number)
+        try:
+            if all_done(done, save_round, left_s=left_s()):
+                return self._saved(request, choice, before)
+        except SaveFailed as error:
+            return self._saved(request, choice, before, failure=error)
+        last = self._launch(plan, request, after=before)
+        last.see_through(left_s())
+        return self._saved(request, choice, last)
 
     def give_up(self) -> None:
         """Abandon the save under way: stop waiting for ranks that will not come."""
         if self._ours:
-            self._saves.give_up()
+            for save in self._saves:
+                save.give_up()
 
     def poll(self) -> None:
         """Report each failure in the background since the last call once.
@@ -261,43 +299,57 @@ class Saver:
             UnsavableState: the state of a rank holds what cannot be saved.
         """
         # nearly always there is nothing, and this comes at every step: no call, no getpid()
-        if not (self._saves.unreported or self._writer.problems) or not self._ours:
+        if not (self._saves or self._problems) or not self._ours:
             return
-        failures, problems = self._saves.failures(), self._writer.take_problems()
+        failures, problems = self._take_failures(), list[str]()
+        while self._problems:
+            problems.append(self._problems.popleft())
         if failures or problems:
             report(failures, problems=problems, on_save_error=self._on_save_error)
 
     def wait(self, *, timeout_s: float | None = None) -> bool:
         """Wait until no save is under way; whether that is so within the timeout."""
-        return not self._ours or self._saves.wait(timeout_s)
+        if not self._ours:
+            return True
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        ended = [
+            save.join(None if end_s is None else end_s - time.monotonic()) for save in self._saves
+        ]
+        return all(ended)
 
     def close(self) -> None:
         """Wait for the save under way, then report like :meth:`poll`."""
         if not self._ours:
             return
         self._staging.join()
-        self._saves.wait()
+        self.wait()
         self.poll()
 
     def expect_s(self) -> float:
         """How long saving a state of the last one's size should take, in seconds."""
-        return self._writer.expect_s()
+        return self._pace.expect_s(self._state_bytes)
 
     @property
     def durable_step(self) -> int | None:
         """The newest step that this attempt has committed, or else the one that it resumed
         from."""
-        return self._writer.durable_step()
+        return None if self._newest is None else self._newest[1].step
 
     @property
     def is_durable(self) -> bool:
         """Whether the state that was passed last is committed."""
-        return self._writer.is_durable(self._state)
+        return self._newest is not None and self._newest[0] >= self._state
 
     def continues_from(self, checkpoint: Checkpoint) -> None:
         """Note what the state was loaded from: there is nothing to save until it changes, and what
         is frozen in it need not be saved again."""
-        self._writer.continues_from(checkpoint)
+        self._newest = 0, checkpoint
+        # a newer one that was passed over is damaged, and may share what is with an older one
+        passed_over = any(one.key > checkpoint.key for one in self._earlier)
+        for one in self._earlier:
+            if one.key == checkpoint.key or not passed_over:
+                self._store.frozen.note(one)
+        self._earlier.clear()
 
     @property
     def _ours(self) -> bool:
@@ -318,63 +370,78 @@ class Saver:
     def _next_round(self, step: int) -> SaveRound:
         """The agreements of the next call; all ranks make their calls in the same order."""
         self._rounds += 1
-        topic = f"{self._topic}/{self._rounds}"
-        return SaveRound(self._peers, topic, step=step, timeout_s=self._patience_s)
+        store = self._store
+        return SaveRound(store.peers, f"save/{self._rounds}", step=step, timeout_s=store.patience_s)
 
     def _divide(self, state: State) -> WritePlan:
         """The one walk over the state that a save makes; raises UnsavableState."""
-        return divide(state, rank=self._peers.rank, world_size=self._peers.world_size)
+        peers = self._store.peers
+        return divide(state, rank=peers.rank, world_size=peers.world_size)
 
     def _plan(self, state: State) -> WritePlan:
         """The write plan of a save, with whether what is frozen need be written."""
         plan = with_fingerprint(self._divide(state))
-        return replace(plan, is_stored=not plan.frozen or self._frozen.have(plan))
+        return replace(plan, is_stored=not plan.frozen or self._store.frozen.have(plan))
 
     def _stage(self, plan: WritePlan, request: SaveRequest) -> WritePlan:
         """A copy; ``plan`` itself where there is no memory for one."""
         begin_s = time.monotonic()
         copied = self._staging.copy(plan)
         if copied is None:
-            self._writer.tell(SaveEventKind.NOT_COPIED, request, reason=self._staging.refused)
+            self._emit(SaveEventKind.NOT_COPIED, request, reason=self._staging.refused)
             return plan
-        seconds = time.monotonic() - begin_s
-        self._writer.tell(SaveEventKind.STAGED, request, seconds=seconds)
+        self._emit(SaveEventKind.STAGED, request, seconds=time.monotonic() - begin_s)
         return copied
 
+    # --- the saves under way: more than one only around a stop
+
+    def _current(self) -> BackgroundSave | None:
+        """The youngest one that is under way."""
+        found = (save for save in reversed(self._saves) if save.running and save.writes)
+        return next(found, None)
+
     def _launch(
-        self, plan: WritePlan, request: SaveRequest, save_round: SaveRound | None = None
-    ) -> AsyncSave:
-        """Save in the background, if the ranks of ``save_round`` agree to begin."""
-
-        def work(cancel: threading.Event) -> None:
-            if save_round is None or self._may_begin(replace(save_round, cancel=cancel), request):
-                self._writer.write(plan, request, cancel=cancel)
-
-        expected_s = self._writer.expect_s(request.state_bytes)
-        return self._saves.launch(work, request, expected_s=expected_s)
-
-    def _excuse(
         self,
-        save_round: SaveRound,
+        plan: WritePlan | None,
         request: SaveRequest,
+        save_round: SaveRound | None = None,
         *,
         busy: int | None = None,
         problem: BaseException | None = None,
-    ) -> None:
-        """Tell the other ranks in the background that this one cannot begin."""
+        after: BackgroundSave | None = None,
+    ) -> BackgroundSave:
+        """Save in the background, if the ranks of ``save_round`` agree to begin.
+
+        Args:
+            plan: None: only tell the other ranks that this one cannot begin.
+            busy, problem: why it cannot: the step that it still saves, or what went wrong.
+            after: wait for this one first.
+        """
 
         def work(cancel: threading.Event) -> None:
-            self._may_begin(replace(save_round, cancel=cancel), request, busy=busy, problem=problem)
+            if after is not None:
+                after.wait()
+            if save_round is not None:
+                here = replace(save_round, cancel=cancel)
+                if not self._may_begin(here, request, busy=busy, problem=problem):
+                    return
+            assert plan is not None, "a rank without a plan may not begin"
+            self._write(plan, request, cancel)
 
-        self._saves.launch(work, request, expected_s=0.0, writes=False)
+        self._saves = [one for one in self._saves if not one.join(0) or one.failure is not None]
+        expected_s = 0.0 if plan is None else self._pace.expect_s(request.state_bytes)
+        writes = plan is not None
+        save = BackgroundSave(work, request, expected_s, writes, self._exempt, self._prune)
+        self._saves.append(save)
+        return save
 
     def _may_begin(
         self,
         save_round: SaveRound,
         request: SaveRequest,
         *,
-        busy: int | None = None,
-        problem: BaseException | None = None,
+        busy: int | None,
+        problem: BaseException | None,
     ) -> bool:
         """Whether all ranks can begin this save, which all of them are told alike.
 
@@ -385,10 +452,142 @@ class Saver:
         try:
             reason = save_round.busy(busy, problem=problem)
         except (CheckpointError, StaleAttempt) as error:
-            given_up = isinstance(error, SaveAbandoned)
-            kind = SaveEventKind.ABANDONED if given_up else SaveEventKind.FAILED
-            self._writer.tell(kind, request, reason=str(error))
+            self._emit(_failed_kind(error), request, reason=str(error))
             raise
         if reason is not None:
-            self._writer.tell(SaveEventKind.SKIPPED, request, reason=reason)
+            self._emit(SaveEventKind.SKIPPED, request, reason=reason)
         return reason is None
+
+    def _write(self, plan: WritePlan, request: SaveRequest, cancel: threading.Event) -> None:
+        """Commit a state; measure and report it.
+
+        Raises:
+            CheckpointError: it could not be written; the store is unchanged.
+        """
+        begin_s, syncs = time.monotonic(), self._store.syncs
+        syncs_before = syncs.count
+
+        def written() -> None:
+            self._emit(SaveEventKind.WRITTEN, request, seconds=time.monotonic() - begin_s)
+
+        try:
+            checkpoint = write_checkpoint(
+                self._store, plan, request, cancel=cancel, written=written
+            )
+        except BaseException as error:
+            seconds = time.monotonic() - begin_s
+            self._emit(_failed_kind(error), request, seconds=seconds, reason=str(error))
+            raise
+        seconds = time.monotonic() - begin_s
+        # a save that was given up can come late
+        if self._newest is None or self._newest[0] <= request.state:
+            self._newest = request.state, checkpoint
+        self._pace.add(seconds, state_bytes=request.state_bytes, syncs=syncs.count - syncs_before)
+        self._state_bytes = request.state_bytes
+        self._emit(SaveEventKind.COMMITTED, request, seconds=seconds)
+
+    def _prune(self) -> None:
+        """Apply retention. What cannot be removed is only a problem."""
+        with self._pruning:  # two at once would trip over each other's removals
+            try:
+                self._store.prune(**self._retention)
+            except (CheckpointError, OSError, RuntimeWarning) as error:
+                self._problems.append(f"old checkpoints stay: {error}")
+
+    def _take_failures(self) -> list[BaseException]:
+        """Of the saves that ended; each is given once. One that was given up may have failed
+        because another rank was quicker to give it up: that is none."""
+        ended = [save for save in self._saves if save.join(0)]
+        self._saves = [save for save in self._saves if save not in ended]
+        return [
+            save.failure
+            for save in ended
+            if save.failure is not None
+            and not (save.given_up and isinstance(save.failure.__cause__, AgreementFailed))
+        ]
+
+    def _emit(
+        self,
+        kind: SaveEventKind,
+        request: SaveRequest,
+        *,
+        seconds: float = 0.0,
+        reason: str = "",
+    ) -> None:
+        """Tell of an event. An error of the receiver is only a problem."""
+        if self._tell is None:
+            return
+        event = SaveEvent(
+            kind,
+            mono_ns=time.monotonic_ns(),
+            step=request.step,
+            save_kind=request.kind,
+            state_bytes=request.state_bytes,
+            seconds=seconds,
+            reason=reason,
+        )
+        try:
+            self._tell(event)
+        except Exception as error:
+            self._problems.append(f"{kind.value} was not recorded: {type(error).__name__}: {error}")
+
+    # --- before a deadline
+
+    def _situation(self, request: SaveRequest, left_s: float) -> Situation:
+        """What this rank knows."""
+        flight = self._current()
+        return Situation(
+            step=request.step,
+            left_s=left_s,
+            save_s=self._pace.expect_s(request.state_bytes),
+            in_flight=None if flight is None else flight.status(request.state),
+            committed_step=self.durable_step,
+            is_committed=self.is_durable,
+        )
+
+    def _make_way(self, choice: Choice, left_s: float) -> BackgroundSave | None:
+        """Wait for the save in flight or give it up; it, if the next save must wait for it."""
+        flight = self._current()
+        ended = flight is None or flight.wait(choice.wait_s)
+        if not choice.give_up:
+            return None if ended else flight
+        self.give_up()  # it may have failed because another rank gave it up first
+        if flight is not None:
+            flight.wait(min(GIVEN_UP_S, left_s / 10))
+        return None
+
+    def _saved(
+        self,
+        request: SaveRequest,
+        choice: Choice | None = None,
+        last: BackgroundSave | None = None,
+        *,
+        failure: BaseException | None = None,
+    ) -> Saved:
+        """The outcome; it reports a failure of the last save, so that ``poll`` does not."""
+        if last is not None and not last.running and last.failure is not None:
+            failure = failure or last.failure
+            self._saves.remove(last)
+        newest = None if self._newest is None else self._newest[1]
+        step, is_committed = request.step, self.is_durable
+        came = f"step {step} is committed"
+        if not is_committed:
+            why = (
+                "the save is still under way" if failure is None else f"the save failed ({failure})"
+            )
+            came = f"step {step} is not committed: {why}"
+            if newest is not None and newest.step == step:
+                came += f"; what is kept is an earlier save of this step ({newest.path})"
+        return Saved(
+            step=step,
+            is_committed=is_committed,
+            checkpoint=newest,
+            steps_at_risk=step - (0 if newest is None else newest.step),
+            reason=came if choice is None else f"{came}; {choice.reason}",
+            still_writing=last is not None and last.running,
+        )
+
+
+def _failed_kind(error: BaseException) -> SaveEventKind:
+    """A save that was given up on purpose is not a failure."""
+    return SaveEventKind.ABANDONED if isinstance(error, SaveAbandoned) else SaveEventKind.FAILED

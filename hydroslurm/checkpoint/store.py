@@ -1,23 +1,20 @@
-"""The checkpoints of a run: write, list, verify, load, prune."""
+"""The checkpoints of a run: list, verify, load, prune."""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
-from hydroslurm.checkpoint import commit, manifest, reader, retention
-from hydroslurm.checkpoint.catalog import Checker, Checkpoint, Problem, look, read_again
-from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES
+from hydroslurm.checkpoint import commit, reader, retention
+from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look, read_again, read_manifest
+from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, check_file, require_size
 from hydroslurm.checkpoint.frozen import FrozenFiles
-from hydroslurm.checkpoint.save import Save
-from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers, SaveRound
+from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers
 from hydroslurm.checkpoint.storage import Storage, TimedSyncs
-from hydroslurm.checkpoint.write_plan import State, WritePlan
+from hydroslurm.checkpoint.write_plan import State
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import CheckpointError, SaveFailed
@@ -32,7 +29,7 @@ class CheckpointStore:
 
     Attributes:
         peers: the ranks that save together; ``SOLO`` for one that saves alone.
-        checker: verifies as one of several ranks, and remembers what was good.
+        patience_s: how long a save waits for the peers at each agreement.
         frozen: the files of what is frozen. It wants to be told of a checkpoint of this folder that
             is older than any that is written from now on (``note``).
         syncs: how long the disk takes.
@@ -55,81 +52,21 @@ class CheckpointStore:
             peers: the ranks that save together, into a folder that all of them see; None: alone.
             fence: of the run that the folder belongs to; a newer attempt of the run ends all
                 writing.
-            patience_s: how long :meth:`write` waits for the peers at each agreement.
         """
         self.directory = directory
         self.syncs = TimedSyncs(Storage() if storage is None else storage)
-        self._storage = cast("Storage", self.syncs)
+        self.storage = cast("Storage", self.syncs)
         self.peers = SOLO if peers is None or peers.world_size == 1 else peers
         self._fence = fence
-        self._patience_s = patience_s
-        self._chunk_bytes = chunk_bytes
-        self.checker = Checker(self._storage)
-        self.frozen = FrozenFiles(self.peers.rank, self._storage)
-        self.pins = retention.Pins(self._storage)
-
-    def write(
-        self,
-        state: State | WritePlan,
-        *,
-        step: int,
-        epoch: int = 0,
-        kind: str,
-        meta: Mapping[str, Any] | None = None,
-        cancel: threading.Event | None = None,
-        topic: str | None = None,
-        written: Callable[[], None] | None = None,
-        again: bool = False,
-    ) -> Checkpoint:
-        """Save; returns when the checkpoint is committed and durable.
-
-        If a good checkpoint of this step exists it is returned instead, unless ``again`` is set;
-        epoch checkpoints and other kinds do not stand in for each other. ``state`` must not change
-        meanwhile. With peers, every rank calls this for the same step, and all of them return or
-        raise the same.
-
-        Args:
-            state: or its write plan.
-            meta: plain JSON values for the manifest; with peers, rank 0's count.
-            cancel: checked between chunks; setting it ends the save before its commit.
-            topic: of this save in the peers' agreements, used once; made of the step and the kind
-                when None, so that the same save cannot be tried twice.
-            written: called when this rank's part is on the disk, before the commit; not if the
-                step is already committed. It must not raise.
-            again: the state may have changed since this step was saved: write a new checkpoint,
-                which becomes the newer one, and leave the old one alone.
-
-        Raises:
-            UnsavableState: nothing was written.
-            SaveAbandoned: ``cancel`` was set. Earlier checkpoints are intact.
-            SaveFailed: an I/O call failed, or a rank is gone. Earlier checkpoints are intact.
-            StaleAttempt: a newer attempt owns the run folder. Earlier checkpoints are intact.
-        """
-        header = manifest.begun(
-            step=step, epoch=epoch, kind=kind, meta=meta or {}, torch_version=torch.__version__
-        )
-        save_round = SaveRound(
-            self.peers,
-            topic=f"save/{step}/{kind}" if topic is None else topic,
-            step=step,
-            timeout_s=self._patience_s,
-            cancel=cancel,
-        )
-        return Save(
-            self.directory,
-            save_round,
-            storage=self._storage,
-            checker=self.checker,
-            stored=self.frozen,
-            chunk_bytes=self._chunk_bytes,
-            may_commit=lambda: self._check_fence(f"the save of step {step}"),
-            written=written,
-            again=again,
-        ).write(state, header)
+        self.patience_s = patience_s
+        self.chunk_bytes = chunk_bytes
+        self.frozen = FrozenFiles(self.peers.rank, self.storage)
+        self.pins = retention.Pins(self.storage)
+        self._good: set[tuple[Path, int]] = set()
 
     def look(self) -> list[Checkpoint | Problem]:
         """Everything named like a checkpoint, oldest first. Reads manifests only."""
-        return look(self.directory, storage=self._storage)
+        return look(self.directory, storage=self.storage)
 
     def committed(self) -> tuple[Checkpoint, ...]:
         """All committed checkpoints, oldest first. Reads manifests only; see :meth:`problems`."""
@@ -139,16 +76,71 @@ class CheckpointStore:
         """Folders named like a checkpoint whose manifest cannot be read."""
         return {one.path: one.error for one in self.look() if isinstance(one, Problem)}
 
-    def verify(self, checkpoint: Checkpoint, *, cancel: threading.Event | None = None) -> None:
-        """Read all of it and compare it with the manifest.
+    def verify(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        cancel: threading.Event | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Find out whether it can be loaded: compare the sizes of all files, read what describes
+        the state as a load does, then read the rest.
+
+        Args:
+            share: (rank, world size) of ranks that divide the files among themselves. None of them
+                alone knows whether the checkpoint is good.
 
         Raises:
-            CheckpointCorrupt: names the first file that differs, and how.
+            CheckpointCorrupt: names the first file that is not what was written, or says what
+                cannot be put together.
             CheckpointTooNew: a newer release has meanwhile replaced its manifest.
             SaveAbandoned: ``cancel`` was set.
         """
         self.pins.pin(checkpoint.path)
-        self.checker.verify(checkpoint, cancel=cancel)
+        self._good.discard(_key(checkpoint))
+        files = self.files_of(checkpoint)
+        rank, of_ranks = share
+        parts = sorted(files.entries.items())[rank::of_ranks]
+        for name, entry in parts:
+            require_size(checkpoint.path / name, entry, storage=self.storage)
+        reader.check_state(files, share=share)
+        for name, entry in parts:
+            check_file(checkpoint.path / name, entry, storage=self.storage, cancel=cancel)
+        if of_ranks == 1:
+            self.trust(checkpoint)
+
+    def check_sizes(self, checkpoint: Checkpoint) -> None:
+        """Compare the sizes of its files only.
+
+        Raises:
+            CheckpointCorrupt: names the first file that is missing or has another size.
+            CheckpointError: someone else may have written one.
+        """
+        for name, entry in checkpoint.manifest.files.items():
+            require_size(checkpoint.path / name, entry, storage=self.storage)
+
+    def trust(self, checkpoint: Checkpoint) -> None:
+        """Remember a checkpoint that was just written, or found by all ranks, as good."""
+        self._good.add(_key(checkpoint))
+
+    def is_good(self, checkpoint: Checkpoint) -> bool:
+        """Whether it verifies. What this process has written or verified is not read again: a stop
+        waits for this."""
+        if _key(checkpoint) in self._good:
+            return True
+        try:
+            self.verify(checkpoint)
+        except CheckpointError:
+            return False
+        return True
+
+    def good_at(self, path: Path) -> Checkpoint | None:
+        """The checkpoint at this path if there is one and it is good."""
+        try:
+            found = Checkpoint(path, read_manifest(path, storage=self.storage))
+        except CheckpointError:
+            return None
+        return found if self.is_good(found) else None
 
     def load(
         self,
@@ -195,8 +187,8 @@ class CheckpointStore:
             CheckpointCorrupt: it is gone or is another one.
             CheckpointError: someone else may have written it.
         """
-        files = read_again(checkpoint, storage=self._storage).files
-        return reader.CheckpointFiles(checkpoint.path, files, storage=self._storage)
+        files = read_again(checkpoint, storage=self.storage).files
+        return reader.CheckpointFiles(checkpoint.path, files, storage=self.storage)
 
     def revoke_others(self) -> None:
         """End all saves of other processes (see ``commit.revoke``). For an attempt that has claimed
@@ -206,7 +198,7 @@ class CheckpointStore:
             SaveFailed: one of their folders cannot be removed.
         """
         try:
-            commit.revoke(self.directory, storage=self._storage)
+            commit.revoke(self.directory, storage=self.storage)
         except OSError as error:
             raise SaveFailed(
                 f"unfinished saves of an earlier attempt in {self.directory} cannot be removed: "
@@ -233,16 +225,16 @@ class CheckpointStore:
         try:
             found = self.committed()
             rest = retention.beyond(found, keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs)
-            newest_good = next((one for one in reversed(found) if self.checker.is_good(one)), None)
+            newest_good = next((one for one in reversed(found) if self.is_good(one)), None)
             for one in () if newest_good is None else rest:
                 if one == newest_good:
                     continue
-                self._check_fence(what)
-                if one.path.name not in retention.pinned(self.directory, storage=self._storage):
-                    commit.remove(one.path, storage=self._storage)
+                self.check_fence(what)
+                if one.path.name not in retention.pinned(self.directory, storage=self.storage):
+                    commit.remove(one.path, storage=self.storage)
                     removed.append(one.path)
-            self._check_fence(what)
-            commit.remove_leftovers(self.directory, storage=self._storage)
+            self.check_fence(what)
+            commit.remove_leftovers(self.directory, storage=self.storage)
         except (OSError, CheckpointError) as error:
             warnings.warn(
                 f"hydroslurm: old checkpoints in {self.directory} could not be removed ({error}); "
@@ -252,6 +244,11 @@ class CheckpointStore:
             )
         return tuple(removed)
 
-    def _check_fence(self, what: str) -> None:
+    def check_fence(self, what: str) -> None:
+        """Raise StaleAttempt if a newer attempt owns the run: ``what`` must not be done."""
         if self._fence is not None:
             self._fence.check(what)
+
+
+def _key(checkpoint: Checkpoint) -> tuple[Path, int]:
+    return checkpoint.path, checkpoint.manifest.created_epoch_ns

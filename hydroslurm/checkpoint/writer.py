@@ -25,8 +25,8 @@ from typing import Any
 from hydroslurm.checkpoint import frozen
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, ChecksummedFile, write_whole
 from hydroslurm.checkpoint.frozen import FrozenFiles
-from hydroslurm.checkpoint.manifest import OLDEST, SCHEMA, FileEntry, Manifest, file_entries
-from hydroslurm.checkpoint.save_round import checked
+from hydroslurm.checkpoint.manifest import OLDEST, SCHEMA, FileEntry, Manifest
+from hydroslurm.checkpoint.save_round import parsed
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_bytes import packed
 from hydroslurm.checkpoint.tensor_file import (
@@ -39,6 +39,7 @@ from hydroslurm.checkpoint.tensor_file import (
     tensors_name,
 )
 from hydroslurm.checkpoint.write_plan import TALLY_MODULUS, WritePlan
+from hydroslurm.core.decoding import Count, Seconds
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import SaveFailed
 
@@ -55,37 +56,25 @@ class Part:
         files: name -> entry.
         tally: of the values in its pieces of what the ranks share (``write_plan.tally_of``).
         state_bytes: of its tensors that it has written, as they are in memory.
+        took_s: since the save began.
     """
 
-    files: Mapping[str, FileEntry]
-    tally: int
-    state_bytes: int
-
-    def to_answer(self) -> dict[str, Any]:
-        """For the other ranks."""
-        files = {name: [entry.size_bytes, entry.checksum] for name, entry in self.files.items()}
-        return {"files": files, "tally": self.tally, "state_bytes": self.state_bytes}
+    files: dict[str, FileEntry]
+    tally: Count
+    state_bytes: Count
+    took_s: Seconds = 0.0
 
     @classmethod
     def from_answer(cls, answer: Any, *, rank: int, world_size: int) -> Part:
         """Of another rank; SaveFailed if it names other files than such a rank writes."""
-        told = checked(answer, rank=rank, files=dict, tally=int, state_bytes=int)
-        try:
-            files = file_entries(
-                {
-                    name: {"size_bytes": size_bytes, "checksum": checksum}
-                    for name, (size_bytes, checksum) in told["files"].items()
-                }
-            )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise SaveFailed(f"rank {rank} names no files that it has written: {error}") from error
+        part = parsed(cls, answer, rank=rank)
         expected = names_of(rank, world_size)
-        if set(files) not in (expected, expected.union(frozen.names_of(rank, world_size))):
+        if set(part.files) not in (expected, expected.union(frozen.names_of(rank, world_size))):
             raise SaveFailed(
-                f"rank {rank} says that it has written {sorted(files)!r:.200}; expected "
+                f"rank {rank} says that it has written {sorted(part.files)!r:.200}; expected "
                 f"{sorted(expected)}"
             )
-        return cls(files, told["tally"], told["state_bytes"])
+        return part
 
 
 def manifest_of(
@@ -101,10 +90,9 @@ def manifest_of(
     Raises:
         SaveFailed: an answer is none, or the pieces of the shared tensors do not make up the whole.
     """
-    parts, took_s = [], []
+    parts = list[Part]()
     for number, (rank, one) in enumerate(sorted(answers.items()), start=1):
         parts.append(Part.from_answer(one, rank=rank, world_size=header.world_size))
-        took_s.append(checked(one, rank=rank, took_s=(int, float))["took_s"])
         if number % AT_A_TIME == 0:
             time.sleep(LET_GO_S)
     if sum(part.tally for part in parts) % TALLY_MODULUS != whole_tally:
@@ -118,7 +106,7 @@ def manifest_of(
         header,
         schema=SCHEMA if any(map(is_frozen_file, files)) else OLDEST,
         files=files,
-        save_s=max(took_s) if save_s is None else save_s,
+        save_s=max(part.took_s for part in parts) if save_s is None else save_s,
         state_bytes=sum(part.state_bytes for part in parts),
     )
 

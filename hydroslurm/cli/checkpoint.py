@@ -179,7 +179,7 @@ def _row(store: CheckpointStore, one: Checkpoint | Problem, *, verify: bool) -> 
         if verify:
             store.verify(one)
         else:
-            store.checker.glance(one)
+            store.check_sizes(one)
     except CheckpointError as error:
         verdict = _verdict(error)
     return {

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hydroslurm.checkpoint.catalog import EPOCH
 from hydroslurm.checkpoint.newest import Found
+from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
 from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.compat.job import Job
@@ -198,7 +199,7 @@ class CheckpointManager:
             own=Cursor().state(step=epoch, epoch=epoch),
         )
         store = CheckpointStore(RunDir(self.directory).checkpoints)
-        store.write(state, step=epoch, epoch=epoch, kind=EPOCH)
+        write_checkpoint(store, state, SaveRequest(epoch, EPOCH, epoch))
 
     # --- which there are
     # --------------------------------------------------------------------------------------------

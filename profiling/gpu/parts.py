@@ -639,6 +639,7 @@ def frozen(result: Result, folder: Path) -> None:
     the third checkpoint links the first one's files."""
     from hydroslurm.checkpoint.frozen import fingerprint
     from hydroslurm.checkpoint.planner import divide
+    from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
     from hydroslurm.checkpoint.store import CheckpointStore, State
 
     size_bytes = 2**24 if DRY else 4 * GIB
@@ -669,7 +670,10 @@ def frozen(result: Result, folder: Path) -> None:
     small = {name: one[: 2**16].clone() for name, one in base.items()}
     pointers = {one.data_ptr() for one in small.values()}
     store = CheckpointStore(folder / "store")
-    written = [store.write(state(small, step), step=step, kind="periodic") for step in range(3)]
+    written = [
+        write_checkpoint(store, state(small, step), SaveRequest(step, "periodic"))
+        for step in range(3)
+    ]
     first, third = written[0].path, written[2].path
     both = [one for one in third.iterdir() if (first / one.name).exists()]
     linked = [one for one in both if one.samefile(first / one.name)]

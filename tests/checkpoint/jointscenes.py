@@ -28,7 +28,7 @@ from checkpoint.jointstates import (
     save,
 )
 from checkpoint.pipepeers import PipePeers, together
-from checkpoint.states import revoked_from_anybody
+from checkpoint.states import revoked_from_anybody, write
 
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint import save as save_module
@@ -101,7 +101,7 @@ def given_up(folder: Path) -> int:
             cancel.set()
         store = CheckpointStore(folder / "c", peers=peers, patience_s=60)
         try:
-            store.write(joint_state(1, peers.rank), step=1, kind="stop", cancel=cancel)
+            write(store, joint_state(1, peers.rank), step=1, kind="stop", cancel=cancel)
         except SaveAbandoned as error:
             (folder / f"words-{peers.rank}").write_text(str(error))
             return ABANDONED
@@ -158,7 +158,7 @@ def _superseded_at(folder: Path, victim: int, at: int) -> bool:
         disk = CountingStorage(take_over if peers.rank == victim else None)
         store = CheckpointStore(folder / "c", storage=disk, peers=peers, fence=fence)
         try:
-            store.write(joint_state(1, peers.rank), step=1, kind="periodic")
+            write(store, joint_state(1, peers.rank), step=1, kind="periodic")
         except StaleAttempt:
             return STALE
         return COMMITTED
@@ -212,7 +212,7 @@ def patience(folder: Path) -> int:
             except Exception:
                 return 1
         try:
-            store.write(state, step=1, kind="manual")
+            write(store, state, step=1, kind="manual")
         except SaveFailed as error:
             words[str(peers.rank)] = str(error)
             (folder / f"words-{peers.rank}").write_text(str(error))
@@ -239,7 +239,7 @@ def unlike(folder: Path) -> int:
             ("b", State({}, {"odd": object() if peers.rank == 1 else 1}), "rank 1: "),
         ):
             with pytest.raises(CheckpointError, match=wanted):
-                store.write(state, step=1, kind="manual", topic=topic)
+                write(store, state, step=1, kind="manual", topic=topic)
         return 0
 
     assert together(RANKS, work) == [0] * RANKS
@@ -298,7 +298,7 @@ def savers(folder: Path) -> int:
         disk = HeldDisk(1) if peers.rank == 1 else HeldDisk()
         store = CheckpointStore(folder / "c", storage=disk, peers=peers, patience_s=60)
         events: queue.SimpleQueue[SaveEvent] = queue.SimpleQueue()
-        saver = Saver(store, topic="train", patience_s=60, tell=events.put)
+        saver = Saver(store, tell=events.put)
         saver.reserve(joint_state(1, peers.rank))
         saver.start(joint_state(1, peers.rank), step=1)
         saver.start(joint_state(2, peers.rank), step=2)
@@ -353,7 +353,7 @@ def savers_apart(folder: Path) -> int:
     def work(peers: PipePeers) -> int:
         store = CheckpointStore(folder / "c", peers=peers, patience_s=60)
         events: queue.SimpleQueue[SaveEvent] = queue.SimpleQueue()
-        saver = Saver(store, topic="train", patience_s=60, tell=events.put)
+        saver = Saver(store, tell=events.put)
         if peers.rank == 1:
             peers.agree("the others train on", None)
         saver.start(joint_state(1, peers.rank), step=1)
@@ -407,7 +407,7 @@ def savers_without_memory(folder: Path) -> int:
     def work(peers: PipePeers) -> int:
         store = CheckpointStore(folder / "c", peers=peers, patience_s=60)
         room = Room(0 if peers.rank == 1 else 10**9, 10**9, 0, "the limit of a test")
-        saver = Saver(store, topic="train", patience_s=60, room=lambda: room)
+        saver = Saver(store, room=lambda: room)
         assert bool(saver.reserve(joint_state(1, peers.rank))) == (peers.rank == 1)
         saver.start(joint_state(1, peers.rank), step=1)
         assert saver.durable_step == 1 or peers.rank != 1
@@ -428,7 +428,7 @@ def savers_without_one(folder: Path) -> int:
 
     def work(peers: PipePeers) -> int:
         store = CheckpointStore(folder / "c", peers=peers, patience_s=60)
-        saver = Saver(store, topic="train", patience_s=60)
+        saver = Saver(store)
         saver.save(joint_state(1, peers.rank), step=1)
         if peers.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

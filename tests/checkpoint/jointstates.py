@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from checkpoint.pipepeers import PipePeers
-from checkpoint.states import newest_in, same, state_of
+from checkpoint.states import newest_in, same, state_of, write
 
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
@@ -38,7 +38,7 @@ def save(folder: Path, peers: PipePeers, step: int, storage: Storage, topic: str
     for before in CheckpointStore(folder).committed():
         store.frozen.note(before)
     try:
-        found = store.write(joint_state(step, peers.rank), step=step, kind="periodic", topic=topic)
+        found = write(store, joint_state(step, peers.rank), step=step, kind="periodic", topic=topic)
     except SaveAbandoned:
         return ABANDONED
     except SaveFailed as error:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpoint.faulty import CountingStorage, killing
-from checkpoint.states import holds, newest_in, state_of
+from checkpoint.states import holds, newest_in, state_of, write
 
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore
@@ -31,12 +31,12 @@ Save = Callable[[Path, Storage, int], None]
 
 def save(folder: Path, storage: Storage, step: int) -> None:
     store = CheckpointStore(folder, storage=storage, chunk_bytes=CHUNK_BYTES)
-    store.write(state_of(step), step=step, kind="periodic")
+    write(store, state_of(step), step=step, kind="periodic")
 
 
 def save_and_prune(folder: Path, storage: Storage, step: int) -> None:
     store = CheckpointStore(folder, storage=storage)
-    store.write(state_of(step), step=step, kind="periodic")
+    write(store, state_of(step), step=step, kind="periodic")
     store.prune(keep=1, keep_stop=0)
 
 
@@ -44,9 +44,9 @@ def replace(folder: Path, storage: Storage, step: int) -> None:
     """Save where a damaged checkpoint has the name."""
     damaged = folder / f"step-{step:09d}"
     if not damaged.exists():
-        CheckpointStore(folder).write(state_of(step), step=step, kind="periodic")
+        write(CheckpointStore(folder), state_of(step), step=step, kind="periodic")
         (damaged / "shared.json").write_text("{}")
-    CheckpointStore(folder, storage=storage).write(state_of(step), step=step, kind="periodic")
+    write(CheckpointStore(folder, storage=storage), state_of(step), step=step, kind="periodic")
 
 
 def link(folder: Path, storage: Storage, step: int) -> None:
@@ -55,7 +55,7 @@ def link(folder: Path, storage: Storage, step: int) -> None:
     *_, one, two = (None, *CheckpointStore(folder).committed())
     for before in filter(None, (one, two)):
         store.frozen.note(before)
-    written = store.write(state_of(step, base=True), step=step, kind="periodic")
+    written = write(store, state_of(step, base=True), step=step, kind="periodic")
     names = [name for name in written.manifest.files if name.startswith("frozen-")]
     assert len(names) == 2
     if one is not None and one.step and written.path != two.path:  # the first one has none
@@ -65,7 +65,7 @@ def link(folder: Path, storage: Storage, step: int) -> None:
 
 def at_every_call(folder: Path, doing: Save) -> int:
     """Kill the n-th save at its n-th call, until one gets through alive."""
-    CheckpointStore(folder).write(state_of(0), step=0, kind="periodic")
+    write(CheckpointStore(folder), state_of(0), step=0, kind="periodic")
     old, kill = 0, 0
     while True:
         kill += 1
@@ -87,7 +87,7 @@ def at_every_call(folder: Path, doing: Save) -> int:
 def at_any_moment(folder: Path, *, count: int, seed: int) -> int:
     """Kill a process that saves without pause, ``count`` times."""
     chance = random.Random(seed)
-    CheckpointStore(folder).write(state_of(0), step=0, kind="periodic")
+    write(CheckpointStore(folder), state_of(0), step=0, kind="periodic")
     old = 0
     for _ in range(count):
         child = os.fork()

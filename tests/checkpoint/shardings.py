@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from checkpoint.pipepeers import PipePeers, together
-from checkpoint.states import same
+from checkpoint.states import same, write
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -156,7 +156,7 @@ def _save(folder: Path, name: str, peers: PipePeers) -> None:
     for tensor in model.parameters():
         nn.init.zeros_(_local(tensor))
     store = CheckpointStore(folder / name, peers=peers)
-    store.write(staged, step=2, kind="periodic")
+    write(store, staged, step=2, kind="periodic")
     (written,) = store.committed()
     assert any(part.startswith("frozen-") for part in written.manifest.files)
     _leave()

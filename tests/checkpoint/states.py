@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.checksummed_file import BlockSums
 from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.planner import divide
+from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tree import decode
@@ -46,6 +48,18 @@ def state_of(step: int, *, width: int = 48, base: bool = False) -> State:
             "position": {"epoch": step // 3, "batch": step, "seen": np.arange(step)},
         },
     )
+
+
+def write(
+    store: CheckpointStore,
+    state: State | WritePlan,
+    *,
+    cancel: threading.Event | None = None,
+    written: Callable[[], None] = lambda: None,
+    **request: Any,
+) -> Checkpoint:
+    """Save what a ``SaveRequest`` of these words says."""
+    return write_checkpoint(store, state, SaveRequest(**request), cancel=cancel, written=written)
 
 
 def same(left: Any, right: Any) -> bool:

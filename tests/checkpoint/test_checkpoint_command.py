@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint.states import newest_in, same, state_of
+from checkpoint.states import newest_in, same, state_of, write
 from typer.testing import CliRunner
 
 from hydroslurm.checkpoint.export import export
@@ -26,7 +26,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "run").create()
     store = CheckpointStore(run.checkpoints)
     for step in (1, 2, 3, 4):
-        store.write(state_of(step), step=step, epoch=1, kind="stop" if step == 1 else "periodic")
+        write(store, state_of(step), step=step, epoch=1, kind="stop" if step == 1 else "periodic")
     folders = sorted(run.checkpoints.iterdir())
     (folders[1] / "manifest.json").unlink()
     data = bytearray((folders[2] / "part-00000.safetensors").read_bytes())
@@ -134,7 +134,7 @@ def test_export_for_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     is there is replaced, and a state without tensors is refused and leaves no folder. DCP of torch
     2.4 numbers no version."""
     store = CheckpointStore(tmp_path / "c")
-    done = store.write(state_of(3), step=3, kind="periodic")
+    done = write(store, state_of(3), step=3, kind="periodic")
     call("export", done.path, "--out", tmp_path / "all.dcp")
     wanted = state_of(3).shared
     moments = wanted["optimizer"]["state"][0]
@@ -161,7 +161,7 @@ def test_export_for_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     }
     with pytest.raises(UsageError, match="is there already"):
         export(done, tmp_path / "model.dcp")
-    plain = store.write(State({"step": 1}, {}), step=4, kind="manual")
+    plain = write(store, State({"step": 1}, {}), step=4, kind="manual")
     with pytest.raises(UsageError, match="no tensors"):
         export(plain, tmp_path / "plain.dcp")
     assert {path.name for path in tmp_path.iterdir()} == {"c", "all.dcp", "model.dcp"}
@@ -175,7 +175,7 @@ def test_export_as_safetensors(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "c")
     weight = torch.randn(3, 3)
     model = {"weight": weight, "tied": weight, "turned": weight.t(), "inner": {"a": weight[0]}}
-    done = store.write(State({"model": model, "lr": 0.1}, {}), step=1, kind="manual")
+    done = write(store, State({"model": model, "lr": 0.1}, {}), step=1, kind="manual")
     found = load_file(export(done, tmp_path / "m.safetensors", only=["model"]))
     assert set(found) == {"weight", "tied", "turned", "inner.a"}
     assert torch.equal(found["turned"], weight.t())
@@ -187,7 +187,7 @@ def test_safetensors_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Without the package, the message says what to install or to choose."""
     monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
     store = CheckpointStore(tmp_path / "c")
-    done = store.write(State({"model": {}}, {}), step=1, kind="manual")
+    done = write(store, State({"model": {}}, {}), step=1, kind="manual")
     with pytest.raises(UsageError, match="pip install safetensors"):
         export(done, tmp_path / "m.safetensors")
 
@@ -197,8 +197,8 @@ def test_a_step_that_was_saved_twice(tmp_path: Path) -> None:
     retention lets the earlier one go."""
     store = CheckpointStore(tmp_path / "checkpoints")
     for _ in range(11):
-        store.write(state_of(1), step=7, kind="manual", again=True)
-    last = store.write(state_of(3), step=7, kind="manual", again=True)
+        write(store, state_of(1), step=7, kind="manual", again=True)
+    last = write(store, state_of(3), step=7, kind="manual", again=True)
     assert last.path.name == "step-000000007.12"
     found = newest_in(store)
     assert found is not None

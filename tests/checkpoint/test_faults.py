@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.faulty import NUMBERS, CountingStorage, failing
-from checkpoint.states import holds, newest_in, state_of
+from checkpoint.states import holds, newest_in, state_of, write
 
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.errors import CheckpointCorrupt, SaveFailed
@@ -29,7 +29,7 @@ def test_failure_at_every_call(quick_folder: Path, base: bool, number: int, for_
     checkpoint before are linked."""
     folder = quick_folder / "checkpoints"
     good = CheckpointStore(folder)
-    good.write(state_of(0, base=base), step=0, kind="periodic")
+    write(good, state_of(0, base=base), step=0, kind="periodic")
     open_before = _open_files()
     for at in range(1, LIMIT):
         storage = failing(at, number, for_good=for_good)
@@ -38,7 +38,7 @@ def test_failure_at_every_call(quick_folder: Path, base: bool, number: int, for_
             store.frozen.note(before)
         said = None
         try:
-            store.write(state_of(at, base=base), step=at, kind="periodic")
+            write(store, state_of(at, base=base), step=at, kind="periodic")
         except SaveFailed as error:
             said = str(error)
         assert said is None or f"step {at} could not be saved" in said
@@ -50,7 +50,7 @@ def test_failure_at_every_call(quick_folder: Path, base: bool, number: int, for_
         if len(storage.calls) < at:
             assert ("link" in storage.calls) == base
             return
-        good.write(state_of(at, base=base), step=at, kind="periodic")
+        write(good, state_of(at, base=base), step=at, kind="periodic")
         good.prune(keep=1)
     pytest.fail(f"a save makes more than {LIMIT} calls")
 
@@ -61,7 +61,7 @@ def test_a_failing_prune_costs_a_warning(tmp_path: Path) -> None:
     for at in range(1, LIMIT):
         folder = tmp_path / str(at)
         for step in range(3):
-            CheckpointStore(folder).write(state_of(step), step=step, kind="periodic")
+            write(CheckpointStore(folder), state_of(step), step=step, kind="periodic")
         storage = failing(at, errno.EACCES, for_good=True)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -85,7 +85,7 @@ def test_the_write_back_hint_may_fail(tmp_path: Path) -> None:
             raise OSError(errno.EINVAL, "no such advice here")
 
     store = CheckpointStore(tmp_path, storage=CountingStorage(before))
-    assert holds(store, store.write(state_of(1), step=1, kind="periodic"), 1)
+    assert holds(store, write(store, state_of(1), step=1, kind="periodic"), 1)
 
 
 def test_the_read_ahead_hint_may_fail(tmp_path: Path) -> None:
@@ -95,8 +95,11 @@ def test_the_read_ahead_hint_may_fail(tmp_path: Path) -> None:
         if name == "read_ahead":
             raise OSError(errno.EINVAL, "no such advice here")
 
-    done = CheckpointStore(tmp_path).write(
-        State({"x": torch.arange(40_000_000)}, {}), step=1, kind="periodic"
+    done = write(
+        CheckpointStore(tmp_path),
+        State({"x": torch.arange(40_000_000)}, {}),
+        step=1,
+        kind="periodic",
     )
     storage = CountingStorage(before)
     loaded = CheckpointStore(tmp_path, storage=storage).load(done).shared["x"]
@@ -114,7 +117,7 @@ def test_the_read_ahead_hint_may_fail(tmp_path: Path) -> None:
 
 def test_unreadable_files_are_corrupt(tmp_path: Path) -> None:
     """An error of the disk while reading is told as a checkpoint that cannot be trusted."""
-    done = CheckpointStore(tmp_path).write(state_of(1), step=1, kind="periodic")
+    done = write(CheckpointStore(tmp_path), state_of(1), step=1, kind="periodic")
     said: list[str] = []
     for at in range(1, LIMIT):
         storage = failing(at, errno.EIO, for_good=False)
@@ -132,13 +135,13 @@ def test_unreadable_files_are_corrupt(tmp_path: Path) -> None:
 def test_file_size_limit(tmp_path: Path) -> None:
     """A real limit of the kernel, met in the middle of a file, is a failed save."""
     store = CheckpointStore(tmp_path)
-    store.write(state_of(1), step=1, kind="periodic")
+    write(store, state_of(1), step=1, kind="periodic")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
         with pytest.raises(SaveFailed, match="File too large"):
-            store.write(state_of(2), step=2, kind="periodic")
+            write(store, state_of(2), step=2, kind="periodic")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoint.faulty import CountingStorage
-from checkpoint.states import holds, revoked_from_anybody, state_of
+from checkpoint.states import holds, revoked_from_anybody, state_of, write
 
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.newest import newest_good
@@ -39,17 +39,17 @@ def test_an_older_attempt_neither_commits_nor_removes(tmp_path: Path) -> None:
     old, old_fence = fenced(tmp_path)
     old_fence.claim()
     for step in (1, 2, 3):
-        old.write(state_of(step), step=step, kind="periodic")
+        write(old, state_of(step), step=step, kind="periodic")
     new, new_fence = fenced(tmp_path)
     new_fence.claim()
     before = names(tmp_path / "c")
     with pytest.raises(StaleAttempt, match="the save of step 4"):
-        old.write(state_of(4), step=4, kind="periodic")
+        write(old, state_of(4), step=4, kind="periodic")
     with pytest.raises(StaleAttempt, match="removing old checkpoints"):
         old.prune(keep=1, keep_stop=0)
     assert names(tmp_path / "c") == before
     assert holds(old, old.committed()[-1], 3)
-    new.write(state_of(4), step=4, kind="periodic")
+    write(new, state_of(4), step=4, kind="periodic")
     assert new.prune(keep=1, keep_stop=0)
 
 
@@ -77,7 +77,7 @@ def test_a_claim_at_any_call_of_a_save_decides_it(tmp_path: Path) -> None:
             patch.setattr(folders, "revoked", revoked_from_anybody)
             stale = False
             try:
-                old.write(state_of(1), step=1, kind="periodic")
+                write(old, state_of(1), step=1, kind="periodic")
             except StaleAttempt:
                 stale = True
         total = len(disk.calls) if not stale else max(total, at + 1)
@@ -92,7 +92,7 @@ def test_a_claim_at_any_call_of_a_save_decides_it(tmp_path: Path) -> None:
 def test_revoking_keeps_off_our_own_saves_and_all_that_is_committed(tmp_path: Path) -> None:
     """A save of another process is taken away; one of this process, a pin and a checkpoint stay."""
     store, _ = fenced(tmp_path)
-    store.write(state_of(1), step=1, kind="periodic")
+    write(store, state_of(1), step=1, kind="periodic")
     mine = folders.temporary(folders.of_step(store.directory, 2))
     theirs = store.directory / f".tmp-step-000000003.{folders.place()}.1.abcd0123.joint"
     pin = folders.pin(store.directory / "step-000000001")
@@ -108,12 +108,12 @@ def test_what_is_being_loaded_stays(tmp_path: Path) -> None:
     """Retention of any process keeps a checkpoint from its choice to the end of its loading, and
     not longer."""
     writer, reader = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
-    writer.write(state_of(1), step=1, kind="periodic")
+    write(writer, state_of(1), step=1, kind="periodic")
     with reader.pins.holding():
         found = newest_good(reader)
         assert found is not None
         for step in (2, 3, 4):
-            writer.write(state_of(step), step=step, kind="periodic")
+            write(writer, state_of(step), step=step, kind="periodic")
             writer.prune(keep=1, keep_stop=0)
         assert steps(writer) == [1, 3, 4]
         assert holds(reader, found.checkpoint, 1)
@@ -125,7 +125,7 @@ def test_what_a_load_reads_stays_by_itself(tmp_path: Path) -> None:
     """Without any choice before: retention at each call of a load takes nothing away from it."""
     writer = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
-        writer.write(state_of(step), step=step, kind="periodic")
+        write(writer, state_of(step), step=step, kind="periodic")
 
     def prune(n: int, _: str) -> None:
         if n > 1:  # the first one makes the pin
@@ -141,7 +141,7 @@ def test_the_pin_of_a_dead_process_keeps_nothing(tmp_path: Path) -> None:
     """One that was killed while it loaded: retention removes the checkpoint, and the pin."""
     writer = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
-        writer.write(state_of(step), step=step, kind="periodic")
+        write(writer, state_of(step), step=step, kind="periodic")
     dying = (
         "import os, pathlib, signal, sys\n"
         "from hydroslurm.checkpoint.store import CheckpointStore\n"
@@ -163,7 +163,7 @@ def test_who_cannot_pin_can_load(tmp_path: Path) -> None:
         def mkdir(self, path: Path) -> None:
             raise PermissionError(13, "Permission denied", str(path))
 
-    CheckpointStore(tmp_path).write(state_of(1), step=1, kind="periodic")
+    write(CheckpointStore(tmp_path), state_of(1), step=1, kind="periodic")
     reader = CheckpointStore(tmp_path, storage=ReadOnly())
     assert holds(reader, reader.committed()[0], 1)
 
@@ -185,7 +185,7 @@ def test_what_vanishes_while_it_is_looked_for_is_looked_for_again(
     """Another process commits and removes between the list and the first byte that is read, at
     whatever call that is: the newest is found, without a warning."""
     writer, total, at = CheckpointStore(tmp_path), 1, 0
-    writer.write(state_of(0), step=0, kind="periodic")
+    write(writer, state_of(0), step=0, kind="periodic")
     while at < total:
         at += 1
         last = writer.committed()[-1].step
@@ -193,7 +193,7 @@ def test_what_vanishes_while_it_is_looked_for_is_looked_for_again(
         def go_on(n: int, _: str, at: int = at, last: int = last) -> None:
             if n == at:
                 for step in (last + 1, last + 2):
-                    writer.write(state_of(step), step=step, kind="periodic")
+                    write(writer, state_of(step), step=step, kind="periodic")
                     writer.prune(keep=1, keep_stop=0)
 
         disk = CountingStorage(go_on)
@@ -228,7 +228,7 @@ def test_a_claim_at_any_call_of_retention_leaves_what_the_newer_one_chooses(tmp_
         old, old_fence = fenced(folder, disk)
         old_fence.claim()
         for step in (1, 2, 3, 4):
-            fenced(folder)[0].write(state_of(step), step=step, kind="periodic")
+            write(fenced(folder)[0], state_of(step), step=step, kind="periodic")
         with new.pins.holding():
             with contextlib.suppress(StaleAttempt):
                 old.prune(keep=1, keep_stop=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.states import holds, newest_in, seal, state_of
+from checkpoint.states import holds, newest_in, seal, state_of, write
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -129,7 +129,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     """Steps 1 and 2 are good, and 3 is there to be forged."""
     store = CheckpointStore(tmp_path / "checkpoints")
     for step in (1, 2, 3):
-        store.write(state_of(step), step=step, kind="periodic")
+        write(store, state_of(step), step=step, kind="periodic")
     return store
 
 

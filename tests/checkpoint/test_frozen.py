@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint import states
 from checkpoint.faulty import CountingStorage
 from checkpoint.states import newest_in, same
 
@@ -49,7 +50,7 @@ class Training:
 
 
 def write(store: CheckpointStore, training: Training, step: int) -> Checkpoint:
-    return store.write(training.state(step), step=step, kind="periodic")
+    return states.write(store, training.state(step), step=step, kind="periodic")
 
 
 def linked(*all_of_them: Checkpoint) -> list[list[int]]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoint.states import newest_in
+from checkpoint.states import newest_in, write
 
 import hydroslurm
 from hydroslurm.checkpoint import catalog, manifest
@@ -94,7 +94,7 @@ def test_a_checkpoint_from_the_future_is_passed_over(tmp_path: Path) -> None:
     """It is a problem with a reason, the one before is taken, and retention leaves it alone."""
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
-        done = store.write(State({"a": step}, {}), step=step, kind="periodic")
+        done = write(store, State({"a": step}, {}), step=step, kind="periodic")
     file = done.path / manifest.NAME
     file.write_text(file.read_text().replace(f'"schema": {manifest.OLDEST}', '"schema": 7'))
     assert isinstance(store.problems()[done.path], CheckpointTooNew)
@@ -149,7 +149,7 @@ def test_a_summary_is_small_whatever_the_number_of_files(tmp_path: Path) -> None
     whole = replace(ONE, files=files, world_size=5000)
     text = whole.summary().to_json()
     assert len(text) < 2000
-    heard = as_told({"manifest": text}, tmp_path)
+    heard = as_told(text, tmp_path)
     assert (heard.step, heard.kind, heard.manifest.created_epoch_ns) == (
         (ONE.step, ONE.kind, ONE.created_epoch_ns)
     )

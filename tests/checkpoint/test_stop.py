@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint.disks import BrokenDisk, HeldDisk, SlowRemoval, SlowSync
+from checkpoint.states import write
 from checkpoint.test_saver import state_of, steps, value_at
 
 from hydroslurm.checkpoint.newest import newest_good
@@ -18,7 +19,7 @@ from hydroslurm.checkpoint.store import CheckpointStore
 
 def expect(saver: Saver, *, seconds: float) -> None:
     """As if a save had taken so long."""
-    saver._writer._pace.add(seconds, state_bytes=4000)
+    saver._pace.add(seconds, state_bytes=4000)
 
 
 def in_s(seconds: float) -> float:
@@ -144,7 +145,7 @@ def test_a_stop_does_not_wait_for_old_ones_to_be_removed(tmp_path: Path) -> None
     disk = SlowRemoval()
     store = CheckpointStore(tmp_path, storage=disk)
     for step in (1, 2, 3):
-        store.write(state_of(step), step=step, kind="stop")
+        write(store, state_of(step), step=step, kind="stop")
     saver = Saver(store, keep=1, keep_stop=1)
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
     assert (saved.is_committed, saved.still_writing) == (True, False)

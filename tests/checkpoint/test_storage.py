@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 from checkpoint.faulty import PowerCut, PowerCutStorage
-from checkpoint.states import holds, newest_in, state_of
+from checkpoint.states import holds, newest_in, state_of, write
 
 from hydroslurm.checkpoint import commit
 from hydroslurm.checkpoint.storage import Storage
@@ -26,13 +26,16 @@ def saves(folder: Path, storage: PowerCutStorage, *, base: bool = False) -> None
     store = CheckpointStore(folder, storage=storage)
     for before in CheckpointStore(folder).committed() if base else ():
         store.frozen.note(before)
-    store.write(state_of(2, base=base), step=2, kind="periodic")
+    write(store, state_of(2, base=base), step=2, kind="periodic")
     store.prune(keep=1)
 
 
 def first_saves(folder: Path, storage: PowerCutStorage) -> None:
-    CheckpointStore(folder / "new" / "deep", storage=storage).write(
-        state_of(2), step=2, kind="periodic"
+    write(
+        CheckpointStore(folder / "new" / "deep", storage=storage),
+        state_of(2),
+        step=2,
+        kind="periodic",
     )
 
 
@@ -44,7 +47,7 @@ def test_power_cut_at_every_call(quick_folder: Path, names: bool, base: bool) ->
     checkpoint is whole, also one that was being removed."""
     before = quick_folder / "before"
     for step in (0, 1):
-        CheckpointStore(before).write(state_of(step, base=base), step=step, kind="periodic")
+        write(CheckpointStore(before), state_of(step, base=base), step=step, kind="periodic")
     for cut in range(1, CUTS):
         folder = shutil.copytree(before, quick_folder / str(cut))
         storage = PowerCutStorage(cut)
@@ -80,7 +83,7 @@ def test_first_save_survives_a_power_cut_in_new_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize("deaf", ["fsync", "fsync_dir"])
 def test_power_cut_finds_a_missing_fsync(tmp_path: Path, deaf: str) -> None:
     """The simulation has teeth: a save whose fsyncs do nothing is lost."""
-    CheckpointStore(tmp_path).write(state_of(1), step=1, kind="periodic")
+    write(CheckpointStore(tmp_path), state_of(1), step=1, kind="periodic")
     storage = PowerCutStorage(CUTS, deaf=frozenset([deaf]))
     assert cut_short(lambda: saves(tmp_path, storage))
     storage.lose(tmp_path, names=True)

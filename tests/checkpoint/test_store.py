@@ -18,7 +18,7 @@ import pytest
 import torch
 from checkpoint.faulty import CountingStorage
 from checkpoint.pipepeers import Lonely
-from checkpoint.states import copy_of, holds, newest_in, same, state_of
+from checkpoint.states import copy_of, holds, newest_in, same, state_of, write
 
 from hydroslurm.checkpoint import folders, layout
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES
@@ -41,7 +41,7 @@ FILES = ("manifest.json", "part-00000.json", "part-00000.safetensors", "shared.j
 def saved(folder: Path, *steps: int, kind: str = "periodic") -> CheckpointStore:
     store = CheckpointStore(folder)
     for step in steps:
-        store.write(state_of(step), step=step, kind=kind)
+        write(store, state_of(step), step=step, kind=kind)
     return store
 
 
@@ -51,8 +51,8 @@ def steps_of(store: CheckpointStore) -> list[int]:
 
 def test_a_state_comes_back(tmp_path: Path) -> None:
     """What was written is loaded bit for bit, by another store, with what the manifest says."""
-    done = CheckpointStore(tmp_path).write(
-        state_of(7), step=7, epoch=2, kind="stop", meta={"loss": 0.5}
+    done = write(
+        CheckpointStore(tmp_path), state_of(7), step=7, epoch=2, kind="stop", meta={"loss": 0.5}
     )
     assert sorted(path.name for path in done.path.iterdir()) == sorted(FILES)
     (found,) = CheckpointStore(tmp_path).committed()
@@ -83,7 +83,7 @@ def test_views_and_odd_tensors_come_back(tmp_path: Path) -> None:
         "channels_last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
     }
     store = CheckpointStore(tmp_path)
-    done = store.write(State(shared=odd, own={}), step=1, kind="manual")
+    done = write(store, State(shared=odd, own={}), step=1, kind="manual")
     assert done.manifest.size_bytes < 100_000
     wanted = {**odd, "conjugate": odd["conjugate"].resolve_conj()}
     for found in (store.load(done).shared, copy_of(State(shared=odd, own={})).shared):
@@ -108,7 +108,7 @@ def test_what_is_loaded_lies_as_torch_would_have_put_it(tmp_path: Path) -> None:
         for n, size in enumerate(sizes * 4)
     }
     store = CheckpointStore(tmp_path)
-    found = store.load(store.write(State(shared=made, own={}), step=1, kind="stop")).shared
+    found = store.load(write(store, State(shared=made, own={}), step=1, kind="stop")).shared
     assert all(torch.equal(found[name], one) for name, one in made.items())
     assert {one.data_ptr() % 64 for one in found.values() if one.numel() > 1} == {0}
 
@@ -117,9 +117,9 @@ def test_a_step_is_written_once(tmp_path: Path) -> None:
     """A step that is committed and whole is returned as it is; a damaged one is replaced."""
     store = saved(tmp_path, 3)
     first = store.committed()[0]
-    assert store.write(state_of(99), step=3, kind="stop") == first
+    assert write(store, state_of(99), step=3, kind="stop") == first
     (first.path / "shared.json").write_text("{}")
-    again = CheckpointStore(tmp_path).write(state_of(3), step=3, kind="stop")
+    again = write(CheckpointStore(tmp_path), state_of(3), step=3, kind="stop")
     assert again.kind == "stop"
     assert holds(store, again, 3)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("step")] == [
@@ -130,7 +130,7 @@ def test_a_step_is_written_once(tmp_path: Path) -> None:
 def _write_at_once(folder: str, barrier: Any, results: Any) -> None:
     torch.set_num_threads(1)
     barrier.wait()
-    done = CheckpointStore(Path(folder)).write(state_of(5), step=5, kind="periodic")
+    done = write(CheckpointStore(Path(folder)), state_of(5), step=5, kind="periodic")
     results.put(done.manifest.created_epoch_ns)
 
 
@@ -238,7 +238,7 @@ def test_retention(
     names = {"p": "periodic", "s": "stop", "m": "manual", "e": "epoch"}
     store = CheckpointStore(tmp_path)
     for step, kind in enumerate(kinds):
-        store.write(State({"a": step}, {}), step=step, kind=names[kind])
+        write(store, State({"a": step}, {}), step=step, kind=names[kind])
     removed = store.prune(keep=keep[0], keep_stop=keep[1], keep_epochs=keep[2])
     assert steps_of(store) == left
     assert [folders.step_of(path.name) for path in removed] == [
@@ -251,7 +251,7 @@ def test_the_end_of_an_epoch_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     same epoch is not written twice."""
     store = CheckpointStore(tmp_path)
     for n, kind in enumerate(("periodic", "epoch", "epoch", "stop")):
-        store.write(State({"a": n}, {}), step=7, epoch=int(n > 0), kind=kind)
+        write(store, State({"a": n}, {}), step=7, epoch=int(n > 0), kind=kind)
     assert [(one.kind, one.key) for one in store.committed()] == [
         ("periodic", (7, 1)),
         ("epoch", (7, 2)),
@@ -295,7 +295,7 @@ def test_a_save_can_be_abandoned(tmp_path: Path) -> None:
 
     store = CheckpointStore(tmp_path, storage=CountingStorage(before), chunk_bytes=1024)
     with pytest.raises(SaveAbandoned, match="step-000000002"):
-        store.write(state_of(2), step=2, kind="stop", cancel=cancel)
+        write(store, state_of(2), step=2, kind="stop", cancel=cancel)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
 
 
@@ -303,8 +303,11 @@ def test_an_unsavable_state_touches_nothing(tmp_path: Path) -> None:
     """What cannot be saved is refused before the first I/O call."""
     storage = CountingStorage()
     with pytest.raises(UnsavableState, match=r"shared\.sampler\.hook is a "):
-        CheckpointStore(tmp_path / "c", storage=storage).write(
-            State({"sampler": {"hook": print}}, {}), step=1, kind="manual"
+        write(
+            CheckpointStore(tmp_path / "c", storage=storage),
+            State({"sampler": {"hook": print}}, {}),
+            step=1,
+            kind="manual",
         )
     assert storage.calls == []
 
@@ -319,7 +322,7 @@ def test_safetensors_reads_it_too(tmp_path: Path) -> None:
         "h": torch.randn(7).bfloat16(),
         "z": torch.randn(4, dtype=torch.complex128),
     }
-    path = CheckpointStore(tmp_path).write(State(state, {}), step=1, kind="manual").path
+    path = write(CheckpointStore(tmp_path), State(state, {}), step=1, kind="manual").path
     found = safetensors.load_file(path / "part-00000.safetensors")
     assert all(torch.equal(found[f"shared/{name}"], state[name]) for name in ("w", "b", "h"))
     assert torch.equal(found["shared/z"].view(torch.complex128), state["z"])
@@ -337,7 +340,7 @@ def test_every_type_comes_back(tmp_path: Path) -> None:
             tensors[str(kind)] = torch.randint(0, 2, (3 * kind.itemsize,)).byte().view(kind)
     assert len(tensors) >= 20
     store = CheckpointStore(tmp_path)
-    done = store.write(State(tensors, {}), step=1, kind="manual")
+    done = write(store, State(tensors, {}), step=1, kind="manual")
     loaded = store.load(done).shared
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype
@@ -351,7 +354,7 @@ def test_tensors_of_many_blocks(tmp_path: Path) -> None:
     state = {str(n): torch.arange(size, dtype=torch.int8) for n, size in enumerate(sizes)}
     large = [str(n) for n, size in enumerate(sizes) if size > 10_000]
     store = CheckpointStore(tmp_path)
-    done = store.write(State({"all": state, **{n: state[n] for n in large}}, {}), step=1, kind="a")
+    done = write(store, State({"all": state, **{n: state[n] for n in large}}, {}), step=1, kind="a")
     assert same(dict(store.load(done).shared["all"]), state)
     file = done.path / "part-00000.safetensors"
     good = file.read_bytes()
@@ -366,7 +369,7 @@ def test_checksums_are_those_of_zlib(tmp_path: Path) -> None:
     """The algorithm that a manifest names is zlib's, whichever library computes it: any program can
     verify a checkpoint."""
     state = {name: torch.randn(700_000) for name in "ab"}
-    done = CheckpointStore(tmp_path).write(State(state, {}), step=1, kind="manual")
+    done = write(CheckpointStore(tmp_path), State(state, {}), step=1, kind="manual")
     data = (done.path / "part-00000.safetensors").read_bytes()
     blocks = [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
     assert json.loads((done.path / "part-00000.json").read_bytes())["blocks"] == blocks
@@ -377,7 +380,7 @@ def test_checksums_are_those_of_zlib(tmp_path: Path) -> None:
 def test_reads_every_byte_once(tmp_path: Path) -> None:
     """A load reads no file twice, and of the tensors the blocks that hold what it wants."""
     state = {name: torch.randn(3_000_000) for name in "abc"}
-    done = CheckpointStore(tmp_path).write(State(state, {}), step=1, kind="manual")
+    done = write(CheckpointStore(tmp_path), State(state, {}), step=1, kind="manual")
     read = ReadBytes()
     CheckpointStore(tmp_path, storage=read).load(done)
     manifest_bytes = (done.path / "manifest.json").stat().st_size
@@ -416,9 +419,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="keep_epochs=0"):
         store.prune(keep=1, keep_epochs=0)
     with pytest.raises(UsageError, match="plain JSON"):
-        store.write(State({}, {}), step=1, kind="manual", meta={"a": object()})
+        write(store, State({}, {}), step=1, kind="manual", meta={"a": object()})
     with pytest.raises(UsageError, match="begin with"):
-        store.write(State({"$tensor": 1}, {}), step=1, kind="manual")
+        write(store, State({"$tensor": 1}, {}), step=1, kind="manual")
     assert not store.directory.exists()
 
 

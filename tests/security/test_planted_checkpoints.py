@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from checkpoint.states import write
 from typer.testing import CliRunner
 
 import hydroslurm
@@ -37,7 +38,7 @@ def forged(lab: Path) -> Path:
     """A whole checkpoint of step 900 with weights of the attacker's choice, for a stranger to copy:
     our own program makes the best forgery."""
     folder = lab / "forge"
-    CheckpointStore(folder).write(_state(666.0), step=900, kind="periodic")
+    write(CheckpointStore(folder), _state(666.0), step=900, kind="periodic")
     return folder / "step-000000900"
 
 
@@ -45,7 +46,7 @@ def forged(lab: Path) -> Path:
 def store(lab: Path) -> CheckpointStore:
     """Ours, of step 3, in a lab's folder where a colleague may make folders."""
     found = CheckpointStore(lab / "checkpoints")
-    found.write(_state(1.0), step=3, kind="periodic")
+    write(found, _state(1.0), step=3, kind="periodic")
     found.directory.chmod(0o2775)
     return found
 
@@ -87,7 +88,7 @@ def test_forged_checkpoints_do_not_push_ours_out(
     store: CheckpointStore, forged: Path, stranger: Stranger
 ) -> None:
     """Retention counts only what can be resumed: planted later steps cost none of ours."""
-    store.write(_state(2.0), step=4, kind="periodic")
+    write(store, _state(2.0), step=4, kind="periodic")
     planted = _plant(stranger, forged, store.directory)
     another = store.directory / "step-000000901"
     stranger.run("cp", "-r", str(planted), str(another))
@@ -102,7 +103,7 @@ def test_a_forged_step_is_saved_again(
     _plant(stranger, forged, store.directory)
     with pytest.warns(RuntimeWarning, match="belongs to uid"):
         newest_good(store)
-    store.write(_state(5.0), step=900, kind="periodic")
+    write(store, _state(5.0), step=900, kind="periodic")
     found = newest_good(store)
     assert found is not None
     assert _weight(store.load(found.checkpoint)) == 5.0
@@ -110,7 +111,7 @@ def test_a_forged_step_is_saved_again(
 
 def test_one_forged_file_is_enough(store: CheckpointStore, stranger: Stranger) -> None:
     """A checkpoint of ours with one file that others could write is not resumed."""
-    store.write(_state(2.0), step=4, kind="periodic")
+    write(store, _state(2.0), step=4, kind="periodic")
     part = next((store.directory / "step-000000004").glob("*.safetensors"))
     part.chmod(0o666)
     with pytest.warns(RuntimeWarning, match=f"others can write {part}"):

@@ -1,4 +1,4 @@
-"""Saves under way, each in a thread of its own."""
+"""One save in a thread of its own, beside the training."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 from hydroslurm.checkpoint.deadline import InFlight, remaining_s
-from hydroslurm.checkpoint.state_writer import SaveRequest
+from hydroslurm.checkpoint.save import SaveRequest
 from hydroslurm.core.threads import thread
-from hydroslurm.errors import AgreementFailed
 
-_under_way: weakref.WeakSet[AsyncSave] = weakref.WeakSet()
+_under_way: weakref.WeakSet[BackgroundSave] = weakref.WeakSet()
 
 
 @dataclass(eq=False)
-class AsyncSave:
+class BackgroundSave:
     """Runs one save beside the training, and keeps how it ended.
 
     An interpreter that shuts down waits for it, so that a process which simply ends has its last
@@ -104,75 +103,6 @@ class AsyncSave:
             self.failure = error
         finally:
             self._ended.set()
-
-
-class AsyncSaves:
-    """The saves of one rank that are under way, and those that ended and were not reported yet.
-
-    For one thread. More than one is under way only around a stop.
-    """
-
-    def __init__(
-        self,
-        *,
-        exempt: Callable[[], AbstractContextManager[None]],
-        after: Callable[[], None],
-    ) -> None:
-        """Both are for every :class:`AsyncSave`."""
-        self._exempt = exempt
-        self._after = after
-        self.unreported: list[AsyncSave] = []
-
-    def launch(
-        self,
-        work: Callable[[threading.Event], None],
-        request: SaveRequest,
-        *,
-        expected_s: float,
-        writes: bool = True,
-    ) -> AsyncSave:
-        """Begin a save (see :class:`AsyncSave`)."""
-        self.unreported = [
-            one for one in self.unreported if not one.join(0) or one.failure is not None
-        ]
-        save = AsyncSave(work, request, expected_s, writes, self._exempt, self._after)
-        self.unreported.append(save)
-        return save
-
-    def current(self) -> AsyncSave | None:
-        """The youngest one that is under way."""
-        found = (save for save in reversed(self.unreported) if save.running and save.writes)
-        return next(found, None)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether all have ended and tidied up, after waiting so long at the most."""
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        ended = [
-            save.join(None if end_s is None else end_s - time.monotonic())
-            for save in self.unreported
-        ]
-        return all(ended)
-
-    def give_up(self) -> None:
-        """Ask all of them to end early, those of which nobody has heard yet how they ended too."""
-        for save in self.unreported:
-            save.give_up()
-
-    def forget(self, save: AsyncSave) -> None:
-        """Its failure is reported by other means."""
-        self.unreported.remove(save)
-
-    def failures(self) -> list[BaseException]:
-        """Of those that ended; each is given once. One that was given up may have failed because
-        another rank was quicker to give it up: that is none."""
-        ended = [save for save in self.unreported if save.join(0)]
-        self.unreported = [save for save in self.unreported if save not in ended]
-        return [
-            save.failure
-            for save in ended
-            if save.failure is not None
-            and not (save.given_up and isinstance(save.failure.__cause__, AgreementFailed))
-        ]
 
 
 def _bounded(timeout_s: float | None) -> float | None:
