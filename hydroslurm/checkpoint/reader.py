@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from hydroslurm.checkpoint.checksummed_file import read_checked
@@ -40,8 +41,8 @@ from hydroslurm.errors import CheckpointCorrupt, CheckpointMissing
 class Shared:
     """What all ranks share: the state without its tensors, and what those are, by key."""
 
-    state: Mapping[str, JsonValue]
-    tensors: Mapping[str, SharedTensor]
+    state: dict[str, Any]
+    tensors: dict[str, SharedTensor]
 
 
 class CheckpointFiles:
@@ -66,17 +67,15 @@ class CheckpointFiles:
 
     def shared(self) -> Shared:
         """Raises CheckpointCorrupt, CheckpointError."""
-        path = self.folder / SHARED_JSON
         text = self._read(SHARED_JSON)
         try:
-            body = parse(text)
-            state, tensors = body["state"], body["tensors"]
-            if not isinstance(state, dict) or not isinstance(tensors, dict):
-                raise TypeError("it holds no state")
-            found = {key: _shared_tensor(*row) for key, row in tensors.items()}
-        except (ValueError, KeyError, TypeError) as error:
+            shared = msgspec.convert(parse(text), Shared)
+            for one in shared.tensors.values():
+                require_tensor(one.shape, one.dtype)
+        except ValueError as error:
+            path = self.folder / SHARED_JSON
             raise CheckpointCorrupt(f"{path} cannot be read: {error!s:.200}") from error
-        return Shared(state, found)
+        return shared
 
     def index(self, part: int) -> PartIndex:
         """Raises CheckpointCorrupt, CheckpointError."""
@@ -270,11 +269,3 @@ def _likely(landings: Iterable[Landing], first: int) -> set[int]:
         else:
             found.add(wanted.writer)
     return found | ranks | {frozen_part(rank) for rank in ranks}
-
-
-def _shared_tensor(shape: Any, dtype: Any, writer: Any) -> SharedTensor:
-    """Raises TypeError or ValueError: it is none."""
-    require_tensor(shape, dtype)
-    if writer is not None and type(writer) is not int:
-        raise TypeError(f"there is a tensor whose writer is {writer!r:.80}")
-    return SharedTensor(tuple(shape), dtype, writer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -91,7 +92,9 @@ class Saver:
             raise UsageError(f'on_save_error is {on_save_error!r}; it must be "warn" or "fail"')
         check_counts(keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs)
         self._store = store
-        self._retention = {"keep": keep, "keep_stop": keep_stop, "keep_epochs": keep_epochs}
+        self._remove_old = functools.partial(
+            store.prune, keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs
+        )
         self._on_save_error = on_save_error
         self._exempt = exempt
         self._tell = tell
@@ -490,7 +493,7 @@ class Saver:
         """Apply retention. What cannot be removed is only a problem."""
         with self._pruning:  # two at once would trip over each other's removals
             try:
-                self._store.prune(**self._retention)
+                self._remove_old()
             except (CheckpointError, OSError, RuntimeWarning) as error:
                 self._problems.append(f"old checkpoints stay: {error}")
 

@@ -14,14 +14,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import torch
 
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES, checksum_of
 from hydroslurm.checkpoint.folders import inner_of
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.tree import JsonValue
+from hydroslurm.core.decoding import Count
 from hydroslurm.core.files import decode_json
 from hydroslurm.errors import CheckpointCorrupt
 
@@ -64,6 +66,9 @@ _NAMES = {
 
 _DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 """By the name that an index has."""
+
+
+Crc = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class Piece(NamedTuple):
@@ -112,11 +117,11 @@ class Chunk(NamedTuple):
     """
 
     key: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    at_bytes: int
+    offsets: tuple[Count, ...]
+    sizes: tuple[Count, ...]
+    at_bytes: Count
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -141,9 +146,9 @@ class PartIndex:
     """
 
     rank: int
-    own: Mapping[str, JsonValue]
+    own: dict[str, Any]
     chunks: tuple[Chunk, ...]
-    blocks: tuple[int, ...]
+    blocks: tuple[Crc, ...]
     fingerprint: str = ""
 
     @classmethod
@@ -158,20 +163,11 @@ class PartIndex:
             CheckpointCorrupt: it is no such text; names ``where``.
         """
         try:
-            body = parse(text)
-            index = cls(
-                rank=body["rank"],
-                own=body["own"],
-                chunks=tuple(_chunk(*row) for row in body["chunks"]),
-                blocks=tuple(body["blocks"]),
-                fingerprint=str(body.get("fingerprint", "")),
-            )
-            if type(index.rank) is not int or index.rank != rank:
-                raise ValueError(f"it is of rank {index.rank!r}")
-            if not isinstance(index.own, dict):
-                raise TypeError(f"its own state is a {type(index.own).__name__}")
+            index = msgspec.convert(parse(text), cls)
+            if index.rank != rank:
+                raise ValueError(f"it is of rank {index.rank}")
             _require_inside(index, tensors)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        except ValueError as error:
             raise CheckpointCorrupt(f"{where} cannot be read: {error!s:.200}") from error
         return index
 
@@ -190,11 +186,6 @@ def part_name(number: int, world_size: int) -> str:
     """Of the two files of a part, without their endings."""
     rank, word = (frozen_part(number), "frozen") if is_frozen_part(number) else (number, "part")
     return f"{inner_of(rank, world_size)}{word}-{rank:05d}"
-
-
-def is_frozen_file(name: str) -> bool:
-    """Whether a file of this name is of a part with what is frozen."""
-    return name.rpartition("/")[2].startswith("frozen-")
 
 
 _INDEX = re.compile(r"((?:[0-9]+/)?(part|frozen)-([0-9]{5,9}))\.json")
@@ -277,17 +268,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def is_size(number: Any) -> bool:
-    """Whether this can be a size, or a place in a file."""
-    return type(number) is int and 0 <= number < 1 << 63
-
-
-def require_tensor(shape: Any, dtype: Any) -> None:
-    """Raises TypeError or ValueError: torch makes no such tensor, whatever memory there is."""
-    if not isinstance(shape, (list, tuple)) or not all(map(is_size, shape)):
-        raise ValueError(f"there is a tensor whose shape is {shape!r:.80}")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise TypeError(f"a tensor of {dtype!r:.80}")
+def require_tensor(shape: Sequence[int], dtype: str) -> None:
+    """Raises ValueError: torch makes no such tensor, whatever memory there is."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"a tensor of {dtype!r:.80}")
     if math.prod(max(1, size) for size in shape) * _DTYPES[dtype].itemsize >= 1 << 63:
         raise ValueError(f"there is a tensor of shape {list(shape)!r:.80}")
 
@@ -296,31 +280,21 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _chunk(key: Any, shape: Any, dtype: Any, offsets: Any, sizes: Any, at_bytes: Any) -> Chunk:
-    """Raises TypeError or ValueError: it is none."""
-    chunk = Chunk(key, tuple(shape), dtype, tuple(offsets), tuple(sizes), at_bytes)
-    numbers = (*chunk.shape, *chunk.offsets, *chunk.sizes, at_bytes)
-    if not all(map(is_size, numbers)):
-        raise ValueError(f"a piece of {key!r:.80} lies at {numbers}")
-    if not isinstance(key, str):
-        raise TypeError(f"{key!r:.80} is no name of a tensor")
-    require_tensor(chunk.shape, dtype)
-    if len({len(chunk.shape), len(chunk.offsets), len(chunk.sizes)}) != 1 or any(
-        at + size > whole
-        for at, size, whole in zip(chunk.offsets, chunk.sizes, chunk.shape, strict=True)
-    ):
-        raise ValueError(f"a piece of {key!r:.80} lies outside of it: {numbers}")
-    return chunk
-
-
 def _require_inside(index: PartIndex, tensors: FileEntry) -> None:
-    """Check what bounds the memory that a load takes: no two chunks share a byte of the file.
+    """Check that each chunk is a part of its tensor, and what bounds the memory that a load takes:
+    no two chunks share a byte of the file.
 
     Raises:
-        ValueError, TypeError, OverflowError: they do, or the file is another one.
+        ValueError: they do, or the file is another one.
     """
     end = 0
     for chunk in index.chunks:
+        require_tensor(chunk.shape, chunk.dtype)
+        if len({len(chunk.shape), len(chunk.offsets), len(chunk.sizes)}) != 1 or any(
+            at + size > whole
+            for at, size, whole in zip(chunk.offsets, chunk.sizes, chunk.shape, strict=True)
+        ):
+            raise ValueError(f"a piece of {chunk.key!r:.80} lies outside of it: {chunk[1:]}")
         if chunk.at_bytes < end or chunk.at_bytes % chunk.torch_dtype.itemsize:
             raise ValueError(f"{chunk.key!r:.80} lies at {chunk.at_bytes}, after {end} bytes")
         end = chunk.at_bytes + chunk.size_bytes

@@ -14,6 +14,7 @@ import torch
 
 from hydroslurm.checkpoint.tensor_file import Laid, Piece, dtype_name, is_frozen_part, lay_out
 from hydroslurm.checkpoint.tree import JsonValue
+from hydroslurm.core.decoding import Count
 
 TALLY_MODULUS = 2**61 - 1
 """A prime, so that a number of values times its weight is never nothing."""
@@ -42,7 +43,7 @@ class SharedTensor(NamedTuple):
             frozen has the number of that rank's file of those (``tensor_file.frozen_part``).
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
     writer: int | None
 

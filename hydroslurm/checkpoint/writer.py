@@ -25,7 +25,7 @@ from typing import Any
 from hydroslurm.checkpoint import frozen
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, ChecksummedFile, write_whole
 from hydroslurm.checkpoint.frozen import FrozenFiles
-from hydroslurm.checkpoint.manifest import OLDEST, SCHEMA, FileEntry, Manifest
+from hydroslurm.checkpoint.manifest import FileEntry, Manifest
 from hydroslurm.checkpoint.save_round import parsed
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_bytes import packed
@@ -34,7 +34,6 @@ from hydroslurm.checkpoint.tensor_file import (
     frozen_part,
     index_name,
     index_text,
-    is_frozen_file,
     part_name,
     tensors_name,
 )
@@ -104,7 +103,6 @@ def manifest_of(
     files = {name: entry for part in parts for name, entry in part.files.items()}
     return replace(
         header,
-        schema=SCHEMA if any(map(is_frozen_file, files)) else OLDEST,
         files=files,
         save_s=max(part.took_s for part in parts) if save_s is None else save_s,
         state_bytes=sum(part.state_bytes for part in parts),

@@ -21,7 +21,7 @@ from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.core.memory import Room
-from hydroslurm.errors import CheckpointTooNew, SaveFailed
+from hydroslurm.errors import SaveFailed
 
 FILES = ("frozen-00000.json", "frozen-00000.safetensors")
 
@@ -262,22 +262,6 @@ def test_a_file_system_without_links(tmp_path: Path, how: str) -> None:
     assert storage.calls.count("link") == 1
     assert linked(*store.committed()) == [[]] * 5
     assert all(training.is_in(store, one, one.step) for one in store.committed())
-
-
-def test_an_older_release_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does not know these files does not take the checkpoint for a damaged one; a
-    checkpoint without such files is still of the schema that it reads."""
-    store, training = CheckpointStore(tmp_path), Training()
-    write(store, training, 1)
-    training.frozen.clear()
-    plain = write(store, training, 2)
-    assert plain.manifest.schema == 2
-    monkeypatch.setattr("hydroslurm.checkpoint.manifest.SCHEMA", 2)
-    found = newest_in(store)
-    assert found is not None
-    assert found.step == 2
-    with pytest.raises(CheckpointTooNew):
-        raise next(iter(store.problems().values()))
 
 
 TENSORS: dict[str, Any] = {
