@@ -6,8 +6,8 @@ made for itself (``torch.Generator``, ``numpy.random.default_rng``) are saved wh
 them; the ones that a DataLoader, its sampler or its data set holds are saved with its position
 (``hydroslurm.data``). Both by :func:`state_of`.
 
-Large integers go into int64 tensors, because tensors and plain values are all that a checkpoint
-may hold.
+Large integers and arrays go into tensors: tensors and plain values are all that a checkpoint may
+hold.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ import torch
 
 from hydroslurm.errors import StateMismatch, UnsavableState
 
-FORMAT = 1
+FORMAT = 2
+ON_CPU = ("python", "numpy", "torch")
+"""In what :func:`capture` returns: the generators that every process has."""
 
 Generator: TypeAlias = (
     "torch.Generator | random.Random | numpy.random.RandomState | numpy.random.Generator"
@@ -49,10 +51,15 @@ def capture() -> dict[str, Any]:
     Raises:
         UnsavableState: numpy's global generator was replaced by one that is not MT19937.
     """
+    if (kind := numpy.random.get_state(legacy=False)["bit_generator"]) != "MT19937":
+        raise UnsavableState(
+            f"numpy's global generator is {kind}, put there by numpy.random.set_bit_generator(); "
+            "only its default, MT19937, can be saved"
+        )
     return {
         "format": FORMAT,
-        "python": _python_state(random.getstate()),
-        "numpy": _capture_numpy(),
+        "python": state_of(random._inst),
+        "numpy": state_of(numpy.random.mtrand._rand),
         "torch": torch.get_rng_state(),
         "devices": {
             f"{kind}:{index}": module.get_rng_state(index).cpu()
@@ -72,8 +79,8 @@ def restore(state: Mapping[str, Any]) -> None:
         StateMismatch: the state is not one of :func:`capture`, or is in a newer form.
     """
     _check(state)
-    random.setstate(_from_python_state(state["python"]))
-    _restore_numpy(state["numpy"])
+    set_state(random._inst, state["python"])
+    set_state(numpy.random.mtrand._rand, state["numpy"])
     torch.set_rng_state(state["torch"].cpu())
     _restore_devices(state["devices"])
 
@@ -108,17 +115,14 @@ def for_new_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
         StateMismatch: the state is not one of :func:`capture`, or is in a newer form.
     """
     _check(state)
-    digest = hashlib.sha256(f"rank {rank}".encode())
-    for part in (state["python"]["state"], state["numpy"]["key"], state["torch"]):
-        digest.update(part.cpu().numpy().tobytes())
-    digest.update(repr((state["python"]["gauss"], state["numpy"]["pos"])).encode())
-    seeds = struct.unpack("<4Q", digest.digest())
-    legacy = numpy.random.RandomState(numpy.frombuffer(digest.digest(), numpy.uint32))
+    digest = digest_of([f"rank {rank}", *(state[key] for key in ON_CPU)])
+    seeds = struct.unpack("<4Q", digest)
+    legacy = numpy.random.RandomState(numpy.frombuffer(digest, numpy.uint32))
     return {
         "format": FORMAT,
-        "python": _python_state(random.Random(seeds[0]).getstate()),
-        "numpy": _numpy_state(legacy.get_state(legacy=False)),
-        "torch": torch.Generator().manual_seed(seeds[1] >> 1).get_state(),
+        "python": state_of(random.Random(seeds[0])),
+        "numpy": state_of(legacy),
+        "torch": state_of(torch.Generator().manual_seed(seeds[1] >> 1)),
         "devices": {
             name: _device_state(name, one, seeds[2] >> 1) for name, one in state["devices"].items()
         },
@@ -130,7 +134,9 @@ def state_of(generator: Generator) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
-        return _python_state(generator.getstate())
+        version, internal, gauss = generator.getstate()
+        words = torch.from_numpy(numpy.fromiter(internal, numpy.int64, len(internal)))
+        return {"version": version, "state": words, "gauss": gauss}
     return _without_arrays(_numpy_state_of(generator))
 
 
@@ -144,7 +150,7 @@ def set_state(generator: Generator, state: Any) -> None:
         generator.set_state(state)
         return
     if isinstance(generator, random.Random):
-        generator.setstate(_from_python_state(state))
+        generator.setstate((state["version"], tuple(state["state"].tolist()), state["gauss"]))
         return
     found = _with_arrays(state, like=_numpy_state_of(generator))
     if isinstance(generator, numpy.random.RandomState):
@@ -175,12 +181,7 @@ def made_from(kind: str, state: Any) -> Generator:
 def diverge(generator: Generator, rank: int) -> None:
     """Begin another stream, made from the generator's state and the number of a rank: the same each
     time, and another for each rank."""
-    digest = hashlib.sha256(f"rank {rank}".encode())
-    for part in _parts(state_of(generator)):
-        digest.update(
-            part.numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode()
-        )
-    seed = int.from_bytes(digest.digest()[:8], "little") >> 1
+    seed = int.from_bytes(digest_of([f"rank {rank}", state_of(generator)])[:8], "little") >> 1
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):
@@ -194,12 +195,18 @@ def diverge(generator: Generator, rank: int) -> None:
             generator.set_state(numpy.random.RandomState(fresh).get_state(legacy=False))
 
 
-def _parts(state: Any) -> Iterator[Any]:
-    if isinstance(state, dict):
-        for one in state.values():
-            yield from _parts(one)
-    else:
-        yield state
+def digest_of(state: Any) -> bytes:
+    """32 bytes that are made of a state, or of a list of states and words."""
+    digest, todo = hashlib.sha256(), [state]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, (dict, list)):
+            todo += part.values() if isinstance(part, dict) else part
+        elif isinstance(part, torch.Tensor):
+            digest.update(part.cpu().numpy().tobytes())
+        else:
+            digest.update(repr(part).encode())
+    return digest.digest()
 
 
 def _numpy_state_of(generator: numpy.random.RandomState | numpy.random.Generator) -> Any:
@@ -226,7 +233,7 @@ def _with_arrays(state: Any, *, like: Any) -> Any:
 
 
 def _check(state: Mapping[str, Any]) -> None:
-    wanted = {"format", "python", "numpy", "torch", "devices"}
+    wanted = {"format", *ON_CPU, "devices"}
     if missing := wanted - set(state):
         raise StateMismatch(
             f"a saved RNG state must have the keys {sorted(wanted)}, this one lacks "
@@ -237,46 +244,6 @@ def _check(state: Mapping[str, Any]) -> None:
             f"the saved RNG state has format {state['format']}, this hydroslurm reads {FORMAT}; "
             "use the hydroslurm that wrote it"
         )
-
-
-def _python_state(state: Any) -> dict[str, Any]:
-    version, internal, gauss = state
-    return {
-        "version": version,
-        "state": torch.from_numpy(numpy.fromiter(internal, numpy.int64, len(internal))),
-        "gauss": gauss,
-    }
-
-
-def _from_python_state(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    return state["version"], tuple(state["state"].tolist()), state["gauss"]
-
-
-def _capture_numpy() -> dict[str, Any]:
-    state: Mapping[str, Any] = numpy.random.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937":
-        raise UnsavableState(
-            f"numpy's global generator is {state['bit_generator']}, put there by "
-            "numpy.random.set_bit_generator(); only its default, MT19937, can be saved"
-        )
-    return _numpy_state(state)
-
-
-def _numpy_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "bit_generator": "MT19937",
-        "key": torch.from_numpy(state["state"]["key"].astype(numpy.int64)),
-        "pos": int(state["state"]["pos"]),
-        "has_gauss": int(state["has_gauss"]),
-        "gauss": float(state["gauss"]),
-    }
-
-
-def _restore_numpy(state: Mapping[str, Any]) -> None:
-    key = state["key"].cpu().numpy().astype(numpy.uint32)
-    numpy.random.set_state(
-        (state["bit_generator"], key, state["pos"], state["has_gauss"], state["gauss"])
-    )
 
 
 def _device_state(name: str, state: torch.Tensor, seed: int) -> torch.Tensor:
@@ -320,19 +287,14 @@ def _restore_devices(states: Mapping[str, torch.Tensor]) -> None:
         module, index = here[name]
         module.set_rng_state(states[name].cpu(), index)
     in_use = {name for name, (module, _) in here.items() if module.is_initialized()}
-    _warn_of_strangers(sorted(states.keys() - here.keys()), sorted(in_use - states.keys()))
-
-
-def _warn_of_strangers(not_here: list[str], not_saved: list[str]) -> None:
-    if not_here:
-        warnings.warn(
-            f"the saved RNG state is also for {', '.join(not_here)}, which this process cannot "
-            "see; the run goes on, but its random numbers will differ from an uninterrupted run's",
-            stacklevel=4,
-        )
-    if not_saved:
-        warnings.warn(
-            f"the saved RNG state has nothing for {', '.join(not_saved)}, in use here; the run "
-            "goes on, but its random numbers will differ from an uninterrupted run's",
-            stacklevel=4,
-        )
+    not_here, not_saved = sorted(states.keys() - here.keys()), sorted(in_use - states.keys())
+    for names, what in (
+        (not_here, f"is also for {', '.join(not_here)}, which this process cannot see"),
+        (not_saved, f"has nothing for {', '.join(not_saved)}, in use here"),
+    ):
+        if names:
+            warnings.warn(
+                f"the saved RNG state {what}; the run goes on, but its random numbers will differ "
+                "from an uninterrupted run's",
+                stacklevel=3,
+            )

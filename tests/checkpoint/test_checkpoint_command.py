@@ -33,7 +33,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     data[2000] ^= 1
     (folders[2] / "part-00000.safetensors").write_bytes(data)
     text = (folders[3] / "manifest.json").read_text()
-    (folders[3] / "manifest.json").write_text(text.replace('"schema": 2', '"schema": 4'))
+    (folders[3] / "manifest.json").write_text(text.replace('"schema": 3', '"schema": 4'))
     return run
 
 
