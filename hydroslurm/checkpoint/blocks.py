@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,9 +35,7 @@ _BLOCKS_OF_A_TASK = 8
 """What a thread takes at a time: 8 MiB take a fast disk 4 ms, and the switch 0.05 ms."""
 
 _TASKS_AHEAD = 4 * READERS
-"""How many tasks are announced to the disk and not done yet: 128 MiB. And how much further than the
-oldest file that is not finished the threads may be: its memory for what must be copied once more is
-given back when it is finished."""
+"""How many tasks are announced to the disk and not done yet: 128 MiB."""
 
 Block = tuple[int, list["memoryview | int"]]
 """The number of a block, and where its bytes go, in order: a number is of bytes nobody wants."""
@@ -71,58 +69,56 @@ class BlockReader:
         self._storage = storage
         self._pool: ThreadPoolExecutor | None = None
         self._scratch = threading.local()
-        self._open: deque[tuple[int, deque[Future[None]], Callable[[], None]]] = deque()
-        self._tasks = 0
 
     def __enter__(self) -> BlockReader:
         return self
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        try:
-            while self._open:
-                if error is None:
-                    self._finish_oldest()
-                else:
-                    self._drop_oldest()
-        finally:
-            while self._open:
-                self._drop_oldest()
-            if self._pool is not None:
-                self._pool.shutdown()
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
 
-    def read(self, source: Source, ranges: Iterable[Range], *, then: Callable[[], None]) -> None:
-        """Begin to read ranges of a file, which are in order and do not overlap.
-
-        Args:
-            then: called in the caller's thread when all of them are in memory and verified.
+    def read(self, source: Source, ranges: Iterable[Range]) -> None:
+        """Read ranges of a file, which are in order and do not overlap; returns when all of them
+        are in memory and verified.
 
         Raises:
-            CheckpointCorrupt: this file, or one before it, is not what was written.
+            CheckpointCorrupt: the file is not what was written.
             CheckpointError: someone else may have written it.
         """
         fd = open_checked(source.path, source.entry, storage=self._storage)
-        futures: deque[Future[None]] = deque()
-        self._open.append((fd, futures, then))
-        blocks = _blocks(ranges, source.entry.size_bytes)
-        task = list(islice(blocks, _BLOCKS_OF_A_TASK))
-        if len(task) <= 1:  # a thread would take longer to start
-            self._read_task(source, fd, task)
-            self._finish_oldest_if_done()
-            return
+        try:
+            blocks = _blocks(ranges, source.entry.size_bytes)
+            task = list(islice(blocks, _BLOCKS_OF_A_TASK))
+            if len(task) <= 1:  # a thread would take longer to start
+                self._read_task(source, fd, task)
+            else:
+                self._read_by_threads(source, fd, chain(task, blocks))
+        finally:
+            with suppress(OSError):
+                self._storage.close(fd)
+
+    def _read_by_threads(self, source: Source, fd: int, blocks: Iterator[Block]) -> None:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(
                 min(READERS, 2 * (os.cpu_count() or 1)), thread_name_prefix="hydroslurm-read"
             )
-        while task:
-            # In order, from one thread: a cold disk gave 1.7 GB/s to the readers alone, and 2.1 so,
-            # as to a program that reads from the beginning to the end. Not by the readers for their
-            # own tasks: that was no faster than without.
-            self._announce(fd, task)
-            futures.append(self._pool.submit(self._read_task, source, fd, task))
-            self._tasks += 1
-            task = list(islice(blocks, _BLOCKS_OF_A_TASK))
-            while self._tasks > _TASKS_AHEAD:
-                self._wait_for_oldest_task()
+        futures: deque[Future[None]] = deque()
+        try:
+            while task := list(islice(blocks, _BLOCKS_OF_A_TASK)):
+                # In order, from one thread: a cold disk gave 1.7 GB/s to the readers alone, and 2.1
+                # so, as to a program that reads from the beginning to the end. Not by the readers
+                # for their own tasks: that was no faster than without.
+                self._announce(fd, task)
+                futures.append(self._pool.submit(self._read_task, source, fd, task))
+                if len(futures) > _TASKS_AHEAD:
+                    futures[0].result()
+                    futures.popleft()
+            for future in futures:
+                future.result()
+        finally:  # not before its threads are done with the descriptor
+            for future in futures:
+                if not future.cancel():
+                    future.exception()
 
     def _announce(self, fd: int, blocks: Sequence[Block]) -> None:
         begin, end = blocks[0][0] * BLOCK_BYTES, (blocks[-1][0] + 1) * BLOCK_BYTES
@@ -130,38 +126,6 @@ class BlockReader:
             return  # most of that is not wanted
         with suppress(OSError):  # a hint that not every file system supports
             self._storage.read_ahead(fd, offset=begin, size_bytes=end - begin)
-
-    def _wait_for_oldest_task(self) -> None:
-        _, futures, _ = self._open[0]
-        if not futures:
-            self._finish_oldest()
-            return
-        futures[0].result()  # stays there if this is interrupted: its thread reads the descriptor
-        futures.popleft()
-        self._tasks -= 1
-
-    def _finish_oldest_if_done(self) -> None:
-        while self._open and all(one.done() for one in self._open[0][1]):
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        fd, futures, then = self._open[0]
-        for future in futures:
-            future.result()
-        self._open.popleft()
-        self._tasks -= len(futures)
-        with suppress(OSError):
-            self._storage.close(fd)
-        then()
-
-    def _drop_oldest(self) -> None:
-        """Close a file of which nothing is wanted any more."""
-        fd, futures, _ = self._open.popleft()
-        for future in futures:
-            if not future.cancel():
-                future.exception()  # not before its thread is done with the descriptor
-        with suppress(OSError):
-            self._storage.close(fd)
 
     def _read_task(self, source: Source, fd: int, blocks: Iterable[Block]) -> None:
         """Raises CheckpointCorrupt."""

@@ -65,38 +65,25 @@ def remove(path: Path, *, storage: Storage) -> None:
 
 
 def remove_tree(path: Path, *, storage: Storage) -> None:
-    """Remove a folder of files, and of folders of files; others may be removing it too.
+    """Remove a folder of files; others may be removing it too.
 
     Raises:
-        OSError: a call failed; ENOTEMPTY where folders are deeper than a checkpoint has them.
+        OSError: a call failed, or there is a folder inside.
     """
-    with contextlib.suppress(FileNotFoundError):
-        for name in _unlink_all(path, storage=storage):
-            with contextlib.suppress(FileNotFoundError):
-                _unlink_all(path / name, storage=storage)
-                storage.rmdir(path / name)
-        storage.rmdir(path)
-
-
-def _unlink_all(path: Path, *, storage: Storage) -> list[str]:
-    """Remove the files of a folder; the folders in it, which stay."""
-    inner: list[str] = []
 
     def unlink(name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            try:
-                storage.unlink(path / name)
-            except IsADirectoryError:  # asked for this way, a link to a folder is only a link
-                inner.append(name)
+            storage.unlink(path / name)
 
-    names = storage.listdir(path)
-    if len(names) <= FEW_FILES:
-        for name in names:
-            unlink(name)
-    else:  # each waits for the file server, one after the other for minutes
-        with ThreadPoolExecutor(UNLINKERS, "hydroslurm-unlink") as threads:
-            list(threads.map(unlink, names))
-    return inner
+    with contextlib.suppress(FileNotFoundError):
+        names = storage.listdir(path)
+        if len(names) <= FEW_FILES:
+            for name in names:
+                unlink(name)
+        else:  # each waits for the file server, one after the other for minutes
+            with ThreadPoolExecutor(UNLINKERS, "hydroslurm-unlink") as threads:
+                list(threads.map(unlink, names))
+        storage.rmdir(path)
 
 
 def remove_leftovers(directory: Path, *, storage: Storage) -> None:

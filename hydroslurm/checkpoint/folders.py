@@ -6,9 +6,6 @@ step-000001234.2/                             the same, saved again at this step
 .tmp-step-000001234.<place>.<pid>.<random>.joint/   the same of several ranks; the first named it
 .old-step-000001234.<place>.<pid>.<random>/   being removed
 .pin-step-000001234.<place>.<pid>.<random>/   empty: it is being loaded and must stay
-
-A checkpoint of more than 256 ranks has their files in folders of its own, 000/ for ranks 0 to 255,
-001/ for the next 256 ...: no folder gets so many that a file server slows down.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from hydroslurm.core.registry import place
@@ -29,15 +26,11 @@ JOINT_STALE_S = 600.0
 """The same for a save of several ranks whose first one is known to be dead: the others may be about
 to finish the commit from other machines, which takes a few calls and not minutes."""
 
-RANKS_PER_FOLDER = 256
-"""Each of them has two files: 512 of them in one folder are few for any file system."""
-
 _NAME = r"step-[0-9]{9,18}(?:\.(?:[2-9]|[1-9][0-9]{1,8}))?"
 _STEP = re.compile(_NAME)
 _LEFTOVER = re.compile(
     rf"\.(tmp|old|pin)-({_NAME})\.([0-9a-f]{{8}})\.([0-9]{{1,9}})\.[0-9a-f]+(\.joint)?"
 )
-_INNER = re.compile(r"[0-9]{3,6}")
 
 
 def of_step(directory: Path, step: int, number: int = 1) -> Path:
@@ -60,25 +53,9 @@ def step_of(name: str) -> int | None:
     return None if key is None else key[0]
 
 
-def inner_of(rank: int, world_size: int) -> str:
-    """What the names of a rank's files begin with: "" in a small world, else such as "002/"."""
-    return f"{rank // RANKS_PER_FOLDER:03d}/" if world_size > RANKS_PER_FOLDER else ""
-
-
-def inner_folders(world_size: int) -> list[str]:
-    """All folders inside a checkpoint of so many ranks."""
-    if world_size <= RANKS_PER_FOLDER:
-        return []
-    return [f"{number:03d}" for number in range(-(-world_size // RANKS_PER_FOLDER))]
-
-
 def is_file_name(name: str) -> bool:
-    """Whether a manifest may name this file: one in the checkpoint's folder, or in a folder
-    directly inside that has the name of one of :func:`inner_folders`."""
-    inner, slash, last = name.rpartition("/")
-    if slash and _INNER.fullmatch(inner) is None:
-        return False
-    return last not in ("", ".", "..") and "\0" not in last
+    """Whether a manifest may name this file: one in the checkpoint's folder."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def newest_number(names: Iterable[str], step: int) -> int:
@@ -153,17 +130,8 @@ def is_leftover(path: Path, *, now_epoch_s: float) -> bool:
         return False
     if here and not joint:
         return True
-    newest_epoch_s = max(entry.lstat().st_mtime for entry in _all_in(path))
+    newest_epoch_s = max(entry.lstat().st_mtime for entry in (path, *path.iterdir()))
     return now_epoch_s - newest_epoch_s > (JOINT_STALE_S if here else STALE_S)
-
-
-def _all_in(path: Path) -> Iterator[Path]:
-    """The folder, what is in it, and in the folders inside."""
-    yield path
-    for entry in path.iterdir():
-        yield entry
-        if _INNER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
-            yield from entry.iterdir()
 
 
 def _unfinished_name(name: str) -> str | None:

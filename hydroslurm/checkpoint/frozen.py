@@ -52,9 +52,9 @@ _AT_A_TIME = 1 << 20
 """Numbers of eight bytes that an accelerator mixes at a time, with a few copies of them."""
 
 
-def names_of(rank: int, world_size: int) -> tuple[str, str]:
+def names_of(rank: int) -> tuple[str, str]:
     """A rank's two files of what is frozen: the index, and the tensors."""
-    part = part_name(frozen_part(rank), world_size)
+    part = part_name(frozen_part(rank))
     return index_name(part), tensors_name(part)
 
 
@@ -94,7 +94,7 @@ class FrozenFiles:
             files: in it, this rank's at least; None: those of its manifest, which may be large.
             fingerprint: of what is frozen in it; None if it is not known.
         """
-        names = names_of(self._rank, checkpoint.manifest.world_size)
+        names = names_of(self._rank)
         there = checkpoint.manifest.files if files is None else files
         mine = {name: there[name] for name in names if name in there}
         if len(mine) < len(names):
@@ -165,7 +165,7 @@ class FrozenFiles:
 
     def _of(self, plan: WritePlan, stored: _Stored) -> dict[str, FileEntry]:
         """Those of a checkpoint if they hold what is frozen in a state; else none."""
-        names = names_of(self._rank, plan.layout.world_size)
+        names = names_of(self._rank)
         if not plan.fingerprint or set(names) != stored.files.keys():
             return {}
         if stored.fingerprint is None:

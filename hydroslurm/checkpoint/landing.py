@@ -167,11 +167,9 @@ def land(
             ranges[rank].append(_range(chunk, common, one.wanted.box, flat, copies[rank]))
     with BlockReader(storage) as reader:
         for rank, of_file in ranges.items():
-            reader.read(
-                Source(*tensors(rank), index(rank).blocks),
-                sorted(of_file, key=lambda one: one.begin),
-                then=copies[rank].run,
-            )
+            source = Source(*tensors(rank), index(rank).blocks)
+            reader.read(source, sorted(of_file, key=lambda one: one.begin))
+            copies.pop(rank).run()  # gives back the memory of what must be copied once more
     finals.run()
     return found
 

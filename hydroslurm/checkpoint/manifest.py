@@ -81,8 +81,7 @@ class Manifest:
         created_epoch_ns: when the save began. save_s: from then to the manifest; of several ranks,
             until all parts were on the disk.
         state_bytes: of all tensors, as they are in memory.
-        files: name in the folder -> its entry; all but the manifest itself. Names in a folder
-            inside have one slash (``folders.inner_of``).
+        files: name in the folder -> its entry; all but the manifest itself.
         meta: the caller's own, plain JSON values.
     """
 

@@ -7,7 +7,6 @@ bytes of it are known to be stored.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,7 @@ class CheckpointFiles:
     @property
     def parts(self) -> list[int]:
         """All of them."""
-        return sorted(self._parts)
+        return parts_among(self.entries)
 
     def shared(self) -> Shared:
         """Raises CheckpointCorrupt, CheckpointError."""
@@ -82,7 +81,7 @@ class CheckpointFiles:
         if part not in self._indexes:
             path = self.index_path(part)
             self._indexes[part] = PartIndex.from_json(
-                self._read(index_name(self._name(part))),
+                self._read(index_name(part_name(part))),
                 where=path,
                 rank=part,
                 tensors=self.tensors(part)[1],
@@ -90,25 +89,12 @@ class CheckpointFiles:
         return self._indexes[part]
 
     def index_path(self, part: int) -> Path:
-        """Raises CheckpointCorrupt: there is no such file."""
-        return self.folder / index_name(self._name(part))
+        return self.folder / index_name(part_name(part))
 
     def tensors(self, part: int) -> tuple[Path, FileEntry]:
         """A part's file of tensors. Raises CheckpointCorrupt: there is none."""
-        name = tensors_name(self._name(part))
+        name = tensors_name(part_name(part))
         return self.folder / name, self._entry(name)
-
-    @functools.cached_property
-    def _parts(self) -> Mapping[int, str]:
-        return parts_among(self.entries)
-
-    def _name(self, part: int) -> str:
-        try:
-            return self._parts[part]
-        except KeyError:
-            raise CheckpointCorrupt(
-                f"{self.folder} has no {index_name(part_name(part, world_size=1))}"
-            ) from None
 
     def _entry(self, name: str) -> FileEntry:
         try:

@@ -201,8 +201,6 @@ class _Save:
                 chosen = self._choose(header)
                 if isinstance(chosen, _Place):
                     folder = chosen.folder
-                    for name in folders.inner_folders(header.world_size):
-                        self.storage.mkdir(folder / name)
                     answer = _Opened(layout, folder.name, chosen.header.to_json())
                 else:
                     summary = chosen.manifest.summary().to_json()
@@ -277,9 +275,8 @@ class _Save:
                 cancel=self.round.cancel,
                 chunk_bytes=self.store.chunk_bytes,
             )
-            if not alone:  # names of inner folders become durable with the manifest's
-                for path in {(folder / name).parent for name in mine.files}:
-                    self.storage.fsync_dir(path)
+            if not alone:
+                self.storage.fsync_dir(folder)
             if self.written is not None:
                 self.written()
             files = mine.files

@@ -20,7 +20,6 @@ import msgspec
 import torch
 
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES, checksum_of
-from hydroslurm.checkpoint.folders import inner_of
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.tree import JsonValue
 from hydroslurm.core.decoding import Count
@@ -182,24 +181,23 @@ def is_frozen_part(number: int) -> bool:
     return number < 0
 
 
-def part_name(number: int, world_size: int) -> str:
+def part_name(number: int) -> str:
     """Of the two files of a part, without their endings."""
     rank, word = (frozen_part(number), "frozen") if is_frozen_part(number) else (number, "part")
-    return f"{inner_of(rank, world_size)}{word}-{rank:05d}"
+    return f"{word}-{rank:05d}"
 
 
-_INDEX = re.compile(r"((?:[0-9]+/)?(part|frozen)-([0-9]{5,9}))\.json")
+_INDEX = re.compile(r"(part|frozen)-([0-9]{5,9})\.json")
 
 
-def parts_among(names: Iterable[str]) -> dict[int, str]:
-    """The parts whose indexes are among these files: number -> as :func:`part_name`. By the names
-    that are there: where the files of many ranks lie is not the same in all checkpoints."""
+def parts_among(names: Iterable[str]) -> list[int]:
+    """The numbers of the parts whose indexes are among these files, sorted."""
     found = (_INDEX.fullmatch(name) for name in names)
-    return {
-        int(match[3]) if match[2] == "part" else frozen_part(int(match[3])): match[1]
+    return sorted(
+        int(match[2]) if match[1] == "part" else frozen_part(int(match[2]))
         for match in found
         if match
-    }
+    )
 
 
 def index_name(part: str) -> str:

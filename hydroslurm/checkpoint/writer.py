@@ -6,8 +6,6 @@ frozen-00000.safetensors, frozen-00000.json
                         the same of that rank's tensors that are frozen, if there are any
 shared.json             what all ranks share, tensors as references; rank 0 writes it
 
-Of more than 256 ranks all but the last are in folders, such as 001/part-00300.json.
-
 Nothing is written that is about the parts of all ranks: a commit takes the same time for one rank
 and for thousands.
 """
@@ -64,11 +62,11 @@ class Part:
     took_s: Seconds = 0.0
 
     @classmethod
-    def from_answer(cls, answer: Any, *, rank: int, world_size: int) -> Part:
+    def from_answer(cls, answer: Any, *, rank: int) -> Part:
         """Of another rank; SaveFailed if it names other files than such a rank writes."""
         part = parsed(cls, answer, rank=rank)
-        expected = names_of(rank, world_size)
-        if set(part.files) not in (expected, expected.union(frozen.names_of(rank, world_size))):
+        expected = names_of(rank)
+        if set(part.files) not in (expected, expected.union(frozen.names_of(rank))):
             raise SaveFailed(
                 f"rank {rank} says that it has written {sorted(part.files)!r:.200}; expected "
                 f"{sorted(expected)}"
@@ -91,7 +89,7 @@ def manifest_of(
     """
     parts = list[Part]()
     for number, (rank, one) in enumerate(sorted(answers.items()), start=1):
-        parts.append(Part.from_answer(one, rank=rank, world_size=header.world_size))
+        parts.append(Part.from_answer(one, rank=rank))
         if number % AT_A_TIME == 0:
             time.sleep(LET_GO_S)
     if sum(part.tally for part in parts) % TALLY_MODULUS != whole_tally:
@@ -109,9 +107,9 @@ def manifest_of(
     )
 
 
-def names_of(rank: int, world_size: int) -> set[str]:
+def names_of(rank: int) -> set[str]:
     """The files that a rank writes, but for those of what is frozen."""
-    part = part_name(rank, world_size)
+    part = part_name(rank)
     shared = {SHARED_JSON} if rank == 0 else set()
     return {index_name(part), tensors_name(part)} | shared
 
@@ -125,8 +123,7 @@ def write_part(
     cancel: Event | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Part:
-    """Write and fsync what is this rank's into an existing folder, in which the inner one for this
-    rank exists.
+    """Write and fsync what is this rank's into an existing folder.
 
     Args:
         stored: has what need not be written again.
@@ -165,7 +162,7 @@ def _write(
         laid = layout.laid if is_own else layout.laid_frozen
     tensors = plan.tensors if is_own else plan.frozen
     assert tensors is not None, "nothing that is stored is copied"
-    part = part_name(number, layout.world_size)
+    part = part_name(number)
     name = tensors_name(part)
     files: dict[str, FileEntry] = {}
     file = ChecksummedFile(folder / name, storage=storage, cancel=cancel, chunk_bytes=chunk_bytes)

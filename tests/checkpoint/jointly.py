@@ -2,8 +2,8 @@
 
     jointly.py FOLDER SCENE    a line per round, then "done ROUNDS"
 
-It loads torch once and forks the ranks. Every scene is a function below, in jointscenes.py or in
-folderscenes.py.
+It loads torch once and forks the ranks. Every scene is a function below or in
+jointscenes.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from checkpoint import folderscenes, jointscenes
+from checkpoint import jointscenes
 from checkpoint.faulty import CountingStorage, failing, killing
 from checkpoint.jointstates import (
     COMMITTED,
@@ -147,7 +147,7 @@ def main() -> None:
         print("done", kills_at_calls(folder, int(scene[-1])))
     else:
         here = {one.__name__: one for one in (kills_at_agreements, broken_disks)}
-        here |= vars(jointscenes) | vars(folderscenes)
+        here |= vars(jointscenes)
         print("done", here[scene](folder))
 
 

@@ -31,11 +31,6 @@ def test_killed_at_agreements(quick_folder: Path) -> None:
     assert run(quick_folder, "kills_at_agreements") == 18
 
 
-def test_faults_of_a_save_in_folders(quick_folder: Path) -> None:
-    """With the files of many ranks in several folders: what the scene's docstring says."""
-    assert run(quick_folder, "in_folders_with_faults") == 28
-
-
 def test_superseded(quick_folder: Path) -> None:
     """A newer attempt claims at any call of a joint save: all ranks hear of it, and nothing is
     committed behind its back."""
@@ -60,7 +55,6 @@ def test_one_broken_disk(quick_folder: Path) -> None:
         "savers_apart",
         "savers_without_memory",
         "savers_without_one",
-        "in_folders",
     ],
 )
 def test_scene(quick_folder: Path, scene: str) -> None:
