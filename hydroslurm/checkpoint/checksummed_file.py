@@ -67,7 +67,8 @@ def checksum_of(blocks: Iterable[int]) -> str:
 
 
 class ChecksummedFile:
-    """Writes one new file in chunks, each checksummed just before.
+    """Writes one new file in chunks, each checksummed just before. A context manager, which gives
+    the descriptor back.
 
     Not in a second thread while it is written: the checksum takes a tenth of the time of the write,
     and what it has read is in the processor's cache for the write.
@@ -88,6 +89,14 @@ class ChecksummedFile:
         self._sums = BlockSums()
         self._fd = storage.create(path)
 
+    def __enter__(self) -> ChecksummedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                self._storage.close(self._fd)
+
     @property
     def blocks(self) -> tuple[int, ...]:
         """The checksums of the blocks of what is written."""
@@ -101,7 +110,13 @@ class ChecksummedFile:
         """
         view = memoryview(data)
         for start in range(0, len(view), self._chunk_bytes):
-            self._emit(view[start : start + self._chunk_bytes])
+            chunk = view[start : start + self._chunk_bytes]
+            self._look_at_cancel()
+            offset = self._sums.size_bytes
+            self._sums.update(chunk)
+            self._storage.write(self._fd, chunk)
+            with contextlib.suppress(OSError):  # a hint that not every file system supports
+                self._storage.write_back(self._fd, offset=offset, size_bytes=len(chunk))
 
     def finish(self) -> FileEntry:
         """Fsync and close.
@@ -115,62 +130,46 @@ class ChecksummedFile:
         self._storage.close(fd)
         return self._sums.entry
 
-    def abandon(self) -> None:
-        """Release the descriptor if it is still held. Never raises."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            with contextlib.suppress(OSError):
-                self._storage.close(fd)
-
-    def _emit(self, chunk: memoryview) -> None:
-        self._look_at_cancel()
-        offset = self._sums.size_bytes
-        self._sums.update(chunk)
-        self._storage.write(self._fd, chunk)
-        with contextlib.suppress(OSError):  # a hint that not every file system supports
-            self._storage.write_back(self._fd, offset=offset, size_bytes=len(chunk))
-
     def _look_at_cancel(self) -> None:
         if self._cancel is not None and self._cancel.is_set():
             raise SaveAbandoned(f"the save was given up on request at {self.path}")
 
 
-def write_whole(path: Path, *pieces: bytes, storage: Storage) -> FileEntry:
-    """Write one small file durably."""
-    part = ChecksummedFile(path, storage=storage)
-    try:
+def write_whole(
+    path: Path,
+    pieces: Iterable[bytes | memoryview],
+    *,
+    storage: Storage,
+    cancel: threading.Event | None = None,
+) -> FileEntry:
+    """Write one file durably; raises as :class:`ChecksummedFile` and what ``pieces`` raises."""
+    with ChecksummedFile(path, storage=storage, cancel=cancel) as file:
         for piece in pieces:
-            part.write(piece)
-        return part.finish()
-    finally:
-        part.abandon()
+            file.write(piece)
+        return file.finish()
 
 
-def read_whole(path: Path, *, storage: Storage, limit_bytes: int = MOST_WHOLE_BYTES) -> bytes:
+def read_whole(path: Path, *, storage: Storage, limit_bytes: int) -> bytes:
     """All bytes of a file.
 
     Raises:
         OSError: it cannot be read or is longer than ``limit_bytes``.
     """
     found = bytearray()
-    for chunk in chunks(path, storage=storage):
-        found += chunk
-        if len(found) > limit_bytes:
-            what = f"longer than the {limit_bytes} bytes that such a file may have"
-            raise OSError(errno.EFBIG, what, str(path))
+    fd = storage.open(path)
+    try:
+        for chunk in _chunks(fd, storage=storage, chunk_bytes=CHUNK_BYTES):
+            found += chunk
+            if len(found) > limit_bytes:
+                what = f"longer than the {limit_bytes} bytes that such a file may have"
+                raise OSError(errno.EFBIG, what, str(path))
+    finally:
+        storage.close(fd)
     return bytes(found)
 
 
-def chunks(path: Path, *, storage: Storage) -> Iterator[memoryview]:
-    """The bytes of a file in pieces; each is valid until the next one is requested."""
-    fd = storage.open(path)
-    try:
-        yield from _chunks(fd, storage=storage, chunk_bytes=CHUNK_BYTES)
-    finally:
-        storage.close(fd)
-
-
 def _chunks(fd: int, *, storage: Storage, chunk_bytes: int) -> Iterator[memoryview]:
+    """The bytes of a file in pieces; each is valid until the next one is requested."""
     buffer = memoryview(bytearray(chunk_bytes))
     offset = 0
     while got := storage.read(fd, [buffer], offset=offset):
@@ -220,33 +219,6 @@ def _other_size(path: Path, size_bytes: int, entry: FileEntry) -> CheckpointCorr
     return CheckpointCorrupt(f"{path} has {size_bytes} bytes; {entry.size_bytes} were written")
 
 
-def copy_file(
-    source: Path,
-    target: Path,
-    *,
-    storage: Storage,
-    cancel: threading.Event | None = None,
-) -> FileEntry:
-    """Copy one file durably; returns the entry of what was read.
-
-    Raises:
-        CheckpointCorrupt: the source cannot be read. OSError: the target cannot be written.
-    """
-    part = ChecksummedFile(target, storage=storage, cancel=cancel)
-    try:
-        pieces = chunks(source, storage=storage)
-        while True:
-            try:
-                piece = next(pieces, None)
-            except OSError as error:
-                raise CheckpointCorrupt(f"{source} cannot be read: {error.strerror}") from error
-            if piece is None:
-                return part.finish()
-            part.write(piece)
-    finally:
-        part.abandon()
-
-
 def read_checked(path: Path, entry: FileEntry, *, storage: Storage) -> bytes:
     """All bytes of a file that are what was written.
 
@@ -294,14 +266,10 @@ def checked_chunks(path: Path, entry: FileEntry, *, storage: Storage) -> Iterato
     finally:
         with contextlib.suppress(OSError):
             storage.close(fd)
-    compare(path, entry, sums.entry)
-
-
-def compare(path: Path, wanted: FileEntry, seen: FileEntry) -> None:
-    """Raise CheckpointCorrupt, with both entries, if a file is not what was written."""
-    if seen.size_bytes != wanted.size_bytes:
-        raise _other_size(path, seen.size_bytes, wanted)
-    if seen.checksum != wanted.checksum:
+    seen = sums.entry
+    if seen.size_bytes != entry.size_bytes:
+        raise _other_size(path, seen.size_bytes, entry)
+    if seen.checksum != entry.checksum:
         raise CheckpointCorrupt(
-            f"{path} has checksum {seen.checksum}; {wanted.checksum} was written"
+            f"{path} has checksum {seen.checksum}; {entry.checksum} was written"
         )

@@ -37,7 +37,7 @@ ATTEMPTS = 3
 def put(folder: Path, name: str, data: bytes, *, rank: int, storage: Storage) -> None:
     """Write one small file durably, and give it its name when it is complete."""
     draft = folder / f"{name}.{rank}{DRAFT}"
-    write_whole(draft, data, storage=storage)
+    write_whole(draft, [data], storage=storage)
     storage.rename(draft, folder / name)
     storage.fsync_dir(folder)
 

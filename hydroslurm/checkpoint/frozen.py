@@ -21,7 +21,12 @@ import torch
 from isal.isal_zlib import crc32
 
 from hydroslurm.checkpoint.catalog import Checkpoint
-from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES, compare, copy_file, read_checked
+from hydroslurm.checkpoint.checksummed_file import (
+    BLOCK_BYTES,
+    checked_chunks,
+    read_checked,
+    write_whole,
+)
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_bytes import bytes_of
@@ -125,9 +130,8 @@ class FrozenFiles:
                         continue
                     if plan.frozen is not None:
                         return {}
-                    path = source.path / name
-                    seen = copy_file(path, folder / name, storage=self._storage, cancel=cancel)
-                    compare(path, entry, seen)
+                    data = checked_chunks(source.path / name, entry, storage=self._storage)
+                    write_whole(folder / name, data, storage=self._storage, cancel=cancel)
             except FileNotFoundError:  # somebody has removed that checkpoint
                 self._noted = tuple(one for one in self._noted if one is not source)
                 for name in files:

@@ -165,11 +165,11 @@ def _write(
     part = part_name(number)
     name = tensors_name(part)
     files: dict[str, FileEntry] = {}
-    file = ChecksummedFile(folder / name, storage=storage, cancel=cancel, chunk_bytes=chunk_bytes)
-    try:
+    with ChecksummedFile(
+        folder / name, storage=storage, cancel=cancel, chunk_bytes=chunk_bytes
+    ) as file:
         file.write(laid.header)
-        ordered = (tensors[place] for place in laid.order)
-        for data in packed(ordered):
+        for data in packed(tensors[place] for place in laid.order):
             file.write(data)
         # while the disk takes the tensors
         with without_gc():
@@ -186,10 +186,8 @@ def _write(
                 texts[SHARED_JSON] = shared_text(plan)
             tally = layout.tally if is_own else 0
         files[name] = file.finish()
-    finally:
-        file.abandon()
     for text_name, text in texts.items():
-        files[text_name] = write_whole(folder / text_name, *text, storage=storage)
+        files[text_name] = write_whole(folder / text_name, text, storage=storage)
     return Part(files, tally, files[name].size_bytes - len(laid.header))
 
 
