@@ -83,11 +83,11 @@ class SaveRequest:
 
 def write_checkpoint(
     store: CheckpointStore,
-    state: State | WritePlan,
+    state: State | WritePlan | BaseException,
     request: SaveRequest,
     *,
     cancel: threading.Event | None = None,
-    written: Callable[[], None] | None = None,
+    written: Callable[[float], None] | None = None,
 ) -> Checkpoint:
     """Save; returns when the checkpoint is committed and durable.
 
@@ -95,13 +95,16 @@ def write_checkpoint(
     all of them return or raise the same.
 
     Args:
-        state: or its write plan.
+        state: or its write plan; or, of several ranks, why this one cannot save: the others hear
+            of it.
         cancel: checked between chunks; setting it ends the save before its commit.
-        written: called when this rank's part is on the disk, before the commit; not if the step is
-            already committed. It must not raise.
+        written: called when this rank's part is on the disk, before the commit, with the moment
+            (``time.monotonic()``) at which the ranks had begun; not if the step is already
+            committed. It must not raise.
 
     Raises:
         UnsavableState: nothing was written.
+        SaveSkipped: a rank still saves another step; nothing was written.
         SaveAbandoned: ``cancel`` was set. Earlier checkpoints are intact.
         SaveFailed: an I/O call failed, or a rank is gone. Earlier checkpoints are intact.
         StaleAttempt: a newer attempt owns the run folder. Earlier checkpoints are intact.
@@ -153,7 +156,7 @@ class _Save:
         self,
         store: CheckpointStore,
         save_round: SaveRound,
-        written: Callable[[], None] | None,
+        written: Callable[[float], None] | None,
         again: bool,
     ) -> None:
         self.store, self.storage, self.directory = store, store.storage, store.directory
@@ -163,7 +166,7 @@ class _Save:
         self.again = again
         self.begun_s = time.monotonic()
 
-    def write(self, state: State | WritePlan, header: Manifest) -> Checkpoint:
+    def write(self, state: State | WritePlan | BaseException, header: Manifest) -> Checkpoint:
         """Save; the committed checkpoint, or one of this step that was there before, where that
         will do.
 
@@ -174,16 +177,19 @@ class _Save:
         with self._failing_as_save():
             try:
                 plan = state
+                if isinstance(plan, BaseException):
+                    raise plan
                 if isinstance(plan, State):
                     plan = divide(plan, rank=self.rank, world_size=world_size)
                 plan = with_fingerprint(plan)
-            except Exception as error:
+            except BaseException as error:
                 self.round.settle("open", problem=error)
                 raise
             layout = "" if self.round.is_solo else plan.layout.digest
             place = self._open(replace(header, world_size=world_size), layout)
             if isinstance(place, Checkpoint):
                 return place
+            self.begun_s = time.monotonic()  # a rank may have waited long for the others
             with self._removing(place.folder):
                 answers, mine = self._write(place.folder, plan)
             committed = self._commit(place, lambda: self._describe(place, answers, plan))
@@ -278,7 +284,7 @@ class _Save:
             if not alone:
                 self.storage.fsync_dir(folder)
             if self.written is not None:
-                self.written()
+                self.written(self.begun_s)
             files = mine.files
             answer = asdict(replace(mine, took_s=self._took_s()))
         except BaseException as error:

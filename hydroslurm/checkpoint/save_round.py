@@ -33,7 +33,14 @@ PATIENCE_S = 600.0
 
 KEPT = "Checkpoints that were committed before are whole"
 
+
+class SaveSkipped(CheckpointError):
+    """A rank still saves an older step, so that no rank begins this save. A disk that cannot keep
+    up must not hold up the training."""
+
+
 _KINDS: dict[str, type[HydroslurmError]] = {
+    "skipped": SaveSkipped,
     "stale": StaleAttempt,
     "unsavable": UnsavableState,
     "abandoned": SaveAbandoned,
@@ -121,24 +128,6 @@ class SaveRound:
         """Whether there is only one rank; messages need no rank number then."""
         return self.peers.world_size == 1
 
-    def busy(self, step: int | None, *, problem: BaseException | None = None) -> str | None:
-        """Why no save can begin now, for people; None if one can.
-
-        Args:
-            step: of the save under way on this rank.
-            problem: why this rank cannot take part.
-
-        Raises:
-            SaveFailed, UnsavableState: on all ranks; one cannot take part or is gone.
-        """
-        answers = self.settle("start", {"busy": step}, problem=problem).items()
-        steps = {rank: parsed(_Busy, one, rank=rank).busy for rank, one in answers}
-        busy = {rank: one for rank, one in steps.items() if one is not None}
-        if not busy:
-            return None
-        where = "" if self.is_solo else f" (on rank {', '.join(map(str, busy))})"
-        return f"the save of step {max(busy.values())} is still under way{where}"
-
     def decline(self, error: BaseException) -> None:
         """Tell the ranks that begin this save that this one cannot. Never raises."""
         if not self.is_solo:
@@ -205,11 +194,6 @@ class SaveRound:
         return self.cancel is not None and self.cancel.is_set()
 
 
-@dataclass(frozen=True)
-class _Busy:
-    busy: int | None
-
-
 def failed(error: BaseException) -> dict[str, Any]:
     """The answer of a rank that has failed."""
     kind = next((name for name, one in _KINDS.items() if isinstance(error, one)), "failed")
@@ -248,6 +232,10 @@ def raise_failures(answers: Mapping[int, Any], not_saved: str) -> None:
     if not failures:
         return
     kinds = {kind for kind, _ in failures.values()}
+    if kinds == {SaveSkipped}:
+        busy = ", ".join(map(str, failures))
+        raise SaveSkipped(f"{next(iter(failures.values()))[1]} (on rank {busy})")
+    kinds.discard(SaveSkipped)
     # a newer attempt takes precedence: retrying cannot help
     first = StaleAttempt if StaleAttempt in kinds else next(iter(kinds))
     kind = first if first is StaleAttempt or len(kinds) == 1 else SaveFailed

@@ -33,7 +33,7 @@ from hydroslurm.checkpoint.outcome import (
 from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.retention import check_counts
 from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
-from hydroslurm.checkpoint.save_round import SaveRound
+from hydroslurm.checkpoint.save_round import SaveRound, SaveSkipped
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.write_plan import WritePlan
@@ -44,7 +44,6 @@ from hydroslurm.errors import (
     CheckpointError,
     SaveAbandoned,
     SaveFailed,
-    StaleAttempt,
     UnsavableState,
     UsageError,
 )
@@ -152,11 +151,11 @@ class Saver:
         request = SaveRequest(step, kind, epoch, meta, again=True, topic=save_round.topic)
         under_way = self._current()
         if under_way is not None:
-            busy = under_way.request.step
+            busy = SaveSkipped(f"the save of step {under_way.request.step} is still under way")
             if save_round.is_solo:
-                self._emit(SaveEventKind.SKIPPED, request, reason=save_round.busy(busy) or "")
+                self._emit(SaveEventKind.SKIPPED, request, reason=str(busy))
             else:
-                self._launch(None, request, save_round, busy=busy)
+                self._launch(busy, request)
             return 0.0
         try:
             with without_gc():
@@ -167,11 +166,11 @@ class Saver:
         except BaseException as error:  # of which the others must hear
             if save_round.is_solo:
                 raise
-            self._launch(None, request, save_round, problem=error)
+            self._launch(error, request)
             if not isinstance(error, Exception):
                 raise
             return 0.0
-        save = self._launch(staged, request, save_round)
+        save = self._launch(staged, request)
         if staged is plan:
             save.see_through()
         return time.monotonic() - begin_s
@@ -405,83 +404,55 @@ class Saver:
 
     def _launch(
         self,
-        plan: WritePlan | None,
+        plan: WritePlan | BaseException,
         request: SaveRequest,
-        save_round: SaveRound | None = None,
         *,
-        busy: int | None = None,
-        problem: BaseException | None = None,
         after: BackgroundSave | None = None,
     ) -> BackgroundSave:
-        """Save in the background, if the ranks of ``save_round`` agree to begin.
-
-        Args:
-            plan: None: only tell the other ranks that this one cannot begin.
-            busy, problem: why it cannot: the step that it still saves, or what went wrong.
-            after: wait for this one first.
-        """
+        """Save in the background, once ``after`` has ended; or only tell the other ranks there why
+        this one cannot."""
 
         def work(cancel: threading.Event) -> None:
             if after is not None:
                 after.wait()
-            if save_round is not None:
-                here = replace(save_round, cancel=cancel)
-                if not self._may_begin(here, request, busy=busy, problem=problem):
-                    return
-            assert plan is not None, "a rank without a plan may not begin"
             self._write(plan, request, cancel)
 
+        writes = isinstance(plan, WritePlan)
         self._saves = [one for one in self._saves if not one.join(0) or one.failure is not None]
-        expected_s = 0.0 if plan is None else self._pace.expect_s(request.state_bytes)
-        writes = plan is not None
+        expected_s = self._pace.expect_s(request.state_bytes) if writes else 0.0
         save = BackgroundSave(work, request, expected_s, writes, self._exempt, self._prune)
         self._saves.append(save)
         return save
 
-    def _may_begin(
-        self,
-        save_round: SaveRound,
-        request: SaveRequest,
-        *,
-        busy: int | None,
-        problem: BaseException | None,
-    ) -> bool:
-        """Whether all ranks can begin this save, which all of them are told alike.
-
-        Raises:
-            SaveFailed, UnsavableState, SaveAbandoned: one cannot take part, is gone or has given
-                up.
-        """
-        try:
-            reason = save_round.busy(busy, problem=problem)
-        except (CheckpointError, StaleAttempt) as error:
-            self._emit(_failed_kind(error), request, reason=str(error))
-            raise
-        if reason is not None:
-            self._emit(SaveEventKind.SKIPPED, request, reason=reason)
-        return reason is None
-
-    def _write(self, plan: WritePlan, request: SaveRequest, cancel: threading.Event) -> None:
+    def _write(
+        self, plan: WritePlan | BaseException, request: SaveRequest, cancel: threading.Event
+    ) -> None:
         """Commit a state; measure and report it.
 
         Raises:
             CheckpointError: it could not be written; the store is unchanged.
         """
-        begin_s, syncs = time.monotonic(), self._store.syncs
+        begun_s, syncs = time.monotonic(), self._store.syncs
         syncs_before = syncs.count
 
-        def written() -> None:
-            self._emit(SaveEventKind.WRITTEN, request, seconds=time.monotonic() - begin_s)
+        def written(since_s: float) -> None:
+            nonlocal begun_s
+            begun_s = since_s
+            self._emit(SaveEventKind.WRITTEN, request, seconds=time.monotonic() - begun_s)
 
         try:
             checkpoint = write_checkpoint(
                 self._store, plan, request, cancel=cancel, written=written
             )
+        except SaveSkipped as skipped:
+            self._emit(SaveEventKind.SKIPPED, request, reason=str(skipped))
+            return
         except BaseException as error:
-            seconds = time.monotonic() - begin_s
-            self._emit(_failed_kind(error), request, seconds=seconds, reason=str(error))
+            given_up = isinstance(error, SaveAbandoned)
+            kind = SaveEventKind.ABANDONED if given_up else SaveEventKind.FAILED
+            self._emit(kind, request, seconds=time.monotonic() - begun_s, reason=str(error))
             raise
-        seconds = time.monotonic() - begin_s
+        seconds = time.monotonic() - begun_s
         # a save that was given up can come late
         if self._newest is None or self._newest[0] <= request.state:
             self._newest = request.state, checkpoint
@@ -589,8 +560,3 @@ class Saver:
             reason=came if choice is None else f"{came}; {choice.reason}",
             still_writing=last is not None and last.running,
         )
-
-
-def _failed_kind(error: BaseException) -> SaveEventKind:
-    """A save that was given up on purpose is not a failure."""
-    return SaveEventKind.ABANDONED if isinstance(error, SaveAbandoned) else SaveEventKind.FAILED

@@ -55,7 +55,7 @@ def write(
     state: State | WritePlan,
     *,
     cancel: threading.Event | None = None,
-    written: Callable[[], None] = lambda: None,
+    written: Callable[[float], None] | None = None,
     **request: Any,
 ) -> Checkpoint:
     """Save what a ``SaveRequest`` of these words says."""
