@@ -206,7 +206,7 @@ def fingerprint(plan: WritePlan) -> str:
     accelerator of a sum of mixed numbers, so that the values need not be copied.
     """
     assert plan.frozen is not None
-    laid = plan.layout.laid_frozen
+    laid = plan.laid_frozen
     digest = hashlib.blake2b(laid.chunks, digest_size=16)
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in (plan.frozen[number].detach() for number in laid.order):

@@ -7,7 +7,7 @@
 What is frozen has a file of its own, which later checkpoints link.
 
 Every rank computes this from keys, shapes and types, which are the same everywhere; the ranks
-compare their ``layout`` to be sure.
+compare its ``digest`` to be sure.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from hydroslurm.checkpoint.tensor_file import Piece, frozen_part, is_frozen_part
+from hydroslurm.checkpoint.tensor_file import Piece, dtype_name, frozen_part, is_frozen_part
 from hydroslurm.checkpoint.tree import encode, is_dtensor
-from hydroslurm.checkpoint.write_plan import Layout, State, Whole, WritePlan
+from hydroslurm.checkpoint.write_plan import SharedTensor, State, WritePlan
 from hydroslurm.errors import UnsavableState, UsageError
 
 LEAST_DIVIDED_BYTES = 64 * 1024
@@ -47,7 +47,7 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
     writers = _writers(shared, frozen, world_size)
     pieces: dict[bool, list[Piece]] = {False: [], True: []}  # whether it is frozen
     tensors: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-    wholes, frozen_bytes = list[Whole](), 0
+    shared_tensors, frozen_bytes = dict[str, SharedTensor](), 0
     for key, one in shared.items():
         part: tuple[tuple[int, ...], torch.Tensor] | None
         if is_dtensor(one):
@@ -58,24 +58,26 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
             is_frozen = is_frozen_part(writer)
             is_mine = writer in (rank, frozen_part(rank))
             part = ((0,) * one.dim(), one) if is_mine else None
-        wholes.append((key, tuple(one.shape), one.dtype, writer))
+        shape = tuple(one.shape)
+        shared_tensors[key] = SharedTensor(shape, dtype_name(one.dtype), writer)
         frozen_bytes += size_bytes(one) if is_frozen else 0
         if part is not None:
             offsets, tensor = part
-            pieces[is_frozen].append(_piece(key, tuple(one.shape), offsets, tensor))
+            pieces[is_frozen].append(_piece(key, shape, offsets, tensor))
             tensors[is_frozen].append(tensor)
-    layout = Layout(
+    return WritePlan(
         rank=rank,
-        world_size=world_size,
         pieces=(*pieces[False], *(_piece_of_own(key, one) for key, one in own.items())),
-        frozen=tuple(pieces[True]),
-        wholes=tuple(wholes),
-        state_bytes=sum(map(size_bytes, shared.values()))
+        tensors=(*tensors[False], *own.values()),
+        frozen_pieces=tuple(pieces[True]),
+        frozen=tuple(tensors[True]),
+        shared=shared_tree,
+        own=own_tree,
+        shared_tensors=shared_tensors,
+        whole_bytes=sum(map(size_bytes, shared.values()))
         + world_size * sum(map(size_bytes, own.values())),
         frozen_bytes=frozen_bytes,
     )
-    mine = (*tensors[False], *own.values())
-    return WritePlan(layout, shared_tree, own_tree, mine, tuple(tensors[True]))
 
 
 def _writers(

@@ -185,7 +185,7 @@ class _Save:
             except BaseException as error:
                 self.round.settle("open", problem=error)
                 raise
-            layout = "" if self.round.is_solo else plan.layout.digest
+            layout = "" if self.round.is_solo else plan.digest
             place = self._open(replace(header, world_size=world_size), layout)
             if isinstance(place, Checkpoint):
                 return place
@@ -383,7 +383,7 @@ class _Save:
         save_s = self._took_s() if self.round.is_solo else None
         with without_gc():  # in a training it stops all threads for a fifth of a second
             described = manifest_of(
-                answers, place.header, whole_tally=plan.layout.whole_tally, save_s=save_s
+                answers, place.header, whole_tally=plan.whole_tally, save_s=save_s
             )
         data, rank = described.to_json().encode(), self.rank
         commit.put(place.folder, manifest.NAME, data, rank=rank, storage=self.storage)

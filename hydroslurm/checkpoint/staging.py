@@ -103,7 +103,7 @@ class Staging:
         self.join()  # touching the rest ahead of the copy takes half as long as touching it in it
         if self._refused:
             return None
-        copies = self._copies if self._pieces == plan.layout.pieces else None
+        copies = self._copies if self._pieces == plan.pieces else None
         if copies is None:
             self._copies = None
             if not self._may_hold(plan):
@@ -132,7 +132,7 @@ class Staging:
         copies = tuple(
             (self._pinned if one.is_cuda else self._pageable).like(one) for one in plan.tensors
         )
-        self._pieces, self._copies = plan.layout.pieces, copies
+        self._pieces, self._copies = plan.pieces, copies
         return copies
 
     def _may_hold(self, plan: WritePlan) -> bool:
@@ -171,7 +171,7 @@ def _fill(copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> No
 def _sizes(plan: WritePlan) -> dict[bool, int]:
     """On an accelerator or not -> bytes."""
     sizes = {True: 0, False: 0}
-    for piece in plan.layout.pieces:
+    for piece in plan.pieces:
         sizes[piece.on_cuda] += piece.size_bytes
     return sizes
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
-from hydroslurm.checkpoint.tensor_file import Laid, Piece, dtype_name, is_frozen_part, lay_out
+from hydroslurm.checkpoint.tensor_file import Laid, Piece, is_frozen_part, lay_out
 from hydroslurm.checkpoint.tree import JsonValue
 from hydroslurm.core.decoding import Count
 
@@ -48,29 +47,41 @@ class SharedTensor(NamedTuple):
     writer: int | None
 
 
-Whole: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, "int | None"]
-
-
 @dataclass(frozen=True)
-class Layout:
-    """What one rank writes of every state that looks alike, without the values.
+class WritePlan:
+    """What one rank has to write of a state.
 
     Attributes:
         pieces: the tensors, or parts of them, that this rank writes: of what is shared, then own.
-        frozen: the same of what is frozen.
-        wholes: of every tensor that the ranks share: key, shape, dtype, and its writer (see
-            :class:`SharedTensor`). What is made of it is not made while the training waits.
-        state_bytes: of the state of all ranks, assuming that each has as much of its own.
+        tensors: one for each piece; the caller's own memory, not a copy.
+        frozen_pieces, frozen: the same of what is frozen; ``frozen`` is None where it is stored,
+            and this is a copy of the rest.
+        shared: the state that all ranks share, without tensors; only rank 0 writes it.
+        own: this rank's own state, without tensors.
+        shared_tensors: every tensor that the ranks share, by key.
+        whole_bytes: of the state of all ranks, assuming that each has as much of its own.
         frozen_bytes: of it, what is frozen.
+        fingerprint: of ``frozen`` (``frozen.fingerprint``); empty as long as nobody has asked.
+        is_stored: this rank need not write what is frozen: it has none, or there are files of it.
     """
 
     rank: int
-    world_size: int
     pieces: tuple[Piece, ...]
-    frozen: tuple[Piece, ...]
-    wholes: tuple[Whole, ...]
-    state_bytes: int
+    tensors: tuple[torch.Tensor, ...]
+    frozen_pieces: tuple[Piece, ...]
+    frozen: tuple[torch.Tensor, ...] | None
+    shared: dict[str, JsonValue]
+    own: dict[str, JsonValue]
+    shared_tensors: dict[str, SharedTensor]
+    whole_bytes: int
     frozen_bytes: int
+    fingerprint: str = ""
+    is_stored: bool = False
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the state of all ranks, without what is stored already."""
+        return self.whole_bytes - (self.frozen_bytes if self.is_stored else 0)
 
     @cached_property
     def laid(self) -> Laid:
@@ -80,65 +91,30 @@ class Layout:
     @cached_property
     def laid_frozen(self) -> Laid:
         """How those of what is frozen lie in theirs."""
-        return lay_out(self.frozen, rank=self.rank)
+        return lay_out(self.frozen_pieces, rank=self.rank)
 
-    @cached_property
-    def shared_tensors(self) -> bytes:
-        """Of the tensors that the ranks share: key -> shape, dtype, writer, as JSON."""
-        found = {
-            key: SharedTensor(shape, dtype_name(dtype), writer)
-            for key, shape, dtype, writer in self.wholes
-        }
-        return json.dumps(found, separators=(",", ":")).encode()
-
-    @cached_property
+    @property
     def digest(self) -> str:
         """Equal on all ranks if they have the same tensors."""
         lines = sorted(
-            f"{key} {shape} {dtype} {_kind_of(writer)}" for key, shape, dtype, writer in self.wholes
+            f"{key} {one.shape} {one.dtype} {_kind_of(one.writer)}"
+            for key, one in self.shared_tensors.items()
         )
         return f"{len(lines)} tensors, {zlib.crc32(chr(10).join(lines).encode()):08x}"
 
-    @cached_property
+    @property
     def tally(self) -> int:
         """Of the values of shared tensors that this rank writes. Those of all ranks together are
         :attr:`whole_tally` if they write every value once."""
-        shared = {key for key, _, _, _ in self.wholes}
-        pieces = (*self.pieces, *self.frozen)
-        return tally_of((one.key, math.prod(one.sizes)) for one in pieces if one.key in shared)
-
-    @cached_property
-    def whole_tally(self) -> int:
-        """Of all values of the shared tensors."""
-        return tally_of((key, math.prod(shape)) for key, shape, _, _ in self.wholes)
-
-
-@dataclass(frozen=True)
-class WritePlan:
-    """What one rank has to write of a state.
-
-    Attributes:
-        shared: the state that all ranks share, without tensors; only rank 0 writes it.
-        own: this rank's own state, without tensors.
-        tensors: one for each piece of the layout; the caller's own memory, not a copy.
-        frozen: the same of what is frozen; None: it is stored, and this is a copy of the rest.
-        fingerprint: of ``frozen`` (``frozen.fingerprint``); empty as long as nobody has asked.
-        is_stored: this rank need not write what is frozen: it has none, or there are files of it.
-    """
-
-    layout: Layout
-    shared: dict[str, JsonValue]
-    own: dict[str, JsonValue]
-    tensors: tuple[torch.Tensor, ...]
-    frozen: tuple[torch.Tensor, ...] | None
-    fingerprint: str = ""
-    is_stored: bool = False
+        pieces = (*self.pieces, *self.frozen_pieces)
+        return tally_of(
+            (one.key, math.prod(one.sizes)) for one in pieces if one.key in self.shared_tensors
+        )
 
     @property
-    def state_bytes(self) -> int:
-        """Of the state of all ranks, without what is stored already."""
-        stored_bytes = self.layout.frozen_bytes if self.is_stored else 0
-        return self.layout.state_bytes - stored_bytes
+    def whole_tally(self) -> int:
+        """Of all values of the shared tensors."""
+        return tally_of((key, math.prod(one.shape)) for key, one in self.shared_tensors.items())
 
 
 def tally_of(values: Iterable[tuple[str, int]]) -> int:
@@ -148,7 +124,7 @@ def tally_of(values: Iterable[tuple[str, int]]) -> int:
 
 
 def _kind_of(writer: int | None) -> str:
-    """For :attr:`Layout.digest`: how a tensor is written, whoever does it."""
+    """For :attr:`WritePlan.digest`: how a tensor is written, whoever does it."""
     if writer is None:
         return "in pieces"
     return "frozen" if is_frozen_part(writer) else "whole"

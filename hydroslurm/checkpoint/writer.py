@@ -133,13 +133,13 @@ def write_part(
             is not what was written.
     """
     still = Part({}, 0, 0)
-    if plan.layout.frozen:
+    if plan.frozen_pieces:
         files = stored.put(folder, plan, cancel=cancel)
         still = replace(still, files=files)
         if not files:
-            number = frozen_part(plan.layout.rank)
+            number = frozen_part(plan.rank)
             still = _write(folder, plan, number, storage, cancel=cancel, chunk_bytes=chunk_bytes)
-    mine = _write(folder, plan, plan.layout.rank, storage, cancel=cancel, chunk_bytes=chunk_bytes)
+    mine = _write(folder, plan, plan.rank, storage, cancel=cancel, chunk_bytes=chunk_bytes)
     return replace(
         mine,
         files={**mine.files, **still.files},
@@ -157,9 +157,9 @@ def _write(
     chunk_bytes: int,
 ) -> Part:
     """Write the part of this number, which is the rank's own or that of what is frozen."""
-    layout, is_own = plan.layout, number == plan.layout.rank
+    is_own = number == plan.rank
     with without_gc():
-        laid = layout.laid if is_own else layout.laid_frozen
+        laid = plan.laid if is_own else plan.laid_frozen
     tensors = plan.tensors if is_own else plan.frozen
     assert tensors is not None, "nothing that is stored is copied"
     part = part_name(number)
@@ -184,7 +184,7 @@ def _write(
             }
             if number == 0:
                 texts[SHARED_JSON] = shared_text(plan)
-            tally = layout.tally if is_own else 0
+            tally = plan.tally if is_own else 0
         files[name] = file.finish()
     for text_name, text in texts.items():
         files[text_name] = write_whole(folder / text_name, text, storage=storage)
@@ -195,4 +195,5 @@ def shared_text(plan: WritePlan) -> tuple[bytes, ...]:
     """What all ranks share, in pieces: the state, and its tensors, by key: shape, dtype, and the
     rank that has written it, or null for one that is in pieces."""
     state = json.dumps(plan.shared, allow_nan=False, separators=(",", ":"))
-    return b'{"state":', state.encode(), b',"tensors":', plan.layout.shared_tensors, b"}"
+    tensors = json.dumps(plan.shared_tensors, separators=(",", ":"))
+    return b'{"state":', state.encode(), b',"tensors":', tensors.encode(), b"}"

@@ -136,7 +136,5 @@ def copy_of(state: State, staging: Staging | None = None) -> State:
     """A staged copy, put together again."""
     plan = (staging or Staging()).copy(plan_of_one(state))
     assert plan is not None, "there is no memory for a copy"
-    tensors = {
-        piece.key: tensor for piece, tensor in zip(plan.layout.pieces, plan.tensors, strict=True)
-    }
+    tensors = {piece.key: tensor for piece, tensor in zip(plan.pieces, plan.tensors, strict=True)}
     return State(shared=decode(plan.shared, tensors), own=decode(plan.own, tensors))

@@ -31,7 +31,7 @@ def test_every_tensor_once() -> None:
     portions = [
         divide(State(shared, {"o": torch.ones(1)}), rank=rank, world_size=3) for rank in range(3)
     ]
-    assert sorted(piece.key for one in portions for piece in one.layout.pieces) == [
+    assert sorted(piece.key for one in portions for piece in one.pieces) == [
         "rank-00000/o",
         "rank-00001/o",
         "rank-00002/o",
@@ -39,7 +39,7 @@ def test_every_tensor_once() -> None:
         "shared/m.b",
         "shared/m.small",
     ]
-    assert len({one.layout.digest for one in portions}) == 1
+    assert len({one.digest for one in portions}) == 1
     assert {one.state_bytes for one in portions} == {2 * large.nbytes + 8 + 3 * 4}
 
 
