@@ -10,9 +10,7 @@ nobody reads. Nothing is ever removed under its final name: it is renamed first.
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,18 +18,12 @@ from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.checksummed_file import write_whole
 from hydroslurm.checkpoint.storage import Storage
 
-TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
-"""What rename reports when a folder with files in it has the name."""
-
 DRAFT = ".tmp"
 """Ends the names of files that are not in their place yet."""
 
 FEW_FILES = 64
 UNLINKERS = 16
 """Files that are removed at a time from a folder with more than a few."""
-
-ATTEMPTS = 3
-"""At replacing a broken checkpoint while other processes try the same."""
 
 
 def put(folder: Path, name: str, data: bytes, *, rank: int, storage: Storage) -> None:
@@ -128,30 +120,3 @@ def make_dirs(path: Path, *, storage: Storage) -> None:
         with contextlib.suppress(FileExistsError):
             storage.mkdir(path)
     storage.fsync_dir(path.parent)
-
-
-def move_into_place(
-    temporary: Path, target: Path, *, is_whole: Callable[[], bool], storage: Storage
-) -> bool:
-    """Give a finished folder its final name; False when a good checkpoint has it already.
-
-    Raises:
-        OSError: a call failed; FileNotFoundError when somebody else has moved ``temporary``.
-    """
-    for attempt in range(ATTEMPTS):
-        try:
-            storage.rename(temporary, target)
-            return True
-        except OSError as error:
-            if error.errno not in TAKEN:
-                raise
-            if is_whole():
-                return False
-            if attempt == ATTEMPTS - 1:
-                raise
-        # A broken checkpoint has the name. Killed between these two renames, nothing that could
-        # have been loaded is lost.
-        condemned = folders.condemned(target)
-        with contextlib.suppress(FileNotFoundError):
-            storage.rename(target, condemned)
-    raise AssertionError("the loop returns or raises")

@@ -1,6 +1,6 @@
 """One save, by one rank or by several: what each of them writes, and what they agree on.
 
-    open      rank 0 has made the temporary folder, or there is a good checkpoint that will do
+    open      rank 0 has made the temporary folder, or which cannot save now, and why
     written   every rank has its part on the disk, or which have not, and why
     commit    the checkpoint is there; asked again, of those that are left, when a rank dies
 
@@ -20,6 +20,7 @@ the folder that the others' parts need before they are acknowledged.
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 
 from hydroslurm.checkpoint import commit, folders, manifest
-from hydroslurm.checkpoint.catalog import EPOCH, Checkpoint, as_told, read_manifest
+from hydroslurm.checkpoint.catalog import Checkpoint, as_told, read_manifest
 from hydroslurm.checkpoint.frozen import with_fingerprint
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest
 from hydroslurm.checkpoint.planner import divide
@@ -53,17 +54,19 @@ COMMITTERS = 4
 """Ranks that can commit. When all of them die, the coordinator, which is beside rank 0, is most
 likely gone as well, and nobody could agree on who goes on."""
 
+ATTEMPTS = 3
+"""At committing while others do the same."""
+
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
+"""What rename reports when a folder with files in it has the name."""
+
 
 @dataclass(frozen=True)
 class SaveRequest:
     """What is to be saved, without the state itself.
 
     Attributes:
-        kind: epoch checkpoints and other kinds do not stand in for each other.
         meta: plain JSON values for the manifest; with peers, rank 0's count.
-        again: the state may have changed since this step was saved: write a new checkpoint, which
-            becomes the newer one, and leave the old one alone. Else a good checkpoint of this step
-            will do.
         topic: of this save in the peers' agreements, used once; made of the step and the kind when
             empty, so that the same save cannot be tried twice.
         state_bytes: of all ranks. state: a saver numbers the states that it is given from 1,
@@ -75,7 +78,6 @@ class SaveRequest:
     kind: str
     epoch: int = 0
     meta: Mapping[str, Any] = field(default_factory=dict)
-    again: bool = False
     topic: str = ""
     state_bytes: int = 0
     state: int = 0
@@ -91,6 +93,7 @@ def write_checkpoint(
 ) -> Checkpoint:
     """Save; returns when the checkpoint is committed and durable.
 
+    A step can be saved again: the new checkpoint becomes the newer one, and the old one stays.
     ``state`` must not change meanwhile. With peers, every rank calls this for the same step, and
     all of them return or raise the same.
 
@@ -99,8 +102,7 @@ def write_checkpoint(
             of it.
         cancel: checked between chunks; setting it ends the save before its commit.
         written: called when this rank's part is on the disk, before the commit, with the moment
-            (``time.monotonic()``) at which the ranks had begun; not if the step is already
-            committed. It must not raise.
+            (``time.monotonic()``) at which the ranks had begun. It must not raise.
 
     Raises:
         UnsavableState: nothing was written.
@@ -119,7 +121,7 @@ def write_checkpoint(
     )
     topic = request.topic or f"save/{step}/{kind}"
     save_round = SaveRound(store.peers, topic, step=step, timeout_s=store.patience_s, cancel=cancel)
-    return _Save(store, save_round, written, request.again).write(state, header)
+    return _Save(store, save_round, written).write(state, header)
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class _Place:
 @dataclass(frozen=True)
 class _Opened:
     """The answer of a rank that begins: the digest of its layout. Rank 0 adds the folder that it
-    has made or the checkpoint that will do, and its manifest."""
+    has made, and the manifest."""
 
     layout: str
     name: str = ""
@@ -157,22 +159,15 @@ class _Save:
         store: CheckpointStore,
         save_round: SaveRound,
         written: Callable[[float], None] | None,
-        again: bool,
     ) -> None:
         self.store, self.storage, self.directory = store, store.storage, store.directory
         self.round = save_round
         self.rank = save_round.peers.rank
         self.written = written
-        self.again = again
         self.begun_s = time.monotonic()
 
     def write(self, state: State | WritePlan | BaseException, header: Manifest) -> Checkpoint:
-        """Save; the committed checkpoint, or one of this step that was there before, where that
-        will do.
-
-        Args:
-            header: the manifest without files; rank 0's is the one that counts.
-        """
+        """Save; ``header`` is the manifest without files, of which rank 0's counts."""
         world_size = self.round.peers.world_size
         with self._failing_as_save():
             try:
@@ -187,31 +182,23 @@ class _Save:
                 raise
             layout = "" if self.round.is_solo else plan.digest
             place = self._open(replace(header, world_size=world_size), layout)
-            if isinstance(place, Checkpoint):
-                return place
             self.begun_s = time.monotonic()  # a rank may have waited long for the others
             with self._removing(place.folder):
                 answers, mine = self._write(place.folder, plan)
             committed = self._commit(place, lambda: self._describe(place, answers, plan))
-            if _is_of(place, committed.manifest):
-                self.store.frozen.note(committed, files=mine, fingerprint=plan.fingerprint)
+            self.store.frozen.note(committed, files=mine, fingerprint=plan.fingerprint)
             return committed
 
-    def _open(self, header: Manifest, layout: str) -> _Place | Checkpoint:
-        """Where the checkpoint goes, or one that is there and will do."""
+    def _open(self, header: Manifest, layout: str) -> _Place:
+        """Where the checkpoint goes."""
         if self.round.is_solo:
             return self._choose(header)
         answer, folder, problem = _Opened(layout), None, None
         if self.rank == 0:
             try:
-                chosen = self._choose(header)
-                if isinstance(chosen, _Place):
-                    folder = chosen.folder
-                    answer = _Opened(layout, folder.name, chosen.header.to_json())
-                else:
-                    summary = chosen.manifest.summary().to_json()
-                    answer = _Opened(layout, chosen.path.name, summary)
+                folder = self._choose(header).folder
                 self.storage.fsync_dir(self.directory)
+                answer = _Opened(layout, folder.name, header.to_json())
             except Exception as error:
                 problem = error
         with self._removing(folder):
@@ -227,40 +214,31 @@ class _Save:
                 )
         return self._chosen_by_rank_0(answers[0])
 
-    def _choose(self, header: Manifest) -> _Place | Checkpoint:
-        """The place under the next number of this step where the state may differ from what is
-        saved. Epoch checkpoints and other kinds do not stand in for each other."""
+    def _choose(self, header: Manifest) -> _Place:
+        """The place under the next number of this step."""
         self.store.check_fence(f"the save of step {self.round.step}")
-        step, names = self.round.step, list[str]()
-        with contextlib.suppress(FileNotFoundError):
-            names = self.storage.listdir(self.directory)
-        newest = folders.newest_number(names, step)
-        target = folders.of_step(self.directory, step, max(newest, 1))
-        there = None if self.again else self.store.good_at(target)
-        if there is not None and (there.kind == EPOCH) == (header.kind == EPOCH):
-            # who committed it may have been killed before its last call
-            self.storage.fsync_dir(self.directory)
-            return there
-        if self.again or there is not None:
-            target = folders.of_step(self.directory, step, newest + 1)
+        target = self._next_target()
         folder = folders.temporary(target, joint=not self.round.is_solo)
         commit.make_dirs(self.directory, storage=self.storage)
         self.storage.mkdir(folder)
         return _Place(folder, target, header)
 
-    def _chosen_by_rank_0(self, told: _Opened) -> _Place | Checkpoint:
+    def _next_target(self) -> Path:
+        step, names = self.round.step, list[str]()
+        with contextlib.suppress(FileNotFoundError):
+            names = self.storage.listdir(self.directory)
+        return folders.of_step(self.directory, step, folders.newest_number(names, step) + 1)
+
+    def _chosen_by_rank_0(self, told: _Opened) -> _Place:
         """What lies in the folder is removed when the save fails: so its name must be one that only
         a save can have chosen."""
-        name, step = told.name, self.round.step
-        final = folders.target_of(name, step)
-        if final is None and folders.step_of(name) != step:
-            raise SaveFailed(
-                f"{self.round.not_saved} rank 0 names the folder {name[:80]!r}, which is none for "
-                f"a save of this step in {self.directory}"
-            )
-        path = self.directory / name
+        final = folders.target_of(told.name, self.round.step)
         if final is None:
-            return self._trusted(as_told(told.manifest, path))
+            raise SaveFailed(
+                f"{self.round.not_saved} rank 0 names the folder {told.name[:80]!r}, which is none "
+                f"for a save of this step in {self.directory}"
+            )
+        path = self.directory / told.name
         return _Place(path, path.parent / final, Manifest.from_json(told.manifest, where=path))
 
     def _write(
@@ -303,13 +281,13 @@ class _Save:
         """Have the checkpoint committed by the first of the ranks that are left."""
         if self.round.is_solo:
             with self._removing(place.folder):
-                return self._trusted(Checkpoint(place.target, self._finish(place, describe)))
+                return self._trusted(self._finish(place, describe))
         left = list(range(self.round.peers.world_size))
         for attempt in range(len(left)):
             mine, answer = None, None
             if self.rank == left[0]:
                 try:
-                    mine = Checkpoint(place.target, self._finish(place, describe))
+                    mine = self._finish(place, describe)
                     answer = asdict(_Committed(mine.manifest.summary().to_json()))
                 except Exception as error:
                     answer = failed(self._explained(error))
@@ -332,8 +310,8 @@ class _Save:
             return self._trusted(mine or as_told(told.manifest, place.target))
         raise AssertionError("this rank is left at least")
 
-    def _finish(self, place: _Place, describe: Callable[[], Manifest]) -> Manifest:
-        """Commit, unless another rank has done that; the manifest of what is there then.
+    def _finish(self, place: _Place, describe: Callable[[], Manifest]) -> Checkpoint:
+        """Commit, unless another rank has done that.
 
         Args:
             describe: writes what is still missing into the folder, the manifest last.
@@ -341,41 +319,34 @@ class _Save:
         Raises:
             OSError: a call failed. CheckpointCorrupt: a part is not what its rank has acknowledged.
         """
-        there = None if self.round.is_solo else self._committed(place)
-        for attempt in range(commit.ATTEMPTS):
-            if there is not None:
-                break
+        for attempt in range(ATTEMPTS):
+            there = None if self.round.is_solo else self._committed(place)
             try:
-                described = describe()
-                self.store.check_fence(f"the save of step {self.round.step}")
-                ours = commit.move_into_place(
-                    place.folder,
-                    place.target,
-                    is_whole=lambda: self._committed(place) is not None,
-                    storage=self.storage,
-                )
-                if not ours:
-                    with contextlib.suppress(OSError):
-                        commit.remove_tree(place.folder, storage=self.storage)
-                there = described if ours else read_manifest(place.target, storage=self.storage)
-            except FileNotFoundError:  # somebody else has moved the folder, or took our draft away
-                there = self._committed(place)
-                if there is None and attempt == commit.ATTEMPTS - 1:
+                if there is None:
+                    there = describe()
+                    self.store.check_fence(f"the save of step {self.round.step}")
+                    self.storage.rename(place.folder, place.target)
+                break
+            except OSError as error:
+                if attempt == ATTEMPTS - 1:
                     raise
+                if error.errno in TAKEN and self.round.is_solo:
+                    place = replace(place, target=self._next_target())
+                elif not isinstance(error, FileNotFoundError):
+                    raise  # else somebody has moved the folder, or took our draft away
         assert there is not None
         # who renamed it may have been killed before its last call
         self.storage.fsync_dir(self.directory)
-        return there
+        return Checkpoint(place.target, there)
 
     def _committed(self, place: _Place) -> Manifest | None:
-        """The manifest under the final name: of a good checkpoint, or of this very save, committed
-        by another rank."""
+        """The manifest of this very save under the final name, committed by another rank."""
         try:
             found = read_manifest(place.target, storage=self.storage)
         except CheckpointError:
             return None
-        ours = _is_of(place, found) and not self.round.is_solo
-        return found if ours or self.store.is_good(Checkpoint(place.target, found)) else None
+        is_ours = found.created_epoch_ns == place.header.created_epoch_ns
+        return found if is_ours else None
 
     def _describe(self, place: _Place, answers: Mapping[int, Any], plan: WritePlan) -> Manifest:
         """Write the manifest into the folder, from what the ranks say that they have written."""
@@ -442,8 +413,3 @@ class _Save:
                 with contextlib.suppress(OSError):
                     commit.remove_tree(folder, storage=self.storage)
             raise
-
-
-def _is_of(place: _Place, found: Manifest) -> bool:
-    """Whether a manifest is that of the save that goes there."""
-    return found.created_epoch_ns == place.header.created_epoch_ns

@@ -148,7 +148,7 @@ class Saver:
         self._check_ours()
         begin_s = time.monotonic()
         save_round = self._next_round(step)
-        request = SaveRequest(step, kind, epoch, meta, again=True, topic=save_round.topic)
+        request = SaveRequest(step, kind, epoch, meta, save_round.topic)
         under_way = self._current()
         if under_way is not None:
             busy = SaveSkipped(f"the save of step {under_way.request.step} is still under way")
@@ -188,8 +188,7 @@ class Saver:
         """Save, and return once it is committed. A save under way is waited for first.
 
         Args:
-            again: False if any checkpoint of this step will do; kind "epoch" and other kinds do not
-                stand in for each other.
+            again: False if the newest checkpoint will do where it is of this step and kind.
 
         Raises:
             UnsavableState: the state holds what cannot be saved.
@@ -197,16 +196,19 @@ class Saver:
         """
         self._check_ours()
         save_round = self._next_round(step)
+        self.wait()
+        newest = None if self._newest is None else self._newest[1]
+        if not again and newest is not None and (newest.step, newest.kind) == (step, kind):
+            return Saved(step, True, newest, 0, f"step {step} is committed already")
         try:
             plan = self._plan(state)
             number = self._new_state()
             request = SaveRequest(
-                step, kind, epoch, meta, again, save_round.topic, plan.state_bytes, number
+                step, kind, epoch, meta, save_round.topic, plan.state_bytes, number
             )
         except BaseException as error:
             save_round.decline(error)
             raise
-        self.wait()
         self._emit(SaveEventKind.STARTED, request)
         save = self._launch(plan, request)
         save.see_through()
@@ -253,7 +255,7 @@ class Saver:
             plan = self._plan(state() if callable(state) else state)
             number = self._state if unchanged else self._new_state()
             request = SaveRequest(
-                step, kind, epoch, meta, True, save_round.topic, plan.state_bytes, number
+                step, kind, epoch, meta, save_round.topic, plan.state_bytes, number
             )
         except BaseException as error:
             self.wait(timeout_s=left_s())

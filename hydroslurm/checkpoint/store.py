@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hydroslurm.checkpoint import commit, reader, retention
-from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look, read_again, read_manifest
+from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look, read_again
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, check_file, require_size
 from hydroslurm.checkpoint.frozen import FrozenFiles
 from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers
@@ -133,14 +133,6 @@ class CheckpointStore:
         except CheckpointError:
             return False
         return True
-
-    def good_at(self, path: Path) -> Checkpoint | None:
-        """The checkpoint at this path if there is one and it is good."""
-        try:
-            found = Checkpoint(path, read_manifest(path, storage=self.storage))
-        except CheckpointError:
-            return None
-        return found if self.is_good(found) else None
 
     def load(
         self,

@@ -1,6 +1,6 @@
 """A program that has saves killed at every I/O call, and looks at what is left after each kill.
 
-    killing.py FOLDER calls save|save_and_prune|replace|link   a line "killed N" per kill
+    killing.py FOLDER calls save|save_and_prune|link   a line "killed N" per kill
     killing.py FOLDER moments COUNT SEED                             real kills at any moment
 
 It loads torch once and forks: the child saves and dies, the parent looks. Ends with "done N", or
@@ -38,15 +38,6 @@ def save_and_prune(folder: Path, storage: Storage, step: int) -> None:
     store = CheckpointStore(folder, storage=storage)
     write(store, state_of(step), step=step, kind="periodic")
     store.prune(keep=1, keep_stop=0)
-
-
-def replace(folder: Path, storage: Storage, step: int) -> None:
-    """Save where a damaged checkpoint has the name."""
-    damaged = folder / f"step-{step:09d}"
-    if not damaged.exists():
-        write(CheckpointStore(folder), state_of(step), step=step, kind="periodic")
-        (damaged / "shared.json").write_text("{}")
-    write(CheckpointStore(folder, storage=storage), state_of(step), step=step, kind="periodic")
 
 
 def link(folder: Path, storage: Storage, step: int) -> None:
@@ -140,7 +131,7 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     where = Path(sys.argv[1])
     if sys.argv[2] == "calls":
-        ways = {way.__name__: way for way in (save, save_and_prune, replace, link)}
+        ways = {way.__name__: way for way in (save, save_and_prune, link)}
         print("done", at_every_call(where, ways[sys.argv[3]]))
     else:
         print("done", at_any_moment(where, count=int(sys.argv[3]), seed=int(sys.argv[4])))

@@ -197,8 +197,8 @@ def test_a_step_that_was_saved_twice(tmp_path: Path) -> None:
     retention lets the earlier one go."""
     store = CheckpointStore(tmp_path / "checkpoints")
     for _ in range(11):
-        write(store, state_of(1), step=7, kind="manual", again=True)
-    last = write(store, state_of(3), step=7, kind="manual", again=True)
+        write(store, state_of(1), step=7, kind="manual")
+    last = write(store, state_of(3), step=7, kind="manual")
     assert last.path.name == "step-000000007.12"
     found = newest_in(store)
     assert found is not None

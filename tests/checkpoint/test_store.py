@@ -22,6 +22,7 @@ from checkpoint.states import copy_of, holds, newest_in, same, state_of, write
 
 from hydroslurm.checkpoint import folders, layout
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES
+from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tensor_bytes import packed
@@ -113,18 +114,16 @@ def test_what_is_loaded_lies_as_torch_would_have_put_it(tmp_path: Path) -> None:
     assert {one.data_ptr() % 64 for one in found.values() if one.numel() > 1} == {0}
 
 
-def test_a_step_is_written_once(tmp_path: Path) -> None:
-    """A step that is committed and whole is returned as it is; a damaged one is replaced."""
+def test_a_step_is_saved_again(tmp_path: Path) -> None:
+    """The new checkpoint is the newer one; the one before stays, whole or damaged."""
     store = saved(tmp_path, 3)
-    first = store.committed()[0]
-    assert write(store, state_of(99), step=3, kind="stop") == first
-    (first.path / "shared.json").write_text("{}")
-    again = write(CheckpointStore(tmp_path), state_of(3), step=3, kind="stop")
+    (store.committed()[0].path / "shared.json").write_text("{}")
+    again = write(CheckpointStore(tmp_path), state_of(5), step=3, kind="stop")
     assert again.kind == "stop"
-    assert holds(store, again, 3)
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("step")] == [
-        "step-000000003"
-    ]
+    assert [one.path.name for one in store.committed()] == ["step-000000003", "step-000000003.2"]
+    newest = newest_in(store)
+    assert newest == again
+    assert holds(store, again, 5)
 
 
 def _write_at_once(folder: str, barrier: Any, results: Any) -> None:
@@ -135,7 +134,7 @@ def _write_at_once(folder: str, barrier: Any, results: Any) -> None:
 
 
 def test_two_processes_write_the_same_step(tmp_path: Path) -> None:
-    """Both come back with the one checkpoint that is there in the end, and it is whole."""
+    """Each comes back with a checkpoint of its own, and both are whole."""
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(2), context.Queue()
     arguments = (str(tmp_path), barrier, results)
@@ -147,10 +146,11 @@ def test_two_processes_write_the_same_step(tmp_path: Path) -> None:
         writer.join(60)
         assert writer.exitcode == 0
     store = CheckpointStore(tmp_path)
-    (found,) = store.committed()
-    assert created == {found.manifest.created_epoch_ns}
-    assert holds(store, found, 5)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000000005"]
+    assert created == {one.manifest.created_epoch_ns for one in store.committed()}
+    assert len(created) == 2
+    assert all(holds(store, one, 5) for one in store.committed())
+    names = ["step-000000005", "step-000000005.2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -248,10 +248,15 @@ def test_retention(
 
 def test_the_end_of_an_epoch_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     """A periodic checkpoint of the same step does not stand in for it, nor it for a stop's; but the
-    same epoch is not written twice."""
+    same epoch is not written twice, in this attempt or the next one."""
     store = CheckpointStore(tmp_path)
-    for n, kind in enumerate(("periodic", "epoch", "epoch", "stop")):
-        write(store, State({"a": n}, {}), step=7, epoch=int(n > 0), kind=kind)
+    saver = Saver(store, keep=9)
+    for n, kind in enumerate(("periodic", "epoch", "epoch")):
+        saver.save(State({"a": n}, {}), step=7, epoch=int(n > 0), kind=kind, again=False)
+    later = Saver(store, keep=9)
+    later.continues_from(store.committed()[-1])
+    for n, kind in enumerate(("epoch", "stop"), 3):
+        later.save(State({"a": n}, {}), step=7, epoch=1, kind=kind, again=False)
     assert [(one.kind, one.key) for one in store.committed()] == [
         ("periodic", (7, 1)),
         ("epoch", (7, 2)),

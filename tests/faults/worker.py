@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 
 import hydroslurm
 import hydroslurm.training.run as session_run
-from hydroslurm.checkpoint import commit
+from hydroslurm.checkpoint import commit, save
 from hydroslurm.coordination.client import CoordinatorClient
 from hydroslurm.core.events import EventLog
 from hydroslurm.data import SeededDataset
@@ -130,12 +130,8 @@ def watch(moments: Moments) -> None:
     around(session_run.Run, "check_stop", before=lambda: moments.reach("check"))
     around(Controller, "claim_stops", after=lambda: moments.reach("claimed"))
     around(dist, "init_process_group", after=lambda: moments.reach("group"))
-    around(
-        commit,
-        "move_into_place",
-        before=lambda: moments.reach("rename"),
-        after=lambda: moments.reach("renamed"),
-    )
+    around(commit, "put", after=lambda: moments.reach("rename"))
+    around(save._Save, "_finish", after=lambda: moments.reach("renamed"))
 
 
 def around(
