@@ -119,9 +119,17 @@ def write_checkpoint(
         meta=request.meta,
         torch_version=torch.__version__,
     )
-    topic = request.topic or f"save/{step}/{kind}"
-    save_round = SaveRound(store.peers, topic, step=step, timeout_s=store.patience_s, cancel=cancel)
-    return _Save(store, save_round, written).write(state, header)
+    return _Save(store, round_of(store, request, cancel=cancel), written).write(state, header)
+
+
+def round_of(
+    store: CheckpointStore, request: SaveRequest, *, cancel: threading.Event | None = None
+) -> SaveRound:
+    """The agreements of one save."""
+    topic = request.topic or f"save/{request.step}/{request.kind}"
+    return SaveRound(
+        store.peers, topic, step=request.step, timeout_s=store.patience_s, cancel=cancel
+    )
 
 
 @dataclass(frozen=True)

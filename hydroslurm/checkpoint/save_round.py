@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -127,12 +126,6 @@ class SaveRound:
     def is_solo(self) -> bool:
         """Whether there is only one rank; messages need no rank number then."""
         return self.peers.world_size == 1
-
-    def decline(self, error: BaseException) -> None:
-        """Tell the ranks that begin this save that this one cannot. Never raises."""
-        if not self.is_solo:
-            with suppress(CheckpointError, RanksError):
-                self.settle("open", problem=error)
 
     def agree(
         self,

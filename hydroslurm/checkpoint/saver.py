@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -32,8 +32,8 @@ from hydroslurm.checkpoint.outcome import (
 )
 from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.retention import check_counts
-from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
-from hydroslurm.checkpoint.save_round import SaveRound, SaveSkipped
+from hydroslurm.checkpoint.save import SaveRequest, round_of, write_checkpoint
+from hydroslurm.checkpoint.save_round import SaveSkipped
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.write_plan import WritePlan
@@ -42,6 +42,7 @@ from hydroslurm.core.memory import Room, room
 from hydroslurm.errors import (
     AgreementFailed,
     CheckpointError,
+    RanksError,
     SaveAbandoned,
     SaveFailed,
     UnsavableState,
@@ -145,26 +146,23 @@ class Saver:
             UnsavableState: the state holds what cannot be saved. Of several ranks, :meth:`poll`
                 raises it on all.
         """
-        self._check_ours()
         begin_s = time.monotonic()
-        save_round = self._next_round(step)
-        request = SaveRequest(step, kind, epoch, meta, save_round.topic)
+        request = self._next_request(step, kind, epoch, meta)
         under_way = self._current()
         if under_way is not None:
             busy = SaveSkipped(f"the save of step {under_way.request.step} is still under way")
-            if save_round.is_solo:
+            if self._is_solo:
                 self._emit(SaveEventKind.SKIPPED, request, reason=str(busy))
             else:
                 self._launch(busy, request)
             return 0.0
         try:
             with without_gc():
-                plan = self._plan(state)
-                request = replace(request, state=self._new_state(), state_bytes=plan.state_bytes)
+                plan, request = self._planned(state, request)
                 self._emit(SaveEventKind.STARTED, request)
                 staged = self._stage(plan, request)
         except BaseException as error:  # of which the others must hear
-            if save_round.is_solo:
+            if self._is_solo:
                 raise
             self._launch(error, request)
             if not isinstance(error, Exception):
@@ -194,20 +192,17 @@ class Saver:
             UnsavableState: the state holds what cannot be saved.
             SaveFailed: it could not be written; earlier checkpoints are intact.
         """
-        self._check_ours()
-        save_round = self._next_round(step)
+        request = self._next_request(step, kind, epoch, meta)
         self.wait()
         newest = None if self._newest is None else self._newest[1]
         if not again and newest is not None and (newest.step, newest.kind) == (step, kind):
             return Saved(step, True, newest, 0, f"step {step} is committed already")
         try:
-            plan = self._plan(state)
-            number = self._new_state()
-            request = SaveRequest(
-                step, kind, epoch, meta, save_round.topic, plan.state_bytes, number
-            )
+            plan, request = self._planned(state, request)
         except BaseException as error:
-            save_round.decline(error)
+            if not self._is_solo:
+                with suppress(CheckpointError, RanksError):
+                    write_checkpoint(self._store, error, request)
             raise
         self._emit(SaveEventKind.STARTED, request)
         save = self._launch(plan, request)
@@ -249,14 +244,11 @@ class Saver:
         def left_s() -> float:
             return min(FOREVER_S, max(0.0, deadline_mono_s - time.monotonic()))
 
-        self._check_ours()
-        save_round = self._next_round(step)
+        request = self._next_request(step, kind, epoch, meta)
+        save_round = round_of(self._store, request)
         try:
-            plan = self._plan(state() if callable(state) else state)
-            number = self._state if unchanged else self._new_state()
-            request = SaveRequest(
-                step, kind, epoch, meta, save_round.topic, plan.state_bytes, number
-            )
+            now = state() if callable(state) else state
+            plan, request = self._planned(now, request, unchanged=unchanged)
         except BaseException as error:
             self.wait(timeout_s=left_s())
             save_round.settle("situation", problem=error)
@@ -274,7 +266,7 @@ class Saver:
         if choice.is_committed:
             return self._saved(request, choice)
         before = self._make_way(choice, left_s())
-        done = self.is_durable or (before is not None and before.request.state == number)
+        done = self.is_durable or (before is not None and before.request.state == request.state)
         try:
             if all_done(done, save_round, left_s=left_s()):
                 return self._saved(request, choice, before)
@@ -366,26 +358,32 @@ class Saver:
                 f"{os.getpid()}, was forked; only the process that trains can save"
             )
 
-    def _new_state(self) -> int:
-        """The number of the state that is passed now."""
-        self._state += 1
-        return self._state
+    @property
+    def _is_solo(self) -> bool:
+        return self._store.peers.world_size == 1
 
-    def _next_round(self, step: int) -> SaveRound:
-        """The agreements of the next call; all ranks make their calls in the same order."""
+    def _next_request(
+        self, step: int, kind: str, epoch: int, meta: Mapping[str, Any]
+    ) -> SaveRequest:
+        """All ranks make their calls in the same order, which numbers the topics."""
+        self._check_ours()
         self._rounds += 1
-        store = self._store
-        return SaveRound(store.peers, f"save/{self._rounds}", step=step, timeout_s=store.patience_s)
+        return SaveRequest(step, kind, epoch, meta, topic=f"save/{self._rounds}")
 
     def _divide(self, state: State) -> WritePlan:
         """The one walk over the state that a save makes; raises UnsavableState."""
         peers = self._store.peers
         return divide(state, rank=peers.rank, world_size=peers.world_size)
 
-    def _plan(self, state: State) -> WritePlan:
-        """The write plan of a save, with whether what is frozen need be written."""
+    def _planned(
+        self, state: State, request: SaveRequest, *, unchanged: bool = False
+    ) -> tuple[WritePlan, SaveRequest]:
+        """What is to be written, with whether what is frozen has to be; raises UnsavableState."""
         plan = with_fingerprint(self._divide(state))
-        return replace(plan, is_stored=not plan.frozen or self._store.frozen.have(plan))
+        plan = replace(plan, is_stored=not plan.frozen or self._store.frozen.have(plan))
+        if not unchanged:
+            self._state += 1
+        return plan, replace(request, state_bytes=plan.state_bytes, state=self._state)
 
     def _stage(self, plan: WritePlan, request: SaveRequest) -> WritePlan:
         """A copy; ``plan`` itself where there is no memory for one."""
