@@ -157,12 +157,7 @@ def all_done(done: bool, save_round: SaveRound, *, left_s: float) -> bool:
         SaveFailed: on all ranks; one is gone.
     """
     told = save_round.settle("done", {"done": done}, left_s=left_s)
-    return all(parsed(_Done, answer, rank=rank).done for rank, answer in told.items())
-
-
-@dataclass(frozen=True)
-class _Done:
-    done: bool
+    return all(parsed(dict[str, bool], answer, rank=rank)["done"] for rank, answer in told.items())
 
 
 def _of(left_s: float) -> str:

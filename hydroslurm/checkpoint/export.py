@@ -88,7 +88,7 @@ def _write_dcp(value: Any, path: Path) -> None:
     # imported here: it takes 0.2 s, and the other formats do without
     from hydroslurm.checkpoint.export_dcp import write_dcp
 
-    write_dcp(value, path)
+    write_dcp(named(value)[0], path)
 
 
 def _write_safetensors(value: Any, path: Path) -> None:
@@ -98,23 +98,34 @@ def _write_safetensors(value: Any, path: Path) -> None:
         raise UsageError(
             "the package safetensors is not installed: `pip install safetensors`, or choose a .pt"
         ) from error
-    tensors: dict[str, torch.Tensor] = {}
-    _flatten(value, "", tensors)
-    safetensors.save_file(tensors, path)
-
-
-def _flatten(value: Any, name: str, into: dict[str, torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        # safetensors refuses shared memory: tied weights become two tensors
-        into[name] = value.clone(memory_format=torch.contiguous_format)
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            _flatten(one, f"{name}.{key}" if name else str(key), into)
-    else:
+    tensors, others = named(value)
+    if others:
+        name, one = next(iter(others.items()))
         raise UsageError(
             f"a .safetensors file holds tensors only, and {name or 'this'} is a "
-            f"{type(value).__name__}. Choose with --only, or export to a .pt"
+            f"{type(one).__name__}. Choose with --only, or export to a .pt"
         )
+    # safetensors refuses shared memory: tied weights become two tensors
+    whole = torch.contiguous_format
+    safetensors.save_file(
+        {name: one.clone(memory_format=whole) for name, one in tensors.items()}, path
+    )
+
+
+def named(value: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of a state by their dotted names, tied ones under each of them, and all else."""
+    tensors, others = dict[str, torch.Tensor](), dict[str, Any]()
+    todo: list[tuple[str, Any]] = [("", value)]
+    while todo:
+        name, one = todo.pop()
+        if isinstance(one, torch.Tensor):
+            tensors[name] = one.detach()
+        elif isinstance(one, (Mapping, list, tuple)):
+            items = one.items() if isinstance(one, Mapping) else enumerate(one)
+            todo += [(f"{name}.{key}" if name else str(key), part) for key, part in items]
+        else:
+            others[name] = one
+    return dict(reversed(tensors.items())), dict(reversed(others.items()))
 
 
 _WRITERS: dict[str, Callable[[Any, Path], None]] = {

@@ -6,7 +6,6 @@ import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -21,15 +20,13 @@ METADATA = ".metadata"
 TENSORS = "__0_0.distcp"
 
 
-def write_dcp(value: Any, folder: Path) -> None:
-    """Write all tensors of a state, each under its dotted name, and DCP's index of them, into a new
-    folder. Values that are no tensors are left out: DCP pickles those, and whoever loads them
-    unpickles what the folder's writer chose.
+def write_dcp(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write tensors by their names, and DCP's index of them, into a new folder. No other values:
+    DCP pickles those, and whoever loads them unpickles what the folder's writer chose.
 
     Raises:
         UsageError: there are no tensors. OSError: the folder cannot be written.
     """
-    tensors = _named(value)
     if not tensors:
         raise UsageError("it holds no tensors, and DCP's format is for tensors. Export to a .pt")
     folder.mkdir()
@@ -56,20 +53,3 @@ def write_dcp(value: Any, folder: Path) -> None:
         pickle.dump(metadata, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _named(value: Any) -> dict[str, torch.Tensor]:
-    """Name -> tensor, tied ones under each of their names."""
-    found: dict[str, torch.Tensor] = {}
-    todo: list[tuple[str, Any]] = [("", value)]
-    while todo:
-        name, one = todo.pop()
-        if isinstance(one, torch.Tensor):
-            found[name] = one.detach()
-        elif isinstance(one, Mapping):
-            todo += [(f"{name}.{key}" if name else str(key), part) for key, part in one.items()]
-        elif isinstance(one, (list, tuple)):
-            todo += [
-                (f"{name}.{place}" if name else str(place), part) for place, part in enumerate(one)
-            ]
-    return dict(reversed(found.items()))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -19,6 +19,9 @@ from hydroslurm.checkpoint.tensor_bytes import bytes_of
 from hydroslurm.checkpoint.tensor_file import Chunk, PartIndex
 from hydroslurm.checkpoint.write_plan import SharedTensor
 from hydroslurm.errors import CheckpointCorrupt
+
+Later: TypeAlias = "list[Callable[[], object]]"
+"""What is to be done when something has been read."""
 
 
 class Box(NamedTuple):
@@ -158,32 +161,25 @@ def land(
         require_size(*tensors(rank), storage=storage)
     found: dict[str, torch.Tensor] = {}
     ranges: dict[int, list[Range]] = {rank: [] for rank in sorted(ranks)}
-    copies: dict[int, _Later] = {rank: _Later() for rank in ranks}
-    finals = _Later()
+    copies: dict[int, Later] = {rank: [] for rank in ranks}
+    finals: Later = []
     for one in landings:
         found[one.wanted.key], memory = _memory_for(one.wanted, finals)
         flat = memory.reshape(-1)
         for rank, chunk, common in one.pieces:
             ranges[rank].append(_range(chunk, common, one.wanted.box, flat, copies[rank]))
-    with BlockReader(storage) as reader:
-        for rank, of_file in ranges.items():
+    with BlockReader(storage) as reader, torch.no_grad():
+        for rank in sorted(ranks):
             source = Source(*tensors(rank), index(rank).blocks)
-            reader.read(source, sorted(of_file, key=lambda one: one.begin))
-            copies.pop(rank).run()  # gives back the memory of what must be copied once more
-    finals.run()
+            reader.read(source, sorted(ranges.pop(rank), key=lambda one: one.begin))
+            for copy in copies.pop(rank):  # gives back the memory of what must be copied once more
+                copy()
+        for copy in finals:
+            copy()
     return found
 
 
-class _Later(list[Callable[[], object]]):
-    """What is to be done when something has been read."""
-
-    def run(self) -> None:
-        with torch.no_grad():
-            for function in self:
-                function()
-
-
-def _range(chunk: Chunk, common: Box, into: Box, memory: torch.Tensor, copies: _Later) -> Range:
+def _range(chunk: Chunk, common: Box, into: Box, memory: torch.Tensor, copies: Later) -> Range:
     """What is to be read of a piece, and where to; ``copies`` gets what is to be done afterwards.
 
     Args:
@@ -204,7 +200,7 @@ def _range(chunk: Chunk, common: Box, into: Box, memory: torch.Tensor, copies: _
     return Range(chunk.at_bytes + begin * memory.dtype.itemsize, bytes_of(target))
 
 
-def _memory_for(wanted: Wanted, finals: _Later) -> tuple[torch.Tensor, torch.Tensor]:
+def _memory_for(wanted: Wanted, finals: Later) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensor, and its local values as a contiguous tensor on the CPU. Where these are not the
     same memory, ``finals`` gets the copying."""
     if wanted.template is None:

@@ -78,8 +78,7 @@ class Manifest:
     Attributes:
         step: training steps completed. epoch: as the run counts them.
         kind: "periodic", "stop", "manual" or "epoch".
-        created_epoch_ns: when the save began. save_s: from then to the manifest; of several ranks,
-            until all parts were on the disk.
+        created_epoch_ns: when the save began. save_s: from then until all parts were on the disk.
         state_bytes: of all tensors, as they are in memory.
         files: name in the folder -> its entry; all but the manifest itself.
         meta: the caller's own, plain JSON values.

@@ -272,7 +272,8 @@ class _Save:
             if self.written is not None:
                 self.written(self.begun_s)
             files = mine.files
-            answer = asdict(replace(mine, took_s=self._took_s()))
+            took_s = round(time.monotonic() - self.begun_s, 6)
+            answer = asdict(replace(mine, took_s=took_s))
         except BaseException as error:
             problem = self._explained(error)
         try:
@@ -359,11 +360,8 @@ class _Save:
     def _describe(self, place: _Place, answers: Mapping[int, Any], plan: WritePlan) -> Manifest:
         """Write the manifest into the folder, from what the ranks say that they have written."""
         commit.remove_drafts(place.folder, storage=self.storage)
-        save_s = self._took_s() if self.round.is_solo else None
         with without_gc():  # in a training it stops all threads for a fifth of a second
-            described = manifest_of(
-                answers, place.header, whole_tally=plan.whole_tally, save_s=save_s
-            )
+            described = manifest_of(answers, place.header, whole_tally=plan.whole_tally)
         data, rank = described.to_json().encode(), self.rank
         commit.put(place.folder, manifest.NAME, data, rank=rank, storage=self.storage)
         return described
@@ -375,9 +373,6 @@ class _Save:
         """What was just committed, or found to be good by rank 0."""
         self.store.trust(checkpoint)
         return checkpoint
-
-    def _took_s(self) -> float:
-        return round(time.monotonic() - self.begun_s, 6)
 
     def _explained(self, error: BaseException) -> BaseException:
         """An I/O error may be that a newer attempt has taken the folder away."""

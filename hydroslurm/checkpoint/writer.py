@@ -13,7 +13,6 @@ and for thousands.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,10 +38,6 @@ from hydroslurm.checkpoint.write_plan import TALLY_MODULUS, WritePlan
 from hydroslurm.core.decoding import Count, Seconds
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import SaveFailed
-
-AT_A_TIME, LET_GO_S = 32, 1e-4
-"""Answers that are read before the training may have the interpreter. It asks for it 5 ms after it
-has come to need it, and of 512 ranks that would be all the time that reading takes."""
 
 
 @dataclass(frozen=True)
@@ -74,24 +69,17 @@ class Part:
         return part
 
 
-def manifest_of(
-    answers: Mapping[int, Any], header: Manifest, *, whole_tally: int, save_s: float | None
-) -> Manifest:
+def manifest_of(answers: Mapping[int, Any], header: Manifest, *, whole_tally: int) -> Manifest:
     """The manifest of a save whose parts are all on the disk.
 
     Args:
         answers: rank -> what it has written, unchecked.
         whole_tally: of all values of the tensors that the ranks share.
-        save_s: None: how long the slowest rank took.
 
     Raises:
         SaveFailed: an answer is none, or the pieces of the shared tensors do not make up the whole.
     """
-    parts = list[Part]()
-    for number, (rank, one) in enumerate(sorted(answers.items()), start=1):
-        parts.append(Part.from_answer(one, rank=rank))
-        if number % AT_A_TIME == 0:
-            time.sleep(LET_GO_S)
+    parts = [Part.from_answer(one, rank=rank) for rank, one in sorted(answers.items())]
     if sum(part.tally for part in parts) % TALLY_MODULUS != whole_tally:
         raise SaveFailed(
             f"the pieces that {len(parts)} ranks have written do not make up the "
@@ -102,7 +90,7 @@ def manifest_of(
     return replace(
         header,
         files=files,
-        save_s=max(part.took_s for part in parts) if save_s is None else save_s,
+        save_s=max(part.took_s for part in parts),
         state_bytes=sum(part.state_bytes for part in parts),
     )
 

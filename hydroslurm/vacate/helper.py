@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 _IGNORED = ("SIGTSTP", "SIGTERM", "SIGINT", "SIGHUP", "SIGURG", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 """The rank decides when this ends, and a job step's signals go to all of its processes."""
@@ -29,18 +29,8 @@ class Refused(Exception):
     """The driver's answer to a call is an error; its name."""
 
 
-class Api(Protocol):
-    """CUDA's checkpoint API."""
-
-    def lock(self, pid: int, timeout_ms: int) -> None: ...
-    def checkpoint(self, pid: int) -> None: ...
-    def restore(self, pid: int) -> None: ...
-    def unlock(self, pid: int) -> None: ...
-    def state(self, pid: int) -> str: ...
-
-
 class CudaApi:
-    """The same in ``cuda-bindings``."""
+    """CUDA's checkpoint API in ``cuda-bindings``."""
 
     def __init__(self) -> None:
         """Raises Refused or ImportError where this node cannot."""
@@ -85,7 +75,7 @@ class CudaApi:
         return tuple(rest)
 
 
-def serve(make: Callable[[], Api], *, source: TextIO, out: TextIO) -> None:
+def serve(make: Callable[[], Any], *, source: TextIO, out: TextIO) -> None:
     """Answer until the input ends. The first line says whether the API is there at all."""
 
     def answer(word: str, text: str) -> None:
