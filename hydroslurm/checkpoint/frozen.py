@@ -63,25 +63,22 @@ def names_of(rank: int) -> tuple[str, str]:
     return index_name(part), tensors_name(part)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Stored:
-    """The two files of a rank in a checkpoint, by their names there.
-
-    Attributes:
-        fingerprint: of what is frozen; None if it was not read yet.
-    """
+    """The two files of a rank in a checkpoint, by their names there, and the fingerprint of what is
+    frozen."""
 
     path: Path
     key: tuple[int, int]
     files: dict[str, FileEntry]
-    fingerprint: str | None
+    fingerprint: str
 
 
 class FrozenFiles:
     """Those in the checkpoints of a folder. For one rank, whose threads may share it."""
 
     def __init__(self, rank: int, storage: Storage) -> None:
-        self._rank = rank
+        self._names = names_of(rank)
         self._storage = storage
         self._noted: tuple[_Stored, ...] = ()
         self._can_link = True
@@ -91,18 +88,24 @@ class FrozenFiles:
         checkpoint: Checkpoint,
         *,
         files: Mapping[str, FileEntry] | None = None,
-        fingerprint: str | None = None,
+        fingerprint: str = "",
     ) -> None:
         """A checkpoint of the folder.
 
         Args:
             files: in it, this rank's at least; None: those of its manifest, which may be large.
-            fingerprint: of what is frozen in it; None if it is not known.
+            fingerprint: of what is frozen in it; read where it is not known.
         """
-        names = names_of(self._rank)
         there = checkpoint.manifest.files if files is None else files
-        mine = {name: there[name] for name in names if name in there}
-        if len(mine) < len(names):
+        mine = {name: there[name] for name in self._names if name in there}
+        if len(mine) < len(self._names):
+            return
+        index = self._names[0]
+        try:
+            if not fingerprint:
+                text = read_checked(checkpoint.path / index, mine[index], storage=self._storage)
+                fingerprint = str(parse(text)["fingerprint"])
+        except (CheckpointError, ValueError, KeyError):
             return
         others = [one for one in self._noted if one.path != checkpoint.path]
         stored = (_Stored(checkpoint.path, checkpoint.key, mine, fingerprint), *others)
@@ -110,7 +113,7 @@ class FrozenFiles:
 
     def have(self, plan: WritePlan) -> bool:
         """Whether there are some that hold what is frozen in a state, and can be linked."""
-        return self._can_link and any(self._of(plan, one) for one in self._apart())
+        return any(True for _ in self._apart(plan))
 
     def put(
         self, folder: Path, plan: WritePlan, *, cancel: threading.Event | None
@@ -122,38 +125,36 @@ class FrozenFiles:
             OSError: a call failed. CheckpointCorrupt: one is not what was written. SaveAbandoned:
                 ``cancel`` was set.
         """
-        for source in (*self._apart(), *(self._noted[:1] if plan.frozen is None else ())):
-            files = self._of(plan, source)
+        newest = [one for one in self._noted[:1] if one.fingerprint == plan.fingerprint]
+        for source in (*self._apart(plan), *(newest if plan.frozen is None else ())):
             try:
-                for name, entry in files.items():
+                for name, entry in source.files.items():
                     if self._link(source, folder, name):
                         continue
                     if plan.frozen is not None:
                         return {}
                     data = checked_chunks(source.path / name, entry, storage=self._storage)
                     write_whole(folder / name, data, storage=self._storage, cancel=cancel)
+                return source.files
             except FileNotFoundError:  # somebody has removed that checkpoint
                 self._noted = tuple(one for one in self._noted if one is not source)
-                for name in files:
+                for name in source.files:
                     with suppress(FileNotFoundError):
                         self._storage.unlink(folder / name)
-                continue
-            if files:
-                return files
         if plan.frozen is None:
             raise FileNotFoundError(errno.ENOENT, "the files of what is frozen are gone")
         return {}
 
-    def _apart(self) -> Iterator[_Stored]:
-        """Those that are not the files of the newest checkpoint: what damages one of two leaves the
-        other."""
+    def _apart(self, plan: WritePlan) -> Iterator[_Stored]:
+        """Those that hold what is frozen in a state, and are not the files of the newest
+        checkpoint: what damages one of two leaves the other."""
         if not self._can_link or not self._noted:
             return
         newest, *others = self._noted
         taken = _inode(newest)
         for one in others:
             inode = _inode(one)
-            if inode is not None and inode != taken:
+            if one.fingerprint == plan.fingerprint and inode is not None and inode != taken:
                 yield one
 
     def _link(self, source: _Stored, folder: Path, name: str) -> bool:
@@ -166,20 +167,6 @@ class FrozenFiles:
                 raise
             self._can_link = False
         return self._can_link
-
-    def _of(self, plan: WritePlan, stored: _Stored) -> dict[str, FileEntry]:
-        """Those of a checkpoint if they hold what is frozen in a state; else none."""
-        names = names_of(self._rank)
-        if not plan.fingerprint or set(names) != stored.files.keys():
-            return {}
-        if stored.fingerprint is None:
-            try:
-                index = stored.path / names[0]
-                text = read_checked(index, stored.files[names[0]], storage=self._storage)
-                stored.fingerprint = str(parse(text).get("fingerprint"))
-            except (CheckpointError, ValueError):
-                return {}
-        return stored.files if stored.fingerprint == plan.fingerprint else {}
 
 
 def _inode(stored: _Stored) -> tuple[int, int] | None:
