@@ -22,8 +22,8 @@ from typing import NamedTuple
 from isal.isal_zlib import crc32
 
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES, open_checked, unreadable
+from hydroslurm.checkpoint.host_memory import populate
 from hydroslurm.checkpoint.manifest import FileEntry
-from hydroslurm.checkpoint.pages import populate
 from hydroslurm.checkpoint.storage import MOST_BUFFERS, Storage
 from hydroslurm.errors import CheckpointCorrupt
 

@@ -27,9 +27,9 @@ from hydroslurm.checkpoint.checksummed_file import (
     read_checked,
     write_whole,
 )
+from hydroslurm.checkpoint.host_memory import bytes_of
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.tensor_bytes import bytes_of
 from hydroslurm.checkpoint.tensor_file import (
     frozen_part,
     index_name,

@@ -12,12 +12,11 @@ import torch
 
 from hydroslurm.checkpoint.blocks import BlockReader, Range, Source
 from hydroslurm.checkpoint.checksummed_file import require_size
+from hydroslurm.checkpoint.host_memory import bytes_of
 from hydroslurm.checkpoint.manifest import FileEntry
-from hydroslurm.checkpoint.planner import box_of
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.tensor_bytes import bytes_of
 from hydroslurm.checkpoint.tensor_file import Chunk, PartIndex
-from hydroslurm.checkpoint.write_plan import SharedTensor
+from hydroslurm.checkpoint.write_plan import SharedTensor, box_of
 from hydroslurm.errors import CheckpointCorrupt
 
 Later: TypeAlias = "list[Callable[[], object]]"

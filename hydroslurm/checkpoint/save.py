@@ -34,7 +34,6 @@ from hydroslurm.checkpoint import commit, folders, manifest
 from hydroslurm.checkpoint.catalog import Checkpoint, as_told, read_manifest
 from hydroslurm.checkpoint.frozen import with_fingerprint
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest
-from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.save_round import (
     KEPT,
     SaveRound,
@@ -45,7 +44,7 @@ from hydroslurm.checkpoint.save_round import (
     why,
 )
 from hydroslurm.checkpoint.store import CheckpointStore
-from hydroslurm.checkpoint.write_plan import State, WritePlan
+from hydroslurm.checkpoint.write_plan import State, WritePlan, divide
 from hydroslurm.checkpoint.writer import manifest_of, write_part
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import AgreementFailed, CheckpointError, RanksError, SaveFailed, StaleAttempt

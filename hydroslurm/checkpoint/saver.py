@@ -30,13 +30,12 @@ from hydroslurm.checkpoint.outcome import (
     as_checkpoint_error,
     report,
 )
-from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.retention import check_counts
 from hydroslurm.checkpoint.save import SaveRequest, round_of, write_checkpoint
 from hydroslurm.checkpoint.save_round import SaveSkipped
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
-from hydroslurm.checkpoint.write_plan import WritePlan
+from hydroslurm.checkpoint.write_plan import WritePlan, divide
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.memory import Room, room
 from hydroslurm.errors import (

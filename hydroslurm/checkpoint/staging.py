@@ -15,11 +15,9 @@ from dataclasses import replace
 
 import torch
 
-from hydroslurm.checkpoint.pages import map_pages, populate
-from hydroslurm.checkpoint.planner import size_bytes
-from hydroslurm.checkpoint.tensor_bytes import bytes_of
+from hydroslurm.checkpoint.host_memory import bytes_of, map_pages, populate
 from hydroslurm.checkpoint.tensor_file import Piece
-from hydroslurm.checkpoint.write_plan import WritePlan
+from hydroslurm.checkpoint.write_plan import WritePlan, size_bytes
 from hydroslurm.core.memory import Room, room
 from hydroslurm.core.threads import thread
 

@@ -1,7 +1,18 @@
-"""What one rank writes of a state. Pure; ``planner`` makes it."""
+"""What each rank writes of a state. Pure: the ranks do not communicate.
+
+    a tensor of ``own``               its rank
+    a plain tensor of ``shared``      one rank: large ones are distributed by size, small: rank 0
+    a DTensor of ``shared``           each rank its shard; of replicas, the first one
+
+What is frozen has a file of its own, which later checkpoints link.
+
+Every rank computes this from keys, shapes and types, which are the same everywhere; the ranks
+compare its ``digest`` to be sure.
+"""
 
 from __future__ import annotations
 
+import heapq
 import math
 import zlib
 from collections.abc import Collection, Iterable, Mapping
@@ -11,9 +22,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hydroslurm.checkpoint.tensor_file import Laid, Piece, is_frozen_part, lay_out
-from hydroslurm.checkpoint.tree import JsonValue
+from hydroslurm.checkpoint.tensor_file import (
+    Laid,
+    Piece,
+    dtype_name,
+    frozen_part,
+    is_frozen_part,
+    lay_out,
+)
+from hydroslurm.checkpoint.tree import JsonValue, encode, is_dtensor
 from hydroslurm.core.decoding import Count
+from hydroslurm.errors import UnsavableState, UsageError
+
+LEAST_DIVIDED_BYTES = 64 * 1024
+"""A plain tensor of at least this size is taken to be a replica, bit for bit the same on all ranks,
+like parameters and optimizer states under DDP. Smaller ones are rank 0's: the BatchNorm statistics
+of DDP ranks differ, and rank 0's are the ones that torch.save would have kept."""
 
 TALLY_MODULUS = 2**61 - 1
 """A prime, so that a number of values times its weight is never nothing."""
@@ -115,6 +139,150 @@ class WritePlan:
     def whole_tally(self) -> int:
         """Of all values of the shared tensors."""
         return tally_of((key, math.prod(one.shape)) for key, one in self.shared_tensors.items())
+
+
+def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
+    """What this rank writes of a state.
+
+    Raises:
+        UnsavableState: the state holds what cannot be saved.
+        UsageError: an invalid name.
+    """
+    for name in (*state.shared, *state.own):
+        if not isinstance(name, str) or not name or name.startswith("$"):
+            raise UsageError(f"a state's name must be a word that does not begin with $: {name!r}")
+    own_tree, own = encode(dict(state.own), prefix=f"rank-{rank:05d}")
+    shared_tree, shared = encode(dict(state.shared), prefix="shared")
+    assert isinstance(own_tree, dict)
+    assert isinstance(shared_tree, dict)
+    frozen = frozenset(state.frozen)
+    writers = _writers(shared, frozen, world_size)
+    pieces: dict[bool, list[Piece]] = {False: [], True: []}  # whether it is frozen
+    tensors: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    shared_tensors, frozen_bytes = dict[str, SharedTensor](), 0
+    for key, one in shared.items():
+        part: tuple[tuple[int, ...], torch.Tensor] | None
+        if is_dtensor(one):
+            writer, part = None, _part_of_dtensor(key, one)
+            is_frozen = _is_frozen(one.to_local(), frozen)  # type: ignore[attr-defined]
+        else:
+            writer = writers[key]
+            is_frozen = is_frozen_part(writer)
+            is_mine = writer in (rank, frozen_part(rank))
+            part = ((0,) * one.dim(), one) if is_mine else None
+        shape = tuple(one.shape)
+        shared_tensors[key] = SharedTensor(shape, dtype_name(one.dtype), writer)
+        frozen_bytes += size_bytes(one) if is_frozen else 0
+        if part is not None:
+            offsets, tensor = part
+            pieces[is_frozen].append(_piece(key, shape, offsets, tensor))
+            tensors[is_frozen].append(tensor)
+    return WritePlan(
+        rank=rank,
+        pieces=(*pieces[False], *(_piece_of_own(key, one) for key, one in own.items())),
+        tensors=(*tensors[False], *own.values()),
+        frozen_pieces=tuple(pieces[True]),
+        frozen=tuple(tensors[True]),
+        shared=shared_tree,
+        own=own_tree,
+        shared_tensors=shared_tensors,
+        whole_bytes=sum(map(size_bytes, shared.values()))
+        + world_size * sum(map(size_bytes, own.values())),
+        frozen_bytes=frozen_bytes,
+    )
+
+
+def _writers(
+    shared: Mapping[str, torch.Tensor], frozen: Collection[int], world_size: int
+) -> dict[str, int]:
+    """Key of a plain tensor -> its writer. What is frozen is distributed apart: most saves do not
+    write it."""
+    sizes_bytes = {key: one.nbytes for key, one in shared.items() if not is_dtensor(one)}
+    still = {key for key in sizes_bytes if _is_frozen(shared[key], frozen)} if frozen else set()
+    trained = {key: size for key, size in sizes_bytes.items() if key not in still}
+    found = owners(trained, world_size)
+    of_still = owners({key: sizes_bytes[key] for key in sizes_bytes if key in still}, world_size)
+    return found | {key: frozen_part(rank) for key, rank in of_still.items()}
+
+
+def _is_frozen(tensor: torch.Tensor, frozen: Collection[int]) -> bool:
+    """Small ones are not worth it, and without memory there is no address."""
+    return bool(frozen) and tensor.nbytes >= LEAST_DIVIDED_BYTES and tensor.data_ptr() in frozen
+
+
+def owners(sizes_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Key -> the rank that writes this plain tensor: the largest first, each to the rank that has
+    the least so far."""
+    if world_size == 1:
+        return dict.fromkeys(sizes_bytes, 0)
+    small = [key for key, size_bytes in sizes_bytes.items() if size_bytes < LEAST_DIVIDED_BYTES]
+    found = dict.fromkeys(small, 0)
+    loads = [(0, rank) for rank in range(1, world_size)]
+    loads.insert(0, (sum(sizes_bytes[key] for key in small), 0))
+    heapq.heapify(loads)
+    large = [key for key in sizes_bytes if key not in found]
+    for key in sorted(large, key=lambda key: (-sizes_bytes[key], key)):
+        load_bytes, rank = loads[0]
+        found[key] = rank
+        heapq.heapreplace(loads, (load_bytes + sizes_bytes[key], rank))
+    return found
+
+
+def _piece(
+    key: str, shape: tuple[int, ...], offsets: tuple[int, ...], tensor: torch.Tensor
+) -> Piece:
+    sizes = tuple(tensor.shape)
+    return Piece(key, shape, offsets, sizes, tensor.stride(), tensor.dtype, tensor.is_cuda)
+
+
+def _piece_of_own(key: str, tensor: torch.Tensor) -> Piece:
+    if is_dtensor(tensor):
+        raise UnsavableState(
+            f"{key} is a DTensor in what is one rank's own; tensors that the ranks share belong to "
+            "the state that they have in common: register the object that holds it"
+        )
+    return _piece(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+
+def _part_of_dtensor(key: str, tensor: Any) -> tuple[tuple[int, ...], torch.Tensor] | None:
+    """The part that this rank writes, if any, and where it begins."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UnsavableState(
+            f"{key} is a DTensor with the placements {tensor.placements}: its values are sums that "
+            "nobody has computed yet. Call redistribute() or full_tensor() before it is saved"
+        )
+    place = tensor.device_mesh.get_coordinate()
+    if place is None:
+        return None
+    replicas = [
+        where
+        for where, placement in zip(place, tensor.placements, strict=True)
+        if placement.is_replicate() or tensor.numel() == 0
+    ]
+    local = tensor.to_local().detach()
+    if any(replicas) or (local.numel() == 0 and tensor.numel() != 0):
+        return None
+    if tensor.numel() == 0:  # its shards are all alike: one stands for the whole
+        return (0,) * tensor.dim(), local.new_empty(tensor.shape)
+    offsets, sizes = box_of(tensor)
+    assert sizes == tuple(local.shape), f"{key}: {sizes}, {local.shape}"
+    return offsets, local
+
+
+def box_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where the part of a DTensor that this rank holds begins in the whole, and its sizes."""
+    # imported here: it takes 0.2 s, and a training without DTensors never needs it
+    from torch.distributed.checkpoint.planner_helpers import _create_write_items
+
+    (item,) = _create_write_items("", tensor)
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def size_bytes(tensor: torch.Tensor) -> int:
+    """Of the values of a tensor; of a DTensor, of the whole."""
+    return tensor.numel() * tensor.element_size()
 
 
 def tally_of(values: Iterable[tuple[str, int]]) -> int:

@@ -22,10 +22,10 @@ from typing import Any
 from hydroslurm.checkpoint import frozen
 from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, ChecksummedFile, write_whole
 from hydroslurm.checkpoint.frozen import FrozenFiles
+from hydroslurm.checkpoint.host_memory import packed
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest
 from hydroslurm.checkpoint.save_round import parsed
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.tensor_bytes import packed
 from hydroslurm.checkpoint.tensor_file import (
     SHARED_JSON,
     frozen_part,

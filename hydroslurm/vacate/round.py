@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from hydroslurm.errors import RanksError, VacateError
 from hydroslurm.vacate.cuda_checkpoint import CudaCheckpoint, DeviceState
@@ -26,21 +26,11 @@ _RUNNING = DeviceState.RUNNING
 UNLOCK_TRIES = 3
 
 
-class Agree(Protocol):
-    """As :meth:`hydroslurm.coordination.client.CoordinatorClient.agree`."""
-
-    def __call__(
-        self, topic: str, value: Any, *, timeout_s: float | None, cancel: threading.Event | None
-    ) -> Mapping[int, Any]: ...
+Agree: TypeAlias = "Callable[..., Mapping[int, Any]]"
+"""As :meth:`hydroslurm.coordination.client.CoordinatorClient.agree`."""
 
 
-def alone(
-    topic: str,  # noqa: ARG001 - as CoordinatorClient.agree
-    value: Any,
-    *,
-    timeout_s: float | None,  # noqa: ARG001
-    cancel: threading.Event | None,  # noqa: ARG001
-) -> Mapping[int, Any]:
+def alone(topic: str, value: Any, **_: Any) -> Mapping[int, Any]:  # noqa: ARG001
     """The agreement of a rank that has no others."""
     return {0: value}
 

@@ -322,9 +322,9 @@ def run(result: Result, folder: Path) -> None:
 
 def _staging_on_device(result: Result) -> None:
     """The copy of a save is in pinned memory, and later changes on the device do not reach it."""
-    from hydroslurm.checkpoint.planner import divide
     from hydroslurm.checkpoint.staging import Staging
     from hydroslurm.checkpoint.store import State
+    from hydroslurm.checkpoint.write_plan import divide
 
     wide = torch.randn(2**20, device=DEVICE)
     plan = divide(State(shared={"x": wide}, own={}), rank=0, world_size=1)
@@ -638,9 +638,9 @@ def frozen(result: Result, folder: Path) -> None:
     """The fingerprint of weights that are not trained: its speed, that it sees one value, and that
     the third checkpoint links the first one's files."""
     from hydroslurm.checkpoint.frozen import fingerprint
-    from hydroslurm.checkpoint.planner import divide
     from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
     from hydroslurm.checkpoint.store import CheckpointStore, State
+    from hydroslurm.checkpoint.write_plan import divide
 
     size_bytes = 2**24 if DRY else 4 * GIB
     base = {f"w{n}": torch.randn(size_bytes // 64, device=DEVICE).bfloat16() for n in range(32)}

@@ -31,10 +31,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hydroslurm.checkpoint import planner
-from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tree import like_of
+from hydroslurm.checkpoint.write_plan import divide
 
 SAVERS = 4
 planner.LEAST_DIVIDED_BYTES = 32  # the weights are small here

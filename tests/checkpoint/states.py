@@ -16,12 +16,11 @@ import torch
 from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.checksummed_file import BlockSums
 from hydroslurm.checkpoint.newest import newest_good
-from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tree import decode
-from hydroslurm.checkpoint.write_plan import WritePlan
+from hydroslurm.checkpoint.write_plan import WritePlan, divide
 
 
 def state_of(step: int, *, width: int = 48, base: bool = False) -> State:

@@ -17,9 +17,9 @@ from checkpoint.states import newest_in, same
 
 from hydroslurm.checkpoint.frozen import fingerprint, mixed
 from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
-from hydroslurm.checkpoint.planner import divide
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+from hydroslurm.checkpoint.write_plan import divide
 from hydroslurm.core.memory import Room
 from hydroslurm.errors import SaveFailed
 

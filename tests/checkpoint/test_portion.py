@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydroslurm.checkpoint.planner import LEAST_DIVIDED_BYTES, divide, owners
 from hydroslurm.checkpoint.store import State
 from hydroslurm.checkpoint.tree import like_of, tensor_keys
+from hydroslurm.checkpoint.write_plan import LEAST_DIVIDED_BYTES, divide, owners
 
 SIZES = st.dictionaries(st.text(max_size=3), st.integers(0, 4 * LEAST_DIVIDED_BYTES))
 

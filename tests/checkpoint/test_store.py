@@ -22,10 +22,10 @@ from checkpoint.states import copy_of, holds, newest_in, same, state_of, write
 
 from hydroslurm.checkpoint import folders, layout
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES
+from hydroslurm.checkpoint.host_memory import packed
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore, State
-from hydroslurm.checkpoint.tensor_bytes import packed
 from hydroslurm.errors import (
     CheckpointCorrupt,
     CheckpointMissing,

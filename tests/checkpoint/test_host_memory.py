@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hydroslurm.checkpoint import pages
-from hydroslurm.checkpoint.pages import map_pages, populate
+from hydroslurm.checkpoint import host_memory
+from hydroslurm.checkpoint.host_memory import map_pages, populate
 
 MIB = 1 << 20
 
@@ -31,7 +31,7 @@ def test_what_cannot_be_populated_is_left_to_who_writes_it(monkeypatch: pytest.M
     """It is said that there are no pages: of little memory, by a kernel that does not know how."""
     memory = memoryview(map_pages(MIB))
     assert not populate(memory[:100])
-    monkeypatch.setattr(pages, "_MADV_POPULATE_WRITE", 12345)
+    monkeypatch.setattr(host_memory, "_MADV_POPULATE_WRITE", 12345)
     assert not populate(memory)
     assert _resident_bytes(memory) == 0
 
