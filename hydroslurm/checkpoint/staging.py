@@ -124,12 +124,11 @@ class Staging:
         return tuple(torch.empty_like(one, device="cpu").copy_(one) for one in tensors)
 
     def _make_copies(self, plan: WritePlan) -> tuple[torch.Tensor, ...]:
-        sizes = _sizes(plan)
-        self._pageable.rewind(sizes[False])
-        self._pinned.rewind(sizes[True])
-        copies = tuple(
-            (self._pinned if one.is_cuda else self._pageable).like(one) for one in plan.tensors
-        )
+        memory = {
+            on_cuda: iter(arena.hand_out([one for one in plan.tensors if one.is_cuda is on_cuda]))
+            for on_cuda, arena in ((False, self._pageable), (True, self._pinned))
+        }
+        copies = tuple(next(memory[one.is_cuda]) for one in plan.tensors)
         self._pieces, self._copies = plan.pieces, copies
         return copies
 
@@ -175,22 +174,15 @@ def _sizes(plan: WritePlan) -> dict[bool, int]:
 
 
 class _Arena:
-    """Pieces of memory, handed out from the beginning again after every ``rewind``."""
+    """Pieces of memory, which are kept and handed out again."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
         self._pieces: list[torch.Tensor] = []
-        self._used: list[int] = []
-        self._expected_bytes = 0
 
     @property
     def capacity_bytes(self) -> int:
         return sum(map(len, self._pieces))
-
-    def rewind(self, expected_bytes: int) -> None:
-        """Begin again; so many bytes will be asked for, plus alignment."""
-        self._used = [0] * len(self._pieces)
-        self._expected_bytes = expected_bytes
 
     def lacks(self, expected_bytes: int) -> int:
         """How much more must be allocated for so many bytes."""
@@ -198,17 +190,31 @@ class _Arena:
             return 0
         return _with_slack(expected_bytes) - self.capacity_bytes
 
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Uninitialised memory of the tensor's dtype and shape, dense, in its order of dimensions:
-        if the tensor is dense, copying is one memcpy."""
-        wanted_bytes = size_bytes(tensor)
-        if wanted_bytes == 0:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        piece, start = self._take(wanted_bytes)
-        strides = torch.empty_like(tensor, device="meta").stride()
-        return torch.empty(0, dtype=tensor.dtype).set_(
-            piece.untyped_storage(), start // tensor.itemsize, tensor.shape, strides
-        )
+    def hand_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Uninitialised memory of each tensor's dtype and shape, dense, in its order of dimensions:
+        if the tensor is dense, copying is one memcpy. What was handed out before is void."""
+        left_bytes = _with_slack(sum(map(size_bytes, tensors)))
+        used, found = [0] * len(self._pieces), []
+        for tensor in tensors:
+            wanted_bytes = size_bytes(tensor)
+            if wanted_bytes == 0:
+                found.append(torch.empty(tensor.shape, dtype=tensor.dtype))
+                continue
+            rooms = (
+                n for n, piece in enumerate(self._pieces) if used[n] + wanted_bytes <= len(piece)
+            )
+            number = next(rooms, len(used))
+            if number == len(used):
+                self._pieces.append(self._new(max(wanted_bytes, min(CHUNK_BYTES, left_bytes))))
+                used.append(0)
+            storage, start = self._pieces[number].untyped_storage(), used[number]
+            strides = torch.empty_like(tensor, device="meta").stride()
+            copy = torch.empty(0, dtype=tensor.dtype)
+            found.append(copy.set_(storage, start // tensor.itemsize, tensor.shape, strides))
+            # aligned for every dtype, and on a cache line of its own
+            used[number] = start + -(-wanted_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            left_bytes -= wanted_bytes
+        return found
 
     def touch(self) -> None:
         """Make the kernel back the memory with real pages; overwrites the contents."""
@@ -218,23 +224,7 @@ class _Arena:
                 if not populate(bytes_of(part)):
                     part[:: mmap.PAGESIZE].zero_()
 
-    def _take(self, wanted_bytes: int) -> tuple[torch.Tensor, int]:
-        """A piece, and where in it so much room begins."""
-        for index, piece in enumerate(self._pieces):
-            start = self._used[index]
-            if start + wanted_bytes <= len(piece):
-                break
-        else:
-            index, start, piece = len(self._pieces), 0, self._new(wanted_bytes)
-            self._pieces.append(piece)
-            self._used.append(0)
-        # aligned for every dtype, and on a cache line of its own
-        self._used[index] = start + -(-wanted_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        self._expected_bytes -= wanted_bytes
-        return piece, start
-
     def _new(self, wanted_bytes: int) -> torch.Tensor:
-        wanted_bytes = max(wanted_bytes, min(CHUNK_BYTES, _with_slack(self._expected_bytes)))
         if self._pinned:
             return torch.empty(wanted_bytes, dtype=torch.uint8, pin_memory=True)
         return torch.frombuffer(map_pages(wanted_bytes), dtype=torch.uint8)
