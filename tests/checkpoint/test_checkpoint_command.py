@@ -37,6 +37,12 @@ def run_dir(tmp_path: Path) -> RunDir:
     return run
 
 
+def without_age(line: str) -> list[str]:
+    """The words of a row; its age, the fourth, grows meanwhile."""
+    words = line.split()
+    return [*words[:3], *words[5:]]
+
+
 def call(*arguments: object, status: int = 0) -> str:
     done = CliRunner().invoke(checkpoint_app, [str(argument) for argument in arguments])
     assert done.exit_code == status, done.output
@@ -46,7 +52,8 @@ def call(*arguments: object, status: int = 0) -> str:
 def test_ls(run_dir: RunDir) -> None:
     """Each checkpoint has a line with what it is; a run folder and its checkpoints are the same."""
     table = call("ls", run_dir.root).splitlines()
-    assert table == call("ls", run_dir.checkpoints).splitlines()
+    same = call("ls", run_dir.checkpoints).splitlines()
+    assert [without_age(line) for line in table[1:]] == [without_age(line) for line in same[1:]]
     assert table[0].split()[:3] == ["step", "epoch", "kind"]
     assert table[1].split()[:3] == ["1", "1", "stop"]
     assert [line.rsplit("  ", 1)[1].strip() for line in table[1:]] == [
