@@ -125,8 +125,10 @@ class FrozenFiles:
             OSError: a call failed. CheckpointCorrupt: one is not what was written. SaveAbandoned:
                 ``cancel`` was set.
         """
-        newest = [one for one in self._noted[:1] if one.fingerprint == plan.fingerprint]
-        for source in (*self._apart(plan), *(newest if plan.frozen is None else ())):
+        sources = list(self._apart(plan))
+        if plan.frozen is None:
+            sources += [one for one in self._noted[:1] if one.fingerprint == plan.fingerprint]
+        for source in sources:
             try:
                 for name, entry in source.files.items():
                     if self._link(source, folder, name):

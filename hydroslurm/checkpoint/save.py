@@ -204,7 +204,6 @@ class _Save:
         if self.rank == 0:
             try:
                 folder = self._choose(header).folder
-                self.storage.fsync_dir(self.directory)
                 answer = _Opened(layout, folder.name, header.to_json())
             except Exception as error:
                 problem = error

@@ -30,14 +30,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hydroslurm.checkpoint import planner
+from hydroslurm.checkpoint import write_plan
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.checkpoint.tree import like_of
 from hydroslurm.checkpoint.write_plan import divide
 
 SAVERS = 4
-planner.LEAST_DIVIDED_BYTES = 32  # the weights are small here
+write_plan.LEAST_DIVIDED_BYTES = 32  # the weights are small here
 
 
 class Net(nn.Module):

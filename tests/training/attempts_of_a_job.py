@@ -33,7 +33,9 @@ import torch
 from forkedranks import serve_scripts
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydroslurm.checkpoint.catalog import EPOCH
+from hydroslurm.checkpoint import saver
+from hydroslurm.checkpoint.catalog import EPOCH, Checkpoint
+from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.jobrunner import JobRunner
@@ -58,7 +60,7 @@ class Story:
         if self.options.get("fail") == place:
             raise ArithmeticError(f"failing at {place}")
         if self.options.get("lose_epochs") == place:
-            CheckpointStore.write = _without_epochs  # type: ignore[method-assign]
+            saver.write_checkpoint = _without_epochs
         if self.options.get("hold") == place:
             print("at", place, flush=True)
             while not job.run.stop_requested:
@@ -71,13 +73,12 @@ class Story:
         self.losses = list(state["losses"])
 
 
-_write = CheckpointStore.write
-
-
-def _without_epochs(store: CheckpointStore, state: Any, *, kind: str, **options: Any) -> Any:
-    if kind == EPOCH:
+def _without_epochs(
+    store: CheckpointStore, state: Any, request: SaveRequest, **options: Any
+) -> Checkpoint:
+    if request.kind == EPOCH:
         raise SaveFailed("no room for epochs")
-    return _write(store, state, kind=kind, **options)
+    return write_checkpoint(store, state, request, **options)
 
 
 def define(options: dict[str, Any], story: Story) -> Job:
