@@ -185,7 +185,8 @@ class Saver:
         """Save, and return once it is committed. A save under way is waited for first.
 
         Args:
-            again: False if the newest checkpoint will do where it is of this step and kind.
+            again: False if the newest checkpoint of this store will do where it is of this step and
+                kind.
 
         Raises:
             UnsavableState: the state holds what cannot be saved.
@@ -194,7 +195,8 @@ class Saver:
         request = self._next_request(step, kind, epoch, meta)
         self.wait()
         newest = None if self._newest is None else self._newest[1]
-        if not again and newest is not None and (newest.step, newest.kind) == (step, kind):
+        at = None if newest is None else (newest.path.parent, newest.step, newest.kind)
+        if not again and at == (self._store.directory, step, kind):
             return Saved(step, True, newest, 0, f"step {step} is committed already")
         try:
             plan, request = self._planned(state, request)
