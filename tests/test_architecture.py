@@ -33,13 +33,7 @@ MAY_IMPORT = {
     "data": BASE | {"checkpoint.census", "checkpoint.rng", "checkpoint.tree"},
     "parallel": COORDINATION,
     "elastic": ELASTIC
-    | {
-        "checkpoint.rng",
-        "checkpoint.tree",
-        "data.position",
-        "data.sampler",
-        "runtime.child_signals",
-    },
+    | {"checkpoint.tree", "data.position", "data.sampler", "runtime.child_signals"},
     "training": TRAINING,
     "compat": TRAINING | {"training", "integrations"},
     "integrations": TRAINING | {"training", "numa", "parallel"},
