@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -190,10 +191,12 @@ def captured(
 
 
 def free_port() -> int:
-    """Nobody listens at it now."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """Nobody listens at it, and it is below those that the kernel gives to outgoing connections."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 30_000)
+        with socket.socket() as taken, contextlib.suppress(OSError):
+            taken.bind(("127.0.0.1", port))
+            return port
 
 
 def stat_of(pid: int) -> list[str]:

@@ -17,7 +17,6 @@ import os
 import random
 import runpy
 import signal
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -26,6 +25,7 @@ from typing import Any
 
 import stops as places
 import torch
+from processes import free_port
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.prove import recorder
@@ -79,9 +79,7 @@ def attempts(
 
 def torchrun(world: int, run_id: str) -> list[dict[str, str]]:
     """What torchrun sets for each rank of a node."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = str(one.getsockname()[1])
+    port = str(free_port())
     return [
         {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0",
