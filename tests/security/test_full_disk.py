@@ -92,7 +92,7 @@ def test_a_pause_is_answered_on_a_full_disk(small_disk: Path, tmp_path: Path) ->
             for number in range(1, 16):
                 parked = client.pause(trainer.pid)
                 assert parked.done
-                assert parked.latency_us is not None
+                assert "parked after" in parked.message
                 wait_until(lambda: _pause(run) == ("parked", number), "its status")  # noqa: B023
                 assert client.resume(trainer.pid).done
         assert client.pause(trainer.pid).done
