@@ -20,7 +20,7 @@ from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.cluster import end_cluster
 from hydroslurm.devcluster.layout import Layout, make_link, remove_link
 from hydroslurm.devcluster.processes import ProcessId
-from hydroslurm.devcluster.running import Running
+from hydroslurm.devcluster.running import Running, to_json
 from hydroslurm.errors import NsysMissing, RunFolderError, TargetError, UntrustedFile
 from hydroslurm.report.nsys import export
 from hydroslurm.runtime import client
@@ -49,15 +49,13 @@ def _plant_cluster(stranger: Stranger, folder: Path, victim: int, link: str = "/
     """What a dev cluster's folder looks like, with a process of the victim's as its supervisor."""
     process = ProcessId.of(victim)
     assert process is not None
-    row = {
-        "version": 1,
-        "spec": ClusterSpec(directory=folder).to_dict(),
-        "up": True,
-        "temporary": True,
-        "link": link,
-        "supervisor": vars(process),
-        "daemons": {},
-    }
+    running = Running(
+        spec=ClusterSpec(directory=folder),
+        up=True,
+        temporary=True,
+        link=Path(link),
+        supervisor=process,
+    )
     code = """
         import os, sys
         os.umask(0)
@@ -69,7 +67,7 @@ def _plant_cluster(stranger: Stranger, folder: Path, victim: int, link: str = "/
         ):
             open(os.path.join(sys.argv[1], name), "w").write(text)
         """
-    stranger.python(code, str(folder), json.dumps(row))
+    stranger.python(code, str(folder), to_json(running))
 
 
 def test_a_planted_cluster_is_not_started_used_or_ended(
