@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 STATE, PARENT, START_TICKS = 0, 1, 19
@@ -17,6 +18,22 @@ def stat_of(pid: int | str) -> list[str]:
     """
     text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     return text.rpartition(")")[2].split()
+
+
+def environ_of(pid: int | str) -> dict[str, str]:
+    """What the program of a process was started with; empty for one that has emptied it.
+
+    Raises:
+        OSError: there is no such process, or it is another user's.
+    """
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    pairs = (os.fsdecode(variable).partition("=") for variable in variables)
+    return {name: value for name, equals, value in pairs if equals}
+
+
+def pids() -> list[int]:
+    """All processes that there are, of all users."""
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]  # noqa: PTH208 - faster
 
 
 def status_of(pid: int | str) -> dict[str, str]:

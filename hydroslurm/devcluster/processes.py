@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.core.proc import PARENT, START_TICKS, STATE, stat_of
+from hydroslurm.core.proc import PARENT, START_TICKS, STATE, environ_of, pids, stat_of
 from hydroslurm.devcluster.layout import Layout
 from hydroslurm.errors import ClusterError
 
@@ -66,7 +66,7 @@ def die_with_parent() -> None:
 def descendants(pid: int) -> list[int]:
     """Every process below ``pid``, zombies left out."""
     children: dict[int, list[int]] = {}
-    for other in _all_pids():
+    for other in pids():
         stat = _stat(other)
         if stat is not None:
             children.setdefault(int(stat[PARENT]), []).append(other)
@@ -81,7 +81,7 @@ def descendants(pid: int) -> list[int]:
 
 def find(matches: Callable[[int], bool]) -> list[int]:
     """Every process but this one that matches."""
-    return [pid for pid in _all_pids() if pid != os.getpid() and matches(pid)]
+    return [pid for pid in pids() if pid != os.getpid() and matches(pid)]
 
 
 def holds_file_below(pid: int, folder: Path) -> bool:
@@ -115,10 +115,6 @@ def command_name(pid: int) -> str:
         return ""
 
 
-def _all_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]  # noqa: PTH208 - faster
-
-
 def _stat(pid: int) -> list[str] | None:
     """None when it is gone, or only a zombie."""
     try:
@@ -131,11 +127,9 @@ def _stat(pid: int) -> list[str] | None:
 def environment(pid: int) -> dict[str, str]:
     """What a process of this user was started with; empty when it is gone or has emptied it."""
     try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()
+        return environ_of(pid)
     except OSError:
         return {}
-    pairs = (item.partition("=") for item in raw.decode(errors="replace").split("\0") if item)
-    return {name: value for name, _, value in pairs}
 
 
 def _prctl(option: int, value: int) -> None:

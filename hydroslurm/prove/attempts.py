@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from hydroslurm.core import rundir
 from hydroslurm.core.files import clean, read_end, write_atomically
+from hydroslurm.core.proc import environ_of, pids
 from hydroslurm.errors import ProofError, UsageError
 from hydroslurm.prove import updates
 from hydroslurm.prove.updates import LIMIT_FILE, PROVE_ENV, RESTART, Update
@@ -256,7 +257,7 @@ class LocalRun(ScriptRun):
 
     def _signal(self, signo: int) -> int:
         """How many processes there were to signal."""
-        found = _processes_with(f"{PROVE_ENV}={self.records}")
+        found = _processes_of(self.records)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signo)
@@ -410,13 +411,11 @@ def _directive(option: str) -> str:
     return option
 
 
-def _processes_with(variable: str) -> list[int]:
-    """Own processes whose environment at their start had this."""
+def _processes_of(records: Path) -> list[int]:
+    """Own processes that were started to write there."""
     found = []
-    wanted = variable.encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):  # it has just gone, or is somebody else's
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
+    for pid in pids():
+        with contextlib.suppress(OSError):  # it has just gone, or is somebody else's
+            if environ_of(pid).get(PROVE_ENV) == str(records):
+                found.append(pid)
     return found

@@ -7,13 +7,14 @@ A signal whose default action is to kill is never sent to a process that does no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from hydroslurm.core import registry
+from hydroslurm.core import proc, registry
 from hydroslurm.core.ack import (
     Answer,
     judge_pause,
@@ -22,7 +23,6 @@ from hydroslurm.core.ack import (
     wait_for_answers,
 )
 from hydroslurm.core.events import EventKind, read_events
-from hydroslurm.core.proc import status_of as process_status
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.status import NEVER, RankStatus, read_status, status_of
 from hydroslurm.errors import AckTimeout, TargetError, UsageError
@@ -143,11 +143,9 @@ def _entry(pid: int, environ: Mapping[str, str] | None) -> registry.Entry | None
     """What a process has announced, where we or its own environment would have it do so: a job's
     TMPDIR is not that of a shell."""
     ours = os.environ if environ is None else environ
-    try:
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        words = []
-    theirs = dict(os.fsdecode(word).partition("=")[::2] for word in words)
+    theirs: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        theirs = proc.environ_of(pid)
     bases = dict.fromkeys((registry.folder(ours), *registry.places(ours), *registry.places(theirs)))
     return next((entry for base in bases if (entry := registry.find(base, pid))), None)
 
@@ -199,7 +197,7 @@ def _listens(pid: int, signo: int) -> bool:
         TargetError: no such process.
     """
     try:
-        caught = int(process_status(pid)["SigCgt"], 16)
+        caught = int(proc.status_of(pid)["SigCgt"], 16)
     except OSError:
         raise TargetError(f"there is no process {pid}") from None
     return bool(caught >> (signo - 1) & 1)

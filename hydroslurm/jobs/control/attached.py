@@ -11,9 +11,9 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
+from hydroslurm.core.proc import START_TICKS, environ_of, pids, stat_of
 from hydroslurm.core.rundir import RUN_DIR_ENV, RUN_OF_ENV
 from hydroslurm.errors import LaunchError
 from hydroslurm.jobs.plan import read_plan
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     except (LaunchError, IndexError) as error:
         print(f"hydroslurm: {plan_file}: no plan for task {number}: {error!r}", file=sys.stderr)
         return 1
-    environ = environ_of(number, task.replica, job_id=os.environ["SLURM_JOB_ID"])
+    environ = environ_of_task(number, task.replica, job_id=os.environ["SLURM_JOB_ID"])
     if environ is None:
         print(
             f"hydroslurm: {task.replica} has no process here now; this one has the variables of "
@@ -59,12 +59,11 @@ def main(arguments: list[str]) -> int:
 
 def _beside_process(pid: int, command: list[str]) -> int:
     """Where a rank is, and with the environment that its program was started with."""
-    folder, environ = Path(f"/proc/{pid}"), {}
     try:
-        environ = _as_environ((folder / "environ").read_bytes().split(b"\0"))
+        environ = environ_of(pid)
         if environ.get("SLURM_JOB_ID") != os.environ["SLURM_JOB_ID"]:
             raise ProcessLookupError(f"process {pid} is another job's by now")
-        os.chdir(folder / "cwd")
+        os.chdir(f"/proc/{pid}/cwd")
     except OSError:
         message = "the rank has no process here now; this one has the variables of its own job step"
         print(f"hydroslurm: {message}", file=sys.stderr)
@@ -90,37 +89,17 @@ def _cannot(program: str, error: Exception) -> int:
     return 127 if isinstance(error, FileNotFoundError) else 126
 
 
-def environ_of(number: int, replica: str, *, job_id: str) -> dict[str, str] | None:
+def environ_of_task(number: int, replica: str, *, job_id: str) -> dict[str, str] | None:
     """The environment that the task's program was started with on this node; None where it does
     not run. Of the program and its children the oldest is the program."""
     wanted = {"SLURM_JOB_ID": job_id, "SLURM_PROCID": str(number), REPLICA_ENV: replica}
-    found = [
-        (started, environ)
-        for started, environ in _processes()
-        if all(environ.get(name) == value for name, value in wanted.items())
-    ]
+    found: list[tuple[int, dict[str, str]]] = []
+    for pid in pids():
+        with contextlib.suppress(OSError):
+            environ = environ_of(pid)
+            if all(environ.get(name) == value for name, value in wanted.items()):
+                found.append((int(stat_of(pid)[START_TICKS]), environ))
     return min(found, key=lambda one: one[0])[1] if found else None
-
-
-def _processes() -> Iterator[tuple[int, dict[str, str]]]:
-    """When each process was started, in clock ticks, and with which environment; those whose
-    environment may be read."""
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            stat = (folder / "stat").read_bytes()
-        except OSError:
-            continue
-        # proc(5): the name, in parentheses, may hold anything; starttime is field 22
-        started = int(stat.rpartition(b")")[2].split()[19])
-        yield started, _as_environ(variables)
-
-
-def _as_environ(variables: list[bytes]) -> dict[str, str]:
-    pairs = (os.fsdecode(one).partition("=") for one in variables if one)
-    return {name: value for name, equals, value in pairs if equals}
 
 
 if __name__ == "__main__":
