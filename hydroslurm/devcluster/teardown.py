@@ -51,17 +51,17 @@ def cancel_jobs(scancel: str, *, user: str, environ: Mapping[str, str]) -> None:
 def end_all(daemons: Sequence[Daemon], spec: ClusterSpec, *, limit_s: float = 15.0) -> None:
     """Kill all descendants of this process, a subreaper, and remove their cgroups.
 
-    With SIGKILL, daemons too: what they would save is about to be removed. Repeatedly, because a
-    process may fork after it was listed and before it is killed.
+    With SIGKILL, daemons too: what they would save is about to be removed. Until two looks in a row
+    find nobody: a process may fork while it is being listed, and be gone when its parent is asked.
     """
     deadline = time.monotonic() + limit_s
-    while below := [p for pid in descendants(os.getpid()) if (p := ProcessId.of(pid))]:
+    looks_without_any = 0
+    while looks_without_any < 2 and time.monotonic() < deadline:
+        below = [p for pid in descendants(os.getpid()) if (p := ProcessId.of(pid))]
+        looks_without_any = 0 if below else looks_without_any + 1
         cgroups.thaw(spec)
         end(below, limit_s=1.0)
         reap(daemons)
-        if time.monotonic() > deadline:
-            break
-    reap(daemons)
     cgroups.remove(spec)
 
 
