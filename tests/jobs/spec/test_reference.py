@@ -20,8 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCHEMA = schema()
 BEYOND_A_SCHEMA = {
     # hangs on another field
-    "23-uneven-nodes", "24-two-masters", "25-torchrun", "29-debug-type", "30-warning-too-long",
-    "35-variable-twice", "49-elastic", "52-elastic-lr",
+    "23-uneven-nodes", "24-two-masters", "25-torchrun", "49-elastic", "52-elastic-lr",
     "54-elastic-summation", "55-elastic-averaging", "57-elastic-restart",
     "58-elastic-restart-average", "59-elastic-in-place",
     # said by a list of ours, which may grow
