@@ -16,9 +16,10 @@ comes back to: the position, random numbers, and the copies of
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -28,19 +29,78 @@ from torch.optim.optimizer import (
 
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.plain import plain
+from hydroslurm.checkpoint.rng import for_new_rank
+from hydroslurm.checkpoint.store import State
 from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN, ExitForRequeue
+from hydroslurm.core.rundir import SUPERVISED_ENV, RunDir
 from hydroslurm.data.global_batches import share_batches
-from hydroslurm.elastic.roster import Depart
-from hydroslurm.errors import UsageError
-from hydroslurm.runtime.controller import StopRequest
-from hydroslurm.training.generations import Generations
+from hydroslurm.elastic.engine import InPlaceEngine, folder_of
+from hydroslurm.elastic.group import meeting
+from hydroslurm.elastic.learning_rate import ScaledLearningRate
+from hydroslurm.elastic.replica import PeerReplicas
+from hydroslurm.elastic.roster import Average, Depart, Directive, Finished, Form, Save
+from hydroslurm.elastic.sharded import sharded_modules
+from hydroslurm.elastic.transfer import hand_over
+from hydroslurm.errors import HydroslurmError, RanksError, UsageError
+from hydroslurm.gate.protocol import GateState
+from hydroslurm.gate.signals import SignalPlan
+from hydroslurm.runtime import install as installation
+from hydroslurm.runtime.controller import Controller, StopRequest
+from hydroslurm.training.reporting import notice, warning
+from hydroslurm.training.run import Run
+from hydroslurm.training.shard_steps import ShardSteps
+from hydroslurm.training.step_undo import StepUndo
 
 
-class ElasticRun(Generations):
-    """One rank of an elastic run; see :class:`Run`, which makes it for ``elastic=True``."""
+class ElasticRun(Run):
+    """One rank of an elastic run; see :class:`Run`, which makes it for ``elastic=True``.
+
+    At a change it meets the others of a new generation, gets the state or hands it over, saves for
+    all, or departs.
+    """
+
+    _is_elastic = True
 
     def __init__(self, **arguments: Any) -> None:
+        environ = arguments.get("environ") or os.environ
+        self._elastic_folder = folder_of(environ)
+        if sharded_modules([arguments.get("model")]):
+            raise UsageError(
+                "this model is sharded (fully_shard), and a Run that changes its size in place has "
+                "one rank save for all: say `elastic: {engine: restart}` in the job spec, which "
+                "saves and starts the ranks anew, or use hydroslurm.elastic.State, which shards "
+                "within a member, replicates over members, and saves nothing by itself"
+            )
+        self._engine = InPlaceEngine(environ, things=[arguments.get("model")], warn=warning)
+        self._member = self._engine.member
+        self._is_replaced = bool(environ.get(SUPERVISED_ENV))
+        if arguments.get("directory") is None:
+            arguments["directory"] = self._elastic_folder.run
+        self._generation_rank = -1
+        self._attempt_number = 0
+        self._is_done = False
+        self._kept_own: Mapping[str, Any] = {}
+        self._kept_at = (0, 0)  # step and epoch
+        self._step_began_s = 0.0
+        self._samples = 0
+        options = self._elastic_folder.options()
+        self._in_order = options.summation == "fixed_order"
+        self._shard_steps = ShardSteps(self._engine) if self._in_order else None
+        self._average_every = options.averaging_every
+        self._engine.sum.averages = bool(options.averaging_every)
+        self._save_is_asked = False
+        self._are_equal = True
         super().__init__(**arguments)
+        self._undo = StepUndo(self._objects, self._engine.sum)
+        self._engine.is_paused = lambda: self._controller.state is not GateState.RUNNING
+        needs_replicas = options.size.spares and not self._in_order
+        self._replicas = PeerReplicas(tell=notice) if needs_replicas else None
+        self._scaled = ScaledLearningRate(
+            options.lr,
+            full=self._engine.local_size * options.size.max,
+            warmup_steps=options.lr_warmup_steps,
+        )
         for thing in self._objects.by_name().values():
             if isinstance(thing, Optimizer):
                 self._scaled.watch(thing)
@@ -50,13 +110,46 @@ class ElasticRun(Generations):
             register_optimizer_step_post_hook(lambda *_: self._undo.after_optimizer()),
         ]
 
+    @property
+    def generation(self) -> int:
+        """How often the members of this run have changed, from 1."""
+        return self._member.generation
+
+    # --- the beginning and the end
+    # --------------------------------------------------------------------------------------------
+
+    def _install(self, environ: Mapping[str, str]) -> tuple[Controller, bool]:
+        """Signals and events are this rank's alone; it has a folder of its own for these. A suspend
+        is a leave: the others would wait for a rank that is parked."""
+        if installation.is_installed() and not installation.gives_way():
+            return installation.controller(), False
+        name = self._engine.name.replace("/", "_").replace(":", "_")
+        folder = self._elastic_folder.root / "members" / f"{name}-{self._engine.local_rank}"
+        RunDir(folder).claim()
+        signals = SignalPlan(suspend_stops=True)
+        made = installation.install(run_dir=folder, signals=signals, alone=True, environ=environ)
+        return made, True
+
+    def _begin(self, *, may_load: bool, seen: str) -> bool:
+        self._remember_script()
+        self._member.start()
+        directive = self._member.begin(stop=self._stop_seen)
+        self._may_load, self._seen = may_load, seen
+        self._obey(directive)
+        if self._is_done:
+            notice("this run has finished; nothing to do")
+            self.close()
+            self._engine.close()
+            raise ExitForRequeue.finished()
+        self._has_begun = True
+        return self._step > 0
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
         super().close()
-
-    # --- what differs at the beginning and the end
-    # --------------------------------------------------------------------------------------------
+        if not self._is_done:
+            self._engine.close()
 
     def finish(self) -> None:
         """Wait until all members have trained to the end; the first of them saves. The default
@@ -87,6 +180,195 @@ class ElasticRun(Generations):
             in_shards=self._in_order,
         )
         super()._use(loader)
+
+    # --- directives
+    # --------------------------------------------------------------------------------------------
+
+    def _obey(self, directive: Directive) -> None:
+        """Do what the coordinator says, until this rank trains again, or ends."""
+        while True:
+            if isinstance(directive, Form):
+                if self._meet(directive):
+                    return
+            elif isinstance(directive, Save):
+                self._save_for_all()
+                self._member.saved(directive)
+            elif isinstance(directive, Average):
+                # now, and not at the next multiple: a suspend leaves two seconds
+                self._average()
+                after = self._member.safe_point(self._step, stop=self._stop_seen)
+                if after is None:
+                    return
+                directive = after
+                continue
+            elif isinstance(directive, Finished):
+                self._is_done = True
+                return
+            else:
+                self._depart(directive)
+            directive = self._member.again(stop=self._stop_seen)
+
+    def _average(self) -> None:
+        """Make the weights equal. If a rank is gone, all find out at the next step, which is
+        dropped, and average when they meet again: this step is complete on each of them."""
+        try:
+            self._engine.average()
+            self._are_equal = True
+            if self._undo.is_kept:
+                self._undo.keep()
+        except (RuntimeError, ValueError) as error:
+            warning(f"step {self._step}: the weights are not averaged, for a rank is gone: {error}")
+
+    def _meet(self, form: Form) -> bool:
+        """Form a generation; whether it was formed."""
+        began_step = self._step
+        try:
+            self._form(form)
+        except RanksError as error:
+            self._engine.group.destroy()
+            warning(f"generation {form.generation} is not formed: {error}")
+            self._member.formed(form, ok=False, error=str(error))
+            return False
+        self._member.formed(form, ok=True, step=self._step)
+        self._moved, self._undo.is_kept = True, False
+        self._tell_generation(form, began_step)
+        return True
+
+    def _form(self, form: Form) -> None:
+        """Meet the others, get the state or give it, and have everything set upon the new ranks.
+
+        Raises:
+            RanksError: the others cannot be reached, or one has sent what cannot be used.
+        """
+        if self._replicas is not None:
+            self._replicas.settle(form)
+        self._engine.group.form(form)
+        self._generation_rank = form.rank
+        if form.fresh and form.rank == form.source and not self._has_begun:
+            super()._begin(may_load=self._may_load, seen=self._seen)
+            self._attempt_number = self._attempt.number or 0
+            self._kept_own = self._position()
+        if self._average_every and not form.fresh:
+            with meeting():
+                self._engine.average(without=form.needs, rank=form.rank)
+        self._share_state(form)
+        if self._replicas is not None:
+            with meeting():
+                self._replicas.begin(form, self._kept_own)
+        self._take_first(form)
+        self._engine.prepare(form)
+        self._are_equal = True
+        if self._shard_steps is not None:
+            self._shard_steps.begin_generation()
+        self._scaled.resize(form.world_size)
+        self._step_began_s = time.monotonic()
+
+    def _share_state(self, form: Form) -> None:
+        """Whoever needs the state has it from the rank that has it; the others go on with theirs,
+        as it was behind their last step."""
+        state = self._to_hand_over() if form.rank == form.source else None
+        with meeting():
+            got = hand_over(state, source=form.source, needs=form.needs, rank=form.rank)
+            former = self._replicas.hand_over(form) if self._replicas is not None else None
+        if got is not None:
+            self._take(got, form, former)
+        else:
+            self._cursor.load(self._kept_own)
+
+    def _tell_generation(self, form: Form, began_step: int) -> None:
+        self._attempt.record(
+            EventKind.GENERATION,
+            generation=form.generation,
+            of_rank=form.rank,
+            world_size=form.world_size,
+            cause=form.cause,
+            step=self._step,
+            pause_s=time.monotonic() - form.since_s,
+        )
+        if form.rank == 0:
+            steps = "" if self._step == began_step else f", {self._step} steps done"
+            notice(
+                f"generation {form.generation}: {form.members} members, {form.world_size} ranks"
+                f"{steps} ({form.cause})"
+            )
+
+    def _to_hand_over(self) -> Mapping[str, Any]:
+        return {
+            "shared": self._objects.states(),
+            "own": self._with_script(self._kept_own),
+            "attempt": self._attempt_number,
+            "learning_rate": self._scaled.state_dict(),
+        }
+
+    def _take(self, state: Mapping[str, Any], form: Form, former: Mapping[str, Any] | None) -> None:
+        """Become as the source is; random numbers are those of the former rank of this number, if
+        its state at this step was kept, else this rank's own."""
+        own = dict(state["own"])
+        if self._in_order:
+            pass  # outside of shards all ranks draw the same
+        elif former is not None and former["counters"] == own["counters"]:
+            own = {**former, "script": own.get("script", {})}
+        else:
+            own |= {"rng": for_new_rank(own["rng"], form.rank), "new_rank": form.rank}
+            if self._replicas is not None and not form.fresh:
+                notice(f"rank {form.rank} is new, and begins random numbers of its own")
+        self._attempt_number = int(state["attempt"])
+        if not form.fresh:
+            self._scaled.load_state_dict(dict(state["learning_rate"]))
+        source = f"the state of rank {form.source}"
+        self._apply(State(shared=dict(state["shared"]), own=own), source=source)
+        self._kept_own = own
+
+    def _take_first(self, form: Form) -> None:
+        """The first rank writes the run's folder from here on."""
+        if form.rank == 0 and self._attempt.number is None:
+            self._fence.hold(self._fence.claim())
+            self._store.revoke_others()
+            self._attempt.number = self._attempt_number
+            self._last_save_s = time.monotonic()
+
+    def _save_for_all(self) -> None:
+        """Too few members can go on: save before they go."""
+        try:
+            if not self._is_first:
+                self._fence.hold(self._fence.claim())
+                self._store.revoke_others()
+            self._cursor.load(self._kept_own)
+            self._saver.save(
+                State(shared=self._objects.states(), own=self._with_script(self._kept_own)),
+                step=self._step,
+                epoch=self._epoch,
+                kind="stop",
+                meta=self._made_of(),
+            )
+            warning(f"too few members can go on; step {self._step} is saved")
+        except HydroslurmError as error:
+            warning(f"too few members can go on, and step {self._step} could not be saved: {error}")
+
+    def _depart(self, depart: Depart) -> NoReturn:
+        """The others go on without this rank."""
+        self._engine.group.destroy()
+        reason = depart.reason or "asked to leave"
+        if depart.failed:
+            warning(f"this member ends behind step {self._step}: {reason}")
+            leaving = ExitForRequeue(FAILED)
+        elif self._controller.stop_request is not None:
+            leaving = self._stopping.leave_to_others(
+                f"this member leaves behind step {self._step}, which the others have",
+                is_replaced=self._is_replaced,
+            )
+        else:
+            notice(f"this member leaves behind step {self._step}: {reason}")
+            leaving = ExitForRequeue(RUN_AGAIN if depart.again else 0)
+        self._member.close()
+        raise leaving
+
+    def _stop_seen(self) -> bool:
+        return self._controller.stop_request is not None
+
+    @property
+    def _is_first(self) -> bool:
+        return self._generation_rank == 0
 
     # --- a fixed order of sums
     # --------------------------------------------------------------------------------------------
