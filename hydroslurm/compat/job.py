@@ -228,33 +228,16 @@ class Job:
     """What later versions of Caffe2 call it."""
 
     def compile(self, session: Any) -> Self:
-        """Compile every group with a session and fix the nodes; return the job itself. Plain pickle
-        can then pickle it with all its functions, closures included.
-
-        Args:
-            session: a class or an object with ``compile(group)``, which returns a group or another
-                callable; without that method the groups stay as they are.
+        """Fix the nodes; return the job itself. Plain pickle can then pickle it with all its
+        functions, closures included. They run in any session as they are.
 
         Raises:
-            UsageError: the job is running, or the result is not callable.
+            UsageError: the job is running.
         """
         self.check_open(f"compile({name_of(session)})")
-        compile_group = getattr(session, "compile", None)
-        for name in _GROUPS:
-            if compile_group is not None and (group := getattr(self, name)).tasks():
-                setattr(self, name, self._as_group(compile_group(group), group.name))
         self._nodes = self.nodes_to_checkpoint()
         self._is_compiled = True
         return self
-
-    def _as_group(self, compiled: Any, name: str) -> TaskGroup:
-        if isinstance(compiled, TaskGroup):
-            group = compiled
-        else:
-            group = TaskGroup(name)
-            Task(compiled, group=group)
-        group.job = self
-        return group
 
     # --- looking
     # --------------------------------------------------------------------------------------------
@@ -273,7 +256,8 @@ class Job:
     def nodes_to_checkpoint(self) -> tuple[str, ...]:
         """The nodes given to the constructor, else those of the init group's tasks. Names for a
         manager's ``init``: every rank saves its part regardless."""
-        return self.init_group.used_nodes() if self._nodes is None else self._nodes
+        used = dict.fromkeys(task.node for task in self.init_group.tasks())
+        return tuple(used) if self._nodes is None else self._nodes
 
     def signal_outputs(self) -> dict[str, TaskOutput]:
         """Index in the epoch group -> the output of that task, for those that are stop signals."""

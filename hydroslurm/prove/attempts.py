@@ -289,7 +289,6 @@ class JobRun(ScriptRun):
             "\n".join(
                 [
                     "#!/bin/sh",
-                    *(f"#SBATCH {_directive(option)}" for option in _joined(options + ours)),
                     *exports,
                     f"cd {shlex.quote(str(self._work))} || exit 1",
                     f"exec srun {shlex.join(self.script.command)}",
@@ -297,7 +296,7 @@ class JobRun(ScriptRun):
                 ]
             )
         )
-        done = sbatch(script)
+        done = sbatch(script, *options, *ours)
         job_id = submitted(done.stdout)
         if job_id is None:
             raise UsageError(f"sbatch refused the job: {clean(' '.join(done.stderr.split()))}")
@@ -392,23 +391,6 @@ def _fill(work: Path, links: Sequence[str]) -> None:
 def _write_limit(folder: Path, limit: int | None) -> None:
     text = "" if limit is None else str(limit)
     write_atomically(folder / LIMIT_FILE, text.encode())
-
-
-def _joined(options: Sequence[str]) -> list[str]:
-    """One line for each option and its value."""
-    lines: list[str] = []
-    for option in options:
-        if option.startswith("-") or not lines:
-            lines.append(shlex.quote(option))
-        else:
-            lines[-1] += f" {shlex.quote(option)}"
-    return lines
-
-
-def _directive(option: str) -> str:
-    if "\n" in option:
-        raise UsageError(f"--slurm: a line break within {clean(option)!r}")
-    return option
 
 
 def _processes_of(records: Path) -> list[int]:
