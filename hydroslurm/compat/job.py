@@ -42,6 +42,7 @@ import cloudpickle
 
 from hydroslurm.compat.tasks import Task, TaskGroup, TaskOutput, Within, function_of, jobs, name_of
 from hydroslurm.errors import UsageError
+from hydroslurm.training.objects import require_registrable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -163,13 +164,7 @@ class Job:
                 ``load_state_dict``.
         """
         self.check_open(f"save({name!r})")
-        if name in self._saved:
-            raise UsageError(f"{name!r} is already registered; give the second object its own name")
-        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise UsageError(
-                f"{name!r} is a {type(thing).__name__} without state_dict() and load_state_dict(); "
-                "only objects that have both can be saved. Wrap it in one that does"
-            )
+        require_registrable(name, thing, taken=self._saved)
         self._saved[name] = thing
         return thing
 

@@ -141,16 +141,13 @@ class Trial:
         self._call = call
         self._of_own = functools.cache(functools.partial(self._run, type(module).forward))
 
-    def difference(self, forward: Forward, *, known: bool = False) -> float:
+    def difference(self, forward: Forward) -> float:
         """The largest between the module and the proposal, relative to the largest value.
-
-        Args:
-            known: that it is the formula of another module of the same class and settings.
 
         Raises:
             NotRewritten: they are not the same; or the proposal has failed.
         """
-        for training, scale in _EXACT[:1] if known else _EXACT:
+        for training, scale in _EXACT:
             wanted, own = self._of_own(training, scale)
             seen, new = self._run(forward, training, scale)
             _require_same_formula(wanted, seen)
