@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.errors import StateMismatch, UsageError
+from hydroslurm.errors import UsageError
 from hydroslurm.integrations.accelerate_batches import Loaders
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
 from hydroslurm.integrations.known import environ_of
@@ -122,13 +122,12 @@ class Loop:
     def __init__(self, accelerator: Any, *, check: bool, options: Mapping[str, Any]) -> None:
         self._accelerator = accelerator
         self._checks = check
-        self._named: dict[str, Stateful] = {}
         self._loaders: Loaders | None = None
         self._is_finished = False
         environ = environ_of(rank=accelerator.process_index, world_size=accelerator.num_processes)
         place = directory_of_fit(options.get("directory"), environ).root
         self.run = FrameworkRun(
-            "accelerate", self._capture, environ=environ, **{**options, "directory": place}
+            "accelerate", dict, environ=environ, **{**options, "directory": place}
         )
         self._models: list[Any] = []
         self.run.follow(lambda: self._models)
@@ -136,26 +135,23 @@ class Loop:
     def prepare(self, objects: tuple[Any, ...]) -> Any:
         for number, one in enumerate(one for one in objects if isinstance(one, rng.KINDS)):
             self.run.register(f"generator {number}", one)
-        resumed = self.run.resume()
         made = self._accelerator.prepare(*objects)
         prepared = list(made) if len(objects) > 1 else [made]
         places = [place for place, one in enumerate(prepared) if _is_loader(one)]
         if not places:
             raise UsageError("prepare() needs the loader that the training iterates; give it, too")
-        self._name(prepared)
+        self._share(prepared)
         self._models = [one for one in prepared if hasattr(one, "named_buffers")]
         generators = [one for one in objects if isinstance(one, rng.KINDS)]
         # the script's own, through which its data sets are found: in accelerate's stand ours
         loaders = [one[place] for place in places for one in (objects, prepared)]
         self.run.remember(dict, saved=lambda: [*loaders, *generators])
-        if resumed:
-            self._load()
+        self.run.resume()
         self._loaders = Loaders(self.run, self._accelerator, self._models, checks=self._checks)
         for place in places:
             prepared[place] = self._loaders.take(prepared[place])
         if self._checks:
-            parts = {name: _unwrapped(thing) for name, thing in self._named.items()}
-            self.run.check_first_step(parts, _REMEDIES)
+            self.run.check_first_step(_REMEDIES)
         self._finish_at_end_training()
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
@@ -174,9 +170,6 @@ class Loop:
                 self._loaders.leave_epochs()
             self.run.finish()
 
-    # --- the state
-    # --------------------------------------------------------------------------------------------
-
     def _finish_at_end_training(self) -> None:
         end_training = self._accelerator.end_training
 
@@ -186,31 +179,14 @@ class Loop:
 
         self._accelerator.end_training = end
 
-    def _name(self, prepared: list[Any]) -> None:
+    def _share(self, prepared: list[Any]) -> None:
+        """All of them that have a state are the run's, in one order in all attempts."""
         extra = getattr(self._accelerator, "_custom_objects", [])
         scaler = getattr(self._accelerator, "scaler", None)
         found = [one for one in prepared if not _is_loader(one) and isinstance(one, Stateful)]
-        for thing in [*found, *extra, *([] if scaler is None else [scaler])]:
-            kind = type(bare(thing)).__name__
-            self._named[f"{len(self._named)} {kind}"] = bare(thing)
-
-    def _capture(self) -> Mapping[str, Any]:
-        return {name: thing.state_dict() for name, thing in self._named.items()}
-
-    def _load(self) -> None:
-        loaded = self.run.loaded
-        assert loaded is not None
-        if loaded.keys() != self._named.keys():
-            raise StateMismatch(
-                f"the checkpoint is of {', '.join(loaded)}; prepare() was given "
-                f"{', '.join(self._named)}. Give the same objects in the same order, or begin anew "
-                "with another directory="
-            )
-        for name, thing in self._named.items():
-            try:
-                thing.load_state_dict(loaded[name])
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                raise StateMismatch(f"what was saved does not fit {name}: {error}") from error
+        things = [*found, *extra, *([] if scaler is None else [scaler])]
+        for number, thing in enumerate(map(_unwrapped, things)):
+            self.run.share(f"{number} {type(thing).__name__}", thing)
 
 
 def _loop_of(accelerator: Any) -> Loop:
@@ -225,8 +201,7 @@ def _loop_of(accelerator: Any) -> Loop:
 
 def _unwrapped(thing: Any) -> Any:
     """A scheduler of torch's shows whose it is, accelerate's around it does not."""
-    is_around = type(thing).__name__ == "AcceleratedScheduler"
-    return thing.scheduler if is_around else thing
+    return thing.scheduler if type(thing).__name__ == "AcceleratedScheduler" else bare(thing)
 
 
 def _is_loader(thing: Any) -> bool:

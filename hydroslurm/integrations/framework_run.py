@@ -65,7 +65,6 @@ class FrameworkRun(Run):
         environ = os.environ if environ is None else environ
         self._framework = name
         self._handed = Handed(capture)
-        self._parts: Mapping[str, Any] = {}
         self.own: dict[str, Stateful] = {}
         self._models: Models = tuple
         self._loaders: dict[str, HeldLoader] = {}
@@ -167,14 +166,11 @@ class FrameworkRun(Run):
         self._contents.enter_loop()
         self._contents.restore_waiting()
 
-    def check_first_step(self, parts: Mapping[str, Any], remedies: Remedies) -> None:
+    def check_first_step(self, remedies: Remedies) -> None:
         """Find out at the first step of this attempt what the script uses and a resumed run would
         lack: for a framework that leaves the loop to it, and hands batches out within :meth:`body`.
-
-        Args:
-            parts: the objects of which :attr:`loaded` has the states, by their names there.
         """
-        self._parts, self._remedies = parts, remedies
+        self._remedies = remedies
 
     def begin(self) -> None:
         """All is built, iterators included, and the first step comes next: the random numbers and
@@ -304,10 +300,10 @@ class FrameworkRun(Run):
     # --------------------------------------------------------------------------------------------
 
     def _given(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        registered = self._cursor.registered
-        objects = {**self._parts, **self.own, **registered.by_name()}
+        objects, states = super()._given()
+        del objects[self._framework]
         own = {name: thing.state_dict() for name, thing in self.own.items()}
-        return objects, {**self._handed.state_dict(), **own, **registered.states()}
+        return {**objects, **self.own}, {**states, **own}
 
     def _remember_script(self) -> None:
         """The framework's adapter does, by :meth:`remember`."""
