@@ -1,16 +1,23 @@
-"""``hydroslurm gate build|info``: the native operator gate for the installed torch."""
+"""``hydroslurm gate build|info|trace``: the native operator gate for the installed torch."""
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import shlex
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from hydroslurm.gate.protocol import Trace
+
 app = typer.Typer(no_args_is_help=True, help="Build and inspect the operator gate.")
+
+TRACE_CONTEXT = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 Out = Annotated[
     Path | None,
@@ -20,6 +27,9 @@ Out = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", help="Build even if there is one already.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+Keep = Annotated[int, typer.Option("--keep", min=0, help="How many operators to record.")]
+Script = Annotated[Path, typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False)]
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS")]
 
 
 @app.command("build")
@@ -76,3 +86,42 @@ def info(as_json: AsJson = False) -> None:
             typer.echo(f"{name:12s} {'-' if value is None else value}")
     if not usable:
         raise typer.Exit(1)
+
+
+@app.command("trace", context_settings=TRACE_CONTEXT)
+def trace(
+    script: Script, arguments: Arguments = None, keep: Keep = 50, as_json: AsJson = False
+) -> None:
+    """Run a script and print the operators at which it could be held: name, phase, thread."""
+    from hydroslurm.gate.native_gate import NativeGate
+
+    gate = NativeGate()
+    sys.argv = [str(script), *(arguments or [])]
+    sys.path.insert(0, str(script.parent.absolute()))
+    with gate.trace(keep) as seen:
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as left:
+            status = left.code
+        else:
+            status = 0
+    _print_trace(seen, as_json=as_json)
+    sys.exit(status)
+
+
+def _print_trace(seen: Trace, *, as_json: bool) -> None:
+    if as_json:
+        rows = [
+            {
+                "name": one.name,
+                "phase": one.phase.name.lower(),
+                "tid": one.tid,
+                "mono_ns": one.mono_ns,
+            }
+            for one in seen.operators
+        ]
+        typer.echo(json.dumps({"count": seen.count, "operators": rows}))
+        return
+    for one in seen.operators:
+        typer.echo(f"{one.tid:8d} {one.phase.name.lower():8s} {one.name}")
+    typer.echo(f"{seen.count} operators, {len(seen.operators)} shown")

@@ -15,6 +15,7 @@ from hydroslurm.gate.protocol import (
     GateEvent,
     GateState,
     GateStatus,
+    Operator,
     Phase,
     SignalRule,
 )
@@ -69,6 +70,15 @@ class Status(ctypes.Structure):
     ]
 
 
+class Traced(ctypes.Structure):
+    _fields_ = [
+        ("mono_ns", ctypes.c_int64),
+        ("tid", ctypes.c_int32),
+        ("phase", ctypes.c_int32),
+        ("text", ctypes.c_char * _TEXT_BYTES),
+    ]
+
+
 class LaunchAhead(ctypes.Structure):
     _fields_ = [
         ("bound_ns", ctypes.c_int64),
@@ -92,8 +102,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gate_owns": (ctypes.c_int, [ctypes.c_int]),
     "gate_retake": (ctypes.c_int, [ctypes.c_int, ctypes.c_int]),
     "gate_deliver": (ctypes.c_int, [ctypes.c_int]),
-    "gate_count_start": (ctypes.c_int, []),
-    "gate_count_stop": (ctypes.c_int64, []),
+    "gate_trace_start": (ctypes.c_int, [ctypes.c_int]),
+    "gate_trace_count": (ctypes.c_int64, []),
+    "gate_trace_stop": (ctypes.c_int, [ctypes.POINTER(Traced), ctypes.c_int]),
     "gate_bound_launches": (ctypes.c_int, [ctypes.c_int, ctypes.c_int64]),
     "gate_launches": (ctypes.c_int, [ctypes.POINTER(LaunchAhead)]),
     "marks_use": (ctypes.c_int, [ctypes.c_uint32]),
@@ -146,6 +157,12 @@ def gate_event(row: Event) -> GateEvent:
 def gate_status(now: Status) -> GateStatus:
     """The status as a value."""
     return GateStatus(**_fields(now))
+
+
+def operator(one: Traced) -> Operator:
+    """One line of a trace as a value."""
+    fields = _fields(one)
+    return Operator(fields.pop("text"), **fields)
 
 
 def _fields(row: ctypes.Structure) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import InstallError
 from hydroslurm.gate import protocol
-from hydroslurm.gate.marks import Marks
+from hydroslurm.gate.marks import NvtxMarks
 from hydroslurm.gate.protocol import NO_CAUSE, Action, Cause, GateEvent, GateState, Phase
 from hydroslurm.gate.python_handlers import PythonHandlers
 from hydroslurm.gate.python_threads import ExemptThreads, Inbox, RestWatch
@@ -180,7 +180,7 @@ class HooksGate:
 
     def __init__(self, *, model: torch.nn.Module | None = None) -> None:
         """``model``: hook its leaf modules; default: every module of the process."""
-        self.marks = Marks()
+        self.marks = NvtxMarks()
         self._model, self._running_in, self._inbox = model, 0, Inbox()
         self._hook, self._handles = ExecutionOpHook(self._reached), contextlib.ExitStack()
         handlers = self._handlers = PythonHandlers(self._ask)

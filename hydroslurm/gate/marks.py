@@ -1,7 +1,8 @@
 """NVTX marks and ranges of this process, in the domain ``hydroslurm``; ``gate/native/marks.h`` says
-what each means. The native gate's library emits them.
+what each means. The native gate's library emits them; without it the package ``nvtx`` marks steps,
+saves and restores.
 
-The package ``nvtx`` gives a script ranges of its own in the same domain, beside those of pauses:
+That package also gives a script ranges of its own in the same domain, beside those of pauses:
 
     with nvtx.annotate("load batch", domain="hydroslurm"):
         ...
@@ -16,10 +17,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum, IntFlag
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hydroslurm.core.signals import signal_name
 from hydroslurm.errors import UsageError
@@ -27,6 +29,7 @@ from hydroslurm.errors import UsageError
 _Key = TypeVar("_Key")
 
 NVTX_ENV = "HYDROSLURM_NVTX"
+DOMAIN = "hydroslurm"
 NO_RANGE = (1 << 64) - 1
 
 
@@ -135,3 +138,39 @@ class Marks:
             yield
         finally:
             self.end(opened)
+
+
+class NvtxMarks(Marks):
+    """Steps, saves and what else is begun from Python, through the package ``nvtx``: for a rank
+    without the native gate, which marks the pauses. Operators get no ranges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._domain: Any = None
+
+    def start(self, wanted: Emit, *, signals: Iterable[int]) -> None:  # noqa: ARG002
+        if not wanted:
+            return
+        import nvtx  # only where marks are wanted: it takes a while to import
+
+        # without a profiler in the process the package returns a domain that does nothing
+        domain = nvtx.get_domain(DOMAIN)
+        if not isinstance(domain, nvtx.nvtx.DummyDomain):
+            self._domain, self.emitting = domain, wanted & ~Emit.OPERATORS
+
+    def stop(self) -> None:
+        self.emitting = Emit.NOTHING
+
+    def begin(self, name: Range, payload: int) -> int:
+        if not self.emitting:
+            return NO_RANGE
+        self._domain.mark(message="clock", payload=time.monotonic_ns())  # see native/marks.h
+        return int(self._domain.start_range(message=name.name.lower(), payload=payload))
+
+    def message(self, text: str) -> None:
+        if self.emitting:
+            self._domain.mark(message=text)
+
+    def end(self, range_id: int) -> None:
+        if range_id != NO_RANGE and self.emitting:
+            self._domain.end_range(range_id)

@@ -8,7 +8,7 @@ import errno
 import os
 import select
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hydroslurm.errors import AlreadyInstalled, GateError, GateSelfTestFailed, InstallError
@@ -23,6 +23,7 @@ from hydroslurm.gate.protocol import (
     Owner,
     SignalOutcome,
     SignalRule,
+    Trace,
 )
 
 _READ_AT_ONCE = 64
@@ -220,26 +221,33 @@ class NativeGate:
         self._library.hs_gate_launches(ctypes.byref(seen))
         return seen
 
-    def count_operators(self, run: Callable[[], object]) -> int:
-        """How many operators this process has come to while that ran; nobody is held.
+    @contextlib.contextmanager
+    def trace(self, keep: int) -> Iterator[Trace]:
+        """Count every operator of the process and write down the first ``keep``; hold nobody. What
+        it yields is filled in when the block ends.
 
         Raises:
-            GateError: they are counted already.
+            GateError: another trace is on.
         """
-        result = self._library.hs_gate_count_start()
+        result = self._library.hs_gate_trace_start(keep)
         if result < 0:
-            raise GateError(f"operators cannot be counted: {os.strerror(-result)}")
+            raise GateError(f"operators cannot be traced: {os.strerror(-result)}")
+        trace = Trace()
         try:
-            run()
+            yield trace
         finally:
-            count = int(self._library.hs_gate_count_stop())
-        return count
+            kept = (binding.Traced * keep)()
+            n = self._library.hs_gate_trace_stop(kept, keep)
+            trace.count = self._library.hs_gate_trace_count()
+            trace.operators = tuple(binding.operator(one) for one in kept[:n])
 
     def _check_sees_operators(self) -> None:
         """A self-test at every load: takes microseconds, and holds nobody."""
         import torch
 
-        if self.count_operators(lambda: torch.empty(1).add_(1)) < 1:
+        with self.trace(1) as trace:
+            torch.empty(1).add_(1)
+        if trace.count < 1:
             raise GateSelfTestFailed(
                 f"the gate {self.path} does not see the operators of torch {torch.__version__}; "
                 "was it built without record_function, or was that switched off by "

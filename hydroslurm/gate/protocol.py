@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from types import FrameType
@@ -157,3 +157,21 @@ class GateStatus:
     window_open: bool = False
     allowance: int = 0
     let_through: int = 0
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator seen by a trace."""
+
+    name: str
+    phase: Phase
+    tid: int
+    mono_ns: int
+
+
+@dataclass
+class Trace:
+    """What passed the gate while a trace was on; filled when the trace ends."""
+
+    count: int = 0
+    operators: Sequence[Operator] = ()

@@ -264,7 +264,8 @@ def overhead(result: Result, folder: Path) -> None:
     for size in ("large", "small"):
         training = Training(size_for(size))
         training.step()
-        operators = NativeGate().count_operators(training.step)
+        with NativeGate().trace(0) as trace:
+            training.step()
         arms = {"bare": bare, "installed": installed, "again": bare}
         seen = time_interleaved(
             training.step,
@@ -279,7 +280,7 @@ def overhead(result: Result, folder: Path) -> None:
                 f"ratio_bare_again_{size}": median_ratio(seen, "again", "bare"),
                 f"step_ms_{size}": 1e3 * statistics.median(seen["bare"]),
                 f"rounds_{size}": len(seen["bare"]),
-                f"gate_points_per_step_{size}": operators,
+                f"gate_points_per_step_{size}": trace.count,
             }
         )
         del training

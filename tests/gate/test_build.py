@@ -266,3 +266,24 @@ def test_key_names_what_it_depends_on() -> None:
         dataclasses.replace(TORCH, cxx11_abi=not TORCH.cxx11_abi),
     ]
     assert len({key, *map(build.key_of, other)}) == 3
+
+
+def test_trace_of_a_script(tmp_path: Path) -> None:
+    """`gate trace SCRIPT` runs the script with its arguments, keeps its exit status, and prints the
+    operators by name, phase and thread."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\nx = torch.ones(2, requires_grad=True)\n(x * 2).sum().backward()\n"
+        "print(sys.argv[1:])\nsys.exit(3)\n"
+    )
+    command = [sys.executable, "-m", "hydroslurm.cli", "gate", "trace", "--keep", "200"]
+    done = subprocess.run(
+        [*command, str(script), "--flag", "x"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 3, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "['--flag', 'x']"
+    phases = {line.split()[2]: line.split()[1] for line in lines[1:-1]}
+    assert phases["aten::mul"] in ("forward", "backward")
+    assert phases["SumBackward0"] == "backward"
+    assert lines[-1].endswith(f"operators, {len(lines) - 2} shown")

@@ -19,6 +19,7 @@ from hydroslurm.gate.protocol import (
     Action,
     Cause,
     GateEvent,
+    Phase,
     SignalRule,
 )
 
@@ -178,12 +179,21 @@ def test_python_threads_are_held_and_exempt_ones_pass(rank: Rank) -> None:
 
 
 def test_operators_of_one_step_are_many(gate: NativeGate) -> None:
-    """Each operator is counted, of the backward too; nobody is held."""
+    """A trace counts and names every operator, and tells backward from forward; it holds nobody."""
     model = torch.nn.Linear(4, 4)
-    losses = []
-    forward = gate.count_operators(lambda: losses.append(model(torch.ones(2, 4)).relu().sum()))
-    backward = gate.count_operators(lambda: torch.autograd.backward(losses))
-    assert min(forward, backward) > 5
+    loss = model(torch.ones(2, 4)).relu().sum()
+    with gate.trace(1000) as forward:
+        model(torch.ones(2, 4)).relu().sum()
+    with gate.trace(1000) as backward:
+        torch.autograd.backward(loss)
+    names = [one.name for one in forward.operators]
+    assert {"aten::linear", "aten::addmm", "aten::relu", "aten::sum"} <= set(names)
+    assert forward.count == len(names)
+    assert {one.phase for one in forward.operators} == {Phase.FORWARD}
+    inside = {one.name: one.phase for one in backward.operators}
+    assert inside["ReluBackward0"] is Phase.BACKWARD
+    assert inside["aten::threshold_backward"] is Phase.BACKWARD
+    assert {one.tid for one in backward.operators} == {threading.get_native_id()}
 
 
 def test_cleared_callbacks_are_noticed(rank: Rank) -> None:

@@ -18,11 +18,11 @@ void hold_off() {
     fake.armed.store(false);
 }
 bool any() { return fake.armed.load(); }
-int count_on() {
-    fake.counting.store(true);
+int trace_on() {
+    fake.tracing.store(true);
     return 0;
 }
-void count_off() { fake.counting.store(false); }
+void trace_off() { fake.tracing.store(false); }
 int launches_on() {
     fake.bounding.store(true);
     return 0;
@@ -48,13 +48,13 @@ void on_alarm(int) {
 } // namespace
 
 const hs::Arming &hs::arming() {
-    static const Arming arming = {hold_on, hold_off, any, count_on, count_off, in_backward, capturing, count_on, count_off, launches_on, launches_off};
+    static const Arming arming = {hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing, trace_on, trace_off, launches_on, launches_off};
     return arming;
 }
 
 void fake_operator(const char *name) {
     if (fake.armed.load()) hs::operator_reached(name, false);
-    if (fake.counting.load()) hs::operator_counted();
+    if (fake.tracing.load()) hs::operator_traced(name, false);
     if (fake.bounding.load()) hs::operator_launches();
     fake.operators.fetch_add(1);
 }

@@ -29,7 +29,7 @@ struct Fake {
     std::atomic<bool> armed{false};
     std::atomic<int> hold_error{0};
     std::atomic<int> holds_on{0}, holds_off{0};
-    std::atomic<bool> counting{false};
+    std::atomic<bool> tracing{false};
     std::atomic<bool> bounding{false};
     std::atomic<int64_t> operators{0}; /* that were let through, by all threads */
 };

@@ -90,14 +90,17 @@ def test_binding_matches_header(native_compiler: list[str], tmp_path: Path) -> N
     """The structures of the Python binding have the sizes that the C++ compiler gives them."""
     source = tmp_path / "sizes.cpp"
     source.write_text(
-        '#include "gate.h"\n#include <cstdio>\nint main() { printf("%zu %zu %zu %zu", '
+        '#include "gate.h"\n#include <cstdio>\nint main() { printf("%zu %zu %zu %zu %zu", '
         "sizeof(hs_signal), sizeof(hs_event), sizeof(hs_status), "
-        "sizeof(hs_launch_ahead)); }"
+        "sizeof(hs_traced), sizeof(hs_launch_ahead)); }"
     )
     command = [*native_compiler, f"-I{SOURCES}", str(source), "-o", str(tmp_path / "sizes")]
     subprocess.run(command, timeout=60, check=True)
     done = subprocess.run([str(tmp_path / "sizes")], capture_output=True, text=True, timeout=60)
-    structures = (binding.Signal, binding.Event, binding.Status, binding.LaunchAhead)
+    structures = (
+        *(binding.Signal, binding.Event, binding.Status),
+        *(binding.Traced, binding.LaunchAhead),
+    )
     assert [int(size) for size in done.stdout.split()] == [ctypes.sizeof(one) for one in structures]
 
 

@@ -224,18 +224,24 @@ TEST(lost_callback_is_armed_again) {
     hs_gate_stop();
 }
 
-/* Every operator of every thread is counted, and nobody is held. */
-TEST(operators_are_counted) {
-    CHECK_EQ(hs_gate_count_start(), 0);
-    CHECK_EQ(hs_gate_count_start(), -EBUSY);
-    for (int i = 0; i < 10; ++i) fake_operator("an operator");
-    CHECK_EQ(hs_gate_count_stop(), 10);
-    CHECK_EQ(hs_gate_count_stop(), -EINVAL);
+/* A trace counts every operator of every thread, keeps the first, and holds nobody; with the gate closed as well. */
+TEST(trace_counts) {
+    CHECK_EQ(hs_gate_trace_start(3), 0);
+    CHECK_EQ(hs_gate_trace_start(3), -EBUSY);
+    for (int i = 0; i < 10; ++i) fake_operator(i == 0 ? "first" : "an operator with a name that is much longer than sixty-four bytes, cut");
+    CHECK_EQ(hs_gate_trace_count(), 10);
+    hs_traced kept[8];
+    CHECK_EQ(hs_gate_trace_stop(kept, 8), 3);
+    CHECK_EQ(strcmp(kept[0].text, "first"), 0);
+    CHECK_EQ(static_cast<int>(strlen(kept[1].text)), HS_TEXT_BYTES - 1);
+    CHECK_EQ(kept[0].tid, getpid());
+    CHECK(kept[0].mono_ns > 0 && kept[0].mono_ns <= kept[1].mono_ns);
+    CHECK_EQ(hs_gate_trace_count(), 10);
+    CHECK_EQ(hs_gate_trace_stop(kept, 8), -EINVAL);
     Trainer one("worker"), two("worker");
     for (int i = 0; i < 100; ++i) {
-        CHECK_EQ(hs_gate_count_start(), 0);
-        const int64_t then = fake.operators.load();
-        until([&] { return fake.operators.load() > then + 20; });
-        CHECK(hs_gate_count_stop() >= 10);
+        CHECK_EQ(hs_gate_trace_start(i), 0);
+        until([] { return hs_gate_trace_count() > 20; });
+        CHECK(hs_gate_trace_stop(kept, 8) == (i < 8 ? i : 8));
     }
 }

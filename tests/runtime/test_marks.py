@@ -12,7 +12,7 @@ import pytest
 
 from hydroslurm.errors import UsageError
 from hydroslurm.gate.compiler import NVTX_HEADER, installed_torch, nvtx_headers
-from hydroslurm.gate.marks import NO_RANGE, Emit, Marks, Range
+from hydroslurm.gate.marks import NO_RANGE, Emit, Marks, NvtxMarks, Range
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,47 @@ def test_without_a_library_nothing_is_emitted() -> None:
     with marks.range(Range.REQUEUEING, 1):
         marks.end_once({}, 3)
     marks.stop()
+
+
+class RecordingDomain:
+    """Stands for a domain of the package ``nvtx`` that a tool listens to."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, int]] = []
+        self.open: dict[int, str] = {}
+
+    def mark(self, *, message: str, payload: int) -> None:
+        self.seen.append(("mark", message, 0 if message == "clock" else payload))
+
+    def start_range(self, *, message: str, payload: int) -> int:
+        number = len(self.seen)
+        self.open[number] = message
+        self.seen.append(("begin", message, payload))
+        return number
+
+    def end_range(self, number: int) -> None:
+        self.seen.append(("end", self.open.pop(number), 0))
+
+
+def test_without_the_native_gate_saves_and_steps_are_marked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The package nvtx emits the ranges that are begun from Python, under the same names."""
+    import nvtx
+
+    domain = RecordingDomain()
+    monkeypatch.setattr(nvtx, "get_domain", lambda name: {"hydroslurm": domain}[name])
+    marks = NvtxMarks()
+    with marks.range(Range.SAVING, 1):
+        pass
+    assert domain.seen == []
+    marks.start(Emit.EVENTS | Emit.OPERATORS, signals=[10, 12])
+    assert marks.emitting == Emit.EVENTS
+    with marks.range(Range.SAVING, 7):
+        pass
+    marks.stop()
+    assert marks.begin(Range.STEP, 8) == NO_RANGE
+    assert domain.seen == [("mark", "clock", 0), ("begin", "saving", 7), ("end", "saving", 0)]
 
 
 def test_the_headers_come_with_the_package(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ int64_t clock_ns(clockid_t clock) noexcept {
 void before_fork() {
     pthread_mutex_lock(&lifecycle);
     pthread_mutex_lock(&gate.arming);
-    count_lock();
+    trace_lock();
     ahead_lock();
     marks_lock();
     events_lock();
@@ -36,7 +36,7 @@ void after_fork_in_parent() {
     events_unlock();
     marks_unlock();
     ahead_unlock();
-    count_unlock();
+    trace_unlock();
     pthread_mutex_unlock(&gate.arming);
     pthread_mutex_unlock(&lifecycle);
 }
@@ -56,7 +56,7 @@ void after_fork_in_child() {
     gate.quit.store(false);
     window_clear();
     hold_after_fork();
-    count_after_fork();
+    trace_after_fork();
     ahead_after_fork();
     marks_after_fork();
     events_after_fork();

@@ -39,7 +39,7 @@
 extern "C" {
 #endif
 
-#define HS_GATE_ABI 8
+#define HS_GATE_ABI 7
 
 /* What a signal asks for. */
 enum hs_action {
@@ -198,9 +198,17 @@ HS_API int hs_gate_retake(int signo, int chain);
  * -ESRCH: not running in this process, or not a signal that we listen to. [signal-safe] */
 HS_API int hs_gate_deliver(int signo);
 
-/* Count the operators of all threads, and hold nobody. -EBUSY while that is done. Works without hs_gate_start(). */
-HS_API int hs_gate_count_start(void);
-HS_API int64_t hs_gate_count_stop(void); /* how many there were; -EINVAL: not counting */
+/* Tracing: arm a callback that holds nothing and writes down each operator, for debugging and for counting.
+ * keep: how many to write down (the rest are only counted). -EBUSY while tracing. Works without hs_gate_start(). */
+struct hs_traced {
+    int64_t mono_ns;
+    int32_t tid;
+    int32_t phase;
+    char text[HS_TEXT_BYTES];
+};
+HS_API int hs_gate_trace_start(int keep);
+HS_API int64_t hs_gate_trace_count(void);
+HS_API int hs_gate_trace_stop(struct hs_traced *out, int n); /* -EINVAL: not tracing. Returns how many were copied */
 
 /* Let training threads launch at most so much work of a device, in nanoseconds, beyond what it has finished, on each of its
  * streams; one kernel, compiled region or replay of a graph may come on top. 0: no bound, which is how it begins, and which

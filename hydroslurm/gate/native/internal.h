@@ -7,7 +7,7 @@
  *   collective_window.cpp   a closed gate that lets collectives pass   asked in training threads
  *   threads.cpp   which threads train, which are asleep      reads /proc, for the watcher
  *   events.cpp    the queue to the reader                    any thread but handlers
- *   count.cpp     count operators, hold nobody
+ *   trace.cpp     write operators down, hold nobody
  *   launch_ahead.cpp   how far the launches may be ahead of the device   asked in training threads
  *   marks.cpp     what happens, as NVTX marks and ranges     any thread but handlers; see marks.h
  *   core.cpp      start, stop, status, fork
@@ -34,8 +34,8 @@ struct Arming {
     int (*hold_on)();      /* register the holding callback: 0 or -errno */
     void (*hold_off)();    /* take it away; callbacks that are running go on */
     bool (*any)();         /* is any global callback registered at all? */
-    int (*count_on)();
-    void (*count_off)();
+    int (*trace_on)();
+    void (*trace_off)();
     bool (*in_backward)(); /* does the calling thread run a node of the autograd graph? */
     bool (*capturing)();   /* does the calling thread capture a CUDA graph? Must never initialise CUDA */
     int (*operators_on)(); /* register the callback that names every operator to a profiler: 0 or -errno */
@@ -63,7 +63,7 @@ const Device &device();
 
 /* What the callbacks call. Neither throws nor takes a lock. */
 void operator_reached(const char *name, bool backward_node) noexcept;
-void operator_counted() noexcept;
+void operator_traced(const char *name, bool backward_node) noexcept;
 void operator_launches() noexcept;
 void operator_begun(const char *name) noexcept;
 void operator_ended() noexcept;
@@ -261,7 +261,7 @@ struct Activity {
 Activity thread_activity(pid_t tid) noexcept;
 bool terminal_may_stop_us() noexcept; /* false: our process group is orphaned */
 
-/* --- events and counts -------------------------------------------------------------------------------------- */
+/* --- events and traces -------------------------------------------------------------------------------------- */
 
 hs_event event_of(hs_event_kind kind) noexcept; /* both clocks and the causes filled in */
 void event_text(hs_event &event, const char *text) noexcept;
@@ -284,9 +284,9 @@ void marks_lock() noexcept;
 void marks_unlock() noexcept;
 void marks_after_fork() noexcept;
 
-void count_lock() noexcept;
-void count_unlock() noexcept;
-void count_after_fork() noexcept;
+void trace_lock() noexcept;
+void trace_unlock() noexcept;
+void trace_after_fork() noexcept;
 
 int forks_watch() noexcept; /* 0, or -errno: children would inherit what is not theirs */
 void ahead_lock() noexcept;

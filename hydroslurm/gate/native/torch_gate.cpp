@@ -18,7 +18,7 @@
 namespace {
 
 at::CallbackHandle hold_handle = at::INVALID_CALLBACK_HANDLE;
-at::CallbackHandle count_handle = at::INVALID_CALLBACK_HANDLE;
+at::CallbackHandle trace_handle = at::INVALID_CALLBACK_HANDLE;
 at::CallbackHandle operators_handle = at::INVALID_CALLBACK_HANDLE;
 at::CallbackHandle launches_handle = at::INVALID_CALLBACK_HANDLE;
 
@@ -29,8 +29,8 @@ std::unique_ptr<at::ObserverContext> on_hold(const at::RecordFunction &function)
     return nullptr;
 }
 
-std::unique_ptr<at::ObserverContext> on_count(const at::RecordFunction &) {
-    hs::operator_counted();
+std::unique_ptr<at::ObserverContext> on_trace(const at::RecordFunction &function) {
+    hs::operator_traced(function.name(), is_node(function));
     return nullptr;
 }
 
@@ -190,8 +190,8 @@ int hold_on() {
     return add(on_hold, hold_handle);
 }
 void hold_off() { remove(hold_handle); }
-int count_on() { return add(on_count, count_handle); }
-void count_off() { remove(count_handle); }
+int trace_on() { return add(on_trace, trace_handle); }
+void trace_off() { remove(trace_handle); }
 int operators_on() { return add(on_begin, operators_handle, on_end); }
 void operators_off() { remove(operators_handle); }
 int launches_on() { return add(on_launch, launches_handle); }
@@ -207,7 +207,7 @@ bool in_backward() {
 } // namespace
 
 const hs::Arming &hs::arming() {
-    static constexpr Arming torch = {hold_on, hold_off, any, count_on, count_off, in_backward, capturing, operators_on, operators_off, launches_on, launches_off};
+    static constexpr Arming torch = {hold_on, hold_off, any, trace_on, trace_off, in_backward, capturing, operators_on, operators_off, launches_on, launches_off};
     return torch;
 }
 
