@@ -134,11 +134,11 @@ def api_page() -> str:
 
 
 def _path(package: Any, name: str) -> str:
-    """Where a public name is defined."""
+    """Where a public name is defined, also one that is another name of a class."""
     thing = package
     for part in name.split("."):
         thing = getattr(thing, part)
-    return f"{thing.__module__}.{thing.__qualname__}"
+    return f"{thing.__module__}.{name.rpartition('.')[2]}"
 
 
 def cli_page() -> str:
