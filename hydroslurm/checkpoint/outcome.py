@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 
 from hydroslurm.checkpoint.store import Checkpoint
+from hydroslurm.core.events import EventKind
 from hydroslurm.errors import (
     CheckpointError,
     SaveAbandoned,
@@ -18,36 +18,23 @@ from hydroslurm.errors import (
 )
 
 
-class SaveEventKind(str, Enum):
-    """What can happen to a save. The value is the word in a run's events."""
-
-    STARTED = "save_started"
-    STAGED = "save_staged"
-    NOT_COPIED = "save_not_copied"
-    WRITTEN = "save_written"
-    COMMITTED = "save_committed"
-    FAILED = "save_failed"
-    SKIPPED = "save_skipped"
-    ABANDONED = "save_abandoned"
-
-
 @dataclass(frozen=True)
 class SaveEvent:
     """One thing that happened to one save.
 
     Attributes:
-        kind: what happened.
+        kind: what happened: one of ``SAVE_...``.
         mono_ns: when, CLOCK_MONOTONIC, nanoseconds.
         step: whose state it is.
         save_kind: ``periodic``, ``stop``, ``manual`` or ``epoch``.
         state_bytes: size of its tensors.
-        seconds: STAGED: how long the training stalled; WRITTEN: how long until this rank's part was
-            on the disk, so that only the commit was left; COMMITTED, FAILED, ABANDONED: how long
-            it took; else 0.
+        seconds: of SAVE_STAGED, how long the training stalled; of SAVE_WRITTEN, how long until this
+            rank's part was on the disk, so that only the commit was left; of SAVE_COMMITTED,
+            SAVE_FAILED and SAVE_ABANDONED, how long it took; else 0.
         reason: why it was skipped, failed, given up or not copied; for people.
     """
 
-    kind: SaveEventKind
+    kind: EventKind
     mono_ns: int
     step: int
     save_kind: str

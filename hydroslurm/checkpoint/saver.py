@@ -23,19 +23,14 @@ from hydroslurm.checkpoint.deadline import (
 )
 from hydroslurm.checkpoint.estimate import Pace
 from hydroslurm.checkpoint.frozen import with_fingerprint
-from hydroslurm.checkpoint.outcome import (
-    Saved,
-    SaveEvent,
-    SaveEventKind,
-    as_checkpoint_error,
-    report,
-)
+from hydroslurm.checkpoint.outcome import Saved, SaveEvent, as_checkpoint_error, report
 from hydroslurm.checkpoint.retention import check_counts
 from hydroslurm.checkpoint.save import SaveRequest, round_of, write_checkpoint
 from hydroslurm.checkpoint.save_round import SaveSkipped
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.write_plan import WritePlan, divide
+from hydroslurm.core.events import EventKind
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.memory import Room, room
 from hydroslurm.errors import (
@@ -151,14 +146,14 @@ class Saver:
         if under_way is not None:
             busy = SaveSkipped(f"the save of step {under_way.request.step} is still under way")
             if self._is_solo:
-                self._emit(SaveEventKind.SKIPPED, request, reason=str(busy))
+                self._emit(EventKind.SAVE_SKIPPED, request, reason=str(busy))
             else:
                 self._launch(busy, request)
             return 0.0
         try:
             with without_gc():
                 plan, request = self._planned(state, request)
-                self._emit(SaveEventKind.STARTED, request)
+                self._emit(EventKind.SAVE_STARTED, request)
                 staged = self._stage(plan, request)
         except BaseException as error:  # of which the others must hear
             if self._is_solo:
@@ -205,7 +200,7 @@ class Saver:
                 with suppress(CheckpointError, RanksError):
                     write_checkpoint(self._store, error, request)
             raise
-        self._emit(SaveEventKind.STARTED, request)
+        self._emit(EventKind.SAVE_STARTED, request)
         save = self._launch(plan, request)
         save.see_through()
         if save.failure is not None:
@@ -260,10 +255,10 @@ class Saver:
             self.wait(timeout_s=left_s())
             raise
         except SaveFailed as error:
-            self._emit(SaveEventKind.FAILED, request, reason=str(error))
+            self._emit(EventKind.SAVE_FAILED, request, reason=str(error))
             self.wait(timeout_s=left_s())
             return self._saved(request, failure=error)
-        self._emit(SaveEventKind.STARTED, request, reason=choice.reason)
+        self._emit(EventKind.SAVE_STARTED, request, reason=choice.reason)
         if choice.is_committed:
             return self._saved(request, choice)
         before = self._make_way(choice, left_s())
@@ -391,9 +386,9 @@ class Saver:
         begin_s = time.monotonic()
         copied = self._staging.copy(plan)
         if copied is None:
-            self._emit(SaveEventKind.NOT_COPIED, request, reason=self._staging.refused)
+            self._emit(EventKind.SAVE_NOT_COPIED, request, reason=self._staging.refused)
             return plan
-        self._emit(SaveEventKind.STAGED, request, seconds=time.monotonic() - begin_s)
+        self._emit(EventKind.SAVE_STAGED, request, seconds=time.monotonic() - begin_s)
         return copied
 
     # --- the saves under way: more than one only around a stop
@@ -439,18 +434,18 @@ class Saver:
         def written(since_s: float) -> None:
             nonlocal begun_s
             begun_s = since_s
-            self._emit(SaveEventKind.WRITTEN, request, seconds=time.monotonic() - begun_s)
+            self._emit(EventKind.SAVE_WRITTEN, request, seconds=time.monotonic() - begun_s)
 
         try:
             checkpoint = write_checkpoint(
                 self._store, plan, request, cancel=cancel, written=written
             )
         except SaveSkipped as skipped:
-            self._emit(SaveEventKind.SKIPPED, request, reason=str(skipped))
+            self._emit(EventKind.SAVE_SKIPPED, request, reason=str(skipped))
             return
         except BaseException as error:
             given_up = isinstance(error, SaveAbandoned)
-            kind = SaveEventKind.ABANDONED if given_up else SaveEventKind.FAILED
+            kind = EventKind.SAVE_ABANDONED if given_up else EventKind.SAVE_FAILED
             self._emit(kind, request, seconds=time.monotonic() - begun_s, reason=str(error))
             raise
         seconds = time.monotonic() - begun_s
@@ -459,7 +454,7 @@ class Saver:
             self._newest = request.state, checkpoint
         self._pace.add(seconds, state_bytes=request.state_bytes, syncs=syncs.count - syncs_before)
         self._state_bytes = request.state_bytes
-        self._emit(SaveEventKind.COMMITTED, request, seconds=seconds)
+        self._emit(EventKind.SAVE_COMMITTED, request, seconds=seconds)
 
     def _prune(self) -> None:
         """Apply retention. What cannot be removed is only a problem."""
@@ -483,7 +478,7 @@ class Saver:
 
     def _emit(
         self,
-        kind: SaveEventKind,
+        kind: EventKind,
         request: SaveRequest,
         *,
         seconds: float = 0.0,

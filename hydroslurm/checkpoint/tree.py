@@ -125,6 +125,11 @@ def is_dtensor(value: Any) -> bool:
     return type(value).__name__ == "DTensor" and isinstance(value, torch.Tensor)
 
 
+def local_of(tensor: Any) -> Any:
+    """What this rank has of a distributed tensor; any other one itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 class _Encoder:
     """One walk over a tree. ``path`` is how a person would write the place in Python."""
 

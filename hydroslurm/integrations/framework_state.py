@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hydroslurm.checkpoint.tree import is_dtensor
+from hydroslurm.checkpoint.tree import local_of
 from hydroslurm.errors import StateMismatch
 
 
@@ -96,7 +96,7 @@ def fingerprint(weights: Mapping[str, Any]) -> dict[str, int]:
     place. Counters of versions would not see a write through ``.data``, nor BatchNorm's own."""
     sums: dict[str, torch.Tensor] = {}
     for name, value in weights.items():
-        local = value.to_local() if is_dtensor(value) else value
+        local = local_of(value)
         plain = isinstance(local, torch.Tensor) and local.layout is torch.strided
         if plain and local.numel() and not local.is_quantized:
             flat = local.detach().reshape(-1)

@@ -13,7 +13,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader as torch_dataloader
 
-from hydroslurm.checkpoint.tree import is_dtensor
+from hydroslurm.checkpoint.tree import local_of
 
 _GIVE = 'Give it: Run({0}=...) for one, run.register("{0}_2", {0}) for each further one.'
 _OTHERWISE = "If what you register saves it in another form: {loop}"
@@ -218,12 +218,12 @@ class _Tensors:
         self._alike: dict[Any, list[torch.Tensor]] = {}
         for node in _nodes(states):
             if isinstance(node, torch.Tensor):
-                local = _local(node)
+                local = local_of(node).detach()
                 self._places.add(_place(local))
                 self._alike.setdefault((local.dtype, local.shape), []).append(local)
 
     def have(self, tensor: torch.Tensor) -> bool:
-        local = _local(tensor)
+        local = local_of(tensor).detach()
         if local.numel() == 0 or local.is_meta or _place(local) in self._places:
             return True
         alike = self._alike.get((local.dtype, local.shape), ())
@@ -310,11 +310,6 @@ def _nodes(tree: Any) -> Iterator[Any]:
         return
     for one in tree:
         yield from _nodes(one)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    return cast(torch.Tensor, local).detach()
 
 
 def _place(tensor: torch.Tensor) -> Any:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from hydroslurm.checkpoint.census import Census, Unkept, shown
 from hydroslurm.checkpoint.known import KNOWN
 from hydroslurm.checkpoint.plain import size_bytes
-from hydroslurm.checkpoint.tree import is_dtensor
+from hydroslurm.checkpoint.tree import local_of
 from hydroslurm.training.objects import bare
 from hydroslurm.training.variables import in_reach, place
 
@@ -145,8 +145,7 @@ class Contents:
             for weight in model.parameters():
                 if weight.requires_grad or is_lazy(weight):
                     continue
-                local = weight.to_local() if is_dtensor(weight) else weight  # type: ignore[attr-defined]
-                place, version = local.data_ptr(), weight._version
+                place, version = local_of(weight).data_ptr(), weight._version
                 if self._versions.setdefault(place, version) == version:
                     found.add(place)
         return found

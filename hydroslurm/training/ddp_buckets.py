@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.runtime.engine import Engine
+from hydroslurm.training.objects import inside
 from hydroslurm.training.reporting import warning
 
 Models = Callable[[], Iterable[Any]]
@@ -146,13 +146,8 @@ def _rebuild(ddp: Any) -> bool:
 
 def _ddp_in(model: Any) -> DistributedDataParallel | None:
     """DDP, inside of what may be around it."""
-    while not isinstance(model, DistributedDataParallel):
-        if isinstance(model, Engine):
-            model = model.module
-        elif type(model).__name__ == "OptimizedModule":  # torch.compile
-            model = model._orig_mod
-        else:
-            return None
+    while not (model is None or isinstance(model, DistributedDataParallel)):
+        model = inside(model)
     return model
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hydroslurm.checkpoint.tree import is_dtensor
+from hydroslurm.checkpoint.tree import local_of
 from hydroslurm.errors import StateMismatch
 from hydroslurm.training.objects import bare
 
@@ -79,14 +79,14 @@ class Gradients:
             parameters = dict(models[name].named_parameters()) if name in models else {}
             for key, saved in grads.items():
                 one = parameters.get(key)
-                if one is None or _local(one).shape != saved.shape:
+                if one is None or local_of(one).shape != saved.shape:
                     raise StateMismatch(
                         f"the checkpoint has a gradient of shape {list(saved.shape)} for {key} of "
                         f"{name}, which this model does not have; use another directory= to start "
                         "anew"
                     )
                 one.grad = torch.zeros_like(one)
-                _local(one.grad).copy_(saved)
+                local_of(one.grad).copy_(saved)
 
     def _are_of_use(self, part: Part) -> bool:
         """Whether there are any, and no GradScaler has left the step out because of them."""
@@ -105,13 +105,8 @@ class Gradients:
         for name, model in self._modules():
             for key, one in model.named_parameters():
                 if one.grad is not None and one.grad.layout is torch.strided:
-                    yield (name, key), _local(one.grad)
+                    yield (name, key), local_of(one.grad).detach()
 
 
 def _part(key: str) -> str:
     return key.partition(".")[0]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    return local.detach()

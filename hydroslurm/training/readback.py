@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from hydroslurm.checkpoint.tree import is_dtensor
+from hydroslurm.checkpoint.tree import local_of
 from hydroslurm.errors import StateMismatch
 
 _PLAIN = (torch.Tensor, bool, int, float, complex, type(None))
@@ -217,8 +217,9 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    local: Any = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    flat: torch.Tensor = local.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
+    flat: torch.Tensor = (
+        local_of(tensor).detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
+    )
     return flat.view(torch.uint8)
 
 

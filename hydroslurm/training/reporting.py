@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 
-from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
+from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.core.events import EventKind
 from hydroslurm.gate.marks import Range
 from hydroslurm.runtime.controller import Controller
 
 LOGGER = logging.getLogger("hydroslurm")
-_OVER = (SaveEventKind.COMMITTED, SaveEventKind.FAILED, SaveEventKind.ABANDONED)
+_OVER = (EventKind.SAVE_COMMITTED, EventKind.SAVE_FAILED, EventKind.SAVE_ABANDONED)
 
 
 def notice(text: str) -> None:
@@ -49,7 +49,7 @@ class SaveRecorder:
     def __call__(self, event: SaveEvent) -> None:
         self._mark(event)
         self._controller.record(
-            EventKind(event.kind.value),
+            event.kind,
             {
                 "checkpoint_step": event.step,
                 "save_kind": event.save_kind,
@@ -65,9 +65,9 @@ class SaveRecorder:
         if not marks.emitting:
             return
         save = event.step, event.save_kind  # the stop's may be beside a periodic one of its step
-        if event.kind is SaveEventKind.STARTED:
+        if event.kind is EventKind.SAVE_STARTED:
             self._saving[save] = marks.begin(Range.SAVING, event.step)
-        elif event.kind is SaveEventKind.WRITTEN:
+        elif event.kind is EventKind.SAVE_WRITTEN:
             self._committing[save] = marks.begin(Range.COMMITTING, event.step)
         elif event.kind in _OVER:
             marks.end_once(self._committing, save)

@@ -49,12 +49,7 @@ from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training import finished, oversights
-from hydroslurm.training.arguments import (
-    Cadence,
-    controller_for,
-    fence_of,
-    run_directory,
-)
+from hydroslurm.training.arguments import Cadence, controller_for, fence_of, run_directory
 from hydroslurm.training.attempts import CurrentAttempt, Limits, least_number, limits_of
 from hydroslurm.training.checks import FirstStep, Remedies, own_loop
 from hydroslurm.training.composition import Composition

@@ -16,10 +16,11 @@ from checkpoint.faulty import CountingStorage
 from checkpoint.states import newest_in, same
 
 from hydroslurm.checkpoint.frozen import fingerprint, mixed
-from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
+from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.write_plan import divide
+from hydroslurm.core.events import EventKind
 from hydroslurm.core.memory import Room
 from hydroslurm.errors import SaveFailed
 
@@ -183,7 +184,7 @@ def test_the_state_may_change_while_a_save_runs(tmp_path: Path) -> None:
     found = store.committed()
     assert linked(*found) == [[], [], [0], [1]]
     assert all(training.is_in(store, one, one.step) for one in found)
-    sizes = [one.state_bytes for one in told if one.kind is SaveEventKind.COMMITTED]
+    sizes = [one.state_bytes for one in told if one.kind is EventKind.SAVE_COMMITTED]
     assert sizes == [one.manifest.state_bytes for one in found]
     assert sizes[0] == sizes[1] > 4 * sizes[2]
 
@@ -199,7 +200,7 @@ def test_without_memory_for_a_copy(tmp_path: Path) -> None:
         saver.start(training.state(step), step=step)
         saver.wait()
     saver.close()
-    assert [one.step for one in told if one.kind is SaveEventKind.NOT_COPIED] == [0, 1]
+    assert [one.step for one in told if one.kind is EventKind.SAVE_NOT_COPIED] == [0, 1]
     last = store.committed()[-1]
     assert training.is_in(store, last, 3)
 

@@ -17,10 +17,11 @@ from checkpoint.disks import BrokenDisk, HeldDisk
 from zygote import forked
 
 from hydroslurm.checkpoint.estimate import ASSUMED_FIXED_S
-from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
+from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.core.events import EventKind
 from hydroslurm.core.memory import Room
 from hydroslurm.errors import SaveFailed, UnsavableState, UsageError
 
@@ -68,7 +69,7 @@ def test_one_that_comes_too_soon_is_skipped_and_told(tmp_path: Path) -> None:
     saver = Saver(store, tell=told.append)
     saver.start(state_of(1.0), step=1)
     assert saver.start(state_of(2.0), step=2) == 0.0
-    assert told[-1].kind is SaveEventKind.SKIPPED
+    assert told[-1].kind is EventKind.SAVE_SKIPPED
     assert (told[-1].step, told[-1].reason) == (2, "the save of step 1 is still under way")
     disk.let_go.set()
     saver.wait()
@@ -389,7 +390,7 @@ def test_without_memory_for_a_copy_the_training_waits(tmp_path: Path) -> None:
         folder = store.committed()[0].path
         files.append({f.name: f.read_bytes() for f in folder.iterdir() if "manifest" not in f.name})
         assert value_at(store, 1) == (1.0, 1.0)
-    (not_copied,) = [one for one in events if one.kind is SaveEventKind.NOT_COPIED]
+    (not_copied,) = [one for one in events if one.kind is EventKind.SAVE_NOT_COPIED]
     assert not_copied.reason == told[1]
     assert savers[1]._staging.reserved_bytes == 0
     assert files[0] == files[1]

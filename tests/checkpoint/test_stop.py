@@ -12,9 +12,10 @@ from checkpoint.states import write
 from checkpoint.test_saver import state_of, steps, value_at
 
 from hydroslurm.checkpoint.newest import newest_good
-from hydroslurm.checkpoint.outcome import SaveEvent, SaveEventKind
+from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.core.events import EventKind
 
 
 def expect(saver: Saver, *, seconds: float) -> None:
@@ -52,7 +53,7 @@ def test_one_under_way_is_waited_for_when_both_fit(tmp_path: Path) -> None:
 
     def tell(event: SaveEvent) -> None:
         told.append(event)
-        if event.save_kind == "stop" and event.kind is SaveEventKind.STARTED:
+        if event.save_kind == "stop" and event.kind is EventKind.SAVE_STARTED:
             disk.let_go.set()
 
     saver = Saver(store, tell=tell)
@@ -61,7 +62,7 @@ def test_one_under_way_is_waited_for_when_both_fit(tmp_path: Path) -> None:
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
     assert saved.is_committed
     assert saved.reason.endswith("both fit")
-    committed = [event.step for event in told if event.kind is SaveEventKind.COMMITTED]
+    committed = [event.step for event in told if event.kind is EventKind.SAVE_COMMITTED]
     assert committed == [4, 5]
 
 
@@ -101,8 +102,8 @@ def test_one_that_hangs_is_given_up(tmp_path: Path) -> None:
     saver.close()
     assert steps(store) == [5]
     assert value_at(store, 5) == (5.0, 5.0)
-    assert [event.step for event in told if event.kind is SaveEventKind.ABANDONED] == [4]
-    assert [event.step for event in told if event.kind is SaveEventKind.STAGED] == [4]
+    assert [event.step for event in told if event.kind is EventKind.SAVE_ABANDONED] == [4]
+    assert [event.step for event in told if event.kind is EventKind.SAVE_STAGED] == [4]
 
 
 def test_one_that_takes_longer_than_it_should_is_given_up_in_time(tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def test_the_save_of_this_state_is_the_stop(tmp_path: Path) -> None:
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600), unchanged=True)
     assert saved.is_committed
     assert "the save in flight is of this very step 5" in saved.reason
-    assert sum(event.kind is SaveEventKind.COMMITTED for event in told) == 1
+    assert sum(event.kind is EventKind.SAVE_COMMITTED for event in told) == 1
 
 
 def test_a_stop_does_not_wait_for_old_ones_to_be_removed(tmp_path: Path) -> None:
