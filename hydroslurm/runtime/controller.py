@@ -392,10 +392,9 @@ class Controller:
         data: Mapping[str, object],
         *,
         mono_ns: int | None = None,
-        epoch_ns: int | None = None,
     ) -> None:
         """Write an event of the caller's into this rank's log; from any thread."""
-        self._write(kind, dict(data), mono_ns=mono_ns, epoch_ns=epoch_ns)
+        self._write(kind, data, mono_ns=mono_ns)
 
     def _request(
         self,

@@ -184,18 +184,14 @@ class StopHandler:
         if self._allocation is None:
             message = f"{since}, outside of a job: run the same command again to go on"
             return StopPlan("asked", math.inf, False, RUN_AGAIN, message)
-        if not self._answered.wait(ANSWER_S):
-            message = (
-                f"{since}; Slurm did not say why within {ANSWER_S:g} s, so the run counts on "
-                f"{ASSUMED_GRACE_S:g} s from the signal on, saves, and is requeued unless it turns "
-                "out to be cancelled"
-            )
-            return StopPlan("asked", self._assumed_deadline(request), True, RUN_AGAIN, message)
-        stop = self._stop
+        is_answered, stop = self._answered.wait(ANSWER_S), self._stop
         if stop is None:
+            what = "could not be asked why"
+            if not is_answered:
+                what = f"did not say why within {ANSWER_S:g} s"
             message = (
-                f"{since}; Slurm could not be asked why, so the run counts on {ASSUMED_GRACE_S:g} "
-                "s from the signal on, saves, and asks to be requeued"
+                f"{since}; Slurm {what}, so the run counts on {ASSUMED_GRACE_S:g} s from the "
+                "signal on, saves, and is requeued unless it turns out to be cancelled"
             )
             return StopPlan("asked", self._assumed_deadline(request), True, RUN_AGAIN, message)
         if ranks_gone and _ends_a_failure(request, stop):
@@ -239,23 +235,14 @@ class StopHandler:
         begin_ns = time.monotonic_ns()
         try:
             self._check_fence()
-        except StaleAttempt as error:
-            return self._stay_away(error)
-        self._controller.record(EventKind.REQUEUE_ASKED, {"job_id": job_id})
-        try:
+            self._controller.record(EventKind.REQUEUE_ASKED, {"job_id": job_id})
             with self._controller.marks.range(Range.REQUEUEING, self._controller.step or 0):
                 job = self._requeue(self._allocation, plan.deadline_mono_s, stop)
-        except StaleAttempt as error:
-            return self._stay_away(error)
-        except WrongJobState as error:
-            self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
-            warning(self._cannot_requeue(error))
         except HydroslurmError as error:
             self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
-            warning(
-                f"the job could not be requeued: {error}. Leaving with status {RUN_AGAIN}, which "
-                "`hydroslurm batch -- srun ...` turns into a requeue"
-            )
+            warning(self._cannot_requeue(error))
+            if isinstance(error, StaleAttempt):
+                return ExitForRequeue.must_not_run_again()
         else:
             took_us = (time.monotonic_ns() - begin_ns) / 1e3
             self._controller.record(EventKind.REQUEUED, {"job_id": job_id, "requeue_us": took_us})
@@ -339,11 +326,6 @@ class StopHandler:
             with contextlib.suppress(OSError):  # Slurm checks the restart count, too
                 self._fence.check("the requeue")
 
-    def _stay_away(self, error: StaleAttempt) -> ExitForRequeue:
-        self._controller.record(EventKind.REQUEUE_FAILED, {"reason": str(error)})
-        warning(str(error))
-        return ExitForRequeue.must_not_run_again()
-
     def _wait_for_neighbours(self, allocation: Allocation, deadline_mono_s: float) -> None:
         """A requeue would kill the other trainings of the job while they save."""
         with contextlib.suppress(RunFolderError):
@@ -367,7 +349,14 @@ class StopHandler:
         job = None if stop is None else stop.job
         return requeue(client, start, job=job, policies=self._policies)
 
-    def _cannot_requeue(self, error: WrongJobState) -> str:
+    def _cannot_requeue(self, error: Exception) -> str:
+        if isinstance(error, StaleAttempt):
+            return str(error)
+        if not isinstance(error, WrongJobState):
+            return (
+                f"the job could not be requeued: {error}. Leaving with status {RUN_AGAIN}, which "
+                "`hydroslurm batch -- srun ...` turns into a requeue"
+            )
         job, policy = None if self._stop is None else self._stop.job, self._policy
         if job is not None and job.is_batch is False:
             return (
