@@ -7,10 +7,11 @@ Dates stay text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -44,9 +45,8 @@ class Complaint:
     because: tuple[KeyPath, ...] = ()
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """How much a document holds, or may hold, after alias expansion.
+class Bounds(NamedTuple):
+    """How much a document may hold, after alias expansion.
 
     Attributes:
         values: keys, scalars, lists and mappings.
@@ -56,25 +56,10 @@ class Bounds:
     values: int
     content_bytes: int
 
-    def __add__(self, other: Bounds) -> Bounds:
-        return Bounds(self.values + other.values, self.content_bytes + other.content_bytes)
-
-    def __sub__(self, other: Bounds) -> Bounds:
-        return Bounds(self.values - other.values, self.content_bytes - other.content_bytes)
-
 
 OF_A_FILE = Bounds(values=20_000, content_bytes=1 << 20)
 RESOLVED = Bounds(values=20 * OF_A_FILE.values, content_bytes=20 * OF_A_FILE.content_bytes)
 """For the resolved spec in a run folder, which has every default filled in."""
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without its dates and its ``=``: people who write them mean the text."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's name, never modified
-        first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN or "merge" in tag]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
 
 
 @dataclass(frozen=True)
@@ -138,33 +123,22 @@ def parse_source(text: str, *, name: str, bounds: Bounds = RESOLVED) -> Source:
         SpecError: not YAML, more or less than one document, over a limit, a tag that is not plain
             data, or a duplicate key.
     """
-    lines: dict[KeyPath, int] = {}
-    written: dict[KeyPath, str] = {}
     try:
-        _check_bounds(text, name, bounds)
-        loader = _Loader(text)
+        loader = _Loader(text, name, bounds)
         try:
-            node = loader.get_single_node()
-            if node is None:
+            if not loader.check_node():
                 raise SpecError(f"{name}: is empty; wanted a job spec (hydroslurm schema)")
-            lines[()] = _line(node)
-            value = _value(node, (), _Reading(loader, name, lines, written))
+            node = loader.get_node()
+            if loader.check_node():
+                second = "a second document begins here; wanted one job per file"
+                raise loader.error(loader.peek_event(), second)
+            loader.lines[()] = _line(node)
+            value = loader.value_of(node, ())
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
         raise SpecError(_message(error, name, text)) from error
-    return Source(name, value, lines, written)
-
-
-@dataclass(frozen=True)
-class _Reading:
-    loader: _Loader
-    name: str
-    lines: dict[KeyPath, int]
-    written: dict[KeyPath, str]
-
-    def error(self, node: yaml.Node, message: str) -> SpecError:
-        return SpecError(f"{self.name}:{_line(node)}: {message}")
+    return Source(name, value, loader.lines, loader.written)
 
 
 def _line(at: yaml.Node | yaml.Event) -> int:
@@ -172,125 +146,135 @@ def _line(at: yaml.Node | yaml.Event) -> int:
     return 1 if mark is None else int(mark.line) + 1
 
 
-def _value(node: yaml.Node, path: KeyPath, reading: _Reading) -> Any:
-    if node.tag not in _PLAIN:
-        shown = node.tag.replace(_TAG, "!!", 1)[:60]
-        raise reading.error(
-            node, f"the tag {shown} is not allowed; a job spec holds plain values only"
-        )
-    if isinstance(node, yaml.MappingNode):
-        return _mapping(node, path, reading)
-    if isinstance(node, yaml.SequenceNode):
-        found = []
-        for index, item in enumerate(node.value):
-            where = (*path, index)
-            reading.lines[where] = _line(item)
-            found.append(_value(item, where, reading))
-        return found
-    reading.written[path] = str(node.value)
-    return _scalar(node, reading)
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without its dates and its ``=``: people who write them mean the text.
 
+    It counts what it composes, and again what it builds, where an alias counts with all that it
+    stands for: a hostile file ends neither the stack nor the memory.
+    """
 
-def _mapping(node: yaml.MappingNode, path: KeyPath, reading: _Reading) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, (key_node, value_node) in _fields(node, reading).items():
-        where = (*path, key)
-        reading.lines[where] = _line(key_node)
-        found[key] = _value(value_node, where, reading)
-    return found
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's name, never modified
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN or "merge" in tag]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
+    def __init__(self, text: str, name: str, bounds: Bounds) -> None:
+        super().__init__(text)
+        self.lines: dict[KeyPath, int] = {}
+        self.written: dict[KeyPath, str] = {}
+        self._name, self._bounds = name, bounds
+        self._composed = self._level = self._values = self._content_bytes = 0
+        self._open: list[yaml.Node] = []
 
-def _fields(node: yaml.MappingNode, reading: _Reading) -> dict[str, tuple[yaml.Node, yaml.Node]]:
-    """The key and value of each field. A field overrides one that is merged in (``<<:``), and the
-    first mapping that is merged overrides the others. PyYAML's own ``flatten_mapping`` writes
-    merged fields into the node, where an alias finds them as duplicates."""
-    own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-    merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-    for key_node, value_node in node.value:
-        if key_node.tag == f"{_TAG}merge":
-            is_list = isinstance(value_node, yaml.SequenceNode)
-            for source in value_node.value if is_list else (value_node,):
-                if not isinstance(source, yaml.MappingNode):
-                    wanted = "expected a mapping or list of mappings for merging"
-                    raise yaml.MarkedYAMLError(
-                        "while constructing a mapping",
-                        node.start_mark,
-                        f"{wanted}, but found {source.id}",
-                        source.start_mark,
-                    )
-                merged = _fields(source, reading) | merged
-            continue
-        key = _key(key_node, reading)
-        if key in own:
-            shown = key if len(key) <= 60 else f"{key[:57]}..."
-            first = _line(own[key][0])
-            raise reading.error(key_node, f"duplicate key {shown!r}, first on line {first}")
-        own[key] = key_node, value_node
-    return merged | own
+    def error(self, at: yaml.Node | yaml.Event, message: str) -> SpecError:
+        return SpecError(f"{self._name}:{_line(at)}: {message}")
 
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._composed += 1
+        self._level += 1
+        self._check_size(self.peek_event(), self._composed, self._level - 1)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
 
-def _key(node: yaml.Node, reading: _Reading) -> str:
-    """Field names are text, even where YAML would read a number or a boolean."""
-    if not isinstance(node, yaml.ScalarNode):
-        raise reading.error(node, "a list or a mapping cannot be the name of a field")
-    return str(node.value)
+    def value_of(self, node: yaml.Node, path: KeyPath) -> Any:
+        """Build a value, and note its line and spelling, and those of all that it holds."""
+        if node.tag not in _PLAIN:
+            shown = node.tag.replace(_TAG, "!!", 1)[:60]
+            message = f"the tag {shown} is not allowed; a job spec holds plain values only"
+            raise self.error(node, message)
+        with self._within(node):
+            if isinstance(node, yaml.MappingNode):
+                fields = self._fields(node)
+                return {
+                    key: self._item(value, (*path, key), _line(key_node))
+                    for key, (key_node, value) in fields.items()
+                }
+            if isinstance(node, yaml.SequenceNode):
+                return [
+                    self._item(item, (*path, index), _line(item))
+                    for index, item in enumerate(node.value)
+                ]
+        self.written[path] = str(node.value)
+        return self._scalar(node)
 
+    def _item(self, node: yaml.Node, path: KeyPath, line: int) -> Any:
+        self.lines[path] = line
+        return self.value_of(node, path)
 
-def _scalar(node: yaml.Node, reading: _Reading) -> Any:
-    if node.tag in _NUMBERS and len(node.value) > LONGEST_NUMBER:
-        raise reading.error(
-            node, f"is a number of {len(node.value)} characters; put it in quotes if it is text"
-        )
-    try:
-        return reading.loader.construct_object(node)
-    except (yaml.YAMLError, ValueError, ArithmeticError, KeyError, IndexError) as error:
-        kind = node.tag.replace(_TAG, "", 1)
-        shown = str(node.value)[:60]
-        raise reading.error(node, f"{shown!r} is not a valid {kind}") from error
+    @contextlib.contextmanager
+    def _within(self, node: yaml.Node) -> Iterator[None]:
+        """Count a node that is being built, or merged."""
+        if any(node is other for other in self._open):
+            raise self.error(node, "contains itself")
+        self._open.append(node)
+        self._values += 1
+        is_scalar = isinstance(node, yaml.ScalarNode)
+        if is_scalar:
+            self._content_bytes += len(node.value.encode(errors="replace"))
+        # an alias has the line of its anchor: name the field of the document that holds it
+        self._check_size(self._open[:2][-1], self._values, len(self._open) - is_scalar)
+        yield
+        self._open.pop()
 
-
-def _check_bounds(text: str, name: str, bounds: Bounds) -> None:
-    """Check the limits before anything is built, on PyYAML's event stream, which needs no
-    recursion."""
-    now = Bounds(0, 0)
-    sizes: dict[str, Bounds] = {}
-    heights: dict[str, int] = {}
-    opened: list[tuple[str | None, Bounds]] = []
-    below = [0]  # of each collection that is open: levels within it so far, aliases expanded
-    documents = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        where = f"{name}:{_line(event)}"
-        documents += isinstance(event, yaml.DocumentStartEvent)
-        if documents > 1:
-            raise SpecError(f"{where}: a second document begins here; wanted one job per file")
-        if isinstance(event, yaml.CollectionStartEvent):
-            opened.append((event.anchor, now))
-            below.append(0)
-            now += Bounds(1, 0)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = opened.pop()
-            height = below.pop() + 1
-            below[-1] = max(below[-1], height)
-            if anchor is not None:
-                sizes[anchor], heights[anchor] = now - before, height
-        elif isinstance(event, yaml.ScalarEvent):
-            size = Bounds(1, len(event.value.encode(errors="replace")))
-            now += size
-            if event.anchor is not None:
-                sizes[event.anchor], heights[event.anchor] = size, 0
-        elif isinstance(event, yaml.AliasEvent):
-            anchor = str(event.anchor)
-            if anchor in (one for one, _ in opened):
-                raise SpecError(f"{where}: *{anchor[:60]} contains itself")
-            now += sizes.get(anchor, Bounds(1, 0))
-            below[-1] = max(below[-1], heights.get(anchor, 0))
-        if len(opened) + below[-1] > DEEPEST:
-            raise SpecError(f"{where}: nests deeper than {DEEPEST} levels; is it a job spec?")
-        if now.values > bounds.values or now.content_bytes > bounds.content_bytes:
-            raise SpecError(
-                f"{where}: with its aliases expanded this is more than {bounds.values} values "
-                f"or {bounds.content_bytes >> 20} MiB; is it a job spec?"
+    def _check_size(self, at: yaml.Node | yaml.Event, values: int, levels: int) -> None:
+        if levels > DEEPEST:
+            raise self.error(at, f"nests deeper than {DEEPEST} levels; is it a job spec?")
+        most = self._bounds
+        if values > most.values or self._content_bytes > most.content_bytes:
+            raise self.error(
+                at,
+                f"with its aliases expanded this is more than {most.values} values or "
+                f"{most.content_bytes >> 20} MiB; is it a job spec?",
             )
+
+    def _fields(self, node: yaml.MappingNode) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+        """The key and value of each field. A field overrides one that is merged in (``<<:``), and
+        the first mapping that is merged overrides the others. PyYAML's own ``flatten_mapping``
+        writes merged fields into the node, where an alias finds them as duplicates."""
+        own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == f"{_TAG}merge":
+                is_list = isinstance(value_node, yaml.SequenceNode)
+                for source in value_node.value if is_list else (value_node,):
+                    if not isinstance(source, yaml.MappingNode):
+                        wanted = "expected a mapping or list of mappings for merging"
+                        raise yaml.MarkedYAMLError(
+                            "while constructing a mapping",
+                            node.start_mark,
+                            f"{wanted}, but found {source.id}",
+                            source.start_mark,
+                        )
+                    with self._within(source):
+                        merged = self._fields(source) | merged
+                continue
+            key = self._key(key_node)
+            if key in own:
+                shown = key if len(key) <= 60 else f"{key[:57]}..."
+                first = _line(own[key][0])
+                raise self.error(key_node, f"duplicate key {shown!r}, first on line {first}")
+            own[key] = key_node, value_node
+        return merged | own
+
+    def _key(self, node: yaml.Node) -> str:
+        """Field names are text, even where YAML would read a number or a boolean."""
+        if not isinstance(node, yaml.ScalarNode):
+            raise self.error(node, "a list or a mapping cannot be the name of a field")
+        with self._within(node):
+            return str(node.value)
+
+    def _scalar(self, node: yaml.Node) -> Any:
+        if node.tag in _NUMBERS and len(node.value) > LONGEST_NUMBER:
+            length = len(node.value)
+            message = f"is a number of {length} characters; put it in quotes if it is text"
+            raise self.error(node, message)
+        try:
+            return self.construct_object(node)
+        except (yaml.YAMLError, ValueError, ArithmeticError, KeyError, IndexError) as error:
+            kind = node.tag.replace(_TAG, "", 1)
+            shown = str(node.value)[:60]
+            raise self.error(node, f"{shown!r} is not a valid {kind}") from error
 
 
 def _message(error: yaml.YAMLError, name: str, text: str) -> str:
