@@ -23,15 +23,12 @@ from hydroslurm.devcluster.config import (
     slurm_conf,
     slurmdbd_conf,
 )
-from hydroslurm.devcluster.layout import Layout
-from hydroslurm.devcluster.processes import Daemon, ProcessId, start_daemon
+from hydroslurm.devcluster.layout import CLUSTER_ENV, Layout
+from hydroslurm.devcluster.processes import Daemon, ProcessId, die_with_parent
 from hydroslurm.devcluster.programs import Programs, slurm_release, system_tables_sql
 from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError, HydroslurmError
 from hydroslurm.slurm.spank.build import PLUGIN, build_plugin
-
-CLUSTER_ENV = "HYDROSLURM_CLUSTER"
-"""Set to the cluster's folder in its daemons and slurmstepd, but not in jobs."""
 
 # Small and not durable: the database lives for minutes. It starts in 0.3 s instead of 3.
 _MARIADB = (
@@ -226,21 +223,36 @@ class Bringup:
 
     def _start(self, name: str, arguments: Sequence[str], **more: str) -> None:
         program = name.partition("-")[0]
+        # Slurm's daemons write their logs themselves
+        log = self.layout.console(name) if program.startswith("slurm") else None
         argv = [self.programs[program], *arguments]
-        environ = self.environ(**more)
-        own_log = program.startswith("slurm")
-        daemon = start_daemon(name, argv, layout=self.layout, environ=environ, own_log=own_log)
-        self.daemons.append(daemon)
+        self.daemons.append(self._begin(name, argv, log=log, **more))
 
     def _wait(self, what: str, condition: Callable[[], bool]) -> None:
         self.control.until(condition, what, daemons=self.daemons)
 
-    def _begin(self, name: str, argv: Sequence[str], *, stdin: Path | None = None) -> Daemon:
-        """Start a program that ends on its own."""
-        log = self.layout.log(name)
+    def _begin(
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        stdin: Path | None = None,
+        log: Path | None = None,
+        **more: str,
+    ) -> Daemon:
+        """Start a program that dies with this process: the kernel ties its life to the thread that
+        forked it."""
+        log = log or self.layout.log(name)
         with log.open("ab") as output, (stdin or Path(os.devnull)).open("rb") as source:
             process = subprocess.Popen(
-                argv, stdin=source, stdout=output, stderr=subprocess.STDOUT, env=self.environ()
+                argv,
+                stdin=source,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=self.layout.root,
+                env=self.environ(**more),
+                preexec_fn=die_with_parent,
+                start_new_session=True,
             )
         return Daemon(name, process, log)
 

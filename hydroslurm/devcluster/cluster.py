@@ -18,11 +18,9 @@ from types import TracebackType
 
 from hydroslurm.devcluster import cgroups
 from hydroslurm.devcluster.layout import Layout, locked
-from hydroslurm.devcluster.processes import ProcessId, tail
+from hydroslurm.devcluster.processes import ProcessId, Request, Running, sweep, tail, to_json
 from hydroslurm.devcluster.programs import find_programs, search_path
-from hydroslurm.devcluster.running import Request, Running, to_json
 from hydroslurm.devcluster.spec import ClusterSpec
-from hydroslurm.devcluster.teardown import sweep
 from hydroslurm.errors import ClusterError
 
 _DOWN_LIMIT_S = 40.0

@@ -27,15 +27,37 @@ WARNING = (
 
 @dataclass(frozen=True)
 class Ports:
-    """The TCP ports of one cluster, all on the loopback interface."""
+    """The TCP ports of one cluster, all on the loopback interface.
+
+    Attributes:
+        sockets: bound to the ports to keep them from everybody else. They never listen and have
+            SO_REUSEADDR set, as those of Slurm's daemons have: so a daemon can bind and listen on
+            its port while it is still reserved, and there is no moment between in which another
+            program, or a second cluster, could get it.
+    """
 
     slurmctld: int
     slurmdbd: int
     slurmd: tuple[int, ...]
+    sockets: tuple[socket.socket, ...] = ()
+
+    @classmethod
+    def reserve(cls, nodes: int) -> Ports:
+        """Reserve the ports of a cluster with this many nodes; the caller releases them."""
+        sockets = tuple(socket.socket() for _ in range(nodes + 2))
+        for each in sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind((LOOPBACK, 0))
+        slurmctld, slurmdbd, *slurmd = (each.getsockname()[1] for each in sockets)
+        return cls(slurmctld, slurmdbd, tuple(slurmd), sockets)
 
     @property
     def all(self) -> tuple[int, ...]:
         return (self.slurmctld, self.slurmdbd, *self.slurmd)
+
+    def release(self) -> None:
+        for each in self.sockets:
+            each.close()
 
 
 @dataclass(frozen=True)
@@ -283,35 +305,6 @@ def plugstack_conf(plugin: Path | None, why_not: str = "") -> str:
 
 _LISTEN = "0A"
 _LOOPBACK_HEX = ("0100007F", "00000000000000000000000001000000")
-
-
-@dataclass(frozen=True)
-class ReservedPorts:
-    """Ports, and the bound sockets that keep them from everybody else.
-
-    The sockets never listen and have SO_REUSEADDR set, as those of Slurm's daemons have: so a
-    daemon can bind and listen on its port while it is still reserved, and there is no moment
-    between in which another program, or a second cluster, could get it.
-    """
-
-    ports: Ports
-    sockets: tuple[socket.socket, ...]
-
-    def release(self) -> None:
-        for held in self.sockets:
-            held.close()
-
-
-def reserve(nodes: int) -> ReservedPorts:
-    """Reserve the ports of a cluster with so many nodes; the caller releases them."""
-    held: list[socket.socket] = []
-    for _ in range(nodes + 2):
-        one = socket.socket()
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        one.bind((LOOPBACK, 0))
-        held.append(one)
-    numbers = [one.getsockname()[1] for one in held]
-    return ReservedPorts(Ports(numbers[0], numbers[1], tuple(numbers[2:])), tuple(held))
 
 
 def listening(port: int) -> bool:

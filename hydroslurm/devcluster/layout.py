@@ -29,6 +29,9 @@ from hydroslurm.core.trust import check_trusted, is_trusted
 from hydroslurm.devcluster.config import WARNING
 from hydroslurm.errors import ClusterError
 
+CLUSTER_ENV = "HYDROSLURM_CLUSTER"
+"""Set to the cluster's folder in its daemons and slurmstepd, but not in jobs."""
+
 _MARKER = "THIS-IS-FOR-TESTING-ONLY"
 _LINK = "c"
 _LINK_PREFIX = "hydroslurm-c-"

@@ -1,24 +1,37 @@
-"""The processes of a cluster: as /proc shows them, and the daemons that the supervisor starts."""
+"""The processes of a cluster: as /proc shows them, as cluster.json records them, and their end.
+
+No process and no file outside the cluster's folder is left.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from hydroslurm.core.files import write_atomically
 from hydroslurm.core.proc import PARENT, START_TICKS, STATE, environ_of, pids, stat_of
-from hydroslurm.devcluster.layout import Layout
+from hydroslurm.devcluster import cgroups
+from hydroslurm.devcluster.layout import CLUSTER_ENV, Layout, remove_link
+from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_TAIL_LINES = 12
+_VERSION = 2
+_JOBS_END_S = 1.5
+_CANCEL_LIMIT_S = 5.0
+_SWEEPS = 5
 
 
 @dataclass(frozen=True)
@@ -138,9 +151,6 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
-_TAIL_LINES = 12
-
-
 @dataclass(frozen=True)
 class Daemon:
     """A daemon in the foreground, as a child of the supervisor.
@@ -176,37 +186,6 @@ class Daemon:
         return f"The last lines of {self.log}:{lines or ' (it is empty)'}"
 
 
-def start_daemon(
-    name: str,
-    argv: Sequence[str],
-    *,
-    layout: Layout,
-    environ: Mapping[str, str],
-    own_log: bool = False,
-) -> Daemon:
-    """Start a daemon that stays in the foreground.
-
-    It dies with the supervisor, however that ends. Call it from the supervisor's main thread only:
-    the kernel ties a child's life to the thread that forked it.
-
-    Args:
-        own_log: it writes its log file itself; stdout and stderr go beside it.
-    """
-    log = layout.console(name) if own_log else layout.log(name)
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=layout.root,
-            env=dict(environ),
-            preexec_fn=die_with_parent,
-            start_new_session=True,
-        )
-    return Daemon(name, process, log)
-
-
 def reap(daemons: Sequence[Daemon]) -> None:
     """Collect every child that has ended, the orphans that this process inherited included."""
     known = {daemon.process.pid: daemon for daemon in daemons}
@@ -234,3 +213,172 @@ def tail(log: Path) -> list[str]:
 
 def _ending(status: int) -> str:
     return f"exit status {status}" if status >= 0 else f"by signal {-status}"
+
+
+@dataclass(frozen=True)
+class Running:
+    """The cluster that runs in a folder.
+
+    Attributes:
+        up: False while it is being started.
+        temporary: the folder is removed with the cluster.
+        link: the short name of the folder.
+        supervisor: the process that owns all others.
+        daemons: name -> process.
+    """
+
+    spec: ClusterSpec
+    up: bool
+    temporary: bool
+    link: Path
+    supervisor: ProcessId
+    daemons: tuple[tuple[str, ProcessId], ...] = ()
+    version: int = _VERSION
+
+    def write(self, layout: Layout) -> None:
+        """Write cluster.json atomically."""
+        write_atomically(layout.cluster_json, to_json(self) + "\n", mode=0o666)
+
+    @classmethod
+    def read(cls, layout: Layout) -> Running | None:
+        """Read cluster.json; None if there is none.
+
+        Raises:
+            ClusterError: the file is not one of ours.
+            UntrustedFile: others could have written it; it decides what we signal, remove and run.
+        """
+        layout.check()
+        try:
+            row = json.loads(layout.cluster_json.read_text())
+            if row["version"] != _VERSION:
+                raise ValueError(f"version {row['version']}, not {_VERSION}")
+            row["spec"], row["link"] = _spec(row["spec"]), Path(row["link"])
+            row["supervisor"] = ProcessId(**row["supervisor"])
+            row["daemons"] = tuple((name, ProcessId(**one)) for name, one in row["daemons"])
+            return cls(**row)
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ClusterError(
+                f"{layout.cluster_json} cannot be read ({error}); it was made by another release. "
+                "End that cluster with the release that started it, or remove the file"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Request:
+    """A caller's request for a cluster.
+
+    Attributes:
+        detach: the cluster outlives the caller, once it is up.
+        temporary: remove the folder with the cluster.
+        path: where to look for programs.
+        caller: the process with which the cluster ends.
+    """
+
+    spec: ClusterSpec
+    root: Path
+    detach: bool
+    temporary: bool
+    path: str
+    caller: ProcessId
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        """Decode what :func:`to_json` has made."""
+        row = json.loads(text)
+        row["spec"], row["root"] = _spec(row["spec"]), Path(row["root"])
+        return cls(**{**row, "caller": ProcessId(**row["caller"])})
+
+
+def to_json(value: Running | Request) -> str:
+    """Encode as one line; names of files may hold bytes that are no text."""
+    return json.dumps(asdict(value), default=str)
+
+
+def _spec(row: dict[str, Any]) -> ClusterSpec:
+    directory = row["directory"]
+    return ClusterSpec(**{**row, "directory": None if directory is None else Path(directory)})
+
+
+def cancel_jobs(scancel: str, *, user: str, environ: Mapping[str, str]) -> None:
+    """Cancel all jobs, and give them 1.5 s to end.
+
+    Not all of KillWait: what still runs is killed with everything else.
+    """
+    with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+        subprocess.run(
+            [scancel, f"--user={user}"],
+            env=dict(environ),
+            capture_output=True,
+            timeout=_CANCEL_LIMIT_S,
+            check=False,
+        )
+    deadline = time.monotonic() + _JOBS_END_S
+    while _job_steps() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def end_all(daemons: Sequence[Daemon], spec: ClusterSpec, *, limit_s: float = 15.0) -> None:
+    """Kill all descendants of this process, a subreaper, and remove their cgroups.
+
+    With SIGKILL, daemons too: what they would save is about to be removed. Until two looks in a row
+    find nobody: a process may fork while it is being listed, and be gone when its parent is asked.
+    """
+    deadline = time.monotonic() + limit_s
+    looks_without_any = 0
+    while looks_without_any < 2 and time.monotonic() < deadline:
+        below = [p for pid in descendants(os.getpid()) if (p := ProcessId.of(pid))]
+        looks_without_any = 0 if below else looks_without_any + 1
+        cgroups.thaw(spec)
+        end(below, limit_s=1.0)
+        reap(daemons)
+    cgroups.remove(spec)
+
+
+def sweep(layout: Layout, running: Running) -> None:
+    """End and remove what is left of a cluster whose supervisor was killed.
+
+    The daemons died with their supervisor, but job steps and tasks did not. A shell that only
+    points to the cluster (`hydroslurm cluster env`) is not a task and stays.
+    """
+    end(process for _, process in running.daemons)
+    for _ in range(_SWEEPS):  # a process may fork before it is killed
+        if strays := _strays(layout, running):
+            cgroups.thaw(running.spec)
+            end(strays)
+    cgroups.remove(running.spec)
+    remove_link(running.link)
+    layout.remove_state()
+    if running.temporary:
+        layout.remove_all()
+
+
+def _strays(layout: Layout, running: Running) -> list[ProcessId]:
+    """The job steps of a cluster without a supervisor, and their descendants.
+
+    Tasks are recognized by the environment that slurmd and sbatch gave them. So is slurmstepd up to
+    24.05; newer ones empty theirs (seen on 25.11), but each has its node's log in the cluster's
+    folder open. With cgroups, the cgroup lists them all.
+    """
+    confs = {str(layout.slurm_conf), str(running.link / "conf/slurm.conf")}
+    root = layout.root.resolve()
+
+    def ours(pid: int) -> bool:
+        environ = environment(pid)
+        is_task = (
+            environ.get("SLURM_CONF") in confs
+            and "SLURM_JOB_ID" in environ
+            and environ.get("SLURMD_NODENAME") in running.spec.node_names
+        )
+        if is_task or environ.get(CLUSTER_ENV) == str(layout.root):
+            return True
+        return command_name(pid) == "slurmstepd" and holds_file_below(pid, root)
+
+    found = {*find(ours), *cgroups.processes_of(running.spec)}
+    below = {child for pid in found for child in descendants(pid)}
+    return [p for pid in (found | below) - {os.getpid()} if (p := ProcessId.of(pid))]
+
+
+def _job_steps() -> bool:
+    return any(command_name(pid) == "slurmstepd" for pid in descendants(os.getpid()))

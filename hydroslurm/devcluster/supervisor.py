@@ -18,12 +18,19 @@ from dataclasses import replace
 
 from hydroslurm.devcluster import cgroups
 from hydroslurm.devcluster.bringup import Bringup, Control, StopRequested
-from hydroslurm.devcluster.config import Place, reserve
+from hydroslurm.devcluster.config import Place, Ports
 from hydroslurm.devcluster.layout import Layout, locked, make_link, remove_link
-from hydroslurm.devcluster.processes import ProcessId, become_subreaper, reap
+from hydroslurm.devcluster.processes import (
+    ProcessId,
+    Request,
+    Running,
+    become_subreaper,
+    cancel_jobs,
+    end_all,
+    reap,
+    sweep,
+)
 from hydroslurm.devcluster.programs import find_programs
-from hydroslurm.devcluster.running import Request, Running
-from hydroslurm.devcluster.teardown import cancel_jobs, end_all, sweep
 from hydroslurm.errors import ClusterError
 
 _STDOUT = 1
@@ -67,12 +74,12 @@ def _serve(request: Request, layout: Layout, control: Control) -> None:
     programs = find_programs(request.path)
     user = _user_name()
     link = make_link(layout.root)
-    reserved = reserve(request.spec.nodes)
+    ports = Ports.reserve(request.spec.nodes)
     place = Place(link, os.uname().nodename, user, _memory_mb(), programs.plugins)
     me = ProcessId.of(os.getpid())
     assert me is not None
     running = Running(request.spec, False, request.temporary, link, me)
-    bringup = Bringup(request.spec, layout, place, reserved.ports, programs, control)
+    bringup = Bringup(request.spec, layout, place, ports, programs, control)
     try:
         running.write(layout)
         bringup.run()
@@ -89,7 +96,7 @@ def _serve(request: Request, layout: Layout, control: Control) -> None:
         if bringup.has_controller:
             cancel_jobs(programs["scancel"], user=user, environ=bringup.environ())
         end_all(bringup.daemons, request.spec)
-        reserved.release()
+        ports.release()
         remove_link(link)
         layout.remove_state()
         if request.temporary:

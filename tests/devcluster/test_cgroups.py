@@ -14,7 +14,7 @@ from hydroslurm.devcluster import ClusterSpec, DevCluster, cgroups, processes
 from hydroslurm.devcluster.cluster import end_cluster
 from hydroslurm.devcluster.config import CGROUPS
 from hydroslurm.devcluster.layout import Layout
-from hydroslurm.devcluster.running import Running
+from hydroslurm.devcluster.processes import Running
 from hydroslurm.errors import ClusterError, UsageError
 
 JOB = "srun sleep 614"
@@ -165,7 +165,7 @@ def test_a_job_step_without_environment_is_found(
         held = [one for pid in steps if (one := processes.ProcessId.of(pid))]
         asked = processes.environment
         monkeypatch.setattr(
-            "hydroslurm.devcluster.teardown.environment",
+            "hydroslurm.devcluster.processes.environment",
             lambda pid: {} if pid in steps else asked(pid),
         )
         running.supervisor.send(signal.SIGKILL)

@@ -19,9 +19,8 @@ from hydroslurm.devcluster.config import (
     slurmdbd_conf,
 )
 from hydroslurm.devcluster.layout import Layout
-from hydroslurm.devcluster.processes import ProcessId
+from hydroslurm.devcluster.processes import ProcessId, Request, Running, to_json
 from hydroslurm.devcluster.programs import Programs
-from hydroslurm.devcluster.running import Request, Running, to_json
 from hydroslurm.errors import UsageError
 
 PLACE = Place(base=Path("/t/x/c"), hostname="host7.example.org", user="ada", memory_mb=2048)

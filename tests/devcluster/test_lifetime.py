@@ -16,7 +16,7 @@ from processes import Child, child, wait_until
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.layout import Layout
-from hydroslurm.devcluster.running import Running
+from hydroslurm.devcluster.processes import Running
 from hydroslurm.errors import ClusterError
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -48,18 +48,18 @@ def test_a_deep_folder_gets_a_short_name(tmp_path: Path) -> None:
 def test_reserved_ports_are_ours_until_a_daemon_takes_them() -> None:
     """No two reservations share a port, nobody else gets one, and a daemon with SO_REUSEADDR can
     listen on it meanwhile."""
-    first, second = config.reserve(20), config.reserve(20)
+    first, second = config.Ports.reserve(20), config.Ports.reserve(20)
     try:
-        numbers = first.ports.all + second.ports.all
+        numbers = first.all + second.all
         assert len(set(numbers)) == len(numbers) == 44
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-            stranger.bind(("127.0.0.1", first.ports.slurmctld))
+            stranger.bind(("127.0.0.1", first.slurmctld))
         with socket.socket() as daemon:
             daemon.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            daemon.bind(("127.0.0.1", first.ports.slurmctld))
-            assert not config.listening(first.ports.slurmctld)
+            daemon.bind(("127.0.0.1", first.slurmctld))
+            assert not config.listening(first.slurmctld)
             daemon.listen()
-            assert config.listening(first.ports.slurmctld)
+            assert config.listening(first.slurmctld)
     finally:
         first.release()
         second.release()

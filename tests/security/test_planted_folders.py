@@ -19,8 +19,7 @@ from hydroslurm.core import registry
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.cluster import end_cluster
 from hydroslurm.devcluster.layout import Layout, make_link, remove_link
-from hydroslurm.devcluster.processes import ProcessId
-from hydroslurm.devcluster.running import Running, to_json
+from hydroslurm.devcluster.processes import ProcessId, Running, to_json
 from hydroslurm.errors import NsysMissing, RunFolderError, TargetError, UntrustedFile
 from hydroslurm.report.nsys import export
 from hydroslurm.runtime import client
