@@ -47,13 +47,7 @@ from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.exitcodes import CANCELLED, FAILED
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import LaunchError
-from hydroslurm.jobs.agent.exit_status import (
-    are_leaving,
-    failure_status,
-    node_status,
-    what_is_missing,
-)
-from hydroslurm.jobs.agent.node import Node
+from hydroslurm.jobs.agent.node import Departed, Interrupted, Node
 from hydroslurm.jobs.agent.rendezvous import (
     ExitBarrier,
     Rendezvous,
@@ -61,8 +55,13 @@ from hydroslurm.jobs.agent.rendezvous import (
     fill_in,
     in_order_of_tasks,
 )
-from hydroslurm.jobs.agent.signal_pipe import Departed, Interrupted
-from hydroslurm.jobs.agent.workers import exit_codes
+from hydroslurm.jobs.agent.workers import (
+    are_leaving,
+    exit_codes,
+    failure_status,
+    node_status,
+    what_is_missing,
+)
 from hydroslurm.runtime import autoload
 
 LINGER_S = 60.0

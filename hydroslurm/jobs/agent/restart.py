@@ -56,9 +56,8 @@ from hydroslurm.elastic.member import Member
 from hydroslurm.elastic.roster import MEETING_S, Depart, Directive, Form, Save, Timing
 from hydroslurm.errors import CoordinatorLost, UsageError
 from hydroslurm.jobs.agent.elastic import LINGER_S, NodeAgent
-from hydroslurm.jobs.agent.node import Node
+from hydroslurm.jobs.agent.node import Departed, Node
 from hydroslurm.jobs.agent.progress import Progress, Watch, is_paused, meeting_s
-from hydroslurm.jobs.agent.signal_pipe import Departed
 from hydroslurm.jobs.agent.workers import exit_codes
 from hydroslurm.slurm.allocation import ALONE_ENV
 

@@ -14,19 +14,19 @@ from types import SimpleNamespace
 import pytest
 
 from hydroslurm.jobs.agent import rendezvous
-from hydroslurm.jobs.agent.exit_status import (
-    are_leaving,
-    failure_status,
-    node_status,
-    what_is_missing,
-)
+from hydroslurm.jobs.agent.node import Interrupted, SignalPipe
 from hydroslurm.jobs.agent.rendezvous import (
     Rendezvous,
     RendezvousKeepalive,
     fill_in,
     find_rendezvous,
 )
-from hydroslurm.jobs.agent.signal_pipe import Interrupted, SignalPipe
+from hydroslurm.jobs.agent.workers import (
+    are_leaving,
+    failure_status,
+    node_status,
+    what_is_missing,
+)
 
 TERM = -int(signal.SIGTERM)
 
