@@ -13,8 +13,8 @@ from hydroslurm.core.module_command import module_command
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.jobs.launch.batch import in_option_line, last_line
 from hydroslurm.jobs.plan import Plan
-from hydroslurm.jobs.spec.elastic import Elastic
 from hydroslurm.jobs.spec.job import TrainingJob
+from hydroslurm.jobs.spec.sections import Elastic
 from hydroslurm.jobs.supervisor import CLEAN
 
 WARNING_SIGNAL = "URG"

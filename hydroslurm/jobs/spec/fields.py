@@ -1,4 +1,4 @@
-"""The kinds of text in a job spec, and what each may hold.
+"""The kinds of text in a job spec, what each may hold, and which name a misspelt one meant.
 
 The spec is data: no string of it is ever part of a shell command. What ends up in a line of a batch
 script is limited to what such a line can carry.
@@ -6,10 +6,12 @@ script is limited to what such a line can carry.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
 import shlex
+from collections.abc import Collection
 from fractions import Fraction
 from typing import Annotated
 
@@ -196,6 +198,7 @@ class Part(BaseModel):
         alias_generator=lambda name: to_camel(re.sub("_s$", "_seconds", name)),
         populate_by_name=True,
         hide_input_in_errors=True,
+        use_attribute_docstrings=True,
     )
 
 
@@ -225,3 +228,21 @@ Command = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(as_tu
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Whole = Annotated[int, Field(ge=0, le=LARGEST)]
 """0 or more."""
+
+
+def nearest(name: str, valid: Collection[str], *, cutoff: float = 0.6) -> str | None:
+    """The valid name with the closest spelling, ignoring case, dashes and underscores, or with the
+    same letters in another order; None when none is close.
+
+    Args:
+        cutoff: the least similarity, from 0 to 1.
+    """
+    plain, bare = {_bare(one): one for one in valid}, _bare(name)[:60]
+    near = difflib.get_close_matches(bare, list(plain), n=1, cutoff=cutoff)
+    near = near or [one for one in plain if sorted(one) == sorted(bare)]
+    return plain[near[0]] if near else None
+
+
+def _bare(name: str) -> str:
+    """The same for envName, env_name and ENV-NAME."""
+    return name.lower().replace("_", "").replace("-", "")

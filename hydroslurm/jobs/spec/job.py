@@ -9,10 +9,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from hydroslurm.jobs.spec.elastic import Elastic
 from hydroslurm.jobs.spec.fields import Line, Part, Printable, as_tuple
 from hydroslurm.jobs.spec.replicas import MASTER, ReplicaSpec, RunMode
 from hydroslurm.jobs.spec.sections import (
+    Elastic,
     Preemption,
     RunPolicy,
     Scheduler,

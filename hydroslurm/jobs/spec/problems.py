@@ -4,44 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.alias_generators import to_snake
 
-from hydroslurm.jobs.spec.fields import NotText
+from hydroslurm.jobs.spec.fields import NotText, nearest
 from hydroslurm.jobs.spec.job import DOES_NOT_FIT, TrainingJob
-from hydroslurm.jobs.spec.source import Complaint, KeyPath, Source, path_text
-from hydroslurm.jobs.spec.spelling import nearest
+from hydroslurm.jobs.spec.source import Complaint, KeyPath, Source
 
 MOST_PROBLEMS = 60
 """How many are reported: a file with more is not a job spec."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One error in a spec.
-
-    Attributes:
-        line: in the file, from 1.
-        field: its path, such as ``replicaSpecs[0].template.command``; empty for the whole file.
-        message: what was seen, what was wanted, what to do.
-    """
-
-    line: int
-    field: str
-    message: str
-
-    def text(self, name: str) -> str:
-        """``job.yaml:7: replicaSpecs[0].replicas: ...``"""
-        return f"{name}:{self.line}: {f'{self.field}: ' if self.field else ''}{self.message}"
-
-
-def problems_of(
+def complaints_of(
     error: ValidationError, value: object, *, source: Source, place: Callable[[KeyPath], KeyPath]
-) -> tuple[Problem, ...]:
-    """All errors, in the order of the file.
+) -> tuple[Complaint, ...]:
+    """All errors, by their paths in the file.
 
     Args:
         error: what validating ``value`` as :class:`TrainingJob` raised.
@@ -49,11 +28,10 @@ def problems_of(
         source: the file.
         place: maps a path in ``value`` to the path in the file that it comes from.
     """
-    found: dict[Problem, None] = {}
+    found: dict[Complaint, None] = {}
 
     def note(path: KeyPath, message: str) -> None:
-        written = place(path)
-        found[Problem(source.line_of(written), path_text(written), message)] = None
+        found[Complaint(place(path), message)] = None
 
     wrong: list[KeyPath] = []
     errors: list[dict[str, Any]] = [
@@ -75,7 +53,7 @@ def problems_of(
     if not foreign:
         for complaint in _complaints(error, value, wrong):
             note(complaint.path, complaint.message)
-    return tuple(sorted(found, key=lambda problem: problem.line))
+    return tuple(found)
 
 
 def _complaints(error: ValidationError, value: Any, wrong: list[KeyPath]) -> Iterator[Complaint]:

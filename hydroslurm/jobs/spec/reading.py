@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 from pydantic import ValidationError
@@ -18,9 +17,6 @@ from hydroslurm.jobs.spec.fields import is_printable
 from hydroslurm.jobs.spec.job import TrainingJob, unused
 from hydroslurm.jobs.spec.source import Complaint, Source, parse_source, path_text, read_source
 from hydroslurm.jobs.spec.t9k import Translation
-
-if TYPE_CHECKING:  # a spec without problems needs none of it
-    from hydroslurm.jobs.spec.problems import Problem
 
 LISTED = 30
 """Problems in one message."""
@@ -130,45 +126,37 @@ def read(
     job = _validated(translation, source)
     if lacking := check(job):
         found = (Complaint(translation.origin(one.path), one.message) for one in lacking)
-        raise SpecError(_text(_problems(tuple(found), source), source.name))
+        raise _refusal(found, source)
     idle = [f"{path_text(translation.origin(one.path))} ({one.message})" for one in unused(job)]
     return JobSpec(job, folder, (*translation.meaningless, *idle), is_manifest=is_manifest)
 
 
 def _validated(translation: Translation, source: Source) -> TrainingJob:
-    value = translation.value
-    wrong = _problems(translation.refusals, source)
+    value, wrong = translation.value, translation.refusals
     try:
         job = TrainingJob.model_validate(value)
     except ValidationError as error:
-        from hydroslurm.jobs.spec.problems import problems_of
+        # a spec without problems needs none of it
+        from hydroslurm.jobs.spec.problems import complaints_of
 
-        found = problems_of(error, value, source=source, place=translation.origin)
-        raise SpecError(_text((*wrong, *found), source.name)) from None
+        found = complaints_of(error, value, source=source, place=translation.origin)
+        raise _refusal((*wrong, *found), source) from None
     if wrong:
-        raise SpecError(_text(wrong, source.name))
+        raise _refusal(wrong, source)
     return job
 
 
-def _problems(complaints: Sequence[Complaint], source: Source) -> tuple[Problem, ...]:
-    if not complaints:
-        return ()
-    from hydroslurm.jobs.spec.problems import Problem
-
-    return tuple(
-        Problem(source.line_of(one.path), path_text(one.path), one.message) for one in complaints
-    )
-
-
-def _text(problems: tuple[Problem, ...], name: str) -> str:
-    ordered = sorted(problems, key=lambda problem: problem.line)
-    lines = [f"  {problem.text(name)}" for problem in ordered[:LISTED]]
+def _refusal(complaints: Iterable[Complaint], source: Source) -> SpecError:
+    """What is wrong with a file, in the order of its lines."""
+    ordered = sorted(complaints, key=lambda one: source.line_of(one.path))
+    lines = []
+    for one in ordered[:LISTED]:
+        field = f"{path_text(one.path)}: " if one.path else ""
+        lines.append(f"  {source.name}:{source.line_of(one.path)}: {field}{one.message}")
+    count = f"{len(ordered)} problem{'s' if len(ordered) != 1 else ''} in {source.name}:"
     if len(ordered) > LISTED:
-        return "\n".join(
-            [f"more than {LISTED} problems in {name}, of which the first are:", *lines]
-        )
-    many = "problem" if len(ordered) == 1 else "problems"
-    return "\n".join([f"{len(ordered)} {many} in {name}:", *lines])
+        count = f"more than {LISTED} problems in {source.name}, of which the first are:"
+    return SpecError("\n".join([count, *lines]))
 
 
 def dumps(job: TrainingJob) -> str:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
 import json
 import re
-import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hydroslurm.jobs.spec.fields import Part
 from hydroslurm.jobs.spec.job import TrainingJob
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -22,38 +17,13 @@ _UNIT = re.compile(r" \[([^]]+)\](?= Default: | Required\.)")
 def schema() -> dict[str, Any]:
     """JSON Schema of a job spec; each field is described by the text below it in the source."""
     whole = TrainingJob.model_json_schema(by_alias=True)
-    for name, part in {"TrainingJob": whole, **whole["$defs"]}.items():
-        model = next(one for one in _parts_below(Part) if one.__name__ == name)
-        texts: dict[str, str] = {}
-        for base in reversed(model.__mro__):
-            texts |= _texts_below_fields(base) if issubclass(base, Part) else {}
-        for field, info in model.model_fields.items():
-            text = " ".join(texts[field].split())
-            shown = part["properties"][info.alias or field]
+    for part in (whole, *whole["$defs"].values()):
+        for shown in part["properties"].values():
+            text = " ".join(shown["description"].split())
             shown["description"] = _UNIT.sub("", text)
             if (unit := _UNIT.search(text)) is not None:
                 shown["unit"] = unit[1]
     return {"$schema": _DIALECT, **whole}
-
-
-def _parts_below(part: type[Part]) -> Iterator[type[Part]]:
-    for one in part.__subclasses__():
-        yield one
-        yield from _parts_below(one)
-
-
-def _texts_below_fields(part: type[Part]) -> dict[str, str]:
-    """The string literal after each field of a class."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
-    assert isinstance(definition, ast.ClassDef)
-    return {
-        field.target.id: str(text.value.value)
-        for field, text in itertools.pairwise(definition.body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-    }
 
 
 def schema_text() -> str:

@@ -32,9 +32,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from hydroslurm.jobs.spec.fields import nearest
 from hydroslurm.jobs.spec.site_tables import SiteTables
 from hydroslurm.jobs.spec.source import Complaint, KeyPath, path_text
-from hydroslurm.jobs.spec.spelling import nearest
 
 API_VERSION = "batch.tensorstack.dev/v1beta1"
 KIND = "PyTorchTrainingJob"
