@@ -25,7 +25,6 @@ from torch.nn import parallel
 from hydroslurm.coordination import collectives
 from hydroslurm.errors import HydroslurmError, ReductionFailed, UsageError
 from hydroslurm.parallel import node_memory, nodes
-from hydroslurm.parallel.network import Network
 from hydroslurm.parallel.reduction import Arithmetic, CudaCopies, Job, Reduction
 from hydroslurm.parallel.sums import TYPES
 
@@ -149,7 +148,7 @@ class _Reducer:
         if mine.local_rank == 0 and len(mine.members) > 1:
             try:
                 store = distributed_c10d._get_default_store()
-                network = Network(
+                network = nodes.Network(
                     self._memory,
                     store=distributed_c10d.PrefixStore(f"hydroslurm/{token}", store),
                     node=mine.node,

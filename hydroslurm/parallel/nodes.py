@@ -1,15 +1,32 @@
-"""Which ranks are on one node. Pure, but for :func:`here`."""
+"""The nodes of a process group: which ranks share one, and how their first ranks exchange sums.
+
+One rank of each node sends, over gloo, and adds what the others have sent. Each piece is split
+evenly over the nodes. Each of them gets its part from all others, adds them in the order of the
+nodes in the accumulation type, and sends the sum back to all: 2 (n - 1) / n of a piece leaves each
+of n nodes, which no algorithm undercuts. Every rank gets the same bytes, and the sum of an element
+does not depend on its place in a bucket, unlike that of a ring.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hydroslurm.coordination.world import World
 from hydroslurm.core.dates import boot_id
 from hydroslurm.errors import UsageError
+from hydroslurm.parallel.node_memory import NodeMemory
+from hydroslurm.parallel.sums import add
+
+_Gloo: Any = dist.ProcessGroupGloo  # of its methods torch's types know no names
 
 
 @dataclass(frozen=True)
@@ -98,3 +115,76 @@ def group(told: Sequence[Where], rank: int) -> Nodes:
     members = tuple(tuple(one.rank for one in found) for found in ordered)
     node = next(number for number, ranks in enumerate(members) if rank in ranks)
     return Nodes(members, node, members[node].index(rank))
+
+
+class Network:
+    """The connections of one node's first rank with those of the other nodes."""
+
+    def __init__(
+        self, memory: NodeMemory, *, store: Any, node: int, nodes: int, timeout: timedelta
+    ) -> None:
+        """Connect; all first ranks call this at once.
+
+        Raises:
+            RuntimeError: gloo cannot connect them.
+        """
+        self.node, self.nodes = node, nodes
+        self._memory = memory
+        # Backends of our own: no groups of torch.distributed, so that the other ranks have no part.
+        # Two, for a piece may be on its way out while another one of its slot's number comes back.
+        self._scatters, self._gathers = (
+            _Gloo(distributed_c10d.PrefixStore(name, store), node, nodes, timeout)
+            for name in ("scatter", "gather")
+        )
+        self._received = torch.empty(memory.layout.area_bytes, dtype=torch.uint8, device="cpu")
+
+    def add(self, slot: int, count: int, kind: torch.dtype, accumulate: torch.dtype) -> None:
+        """Add this node's part of a piece, of ``count`` elements of ``kind``, from all nodes' sums,
+        into its place in the slot's result.
+
+        Raises:
+            RuntimeError: a connection broke, or the time-out passed.
+        """
+        sums = self._parts(slot, self._memory.layout.node_sum, count, kind)
+        each = len(sums[self.node])
+        received = torch.split(self._received[: each * self.nodes * kind.itemsize].view(kind), each)
+        works = []
+        for other in self._others():
+            works.append(self._scatters.recv([received[other]], other, slot))
+            works.append(self._scatters.send([sums[other]], other, slot))
+        for work in works:
+            work.wait()
+        parts = [*received[: self.node], sums[self.node], *received[self.node + 1 :]]
+        result = self._parts(slot, self._memory.layout.result, count, kind)
+        add(result[self.node], parts, accumulate=accumulate)
+
+    def gather(self, slot: int, count: int, kind: torch.dtype) -> None:
+        """Bring the parts of all nodes together as the slot's result.
+
+        Raises:
+            RuntimeError: as for :meth:`add`.
+        """
+        result = self._parts(slot, self._memory.layout.result, count, kind)
+        works = []
+        for other in self._others():
+            works.append(self._gathers.recv([result[other]], other, slot))
+            works.append(self._gathers.send([result[self.node]], other, slot))
+        for work in works:
+            work.wait()
+
+    def abort(self) -> None:
+        """Have the other nodes notice that this one has failed, where torch can do that."""
+        for gloo in (self._scatters, self._gathers):
+            if (abort := getattr(gloo, "abort", None)) is not None:
+                abort()
+
+    def _others(self) -> list[int]:
+        """The other nodes, each one's nearest first: not all begin with the same."""
+        return [(self.node + step) % self.nodes for step in range(1, self.nodes)]
+
+    def _parts(
+        self, slot: int, which: int, count: int, kind: torch.dtype
+    ) -> tuple[torch.Tensor, ...]:
+        """What each node adds of a piece; the last part may end behind the piece."""
+        each = -(-count // self.nodes)
+        return torch.split(self._memory.piece(slot, which, each * self.nodes, kind), each)

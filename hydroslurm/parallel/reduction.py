@@ -29,9 +29,8 @@ import torch
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.threads import thread
 from hydroslurm.errors import ReductionFailed
-from hydroslurm.parallel.network import Network
 from hydroslurm.parallel.node_memory import ARRIVED, READY, SUMMED, TAKEN, NodeMemory
-from hydroslurm.parallel.nodes import Nodes
+from hydroslurm.parallel.nodes import Network, Nodes
 from hydroslurm.parallel.sums import add, copy
 
 _LOOK_S = 0.1
