@@ -156,11 +156,14 @@ def _elsewhere(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
     """It is looked at with another field, or needs not be."""
 
 
-def _part(name: str, rows: _Rows) -> _Row:
+def _part(name: str | int, rows: _Rows) -> _Row:
     """Take the fields of a part of the job apart; anything but fields is copied."""
 
     def row(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
-        _item(rows)(of, value, at, (*own, name))
+        is_fields = isinstance(value, Mapping)
+        of.put((*own, name), at, {} if is_fields else value)
+        if is_fields:
+            of.walk(value, rows, at, (*own, name))
 
     return row
 
@@ -177,27 +180,15 @@ def _inside(rows: _Rows) -> _Row:
     return row
 
 
-def _item(rows: _Rows) -> _Row:
-    """The same of a part whose own path is known."""
-
-    def row(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
-        if isinstance(value, Mapping):
-            of.put(own, at, {})
-            of.walk(value, rows, at, own)
-        else:
-            of.put(own, at, value)
-
-    return row
-
-
-def _each(name: str, item: _Row) -> _Row:
-    """Take the items of a list apart; anything but a list is copied."""
+def _each(name: str, rows: _Rows, *, note: _Row = _elsewhere) -> _Row:
+    """Take the items of a list apart; anything but a list is copied. ``note``: first done with each
+    item."""
 
     def row(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
         of.put((*own, name), at, [] if isinstance(value, list) else value)
-        if isinstance(value, list):
-            for number, one in enumerate(value):
-                item(of, one, (*at, number), (*own, name, number))
+        for number, item in enumerate(value if isinstance(value, list) else ()):
+            note(of, item, (*at, number), (*own, name, number))
+            _part(number, rows)(of, item, (*at, number), (*own, name))
 
     return row
 
@@ -243,10 +234,8 @@ def _filesets(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
 
 
 def _replica(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
-    if isinstance(value, Mapping):
-        template = (*own, "template")
-        of.origins[template] = (*at, "template", "spec", "containers")
-    _item(_REPLICA)(of, value, at, own)
+    if isinstance(value, Mapping):  # where a template that is missing would be
+        of.origins[(*own, "template")] = (*at, "template", "spec", "containers")
 
 
 def _pod(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
@@ -370,7 +359,7 @@ _INIT: _Rows = {
 }
 _POD: _Rows = {
     "containers": _elsewhere,
-    "initContainers": _each("init", _item(_INIT)),
+    "initContainers": _each("init", _INIT),
     "volumes": _nothing("a job sees the file systems of its nodes"),
     "nodeSelector": _nothing("in a job spec, use scheduler.options.constraint"),
 }
@@ -382,7 +371,7 @@ _DEBUG_REPLICA: _Rows = {**_same("type", "command"), "skipInitContainer": _to("s
 _DEBUG: _Rows = {
     "enable": _to("enable"),
     "enabled": _to("enable"),
-    "replicaSpecs": _each("replicaSpecs", _item(_DEBUG_REPLICA)),
+    "replicaSpecs": _each("replicaSpecs", _DEBUG_REPLICA),
 }
 _TORCHRUN: _Rows = {
     **_same("enable", "minNodes", "maxRestarts", "procPerNode", "extraOptions"),
@@ -411,7 +400,7 @@ def _manifest_rows(tables: SiteTables) -> _Rows:
     }
     spec: _Rows = {
         "torchrunConfig": _part("torchrunConfig", _TORCHRUN),
-        "replicaSpecs": _each("replicaSpecs", _replica),
+        "replicaSpecs": _each("replicaSpecs", _REPLICA, note=_replica),
         "runPolicy": _part("runPolicy", _RUN_POLICY),
         "scheduler": _part("scheduler", {"t9kScheduler": scheduled, "volcanoScheduler": scheduled}),
         "tensorboardSpec": _part("tensorboard", board),
