@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +29,9 @@ from hydroslurm.devcluster.programs import Programs, slurm_release, system_table
 from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError, HydroslurmError
 from hydroslurm.slurm.spank.build import PLUGIN, build_plugin
+
+_LIMIT_S = 300.0
+"""Upper bound on each wait."""
 
 # Small and not durable: the database lives for minutes. It starts in 0.3 s instead of 3.
 _MARIADB = (
@@ -226,10 +229,22 @@ class Bringup:
         # Slurm's daemons write their logs themselves
         log = self.layout.console(name) if program.startswith("slurm") else None
         argv = [self.programs[program], *arguments]
-        self.daemons.append(self._begin(name, argv, log=log, **more))
+        self.daemons.append(self._begin(name, argv, log=log, environ=self.environ(**more)))
 
     def _wait(self, what: str, condition: Callable[[], bool]) -> None:
-        self.control.until(condition, what, daemons=self.daemons)
+        deadline = time.monotonic() + _LIMIT_S
+        while not condition():
+            for daemon in self.daemons:
+                if (status := daemon.process.poll()) is not None:
+                    how = f"exit status {status}" if status >= 0 else f"by signal {-status}"
+                    raise ClusterError(
+                        f"{daemon.name} ended while the cluster was starting, {how}. "
+                        f"{daemon.tail_text()}"
+                    )
+            if time.monotonic() > deadline:
+                tails = "\n".join(daemon.tail_text() for daemon in self.daemons)
+                raise ClusterError(f"waited {_LIMIT_S:g} s for {what}.\n{tails}")
+            self.control.wait(0.02)
 
     def _begin(
         self,
@@ -238,7 +253,7 @@ class Bringup:
         *,
         stdin: Path | None = None,
         log: Path | None = None,
-        **more: str,
+        environ: Mapping[str, str] | None = None,
     ) -> Daemon:
         """Start a program that dies with this process: the kernel ties its life to the thread that
         forked it."""
@@ -250,7 +265,7 @@ class Bringup:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=self.layout.root,
-                env=self.environ(**more),
+                env=environ or self.environ(),
                 preexec_fn=die_with_parent,
                 start_new_session=True,
             )
@@ -310,30 +325,6 @@ class Control:
             raise StopRequested("asked to end")
         if self.caller is not None and not self.caller.alive:
             raise StopRequested("the caller is gone")
-
-    def until(
-        self,
-        condition: Callable[[], bool],
-        what: str,
-        *,
-        daemons: Iterable[Daemon] = (),
-        limit_s: float = 300.0,
-    ) -> None:
-        """Wait for a condition.
-
-        Raises:
-            StopRequested: the cluster is to end.
-            ClusterError: one of the daemons ended, or ``limit_s`` has passed.
-        """
-        watched = tuple(daemons)
-        deadline = time.monotonic() + limit_s
-        while not condition():
-            for daemon in watched:
-                daemon.check()
-            if time.monotonic() > deadline:
-                tails = "\n".join(daemon.tail_text() for daemon in watched)
-                raise ClusterError(f"waited {limit_s:g} s for {what}.\n{tails}")
-            self.wait(0.02)
 
 
 def _nothing(_signo: int, _frame: object) -> None:

@@ -167,19 +167,6 @@ class Daemon:
     def id(self) -> ProcessId | None:
         return ProcessId.of(self.process.pid)
 
-    def check(self) -> None:
-        """Make sure that it runs.
-
-        Raises:
-            ClusterError: it has ended; the message has its own last log lines.
-        """
-        status = self.process.poll()
-        if status is not None:
-            raise ClusterError(
-                f"{self.name} ended while the cluster was starting, {_ending(status)}. "
-                f"{self.tail_text()}"
-            )
-
     def tail_text(self) -> str:
         """Its last log lines, with their origin."""
         lines = "".join(f"\n  {line}" for line in tail(self.log))
@@ -209,10 +196,6 @@ def tail(log: Path) -> list[str]:
             return [line.rstrip("\n") for line in deque(file, _TAIL_LINES)]
     except OSError:
         return []
-
-
-def _ending(status: int) -> str:
-    return f"exit status {status}" if status >= 0 else f"by signal {-status}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,12 +52,7 @@ def load(path: Path, *, to_submit: bool = False) -> JobSpec:
     Raises:
         SpecError: as many lines as there are problems, each with field, line and fix.
     """
-    folder = path.absolute().parent
-
-    def check(job: TrainingJob) -> tuple[Complaint, ...]:
-        return tuple(_lacks_scripts(job, folder)) if to_submit else ()
-
-    spec = read(read_source(path), folder=folder, check=check)
+    spec = read(read_source(path), folder=path.absolute().parent, to_submit=to_submit)
     if "name" in spec.job.model_fields_set:
         return spec
     return replace(spec, job=spec.job.model_copy(update={"name": _name_of(path)}))
@@ -109,13 +104,8 @@ def loads(text: str, *, name: str = "job.yaml", folder: Path = Path()) -> JobSpe
     return read(parse_source(text, name=name), folder=folder.absolute())
 
 
-def read(
-    source: Source,
-    *,
-    folder: Path,
-    check: Callable[[TrainingJob], tuple[Complaint, ...]] = lambda _: (),
-) -> JobSpec:
-    """The same of what PyYAML has read; ``check`` finds what else is wrong with a valid job."""
+def read(source: Source, *, folder: Path, to_submit: bool = False) -> JobSpec:
+    """The same of what PyYAML has read."""
     is_manifest = t9k.is_manifest(source.value)
     if is_manifest:
         from hydroslurm.jobs.spec.site_tables import read_site_tables
@@ -124,7 +114,7 @@ def read(
     else:
         translation = Translation(source.value, {(): ()})
     job = _validated(translation, source)
-    if lacking := check(job):
+    if to_submit and (lacking := list(_lacks_scripts(job, folder))):
         found = (Complaint(translation.origin(one.path), one.message) for one in lacking)
         raise _refusal(found, source)
     idle = [f"{path_text(translation.origin(one.path))} ({one.message})" for one in unused(job)]

@@ -129,9 +129,11 @@ def parse_source(text: str, *, name: str, bounds: Bounds = RESOLVED) -> Source:
             if not loader.check_node():
                 raise SpecError(f"{name}: is empty; wanted a job spec (hydroslurm schema)")
             node = loader.get_node()
+            assert node is not None
             if loader.check_node():
                 second = "a second document begins here; wanted one job per file"
-                raise loader.error(loader.peek_event(), second)
+                event = loader.peek_event()  # type: ignore[no-untyped-call]
+                raise loader.error(event, second)
             loader.lines[()] = _line(node)
             value = loader.value_of(node, ())
         finally:
@@ -172,7 +174,8 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._composed += 1
         self._level += 1
-        self._check_size(self.peek_event(), self._composed, self._level - 1)
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        self._check_size(event, self._composed, self._level - 1)
         node = super().compose_node(parent, index)
         self._level -= 1
         return node

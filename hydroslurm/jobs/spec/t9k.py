@@ -235,7 +235,8 @@ def _filesets(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
 
 def _replica(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
     if isinstance(value, Mapping):  # where a template that is missing would be
-        of.origins[(*own, "template")] = (*at, "template", "spec", "containers")
+        template = (*own, "template")
+        of.origins[template] = (*at, "template", "spec", "containers")
 
 
 def _pod(of: Translation, value: Any, at: KeyPath, own: KeyPath) -> None:
