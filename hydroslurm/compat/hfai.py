@@ -19,11 +19,14 @@ a batch. ``from hydroslurm.compat import hfai`` has them as ``hfai.pl.nn_to_hfai
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hydroslurm.compat.suspend import go_suspend, receive_suspend_command
@@ -37,8 +40,20 @@ from hydroslurm.integrations.lightning_strategies import (
     LightningBase,
     add_lightning_base,
 )
+from hydroslurm.runtime import autoload
 
 HFAIEnvironment = HydroslurmEnvironment
+_REMOVED = {
+    "gpus": 'accelerator="gpu", devices={value!r}',
+    "num_processes": 'accelerator="cpu", devices={value!r}',
+    "auto_select_gpus": 'accelerator="gpu", devices="auto"',
+    "resume_from_checkpoint": "trainer.fit(model, data, ckpt_path={value!r})",
+    "checkpoint_callback": "enable_checkpointing={value!r}",
+    "progress_bar_refresh_rate": "enable_progress_bar=True or False",
+    "weights_summary": "enable_model_summary=True or False",
+    "replace_sampler_ddp": "use_distributed_sampler={value!r}",
+}
+"""Arguments of a Trainer of Lightning 1 -> what Lightning 2 has instead."""
 
 
 def nn_to_hfai(model: Any) -> Any:
@@ -204,5 +219,27 @@ def _import_lightning() -> None:
         "install lightning"
     )
 
+
+def _explain_removed(package: ModuleType) -> None:
+    """Say what to write for an argument of a Trainer that Lightning 1 had."""
+    trainer = package.Trainer
+    create = trainer.__init__
+    removed = _REMOVED.keys() - inspect.signature(create).parameters.keys()
+
+    @functools.wraps(create)
+    def create_or_explain(self: Any, *args: Any, **options: Any) -> None:
+        for name in sorted(removed & options.keys()):
+            value = options[name]
+            raise UsageError(
+                f"Trainer({name}={value!r}) is of Lightning 1, and this is {package.__name__} "
+                f"{package.__version__}. Write {_REMOVED[name].format(value=value)}"
+            )
+        create(self, *args, **options)
+
+    trainer.__init__ = create_or_explain
+
+
+for _package in PACKAGES:
+    autoload.when_imported(_package, _explain_removed)
 
 pl = client = sys.modules[__name__]

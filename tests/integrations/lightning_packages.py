@@ -57,7 +57,11 @@ def train(order: tuple[str, ...]) -> dict[str, Any]:
             return torch.optim.SGD(self.parameters(), 0.1)
 
     options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-    seen: dict[str, Any] = {"steps": []}
+    try:
+        package.Trainer(gpus=8, **options)
+    except Exception as error:
+        gpus = str(error)
+    seen: dict[str, Any] = {"gpus": gpus, "steps": []}
     for index, name in enumerate(("ddp_bind_numa", "hfreduce_bind_numa")):
         trainer = package.Trainer(
             strategy=name,

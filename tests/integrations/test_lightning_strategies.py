@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import sys
 from pathlib import Path
 
@@ -29,12 +30,14 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 def test_either_package_in_any_order(tmp_path: Path) -> None:
     """Each of Lightning's packages, imported before ours or after it, beside the other or alone,
     trains as a single, bound process by the strategies' names, with HFAI's environment and callback
-    and ours."""
+    and ours; an argument of Lightning 1 is answered with what to write."""
     done = captured([sys.executable, SCRIPT, tmp_path], timeout=400)
     seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     wanted = {"steps": [4, 4], "checkpoints": 1, "saved": True}
     assert [{name: one[name] for name in wanted} for one in seen] == [wanted] * 6, done.stderr
     assert done.stderr.count("bound to NUMA node") == 12  # each order trains by two names
+    for one in seen:
+        assert re.match(r"Trainer\(gpus=8\) is of .*accelerator=\"gpu\", devices=8", one["gpus"])
 
 
 @pytest.mark.parametrize("reduces", [False, True])
