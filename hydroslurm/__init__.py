@@ -16,81 +16,45 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from hydroslurm import data
-    from hydroslurm.compat.job import Job
-    from hydroslurm.compat.jobrunner import JobRunner
-    from hydroslurm.compat.manager import CheckpointManager, MultiNodeCheckpointManager
-    from hydroslurm.compat.suspend import go_suspend, receive_suspend_command
-    from hydroslurm.compat.tasks import LocalSession, Task, TaskGroup, epoch_limiter
-    from hydroslurm.coordination.rendezvous import set_torch_environment
-    from hydroslurm.errors import HydroslurmError, UsageError
-    from hydroslurm.gate.hooks import (
-        BaseOpHook,
-        ExecutionOpHook,
-        register_ophooks_recursively,
-    )
-    from hydroslurm.gate.signals import SignalPlan
-    from hydroslurm.integrations.fused.modules import optimize_modules
-    from hydroslurm.integrations.fused.optimizers import optimize_optimizer
-    from hydroslurm.integrations.fused.rewriters import register_rewriter
-    from hydroslurm.jobs.launch.executor import Executor
-    from hydroslurm.jobs.launch.rank import preemptible
-    from hydroslurm.runtime.client import send_signal
-    from hydroslurm.runtime.controller import Controller
-    from hydroslurm.runtime.engine import Engine, od_execution_wrapper
-    from hydroslurm.runtime.install import (
-        controller,
-        install,
-        installed,
-        is_installed,
-        nvtx_mark,
-        set_step,
-        uninstall,
-    )
-    from hydroslurm.training.attempts import Limits
-    from hydroslurm.training.run import Run
+if TYPE_CHECKING:  # by both names: a type checker takes them for exported
+    from hydroslurm import data as data
+    from hydroslurm.compat.job import Job as Job
+    from hydroslurm.compat.jobrunner import JobRunner as JobRunner
+    from hydroslurm.compat.manager import CheckpointManager as CheckpointManager
+    from hydroslurm.compat.manager import MultiNodeCheckpointManager as MultiNodeCheckpointManager
+    from hydroslurm.compat.suspend import go_suspend as go_suspend
+    from hydroslurm.compat.suspend import receive_suspend_command as receive_suspend_command
+    from hydroslurm.compat.tasks import LocalSession as LocalSession
+    from hydroslurm.compat.tasks import Task as Task
+    from hydroslurm.compat.tasks import TaskGroup as TaskGroup
+    from hydroslurm.compat.tasks import epoch_limiter as epoch_limiter
+    from hydroslurm.coordination.rendezvous import set_torch_environment as set_torch_environment
+    from hydroslurm.errors import HydroslurmError as HydroslurmError
+    from hydroslurm.errors import UsageError as UsageError
+    from hydroslurm.gate.hooks import BaseOpHook as BaseOpHook
+    from hydroslurm.gate.hooks import ExecutionOpHook as ExecutionOpHook
+    from hydroslurm.gate.hooks import register_ophooks_recursively as register_ophooks_recursively
+    from hydroslurm.gate.signals import SignalPlan as SignalPlan
+    from hydroslurm.integrations.fused.modules import optimize_modules as optimize_modules
+    from hydroslurm.integrations.fused.optimizers import optimize_optimizer as optimize_optimizer
+    from hydroslurm.integrations.fused.rewriters import register_rewriter as register_rewriter
+    from hydroslurm.jobs.launch.executor import Executor as Executor
+    from hydroslurm.jobs.launch.rank import preemptible as preemptible
+    from hydroslurm.runtime.client import send_signal as send_signal
+    from hydroslurm.runtime.controller import Controller as Controller
+    from hydroslurm.runtime.engine import Engine as Engine
+    from hydroslurm.runtime.engine import od_execution_wrapper as od_execution_wrapper
+    from hydroslurm.runtime.install import controller as controller
+    from hydroslurm.runtime.install import install as install
+    from hydroslurm.runtime.install import installed as installed
+    from hydroslurm.runtime.install import is_installed as is_installed
+    from hydroslurm.runtime.install import nvtx_mark as nvtx_mark
+    from hydroslurm.runtime.install import set_step as set_step
+    from hydroslurm.runtime.install import uninstall as uninstall
+    from hydroslurm.training.attempts import Limits as Limits
+    from hydroslurm.training.run import Run as Run
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "BaseOpHook",
-    "CheckpointManager",
-    "Controller",
-    "Engine",
-    "ExecutionOpHook",
-    "Executor",
-    "HydroslurmError",
-    "Job",
-    "JobRunner",
-    "Limits",
-    "LocalSession",
-    "MultiNodeCheckpointManager",
-    "Run",
-    "SignalPlan",
-    "Task",
-    "TaskGroup",
-    "UsageError",
-    "controller",
-    "data",
-    "epoch_limiter",
-    "go_suspend",
-    "install",
-    "installed",
-    "is_installed",
-    "nvtx_mark",
-    "od_execution_wrapper",
-    "optimize_modules",
-    "optimize_optimizer",
-    "preemptible",
-    "receive_suspend_command",
-    "register_ophooks_recursively",
-    "register_rewriter",
-    "send_signal",
-    "set_step",
-    "set_torch_environment",
-    "uninstall",
-]
 
 _HOME = {
     "send_signal": "hydroslurm.runtime.client",
@@ -129,6 +93,9 @@ _HOME = {
     "go_suspend": "hydroslurm.compat.suspend",
     "receive_suspend_command": "hydroslurm.compat.suspend",
 }
+"""Name -> the module that has it."""
+
+__all__ = sorted([*_HOME, "data"])
 
 
 def __getattr__(name: str) -> Any:

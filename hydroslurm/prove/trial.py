@@ -141,7 +141,7 @@ def prove(
     notice("undisturbed again: the same bits")
     chosen = places(stops, latest=max(1, steps - _AHEAD - 2), seed=seed)
     with new_run(script, folder / "stopped", attempts=len(chosen) + 1, limit=1) as run:
-        stopped = _Stopped(run, rank0[:steps], chosen=chosen, step_s=step_s, notice=notice)
+        stopped = _Stopped(run, rank0[:steps], list(chosen), step_s, notice)
         attempts = stopped.attempts(random.Random(seed))
     result = compare(first, attempts, steps=steps, generators=seeded)
     return Proof(control, steps, result, stopped.stops)
@@ -181,56 +181,53 @@ def _whole(script: Script, root: Path, steps: int) -> tuple[dict[int, list[Updat
     return run.read(), lasted_s / made
 
 
+@dataclass
 class _Stopped:
-    """The run that is stopped and started again, until it has made all steps."""
+    """The run that is stopped and started again, until it has made all steps.
 
-    def __init__(
-        self,
-        run: ScriptRun,
-        whole: Sequence[Update],
-        *,
-        chosen: Sequence[int],
-        step_s: float,
-        notice: Notice,
-    ) -> None:
-        self._run = run
-        self._whole = whole
-        self._left = list(chosen)
-        self._step_s = step_s
-        self._notice = notice
-        self._reached = 0
-        self.stops: list[Stop] = []
+    Attributes:
+        whole: the updates of the undisturbed one. left: steps to stop behind. step_s: of one step.
+        reached: steps that are made. stops: that were made.
+    """
+
+    run: ScriptRun
+    whole: Sequence[Update]
+    left: list[int]
+    step_s: float
+    notice: Notice
+    reached: int = 0
+    stops: list[Stop] = field(default_factory=list)
 
     def attempts(self, chance: random.Random) -> dict[int, list[list[Update]]]:
         """Rank -> the updates of each attempt."""
         found: dict[int, list[list[Update]]] = {}
         goes_on = True
         while goes_on:
-            self._run.begin()
+            self.run.begin()
             goes_on = self._attempt(chance)
-            for rank, made in self._run.read().items():
+            for rank, made in self.run.read().items():
                 found.setdefault(rank, []).append(made)
         return found
 
     def _attempt(self, chance: random.Random) -> bool:
         """One attempt, up to its stop or the end; whether another is to follow."""
-        run, steps = self._run, len(self._whole)
+        run, steps = self.run, len(self.whole)
         if not run.wait_for(1):
-            if run.status == 0 and self._reached >= steps - 1:
+            if run.status == 0 and self.reached >= steps - 1:
                 return False  # it was stopped behind its last step
             raise ProofError(
                 f"attempt {run.number} ended with status {run.status} before its first step. "
                 f"{run.last_words()}"
             )
         mine = run.read()
-        place = place_of(mine[min(mine)][0], self._whole, self._reached)
-        begins = self._reached if place is None else place
-        if begins != self._reached:
-            self._notice(
-                f"attempt {run.number}: begins with step {begins + 1}, not {self._reached + 1}"
+        place = place_of(mine[min(mine)][0], self.whole, self.reached)
+        begins = self.reached if place is None else place
+        if begins != self.reached:
+            self.notice(
+                f"attempt {run.number}: begins with step {begins + 1}, not {self.reached + 1}"
             )
-        self._left = [step for step in self._left if step > begins]
-        target = self._left.pop(0) if self._left else steps
+        self.left = [step for step in self.left if step > begins]
+        target = self.left.pop(0) if self.left else steps
         run.allow(target - begins)
         made = run.wait_for(target - begins)
         if target == steps or not run.is_running():
@@ -241,11 +238,11 @@ class _Stopped:
                 )
             return False
         run.allow(target - begins + _AHEAD)
-        time.sleep(chance.uniform(0.0, min(1.0, self._step_s)))
+        time.sleep(chance.uniform(0.0, min(1.0, self.step_s)))
         status = run.stop()
-        self._reached = begins + run.count()
-        self.stops.append(Stop(self._reached, status, run.was_killed))
+        self.reached = begins + run.count()
+        self.stops.append(Stop(self.reached, status, run.was_killed))
         ending = "" if status is None else f", exit status {status}"
         ending += ", killed" * run.was_killed
-        self._notice(f"attempt {run.number}: stopped behind step {self._reached}{ending}")
-        return self._reached < steps
+        self.notice(f"attempt {run.number}: stopped behind step {self.reached}{ending}")
+        return self.reached < steps
