@@ -243,3 +243,11 @@ for _package in PACKAGES:
     autoload.when_imported(_package, _explain_removed)
 
 pl = client = sys.modules[__name__]
+
+
+def __getattr__(name: str) -> Any:
+    """Whoever looks for something else of HFAI's learns what there is."""
+    raise AttributeError(
+        f"hydroslurm.compat.hfai has no {name!r}; it has HFAIEnvironment, ModelCheckpointHF, "
+        "nn_to_hfai, receive_suspend_command and go_suspend"
+    )

@@ -42,7 +42,6 @@ import cloudpickle
 
 from hydroslurm.compat.tasks import Task, TaskGroup, TaskOutput, Within, function_of, jobs, name_of
 from hydroslurm.errors import UsageError
-from hydroslurm.training.objects import require_registrable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -164,7 +163,13 @@ class Job:
                 ``load_state_dict``.
         """
         self.check_open(f"save({name!r})")
-        require_registrable(name, thing, taken=self._saved)
+        if name in self._saved:
+            raise UsageError(f"{name!r} is already registered; give the second object its own name")
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise UsageError(
+                f"{name!r} is a {type(thing).__name__} without state_dict() and load_state_dict(); "
+                "only objects that have both can be saved. Wrap it in one that does"
+            )
         self._saved[name] = thing
         return thing
 
@@ -223,16 +228,33 @@ class Job:
     """What later versions of Caffe2 call it."""
 
     def compile(self, session: Any) -> Self:
-        """Fix the nodes; return the job itself. Plain pickle can then pickle it with all its
-        functions, closures included. They run in any session as they are.
+        """Compile every group with a session and fix the nodes; return the job itself. Plain pickle
+        can then pickle it with all its functions, closures included.
+
+        Args:
+            session: a class or an object with ``compile(group)``, which returns a group or another
+                callable; without that method the groups stay as they are.
 
         Raises:
-            UsageError: the job is running.
+            UsageError: the job is running, or the result is not callable.
         """
         self.check_open(f"compile({name_of(session)})")
+        compile_group = getattr(session, "compile", None)
+        for name in _GROUPS:
+            if compile_group is not None and (group := getattr(self, name)).tasks():
+                setattr(self, name, self._as_group(compile_group(group), group.name))
         self._nodes = self.nodes_to_checkpoint()
         self._is_compiled = True
         return self
+
+    def _as_group(self, compiled: Any, name: str) -> TaskGroup:
+        if isinstance(compiled, TaskGroup):
+            group = compiled
+        else:
+            group = TaskGroup(name)
+            Task(compiled, group=group)
+        group.job = self
+        return group
 
     # --- looking
     # --------------------------------------------------------------------------------------------
@@ -251,8 +273,7 @@ class Job:
     def nodes_to_checkpoint(self) -> tuple[str, ...]:
         """The nodes given to the constructor, else those of the init group's tasks. Names for a
         manager's ``init``: every rank saves its part regardless."""
-        used = dict.fromkeys(task.node for task in self.init_group.tasks())
-        return tuple(used) if self._nodes is None else self._nodes
+        return self.init_group.used_nodes() if self._nodes is None else self._nodes
 
     def signal_outputs(self) -> dict[str, TaskOutput]:
         """Index in the epoch group -> the output of that task, for those that are stop signals."""

@@ -14,7 +14,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -122,7 +121,7 @@ class JobRunner:
             stack.enter_context(run)  # writes the marker of a finished run at its end
             stack.enter_context(self.job.running(run))
             retrieved = None if origin is None else self.resume_from_epoch
-            JobAttempt(self.job, run, self.checkpoint_manager, client, at_least_one).live(retrieved)
+            JobAttempt(self.job, run, self.checkpoint_manager, client, at_least_one).run(retrieved)
         if manager is not None:
             _done[manager.directory] = self.job.signature()
         return run.epoch
@@ -168,25 +167,28 @@ def _folder_for_now() -> Iterator[Path]:
         yield Path(folder)
 
 
-@dataclass
 class JobAttempt:
-    """One attempt of a job: a client runs its groups in order.
+    """One attempt of a job: a client runs its groups in order."""
 
-    Attributes:
-        at_least_one: after going back to an epoch, train one more in any case.
-        has_just_loaded: no epoch was trained since a checkpoint was loaded.
-    """
+    def __init__(
+        self,
+        job: Job,
+        run: JobRun,
+        manager: CheckpointManager | None,
+        client: Client,
+        at_least_one: bool,
+    ) -> None:
+        """``at_least_one``: after going back to an epoch, train one more in any case."""
+        self._job = job
+        self._run = run
+        self._manager = manager
+        self._client = client
+        self._at_least_one = at_least_one
+        self._has_just_loaded = False
 
-    job: Job
-    job_run: JobRun
-    manager: CheckpointManager | None
-    client: Client
-    at_least_one: bool
-    has_just_loaded: bool = False
-
-    def live(self, retrieved: int | None) -> None:
+    def run(self, retrieved: int | None) -> None:
         """``retrieved``: the epoch to go back to."""
-        job, run = self.job, self.job_run
+        job, run = self._job, self._run
         nothing = "nothing was trained in this attempt"
         self._group(job.fetch_group, f"what was fetched stays; {nothing}")
         self._group(job.build_group, nothing)
@@ -200,7 +202,7 @@ class JobAttempt:
             self._init_manager(None)
         elif run.is_finished:
             return
-        elif run.begins_at_origin and self.at_least_one:
+        elif run.begins_at_origin and self._at_least_one:
             run.agree_to_end(False)
         elif run.begins_at_origin:
             self._ask_stop_signals()
@@ -214,62 +216,62 @@ class JobAttempt:
 
     def _resume(self, retrieved: int | None) -> bool:
         """Load a checkpoint if there is one; return whether there was."""
-        if retrieved is None and self.job_run.newest_committed() is None:
+        if retrieved is None and self._run.newest_committed() is None:
             self._load()  # may exit: the run has finished, or must not continue
-            return self.has_just_loaded
+            return self._has_just_loaded
         self._init_manager(retrieved)
         TaskGroup("load" if retrieved is None else f"load({retrieved})").run_by(
-            self.client, self._load
+            self._client, self._load
         )
-        return self.has_just_loaded
+        return self._has_just_loaded
 
     def _load(self) -> None:
-        self.has_just_loaded = self.job_run.resume()
-        signals = self.job.signal_outputs()
-        for place, value in self.job_run.progress.outputs.items():
+        self._has_just_loaded = self._run.resume()
+        signals = self._job.signal_outputs()
+        for place, value in self._run.progress.outputs.items():
             if place in signals:  # its function has run and is not called again
                 signals[place].set(value)
 
     def _init_manager(self, retrieved: int | None) -> None:
-        if self.manager is not None:
-            nodes = self.job.nodes_to_checkpoint()
-            self.client.run(self.manager.init(nodes, retrieve_from_epoch=retrieved))
+        if self._manager is not None:
+            nodes = self._job.nodes_to_checkpoint()
+            self._client.run(self._manager.init(nodes, retrieve_from_epoch=retrieved))
 
     def _group(self, group: TaskGroup, why_unsaved: str) -> None:
         """Run the functions of any group but the epoch group. A stop inside saves nothing."""
-        with self.job_run.unsaved(why_unsaved):
+        with self._run.unsaved(why_unsaved):
             self._hand_over(group, partial(self._call_all, group))
 
     def _hand_over(self, group: TaskGroup, walk: Callable[[], None]) -> None:
         """Let the client run a group, except empty ones that Caffe2 does not have."""
-        job = self.job
+        job = self._job
         if group.tasks() or group in (job.init_group, job.epoch_group, job.exit_group):
-            group.run_by(self.client, walk)
+            group.run_by(self._client, walk)
 
     def _call_all(self, group: TaskGroup) -> None:
         for part in group.tasks():
-            self.job_run.check_stop()
+            self._run.check_stop()
             with self._explained(f"{part.name} of the {group.name} group"):
-                part(self.job)
+                part(self._job)
 
     def _epochs(self) -> None:
-        progress = self.job_run.progress
+        progress = self._run.progress
         while True:
             if not progress.begun:
                 self._save_epoch()
                 if progress.ended:
                     return
                 self._check_stop_between()
-                self.job_run.begin_epoch()
-            self._hand_over(self.job.epoch_group, self._epoch)
-            self.has_just_loaded = False
-            self.job_run.end_epoch()
+                self._run.begin_epoch()
+            self._hand_over(self._job.epoch_group, self._epoch)
+            self._has_just_loaded = False
+            self._run.end_epoch()
             self._ask_stop_signals()
-            self.job_run.check_stop()  # saves as far as the remaining time allows
+            self._run.check_stop()  # saves as far as the remaining time allows
 
     def _epoch(self) -> None:
         """Run the rest of an epoch."""
-        job, run = self.job, self.job_run
+        job, run = self._job, self._run
         signals = job.signal_outputs()
         for number, part in enumerate(job.epoch_group.tasks()):
             if number < run.progress.done:
@@ -282,19 +284,19 @@ class JobAttempt:
             run.end_part()
 
     def _ask_stop_signals(self) -> None:
-        with self._explained(f"a stop signal after epoch {self.job_run.epoch - 1}"):
-            self.job_run.agree_to_end(self.job.ask_stop_signals())
+        with self._explained(f"a stop signal after epoch {self._run.epoch - 1}"):
+            self._run.agree_to_end(self._job.ask_stop_signals())
 
     def _save_epoch(self) -> None:
         """Save the completed epoch, as far as that is possible and wanted."""
-        run = self.job_run
+        run = self._run
         with self._explained(f"saving the checkpoint of epoch {run.epoch}"):
             try:
-                if self.manager is not None and not self.has_just_loaded:
-                    self.client.run(self.manager.save(run.epoch))
+                if self._manager is not None and not self._has_just_loaded:
+                    self._client.run(self._manager.save(run.epoch))
                 elif run.saves:  # already there, unless the run has just gone back to it
                     run.save_epoch(run.epoch)
-                self.has_just_loaded = False
+                self._has_just_loaded = False
             except SaveFailed as error:
                 if run.fails_on_save_error:
                     raise
@@ -306,11 +308,11 @@ class JobAttempt:
                 )
 
     def _check_stop_between(self) -> None:
-        if not self.job_run.is_committed:
-            self.job_run.check_stop()
+        if not self._run.is_committed:
+            self._run.check_stop()
             return
-        with self.job_run.unsaved(f"epoch {self.job_run.epoch} is committed already"):
-            self.job_run.check_stop()
+        with self._run.unsaved(f"epoch {self._run.epoch} is committed already"):
+            self._run.check_stop()
 
     # --- messages
     # --------------------------------------------------------------------------------------------
@@ -329,12 +331,12 @@ class JobAttempt:
 
     def _outlook(self) -> str:
         """What is committed, and what a restart will do with it."""
-        if not self.job_run.saves:
+        if not self._run.saves:
             return "Nothing is saved without a checkpoint_manager: a restart starts over"
-        newest = self.job_run.newest_committed()
+        newest = self._run.newest_committed()
         if newest is None:
             return "No checkpoint is committed yet: a restart starts over, with init"
         where = f"The checkpoint of step {newest.step} ({newest.path}) is committed"
-        if self.job_run.progress.ended and self.job_run.epoch == newest.epoch:
+        if self._run.progress.ended and self._run.epoch == newest.epoch:
             return f"{where}: a restart runs the exit group again"
         return f"{where}: a restart resumes from there, in epoch {newest.epoch}, without init"

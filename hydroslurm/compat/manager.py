@@ -10,7 +10,6 @@ and resumes within it.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -19,14 +18,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hydroslurm.checkpoint.catalog import EPOCH
 from hydroslurm.checkpoint.newest import Found
+from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
 from hydroslurm.checkpoint.storage import AnyonesStorage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.compat.job import Job
-from hydroslurm.compat.tasks import Task, TaskGroup
+from hydroslurm.compat.tasks import Task, TaskGroup, jobs
+from hydroslurm.coordination.world import World
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointError, CheckpointMissing, UsageError
 from hydroslurm.slurm import run_folders
 from hydroslurm.training.attempts import Limits
+from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.objects import Objects
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ class CheckpointManager:
         on_save_error: if the checkpoint of an epoch cannot be written, ``warn`` continues and
             ``fail`` raises SaveFailed.
     """
+
+    _takes_several_nodes = False
 
     def __init__(
         self,
@@ -109,9 +113,14 @@ class CheckpointManager:
 
     def branch(self, epoch: int) -> CheckpointManager:
         """The manager for a job that went back to an epoch of this one, in a separate folder."""
-        branch = copy.copy(self)
-        branch._root = RunDir(self.directory).from_epoch(epoch).root
-        return branch
+        return type(self)(
+            RunDir(self.directory).from_epoch(epoch).root,
+            keep=self.keep,
+            every_steps=self.every_steps,
+            every_s=self.every_s,
+            on_save_error=self.on_save_error,
+            limits=self.limits,
+        )
 
     # --- for a client to run, as Caffe2's
     # --------------------------------------------------------------------------------------------
@@ -124,7 +133,15 @@ class CheckpointManager:
 
         Args:
             retrieve_from_epoch: take :meth:`blob_list` from this epoch's checkpoint.
+
+        Raises:
+            UsageError: more than one node; a :class:`MultiNodeCheckpointManager` takes several.
         """
+        if nodes is not None and len(nodes) > 1 and not self._takes_several_nodes:
+            raise UsageError(
+                f"{type(self).__name__}.init({', '.join(nodes)}): wanted one node; for several use "
+                "MultiNodeCheckpointManager"
+            )
 
         def settle() -> None:
             job = Job.current()
@@ -148,17 +165,41 @@ class CheckpointManager:
         return self._blobs
 
     def save(self, epoch: int) -> TaskGroup:
-        """The task that commits the checkpoint of the epoch that the current job has completed. A
-        JobRunner runs it after each; running it raises what :meth:`Run.save` does, and UsageError
-        while no job runs.
+        """The task that commits the checkpoint of an epoch. A JobRunner runs it after each epoch;
+        your own single-process loop can do the same, and a JobRunner can resume from there.
+
+        Running it raises what :meth:`Run.save` does, and UsageError if the epoch already has a
+        checkpoint or is not the completed one.
         """
-        return _group_of(lambda: Job.current().run.save_epoch(epoch), f"save({epoch})")
+        return _group_of(lambda: self._save(epoch), f"save({epoch})")
 
     def objects(self) -> Mapping[str, Any]:
         """The objects fixed by :meth:`init`, by name."""
         if not self._objects:
-            raise UsageError("nothing to load yet: run client.run(manager.init(nodes)) first")
+            raise UsageError(
+                "nothing to save or load yet: run client.run(manager.init(nodes)) first"
+            )
         return self._objects
+
+    def _save(self, epoch: int) -> None:
+        job: Job | None = jobs.innermost
+        if job is not None and job.is_running:
+            job.run.save_epoch(epoch)
+            return
+        if epoch in self.epochs():
+            raise UsageError(
+                f"epoch {epoch} already has a checkpoint in {self.directory}, and none is ever "
+                "overwritten; use another directory"
+            )
+        if World.from_environ(os.environ).world_size > 1:
+            raise UsageError("save() with several ranks needs a JobRunner, which makes it one save")
+        between = Progress(first_step=epoch).state_dict()
+        state = State(
+            shared={PROGRESS: between, **_registered(self.objects()).states()},
+            own=Cursor().state(step=epoch, epoch=epoch),
+        )
+        store = CheckpointStore(RunDir(self.directory).checkpoints)
+        write_checkpoint(store, state, SaveRequest(epoch, EPOCH, epoch))
 
     # --- which there are
     # --------------------------------------------------------------------------------------------
@@ -296,5 +337,11 @@ class Progress:
             setattr(self, name, value)
 
 
-MultiNodeCheckpointManager = CheckpointManager
-"""Caffe2's name of the one for several nodes; here every rank saves its part with either."""
+class MultiNodeCheckpointManager(CheckpointManager):
+    """As :class:`CheckpointManager`, for several nodes.
+
+    The number of ranks may change between two attempts of a job: shared state is resharded, and the
+    sample order continues where all of them together had stopped.
+    """
+
+    _takes_several_nodes = True

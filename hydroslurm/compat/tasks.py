@@ -145,6 +145,10 @@ class TaskGroup:
         """Its tasks, in order."""
         return tuple(self._tasks)
 
+    def used_nodes(self) -> tuple[str, ...]:
+        """The nodes of its tasks, each once."""
+        return tuple(dict.fromkeys(task.node for task in self._tasks))
+
     def run_by(self, client: Client, walk: Callable[[], None]) -> None:
         """Let a client run it, with ``walk`` in place of its tasks."""
         self._walk = walk
@@ -208,6 +212,11 @@ class LocalSession:
 
     def __init__(self) -> None:
         self._job: Job | None = None
+
+    @classmethod
+    def compile(cls, group: TaskGroup) -> TaskGroup:
+        """The same group: a function needs no preparation to run here."""
+        return group
 
     def run(self, runnable: Callable[[], Any]) -> Any:
         """Call it."""

@@ -102,20 +102,24 @@ def test_the_order_of_things(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_ones_own(tmp_path: Path) -> None:
-    """Groups and the manager's calls can be run by hand; what is saved is a running job's."""
+    """Groups and the manager's calls can be run by hand, and a JobRunner goes on from there."""
     job, total, _ = counting()
     manager, session = CheckpointManager(tmp_path), LocalSession()
     with pytest.raises(UsageError, match=r"after client\.run\(manager\.init"):
         manager.blob_list()
-    assert JobRunner(job, CheckpointManager(tmp_path)).run() == 3
     with pytest.raises(UsageError, match=r"run client\.run\(manager\.init"):
-        session.run(manager.load(0))
+        session.run(manager.save(0))
     session.run(job.init_group)
     session.run(manager.init(job.nodes_to_checkpoint()))
-    with pytest.raises(UsageError, match="is not running"):
-        session.run(manager.save(3))
-    session.run(manager.load(1))
-    assert total.total == 101
+    session.run(manager.save(0))
+    total.total += 11
+    session.run(manager.save(1))
+    with pytest.raises(UsageError, match="epoch 1 already has a checkpoint"):
+        session.run(manager.save(1))
+    session.run(manager.load(0))
+    assert total.total == 100
+    assert JobRunner(job, manager, resume_from_epoch=1)(session) == 3
+    assert total.total == 111 + 2 + 3
 
 
 def test_what_ends_a_job() -> None:
@@ -156,6 +160,13 @@ def test_later_versions(tmp_path: Path) -> None:
     assert ran == ["init", "epoch", "epoch", "download_group", "exit"]
     assert [signal.fetch() for signal in job.stop_signals[:2]] == [True, False]
     assert job.stop_conditions[0] is job.epoch_group.tasks()[0].outputs()[0]
+
+
+def test_one_node_or_several(tmp_path: Path) -> None:
+    """CheckpointManager takes one node, as in Caffe2, and the other as many as there are."""
+    with pytest.raises(UsageError, match=r"init\(a, b\): wanted one node; .*MultiNodeCheckpointM"):
+        CheckpointManager(tmp_path).init(["a", "b"])
+    MultiNodeCheckpointManager(tmp_path).init(["a", "b"])
 
 
 def test_two_jobs_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
