@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 import torch
 import hydroslurm
-from hydroslurm.training import overdue
+from hydroslurm.training import stopping
 
-overdue.SAY_S = 0.2
+stopping.SAY_S = 0.2
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
