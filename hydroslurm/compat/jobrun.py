@@ -39,7 +39,6 @@ class JobRun(Run):
         *,
         directory: str | os.PathLike[str] | None,
         origin: Found | None = None,
-        environ: Mapping[str, str] | None = None,
     ) -> None:
         """``manager``: None to save nothing. ``origin``: what to start from while the run has no
         checkpoint of its own."""
@@ -51,7 +50,6 @@ class JobRun(Run):
             every_s=options.every_s,
             on_save_error=options.on_save_error,
             limits=options.limits,
-            environ=environ,
         )
         self.progress = Progress()
         self._objects.add(PROGRESS, self.progress)

@@ -186,7 +186,7 @@ class Loop:
         found = [one for one in prepared if not _is_loader(one) and isinstance(one, Stateful)]
         things = [*found, *extra, *([] if scaler is None else [scaler])]
         for number, thing in enumerate(map(_unwrapped, things)):
-            self.run.share(f"{number} {type(thing).__name__}", thing)
+            self.run.register(f"{number} {type(thing).__name__}", thing)
 
 
 def _loop_of(accelerator: Any) -> Loop:

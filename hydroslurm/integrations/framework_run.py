@@ -33,7 +33,7 @@ from hydroslurm.training.checks import Remedies
 from hydroslurm.training.contents import Contents
 from hydroslurm.training.ddp_buckets import BucketOrders, Models
 from hydroslurm.training.gradients import Gradients
-from hydroslurm.training.objects import Stateful, require_registrable
+from hydroslurm.training.objects import Stateful
 from hydroslurm.training.run import Run
 
 _fits: Counter[Path] = Counter()
@@ -118,16 +118,6 @@ class FrameworkRun(Run):
         )
         self._loaders[name] = held
         return held
-
-    def share(self, name: str, thing: Stateful) -> None:
-        """Save this object as well, before :meth:`resume`, which loads it. Tensors of it that are
-        sharded over the ranks stay so.
-
-        Raises:
-            UsageError: another object has the name.
-        """
-        require_registrable(name, thing, taken=self._objects.names())
-        self._objects.add(name, thing)
 
     def follow(self, models: Models) -> None:
         """Sum the gradients of these models in one order in all attempts; before

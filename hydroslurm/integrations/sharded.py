@@ -82,9 +82,9 @@ class Distributed:
 
     def join(self, run: FrameworkRun) -> None:
         """Make them part of a run, which is resumed after this. The strategy is set up."""
-        run.share("model", self._trainer.lightning_module)
+        run.register("model", self._trainer.lightning_module)
         for number, optimizer in enumerate(self._trainer.optimizers):
-            run.share(f"optimizer {number}", optimizer)
+            run.register(f"optimizer {number}", optimizer)
 
     def load(self, run: FrameworkRun) -> None:
         """Resuming has done it."""
@@ -222,8 +222,8 @@ class Sharded:
         self._prepared = (trainer.model, trainer.optimizer)
         self._settings: list[dict[str, Any]] = []
         _require_own(trainer)
-        run.share("model", bare(trainer.model))
-        run.share("optimizer", trainer.optimizer.optimizer)
+        run.register("model", bare(trainer.model))
+        run.register("optimizer", trainer.optimizer.optimizer)
 
     def prepare_for_training(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own, to which what is prepared is not given to accelerate once more: that

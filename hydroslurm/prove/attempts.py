@@ -265,17 +265,13 @@ class LocalRun(ScriptRun):
 
 
 class JobRun(ScriptRun):
-    """One batch job, requeued by ``scontrol requeue`` for each stop."""
+    """One batch job, submitted here, and requeued by ``scontrol requeue`` for each stop."""
 
-    _job: Job | None = None
-    _client: SlurmClient | None = None
-    _asked_s = 0.0
-    _runs = True
+    def __init__(self, script: Script, root: Path, *, attempts: int, limit: int | None) -> None:
+        super().__init__(script, root, attempts=attempts, limit=limit)
+        self._client, self._job = self._submitted()
 
-    def _start(self) -> None:
-        if self.number > 1:
-            self._runs, self._asked_s = True, 0.0
-            return  # Slurm starts it again
+    def _submitted(self) -> tuple[SlurmClient, Job]:
         from hydroslurm.core.jobid import JobId
         from hydroslurm.slurm.client import open_client
         from hydroslurm.slurm.programs import sbatch, submitted
@@ -300,20 +296,22 @@ class JobRun(ScriptRun):
         job_id = submitted(done.stdout)
         if job_id is None:
             raise UsageError(f"sbatch refused the job: {clean(' '.join(done.stderr.split()))}")
-        self._client = open_client()
-        jobs = self._client.jobs_of(JobId(job_id))
+        client = open_client()
+        jobs = client.jobs_of(JobId(job_id))
         if jobs[0].array_job_id is not None:
             for job in jobs:
-                self._client.cancel(job)
+                client.cancel(job)
             raise UsageError("--slurm: a job array cannot be proved; omit --array")
-        self._job = jobs[0]
+        return client, jobs[0]
+
+    def _start(self) -> None:
+        """Slurm starts it, again behind a stop."""
+        self._runs, self._asked_s = True, 0.0
 
     def _output(self) -> Path:
         return self.root / "job.log"
 
     def is_running(self) -> bool:
-        assert self._client is not None
-        assert self._job is not None
         if self._runs and time.monotonic() - self._asked_s >= _ASK_SLURM_S:
             job = self._client.job(self._job.job_id)
             self._asked_s = time.monotonic()
@@ -328,8 +326,6 @@ class JobRun(ScriptRun):
         return self._runs
 
     def stop(self) -> int | None:
-        assert self._client is not None
-        assert self._job is not None
         self._client.requeue(self._job)
         self._wait_until(self._is_requeued)
         return None
@@ -339,8 +335,6 @@ class JobRun(ScriptRun):
         return job.restart_count >= self.number and _has_left(job)
 
     def end(self) -> None:
-        if self._client is None or self._job is None:
-            return
         job = self._client.job(self._job.job_id)
         if not job.state.has_ended:
             self._client.cancel(job)
@@ -348,8 +342,6 @@ class JobRun(ScriptRun):
 
     def _wait_until(self, is_so: Callable[[Job], bool]) -> None:
         """Slurm counts a restart, and calls a job ended, while its processes still write."""
-        assert self._client is not None
-        assert self._job is not None
         give_up_s = time.monotonic() + self.script.limit_s
         while not is_so(job := self._client.job(self._job.job_id)):
             if time.monotonic() > give_up_s:
