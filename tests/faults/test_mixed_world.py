@@ -99,7 +99,10 @@ SCENES: dict[str, tuple[tuple[Fault, ...], dict[str, Any], Check]] = {
         *((Fault(2, "agree resume", 1, "term"),), {}, stopped_at_the_beginning),
     ),
     "a stop before the first step": (
-        (Fault(0, "event attempt_began", 1, "term"), Fault(1, "step", 1, "delay", 0.5)),
+        (
+            Fault(0, "event attempt_began", 1, "term"),
+            Fault(1, "event attempt_began", 1, "delay", 0.5),
+        ),
         *({}, stopped_at_the_beginning),
     ),
     # each step is followed by four collectives, with a check after each
