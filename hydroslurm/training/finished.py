@@ -74,7 +74,7 @@ def step_of(run: RunDir) -> int | None:
             f"hydroslurm: {error}. It says that this run has finished; it is ignored, and the "
             "run continues",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=1,  # from one place, so that Python says it once
         )
         return None
     except OSError as error:
