@@ -5,7 +5,7 @@ set -euo pipefail
 tag=${1:-cp312}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=profiling/gpu_wheels/$tag
-packages=(annotated-types typing-inspection typing-extensions submitit cloudpickle nvtx nvidia-nvtx
+packages=(annotated-types typing-inspection typing-extensions msgspec submitit cloudpickle nvtx nvidia-nvtx
     isal PyYAML)
 options=(--quiet --no-deps --only-binary=:all: --dest "$folder" --python-version "${tag#cp}"
     --implementation cp --abi "$tag" --abi abi3 --abi none)

@@ -3,7 +3,8 @@ DistributedDataParallel, on two "nodes" of this machine: groups of four processe
 only among themselves.
 
 `step_ratio_to_gloo`: a training step (forward, backward, reduction) with ours to the same step with
-gloo's, the median over interleaved rounds in the same processes.
+gloo's, the median over interleaved rounds in the same processes. Where there is a GPU, all of them
+train on it.
 """
 
 from __future__ import annotations
@@ -65,34 +66,53 @@ def be_rank(rank: int, meet: Path, answer: Connection, rounds: int, steps: int) 
     dist.init_process_group(
         "gloo", init_method=f"file://{meet}", rank=rank, world_size=NODES * LOCAL_RANKS
     )
-    arms = {"gloo": timed_step(steps, hook=False), "host": timed_step(steps, hook=True)}
+    models = {"gloo": made_model(hook=False), "host": made_model(hook=True)}
+    arms = {name: timed_step(model, steps) for name, model in models.items()}
     for step in arms.values():
         step()  # DDP makes its buckets anew after the first step
+    for one, other in zip(*(model.parameters() for model in models.values()), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
     seen = interleaved(arms, rounds=rounds)
     if rank == 0:
         answer.send({"step_ratio_to_gloo": median_ratio(seen, "host", "gloo")})
     os._exit(0)  # not by way of torch, whose threads may hang at exit
 
 
-def timed_step(count: int, *, hook: bool) -> Callable[[], float]:
-    """Seconds of a training step without its optimizer, the mean of some."""
+def made_model(*, hook: bool) -> DistributedDataParallel:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(device())
     ddp = DistributedDataParallel(model, bucket_cap_mb=8, gradient_as_bucket_view=True)
     if hook:
         ddp.register_comm_hook(None, host_reduce_hook())
-    batch = torch.randn(4, WIDTH)
+    return ddp
+
+
+def device() -> torch.device:
+    """Asked in the ranks alone: CUDA does not survive a fork."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def timed_step(ddp: DistributedDataParallel, count: int) -> Callable[[], float]:
+    """Seconds of a training step without its optimizer, the mean of some."""
+    torch.manual_seed(dist.get_rank())
+    batch = torch.randn(4, WIDTH, device=device())
 
     def step() -> None:
+        ddp.zero_grad()
         ddp(batch).square().mean().backward()
+
+    def settle() -> None:
+        if batch.is_cuda:
+            torch.cuda.synchronize()
+        dist.barrier()
 
     def seconds() -> float:
         step()
-        dist.barrier()
+        settle()
         begin_s = time.perf_counter()
         for _ in range(count):
             step()
-        dist.barrier()
+        settle()
         return (time.perf_counter() - begin_s) / count
 
     return seconds

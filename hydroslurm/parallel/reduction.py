@@ -62,7 +62,7 @@ class Arithmetic:
 
 class CudaCopies:
     """Between a GPU's memory and the node's, which is pinned for that: on two streams of their own,
-    one for each direction. It has not been run on a GPU."""
+    one for each direction."""
 
     def __init__(self, memory: NodeMemory, device: torch.device) -> None:
         self._device = device

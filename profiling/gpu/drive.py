@@ -25,6 +25,7 @@ LIMITS_S = {
     "run": 100.0,
     "vacate": 180.0,
     "launch_ahead": 70.0,
+    "host_reduce": 60.0,
     "frameworks": 140.0,
     "marks": 70.0,
     "ranks": 120.0,

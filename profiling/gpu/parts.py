@@ -632,7 +632,18 @@ def _one_of_ranks(result: Result, folder: Path, name: str) -> None:
         result.add(**{f"{key}_{name}": value for key, value in found.items()})
 
 
-# --- 9: frozen weights
+# --- 9: gradients reduced on the host
+
+
+def host_reduce(result: Result, _: Path) -> None:
+    """Eight ranks share the device, as two nodes: their gradients are gloo's. A step's time."""
+    command = [sys.executable, str(HERE.parent / "host_reduce.py"), "--quick", "--json"]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=START_S)
+    found = json.loads(said.stdout.splitlines()[-1])
+    result.add(host_reduce_step_ratio_to_gloo=found["step_ratio_to_gloo"])
+
+
+# --- 10: frozen weights
 
 
 def frozen(result: Result, folder: Path) -> None:
@@ -684,7 +695,7 @@ def frozen(result: Result, folder: Path) -> None:
     )
 
 
-PARTS = (gate, overhead, run, vacate, launch_ahead, frameworks, marks, ranks, frozen)
+PARTS = (gate, overhead, run, vacate, launch_ahead, host_reduce, frameworks, marks, ranks, frozen)
 
 
 def main(name: str, folder: str, path: str) -> int:

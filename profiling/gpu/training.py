@@ -223,7 +223,7 @@ def loop(
             if disturbed and number % segment == 0 and number <= segment * pauses:
                 synchronize()
                 say(at=number)
-            weights = digest(training.model.parameters())
+        weights = digest(training.model.parameters())
         del training
         release()
         return weights
