@@ -169,7 +169,7 @@ class SharedClusters:
                 yield name, str(error)
             else:
                 shown = "\n".join(one.stdout + one.stderr for one in done)
-                yield name, f"ended daemons: {dead}\n{shown}"
+                yield name, f"ended daemons: {dead}\n{shown}" + _stuck(used.cluster)
 
     def cancel(self, *, since: float) -> None:
         """End the jobs on this worker's own nodes that were submitted since then (epoch, s)."""
@@ -216,6 +216,28 @@ def shared_clusters(
 def pytest_unconfigure(config: pytest.Config) -> None:
     if (shared := config.stash.get(_SHARED, None)) is not None:
         shared.end()
+
+
+def _stuck(cluster: DevCluster) -> str:
+    """What the nodes of jobs that do not end say, and which processes of these jobs live."""
+    rows = cluster.run(["squeue", "-aho", "%A %N", "-t", "COMPLETING"], check=False).stdout.split(
+        "\n"
+    )
+    told = []
+    for job, node in (row.split() for row in rows if row):
+        log = cluster.directory / f"log/slurmd-{node}.log"
+        told += [f"job {job} does not end", *log.read_text(errors="replace").splitlines()[-20:]]
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                command = (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                is_step = command.startswith(f"slurmstepd: [{job}.")
+                if (
+                    is_step
+                    or f"SLURM_JOB_ID={job}\0".encode() in (stat.parent / "environ").read_bytes()
+                ):
+                    waits = (stat.parent / "wchan").read_text()
+                    told.append(f"{stat.read_text()[:60]} in {waits}: {command[:200]}")
+    return "\n".join(told)
 
 
 @pytest.hookimpl(wrapper=True)

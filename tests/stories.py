@@ -10,6 +10,7 @@ clusters stay.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,8 @@ from processes import patience, wait_until
 from hydroslurm.devcluster import DevCluster
 
 T = TypeVar("T")
+_ENDS_WITHIN_S = 60.0
+"""A job that was cancelled, KillWait included."""
 
 
 class Stories(Generic[T]):
@@ -121,16 +124,22 @@ def pytest_runtest_setup(item: Any) -> None:
 
 
 def _end_jobs(clusters: tuple[DevCluster, ...], folder: Path) -> None:
-    """Of all jobs that were submitted in this folder, or in one that is in it."""
+    """Of all jobs that were submitted in this folder, or in one that is in it. A node that cannot
+    end its part of one comes back without it."""
+    stuck_mono_s = time.monotonic() + patience(_ENDS_WITHIN_S)
 
     def gone() -> bool:
         left = 0
         for cluster in clusters:
-            for line in cluster.run(["squeue", "-h", "-o", "%i %Z"]).stdout.splitlines():
-                job, _, submitted_in = line.partition(" ")
-                if Path(submitted_in).is_relative_to(folder):
-                    cluster.run(["scancel", job], check=False)
-                    left += 1
+            asked = cluster.run(["squeue", "-h", "-o", "%i|%T|%N|%Z"]).stdout
+            for job, state, nodes, submitted_in in (row.split("|") for row in asked.splitlines()):
+                if not Path(submitted_in).is_relative_to(folder):
+                    continue
+                cluster.run(["scancel", job], check=False)
+                left += 1
+                if state == "COMPLETING" and time.monotonic() > stuck_mono_s:
+                    for how in (("State=DOWN", "Reason=stuck"), ("State=RESUME",)):
+                        cluster.run(["scontrol", "update", f"NodeName={nodes}", *how])
         return left == 0
 
     wait_until(gone, f"the end of the jobs of {folder}")

@@ -25,8 +25,8 @@ def test_gpu_parts_on_a_cpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-5000:] + (tmp_path / "log.txt").read_text()[-5000:]
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    parts = ["gate", "overhead", "run", "vacate", "launch_ahead", "frameworks", "marks", "ranks"]
-    assert [line["part"] for line in lines] == [*parts, "frozen"]
+    parts = ["gate", "overhead", "run", "vacate", "launch_ahead", "host_reduce", "frameworks"]
+    assert [line["part"] for line in lines] == [*parts, "marks", "ranks", "frozen"]
     for key in ("bits_equal_with_pauses", "bits_equal_after_stop", "bits_equal", "bits_equal_ddp"):
         assert [line[key] for line in lines if key in line] == [True]
     assert {one.name for one in tmp_path.iterdir()} == {"results.jsonl", "table.txt", "log.txt"}
