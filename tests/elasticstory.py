@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -281,15 +281,21 @@ def times_seen(*logs: list[dict[str, Any]]) -> dict[int, Counter[int]]:
 
 
 def mean_losses(story: ElasticStory) -> dict[int, float]:
-    """Step -> the mean loss of its samples, of the ranks that have completed it."""
+    """Step -> the mean loss of its samples, of the ranks that have completed it. A step in which a
+    rank was killed before it could say its loss is left out."""
     newest: dict[int, int] = {}
-    sums: dict[tuple[int, int], list[float]] = {}
+    begun: Counter[tuple[int, int]] = Counter()
+    ended: Counter[tuple[int, int]] = Counter()
+    sums: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for one in (one for log in story.all_steps("BEGUN") for one in log):
+        begun[one["step"], one["generation"]] += len(one["ids"])
     for one in (one for log in story.all_steps() for one in log):
-        newest[one["step"]] = max(newest.get(one["step"], 0), one["generation"])
-        of = sums.setdefault((one["step"], one["generation"]), [0.0, 0.0])
-        of[0] += one["loss"] * len(one["ids"])
-        of[1] += len(one["ids"])
-    return {step: sums[step, last][0] / sums[step, last][1] for step, last in newest.items()}
+        step, generation = one["step"], one["generation"]
+        newest[step] = max(newest.get(step, 0), generation)
+        sums[step, generation] += one["loss"] * len(one["ids"])
+        ended[step, generation] += len(one["ids"])
+    whole = [one for one in newest.items() if ended[one] == begun[one]]
+    return {step: sums[step, generation] / ended[step, generation] for step, generation in whole}
 
 
 HASH_OF_WEIGHTS = (

@@ -187,7 +187,9 @@ def test_the_training_is_that_of_a_fixed_size(tmp_path: Path, program: str) -> N
     assert ends[0] == ends[1] == ends[2], story
     assert ends[0]["step"] == fixed["step"] == 2 * SAMPLES // (4 * BATCH)
     assert ends[0]["weights"] == pytest.approx(fixed["weights"], rel=1e-5)
-    assert mean_losses(story) == pytest.approx(mean_losses(alone), rel=1e-4)
+    losses, wanted = mean_losses(story), mean_losses(alone)
+    assert len(losses) >= len(wanted) - 1  # the one in which b was killed
+    assert losses == pytest.approx({step: wanted[step] for step in losses}, rel=1e-4)
 
 
 def test_a_coordinator_that_ends_in_order_takes_nobody_for_lost(tmp_path: Path) -> None:
