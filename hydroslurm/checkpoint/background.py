@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from hydroslurm.checkpoint.deadline import InFlight, remaining_s
 from hydroslurm.checkpoint.save import SaveRequest
 from hydroslurm.core.threads import thread
 
-_under_way: weakref.WeakSet[BackgroundSave] = weakref.WeakSet()
-
 
 @dataclass(eq=False)
 class BackgroundSave:
     """Runs one save beside the training, and keeps how it ended.
 
-    An interpreter that shuts down waits for it, so that a process which simply ends has its last
-    save committed. The thread lives as long as the save: none is left idle in a process that forks.
+    An interpreter that shuts down waits for its thread, so that a process which simply ends has its
+    last save committed. A save needs no executor, all of which are closed by then. The thread lives
+    as long as the save: none is left idle in a process that forks.
 
     Attributes:
         work: does the save; is given the event that asks it to end early.
@@ -47,8 +45,6 @@ class BackgroundSave:
         self._given_up = threading.Event()
         self._begin_s = time.monotonic()
         self._thread = thread(self._run, name=f"hydroslurm-save-{self.request.step}", daemon=False)
-        _wait_before_shutdown()
-        _under_way.add(self)
         self._thread.start()
 
     @property
@@ -107,28 +103,3 @@ class BackgroundSave:
 
 def _bounded(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
-
-
-def _wait_before_shutdown() -> None:
-    """Have :func:`_wait_for_all` called when the interpreter begins to shut down.
-
-    That the threads are no daemons is not enough: Python closes all executors before it waits for
-    threads, and a save that needs one would fail then. What concurrent.futures uses itself is
-    called last registered first, and has no public name; without it such a save is lost, which is a
-    failed save like any other.
-    """
-    global _registered
-    register = getattr(threading, "_register_atexit", None)
-    if _registered or register is None:
-        return
-    with suppress(RuntimeError):  # it is shutting down already
-        register(_wait_for_all)
-        _registered = True
-
-
-def _wait_for_all() -> None:
-    for save in tuple(_under_way):
-        save.join()
-
-
-_registered = False

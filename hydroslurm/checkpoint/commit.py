@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
 from pathlib import Path
 
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.checksummed_file import write_whole
 from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.core.threads import thread
 
 DRAFT = ".tmp"
 """Ends the names of files that are not in their place yet."""
 
 FEW_FILES = 64
 UNLINKERS = 16
-"""Files that are removed at a time from a folder with more than a few."""
+"""One thread more for each so many files of a folder that is removed, and the most."""
 
 
 def put(folder: Path, name: str, data: bytes, *, rank: int, storage: Storage) -> None:
@@ -62,19 +63,31 @@ def remove_tree(path: Path, *, storage: Storage) -> None:
     Raises:
         OSError: a call failed, or there is a folder inside.
     """
+    names, failures = deque[str](), list[OSError]()
 
-    def unlink(name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            storage.unlink(path / name)
+    def unlink_rest() -> None:
+        try:
+            while names:
+                with contextlib.suppress(FileNotFoundError, IndexError):  # another was quicker
+                    storage.unlink(path / names.popleft())
+        except OSError as error:
+            failures.append(error)
+            names.clear()
 
     with contextlib.suppress(FileNotFoundError):
-        names = storage.listdir(path)
-        if len(names) <= FEW_FILES:
-            for name in names:
-                unlink(name)
-        else:  # each waits for the file server, one after the other for minutes
-            with ThreadPoolExecutor(UNLINKERS, "hydroslurm-unlink") as threads:
-                list(threads.map(unlink, names))
+        names.extend(storage.listdir(path))
+        # each waits for the file server, one after the other for minutes
+        helpers = [
+            thread(unlink_rest, name="hydroslurm-unlink")
+            for _ in range(min(UNLINKERS, len(names) // FEW_FILES))
+        ]
+        for one in helpers:
+            one.start()
+        unlink_rest()
+        for one in helpers:
+            one.join()
+        if failures:
+            raise failures[0]
         storage.rmdir(path)
 
 

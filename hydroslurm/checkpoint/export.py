@@ -7,6 +7,7 @@ import importlib
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,17 @@ def _remove(draft: Path) -> None:
 
 
 def _write_dcp(value: Any, path: Path) -> None:
+    """Tensors only: DCP pickles other values, and whoever loads them unpickles what the folder's
+    writer chose."""
     # imported here: it takes 0.2 s, and the other formats do without
-    from hydroslurm.checkpoint.export_dcp import write_dcp
+    import torch.distributed.checkpoint as dcp
 
-    write_dcp(named(value)[0], path)
+    tensors, _ = named(value)
+    if not tensors:
+        raise UsageError("it holds no tensors, and DCP's format is for tensors. Export to a .pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a single process saves
+        dcp.save(tensors, checkpoint_id=path)
 
 
 def _write_safetensors(value: Any, path: Path) -> None:
