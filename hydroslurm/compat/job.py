@@ -35,7 +35,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
@@ -46,7 +45,7 @@ from hydroslurm.errors import UsageError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from hydroslurm.compat.jobrun import JobRun
+    from hydroslurm.compat.jobrunner import JobRun
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Signal = TypeVar("Signal")
@@ -111,7 +110,8 @@ class Job:
             group.job = self
         self._nodes = None if nodes_to_checkpoint is None else tuple(nodes_to_checkpoint)
         self._is_compiled = False
-        self._signals: list[Task] = []
+        self._signals = TaskGroup("add_stop_signal")
+        self._signals.job = self
         self._saved: dict[str, Any] = {}
         self._loader: Any = None
         self._run: JobRun | None = None
@@ -219,9 +219,8 @@ class Job:
         answer differently after a restart: an output is saved with the job, a flag or a tensor is
         not.
         """
-        self.check_open(f"add_stop_signal({name_of(signal)})")
-        if not any(added.function is signal for added in self._signals):
-            self._signals.append(Task(function_of(signal), group=TaskGroup("stop signals")))
+        if not any(added.function is signal for added in self._signals.tasks()):
+            Task(function_of(signal), group=self._signals)
         return signal
 
     add_stop_condition = add_stop_signal
@@ -277,20 +276,20 @@ class Job:
 
     def signal_outputs(self) -> dict[str, TaskOutput]:
         """Index in the epoch group -> the output of that task, for those that are stop signals."""
-        asked = [signal.function for signal in self._signals]
+        asked = [signal.function for signal in self._signals.tasks()]
         return {
-            str(number): task.outputs()[0]
+            str(number): task.output
             for number, task in enumerate(self.epoch_group.tasks())
-            if any(task.has_output(one) for one in asked)
+            if task.output is not None and any(task.output is one for one in asked)
         }
 
     @property
-    def stop_signals(self) -> tuple[TaskOutput | StopSignal, ...]:
+    def stop_signals(self) -> tuple[TaskOutput | Task, ...]:
         """What ends the job, in order. ``fetch()`` of each tells, after an epoch, whether that was
         the last one."""
         return tuple(
-            signal.function if isinstance(signal.function, TaskOutput) else StopSignal(signal, self)
-            for signal in self._signals
+            signal.function if isinstance(signal.function, TaskOutput) else signal
+            for signal in self._signals.tasks()
         )
 
     stop_conditions = stop_signals
@@ -298,7 +297,7 @@ class Job:
 
     def ask_stop_signals(self) -> bool:
         """Whether the completed epoch was the last one."""
-        answers = [bool(signal(self)) for signal in self._signals]
+        answers = [signal.fetch() for signal in self._signals.tasks()]
         return any(answers)
 
     def signature(self) -> tuple[str, ...]:
@@ -343,7 +342,7 @@ class Job:
             raise UsageError(
                 f"{self!r} has no function in its epoch group; add one with @job.epoch"
             )
-        if not self._signals:
+        if not self._signals.tasks():
             raise UsageError(
                 f"{self!r} has no stop signal and would never end; "
                 "job.add_stop_signal(hydroslurm.epoch_limiter(10)) ends it after ten epochs"
@@ -395,22 +394,6 @@ class Job:
                 f"{what} comes too late: the objects of {self!r} are built and its state "
                 "is loaded. Do it in a function of the build group, or before the job runs"
             )
-
-
-@dataclass(frozen=True)
-class StopSignal:
-    """A function or a value that ends a job."""
-
-    task: Task
-    job: Job
-
-    def fetch(self) -> bool:
-        """Ask it.
-
-        Raises:
-            UsageError: it needs a running job, as an epoch limit does.
-        """
-        return bool(self.task(self.job))
 
 
 def _added(group: TaskGroup, function: Function) -> Function:

@@ -11,20 +11,24 @@ import atexit
 import os
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
+from typing import Any
 
-from hydroslurm.checkpoint.newest import Found
+from hydroslurm.checkpoint.catalog import EPOCH
+from hydroslurm.checkpoint.newest import Found, Load
+from hydroslurm.checkpoint.outcome import Saved
+from hydroslurm.checkpoint.store import Checkpoint, State
 from hydroslurm.compat.job import Job
-from hydroslurm.compat.jobrun import JobRun
-from hydroslurm.compat.manager import CheckpointManager
+from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress
 from hydroslurm.compat.tasks import Client, LocalSession, TaskGroup
 from hydroslurm.core import rundir
-from hydroslurm.errors import SaveFailed, UsageError
-from hydroslurm.training.reporting import warning
+from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
+from hydroslurm.training.reporting import notice, warning
+from hydroslurm.training.run import Run
 
 
 class JobRunner:
@@ -117,11 +121,10 @@ class JobRunner:
                 _require_one_job(directory, self.job)
             elif rundir.from_environment(os.environ) is None:
                 directory = stack.enter_context(_folder_for_now())
-            run = JobRun(manager, directory=directory, origin=origin)
+            run = JobRun(self, client, directory=directory, origin=origin)
             stack.enter_context(run)  # writes the marker of a finished run at its end
             stack.enter_context(self.job.running(run))
-            retrieved = None if origin is None else self.resume_from_epoch
-            JobAttempt(self.job, run, self.checkpoint_manager, client, at_least_one).run(retrieved)
+            run.train(at_least_one=at_least_one)
         if manager is not None:
             _done[manager.directory] = self.job.signature()
         return run.epoch
@@ -167,152 +170,269 @@ def _folder_for_now() -> Iterator[Path]:
         yield Path(folder)
 
 
-class JobAttempt:
-    """One attempt of a job: a client runs its groups in order."""
+class JobRun(Run):
+    """What ``job.run`` is: one attempt of a job, whose groups a client runs in order.
+
+    Functions of a job use ``step``, ``epoch``, :meth:`epoch_batches`, :meth:`safe_point`,
+    :meth:`check_stop`, :meth:`save`, ``stop_requested`` and :meth:`request_stop`.
+
+    Attributes:
+        epoch: the current epoch, from 0; between two, the number of completed epochs.
+    """
 
     def __init__(
         self,
-        job: Job,
-        run: JobRun,
-        manager: CheckpointManager | None,
+        runner: JobRunner,
         client: Client,
-        at_least_one: bool,
+        *,
+        directory: Path | None,
+        origin: Found | None,
     ) -> None:
-        """``at_least_one``: after going back to an epoch, train one more in any case."""
-        self._job = job
-        self._run = run
-        self._manager = manager
-        self._client = client
-        self._at_least_one = at_least_one
-        self._has_just_loaded = False
+        """``origin``: what to start from while the run has no checkpoint of its own."""
+        self._job, self._client, self._manager = runner.job, client, runner.checkpoint_manager
+        self._origin = origin
+        self._retrieved = runner.resume_from_epoch if origin else None
+        self._unsaved: str | None = None
+        if self._manager is None:
+            self._unsaved = "nothing is saved, because the JobRunner has no checkpoint_manager"
+        options = self._manager or CheckpointManager(every_steps=0, every_s=0)
+        self._keep_epochs = options.keep
+        super().__init__(directory=directory, **options.run_options)
+        self._progress = Progress()
+        self._objects.add(PROGRESS, self._progress)
+        self._epoch_is_committed = False  # the completed one
+        self._has_just_loaded = False  # no function of the epoch group has run since
+        self._was_finished = False  # before this attempt, which has loaded the last epoch
 
-    def run(self, retrieved: int | None) -> None:
-        """``retrieved``: the epoch to go back to."""
-        job, run = self._job, self._run
-        nothing = "nothing was trained in this attempt"
-        self._group(job.fetch_group, f"what was fetched stays; {nothing}")
-        self._group(job.build_group, nothing)
-        run.take({name: job[name] for name in job.names()}, job.loader)
-        job.seal()
-        if not self._resume(retrieved):
-            self._group(
-                job.init_group,
-                "an interrupted init leaves nothing behind; the next attempt starts it over",
+    # --- for the functions of a job
+    # --------------------------------------------------------------------------------------------
+
+    def epoch_batches(self, *, accumulate: int = 1) -> Iterator[Any]:
+        """Yield the remaining batches of this epoch; each is one step, followed by a safe point.
+
+        Call it once per function, which may leave the loop early. An attempt that resumes in the
+        middle of an epoch restores the RNG state here.
+
+        Args:
+            accumulate: as in :meth:`Run.batches`.
+
+        Raises:
+            UsageError: the job has no loader, or this is the second call in one function.
+        """
+        if self._cursor.position is None:
+            raise UsageError("epoch_batches() needs a loader; set job.loader in the build group")
+        if accumulate < 1:
+            raise UsageError(f"epoch_batches(accumulate={accumulate}): wanted 1 or more")
+        if self._cursor.in_epoch:
+            raise UsageError(
+                "this function has already iterated over its batches, and a stop in a second pass "
+                "could not be resumed; make that pass a function of its own in the epoch group"
             )
-            self._init_manager(None)
-        elif run.is_finished:
-            return
-        elif run.begins_at_origin and self._at_least_one:
-            run.agree_to_end(False)
-        elif run.begins_at_origin:
-            self._ask_stop_signals()
-        self._epochs()
-        for name, group in ("download", job.download_group), ("exit", job.exit_group):
-            if not run.is_committed:  # a stop within it saves the last epoch
-                self._hand_over(group, partial(self._call_all, group))
-                continue
-            again = f"the next attempt starts the {name} group over"
-            self._group(group, f"the last epoch is committed; {again}")
+        yield from self._left_of_epoch(accumulate)
 
-    def _resume(self, retrieved: int | None) -> bool:
-        """Load a checkpoint if there is one; return whether there was."""
-        if retrieved is None and self._run.newest_committed() is None:
-            self._load()  # may exit: the run has finished, or must not continue
-            return self._has_just_loaded
-        self._init_manager(retrieved)
-        TaskGroup("load" if retrieved is None else f"load({retrieved})").run_by(
-            self._client, self._load
+    def batches(self, **_: Any) -> Iterator[Any]:
+        """Not available in a job, which counts its epochs itself.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "run.batches() counts epochs, and so does a job; use job.run.epoch_batches(), and "
+            "epoch_limiter() for their number"
         )
+
+    def save(self, *, kind: str = "manual") -> Saved:
+        """As :meth:`Run.save`; refused where the state cannot be resumed from.
+
+        Raises:
+            UsageError: in ``download``, ``build``, ``init`` and ``exit``, and without a manager.
+        """
+        if self._unsaved is not None:
+            raise UsageError(f"save() does nothing here: {self._unsaved}")
+        return super().save(kind=kind)
+
+    # --- the groups
+    # --------------------------------------------------------------------------------------------
+
+    def train(self, *, at_least_one: bool) -> None:
+        """Run the job to its end. ``at_least_one``: after going back to an epoch, train one more in
+        any case."""
+        job = self._job
+        nothing = "nothing was trained in this attempt"
+        self._run_unsaved(job.fetch_group, f"what was fetched stays; {nothing}")
+        self._run_unsaved(job.build_group, nothing)
+        for name in job.names():
+            self._objects.add(name, job[name])
+        if job.loader is not None:
+            self._use(job.loader)
+        job.seal()
+        if not self._resume_job():
+            again = "an interrupted init leaves nothing behind; the next attempt starts it over"
+            self._run_unsaved(job.init_group, again)
+            self._init_manager()
+        elif self._was_finished:
+            return
+        elif self._retrieved is not None:
+            self._agree_to_end(lambda: not at_least_one and job.ask_stop_signals())
+        self._run_epochs()
+        for name, group in ("download", job.download_group), ("exit", job.exit_group):
+            if self._epoch_is_committed:
+                again = f"the next attempt starts the {name} group over"
+                self._run_unsaved(group, f"the last epoch is committed; {again}")
+            else:  # a stop within it saves the last epoch
+                self._hand_over(group, self._call_all)
+
+    def _resume_job(self) -> bool:
+        """Load a checkpoint if there is one; return whether there was."""
+        if self._retrieved is None and self._newest_committed() is None:
+            self._load_job()  # may exit: the run has finished, or must not continue
+            return self._has_just_loaded
+        self._init_manager()
+        name = "load" if self._retrieved is None else f"load({self._retrieved})"
+        TaskGroup(name).run_by(self._client, lambda _: self._load_job())
         return self._has_just_loaded
 
-    def _load(self) -> None:
-        self._has_just_loaded = self._run.resume()
+    def _load_job(self) -> None:
+        self._has_just_loaded = self.resume()
         signals = self._job.signal_outputs()
-        for place, value in self._run.progress.outputs.items():
+        for place, value in self._progress.outputs.items():
             if place in signals:  # its function has run and is not called again
                 signals[place].set(value)
 
-    def _init_manager(self, retrieved: int | None) -> None:
+    def _init_manager(self) -> None:
         if self._manager is not None:
             nodes = self._job.nodes_to_checkpoint()
-            self._client.run(self._manager.init(nodes, retrieve_from_epoch=retrieved))
+            self._client.run(self._manager.init(nodes, retrieve_from_epoch=self._retrieved))
 
-    def _group(self, group: TaskGroup, why_unsaved: str) -> None:
-        """Run the functions of any group but the epoch group. A stop inside saves nothing."""
-        with self._run.unsaved(why_unsaved):
-            self._hand_over(group, partial(self._call_all, group))
+    def _run_unsaved(self, group: TaskGroup, why: str) -> None:
+        """Run the functions of a group in which a stop saves nothing."""
+        with self._without_saves(why):
+            self._hand_over(group, self._call_all)
 
-    def _hand_over(self, group: TaskGroup, walk: Callable[[], None]) -> None:
+    def _hand_over(self, group: TaskGroup, walk: Callable[[TaskGroup], None]) -> None:
         """Let the client run a group, except empty ones that Caffe2 does not have."""
         job = self._job
         if group.tasks() or group in (job.init_group, job.epoch_group, job.exit_group):
             group.run_by(self._client, walk)
 
     def _call_all(self, group: TaskGroup) -> None:
-        for part in group.tasks():
-            self._run.check_stop()
-            with self._explained(f"{part.name} of the {group.name} group"):
-                part(self._job)
+        for task in group.tasks():
+            self.check_stop()
+            with self._explained(f"{task.name} of the {group.name} group"):
+                task(self._job)
 
-    def _epochs(self) -> None:
-        progress = self._run.progress
+    def _run_epochs(self) -> None:
+        progress = self._progress
         while True:
             if not progress.begun:
-                self._save_epoch()
+                self._save_completed()
                 if progress.ended:
                     return
                 self._check_stop_between()
-                self._run.begin_epoch()
-            self._hand_over(self._job.epoch_group, self._epoch)
+                progress.begin(self.step)
+                self._epoch_is_committed = False
+            self._hand_over(self._job.epoch_group, self._finish_epoch)
             self._has_just_loaded = False
-            self._run.end_epoch()
-            self._ask_stop_signals()
-            self._run.check_stop()  # saves as far as the remaining time allows
+            if self.step == progress.first_step:  # its step identifies a checkpoint
+                self.step += 1
+                self._controller.step = self.step
+            self.epoch += 1
+            progress.begun, progress.done = False, 0
+            self._agree_to_end(self._job.ask_stop_signals)
+            self.check_stop()  # saves as far as the remaining time allows
 
-    def _epoch(self) -> None:
-        """Run the rest of an epoch."""
-        job, run = self._job, self._run
-        signals = job.signal_outputs()
-        for number, part in enumerate(job.epoch_group.tasks()):
-            if number < run.progress.done:
+    def _finish_epoch(self, group: TaskGroup) -> None:
+        """Run the functions of an epoch that have not run."""
+        signals = self._job.signal_outputs()
+        for number, task in enumerate(group.tasks()):
+            if number < self._progress.done:
                 continue
-            run.check_stop()
-            with self._explained(f"{part.name} of the epoch group, in epoch {run.epoch},"):
-                part(job)
+            self.check_stop()
+            with self._explained(f"{task.name} of the epoch group, in epoch {self.epoch},"):
+                task(self._job)
             if str(number) in signals:
-                run.progress.outputs[str(number)] = signals[str(number)]()
-            run.end_part()
+                self._progress.outputs[str(number)] = signals[str(number)]()
+            self._cursor.restore_rng()
+            if self._cursor.step_has_begun:  # it left its loop early, with a batch trained on
+                self._cursor.count_step()
+                self.step += 1
+            self._cursor.in_epoch = False  # the next one may iterate over the data again
+            self._progress.done += 1
 
-    def _ask_stop_signals(self) -> None:
-        with self._explained(f"a stop signal after epoch {self._run.epoch - 1}"):
-            self._run.agree_to_end(self._job.ask_stop_signals())
+    def _agree_to_end(self, ask: Callable[[], bool]) -> None:
+        """Agree on whether a stop signal is true: the first rank decides for all."""
+        with self._explained(f"a stop signal after epoch {self.epoch - 1}"):
+            answers = self._rank_group.exchange("stop signals", ask())
+            self._progress.ended = bool(answers[min(answers)])
 
-    def _save_epoch(self) -> None:
+    # --- saves
+    # --------------------------------------------------------------------------------------------
+
+    def save_epoch(self, epoch: int) -> None:
+        """Commit the checkpoint of the completed epoch; an existing intact one is kept. Without a
+        manager nothing is.
+
+        Raises:
+            SaveFailed, UnsavableState: as :meth:`Run.save`.
+            UsageError: ``epoch`` is not the completed one.
+        """
+        if epoch != self.epoch or self._progress.begun:
+            within = f"within epoch {self.epoch}" if self._progress.begun else f"epoch {self.epoch}"
+            raise UsageError(
+                f"save({epoch}): the run is at {within}; between two saves of its JobRunner, "
+                "job.run.save() saves the current state"
+            )
+        if self._manager is None:
+            return
+        with self._leaving_when_stale():
+            self._saver.save(
+                self._state(),
+                step=self.step,
+                epoch=self.epoch,
+                kind=EPOCH,
+                meta=self._made_of(),
+                again=False,
+            )
+            self._last_save_s = time.monotonic()
+            self._saver.poll()
+        self._epoch_is_committed = True
+
+    def _save_completed(self) -> None:
         """Save the completed epoch, as far as that is possible and wanted."""
-        run = self._run
-        with self._explained(f"saving the checkpoint of epoch {run.epoch}"):
+        with self._explained(f"saving the checkpoint of epoch {self.epoch}"):
             try:
                 if self._manager is not None and not self._has_just_loaded:
-                    self._client.run(self._manager.save(run.epoch))
-                elif run.saves:  # already there, unless the run has just gone back to it
-                    run.save_epoch(run.epoch)
+                    self._client.run(self._manager.save(self.epoch))
+                else:  # already there, unless the run has just gone back to it
+                    self.save_epoch(self.epoch)
                 self._has_just_loaded = False
             except SaveFailed as error:
-                if run.fails_on_save_error:
+                if self._manager is not None and self._manager.on_save_error == "fail":
                     raise
                 warnings.warn(
-                    f"hydroslurm: the checkpoint of epoch {run.epoch} was not saved: {error}. The "
+                    f"hydroslurm: the checkpoint of epoch {self.epoch} was not saved: {error}. The "
                     "training continues",
                     RuntimeWarning,
                     stacklevel=2,
                 )
 
     def _check_stop_between(self) -> None:
-        if not self._run.is_committed:
-            self._run.check_stop()
+        if not self._epoch_is_committed:
+            self.check_stop()
             return
-        with self._run.unsaved(f"epoch {self._run.epoch} is committed already"):
-            self._run.check_stop()
+        with self._without_saves(f"epoch {self.epoch} is committed already"):
+            self.check_stop()
+
+    @contextmanager
+    def _without_saves(self, why: str) -> Iterator[None]:
+        """Disable saving inside: a stop exits with ``why`` as its message, and periodic saves are
+        off. For a state that cannot be resumed from, or that is already saved."""
+        before = self._unsaved
+        self._unsaved = before or why
+        try:
+            yield
+        finally:
+            self._unsaved = before
 
     # --- messages
     # --------------------------------------------------------------------------------------------
@@ -331,12 +451,84 @@ class JobAttempt:
 
     def _outlook(self) -> str:
         """What is committed, and what a restart will do with it."""
-        if not self._run.saves:
+        if self._manager is None:
             return "Nothing is saved without a checkpoint_manager: a restart starts over"
-        newest = self._run.newest_committed()
+        newest = self._newest_committed()
         if newest is None:
             return "No checkpoint is committed yet: a restart starts over, with init"
         where = f"The checkpoint of step {newest.step} ({newest.path}) is committed"
-        if self._run.progress.ended and self._run.epoch == newest.epoch:
+        if self._progress.ended and self.epoch == newest.epoch:
             return f"{where}: a restart runs the exit group again"
         return f"{where}: a restart resumes from there, in epoch {newest.epoch}, without init"
+
+    def _newest_committed(self) -> Checkpoint | None:
+        """The newest checkpoint by its manifest, after the save in flight has ended."""
+        self._saver.wait()
+        if self._manager is None:
+            return None
+        try:
+            return next(reversed(self._store.committed()), None)
+        except CheckpointError:  # called while reporting another error
+            return None
+
+    # --- Run's seams
+    # --------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        if self._was_finished:
+            self._cursor.restore_rng()
+            self._leave()
+        else:
+            super().finish()
+
+    def _newest(self, load: Load | None) -> Found | None:
+        if self._manager is None:
+            return None
+        found = super()._newest(load)
+        if found is None and self._origin is not None:
+            if load is not None:
+                load(self._origin)
+            return self._origin
+        return found
+
+    def _go_on_finished(self, step: int) -> bool:
+        """Load the last epoch, for the code after the JobRunner: it may not have run yet, and must
+        not work on untrained objects."""
+        newest = self._load_newest() if self._manager is not None else None
+        if newest is not None:
+            self._take_over(*newest)
+        if newest is None or self._step != step or not self._progress.ended:
+            has = "no checkpoint" if newest is None else f"no checkpoint after step {self._step}"
+            self._log_once(
+                f"{self.dir.checkpoints} has {has}: what follows the JobRunner would not have what "
+                f"was trained until step {step}, so the process ends here"
+            )
+            return super()._go_on_finished(step)
+        self._was_finished = True
+        self._log_once(
+            f"this job has finished at step {step}; it is loaded ({self.dir.root})", notice
+        )
+        return True
+
+    def _is_saved(self) -> bool:
+        return self._epoch_is_committed or self._manager is None
+
+    def _rest_is_redone(self) -> bool:
+        """The exit group is part of the run. So its end counts at once where the last epoch is
+        committed: a restart has that for the code after the JobRunner."""
+        return not self._epoch_is_committed
+
+    def _apply(self, state: State, *, source: str) -> None:
+        super()._apply(state, source=source)
+        if "data" not in state.own:
+            # between two functions of a job: there is no iterator to wait for
+            self._cursor.restore_rng()
+
+    def _is_due(self) -> bool:
+        return self._unsaved is None and super()._is_due()
+
+    def _save_by(self, deadline_mono_s: float) -> str:
+        return super()._save_by(deadline_mono_s) if self._unsaved is None else self._unsaved
+
+    def _not_begun(self) -> str:
+        return super()._not_begun() if self._unsaved is None else self._unsaved

@@ -10,11 +10,12 @@ and resumes within it.
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from hydroslurm.checkpoint.catalog import EPOCH
 from hydroslurm.checkpoint.newest import Found
@@ -30,9 +31,7 @@ from hydroslurm.slurm import run_folders
 from hydroslurm.training.attempts import Limits
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.objects import Objects
-
-if TYPE_CHECKING:
-    from hydroslurm.training.run import Run
+from hydroslurm.training.run import Run
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class LoadedState(State):
 
     Attributes:
         source: the checkpoint, for messages.
-        objects: of whom, asked when it is called.
+        objects: asked for when it is called.
     """
 
     source: str
@@ -85,12 +84,16 @@ class CheckpointManager:
             raise UsageError(f"keep={keep}: wanted 1 or more epochs, or None for all")
         if on_save_error not in ("warn", "fail"):
             raise UsageError(f'on_save_error={on_save_error!r}: wanted "warn" or "fail"')
-        self._root = _root_of(directory)
+        root = directory.dir.root if isinstance(directory, Run) else directory
+        self._root = None if root is None else Path(root).absolute()
         self.keep = keep
-        self.every_steps = every_steps
-        self.every_s = every_s
-        self.on_save_error: Literal["warn", "fail"] = on_save_error
-        self.limits = limits
+        self.on_save_error = on_save_error
+        self.run_options: dict[str, Any] = {
+            "every_steps": every_steps,
+            "every_s": every_s,
+            "on_save_error": on_save_error,
+            "limits": limits,
+        }
         self._objects: Mapping[str, Any] = {}
         self._blobs: tuple[str, ...] | None = None
 
@@ -113,14 +116,9 @@ class CheckpointManager:
 
     def branch(self, epoch: int) -> CheckpointManager:
         """The manager for a job that went back to an epoch of this one, in a separate folder."""
-        return type(self)(
-            RunDir(self.directory).from_epoch(epoch).root,
-            keep=self.keep,
-            every_steps=self.every_steps,
-            every_s=self.every_s,
-            on_save_error=self.on_save_error,
-            limits=self.limits,
-        )
+        branch = copy.copy(self)
+        branch._root = RunDir(self.directory).from_epoch(epoch).root
+        return branch
 
     # --- for a client to run, as Caffe2's
     # --------------------------------------------------------------------------------------------
@@ -145,11 +143,11 @@ class CheckpointManager:
 
         def settle() -> None:
             job = Job.current()
-            self._objects = {name: job[name] for name in job.names()}
-            names: Iterable[str] = job.names()
+            names = job.names()
+            self._objects = {name: job[name] for name in names}
             if retrieve_from_epoch is not None:
                 found = self.find(epoch=retrieve_from_epoch)
-                names = found.store.files_of(found.checkpoint).shared().state
+                names = tuple(found.store.files_of(found.checkpoint).shared().state)
             self._blobs = tuple(name for name in names if name != PROGRESS)
 
         return _group_of(settle, f"init({'' if nodes is None else ', '.join(nodes)})")
@@ -294,14 +292,6 @@ def _group_of(function: Callable[[], Any], name: str) -> TaskGroup:
     return group
 
 
-def _root_of(directory: Any) -> Path | None:
-    if directory is None:
-        return None
-    if isinstance(found := getattr(directory, "dir", None), RunDir):
-        return found.root.absolute()
-    return Path(directory).absolute()
-
-
 def _listed(numbers: Collection[int]) -> str:
     return ", ".join(map(str, numbers)) or "none"
 
@@ -328,6 +318,10 @@ class Progress:
     first_step: int = 0
     ended: bool = False
     outputs: dict[str, bool] = field(default_factory=dict)
+
+    def begin(self, step: int) -> None:
+        """Begin an epoch."""
+        self.begun, self.done, self.outputs, self.first_step = True, 0, {}, step
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

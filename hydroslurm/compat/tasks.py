@@ -6,7 +6,6 @@ import inspect
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -48,6 +47,7 @@ class Task:
         takes_job: it has a parameter, to which the job is passed.
         node: where Caffe2 would run it; here all ranks run all tasks. Listed by
             ``job.nodes_to_checkpoint()``.
+        output: what :meth:`outputs` records, or None.
     """
 
     def __init__(
@@ -69,23 +69,28 @@ class Task:
         self.function = step
         self.takes_job = _takes_job(step, self.name)
         self.node = node
-        self._output: TaskOutput | None = None
-        if (group := group or _groups.innermost) is not None:
-            group.add(self)
-
-    def has_output(self, output: object) -> bool:
-        """Whether this is what the function returns."""
-        return output is not None and output is self._output
+        self.output: TaskOutput | None = None
+        self._group = group or _groups.innermost
+        if self._group is not None:
+            self._group.add(self)
 
     def outputs(self) -> tuple[TaskOutput, ...]:
         """The output of the function, one value; recorded from now on."""
-        self._output = self._output or TaskOutput(self.name)
-        return (self._output,)
+        self.output = self.output or TaskOutput(self.name)
+        return (self.output,)
+
+    def fetch(self) -> bool:
+        """As a stop signal: ask it.
+
+        Raises:
+            UsageError: it needs a running job, as an epoch limit does.
+        """
+        return bool(self(self._group.job))
 
     def __call__(self, job: Job | None = None) -> Any:
         value = self.function(job) if self.takes_job else self.function()
-        if self._output is not None:
-            self._output.set(value)
+        if self.output is not None:
+            self.output.set(value)
         return value
 
 
@@ -129,7 +134,7 @@ class TaskGroup:
         self.name = name
         self.job: Job | None = None
         self._tasks: list[Task] = []
-        self._walk: Callable[[], None] | None = None
+        self._walk: Callable[[TaskGroup], None] | None = None
 
     def add(self, task: Task) -> None:
         """Append a task.
@@ -149,7 +154,7 @@ class TaskGroup:
         """The nodes of its tasks, each once."""
         return tuple(dict.fromkeys(task.node for task in self._tasks))
 
-    def run_by(self, client: Client, walk: Callable[[], None]) -> None:
+    def run_by(self, client: Client, walk: Callable[[TaskGroup], None]) -> None:
         """Let a client run it, with ``walk`` in place of its tasks."""
         self._walk = walk
         try:
@@ -166,7 +171,7 @@ class TaskGroup:
 
     def __call__(self) -> None:
         if self._walk is not None:
-            self._walk()
+            self._walk(self)
             return
         for task in self._tasks:
             task(self.job)
@@ -249,17 +254,7 @@ def _truth(signal: Any) -> bool:
     return bool(signal.is_set() if hasattr(signal, "is_set") else signal)
 
 
-@dataclass(frozen=True)
-class EpochLimit:
-    """True after this many epochs. Made by :func:`epoch_limiter`; can be pickled."""
-
-    epochs: int
-
-    def __call__(self, job: Job) -> bool:
-        return job.run.epoch >= self.epochs
-
-
-def epoch_limiter(epochs: int | Job, num_epochs: int | None = None) -> EpochLimit:
+def epoch_limiter(epochs: int | Job, num_epochs: int | None = None) -> Callable[[Job], bool]:
     """A stop signal that ends a job after this many epochs.
 
         job.add_stop_signal(hydroslurm.epoch_limiter(10))
@@ -274,7 +269,11 @@ def epoch_limiter(epochs: int | Job, num_epochs: int | None = None) -> EpochLimi
     count = epochs if num_epochs is None else num_epochs
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise UsageError(f"epoch_limiter({count!r}): wanted a whole number of 1 or more")
-    limit = EpochLimit(count)
+    limit = partial(_has_completed, count)
     if job is not None and not job.is_running:
         job.add_stop_signal(limit)
     return limit
+
+
+def _has_completed(epochs: int, job: Job) -> bool:
+    return job.run.epoch >= epochs
