@@ -4,7 +4,6 @@ same as a communication hook."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -44,7 +43,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         model = hydroslurm.parallel.DistributedDataParallel(model)
 
     Every rank gets the same gradients, bit for bit, and they depend neither on the buckets nor on
-    the processor. All ranks of a node have to be in the process group.
+    the processor.
 
     Args:
         module, options: as for PyTorch's.
@@ -76,8 +75,8 @@ def host_reduce_hook(
 
         model.register_comm_hook(None, hydroslurm.parallel.host_reduce_hook())
 
-    A collective: all ranks of the group call it. Which of them are on one node follows from
-    LOCAL_RANK and LOCAL_WORLD_SIZE, or from srun's variables.
+    A collective: all ranks of the group call it. Those of one machine are on one node, unless
+    torchrun's GROUP_RANK or srun's SLURM_NODEID tells them apart.
 
     Args:
         process_group: that of the model; default: all ranks.
@@ -89,7 +88,7 @@ def host_reduce_hook(
         environ: instead of ``os.environ``.
 
     Raises:
-        UsageError: a type that cannot be, or ranks that do not fit together.
+        UsageError: a type that cannot be, or ranks that do not agree on them.
         ReductionFailed: the ranks of a node could not be given shared memory, or the nodes not be
             connected. All ranks raise it.
     """
@@ -134,9 +133,8 @@ class _Reducer:
 
     def _set_up(self, group: dist.ProcessGroup, environ: Mapping[str, str]) -> None:
         rank = dist.get_rank(group)
-        where, arithmetic = dataclasses.asdict(nodes.here(rank, environ)), str(self._arithmetic)
-        told = _gather([where, arithmetic, secrets.token_hex(16)], group)
-        mine = nodes.group([nodes.Where(**one) for one, _, _ in told], rank)
+        told = _gather([nodes.here(environ), str(self._arithmetic), secrets.token_hex(16)], group)
+        mine = nodes.group([str(name) for name, _, _ in told], rank)
         if len(different := sorted({str(one) for _, one, _ in told})) > 1:
             raise UsageError(
                 f"the ranks do not agree: {', '.join(different)}. "

@@ -20,9 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hydroslurm.coordination.world import World
 from hydroslurm.core.dates import boot_id
-from hydroslurm.errors import UsageError
 from hydroslurm.parallel.node_memory import NodeMemory
 from hydroslurm.parallel.sums import add
 
@@ -30,29 +28,13 @@ _Gloo: Any = dist.ProcessGroupGloo  # of its methods torch's types know no names
 
 
 @dataclass(frozen=True)
-class Where:
-    """What one rank says of itself.
-
-    Attributes:
-        host: the same on all ranks that can share memory, and on no others.
-        node: the number of its node where its launcher tells one.
-    """
-
-    rank: int
-    local_rank: int
-    local_world_size: int
-    host: str
-    node: int | None = None
-
-
-@dataclass(frozen=True)
 class Nodes:
     """All ranks by node, and this one's place.
 
     Attributes:
-        members: of each node the ranks, by local rank; the first one speaks for it.
+        members: of each node the ranks, in order; the first one speaks for it.
         node: this rank's.
-        local_rank: within it.
+        local_rank: its place in it.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -64,57 +46,28 @@ class Nodes:
         return self.members[self.node]
 
 
-def here(rank: int, environ: Mapping[str, str]) -> Where:
-    """What this rank says of itself.
-
-    Args:
-        rank: its number in the process group.
-
-    Raises:
-        UsageError: the variables of its launcher contradict each other.
-    """
-    world = World.from_environ(environ)
+def here(environ: Mapping[str, str]) -> str:
+    """The name of this rank's node: the same on all ranks that are to share memory, and on no
+    others. The launcher's number of the node may divide a machine further."""
     number = environ.get("GROUP_RANK") or environ.get("SLURM_NODEID") or ""  # torchrun's is closer
     space = ""
     with contextlib.suppress(OSError):  # memory is handed over through a socket of this network
         space = str(Path("/proc/self/ns/net").readlink())
-    return Where(
-        rank=rank,
-        local_rank=world.local_rank,
-        local_world_size=world.local_world_size,
-        host=f"{boot_id()} {space}",
-        node=int(number) if number.isdecimal() else None,
-    )
+    return f"{boot_id()} {space} {number}"
 
 
-def group(told: Sequence[Where], rank: int) -> Nodes:
+def group(names: Sequence[str], rank: int) -> Nodes:
     """All ranks by node, in the order of their first ranks.
 
-    Without numbers of nodes, local ranks 0 to n - 1 of one host are one node where their ranks
-    follow each other.
-
-    Raises:
-        UsageError: what the ranks say does not fit together; the message names a rank.
+    Args:
+        names: of each rank's node, by rank.
+        rank: this one.
     """
-    nodes: dict[tuple[str, int], list[Where]] = {}
-    for one in told:
-        number = one.rank - one.local_rank if one.node is None else one.node
-        nodes.setdefault((one.host, number), []).append(one)
-    for found in nodes.values():
-        found.sort(key=lambda one: one.local_rank)
-        local_ranks = [one.local_rank for one in found]
-        if local_ranks != list(range(found[0].local_world_size)):
-            raise UsageError(
-                f"rank {found[0].rank} says that {found[0].local_world_size} ranks are on its "
-                f"node, and there are those with LOCAL_RANK {local_ranks}. Start the ranks with "
-                "srun, torchrun or hydroslurm agent, or set LOCAL_RANK, LOCAL_WORLD_SIZE and, "
-                "where the ranks of a node do not follow each other, GROUP_RANK. The process group "
-                "has to have all ranks of each node"
-            )
-    ordered = sorted(nodes.values(), key=lambda found: found[0].rank)
-    members = tuple(tuple(one.rank for one in found) for found in ordered)
-    node = next(number for number, ranks in enumerate(members) if rank in ranks)
-    return Nodes(members, node, members[node].index(rank))
+    nodes: dict[str, list[int]] = {}
+    for other, name in enumerate(names):
+        nodes.setdefault(name, []).append(other)
+    node = list(nodes).index(names[rank])
+    return Nodes(tuple(map(tuple, nodes.values())), node, nodes[names[rank]].index(rank))
 
 
 class Network:

@@ -35,8 +35,6 @@ def be_rank(options: dict[str, Any], rank: int) -> None:
     firsts = [0, *itertools.accumulate(sizes)]
     node = next(number for number in range(len(sizes)) if rank < firsts[number + 1])
     os.environ.update(
-        LOCAL_RANK=str(rank - firsts[node]),
-        LOCAL_WORLD_SIZE=str(sizes[node]),
         GROUP_RANK=str(node),
     )
     dist.init_process_group(
@@ -226,8 +224,6 @@ def wrong(rank: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "wanted one of torch.float32", lambda: host_reduce_hook(wire=torch.int8)
     yield "wanted 1 to", lambda: host_reduce_hook(piece_elements=0)
     yield "do not agree", lambda: host_reduce_hook(piece_elements=100 + rank)
-    crowd = {**os.environ, "LOCAL_WORLD_SIZE": "7"}
-    yield "7 ranks are on its node", lambda: host_reduce_hook(environ=crowd)
     sparse = DistributedDataParallel(nn.Embedding(5, 3, sparse=True))
     yield "Sparse gradients", lambda: sparse(torch.tensor([1])).sum().backward()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from processes import cpu_s, wait_until
 
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import UsageError
-from hydroslurm.parallel.nodes import Where, group
+from hydroslurm.parallel.nodes import group, here
 
 SCENES = {
     # all types, odd sizes, unequal buckets, no_sync, unused parameters, static graphs, views, other
@@ -24,7 +22,7 @@ SCENES = {
     # other buckets and other pieces
     "places": ([2, 1],),
     "ends": ([2, 1],),
-    # bad types, ranks that disagree or do not fit together, sparse gradients
+    # bad types, ranks that disagree, sparse gradients
     "refuses": ([1, 1],),
     # no thread, descriptor or memory of a model that is gone
     "leaves_nothing": ([2, 1],),
@@ -127,18 +125,10 @@ def assert_asleep(ranks: Attempt) -> None:
 
 
 def test_ranks_by_node() -> None:
-    """By the launcher's number of the node, in whatever order; without one, by rank."""
-    cyclic = [Where(rank, rank // 2, 2, "host", rank % 2) for rank in range(4)]
-    found = group(cyclic, 3)
+    """Those of one machine are on one node, in order, unless the launcher tells them apart."""
+    names = [here({"GROUP_RANK": number, "SLURM_NODEID": "7"}) for number in "0101"]
+    found = group(names, 3)
     assert (found.members, found.node, found.local_rank) == (((0, 2), (1, 3)), 1, 1)
-    plain = [Where(rank, rank % 2, min(2, 3 - rank // 2 * 2), "host") for rank in range(3)]
-    assert group(plain, 2).members == ((0, 1), (2,))
-    apart = [Where(rank, 0, 1, f"host {rank}", 0) for rank in range(2)]
-    assert group(apart, 0).members == ((0,), (1,))
-
-
-def test_ranks_that_do_not_fit_together() -> None:
-    """The message has what was seen, and what to set."""
-    told = [Where(rank, 0, 2, "host", 0) for rank in range(2)]
-    with pytest.raises(UsageError, match=re.escape("LOCAL_RANK [0, 0]")):
-        group(told, 0)
+    by_srun = [here({"SLURM_NODEID": number}) for number in "001"]
+    assert group(by_srun, 2).members == ((0, 1), (2,))
+    assert group([here({})] * 3, 1).members == ((0, 1, 2),)
