@@ -8,7 +8,9 @@ left out, whatever the script counts itself.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from hydroslurm.prove.updates import Update
 
@@ -98,7 +100,9 @@ def seeded_generators(
 
 
 def _only(update: Update, generators: Collection[str]) -> Update:
-    return replace(update, rng={n: v for n, v in update.rng.items() if n in generators})
+    return msgspec.structs.replace(
+        update, rng={n: v for n, v in update.rng.items() if n in generators}
+    )
 
 
 def _compare_rank(

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
 import torch
 from torch.optim.optimizer import (
     Optimizer,
@@ -211,7 +212,7 @@ class Recorder:
         if self._fd is None:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd = os.open(self._path, flags, 0o600)
-        line = update.to_line().encode()
+        line = msgspec.json.encode(update) + b"\n"
         while line:  # a disk that is full raises: a proof with holes proves nothing
             line = line[os.write(self._fd, line) :]
 

@@ -5,13 +5,12 @@ The recorder within the script writes them, the comparison reads them, and neith
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 PROVE_ENV = "HYDROSLURM_PROVE"
 """Environment variable: the folder to write to; without it nothing is recorded."""
@@ -26,8 +25,7 @@ _CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"rank(\d+)\.pid\d+\.jsonl")
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(msgspec.Struct, frozen=True):
     """One call of an optimizer's ``step``. Tensors are given by the CRC of their bytes.
 
     Attributes:
@@ -57,17 +55,8 @@ class Update:
     losses: tuple[str, ...]
     iterator: int | None = None
 
-    def to_line(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":")) + "\n"
 
-    @classmethod
-    def from_line(cls, line: str) -> Update:
-        raw: dict[str, Any] = json.loads(line)
-        for name in ("rows", "samples"):
-            raw[name] = tuple(map(tuple, raw[name]))
-        for name in ("lr", "losses"):
-            raw[name] = tuple(raw[name])
-        return cls(**raw)
+_decoder = msgspec.json.Decoder(Update)
 
 
 def file_of(environ: Mapping[str, str]) -> Path:
@@ -106,10 +95,7 @@ def read(folder: Path) -> dict[int, list[Update]]:
     found: dict[int, list[Update]] = {}
     for path in folder.glob("rank*.jsonl"):
         if (match := _NAME.fullmatch(path.name)) is not None:
-            updates = [Update.from_line(line) for line in _whole_lines(path)]
+            whole, _, _ = path.read_bytes().rpartition(b"\n")
+            updates = _decoder.decode_lines(whole)
             found[int(match[1])] = max(found.get(int(match[1]), []), updates, key=len)
     return dict(sorted(found.items()))
-
-
-def _whole_lines(path: Path) -> Iterable[str]:
-    return (line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from hydroslurm.prove.compare import Comparison, compare, seeded_generators
 from hydroslurm.prove.updates import Update
@@ -147,4 +147,4 @@ def test_a_learning_rate_of_zero_makes_places_alike() -> None:
 
 def test_an_update_survives_its_file() -> None:
     """Line by line."""
-    assert Update.from_line(step(3).to_line()) == step(3)
+    assert msgspec.json.decode(msgspec.json.encode(step(3)), type=Update) == step(3)
