@@ -57,7 +57,7 @@ def slurm_act(folder: Path, *, low: str, urgent: str, epochs: int) -> bool:
     for change in _generations(run)[1:]:
         say(
             f"generation {change['generation']} at step {change['step']}: "
-            f"{len(change['members'])} members ({change['cause']}); they waited "
+            f"{len(change['members'])} members: {change['cause']}; they waited "
             f"{1e3 * change['pause_s']:.0f} ms, {change['steps_lost']} steps lost"
         )
     urgent_job.result()

@@ -79,7 +79,7 @@ def template(
     """
     from hydroslurm.errors import UsageError
 
-    shipped = [path for path in TEMPLATES.iterdir() if path.suffix not in _NOT]
+    shipped = [one for one in TEMPLATES.iterdir() if one.is_file() and one.suffix not in _NOT]
     examples = [*EXAMPLES.glob("train*.py"), *EXAMPLES.glob("*.yaml")]
     files = {path.name: path for path in (*sorted(shipped), *sorted(examples))}
     if name is None:

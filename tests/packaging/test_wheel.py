@@ -101,6 +101,7 @@ def test_the_wheel_walks_the_tutorial(
 ) -> None:
     """An example that the wheel brings is submitted, paused, requeued, resumed and reported."""
     environ = requeue_cluster.child_environ()
+    assert "train_run.py" in newcomer("hydroslurm", "template")
     (tmp_path / "train.py").write_text(newcomer("hydroslurm", "template", "train_run.py"))
     submit = ("hydroslurm", "submit", "--partition", "low", "train.py")
     told = newcomer(*submit, "--epochs", "60", "--think-s", "0.02", environ=environ)

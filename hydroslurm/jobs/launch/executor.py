@@ -49,7 +49,8 @@ from hydroslurm.runtime.autoload import PREEMPT_ENV
 
 _NO_SLURM = (
     "no srun on the PATH, so there is no Slurm to submit to from here. Log in to a submit host, "
-    'try a private one (hydroslurm cluster up), or run jobs on this machine: cluster="local"'
+    "try a private one (hydroslurm cluster up), or run it on this machine: hydroslurm run -- "
+    'python train.py, in Python Executor(folder, cluster="local")'
 )
 
 
