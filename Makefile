@@ -34,7 +34,7 @@ test-slurms: setup
 	@for suite in trixie sid; do tests/slurms.sh $$suite $(PY) -m pytest -n 2 -m 'slurm or slurms' @tests/slurms.txt || exit; done
 
 faults: setup
-	@$(PY) tests/faults/run.py $(ARGS)
+	@FAULT_ROUNDS=200 FAULT_SEED=1 $(PY) -m pytest --long=all tests/faults/test_fault_rounds.py $(ARGS)
 
 # a torch with CUDA: TORCH=... make setup. Without a network: profiling/gpu.sh, which needs no setup
 gpu: setup

@@ -100,10 +100,6 @@ class Fault:
     what: str
     seconds: float = 0.0
 
-    def __str__(self) -> str:
-        lasting = f" {self.seconds:.2f}s" if self.seconds else ""
-        return f"rank {self.rank}, {self.moment} #{self.nth}: {self.what}{lasting}"
-
 
 @dataclass(frozen=True)
 class Plan:

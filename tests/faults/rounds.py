@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from faults.plans import Fault, Plan
 from faults.verdicts import AttemptSeen, Complaint, check_attempt, check_last
@@ -45,11 +44,6 @@ class Outcome:
     plan: Plan
     complaints: tuple[Complaint, ...]
     attempts: tuple[AttemptSeen, ...]
-    seconds: float
-
-    @property
-    def faults(self) -> int:
-        return sum(len(attempt.fired) for attempt in self.attempts)
 
     @property
     def said(self) -> str:
@@ -59,10 +53,6 @@ class Outcome:
             for number, attempt in enumerate(self.attempts, 1)
         )
         return "\n".join(told)
-
-    @property
-    def planned(self) -> int:
-        return sum(len(faults) for faults in self.plan.attempts)
 
 
 @contextlib.contextmanager
@@ -86,7 +76,6 @@ class Player:
 
     def play(self, plan: Plan) -> Outcome:
         """All attempts of a round, and what is to be said against them."""
-        begin_s = time.monotonic()
         undisturbed = self._alone(plan.world, plan.model)
         folder = self._folder / f"round-{plan.seed}-{plan.number}"
         complaints: list[Complaint] = []
@@ -101,7 +90,7 @@ class Player:
             complaints += check_last(attempts[-1], undisturbed)
         if not complaints:
             shutil.rmtree(folder)
-        return Outcome(plan, tuple(complaints), tuple(attempts), time.monotonic() - begin_s)
+        return Outcome(plan, tuple(complaints), tuple(attempts))
 
     def _alone(self, world: int, model: str) -> Path:
         """The folder of such a run to which nothing was done."""
@@ -139,7 +128,6 @@ class Player:
             codes=playing.codes,
             fired=tuple(faults[index] for index in playing.fired),
             hung=playing.hung,
-            seconds=playing.seconds,
             said=playing.said,
         )
 
@@ -156,7 +144,6 @@ class _Attempt:
     fired: list[int] = field(default_factory=list)
     due: list[tuple[float, int, int | str, int]] = field(default_factory=list)
     hung: bool = False
-    seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self._begin = self._read = len(self.crew.lines)
@@ -182,7 +169,6 @@ class _Attempt:
                 self._end_by_force()
             assert self.crew.process.poll() is None, f"the crew has ended:\n{self.said}"
             time.sleep(LOOK_S)
-        self.seconds = time.monotonic() - begin_s
 
     def _hear(self) -> None:
         for line in self.crew.lines[self._read :]:
@@ -256,21 +242,3 @@ class _Attempt:
         while not self._over and self.crew.process.poll() is None:
             self._hear()
             time.sleep(LOOK_S)
-
-
-def as_json(outcomes: list[Outcome], *, seed: int) -> dict[str, Any]:
-    """The figures of all rounds; the units are in the names."""
-    kinds = [complaint.kind for outcome in outcomes for complaint in outcome.complaints]
-    return {
-        "seed": seed,
-        "rounds": len(outcomes),
-        "attempts": sum(len(outcome.attempts) for outcome in outcomes),
-        "faults": sum(outcome.faults for outcome in outcomes),
-        "faults_planned": sum(outcome.planned for outcome in outcomes),
-        "hangs": kinds.count("hang"),
-        "lost_commits": kinds.count("lost commit"),
-        "other_bits": kinds.count("other bits"),
-        "disagreements": kinds.count("disagreement"),
-        "bad_rounds": sum(bool(outcome.complaints) for outcome in outcomes),
-        "seconds": round(sum(outcome.seconds for outcome in outcomes), 1),
-    }

@@ -52,7 +52,6 @@ class AttemptSeen:
     codes: Mapping[int, int]
     fired: tuple[Fault, ...]
     hung: bool
-    seconds: float
     said: str
     events: Mapping[int, tuple[Event, ...]]
     told: Mapping[int, Mapping[str, Any]]
