@@ -156,20 +156,19 @@ SOMETIMES = [
     loaders("epoch by epoch; seeded", ranks=2),
     Row("accelerate_loop.py out", ACCELERATE, "step:2@1 step:3@2", 3),
     Row("hf_causal_lm.py out", TRANSFORMERS, "step:2@1 step:3@2", 3),
-    Row("trl_rewarded.py out --items 16 --accumulate 2 --generations 4", TRL, "step:1@1 step:2@1",
-        ranks=2),
+    Row("trl_small.py out --method grpo --items 16 --accumulate 2 --generations 4", TRL,
+        "step:1@1 step:2@1", ranks=2),
     # completions are used in four steps; a reference model that follows the model
-    Row("trl_rewarded.py out --items 4 --moving-reference", TRL, "step:1..."),
-    Row(
-        "trl_rewarded.py out --items 6 --accumulate 2 --generations 4 --workers 2", TRL, "step:1..."
-    ),
-    Row("trl_rewarded.py out --items 16 --method dpo --moving-reference", TRL, "step:1..."),
+    Row("trl_small.py out --method grpo --items 4 --moving-reference", TRL, "step:1..."),
+    Row("trl_small.py out --method grpo --items 6 --accumulate 2 --generations 4 --workers 2", TRL,
+        "step:1..."),
+    Row("trl_small.py out --method dpo --items 16 --moving-reference", TRL, "step:1..."),
     *(
         Row(f"{script} out --workers {workers} --accumulate {accumulate}", loads,
             stops if ranks * accumulate < 8 else "step:1@1", ranks)
         for script, loads in (
             ("hf_causal_lm.py", TRANSFORMERS), ("accelerate_loop.py", ACCELERATE),
-            ("trl_sft.py", TRL),
+            ("trl_small.py", TRL),
         )
         for ranks, stops in ((1, "step:2 step:1"), (2, "step:1@1 step:2@0"))
         for workers in (0, 2)

@@ -1,8 +1,8 @@
-"""A small causal language model trained with TRL by rewards (GRPO), or by preferences (DPO).
-Nothing here knows of preemption.
+"""A small causal language model trained with TRL: fine-tuned (SFT), by rewards (GRPO), or by
+preferences (DPO). Nothing here knows of preemption.
 
-    python trl_rewarded.py OUTPUT [--method grpo|dpo] [--workers N] [--accumulate N]
-        [--generations N] [--iterations N] [--moving-reference] [--items N] [--pause-s S]
+    python trl_small.py OUTPUT [--method sft|grpo|dpo] [--workers N] [--accumulate N]
+        [--generations N] [--moving-reference] [--items N] [--pause-s S]
 """
 
 from __future__ import annotations
@@ -10,16 +10,42 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pandas
 import torch
 from datasets import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, set_seed
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
-from trl_sft import WORDS, Slow, tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    set_seed,
+)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+WORDS = ["<pad>", "<eos>", *(f"w{number}" for number in range(30))]
+
+
+class Slow(TrainerCallback):
+    """Stands for a larger model."""
+
+    def __init__(self, pause_s: float) -> None:
+        self.pause_s = pause_s
+
+    def on_step_end(self, args, state, control, **kwargs):
+        time.sleep(self.pause_s)
+        print("step", state.global_step, flush=True)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -31,20 +57,21 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 def made_trainer(options: argparse.Namespace) -> Any:
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(0, 30, (options.items,), generator=generator).tolist()
-    prompts = [" ".join(f"w{(start + n) % 30}" for n in range(2 + start % 3)) for start in starts]
-    config = GPT2Config(
-        vocab_size=len(WORDS),
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=1,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    texts = [" ".join(f"w{(start + n) % 30}" for n in range(2 + start % 6)) for start in starts]
+    shape = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    tokens = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    # what TRL makes its reference model from; each rank has one
+    start = options.output / f"start-{os.environ.get('RANK', '0')}"
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(WORDS), **shape, **tokens)).save_pretrained(start)
+    common = {
+        "model": str(start),
+        "processing_class": tokenizer(),
+        "callbacks": [Slow(options.pause_s)],
+    }
     shared = {
         "output_dir": str(options.output),
         "num_train_epochs": 2,
+        "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": options.accumulate,
         "dataloader_num_workers": options.workers,
         "learning_rate": 1e-3,
@@ -54,42 +81,35 @@ def made_trainer(options: argparse.Namespace) -> Any:
         "disable_tqdm": True,
         "use_cpu": True,
         "bf16": False,
+    }
+    if options.method == "sft":
+        data = Dataset.from_dict({"text": texts})
+        return SFTTrainer(args=SFTConfig(max_length=16, **shared), train_dataset=data, **common)
+    shared |= {
         "sync_ref_model": options.moving_reference,
         "ref_model_sync_steps": 2,
         "ref_model_mixup_alpha": 0.5,
     }
-    # what TRL makes its reference model from; each rank has one
-    start = options.output / f"start-{os.environ.get('RANK', '0')}"
-    GPT2LMHeadModel(config).save_pretrained(start)
-    common = {
-        "model": str(start),
-        "processing_class": tokenizer(),
-        "callbacks": [Slow(options.pause_s)],
-    }
     if options.method == "dpo":
         rows = {
-            "prompt": prompts,
+            "prompt": texts,
             "chosen": [f" w{start % 15 * 2} w4" for start in starts],
             "rejected": [f" w{start % 15 * 2 + 1} w5 w7" for start in starts],
         }
-        return DPOTrainer(
-            args=DPOConfig(per_device_train_batch_size=4, max_length=16, **shared),
-            train_dataset=Dataset.from_dict(rows),
-            **common,
-        )
+        data = Dataset.from_dict(rows)
+        return DPOTrainer(args=DPOConfig(max_length=16, **shared), train_dataset=data, **common)
     return GRPOTrainer(
         args=GRPOConfig(
-            per_device_train_batch_size=4,
             num_generations=4,
             steps_per_generation=options.generations,
-            num_iterations=options.iterations,
+            num_iterations=2,
             max_completion_length=6,
             beta=0.04,
             log_completions=True,
             **shared,
         ),
         reward_funcs=reward,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        train_dataset=Dataset.from_dict({"prompt": texts}),
         **common,
     )
 
@@ -109,22 +129,17 @@ def result(trainer: Any) -> str:
     return "\n".join([*logged, *generated, hashlib.sha256(weights).hexdigest()])
 
 
-def parsed(arguments: list[str]) -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=Path)
-    parser.add_argument("--method", choices=("grpo", "dpo"), default="grpo")
+    parser.add_argument("--method", choices=("sft", "grpo", "dpo"), default="sft")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--generations", type=int, default=2)
-    parser.add_argument("--iterations", type=int, default=2)
     parser.add_argument("--moving-reference", action="store_true")
-    parser.add_argument("--items", type=int, default=8)
+    parser.add_argument("--items", type=int, default=42)
     parser.add_argument("--pause-s", type=float, default=0.0)
-    return parser.parse_args(arguments)
-
-
-def main() -> None:
-    options = parsed(sys.argv[1:])
+    options = parser.parse_args()
     set_seed(11)
     trainer = made_trainer(options)
     trainer.train()
