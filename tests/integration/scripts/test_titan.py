@@ -9,6 +9,12 @@ from integration.scripts.with_diff import DOCS
 from zygote import forked
 
 STAND_IN = Path(__file__).with_name("titan_stand_in.py").read_text()
+MODULES = {
+    "components/checkpointer/base.py": "from __main__ import BaseCheckpointManager",
+    "models/llama3/config_registry.py": "from __main__ import Trainer\n"
+    "llama3_debugmodel = Trainer.Config",
+}
+"""Of torchtitan, which a recipe imports."""
 
 
 def test_the_recipe(tmp_path: Path) -> None:
@@ -17,11 +23,14 @@ def test_the_recipe(tmp_path: Path) -> None:
         r"^```python\n(.*?)^```", (DOCS / "torchtitan.md").read_text(), flags=re.M | re.S
     )
     assert block is not None
-    recipe = tmp_path / "preemptible.py"
-    recipe.write_text(block[1])
+    (tmp_path / "preemptible.py").write_text(block[1])
+    for name, text in MODULES.items():
+        module = tmp_path / "torchtitan" / name
+        module.parent.mkdir(parents=True)
+        module.write_text(text)
 
     def attempt(folder: str, stop: int, *, done: bool = False) -> tuple[int, list[str]]:
-        with forked(STAND_IN, tmp_path, str(recipe), str(tmp_path / folder), str(stop)) as program:
+        with forked(STAND_IN, tmp_path, str(tmp_path / folder), str(stop)) as program:
             code = program.wait()
             if stop:
                 program.expect(f"loss {stop}")

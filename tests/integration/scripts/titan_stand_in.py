@@ -1,18 +1,16 @@
 """torchtitan's interface between its trainer and its checkpoint manager, and nothing else of it:
 the modules, names and calls of its main branch of August 2026, around a model of two layers.
 
-``titan_stand_in.py PREEMPTIBLE FOLDER STOP``: PREEMPTIBLE is the file with the recipe; a stop is
-asked for at that step and heard, before its end.
+``titan_stand_in.py FOLDER STOP``, with the recipe beside it as preemptible.py: a stop is asked for
+at that step and heard, before its end.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import sys
 import time
-import types
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -179,30 +177,9 @@ class Trainer(Configurable):
         self.checkpointer.close()
 
 
-def install() -> None:
-    """The modules that a recipe imports."""
-    registry: Any = types.ModuleType("torchtitan.models.llama3.config_registry")
-    registry.llama3_debugmodel = Trainer.Config
-    base: Any = types.ModuleType("torchtitan.components.checkpointer.base")
-    base.BaseCheckpointManager = BaseCheckpointManager
-    for module in (registry, base):
-        sys.modules[module.__name__] = module
-        *above, _ = module.__name__.split(".")
-        for end in range(len(above), 0, -1):
-            name = ".".join(above[:end])
-            package = sys.modules.setdefault(name, types.ModuleType(name))
-            package.__path__ = []
-    sys.modules["torchtitan.models.llama3"].config_registry = registry  # type: ignore[attr-defined]
+def main(folder: str) -> None:
+    import preemptible
 
-
-def main(recipe: str, folder: str) -> None:
-    install()
-    spec = importlib.util.spec_from_file_location("preemptible", recipe)
-    assert spec is not None
-    assert spec.loader is not None
-    preemptible = importlib.util.module_from_spec(spec)
-    sys.modules["preemptible"] = preemptible
-    spec.loader.exec_module(preemptible)
     config = preemptible.llama3_debugmodel()
     config.dump_folder = folder
     trainer = config.build()
@@ -213,11 +190,10 @@ def main(recipe: str, folder: str) -> None:
         raise
     else:
         trainer.close()
-    print(
-        "weights", [one.double().sum().item().hex() for one in trainer.model_parts[0].parameters()]
-    )
+    weights = [one.double().sum().item().hex() for one in trainer.model_parts[0].parameters()]
+    print("weights", weights)
 
 
 if __name__ == "__main__":
-    STOP = int(sys.argv[3])
-    main(*sys.argv[1:3])
+    STOP = int(sys.argv[2])
+    main(sys.argv[1])
