@@ -117,30 +117,6 @@ class Parts:
         return result
 
 
-def train_by_hand(
-    config: Config,
-    observe: Observe,
-    *,
-    inside: Callable[[nn.Module], AbstractContextManager[object]] = contextlib.nullcontext,
-) -> None:
-    """As people write it: a loop, and a checkpoint after each epoch.
-
-    Args:
-        inside: made of the model, and held around the loop.
-    """
-    parts = Parts(config)
-    checkpoint = config.folder / "checkpoint.pt"
-    step = parts.load(checkpoint)
-    with inside(parts.model), observe(config.folder / "attempts", step) as observer:
-        for epoch in range(step // parts.steps_per_epoch, config.epochs):
-            for batch in parts.loader(epoch):
-                parts.learn(batch)
-                step += 1
-                observer.made(step)
-            parts.save(checkpoint, step)
-    parts.finished(step)
-
-
 def train_in_a_run(config: Config, observe: Observe) -> dict[str, Any]:
     """With ``hydroslurm.Run``, which saves once per epoch too; the outcome."""
     import hydroslurm
@@ -164,25 +140,33 @@ def train_in_a_run(config: Config, observe: Observe) -> dict[str, Any]:
         return parts.finished(run.step)
 
 
-class StockTraining:
-    """For stock submitit, as its docs/checkpointing.md asks for: a callable with a ``checkpoint``
-    method, which saves and returns a fresh callable.
+class ByHand:
+    """As people write it: a loop, and a checkpoint after each epoch of all that one can think of
+    (model, optimizer, scheduler, position in the epoch, random numbers). For stock submitit it is
+    what its docs/checkpointing.md asks for: a callable with a ``checkpoint`` method, which saves
+    and returns a fresh callable, and runs inside a signal handler, wherever the training is.
 
-    It saves all that one can think of (model, optimizer, scheduler, position in the epoch, random
-    numbers), when submitit asks for a checkpoint and after every epoch. In the rank ``checkpoint``
-    runs inside a signal handler, wherever the training is.
+    Args:
+        inside: made of the model, and held around the loop.
     """
 
-    def __init__(self, config: Config, observe: Observe) -> None:
+    def __init__(
+        self,
+        config: Config,
+        observe: Observe,
+        inside: Callable[[nn.Module], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
         self.config = config
         self.observe = observe
+        self.inside = inside
         self.parts: Parts | None = None
         self.step = 0
 
     def __call__(self) -> dict[str, Any]:
         self.parts = parts = Parts(self.config)
         self.step = parts.load(self.config.folder / "checkpoint.pt")
-        with self.observe(self.config.folder / "attempts", self.step) as observer:
+        observed = self.observe(self.config.folder / "attempts", self.step)
+        with self.inside(parts.model), observed as observer:
             for epoch in range(self.step // parts.steps_per_epoch, self.config.epochs):
                 done = self.step % parts.steps_per_epoch
                 for batch in itertools.islice(parts.loader(epoch), done, None):
@@ -197,7 +181,7 @@ class StockTraining:
 
         if self.parts is not None:
             self.save()
-        return submitit.helpers.DelayedSubmission(StockTraining(self.config, self.observe))
+        return submitit.helpers.DelayedSubmission(ByHand(self.config, self.observe, self.inside))
 
     def save(self) -> None:
         assert self.parts is not None

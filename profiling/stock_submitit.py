@@ -27,7 +27,7 @@ from typing import Any
 
 import submitit
 from attempts import AttemptLog, read_attempts, steps_lost
-from digits import Config, StockTraining, train_in_a_run
+from digits import ByHand, Config, train_in_a_run
 from harness import PROFILING, Slurm, finish, finished, options, scratch
 from processes import wait_until
 from submitit.slurm.slurm import SlurmJob
@@ -94,7 +94,7 @@ def submit(name: str, node: str, folder: Path, *, epochs: int, cluster: DevClust
         work: tuple[Any, ...] = (train_in_a_run, config, AttemptLog)
     else:
         executor = submitit.AutoExecutor(folder / "submitit", cluster="slurm")
-        work = (StockTraining(config, AttemptLog),)
+        work = (ByHand(config, AttemptLog),)
     executor.update_parameters(slurm_partition="low", timeout_min=60, slurm_nodelist=node)
     return Arm(name, node, config, executor.submit(*work), Slurm(cluster, folder))
 

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import sys
 
-from digits import StockTraining, arguments, train_by_hand, train_in_a_run
+from digits import ByHand, arguments, train_in_a_run
 from observer import Observer
 
 if __name__ == "__main__":
     config = arguments()
     if sys.argv[1] == "bare":
-        train_by_hand(config, Observer)
+        ByHand(config, Observer)()
     elif sys.argv[1] == "hydrojobsche":
         from incumbent import Incumbent
 
-        train_by_hand(config, Observer, inside=Incumbent)
+        ByHand(config, Observer, Incumbent)()
     elif sys.argv[1] == "hydroslurm":
         train_in_a_run(config, Observer)
     else:
@@ -36,4 +36,4 @@ if __name__ == "__main__":
             slurm_nodelist=sys.argv[2],
             slurm_additional_parameters={"begin": sys.argv[3]},
         )
-        print(executor.submit(StockTraining(config, Observer)).job_id)
+        print(executor.submit(ByHand(config, Observer)).job_id)
