@@ -6,7 +6,7 @@ of failure cases, and where each is tested (elastic: tests/elastic, of real proc
      3  it returns, or is replaced            test_elastic_job; test_restart_job
      4  two at once                           elastic/test_members (one change)
      5  below min                             here; elastic/test_members (saved)
-     6  kill -9: rank, agent                  here (19); elastic/test_restart
+     6  kill -9: rank, agent                  here (shards); elastic/test_restart
         slurmstepd, slurmd                    here
      7  a rank hangs                          here; elastic/test_members, test_restart
      8  kill -9 of the coordinator            test_elastic_job; elastic/test_members
@@ -20,7 +20,7 @@ of failure cases, and where each is tested (elastic: tests/elastic, of real proc
     16  ten preemptions                       jobs/elastic/test_elements
     17  scontrol update NumNodes; --no-kill   test_fixed_size (of fixed size)
     18  scale; by drain                       test_elastic_job; here
-    19  every sample once                     here; elastic/test_day, test_restart
+    19  every sample once                     make demo (act 3); elastic/test_day, test_restart
     20  the training of a fixed size          elastic/test_members; test_fixed_order (its bits)
     21  one of an older generation            elastic/test_members (it hung); test_membership
     22  a save fails                          elastic/test_members; checkpoint/test_faults
@@ -43,7 +43,7 @@ from pathlib import Path
 
 import pytest
 from clusters import require_slurm
-from elasticstory import SHARDED, TRAIN, times_seen
+from elasticstory import SHARDED
 from integration.elastic.elastic_scene import ElasticScene
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
@@ -68,51 +68,6 @@ def cluster() -> Iterator[DevCluster]:
     spec = ClusterSpec(nodes=4, cpus_per_node=2, partitions=QUICK_TO_GIVE_UP, kill_wait_s=5)
     with DevCluster.up(spec) as running:
         yield running
-
-
-def test_a_training_has_every_sample_once(cluster: DevCluster, tmp_path: Path) -> None:
-    """A real one: a member is preempted, one is killed, each is replaced. All that
-    are left have the same weights, and each sample of each epoch was trained on once."""
-    scene = ElasticScene(cluster, tmp_path / "job")
-    scene.folder.mkdir()
-    hurry = scene.folder / "hurry"
-    script = textwrap.dedent(TRAIN).replace(
-        'options.get("step_s", 0.02)', f"0.0 if os.path.exists({str(hurry)!r}) else 0.1"
-    )
-    (scene.folder / "train.py").write_text(script)
-    options = json.dumps({"samples": 9600, "batch": 4, "epochs": 2})
-    scene.submit_elastic(size=3, script=f"train.py, '{options}'")
-    before = scene.wait_for_size(3)
-
-    taken = scene.extra[-1]
-    scene.slurm("scancel", taken)  # as a preemption: SIGTERM, then SIGKILL
-    scene.wait_for_size(3, without=taken)
-    killed = scene.extra[0]
-    os.kill(scene.member_process(killed, script="train.py"), signal.SIGKILL)
-    scene.wait_for_size(3, without=killed)
-    told = scene.hydroslurm("describe", str(scene.job_id)).stdout
-    assert "Engine:       in_place" in told
-    hurry.touch()
-    assert scene.final_condition().type == "Succeeded"
-
-    lines = [
-        line.split(" ", 1)
-        for path in scene.run.logs.glob("member-*-0.log")
-        for line in path.read_text().splitlines()
-        if line.startswith(("BEGUN ", "DONE "))
-    ]
-    begun = [json.loads(text) for kind, text in lines if kind == "BEGUN"]
-    for epoch, seen in times_seen(begun).items():
-        assert seen == dict.fromkeys(range(9600), 1), epoch
-    done = [json.loads(text) for kind, text in lines if kind == "DONE"]
-    assert len(done) == 3
-    assert len({one["weights"] for one in done}) == 1
-    assert sorted(one["how"] for one in scene.entries("ended")[:2]) == ["failure", "preemption"]
-    lost = [(one["lost"], one["steps_lost"]) for one in scene.entries("generation")]
-    assert max(count for _, count in lost) <= 1
-    assert all(count == 0 for members, count in lost if killed not in members), lost
-    assert set(before) - {taken, killed} < set(scene.members)
-    scene.assert_nothing_is_left()
 
 
 def test_what_befalls_a_job_and_its_members(cluster: DevCluster, tmp_path: Path) -> None:
@@ -293,6 +248,8 @@ def test_members_that_shard_are_replaced(cluster: DevCluster, tmp_path: Path) ->
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
     scene.wait_for_size(2, without=killed)
+    told = scene.hydroslurm("describe", str(scene.job_id)).stdout
+    assert "Engine:       in_place" in told
     (scene.folder / "hurry").touch()
     assert scene.final_condition().type == "Succeeded"
     ends = [
