@@ -25,7 +25,7 @@ MAX_DEPTH = 64
 """Of lists and objects inside each other; what we write ourselves stays below ten."""
 
 MOST_LINE_BYTES = 1 << 20
-"""A line that is longer is skipped by :class:`Tail`."""
+"""Of a file that is followed by :func:`new_lines`."""
 
 MOST_JSON_BYTES = 1 << 30
 """Of one text; its readers have lower limits for what they read."""
@@ -226,61 +226,29 @@ def _fsync_file(path: Path) -> None:
         os.close(fd)
 
 
-class Tail:
-    """Follow a file that others append to, complete line by complete line.
+def new_lines(path: Path, offset: int) -> tuple[list[bytes], int]:
+    """The complete lines of a growing file from an offset on, without their newlines, and the
+    offset of the next one. The file need not exist yet.
 
-    The file need not exist yet. One that was truncated or replaced is read from its beginning. A
-    line longer than :data:`MOST_LINE_BYTES` is skipped, so that a hostile file costs neither memory
-    nor the lines after it.
+    A line longer than :data:`MOST_LINE_BYTES` comes in parts or not at all, so that a hostile file
+    costs neither memory nor the lines after it.
+
+    Raises:
+        OSError: as for :func:`open_regular`, but for a file that does not exist.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._rest = b""
-        self._offset = 0
-        self._file_id: tuple[int, int] | None = None
-        self._skipping = False
-
-    def lines(self) -> Iterator[bytes]:
-        """Yield the complete lines that were appended since, each with its newline.
-
-        Raises:
-            OSError: as for :func:`open_regular`, but for a file that does not exist.
-        """
-        for _ in range(1024):  # a gigabyte: somebody may write faster than we read
-            data = self._read()
-            yield from self._split(data)
-            if len(data) < _CHUNK_BYTES:
-                return
-
-    def _read(self) -> bytes:
-        """The next bytes as they are; empty: nothing new."""
-        # opened each time: on NFS only an open asks the server for the size that the file has now
-        try:
-            fd = open_regular(self.path)
-        except FileNotFoundError:
-            return b""
-        try:
-            status = os.fstat(fd)
-            file_id = (status.st_dev, status.st_ino)
-            if status.st_size < self._offset or file_id != (self._file_id or file_id):
-                self._offset, self._rest, self._skipping = 0, b"", False
-            self._file_id = file_id
-            data = os.pread(fd, _CHUNK_BYTES, self._offset)
-        finally:
-            os.close(fd)
-        self._offset += len(data)
-        return data
-
-    def _split(self, data: bytes) -> list[bytes]:
-        *lines, rest = (self._rest + data).split(b"\n")
-        if lines and self._skipping:
-            del lines[0]
-            self._skipping = False
-        if len(rest) > MOST_LINE_BYTES:
-            rest, self._skipping = b"", True
-        self._rest = b"" if self._skipping else rest
-        return [line + b"\n" for line in lines if len(line) < MOST_LINE_BYTES]
+    # opened each time: on NFS only an open asks the server for the size that the file has now
+    try:
+        fd = open_regular(path)
+    except FileNotFoundError:
+        return [], offset
+    try:
+        data = os.pread(fd, MOST_LINE_BYTES, offset)
+    finally:
+        os.close(fd)
+    end = data.rfind(b"\n") + 1
+    if not end and len(data) == MOST_LINE_BYTES:
+        return [], offset + len(data)
+    return data[:end].split(b"\n")[:-1], offset + end
 
 
 def clean(text: str, *, most: int = 400) -> str:

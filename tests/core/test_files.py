@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydroslurm.core import files
-from hydroslurm.core.files import Tail, atomic_file, fsync_together, write_atomically
+from hydroslurm.core.files import atomic_file, fsync_together, new_lines, write_atomically
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
@@ -198,53 +198,36 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_tail_yields_complete_lines_once(tmp_path: Path) -> None:
+def test_new_lines_are_complete_and_come_once(tmp_path: Path) -> None:
     """A torn last line comes when it is complete; the file need not exist at first."""
     path = tmp_path / "log"
-    tail = Tail(path)
-    assert list(tail.lines()) == []
+    assert new_lines(path, 0) == ([], 0)
     path.write_bytes(b"one\ntw")
-    assert list(tail.lines()) == [b"one\n"]
+    assert new_lines(path, 0) == ([b"one"], 4)
     with path.open("ab") as file:
         file.write(b"o\n\nthree")
-    assert list(tail.lines()) == [b"two\n", b"\n"]
-    assert list(tail.lines()) == []
+    assert new_lines(path, 4) == ([b"two", b""], 9)
+    assert new_lines(path, 9) == ([], 9)
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_a_tail_survives_truncation_and_replacement(tmp_path: Path, *, replaced: bool) -> None:
-    """A file that became shorter, or is another one, is read from its beginning."""
-    path = tmp_path / "log"
-    path.write_bytes(b"a long first line\nhalf a li")
-    tail = Tail(path)
-    list(tail.lines())
-    if replaced:
-        write_atomically(path, b"of the other file, which is longer than that\n")
-        assert list(tail.lines()) == [b"of the other file, which is longer than that\n"]
-    else:
-        path.write_bytes(b"short\n")
-        assert list(tail.lines()) == [b"short\n"]
+def test_a_line_without_an_end_costs_no_memory(tmp_path: Path) -> None:
+    """It is passed over, and the line after it is not."""
+    path, end = tmp_path / "log", files.MOST_LINE_BYTES * 3
+    path.write_bytes(b"x" * end + b"\nafter\n")
+    offset = 0
+    while offset < end:
+        lines, offset = new_lines(path, offset)
+        assert lines == []
+    assert new_lines(path, offset)[0] == [b"", b"after"]
 
 
-def test_a_tail_bounds_what_it_keeps(tmp_path: Path) -> None:
-    """A line without an end costs no memory, and not the line after it."""
-    path = tmp_path / "log"
-    path.write_bytes(b"x" * (files.MOST_LINE_BYTES * 3))
-    tail = Tail(path)
-    assert list(tail.lines()) == []
-    assert len(tail._rest) == 0
-    with path.open("ab") as log:
-        log.write(b"\nafter\n")
-    assert list(tail.lines()) == [b"after\n"]
-
-
-def test_a_tail_refuses_what_is_no_file(tmp_path: Path) -> None:
+def test_lines_of_what_is_no_file_are_refused(tmp_path: Path) -> None:
     """A link or a FIFO in the place of the log is an OSError, not a wait."""
     (tmp_path / "link").symlink_to("/etc/hostname")
     os.mkfifo(tmp_path / "fifo")
     for name in ("link", "fifo"):
         with pytest.raises(OSError, match="where a regular file was expected"):
-            list(Tail(tmp_path / name).lines())
+            new_lines(tmp_path / name, 0)
 
 
 def test_files_are_synced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

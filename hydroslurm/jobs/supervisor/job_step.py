@@ -35,7 +35,7 @@ from hydroslurm.coordination.secret import new_key
 from hydroslurm.coordination.world import KEY_ENV
 from hydroslurm.core import registry
 from hydroslurm.core.awake_clock import AwakeClock
-from hydroslurm.core.files import Tail, open_regular
+from hydroslurm.core.files import new_lines, open_regular
 from hydroslurm.core.module_command import module_command
 from hydroslurm.core.rundir import RunDir, variables_of
 from hydroslurm.jobs.images import Runtime, pyxis_options
@@ -234,17 +234,15 @@ class TaskExits:
     step_id: int | None = None
     waits: str | None = None
     _clock: AwakeClock = field(default_factory=AwakeClock)
-    _tail: Tail = field(init=False)
+    _offset: int = 0
 
     def __post_init__(self) -> None:
-        self._tail = Tail(self.path)
         self._since_s = self._now_s = self._clock.now_s()
 
     def look(self) -> bool:
         """Read what is new; returns whether any task has ended since."""
         before, self._now_s = len(self.order), self._clock.now_s()
-        for data in self._tail.lines():
-            line = data.decode(errors="replace").rstrip("\n")
+        for line in self._new_lines():
             self.waits = step_waits(line) or self.waits
             if (step_id := step_launched(line)) is not None:
                 self.step_id, self.waits = step_id, None
@@ -253,6 +251,13 @@ class TaskExits:
                     self.statuses[task] = status
                     self.order.append(task)
         return len(self.order) > before
+
+    def _new_lines(self) -> Iterator[str]:
+        before = -1
+        while before != self._offset:
+            before = self._offset
+            lines, self._offset = new_lines(self.path, before)
+            yield from (line.decode(errors="replace") for line in lines)
 
     @property
     def waited_s(self) -> float:
