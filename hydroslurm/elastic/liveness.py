@@ -5,8 +5,17 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from hydroslurm.elastic.roster import Awaited, Rank
+
+
+class _Progress(NamedTuple):
+    """As :meth:`Liveness.progress` is told it."""
+
+    collectives: int | None = None
+    meeting_s: float = 0.0
+    ended: bool = False
 
 
 class Liveness:
@@ -15,9 +24,7 @@ class Liveness:
     def __init__(self) -> None:
         self._heard_s: OrderedDict[Rank, float] = OrderedDict()  # the most silent first
         self._doing: dict[Rank, tuple[int, bool, float]] = {}
-        self._issued: dict[Rank, int] = {}
-        self._meeting_s: dict[Rank, float] = {}
-        self._ended: set[Rank] = set()
+        self._progress: dict[Rank, _Progress] = {}
 
     def heard(self, rank: Rank, now_s: float) -> None:
         """The rank has said something."""
@@ -45,50 +52,44 @@ class Liveness:
             meeting_s: one of them is in ``init_process_group``, which fails after so long; or 0.
             ended: one of them has trained to the end.
         """
-        self._forget_progress(rank)
-        if collectives is not None:
-            self._issued[rank] = collectives
-        if meeting_s:
-            self._meeting_s[rank] = meeting_s
-        if ended:
-            self._ended.add(rank)
+        told = _Progress(collectives, meeting_s, ended)
+        if told == _Progress():
+            self._progress.pop(rank, None)
+        else:
+            self._progress[rank] = told
 
     def begin_generation(self) -> None:
         """Processes that are new count anew, and nobody has waited in a step of it yet."""
         self._doing.clear()
-        self._issued.clear()
-        self._meeting_s.clear()
-        self._ended.clear()
+        self._progress.clear()
 
     @property
     def knows_progress(self) -> bool:
         """Whether any agent has said what its processes have come to."""
-        return bool(self._issued or self._meeting_s or self._ended)
+        return bool(self._progress)
 
     def awaited(self, ranks: Iterable[Rank]) -> Iterator[tuple[Rank, Awaited]]:
         """Those of a generation whose processes are waited for, and by what."""
-        furthest = max(self._issued.values(), default=0)
-        meeting_s = max(self._meeting_s.values(), default=0.0)
+        all_told = self._progress.values()
+        furthest = max((one.collectives or 0 for one in all_told), default=0)
+        meeting_s = max((one.meeting_s for one in all_told), default=0.0)
+        some_ended = any(one.ended for one in all_told)
         for rank in ranks:
-            if self._ended:  # a collective that they have issued is complete
-                found = Awaited(ended=rank not in self._ended)
-            elif rank in self._issued:
-                found = Awaited(collectives=furthest if self._issued[rank] < furthest else 0)
+            own = self._progress.get(rank, _Progress())
+            if some_ended:  # a collective that they have issued is complete
+                found = Awaited(ended=not own.ended)
+            elif own.collectives is not None:
+                found = Awaited(collectives=furthest if own.collectives < furthest else 0)
             else:
-                found = Awaited(meeting_s=0.0 if rank in self._meeting_s else meeting_s)
+                found = Awaited(meeting_s=0.0 if own.meeting_s else meeting_s)
             if found != Awaited():
                 yield rank, found
-
-    def _forget_progress(self, rank: Rank) -> None:
-        self._issued.pop(rank, None)
-        self._meeting_s.pop(rank, None)
-        self._ended.discard(rank)
 
     def forget(self, rank: Rank) -> None:
         """Nothing more is expected of the rank."""
         self._heard_s.pop(rank, None)
         self._doing.pop(rank, None)
-        self._forget_progress(rank)
+        self._progress.pop(rank, None)
 
     def most_silent(self) -> tuple[Rank, float] | None:
         """The rank that was heard least recently, and when."""
