@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
 import time
 import traceback
@@ -182,7 +181,7 @@ class Controller:
         self._children = Children(registry_base)
         self.vacating = Vacating(
             gate,
-            emit=self._write,
+            emit=self.record,
             on_idle=self._look_again,
             log=log.path,
             policy=vacate,
@@ -196,7 +195,6 @@ class Controller:
         self._parking = _Parking()
         self._may_vacate = False
         self._closes_before = 0
-        self._drains: queue.SimpleQueue[tuple[int, Drain]] = queue.SimpleQueue()
         self._parked = threading.Event()
         self._running = threading.Event()
         self._running.set()
@@ -207,7 +205,6 @@ class Controller:
         self._stop_noted = threading.Event()
         self.output = Output(self._stop_noted.wait, self._record_lost_output)
         self._claimed = self.had_saver = False
-        self._stop_from: tuple[int | None, str] = (None, "")
         self._on_stop: list[Callable[[StopRequest], None]] = []
         self._owner_pid = os.getpid()
         self.causes_at_stop = NO_CAUSE
@@ -234,7 +231,7 @@ class Controller:
         heard = {s for s, result in outcome.items() if result is SignalOutcome.INSTALLED}
         asked_by = {"pause": self.plan.user_pause, "resume": self.plan.user_resume}
         bound_s = self._launch_ahead.bound_s
-        self._write(
+        self.record(
             EventKind.INSTALLED,
             {
                 "gate": self.gate.name,
@@ -265,7 +262,7 @@ class Controller:
             world,
             self.gate,
             secret=secret,
-            emit=self._write,
+            emit=self.record,
             on_barrier_called=self._on_barrier_called,
             warn=warn,
         )
@@ -306,7 +303,7 @@ class Controller:
         self._guarded(self._take_events, 0.0)
         self._children.resume()
         data = {"handlers_replaced_by_others": replaced, **launched, **_told_of(error)}
-        self._write(EventKind.UNINSTALLED, data)
+        self.record(EventKind.UNINSTALLED, data)
         self._log.close()
         self._status.close(self.step)
         self.output.release()
@@ -361,7 +358,7 @@ class Controller:
         module-hook gate.
 
         Args:
-            on_stop: called once, at the first stop: in the controller's thread, or at once if that
+            on_stop: called once, at the first stop: in a thread of hydroslurm's, or at once if that
                 has been. It must not block.
 
         Raises:
@@ -385,16 +382,6 @@ class Controller:
     def request_stop(self) -> None:
         """Ask this process to save and leave, as a signal would."""
         self.gate.request(Action.STOP, Cause(0))
-
-    def record(
-        self,
-        kind: EventKind,
-        data: Mapping[str, object],
-        *,
-        mono_ns: int | None = None,
-    ) -> None:
-        """Write an event of the caller's into this rank's log; from any thread."""
-        self._write(kind, data, mono_ns=mono_ns)
 
     def _request(
         self,
@@ -448,7 +435,6 @@ class Controller:
     def _turn(self) -> None:
         if self._guard is not None:
             self._guard.check()
-        self._report_drains()
         self._children.stop_again()
         if self._may_vacate:
             self._may_vacate = False
@@ -478,13 +464,13 @@ class Controller:
 
     def _record_lost_output(self, stream: str, error: OSError) -> None:
         data = {"stream": stream, "message": str(error)}
-        self._guarded(self._write, EventKind.OUTPUT_LOST, data)
+        self._guarded(self.record, EventKind.OUTPUT_LOST, data)
 
     def _handle(self, seen: GateEvent) -> None:
         if seen.kind is EventKind.HANDLER_REPLACED:
             guard = self._guard if self.guarding else None
             if guard and (replaced := guard.see(seen.signo, claimed=self._claimed)):
-                self._write(EventKind.HANDLER_REPLACED, vars(replaced))
+                self.record(EventKind.HANDLER_REPLACED, vars(replaced))
             return
         if seen.kind is EventKind.GATE_CLOSED:  # what ends the pause must be ours
             self.gate.check_handlers()
@@ -497,7 +483,7 @@ class Controller:
                 data["world_size"] = ranks.world_size
             if stopped := self._children.stop():
                 data["children"] = stopped
-        self._write(seen.kind, data, mono_ns=seen.mono_ns, epoch_ns=seen.epoch_ns)
+        self.record(seen.kind, data, mono_ns=seen.mono_ns, epoch_ns=seen.epoch_ns)
         if self.ranks is not None:
             self.ranks.on_gate_event(seen)
         self._follow(seen.kind)
@@ -543,21 +529,14 @@ class Controller:
 
     def _note_stop(self, seen: GateEvent) -> None:
         mono_ns = seen.value_ns or seen.mono_ns
-        of_rank, theirs = (None, "") if seen.signo else self._stop_from
-        self._set_stop(
-            StopRequest(
-                signal=signal_name(seen.signo) if seen.signo else theirs or None,
-                sender_pid=seen.sender_pid,
-                mono_ns=mono_ns,
-                epoch_ns=seen.epoch_ns - (seen.mono_ns - mono_ns),
-                of_rank=of_rank,
-            )
-        )
+        epoch_ns = seen.epoch_ns - (seen.mono_ns - mono_ns)
+        name = signal_name(seen.signo) if seen.signo else None
+        self._set_stop(StopRequest(name, seen.sender_pid, mono_ns, epoch_ns))
 
     def _set_stop(self, request: StopRequest) -> None:
-        if self.stop_request is not None:  # the first one counts
-            return
         with self._stop_lock:
+            if self.stop_request is not None:  # the first one counts
+                return
             self.stop_request = request
             listeners = tuple(self._on_stop)
         self._stop_noted.set()
@@ -577,9 +556,10 @@ class Controller:
             self._stop_by(message, of_rank)
 
     def _stop_by(self, name: str, of_rank: int | None = None) -> None:
-        self._stop_from = of_rank, name
+        """Stop for what no signal to this process says; from any thread."""
+        self._set_stop(StopRequest(name or None, 0, *clocks(), of_rank))
         with contextlib.suppress(InstallError):  # this rank has just left
-            self.gate.request(Action.STOP, Cause(0))
+            self.gate.request(Action.STOP, Cause(0))  # what is parked goes on to its safe point
 
     def _follow(self, kind: EventKind) -> None:
         if kind is EventKind.PARKED:
@@ -625,35 +605,28 @@ class Controller:
         if status.capturing and not status.held:
             # a synchronisation from any thread would break the capture; what it launches runs later
             # anyway
-            self._drains.put((pause, Drain((), False, 0.0, "a CUDA graph is being captured")))
-            self.gate.wake()
-            return
+            drain = Drain((), drained=False, took_s=0.0, reason="a CUDA graph is being captured")
+            self._record_drain(pause, drain)
+        elif device.used_devices():
+            thread(self._drain_devices, pause, name="hydroslurm-drain").start()
 
-        if not device.used_devices():
-            return
+    def _drain_devices(self, pause: int) -> None:
+        """In a thread of its own: other events are not to wait for the devices."""
         draining = self.marks.begin(Range.DRAINING, pause)
+        drain = device.drain(limit_s=DRAIN_LIMIT_S, exempt=self.gate.exempt)
+        self.marks.end(draining)
+        if drain is not None and not self._leaving:
+            self._record_drain(pause, drain)
 
-        def done(drain: Drain) -> None:
-            self.marks.end(draining)
-            self._drains.put((pause, drain))
-            self.gate.wake()
+    def _record_drain(self, pause: int, drain: Drain) -> None:
+        data = {"pause": pause, "devices": list(drain.devices)}
+        if drain.drained:
+            self.record(EventKind.DRAINED, {**data, "drain_us": drain.took_s * 1e6})
+        else:
+            more = {"waited_s": drain.took_s, "reason": drain.reason}
+            self.record(EventKind.NOT_DRAINED, {**data, **more})
 
-        device.drain_in_background(done, limit_s=DRAIN_LIMIT_S, exempt=self.gate.exempt)
-
-    def _report_drains(self) -> None:
-        while True:
-            try:
-                pause, drain = self._drains.get_nowait()
-            except queue.Empty:
-                return
-            data = {"pause": pause, "devices": list(drain.devices)}
-            if drain.drained:
-                self._write(EventKind.DRAINED, {**data, "drain_us": drain.took_s * 1e6})
-            else:
-                more = {"waited_s": drain.took_s, "reason": drain.reason}
-                self._write(EventKind.NOT_DRAINED, {**data, **more})
-
-    def _write(
+    def record(
         self,
         kind: EventKind,
         data: Mapping[str, object],
@@ -661,6 +634,7 @@ class Controller:
         mono_ns: int | None = None,
         epoch_ns: int | None = None,
     ) -> None:
+        """Write an event into this rank's log, of now if not told otherwise; from any thread."""
         now_mono_ns, now_epoch_ns = clocks()
         who = self._identity
         event = Event(

@@ -8,7 +8,6 @@ never becomes idle, and is reported as such.
 
 from __future__ import annotations
 
-import queue
 import sys
 import threading
 import time
@@ -56,43 +55,19 @@ def reserved_bytes() -> int:
 
 
 def drain(*, limit_s: float, exempt: Callable[[], object]) -> Drain | None:
-    """Drain all used devices and wait for it; None where there is none. As
-    :func:`drain_in_background`."""
-    results: queue.SimpleQueue[Drain] = queue.SimpleQueue()
-    if not drain_in_background(results.put, limit_s=limit_s, exempt=exempt):
-        return None
-    return results.get()
+    """Wait until all used devices are idle; None where this process has used none.
 
-
-def drain_in_background(
-    done: Callable[[Drain], None], *, limit_s: float, exempt: Callable[[], object]
-) -> bool:
-    """Drain all used devices in a thread, and call ``done`` from it. False when there is no device
-    to drain.
+    cudaDeviceSynchronize cannot be interrupted or given a time-out, so it is called in a thread,
+    which is left behind if the time is over. It ends by itself once the device is idle after the
+    resume.
 
     Args:
-        done: gets the result; called exactly once, after ``limit_s`` at the latest.
         limit_s: how long to wait for the devices.
         exempt: makes a context manager in which the calling thread is never held at the gate.
     """
     devices = used_devices()
     if not devices:
-        return False
-    thread(_drain_bounded, devices, done, limit_s, exempt, name="hydroslurm-drain").start()
-    return True
-
-
-def _drain_bounded(
-    devices: tuple[int, ...],
-    done: Callable[[Drain], None],
-    limit_s: float,
-    exempt: Callable[[], object],
-) -> None:
-    """Wait for a synchronising thread, but no longer than the limit.
-
-    cudaDeviceSynchronize cannot be interrupted or given a time-out, so a thread that would wait
-    forever has to be left behind. It ends by itself once the device is idle after the resume.
-    """
+        return None
     start = time.monotonic()
     failures: list[str] = []
     finished = threading.Event()
@@ -116,4 +91,4 @@ def _drain_bounded(
     reason = failures[0] if failures else ""
     if not in_time:
         reason = f"still busy after {limit_s:g} s; a collective in flight may wait for a peer"
-    done(Drain(devices, in_time and not failures, time.monotonic() - start, reason))
+    return Drain(devices, in_time and not failures, time.monotonic() - start, reason)

@@ -32,10 +32,6 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, without its hooks, as ``module.forward`` is."""
-        return self.module.forward(*args, **kwargs)
-
     def pause(self, *, wait_s: float | None = None) -> None:
         """Park the process at its next operator; see :meth:`Controller.pause`."""
         self.controller.pause(wait_s=wait_s)
@@ -43,16 +39,6 @@ class Engine:
     def resume(self, *, wait_s: float | None = None) -> None:
         """Take that pause back; see :meth:`Controller.resume`."""
         self.controller.resume(wait_s=wait_s)
-
-    def train(self, mode: bool = True) -> Engine:
-        """Set training mode, as the module's own."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        """Set evaluation mode, as the module's own."""
-        self.module.eval()
-        return self
 
     def __getattr__(self, name: str) -> Any:
         # only reached for what the engine itself lacks; `module` is missing while unpickling and

@@ -57,7 +57,6 @@ class _Installed:
     controller: Controller
     beside: contextlib.ExitStack
     """What else ends with it."""
-    registry_base: Path | None
     asked: tuple[object, ...]
     """What for: run folder, signals, gate, and the ranks to find."""
     unasked: bool = False
@@ -145,12 +144,10 @@ def install(
         held = signal.pthread_sigmask(signal.SIG_BLOCK, ()) | (above.signals if above else set())
         autoload.keep_alive(plan.killing() & held)
         try:
-            controller, beside, base = _set_up(
-                run_dir, plan, emit, gate, model, environ, ranks=ranks
-            )
+            controller, beside = _set_up(run_dir, plan, emit, gate, model, environ, ranks=ranks)
         finally:
             autoload.came = None
-        _installed = _Installed(os.getpid(), controller, beside, base, asked)
+        _installed = _Installed(os.getpid(), controller, beside, asked)
         for one in numa.bindings:  # what was bound before there was a log
             _record_binding(one)
         if causes:
@@ -182,7 +179,7 @@ def _set_up(
     environ: Mapping[str, str],
     *,
     ranks: int,
-) -> tuple[Controller, contextlib.ExitStack, Path | None]:
+) -> tuple[Controller, contextlib.ExitStack]:
     """Everything that :func:`install` puts in place, or nothing of it."""
     identity = _identity(environ, plan)
     base = _registry_base(environ)
@@ -194,6 +191,8 @@ def _set_up(
         look=Watch(environ).look,
     )
     with contextlib.ExitStack() as undo, contextlib.ExitStack() as beside:
+        if base is not None:
+            beside.callback(registry.withdraw, base, os.getpid())
         opened = open_gate(gate, model=model, ranks=ranks)
         controller = Controller(
             gate=opened,
@@ -220,7 +219,7 @@ def _set_up(
         if folder is not None and identity.rank == 0 and identity.job_id is not None:
             beside.callback(unsaved_warning.watch(controller, folder, identity.job_id, environ))
         undo.pop_all()
-        return controller, beside.pop_all(), base
+        return controller, beside.pop_all()
 
 
 def uninstall() -> int:
@@ -245,8 +244,6 @@ def _take_out(*, replaced: int | None = None, error: BaseException | None = None
             return ours.controller.stop(replaced=replaced, error=error)
         finally:
             ours.beside.close()
-            if ours.registry_base is not None:
-                registry.withdraw(ours.registry_base, ours.pid)
 
 
 def controller() -> Controller:

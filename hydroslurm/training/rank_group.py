@@ -10,16 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydroslurm import errors
 from hydroslurm.checkpoint.save_round import SOLO, Peers
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.errors import AgreementFailed, HydroslurmError, RanksError, UsageError
 from hydroslurm.runtime.controller import Controller, StopRequest
-
-if TYPE_CHECKING:
-    from hydroslurm.coordination.stop_barrier import StopBarrier
 
 CALL_AGAIN_S = 5.0
 """A save that was called for is called for again when no safe point has met it for so long."""
@@ -84,7 +81,7 @@ class RankGroup:
                 raise client.lost
             return None
         client.stopping = True
-        return self._controller.stop_request or self._request_of(stop)
+        return self._controller.stop_request
 
     def stop_wanted(self) -> bool:
         """Whether a stop is on its way, obeyed here or later."""
@@ -175,16 +172,6 @@ class RankGroup:
         """A topic is used once; all ranks come to the same ones in the same order."""
         number = self._topics[topic] = self._topics.get(topic, 0) + 1
         return f"run/{topic}/{number}"
-
-    def _request_of(self, barrier: StopBarrier) -> StopRequest:
-        """The barrier was faster than the thread that writes the request down."""
-        return StopRequest(
-            signal=barrier.message or None,
-            sender_pid=0,
-            mono_ns=time.monotonic_ns(),
-            epoch_ns=time.time_ns(),
-            of_rank=None if barrier.of_rank == self.rank else barrier.of_rank,
-        )
 
 
 def _outcome_of(decision: Callable[[], Any]) -> dict[str, Any]:

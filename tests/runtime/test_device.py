@@ -4,7 +4,6 @@ profiling/gpu.sh."""
 from __future__ import annotations
 
 import contextlib
-import queue
 import sys
 import threading
 from collections.abc import Callable
@@ -29,13 +28,10 @@ def _torch(synchronize: Callable[[int], None], *, initialized: bool = True) -> S
     )
 
 
-def _drain(limit_s: float) -> Drain:
-    results: queue.SimpleQueue[Drain] = queue.SimpleQueue()
-    started = device.drain_in_background(
-        results.put, limit_s=limit_s, exempt=contextlib.nullcontext
-    )
-    assert started
-    return results.get(timeout=30)
+def _drain() -> Drain:
+    drain = device.drain(limit_s=30, exempt=contextlib.nullcontext)
+    assert drain is not None
+    return drain
 
 
 def test_only_the_devices_that_were_used_are_drained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +42,7 @@ def test_only_the_devices_that_were_used_are_drained(monkeypatch: pytest.MonkeyP
         seen.append((index, threading.get_ident()))
 
     monkeypatch.setitem(sys.modules, "torch", _torch(synchronize))
-    result = _drain(limit_s=30)
+    result = _drain()
     assert result.drained
     assert result.devices == (1,)
     assert [index for index, _ in seen] == [1]
@@ -60,7 +56,7 @@ def test_a_sick_device_does_not_take_the_rank_down(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setitem(sys.modules, "torch", _torch(synchronize))
-    result = _drain(limit_s=30)
+    result = _drain()
     assert not result.drained
     assert "illegal memory access" in result.reason
 
@@ -73,4 +69,4 @@ def test_cuda_is_never_initialised_for_it(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setitem(sys.modules, "torch", _torch(synchronize, initialized=False))
     assert device.used_devices() == ()
-    assert not device.drain_in_background(lambda _: None, limit_s=1, exempt=contextlib.nullcontext)
+    assert device.drain(limit_s=1, exempt=contextlib.nullcontext) is None

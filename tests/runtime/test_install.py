@@ -312,7 +312,7 @@ def _fails(*_: object, **__: object) -> None:
     "at",
     [
         "gate.wait_events", "_handle", "_log.append", "_status.note", "_status.write",
-        "_status.wait_s", "_recorder.record", "_guard.check", "_report_drains",
+        "_status.wait_s", "_recorder.record", "_guard.check",
         "_children.stop_again", "output.check", "_call_stop", "vacating.on_causes",
     ],
 )  # fmt: skip
