@@ -65,12 +65,18 @@ class PendingAgreements:
         topic: str,
         value: Any,
         *,
-        timeout_s: float | None,
-        cancel: threading.Event | None,
-        among: Sequence[int] | None,
-        collect_at: Collection[int] | None,
+        timeout_s: float | None = None,
+        cancel: threading.Event | None = None,
+        among: Sequence[int] | None = None,
+        collect_at: Collection[int] | None = None,
     ) -> Mapping[int, Any]:
-        """The ranks' values; see :meth:`hydroslurm.coordination.client.CoordinatorClient.agree`."""
+        """Submit a value and get everybody's; see :class:`hydroslurm.checkpoint.save_round.Peers`.
+
+        Raises:
+            AgreementFailed: a rank has died, left or given up: the same for all.
+            CoordinatorLost: nothing connects the ranks any more.
+            UsageError: this rank waits for that topic already.
+        """
         message = self._message(topic, value, among=among, collect_at=collect_at)
         self._start(_operation_of(topic))
         pending = _Pending()

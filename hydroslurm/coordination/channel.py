@@ -69,7 +69,7 @@ def find_coordinator(
     deadline_s = clock.now_s() + timeout_s
     while clock.now_s() < deadline_s and not stop():
         try:
-            found = _search(candidates, world, secret)
+            found = connect(candidates, world, secret)
             if isinstance(found, Connection):
                 return found
             seen = found or seen
@@ -85,14 +85,18 @@ def find_coordinator(
 
 def connect(
     candidates: Sequence[tuple[str, int]], world: World, secret: Secret
-) -> Connection | None:
-    """Ask once at these addresses; the first that authenticates, None if none does.
+) -> Connection | str:
+    """Ask at several addresses at the same time, for anybody may listen at the others: the first
+    that authenticates, or why the last has not; empty if none has answered in time.
 
     Raises:
         OSError, MungeError, UntrustedFile: there is nothing to ask with.
     """
-    found = _search(candidates, world, secret)
-    return found if isinstance(found, Connection) else None
+    loop = asyncio.new_event_loop()  # asyncio.run() would take the handler of SIGINT
+    try:
+        return loop.run_until_complete(_first(candidates, world, secret))
+    finally:
+        loop.close()
 
 
 def join_coordinator(connection: Connection, world: World, cut_off: Sequence[str]) -> Connection:
@@ -112,15 +116,11 @@ def join_coordinator(connection: Connection, world: World, cut_off: Sequence[str
         "world_size": world.world_size,
         "cut_off": list(cut_off),
     }
-    try:
-        first, joined = ask_first(connection, hello, check=check_from_coordinator)
-    except (OSError, BadFrame, BadMessage) as error:
-        raise CoordinatorLost(f"the coordinator did not let this rank join ({error})") from error
+    first, joined = ask_first(connection, hello, check=check_from_coordinator)
     if first["type"] != "welcome":
         joined.socket.close()
         reason = f"this process may not join the ranks of its job: {first['reason']}"
         raise StaleRank(reason) if first["same_incarnation"] else CoordinatorLost(reason)
-    configure_socket(joined.socket)
     return joined
 
 
@@ -137,11 +137,12 @@ def ask_first(
         That one, checked, and the connection behind it.
 
     Raises:
-        OSError: nothing came, or the other end is gone; the connection is closed then.
-        BadFrame, BadMessage: what came is no such message; as well.
+        CoordinatorLost: no such message came, or the other end is gone; the connection is closed
+            then.
     """
     sock = connection.socket
     try:
+        configure_socket(sock)
         sock.settimeout(timeout_s)
         sock.sendall(connection.sealer.seal(pack(message)))
         messages = list(connection.first)
@@ -152,9 +153,9 @@ def ask_first(
             messages = connection.unsealer.feed(data)
         first = check(messages[0])
         sock.settimeout(None)
-    except (OSError, BadFrame, BadMessage):
+    except (OSError, BadFrame, BadMessage) as error:
         sock.close()
-        raise
+        raise CoordinatorLost(f"the coordinator did not answer this process ({error})") from error
     return first, replace(connection, first=messages[1:])
 
 
@@ -263,18 +264,6 @@ class CoordinatorChannel:
         due_s = self._due_s()
         if due_s is not None and time.monotonic() >= due_s:
             self._tick()
-
-
-def _search(
-    candidates: Sequence[tuple[str, int]], world: World, secret: Secret
-) -> Connection | str:
-    """Ask at several addresses at the same time, for anybody may listen at the others: the first
-    that authenticates, or why the last has not; empty if none has answered in time."""
-    loop = asyncio.new_event_loop()  # asyncio.run() would take the handler of SIGINT
-    try:
-        return loop.run_until_complete(_first(candidates, world, secret))
-    finally:
-        loop.close()
 
 
 async def _first(

@@ -6,9 +6,9 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hydroslurm.coordination.agreements import PendingAgreements
 from hydroslurm.coordination.channel import (
@@ -26,7 +26,6 @@ from hydroslurm.coordination.world import World
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.threads import thread
 from hydroslurm.errors import CoordinatorLost, NoSecret
-from hydroslurm.gate.protocol import GateEvent
 
 if TYPE_CHECKING:
     from hydroslurm.gate.native_gate import NativeGate
@@ -46,6 +45,8 @@ class CoordinatorClient:
     Attributes:
         rank, world_size: as in :class:`World`.
         stop_barriers: where all ranks stop or save; see there.
+        agree: submits a value, and gets everybody's; see :meth:`PendingAgreements.agree`.
+        on_gate_event: for the controller, when the gate has moved.
         lost: why nothing connects the ranks (any more); None while something does, or still may.
         done: this rank has trained to the end, or stopped with the others; set it before leaving.
             A rank that leaves without it has failed, and the others will not wait for it.
@@ -88,6 +89,7 @@ class CoordinatorClient:
         self._agreements = PendingAgreements(
             world_size=world.world_size, send=self._send, lost=lambda: self.lost
         )
+        self.agree = self._agreements.agree
         self._unsent: list[Message] = []
         self._channel: CoordinatorChannel | None = None
         self._all_joined = threading.Event()
@@ -97,16 +99,13 @@ class CoordinatorClient:
         self._leaving = False
         self._gone: dict[int, bool] = {}
         self._pause_barrier = PauseBarrier(gate, send=self._send, emit=emit, wake=self._wake)
+        self.on_gate_event = self._pause_barrier.on_gate_event
         self._began_s = time.monotonic()
         self._thread = thread(self._run, name="hydroslurm-ranks")
 
     def start(self) -> None:
         """Begin to look for the others; return at once."""
         self._thread.start()
-
-    def on_gate_event(self, event: GateEvent) -> None:
-        """The gate has moved; called by the controller."""
-        self._pause_barrier.on_gate_event(event)
 
     @property
     def gone(self) -> Mapping[int, bool]:
@@ -128,32 +127,6 @@ class CoordinatorClient:
         if self.lost is not None:
             raise self.lost
         return joined
-
-    def agree(
-        self,
-        topic: str,
-        value: Any,
-        *,
-        timeout_s: float | None = None,
-        cancel: threading.Event | None = None,
-        among: Sequence[int] | None = None,
-        collect_at: Collection[int] | None = None,
-    ) -> Mapping[int, Any]:
-        """Submit a value and get everybody's; see :class:`hydroslurm.checkpoint.save_round.Peers`.
-
-        Raises:
-            AgreementFailed: a rank has died, left or given up: the same for all.
-            CoordinatorLost: nothing connects the ranks any more.
-            UsageError: this rank waits for that topic already.
-        """
-        return self._agreements.agree(
-            topic,
-            value,
-            timeout_s=timeout_s,
-            cancel=cancel,
-            among=among,
-            collect_at=collect_at,
-        )
 
     def call(self, kind: str, message: str = "") -> None:
         """Call a stop barrier of a kind (``stop`` or ``save``): all ranks will hold it at one safe

@@ -23,11 +23,11 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydroslurm.coordination.frames import pack, unpack
+from hydroslurm.coordination.frames import unpack
 from hydroslurm.coordination.messages import (
     MAX_TEXT,
     BadMessage,
@@ -39,7 +39,6 @@ from hydroslurm.coordination.network import allow_descriptors, listen
 from hydroslurm.coordination.server import (
     MAX_UNAUTHENTICATED,
     SPARE_DESCRIPTORS,
-    Packed,
     PeerConnection,
     Server,
 )
@@ -146,7 +145,7 @@ class Coordinator(Server):
             reason = self._state.why_not(rank, message["world_size"])
         if reason is not None:
             refused = {"type": "refused", "reason": reason, "same_incarnation": same_incarnation}
-            self.send(peer, Packed(pack(refused)))
+            self.send(refused, [peer])
             return
         peer.rank, peer.has_joined = rank, True
         self._joined[rank] = peer
@@ -170,12 +169,11 @@ class Coordinator(Server):
             self._send(self._state.announce())
 
     def _send(self, outbox: Outbox) -> None:
-        """Each message is packed once, for all its ranks."""
-        for message, ranks in _grouped(outbox):
-            packed = Packed(pack(message))
-            for rank in ranks:
-                if (peer := self._joined.get(rank)) is not None:
-                    self.send(peer, packed)
+        """Each message is packed once, for all its ranks: those that follow each other."""
+        for _, run in itertools.groupby(outbox, key=lambda item: id(item[1])):
+            items = list(run)
+            peers = [self._joined[rank] for rank, _ in items if rank in self._joined]
+            self.send(items[0][1], peers)
 
 
 def _read(body: bytes) -> Message:
@@ -186,13 +184,6 @@ def _read(body: bytes) -> Message:
 @functools.lru_cache(16)
 def _read_alike(body: bytes) -> Message:
     return check_from_rank(unpack(body))
-
-
-def _grouped(outbox: Outbox) -> Iterator[tuple[Message, list[int]]]:
-    """Runs of one and the same message, which keeps the order of what each rank gets."""
-    for _, run in itertools.groupby(outbox, key=lambda item: id(item[1])):
-        items = list(run)
-        yield items[0][1], [rank for rank, _ in items]
 
 
 def main() -> int:

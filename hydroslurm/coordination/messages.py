@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -100,19 +100,34 @@ class BadMessage(ValueError):
     """Not a valid message; says which field is wrong, and what it was."""
 
 
-def forms(fields: Mapping[str, Fields]) -> Any:
-    """A type for :func:`check_form`: ``type`` of a message -> the fields that it has, all of them
-    and no others."""
+def checker(fields: Mapping[str, Fields]) -> Callable[[Any], Message]:
+    """What checks one side's messages: ``type`` of a message -> the fields that it has, all of them
+    and no others. It returns a message that has them, and raises BadMessage for any other."""
     kinds = (
         msgspec.defstruct(
             kind, form.items(), tag=kind, tag_field="type", forbid_unknown_fields=True
         )
         for kind, form in fields.items()
     )
-    return functools.reduce(operator.or_, kinds)
+    known: Any = functools.reduce(operator.or_, kinds)
+
+    def check(message: Any) -> Message:
+        try:
+            msgspec.convert(message, known, dec_hook=_checked)
+        except (ValueError, RecursionError) as error:
+            kind = message.get("type") if type(message) is dict else message
+            raise BadMessage(f"{str(kind)[:60]!r}: {error}") from error
+        checked: Message = message
+        return checked
+
+    return check
 
 
-FROM_RANK = forms(
+def _checked(kind: type[Any], value: Any) -> Any:
+    return kind(value)
+
+
+check_from_rank = checker(
     {
         "join": {
             "incarnation_id": Text,
@@ -143,7 +158,7 @@ FROM_RANK = forms(
     }
 )
 
-FROM_COORDINATOR = forms(
+check_from_coordinator = checker(
     {
         "welcome": {},
         "fault": {"message": Text},
@@ -173,36 +188,3 @@ FROM_COORDINATOR = forms(
         "all_parked": {**_ROUND, "in_flight": Count | None, "rounds": Count},
     }
 )
-
-
-def check_from_rank(message: Any) -> Message:
-    """A message as a rank sends it.
-
-    Raises:
-        BadMessage: it is not one.
-    """
-    return check_form(message, FROM_RANK)
-
-
-def check_from_coordinator(message: Any) -> Message:
-    """A message as the coordinator sends it; raises as :func:`check_from_rank`."""
-    return check_form(message, FROM_COORDINATOR)
-
-
-def check_form(message: Any, form: Any) -> Message:
-    """A message of one of these :func:`forms`.
-
-    Raises:
-        BadMessage: it is of none.
-    """
-    try:
-        msgspec.convert(message, form, dec_hook=_checked)
-    except (ValueError, RecursionError) as error:
-        kind = message.get("type") if type(message) is dict else message
-        raise BadMessage(f"{str(kind)[:60]!r}: {error}") from error
-    checked: Message = message
-    return checked
-
-
-def _checked(kind: type[Any], value: Any) -> Any:
-    return kind(value)

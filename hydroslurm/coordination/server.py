@@ -14,11 +14,12 @@ import selectors
 import socket
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hydroslurm.coordination.authentication import CoordinatorGreeting, GreetingFailed
-from hydroslurm.coordination.frames import BadFrame, Sealer, Unsealer, digest
+from hydroslurm.coordination.frames import BadFrame, Sealer, Unsealer, digest, pack
+from hydroslurm.coordination.messages import Message
 from hydroslurm.coordination.network import configure_socket
 from hydroslurm.core.awake_clock import AwakeClock
 
@@ -42,14 +43,6 @@ _LONG_BYTES = 1 << 14
 
 _read_buffer = memoryview(bytearray(_READ_BYTES))
 """One for all: recv() would map and unmap a quarter of a megabyte for each message."""
-
-
-class Packed:
-    """A body that is hashed once, for as many connections as it is sent on."""
-
-    def __init__(self, body: bytes) -> None:
-        self.body = body
-        self.digest = digest(body)
 
 
 class PeerConnection:
@@ -96,12 +89,12 @@ class PeerConnection:
             return None
         return bytes(_read_buffer[:count])
 
-    def put(self, packed: Packed) -> None:
+    def put(self, body: bytes, body_digest: bytes) -> None:
         """Seal a body, to be sent by :meth:`flush`. Frames are counted, so it has to be sent."""
         assert self._sealer is not None
-        self.unsent += self._sealer.head(len(packed.body), packed.digest)
-        self.unsent += packed.body
-        if len(packed.body) > _LONG_BYTES:
+        self.unsent += self._sealer.head(len(body), body_digest)
+        self.unsent += body
+        if len(body) > _LONG_BYTES:
             with contextlib.suppress(OSError):  # which comes again
                 self.flush()
 
@@ -180,10 +173,14 @@ class Server:
         self._selector.close()
         self._listener.close()
 
-    def send(self, peer: PeerConnection, packed: Packed) -> None:
-        """Put a body on its way; raises ValueError for one that is too long."""
-        peer.put(packed)
-        self._unflushed[peer] = None
+    def send(self, message: Message, peers: Iterable[PeerConnection]) -> None:
+        """Put a message on its way, packed and hashed once for all who get it; raises ValueError
+        for one that is too long."""
+        body = pack(message)
+        body_digest = digest(body)
+        for peer in peers:
+            peer.put(body, body_digest)
+            self._unflushed[peer] = None
 
     def flush(self, peer: PeerConnection) -> None:
         """Write what the peer takes now, and wait for it to take the rest."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydroslurm.coordination.channel import ask_first, connect
-from hydroslurm.coordination.frames import BadFrame
-from hydroslurm.coordination.messages import BadMessage
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core.trust import user_name
@@ -48,16 +46,13 @@ def scale(folder: ElasticFolder, size: int, *, leave: Sequence[str] = ()) -> Ans
         )
     address = (str(place.get("host")), int(place.get("port", 0)))
     found = connect([address], World(), Secret("file", key))
-    if found is None:
+    if isinstance(found, str):
         raise CoordinatorLost(
             f"the coordinator of this run does not answer at {address[0]}:{address[1]}, where it "
             f"was on {place.get('node')} (job {place.get('job_id')}). It starts anew by itself "
             "unless its job was cancelled; try again in a moment"
         )
-    try:
-        answer, asked = ask_first(found, message, check=check_from_coordinator, timeout_s=ANSWER_S)
-    except (OSError, BadFrame, BadMessage) as error:
-        raise CoordinatorLost(f"the coordinator of this run did not answer: {error}") from error
+    answer, asked = ask_first(found, message, check=check_from_coordinator, timeout_s=ANSWER_S)
     asked.socket.close()
     if not answer["ok"]:
         raise UsageError(answer["message"])

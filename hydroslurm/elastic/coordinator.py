@@ -16,13 +16,12 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hydroslurm.coordination.frames import pack, unpack
+from hydroslurm.coordination.frames import unpack
 from hydroslurm.coordination.messages import BadMessage, Message
 from hydroslurm.coordination.network import allow_descriptors, listen, own_address
 from hydroslurm.coordination.server import (
     MAX_UNAUTHENTICATED,
     SPARE_DESCRIPTORS,
-    Packed,
     PeerConnection,
     Server,
 )
@@ -150,9 +149,7 @@ class Coordinator(Server):
             self._write_status()
         if now_s >= self._alive_due_s:
             self._alive_due_s = now_s + ALIVE_S
-            alive = Packed(pack({"type": "alive"}))
-            for peer in self._peers.values():
-                self.send(peer, alive)
+            self.send({"type": "alive"}, self._peers.values())
 
     # --- messages
 
@@ -184,7 +181,7 @@ class Coordinator(Server):
         elif kind == "done":
             self.act(self.membership.done(rank, now_s))
             value = int(self.membership.finished)
-            self._put(peer, {"type": "added", "id": message["id"], "value": value})
+            self.send({"type": "added", "id": message["id"], "value": value}, [peer])
         elif kind in ("set", "get", "add"):
             self._serve_store(peer, message)
         elif kind in EVENTS:
@@ -211,7 +208,7 @@ class Coordinator(Server):
                 self._peers[rank] = before
             else:
                 del self._peers[rank]
-            self._put(peer, {"type": "refused", "reason": str(refusal), "again": refusal.again})
+            self.send({"type": "refused", "reason": str(refusal), "again": refusal.again}, [peer])
             return
         self._ranks[peer] = rank
         self.act(actions)
@@ -227,7 +224,7 @@ class Coordinator(Server):
             text = f"{message['size']} members are wanted"
         except ValueError as error:
             ok, text = False, str(error)
-        self._put(peer, {"type": "answer", "ok": ok, "message": text, "status": self.status()})
+        self.send({"type": "answer", "ok": ok, "message": text, "status": self.status()}, [peer])
 
     def on_drop(self, peer: PeerConnection) -> None:
         self._forget(peer)
@@ -254,7 +251,7 @@ class Coordinator(Server):
         elif kind == "add":
             value = int(self._store.get(message["key"], "0")) + message["amount"]
             self._store[message["key"]] = str(value)
-            self._put(peer, {"type": "added", "id": message["id"], "value": value})
+            self.send({"type": "added", "id": message["id"], "value": value}, [peer])
             self._answer_waiting()
         else:
             self._waiting.append((peer, message["id"], message["keys"]))
@@ -272,7 +269,7 @@ class Coordinator(Server):
             if None in values:
                 still.append((peer, number, keys))
             else:
-                self._put(peer, {"type": "values", "id": number, "values": values})
+                self.send({"type": "values", "id": number, "values": values}, [peer])
         self._waiting = still
 
     # --- actions
@@ -294,7 +291,7 @@ class Coordinator(Server):
             elif isinstance(action, Send):
                 peer = self._peers.get(action.to)
                 if peer is not None:
-                    self._put(peer, action.message)
+                    self.send(action.message, [peer])
             elif isinstance(action, Close):
                 peer = self._peers.get(action.rank)
                 if peer is not None:
@@ -315,9 +312,6 @@ class Coordinator(Server):
                     sys.stderr.write(f"hydroslurm: no change of this run can be made: {error}\n")
                 has_waited = True
             time.sleep(STATUS_S)
-
-    def _put(self, peer: PeerConnection, message: Message) -> None:
-        self.send(peer, Packed(pack(message)))
 
     # --- the status
 

@@ -25,9 +25,7 @@ from hydroslurm.coordination.channel import (
     ask_first,
     connect,
 )
-from hydroslurm.coordination.frames import BadFrame
-from hydroslurm.coordination.messages import BadMessage, Message
-from hydroslurm.coordination.network import configure_socket
+from hydroslurm.coordination.messages import Message
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
 from hydroslurm.core.awake_clock import AwakeClock
@@ -155,7 +153,7 @@ class Member:
         with self._cond:
             self._ready = True
         self._tell({"type": "ready"})
-        return self._next(stop)
+        return self.again(stop=stop)
 
     def safe_point(
         self,
@@ -197,12 +195,23 @@ class Member:
                 return Average()
             self._holding = (step, failed, final)
         self._arrive()
-        return self._next(stop)
+        return self.again(stop=stop)
 
     def again(self, *, stop: Callable[[], bool]) -> Directive:
-        """What comes after a directive that did not end the wait: a save, or a generation that
-        could not meet."""
-        return self._next(stop)
+        """Wait for the next directive: also behind one that did not end the wait, which is a save,
+        or a generation that could not meet."""
+        while True:
+            with self._cond:
+                if self._directives:
+                    directive = self._directives.popleft()
+                    if isinstance(directive, Form):
+                        self._take(directive)
+                    return directive
+                if self._closed:
+                    return Depart("this rank is closed")
+                self._cond.wait(0.2)
+            if stop():
+                self.leave("a stop was requested")
 
     def fail(self, reason: str = "", *, met: bool = True, lost_peer: bool = False) -> None:
         """A collective has failed in this rank, or, for this reason, one of its processes, before
@@ -269,7 +278,7 @@ class Member:
         with self._cond:
             self._holding = (self._step, failed, final)
         self._arrive()
-        return self._next(stop)
+        return self.again(stop=stop)
 
     def resumed(self, step: int) -> None:
         """The processes that were started for this generation train on behind this step."""
@@ -354,20 +363,6 @@ class Member:
 
     # --- inside
     # --------------------------------------------------------------------------------------------
-
-    def _next(self, stop: Callable[[], bool]) -> Directive:
-        while True:
-            with self._cond:
-                if self._directives:
-                    directive = self._directives.popleft()
-                    if isinstance(directive, Form):
-                        self._take(directive)
-                    return directive
-                if self._closed:
-                    return Depart("this rank is closed")
-                self._cond.wait(0.2)
-            if stop():
-                self.leave("a stop was requested")
 
     def _take(self, form: Form) -> None:
         """This rank is of that generation from here on."""
@@ -467,7 +462,8 @@ class Member:
             return None
         secret = Secret("file", self._folder.key())
         found = connect([(str(place.get("host")), int(place.get("port", 0)))], World(), secret)
-        if found is None:
+        if isinstance(found, str):
+            self._lost = found
             return None
         hello = {
             "type": "join",
@@ -478,19 +474,13 @@ class Member:
             "generation": self.generation,
             "holding": self._holding is not None,
         }
-        try:
-            first, joined = ask_first(found, hello, check=check_from_coordinator)
-        except (OSError, BadFrame, BadMessage) as error:
-            raise CoordinatorLost(
-                f"the coordinator did not let this rank join ({error})"
-            ) from error
+        first, joined = ask_first(found, hello, check=check_from_coordinator)
         if first["type"] != "welcome":
             joined.socket.close()
             if first["type"] == "refused" and not first["again"]:
                 self._put(Depart(first["reason"], again=True))
                 self._closed = True
             return None
-        configure_socket(joined.socket)
         return joined
 
     def _beat(self) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from hydroslurm.coordination.messages import Count, Message, Number, Text, check_form, forms
+from hydroslurm.coordination.messages import Count, Number, Text, checker
 
 MAX_STORE_BYTES = 1 << 20
 """Of one value in the store that process groups meet by; addresses and ids have a few hundred."""
@@ -15,7 +15,7 @@ MAX_STORE_BYTES = 1 << 20
 _Value = Annotated[str, Meta(max_length=2 * MAX_STORE_BYTES)]
 _Use = dict[Literal["cpu", "memory", "gpu"], Number]
 
-FROM_RANK = forms(
+check_from_rank = checker(
     {
         "join": {
             "member": Text,
@@ -65,7 +65,7 @@ FROM_RANK = forms(
     }
 )
 
-FROM_COORDINATOR = forms(
+check_from_coordinator = checker(
     {
         "welcome": {"generation": Count},
         "alive": {},
@@ -101,13 +101,3 @@ FROM_COORDINATOR = forms(
         "answer": {"ok": bool, "message": Text, "status": dict[str, Any]},
     }
 )
-
-
-def check_from_rank(message: Any) -> Message:
-    """A message as a rank sends it; raises BadMessage."""
-    return check_form(message, FROM_RANK)
-
-
-def check_from_coordinator(message: Any) -> Message:
-    """A message as the coordinator sends it; raises BadMessage."""
-    return check_form(message, FROM_COORDINATOR)
