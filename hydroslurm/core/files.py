@@ -19,8 +19,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hydroslurm.core.threads import thread
-
 MAX_DEPTH = 64
 """Of lists and objects inside each other; what we write ourselves stays below ten."""
 
@@ -201,25 +199,14 @@ def fsync_together(paths: Iterable[Path]) -> None:
     Raises:
         OSError: one of them cannot be opened or synced.
     """
-    failed: list[Exception] = []
+    from concurrent.futures import ThreadPoolExecutor  # ranks need none
 
-    def sync(path: Path) -> None:
-        try:
-            fsync_folder(path) if path.is_dir() else _fsync_file(path)
-        except Exception as error:
-            failed.append(error)
-
-    threads = [thread(sync, path, name="hydroslurm-fsync", daemon=False) for path in paths]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    if failed:
-        raise failed[0]
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(_fsync, paths))
 
 
-def _fsync_file(path: Path) -> None:
-    fd = open_regular(path)
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY) if path.is_dir() else open_regular(path)
     try:
         os.fsync(fd)
     finally:

@@ -7,7 +7,7 @@ that exceeds them without warning.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 KEPT_FREE = 0.1
@@ -23,7 +23,7 @@ class Room:
     """What one process may still take.
 
     Attributes:
-        free_bytes: how much.
+        free_bytes: how much; of a bound by itself it is not known.
         limit_bytes, used_bytes: of the tightest bound; page cache that the kernel can drop does not
             count as used.
         bound: what that bound is, for people.
@@ -53,35 +53,23 @@ def room(*, ranks_here: int = 1, root: Path = Path("/")) -> Room:
     if not bounds:
         return Room(_UNLIMITED_BYTES, _UNLIMITED_BYTES, 0, "this machine")
 
-    def free_bytes(bound: _Bound) -> int:
+    def free_bytes(bound: Room) -> int:
         kept = int(bound.limit_bytes * KEPT_FREE)
         return (bound.limit_bytes - kept - bound.used_bytes) // ranks_here
 
     narrowest = min(bounds, key=free_bytes)
-    return Room(
-        free_bytes=max(0, free_bytes(narrowest) - _below_peak_bytes(root)),
-        limit_bytes=narrowest.limit_bytes,
-        used_bytes=narrowest.used_bytes,
-        bound=narrowest.message,
-    )
+    return replace(narrowest, free_bytes=max(0, free_bytes(narrowest) - _below_peak_bytes(root)))
 
 
-@dataclass(frozen=True)
-class _Bound:
-    limit_bytes: int
-    used_bytes: int
-    message: str
-
-
-def _machine_bound(root: Path) -> list[_Bound]:
+def _machine_bound(root: Path) -> list[Room]:
     fields = _fields(root / "proc/meminfo")
     total, available = fields.get("MemTotal:"), fields.get("MemAvailable:")
     if total is None or available is None:
         return []
-    return [_Bound(total * 1024, (total - available) * 1024, "this machine")]
+    return [Room(0, total * 1024, (total - available) * 1024, "this machine")]
 
 
-def _cgroup_bounds(root: Path) -> list[_Bound]:
+def _cgroup_bounds(root: Path) -> list[Room]:
     """Of the cgroup of this process, and of all visible ancestors."""
     found = []
     for folder, is_v2 in _cgroups(root):
@@ -97,7 +85,7 @@ def _cgroup_bounds(root: Path) -> list[_Bound]:
         stat = _fields(folder / "memory.stat")
         dropped_bytes = sum(stat.get(f"{total}{one}_file", 0) for one in ("inactive", "active"))
         used_bytes = max(0, usage_bytes - dropped_bytes)
-        found.append(_Bound(limit_bytes, used_bytes, f"the limit in {folder}"))
+        found.append(Room(0, limit_bytes, used_bytes, f"the limit in {folder}"))
     return found
 
 

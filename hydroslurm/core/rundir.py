@@ -155,21 +155,14 @@ class RunDir:
         Raises:
             OSError: the folder is there, and cannot be listed.
         """
-        return self._rank_files(".jsonl")
+        return {rank: Path(name) for rank, name in self._rank_names(".jsonl").items()}
 
     def rank_status(self, rank: int) -> Path:
         return self.events / f"rank-{rank:05d}.json"
 
-    def rank_status_files(self) -> dict[int, Path]:
-        """Rank -> status file; as :meth:`rank_event_files`."""
-        return self._rank_files(".json")
-
     def rank_status_names(self) -> dict[int, str]:
         """Rank -> path of its status file; as :meth:`rank_event_files`, for those who read many."""
         return self._rank_names(".json")
-
-    def _rank_files(self, suffix: str) -> dict[int, Path]:
-        return {rank: Path(name) for rank, name in self._rank_names(suffix).items()}
 
     def _rank_names(self, suffix: str) -> dict[int, str]:
         events = str(self.events)

@@ -408,7 +408,7 @@ class _Neighbour:
         """Whether a rank of it lives, and none has asked for the requeue, which follows the
         commit of all."""
         try:
-            files = self._run.rank_status_files()
+            files = self._run.rank_status_names()
         except OSError:
             return False
         alive = [rank for rank, path in files.items() if self._lives(rank, read_status(path))]

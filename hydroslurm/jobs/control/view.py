@@ -258,7 +258,7 @@ class JobView:
     def seen(self) -> RankViews:
         """Its ranks; one that wrote no end of an ended job was killed."""
         if self.slurm is None:
-            found = (read_status(path) for path in self.run.rank_status_files().values())
+            found = (read_status(path) for path in self.run.rank_status_names().values())
             return RankViews(tuple(one for one in found if one is not None))
         return _ranks_of(self.slurm)
 
