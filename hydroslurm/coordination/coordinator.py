@@ -147,7 +147,8 @@ class Coordinator(Server):
             refused = {"type": "refused", "reason": reason, "same_incarnation": same_incarnation}
             self.send(refused, [peer])
             return
-        peer.rank, peer.has_joined = rank, True
+        peer.rank = rank
+        self.admit(peer)
         self._joined[rank] = peer
         self._send(self._state.join(rank, message["cut_off"]))
 

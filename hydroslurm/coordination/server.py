@@ -13,7 +13,7 @@ import errno
 import selectors
 import socket
 import traceback
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -52,7 +52,6 @@ class PeerConnection:
         address: of the peer's node.
         rank: that has joined on it, and is present.
         has_joined: a rank has joined on it.
-        events: what the selector watches for.
         unsent: what it has not taken yet of what it was sent.
     """
 
@@ -71,7 +70,6 @@ class PeerConnection:
         self.unsealer: Unsealer | None = None
         self.rank: int | None = None
         self.has_joined = False
-        self.events = 0
         self.unsent = bytearray()
         self._sealer: Sealer | None = None
 
@@ -129,8 +127,8 @@ class Server:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._accept_again_s: float | None = None
         self._open: set[PeerConnection] = set()
-        self._unjoined: deque[PeerConnection] = deque()
-        """The oldest first; some may have joined or be closed."""
+        self._unjoined: dict[PeerConnection, None] = {}
+        """Nobody has joined on them yet; the oldest first."""
         self._unflushed: dict[PeerConnection, None] = {}
 
     def on_body(self, peer: PeerConnection, body: bytes) -> None:
@@ -187,11 +185,17 @@ class Server:
         if peer in self._open:
             self._guarded(peer, self._flush, peer)
 
+    def admit(self, peer: PeerConnection) -> None:
+        """Somebody has joined on a connection: it ends for no other one's sake."""
+        peer.has_joined = True
+        self._unjoined.pop(peer, None)
+
     def drop(self, peer: PeerConnection) -> None:
         """End a connection."""
         if peer not in self._open:
             return
         self._open.discard(peer)
+        self._unjoined.pop(peer, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(peer.connection)
         peer.connection.close()
@@ -202,14 +206,10 @@ class Server:
     def _expire(self) -> None:
         """Drop connections that have not joined in time; accept again after a pause."""
         now_s = self.clock.now_s()
-        while self._unjoined and (
-            self._unjoined[0].has_joined
-            or self._unjoined[0] not in self._open
-            or now_s - self._unjoined[0].since_s > GREETING_S
-        ):
-            peer = self._unjoined.popleft()
-            if not peer.has_joined:
-                self.drop(peer)
+        while (oldest := next(iter(self._unjoined), None)) is not None:
+            if now_s - oldest.since_s <= GREETING_S:
+                break
+            self.drop(oldest)
         if self._accept_again_s is not None and now_s >= self._accept_again_s:
             self._accept_again_s = None
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -230,13 +230,12 @@ class Server:
             self._take(peer)
 
     def _take(self, peer: PeerConnection) -> None:
-        self._unjoined.append(peer)
+        self._open.add(peer)
+        self._unjoined[peer] = None
         try:
             configure_socket(peer.connection)
-            self._open.add(peer)
             peer.connection.setblocking(False)
-            peer.events = selectors.EVENT_READ
-            self._selector.register(peer.connection, peer.events, peer)
+            self._selector.register(peer.connection, selectors.EVENT_READ, peer)
         except (OSError, ValueError):
             self.drop(peer)
         if len(self._unjoined) > MAX_UNAUTHENTICATED:
@@ -245,9 +244,6 @@ class Server:
     def _drop_oldest(self, *, most: int = 0) -> bool:
         """If more than so many connections have not joined, close the oldest of the address that
         has the most of them; return whether one was closed."""
-        self._unjoined = deque(
-            one for one in self._unjoined if one in self._open and not one.has_joined
-        )
         if len(self._unjoined) <= most:
             return False
         addresses = Counter(one.address for one in self._unjoined)
@@ -280,8 +276,7 @@ class Server:
     def _flush(self, peer: PeerConnection) -> None:
         peer.flush()
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
-        if peer.events != wanted:
-            peer.events = wanted
+        if self._selector.get_key(peer.connection).events != wanted:
             self._selector.modify(peer.connection, wanted, peer)
 
     def _receive(self, peer: PeerConnection, data: bytes) -> None:

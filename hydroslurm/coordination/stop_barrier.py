@@ -124,10 +124,15 @@ class StopBarriers:
     def fail(self, number: int, *, missing: tuple[int, ...], finished: bool) -> None:
         """Give a barrier up because ranks are gone. ``finished``: they have trained to the end, as
         this rank will."""
+        ranks = ", ".join(map(str, missing))
+        gone = f"ranks {ranks} are gone" if len(missing) > 1 else f"rank {ranks} is gone"
+        message = f"the ranks cannot stop at one step: {gone}"
         with self._changed:
             for barrier in self._called:
-                if barrier.number == number:
-                    _fail(barrier, missing, finished=finished)
+                if barrier.number == number and (finished or barrier.kind != "stop"):
+                    barrier.is_cancelled = True
+                elif barrier.number == number:
+                    barrier.failure = AgreementFailed(message, missing=missing)
             self._changed.notify_all()
 
     def forget(self) -> None:
@@ -144,15 +149,3 @@ class StopBarriers:
                 if barrier.is_open:
                     barrier.failure = error
             self._changed.notify_all()
-
-
-def _fail(barrier: StopBarrier, missing: tuple[int, ...], *, finished: bool) -> None:
-    if finished or barrier.kind != "stop":
-        barrier.is_cancelled = True
-        return
-    ranks = ", ".join(map(str, missing))
-    plural = "s" if len(missing) > 1 else ""
-    gone = "are" if len(missing) > 1 else "is"
-    barrier.failure = AgreementFailed(
-        f"the ranks cannot stop at one step: rank{plural} {ranks} {gone} gone", missing=missing
-    )

@@ -202,7 +202,9 @@ def fsync_together(paths: Iterable[Path]) -> None:
     from concurrent.futures import ThreadPoolExecutor  # ranks need none
 
     with ThreadPoolExecutor() as threads:
-        list(threads.map(_fsync, paths))
+        syncs = [threads.submit(_fsync, path) for path in paths]
+    for sync in syncs:
+        sync.result()
 
 
 def _fsync(path: Path) -> None:

@@ -196,7 +196,7 @@ class Coordinator(Server):
         if message["type"] != "join":
             raise BadMessage("the first message is join")
         rank = (message["member"], message["local_rank"])
-        peer.has_joined = True
+        self.admit(peer)
         before, self._peers[rank] = self._peers.get(rank), peer
         try:
             if len(self._peers) > MOST_RANKS:
@@ -214,7 +214,7 @@ class Coordinator(Server):
         self.act(actions)
 
     def _answer_controller(self, peer: PeerConnection, message: Message, now_s: float) -> None:
-        peer.has_joined = True
+        self.admit(peer)
         ok, text = True, ""
         try:
             actions = self.membership.scale(

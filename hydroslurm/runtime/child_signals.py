@@ -4,41 +4,17 @@ Under proctrack/linuxproc, and with ``scancel --full``, every process of a job s
 signal that is meant for the rank.
 
 **Started with exec** (multiprocessing's spawn and forkserver, ``subprocess``): exec resets handlers
-to the default, so one ``scancel --signal=USR1`` would kill all of them. What was weighed:
-
-- handlers in the child come too late: it takes a while from exec to our first line, and programs
-  that are not Python have none;
-- ignoring the signals in the parent during the start would lose a pause that arrives just then;
-- ignoring them between fork and exec needs a fork, which ``subprocess`` avoids for good reason
-  (vfork: 1 ms; fork: 100 ms where the rank holds 2 GiB);
-- **blocking** them in the thread that starts the child: a blocked mask is inherited through exec,
-  there is no gap, and the signal reaches another thread of the parent or waits for those
-  milliseconds.
-
-A program that is not Python keeps them blocked: it does not die of one unless it empties its mask
-itself (dash does, waiting for the first of several commands), and has to unblock one that it wants.
-A Python with hydroslurm ignores them from its start on (:mod:`hydroslurm.runtime.autoload`) and
-gets them again where the script installs a handler. ``os.system`` uses none of the functions
-wrapped here.
+to the default, of which USR1 kills. So the thread that starts the child blocks the signals: the
+mask is inherited through exec without a gap, and a signal for the rank reaches another thread or
+waits for those milliseconds. A program that is not Python keeps them blocked. A Python with
+hydroslurm ignores them from its start on (:mod:`hydroslurm.runtime.autoload`), and gets them where
+the script installs a handler. ``os.system`` uses none of the functions wrapped here.
 
 **Forked**: inherits our handlers, which see that nothing is meant for it.
 
-**DataLoader workers** must also survive the stop signals, and still end with the rank. torch's C
-handler lets a worker die of SIGTERM; torch then raises ``DataLoader worker is killed by signal`` in
-the rank's main thread, perhaps in the middle of the save. Two things are needed, because each alone
-fails:
-
-- the signals are blocked while workers are made, so there is no gap in the seconds that a spawned
-  worker takes to import torch;
-- blocking alone would make workers immortal: at exit multiprocessing sends SIGTERM to its
-  children and then waits for them forever (tried: it hangs whenever an iterator is still alive
-  at exit). torch's own handler tells the parent's SIGTERM from anybody else's by ``si_pid``; so
-  a thread in the worker takes the blocked signals with ``sigtimedwait`` and does the same:
-  one from the parent ends the worker, others are dropped.
-
-That thread also ends the worker when the rank is gone. torch's own watchdog looks at
-``getppid()``, which under forkserver is the server's; and the server waits for the workers
-(measured: after a SIGKILL to the rank all of them stay forever).
+**DataLoader workers** must also survive the stop signals, and still end with the rank: of SIGTERM
+torch's handler lets them die, and the rank's main thread then raises, perhaps in the middle of the
+save. So the signals are blocked while workers are made, and :class:`WorkerGuard` takes them there.
 
 What remains: a worker that hangs in C code with the GIL held ends by SIGKILL only; programs that a
 worker starts (``subprocess``) inherit the blocked mask: end them with ``kill()``; and a forkserver
@@ -188,6 +164,10 @@ def _is_wandb(argv: Any) -> bool:
 class WorkerGuard:
     """A worker's target: the worker's own loop, behind a thread that drops the signals and ends the
     worker on SIGTERM from its parent, or once that is gone.
+
+    Without it workers whose signals are blocked would be immortal: at exit multiprocessing sends
+    SIGTERM to its children and waits for them forever, and torch's watchdog looks at ``getppid()``,
+    which under forkserver is the server's, which waits for them too.
 
     Can be pickled when ``then``, the worker's own loop, can.
     """
