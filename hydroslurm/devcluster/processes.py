@@ -16,7 +16,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypeVar
+
+import msgspec
 
 from hydroslurm.core.files import write_atomically
 from hydroslurm.core.proc import PARENT, START_TICKS, STATE, environ_of, pids, stat_of
@@ -25,10 +27,11 @@ from hydroslurm.devcluster.layout import CLUSTER_ENV, Layout, remove_link
 from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError
 
+Kind = TypeVar("Kind")
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TAIL_LINES = 12
-_VERSION = 2
 _JOBS_END_S = 1.5
 _CANCEL_LIMIT_S = 5.0
 _SWEEPS = 5
@@ -216,7 +219,7 @@ class Running:
     link: Path
     supervisor: ProcessId
     daemons: tuple[tuple[str, ProcessId], ...] = ()
-    version: int = _VERSION
+    version: Literal[2] = 2
 
     def write(self, layout: Layout) -> None:
         """Write cluster.json atomically."""
@@ -232,16 +235,10 @@ class Running:
         """
         layout.check()
         try:
-            row = json.loads(layout.cluster_json.read_text())
-            if row["version"] != _VERSION:
-                raise ValueError(f"version {row['version']}, not {_VERSION}")
-            row["spec"], row["link"] = _spec(row["spec"]), Path(row["link"])
-            row["supervisor"] = ProcessId(**row["supervisor"])
-            row["daemons"] = tuple((name, ProcessId(**one)) for name, one in row["daemons"])
-            return cls(**row)
+            return _decoded(cls, layout.cluster_json.read_text())
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise ClusterError(
                 f"{layout.cluster_json} cannot be read ({error}); it was made by another release. "
                 "End that cluster with the release that started it, or remove the file"
@@ -269,9 +266,7 @@ class Request:
     @classmethod
     def from_json(cls, text: str) -> Request:
         """Decode what :func:`to_json` has made."""
-        row = json.loads(text)
-        row["spec"], row["root"] = _spec(row["spec"]), Path(row["root"])
-        return cls(**{**row, "caller": ProcessId(**row["caller"])})
+        return _decoded(cls, text)
 
 
 def to_json(value: Running | Request) -> str:
@@ -279,9 +274,10 @@ def to_json(value: Running | Request) -> str:
     return json.dumps(asdict(value), default=str)
 
 
-def _spec(row: dict[str, Any]) -> ClusterSpec:
-    directory = row["directory"]
-    return ClusterSpec(**{**row, "directory": None if directory is None else Path(directory)})
+def _decoded(kind: type[Kind], text: str) -> Kind:
+    """Raises ValueError: a field is missing, or of another type."""
+    decoded: Kind = msgspec.convert(json.loads(text), kind, dec_hook=lambda path, name: path(name))
+    return decoded
 
 
 def cancel_jobs(scancel: str, *, user: str, environ: Mapping[str, str]) -> None:
