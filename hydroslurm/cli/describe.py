@@ -157,8 +157,10 @@ def _attempt_line(one: Attempt) -> str:
 
     until = "" if one.ended_epoch_ns is None else f" to {moment(one.ended_epoch_ns)}"
     how = "no end was recorded" if one.ending is None else one.ending.value
-    who = "" if one.replica is None or one.status is None else f" by {one.replica}"
-    status = "" if not one.status else f", status {format_status(one.status)}"
+    decision = one.decision
+    replica, failed = (None, None) if decision is None else (decision.replica, decision.status)
+    who = "" if replica is None or failed is None else f" by {replica}"
+    status = "" if not failed else f", status {format_status(failed)}"
     return f"{one.number}  {moment(one.began_epoch_ns)}{until}: {how}{who}{status}"
 
 

@@ -24,6 +24,7 @@ from enum import Enum
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import SlurmError, StaleAttempt
+from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import WARNING_EARLY_S, Policies, read_policies
 from hydroslurm.slurm.refusals import RetryPolicy
@@ -221,26 +222,13 @@ def _last_attempt(client: SlurmClient, job_id: JobId) -> Job | None:
 # --- requeueing a job from inside
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """One start of a job, as one of its processes knows it.
-
-    Only the attempt that is current for Slurm may requeue the job. A process of a dead attempt, on
-    a node that did not respond for a while, may get its SIGTERM when the job already runs again,
-    and ``scontrol requeue`` takes a job id, so it would end the living attempt.
-
-    Attributes:
-        restart_count: SLURM_RESTART_COUNT of its environment, 0 without that.
-        began_epoch_s: when the process was started.
-    """
-
-    job_id: int
-    restart_count: int
-    began_epoch_s: float
-
-
 def requeue(
-    client: SlurmClient, start: Start, *, job: Job | None = None, policies: Policies | None = None
+    client: SlurmClient,
+    allocation: Allocation,
+    *,
+    began_epoch_s: float,
+    job: Job | None = None,
+    policies: Policies | None = None,
 ) -> Job:
     """Requeue the job, unless it is already pending; return it as it was before.
 
@@ -248,6 +236,8 @@ def requeue(
     would hold it (tests/slurm/test_leaving_in_grace.py).
 
     Args:
+        allocation: in which this process runs; only the one that is current for Slurm may ask.
+        began_epoch_s: when this process was started.
         job: as slurmctld has just described it, where it was asked anyway.
         policies: the site's settings; read where they are needed.
 
@@ -259,9 +249,9 @@ def requeue(
         SlurmError: as of ``SlurmClient.requeue``.
     """
     if job is None:
-        job = client.job(start.job_id)
-    check_newest(job, start)
-    is_again = job.restart_count > start.restart_count and is_pending(job)
+        job = client.job(allocation.job_id)
+    check_newest(job, allocation, began_epoch_s=began_epoch_s)
+    is_again = job.restart_count > allocation.restart_count and is_pending(job)
     if not is_again and not _is_left_to_slurm(client, job, policies):
         client.requeue(job)
     return job
@@ -275,20 +265,22 @@ def _is_left_to_slurm(client: SlurmClient, job: Job, policies: Policies | None) 
     return policy is not None and job.restart_count < policy.left_to_slurm
 
 
-def check_newest(job: Job, start: Start) -> None:
+def check_newest(job: Job, allocation: Allocation, *, began_epoch_s: float) -> None:
     """Compare a start of a job with what Slurm says about the job. Pure.
 
-    While a requeued attempt is being ended, Slurm already counts the next restart; the job is
-    pending then. A count of 0 may be a lost variable (``srun --export=NONE``, containers): a
-    process that began after the newest start belongs to no older one.
+    A process of a dead attempt, on a node that did not respond for a while, may get its SIGTERM
+    when the job already runs again, and ``scontrol requeue`` takes a job id, so it would end the
+    living attempt. While a requeued attempt is being ended, Slurm already counts the next restart;
+    the job is pending then. A count of 0 may be a lost variable (``srun --export=NONE``,
+    containers): a process that began after the newest start belongs to no older one.
 
     Raises:
         StaleAttempt: the start is over, and the job runs, or ran, without it.
     """
-    is_older = job.restart_count > start.restart_count and not is_pending(job)
-    if is_older and (job.start_epoch_s is None or start.began_epoch_s < job.start_epoch_s):
+    is_older = job.restart_count > allocation.restart_count and not is_pending(job)
+    if is_older and (job.start_epoch_s is None or began_epoch_s < job.start_epoch_s):
         raise StaleAttempt(
             f"job {job.id} is not requeued: Slurm has started it {job.restart_count} times "
             f"again (it is {job.state.value}), and this process is of its restart "
-            f"{start.restart_count}. The attempt that runs is left alone"
+            f"{allocation.restart_count}. The attempt that runs is left alone"
         )

@@ -33,7 +33,6 @@ from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.run_folders import others_of_job
 from hydroslurm.slurm.stops import (
     IN_GRACE,
-    Start,
     Stop,
     StopReason,
     ask_why,
@@ -343,14 +342,14 @@ class StopHandler:
     def _requeue(self, allocation: Allocation, deadline_mono_s: float, stop: Stop | None) -> Job:
         left_s = max(5.0, deadline_mono_s - time.monotonic())
         retry_policy = RetryPolicy(give_up_after_s=min(left_s, 120.0))
-        start = Start(
-            job_id=allocation.job_id,
-            restart_count=allocation.restart_count,
-            began_epoch_s=self._began_epoch_s,
-        )
         client = open_client(environ=self._environ, retry_policy=retry_policy)
-        job = None if stop is None else stop.job
-        return requeue(client, start, job=job, policies=self._policies)
+        return requeue(
+            client,
+            allocation,
+            began_epoch_s=self._began_epoch_s,
+            job=None if stop is None else stop.job,
+            policies=self._policies,
+        )
 
     def _cannot_requeue(self, error: Exception) -> str:
         if isinstance(error, StaleAttempt):

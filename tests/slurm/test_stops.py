@@ -12,10 +12,11 @@ from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import ControllerUnreachable, NoSuchJob
 from hydroslurm.slurm import scontrol_text
+from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.policy import Policies
-from hydroslurm.slurm.stops import Start, Stop, StopReason, ask_why, requeue, why_stopped
+from hydroslurm.slurm.stops import Stop, StopReason, ask_why, requeue, why_stopped
 from hydroslurm.slurm.values import Job, JobState, Partition
 
 RECORDED = Path(__file__).parent / "recorded/22.05/stops"
@@ -156,8 +157,8 @@ def test_a_job_in_its_grace_is_left_to_a_slurm_that_requeues_it(
     low = Partition(name=job.partition, preempt_mode="REQUEUE", grace_time_s=60, nodes=("n1",))
     policies = Policies(Config({**settings, "SLURM_VERSION": version}), (low, URGENT), None)
     client = Answers(job)
-    start = Start(job_id=job.job_id, restart_count=job.restart_count, began_epoch_s=0.0)
-    requeue(client, start, policies=policies)
+    allocation = Allocation(job_id=job.job_id, restart_count=job.restart_count)
+    requeue(client, allocation, began_epoch_s=0.0, policies=policies)
     assert client.requeued == [job] * requeued
 
 

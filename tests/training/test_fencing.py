@@ -22,8 +22,9 @@ from hydroslurm.core.fence import Fence, process_began_epoch_s
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import RunFolderError, StaleAttempt
+from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import JobState, open_client
-from hydroslurm.slurm.stops import Start, check_newest
+from hydroslurm.slurm.stops import check_newest
 from hydroslurm.slurm.values import Job
 from hydroslurm.training.attempts import AttemptLog
 from hydroslurm.training.resuming import require_own
@@ -207,12 +208,12 @@ def test_slurms_count_of_restarts_tells_a_dead_attempt(
     seen: Job, restart_count: int, began_epoch_s: float, stale: bool
 ) -> None:
     """A process is of a dead attempt when the job was started again since it began."""
-    start = Start(job_id=7, restart_count=restart_count, began_epoch_s=began_epoch_s)
+    allocation = Allocation(job_id=7, restart_count=restart_count)
     if not stale:
-        check_newest(seen, start)
+        check_newest(seen, allocation, began_epoch_s=began_epoch_s)
         return
     with pytest.raises(StaleAttempt, match="is left alone"):
-        check_newest(seen, start)
+        check_newest(seen, allocation, began_epoch_s=began_epoch_s)
 
 
 SCRIPT = """\

@@ -23,7 +23,7 @@ from hydroslurm.errors import HydroslurmError, StaleAttempt, UsageError, WrongJo
 from hydroslurm.runtime.autoload import PREEMPT_ENV, say
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import JobState, RetryPolicy, SlurmClient, open_client
-from hydroslurm.slurm.stops import IN_GRACE, Start, StopReason, requeue, why_stopped
+from hydroslurm.slurm.stops import IN_GRACE, StopReason, requeue, why_stopped
 
 ONCE = RetryPolicy(give_up_after_s=0.0)
 PATIENCE = RetryPolicy(first_delay_s=1.0, give_up_after_s=31.0)
@@ -89,14 +89,9 @@ def requeue_if_due(status: int, environ: Mapping[str, str]) -> int:
     allocation = _allocation(environ)
     if status not in (RUN_AGAIN, CANCELLED):
         return status
-    start = Start(
-        job_id=allocation.job_id,
-        restart_count=allocation.restart_count,
-        began_epoch_s=process_began_epoch_s(os.getppid()),  # as old as the job's start, at least
-    )
     try:
         client = open_client(environ=environ, retry_policy=ONCE)
-        PATIENCE.retry(lambda: _requeue_if_due(status, start, client))
+        PATIENCE.retry(lambda: _requeue_if_due(status, allocation, client))
     except StaleAttempt as error:
         say(str(error))
     except WrongJobState as error:
@@ -106,14 +101,14 @@ def requeue_if_due(status: int, environ: Mapping[str, str]) -> int:
     return status
 
 
-def _requeue_if_due(status: int, start: Start, client: SlurmClient) -> None:
+def _requeue_if_due(status: int, allocation: Allocation, client: SlurmClient) -> None:
     """Act on what Slurm says about the job.
 
     A cancelled job must not be requeued, which Slurm would do while its processes live: it is
     COMPLETING, like one that is requeued already and one whose time is over. Status 143 without a
     preemption: another rank failed, and srun ended the rest with SIGTERM.
     """
-    job = client.job(start.job_id)
+    job = client.job(allocation.job_id)
     stop = why_stopped(job, now_epoch_s=time.time())
     runs = job.state is JobState.RUNNING
     if status == RUN_AGAIN:
@@ -121,7 +116,8 @@ def _requeue_if_due(status: int, start: Start, client: SlurmClient) -> None:
     else:
         is_due = runs and stop.reason is StopReason.PREEMPTED
     if is_due:
-        requeue(client, start, job=job)
+        began_epoch_s = process_began_epoch_s(os.getppid())  # as old as the job's start, at least
+        requeue(client, allocation, began_epoch_s=began_epoch_s, job=job)
         say(f"job {job.id} goes back into the queue ({stop.message}; status {status})")
 
 

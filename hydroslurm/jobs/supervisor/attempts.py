@@ -35,7 +35,6 @@ from hydroslurm.jobs.supervisor.exit_policy import (
     SRUN_KILLED,
     Action,
     ExitDecision,
-    FinalDecision,
 )
 from hydroslurm.slurm.stops import Stop, StopReason
 
@@ -59,11 +58,11 @@ class Ending(str, Enum):
     DEADLINE = "deadline"
 
 
-def ending_of(decision: ExitDecision, final_decision: FinalDecision | None) -> Ending:
+def ending_of(decision: ExitDecision) -> Ending:
     """How an attempt ended that was not interrupted from outside."""
     if decision.action is Action.SUCCEED:
         return Ending.SUCCEEDED
-    if final_decision is not None and final_decision.reason == DEADLINE_EXCEEDED:
+    if decision.reason == DEADLINE_EXCEEDED:
         return Ending.DEADLINE
     if decision.reason == SRUN_KILLED:
         return Ending.LOST
@@ -81,8 +80,7 @@ class Attempt:
         srun_pid, srun_started: the process that runs the job step, and when it started (clock
             ticks since boot); None before that.
         ending: None while unknown.
-        replica, status: which one failed first, and how.
-        final_decision: how it ended the job; None if the job was restarted.
+        decision: what its end meant for the job; None if it was interrupted.
     """
 
     number: int
@@ -91,10 +89,8 @@ class Attempt:
     srun_pid: int | None = None
     srun_started: int | None = None
     ending: Ending | None = None
-    replica: str | None = None
-    status: int | None = None
     ended_epoch_ns: int | None = None
-    final_decision: FinalDecision | None = None
+    decision: ExitDecision | None = None
 
 
 def count_restarts(attempts: Sequence[Attempt]) -> int:
@@ -161,22 +157,14 @@ class Attempts:
         return replace(attempt, srun_pid=srun_pid, srun_started=srun_started)
 
     def end(
-        self,
-        attempt: Attempt,
-        ending: Ending,
-        *,
-        replica: str | None = None,
-        status: int | None = None,
-        final_decision: FinalDecision | None = None,
+        self, attempt: Attempt, ending: Ending, *, decision: ExitDecision | None = None
     ) -> Attempt:
         """Record how it ended; of two ends the first counts."""
         self._append(
             attempt,
             ending=ending.value,
-            replica=replica,
-            status=status,
             ended_epoch_ns=time.time_ns(),
-            final_decision=None if final_decision is None else asdict(final_decision),
+            decision=None if decision is None else asdict(decision),
         )
         return next(one for one in self.all() if one.number == attempt.number)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
@@ -21,7 +21,7 @@ RETRYABLE = frozenset({130, 137, 138, 140, 143})
 default signal) and SIGTERM, as 128 + N."""
 
 
-class Action(Enum):
+class Action(str, Enum):
     """What to do."""
 
     WAIT = "wait"
@@ -35,6 +35,7 @@ class Action(Enum):
 
 
 SRUN_KILLED = "SrunKilled"
+DEADLINE_EXCEEDED = "DeadlineExceeded"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class ExitDecision:
     counts: bool = False
     reason: str = ""
     message: str = ""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job has ended with it."""
+        return self.action in (Action.SUCCEED, Action.FAIL)
 
 
 def decide_exit(
@@ -173,38 +179,20 @@ def format_status(status: int) -> str:
         return str(status)
 
 
-DEADLINE_EXCEEDED = "DeadlineExceeded"
-
-
-@dataclass(frozen=True)
-class FinalDecision:
-    """How a job has ended.
-
-    Attributes:
-        failed: whether it failed.
-        reason, message: one word, one sentence.
-    """
-
-    failed: bool
-    reason: str
-    message: str
-
-
-def decide_job(
+def within_limits(
     decision: ExitDecision, limits: RunLimits, *, earlier_restarts: int, is_over_deadline: bool
-) -> FinalDecision | None:
-    """Apply the limits of the job; None: it is restarted."""
+) -> ExitDecision:
+    """The same decision, or the failure of a job that its limits do not let start again."""
     if decision.action is Action.SUCCEED:
-        return FinalDecision(False, decision.reason, decision.message)
+        return decision
     if is_over_deadline:
         message = f"activeDeadlineSeconds ({limits.active_deadline_seconds}) is exceeded"
-        return FinalDecision(True, DEADLINE_EXCEEDED, message)
-    if decision.action is Action.FAIL:
-        return FinalDecision(True, decision.reason, decision.message)
+        return replace(decision, action=Action.FAIL, reason=DEADLINE_EXCEEDED, message=message)
     if decision.counts and earlier_restarts >= limits.backoff_limit:
         message = f"{decision.message}; {_allows_no_more(limits)}"
-        return FinalDecision(True, "BackoffLimitExceeded", message)
-    return None
+        reason = "BackoffLimitExceeded"
+        return replace(decision, action=Action.FAIL, reason=reason, message=message)
+    return decision
 
 
 def _allows_no_more(limits: RunLimits) -> str:

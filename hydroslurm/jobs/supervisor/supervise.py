@@ -45,10 +45,9 @@ from hydroslurm.jobs.supervisor.exit_policy import (
     SRUN_KILLED,
     Action,
     ExitDecision,
-    FinalDecision,
     decide_exit,
-    decide_job,
     step_cannot_start,
+    within_limits,
 )
 from hydroslurm.jobs.supervisor.job_step import (
     RunningStep,
@@ -61,7 +60,7 @@ from hydroslurm.jobs.supervisor.job_step import (
 )
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.stops import Start, Stop, StopReason, ask_why, check_newest, requeue
+from hydroslurm.slurm.stops import Stop, StopReason, ask_why, check_newest, requeue
 from hydroslurm.slurm.values import Job
 
 PEERS_S = 10.0
@@ -101,11 +100,7 @@ class Supervisor:
         self._attempts = Attempts(self.run.starts_jsonl)
         self._active = ActiveTime(self.run.active_json)
         self._stop_requested = False
-        self._start = Start(
-            job_id=self.allocation.job_id,
-            restart_count=self.allocation.restart_count,
-            began_epoch_s=process_began_epoch_s(),
-        )
+        self._began_epoch_s = process_began_epoch_s()
 
     def supervise(self) -> Outcome:
         """Run the job until it ends, or has to leave its nodes."""
@@ -159,21 +154,15 @@ class Supervisor:
         if decision.action is Action.LEAVE or stop is not None:
             step.wait(SAVE_S)
             return self._leave(attempt, stop, saved=decision.action is Action.LEAVE)
-        final_decision = decide_job(
+        decision = within_limits(
             decision,
             self.plan.limits,
             earlier_restarts=earlier_restarts,
             is_over_deadline=self._is_over_deadline(),
         )
-        attempt = self._attempts.end(
-            attempt,
-            ending_of(decision, final_decision),
-            replica=decision.replica,
-            status=decision.status,
-            final_decision=final_decision,
-        )
-        if final_decision is not None:
-            return self._conclude(final_decision, step)
+        self._attempts.end(attempt, ending_of(decision), decision=decision)
+        if decision.is_final:
+            return self._conclude(decision, step)
         self._end_within(step, PEERS_S)
         self._add_condition("Restarting", decision.reason, decision.message)
         self._delay_restart(self._attempts.restarts() if decision.status != 0 else 0)
@@ -182,26 +171,22 @@ class Supervisor:
     def _decided_before(self) -> Outcome | None:
         """Finish what a supervisor had decided before it was killed."""
         for attempt in reversed(self._attempts.all()):
-            if attempt.final_decision is not None:
-                return self._conclude(attempt.final_decision, self._step_of(attempt))
+            if attempt.decision is not None and attempt.decision.is_final:
+                return self._conclude(attempt.decision, self._step_of(attempt))
         return None
 
-    def _conclude(self, final_decision: FinalDecision, step: RunningStep | None) -> Outcome:
+    def _conclude(self, decision: ExitDecision, step: RunningStep | None) -> Outcome:
         """Apply cleanPolicy, and record how the job has ended."""
         clean_policy = self.plan.limits.clean_policy
         if step is not None:
             patience_s = float("inf") if clean_policy == "None" else PEERS_S
-            self._end_within(
-                step, 0.0 if final_decision.reason == DEADLINE_EXCEEDED else patience_s
-            )
+            self._end_within(step, 0.0 if decision.reason == DEADLINE_EXCEEDED else patience_s)
         if clean_policy == "All":
             shutil.rmtree(self.run.scratch, ignore_errors=True)
-        self._add_condition(
-            "Failed" if final_decision.failed else "Succeeded",
-            final_decision.reason,
-            final_decision.message,
-        )
-        return Outcome(MUST_NOT_RUN_AGAIN if final_decision.failed else 0, final_decision.message)
+        failed = decision.action is Action.FAIL
+        kind: ConditionType = "Failed" if failed else "Succeeded"
+        self._add_condition(kind, decision.reason, decision.message)
+        return Outcome(MUST_NOT_RUN_AGAIN if failed else 0, decision.message)
 
     def _adopt(self) -> tuple[Attempt, RunningStep, TaskExits] | None:
         """Go on with the attempt of a supervisor that was killed in this allocation."""
@@ -303,7 +288,7 @@ class Supervisor:
             return Stop(StopReason.REQUEUED, message, pending_again=True)
         stop = self._why_stopped()
         if stop.job is not None:
-            check_newest(stop.job, self._start)
+            check_newest(stop.job, self.allocation, began_epoch_s=self._began_epoch_s)
         return stop
 
     def _why_stopped(self) -> Stop:
@@ -356,7 +341,7 @@ class Supervisor:
         self._add_condition("Preempted", shown, message)
         try:
             if stop is None or not stop.pending_again:
-                requeue(self.client, self._start)
+                requeue(self.client, self.allocation, began_epoch_s=self._began_epoch_s)
         except SlurmError as error:
             # the batch script tries again for status 75
             self.log(f"the job could not be requeued: {error}")
@@ -388,7 +373,7 @@ class Supervisor:
             job = self.client.job(self.allocation.job_id)
         except SlurmError:
             return None
-        check_newest(job, self._start)
+        check_newest(job, self.allocation, began_epoch_s=self._began_epoch_s)
         return job
 
     def _forbid_requeue(self) -> None:

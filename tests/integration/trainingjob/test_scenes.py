@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slurm
 
 
 def statuses(scene: Scene) -> list[int | None]:
-    return [one.status for one in scene.attempts]
+    return [one.decision and one.decision.status for one in scene.attempts]
 
 
 @pytest.mark.scene("exit_code_torchrun")
@@ -37,7 +37,11 @@ def test_exit_code_sees_through_torchrun(scene: Scene) -> None:
 def test_all_replicas_share_one_limit(scene: Scene) -> None:
     """backoffLimit=2 is spent by failures of two replicas: a third that fails is not restarted, and
     the job goes on until its master fails."""
-    assert [one.replica for one in scene.attempts] == ["worker-1", "worker-2", "worker-0"]
+    assert [one.decision and one.decision.replica for one in scene.attempts] == [
+        "worker-1",
+        "worker-2",
+        "worker-0",
+    ]
     assert statuses(scene) == [3, 4, 137]
     verdict = scene.final_condition()
     assert (verdict.type, verdict.reason) == ("Failed", "BackoffLimitExceeded")

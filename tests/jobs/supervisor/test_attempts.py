@@ -26,6 +26,7 @@ from hydroslurm.jobs.supervisor.attempts import (
     was_stop_requested,
 )
 from hydroslurm.jobs.supervisor.conditions import FORMAT, add_condition, read_conditions
+from hydroslurm.jobs.supervisor.exit_policy import Action, ExitDecision
 from hydroslurm.slurm.stops import StopReason
 
 
@@ -33,12 +34,13 @@ def test_attempts_are_numbered_over_requeues(tmp_path: Path) -> None:
     """After a requeue the count continues."""
     attempts = Attempts(tmp_path / "starts.jsonl")
     one = attempts.begin(0)
-    attempts.end(one, Ending.FAILED, replica="worker-1", status=3)
+    failure = ExitDecision(Action.RESTART, "worker-1", 3, True, "ReplicaFailed", "it failed")
+    attempts.end(one, Ending.FAILED, decision=failure)
     two = Attempts(tmp_path / "starts.jsonl").begin(1)
     assert (one.number, two.number, two.restart_count) == (1, 2, 1)
     kept = Attempts(tmp_path / "starts.jsonl").all()
     assert [one.ending for one in kept] == [Ending.FAILED, None]
-    assert (kept[0].replica, kept[0].status) == ("worker-1", 3)
+    assert kept[0].decision == failure
 
 
 def test_failures_and_preemptions_are_two_budgets(tmp_path: Path) -> None:

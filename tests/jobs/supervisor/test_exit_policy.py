@@ -14,8 +14,8 @@ from hydroslurm.jobs.supervisor.exit_policy import (
     Action,
     ExitDecision,
     decide_exit,
-    decide_job,
     restarts,
+    within_limits,
 )
 
 PYTHON = "/usr/bin/python3"
@@ -117,9 +117,8 @@ def test_once_backoff_limit_is_spent_every_policy_is_never(policy: str) -> None:
     assert after(of, (1, 75), earlier=spent, unrequested=(1,)).action is Action.WAIT
     assert after(of, (1, 137), (2, 1), (0, 0), earlier=spent).action is Action.SUCCEED
     failed = after(of, (1, 137), (0, 143), earlier=spent)
-    found = decide_job(failed, of.limits, earlier_restarts=spent, is_over_deadline=False)
-    assert found is not None
-    assert found.failed
+    found = within_limits(failed, of.limits, earlier_restarts=spent, is_over_deadline=False)
+    assert found.action is Action.FAIL
     assert found.message.startswith(
         "worker-0 failed with status 143 (SIGTERM), after worker-1 failed with status 137 (SIGKILL)"
     )
@@ -158,9 +157,9 @@ SUCCESS = ExitDecision(
 def test_failures_are_counted_against_one_limit(earlier: int, limit: int, is_over: bool) -> None:
     """So many restarts, and the failure behind them is the last."""
     policy = RunLimits(backoff_limit=limit)
-    found = decide_job(FAILURE, policy, earlier_restarts=earlier, is_over_deadline=False)
-    assert (found is not None) == is_over
-    assert found is None or (found.failed, found.reason) == (True, "BackoffLimitExceeded")
+    found = within_limits(FAILURE, policy, earlier_restarts=earlier, is_over_deadline=False)
+    wanted = (Action.FAIL, "BackoffLimitExceeded") if is_over else (Action.RESTART, FAILURE.reason)
+    assert (found.action, found.reason) == wanted
 
 
 def test_a_restart_after_a_success_counts_too() -> None:
@@ -178,10 +177,8 @@ def test_a_restart_after_a_success_counts_too() -> None:
 def test_success_comes_before_the_deadline_and_the_deadline_before_a_failure() -> None:
     """What is done is done; what fails when its time is over has not failed of itself."""
     policy = RunLimits(active_deadline_seconds=60)
-    done = decide_job(SUCCESS, policy, earlier_restarts=0, is_over_deadline=True)
-    assert done is not None
-    assert not done.failed
-    late = decide_job(FAILURE, policy, earlier_restarts=0, is_over_deadline=True)
-    assert late is not None
-    assert (late.failed, late.reason) == (True, DEADLINE_EXCEEDED)
+    done = within_limits(SUCCESS, policy, earlier_restarts=0, is_over_deadline=True)
+    assert done is SUCCESS
+    late = within_limits(FAILURE, policy, earlier_restarts=0, is_over_deadline=True)
+    assert (late.action, late.reason) == (Action.FAIL, DEADLINE_EXCEEDED)
     assert "activeDeadlineSeconds (60)" in late.message
