@@ -70,7 +70,7 @@ def build(folder: Path, count: int) -> tuple[RunDir, ...]:
 
 
 def _describe(run: RunDir, number: int, *, with_spec: bool) -> None:
-    intent = Submission("built", "train.py", time.time_ns(), job_id=str(number + 1))
+    intent = Submission("built", "train.py", job_id=str(number + 1))
     if with_spec:
         intent = replace(intent, replicas=RANKS, backoff_limit=3)
         job = loads(_SPEC, name="job.yaml", folder=run.root).job

@@ -26,14 +26,12 @@ class Submission:
     Attributes:
         name: the job's name.
         command: what each rank runs, to be shown.
-        requested_epoch_ns: when.
         job_id: Slurm's, as submitit writes it (``12`` or ``12_3``); None before sbatch answered.
         replicas, backoff_limit: of a job with a spec, for whoever lists many jobs; None without.
     """
 
     name: str
     command: str
-    requested_epoch_ns: int
     job_id: str | None = None
     replicas: int | None = None
     backoff_limit: int | None = None

@@ -110,11 +110,6 @@ what a process is that submits a job from within a job. The new job would inheri
 itself for that task, element or restart (seen on 22.05.8)."""
 
 
-def is_passed_on(name: str) -> bool:
-    """Whether a submission hands an environment variable to sbatch."""
-    return not name.startswith(_NOT_PASSED_ON)
-
-
 def sbatch(
     script: Path, *options: str, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -134,7 +129,11 @@ def sbatch(
     try:
         done = subprocess.run(
             ["sbatch", *options, str(script)],
-            env={name: value for name, value in environ.items() if is_passed_on(name)},
+            env={
+                name: value
+                for name, value in environ.items()
+                if not name.startswith(_NOT_PASSED_ON)
+            },
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

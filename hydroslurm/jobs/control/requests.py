@@ -35,8 +35,8 @@ from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.client import Job, JobState, SlurmClient
 from hydroslurm.vacate.request import ask_to_vacate
 
-_SUBMITTED = re.compile(r"sbatch (/.+)/(?:logs/\.?submission_file_\w+\.sh|job\.sbatch)", re.DOTALL)
-"""How submitit and we call sbatch: with a file in the run folder and nothing else."""
+_SUBMITTED = re.compile(r"sbatch (/.+)/job\.sbatch", re.DOTALL)
+"""How we call sbatch: with a file in the run folder and nothing else."""
 
 
 @dataclass(frozen=True)

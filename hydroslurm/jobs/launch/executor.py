@@ -20,7 +20,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -38,20 +37,26 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from hydroslurm.core import rundir
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import RunFolderError, SlurmMissing, UsageError
+from hydroslurm.errors import MaybeSubmitted, RunFolderError, SlurmMissing, UsageError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.launch.batch import in_option_line, last_line
 from hydroslurm.jobs.launch.rank import SUBMITIT_SIGNAL, InRank, Script
-from hydroslurm.jobs.launch.sbatch import call_sbatch, check_size, new_run, new_submission
+from hydroslurm.jobs.launch.sbatch import check_size, new_run, new_submission, submit_script
 from hydroslurm.jobs.spec.script import check_options
 from hydroslurm.jobs.submission import Submission
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 
+_SET_BY_US = ("comment", "signal", "array")
+"""Parameters of sbatch. Elements of an array of one's own would share the run folder: map_array
+gives each its own."""
 _NO_SLURM = (
     "no srun on the PATH, so there is no Slurm to submit to from here. Log in to a submit host, "
     "try a private one (hydroslurm cluster up), or run it on this machine: hydroslurm run -- "
     'python train.py, in Python Executor(folder, cluster="local")'
 )
+
+
+Cluster = Literal["slurm", "local", "debug"]
 
 
 class Executor(SlurmExecutor):
@@ -86,9 +91,12 @@ class Executor(SlurmExecutor):
             "max_pickle_size_gb": max_pickle_size_gb,
             "python": python,
         }
-        self._here: WithoutSlurm | None = None
+        self._auto: submitit.AutoExecutor | None = None
         if cluster != "slurm":
-            self._here = WithoutSlurm(path, cluster, **options)
+            if cluster not in ("local", "debug"):
+                raise UsageError(f'cluster={cluster!r}: wanted "slurm", "local" or "debug"')
+            prefixed = {f"local_{name}": value for name, value in options.items()}
+            self._auto = submitit.AutoExecutor(path, cluster=cluster, **prefixed)
             PicklingExecutor.__init__(self, path, max_num_timeout, max_pickle_size_gb)
             return
         if shutil.which("srun") is None:
@@ -116,14 +124,15 @@ class Executor(SlurmExecutor):
                 "use_srun=False is not possible: Slurm signals job steps, and without srun there "
                 "is none"
             )
-        for name in _set_by_us({**plain, **(plain.get("additional_parameters") or {})}):
-            raise UsageError(f"{name!r} is set by hydroslurm, which needs it; omit it")
+        for name in {**plain, **(plain.get("additional_parameters") or {})}:
+            if name in _SET_BY_US:
+                raise UsageError(f"{name!r} is set by hydroslurm, which needs it; omit it")
         try:
             super().update_parameters(**plain)
         except (ValueError, TypeError, NameError) as error:
             raise UsageError(str(error)) from error
-        if self._here is not None:
-            self._here.update_parameters(parameters)
+        if self._auto is not None:
+            _update(self._auto, parameters)
 
     def submit_script(self, script: str, *arguments: str, module: bool = False) -> PausableJob:
         """Submit a Python script, or with ``module`` a module, unmodified.
@@ -133,7 +142,7 @@ class Executor(SlurmExecutor):
             LaunchError: sbatch refused the job, or no partition could ever start it.
         """
         wanted, asked = _script(script, arguments, is_module=module), self.parameters
-        if self._here is None:
+        if self._auto is None:
             check_size(asked.get("partition", ""), asked.get("nodes", 1), asked.get("time"))
         job = self.submit(wanted)
         assert isinstance(job, PausableJob)
@@ -164,23 +173,19 @@ class Executor(SlurmExecutor):
     ) -> list[submitit.Job[Any]]:
         if not delayed_submissions:
             return []
-        if self._here is not None:
-            return [self._run_here(self._here, delayed) for delayed in delayed_submissions]
+        if self._auto is not None:
+            return [self._run_here(self._auto, delayed) for delayed in delayed_submissions]
         is_array = len(delayed_submissions) > 1
         name = self._job_name(delayed_submissions[0])
         with new_submission(JobPaths.get_first_id_independent_folder(self.folder), name) as run:
-            intent = Submission(name, _describe(delayed_submissions[0]), time.time_ns())
+            intent = Submission(name, _describe(delayed_submissions[0]))
             submission.write(run, intent)
             for delayed in delayed_submissions:
                 delayed.function = InRank(delayed.function, run.root, is_array=is_array)
-            jobs = self._submit_into(run, name, delayed_submissions)
-        found: list[submitit.Job[Any]] = [
-            PausableJob(run.logs, job.job_id, list(range(job.num_tasks))) for job in jobs
-        ]
-        job_id = jobs[0].job_id.partition("_")[0] if is_array else jobs[0].job_id
+            job_id, found = self._submit_into(run, name, delayed_submissions)
         try:
             submission.write(run, replace(intent, job_id=job_id))
-            shutil.copyfile(jobs[0].paths.submission_file, run.job_sbatch)
+            shutil.copyfile(run.job_sbatch, found[0].paths.submission_file)
             self._lead_to(found)
         except (OSError, RunFolderError) as error:
             warnings.warn(
@@ -194,11 +199,22 @@ class Executor(SlurmExecutor):
         return self.parameters.get("job_name") or _name_of(delayed.function)
 
     def _run_here(
-        self, here: WithoutSlurm, delayed: submitit_utils.DelayedSubmission
+        self, auto: submitit.AutoExecutor, delayed: submitit_utils.DelayedSubmission
     ) -> submitit.Job[Any]:
+        """Run one call by submitit on this machine, with its files in the run folder."""
         folder = JobPaths.get_first_id_independent_folder(self.folder)
         run = new_run(folder, self._job_name(delayed))
-        job = here.submit(run, delayed)
+        delayed.function = InRank(delayed.function, run.root)
+        inner = copy(auto._executor)
+        inner.folder = run.logs
+        with submitit_utils.environment_variables(
+            **{
+                "SUBMITIT_PREEMPT_SIGNAL": SUBMITIT_SIGNAL,
+                PREEMPT_ENV: os.environ.get(PREEMPT_ENV) or "pause",
+                rundir.RUN_DIR_ENV: run.root,
+            }
+        ):
+            (job,) = inner._internal_process_submissions([delayed])
         job.run_dir = run  # type: ignore[attr-defined] # as a PausableJob has it
         self._lead_to([job])
         return job
@@ -215,12 +231,45 @@ class Executor(SlurmExecutor):
 
     def _submit_into(
         self, run: RunDir, name: str, delayed: list[submitit_utils.DelayedSubmission]
-    ) -> list[submitit.Job[Any]]:
-        """Submit by submitit, with its files in the run folder."""
-        inner = self._with_files_in(run, name, is_array=len(delayed) > 1)
-        return call_sbatch(
-            lambda: list(SlurmExecutor._internal_process_submissions(inner, delayed)), run
-        )
+    ) -> tuple[str, list[submitit.Job[Any]]]:
+        """Submit submitit's batch script, with its files in the run folder; returns the id that
+        Slurm has given, and the job of each call.
+
+        submitit's own way to sbatch has no words for what goes wrong there.
+
+        Raises:
+            LaunchError, MaybeSubmitted, SlurmMissing: as :func:`submit_script`.
+            UsageError: the calls are larger than ``max_pickle_size_gb``.
+        """
+        is_array = len(delayed) > 1
+        inner = self._with_files_in(run, name, is_array=is_array)
+        if is_array:
+            inner.parameters["map_count"] = len(delayed)
+        pickles = [run.logs / f"call-{number}.pkl" for number in range(len(delayed))]
+        for call, pickle in zip(delayed, pickles, strict=True):
+            call.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
+            call.dump(pickle)
+        size_gb = sum(pickle.stat().st_size for pickle in pickles) / 2**30
+        if size_gb > self.max_pickle_size_gb:
+            raise UsageError(
+                f"the functions and their arguments take {size_gb:.2f} GB as pickles, more than "
+                f"max_pickle_size_gb={self.max_pickle_size_gb:g}; load large data in the job, or "
+                "raise the limit"
+            )
+        run.job_sbatch.write_text(inner._make_submission_file_text(inner._submitit_command_str, ""))
+        job_id = str(submit_script(run.job_sbatch, run))
+        names = [f"{job_id}_{number}" for number in range(len(delayed))] if is_array else [job_id]
+        tasks = list(range(inner._num_tasks()))
+        jobs: list[submitit.Job[Any]] = [PausableJob(run.logs, each, tasks) for each in names]
+        try:
+            for job, pickle in zip(jobs, pickles, strict=True):
+                pickle.rename(job.paths.submitted_pickle)
+        except OSError as error:
+            raise MaybeSubmitted(
+                f"Slurm has the job, as {job_id}, and it would not find its function: {error}. "
+                f"`scancel {job_id}` takes it back"
+            ) from error
+        return job_id, jobs
 
     def _with_files_in(self, run: RunDir, name: str, *, is_array: bool) -> Executor:
         """A copy whose jobs have their files in the run folder, and our lines in their script."""
@@ -247,6 +296,18 @@ class Executor(SlurmExecutor):
         return inner
 
 
+def _update(auto: submitit.AutoExecutor, parameters: Mapping[str, Any]) -> None:
+    """Set what submitit's AutoExecutor accepts; parameters for Slurm alone have no effect."""
+    clusters, named = get_executors(), {}
+    for name, value in parameters.items():
+        is_its = name in auto._valid_parameters() or name.partition("_")[0] in clusters
+        named[name if is_its else f"slurm_{name}"] = value
+    try:
+        auto.update_parameters(**named)
+    except (AssertionError, ValueError, NameError) as error:
+        raise UsageError(str(error)) from error
+
+
 def _script(script: str, arguments: Sequence[str], *, is_module: bool) -> Script:
     if not is_module and not (Path(script).is_file() and os.access(script, os.R_OK)):
         raise UsageError(
@@ -267,18 +328,6 @@ def _has_module(name: str) -> bool:
     return PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]) is not None
 
 
-def _set_by_us(given: Mapping[str, Any]) -> list[str]:
-    """The given parameters that only hydroslurm may set. Its own values are fine: submitit passes
-    them on to the executor that it creates for an array."""
-    signal = f"{SUBMITIT_SIGNAL}@{given.get('signal_delay_s', 90)}"
-    is_ours = {
-        "comment": rundir.is_named(str(given.get("comment"))),
-        "signal": given.get("signal") == signal,
-        "array": False,  # its elements would share the run folder: map_array gives each its own
-    }
-    return [name for name, same in is_ours.items() if name in given and not same]
-
-
 def _name_of(function: Callable[..., Any]) -> str:
     name = getattr(function, "name", None) or getattr(function, "__name__", None)
     return str(name or type(function).__name__)
@@ -294,53 +343,6 @@ def _describe(delayed: submitit_utils.DelayedSubmission) -> str:
         f"{k}={v!r}" for k, v in delayed.kwargs.items()
     ]
     return f"{_name_of(delayed.function)}({', '.join(arguments)})"
-
-
-Cluster = Literal["slurm", "local", "debug"]
-
-
-class WithoutSlurm:
-    """submitit's executor for this machine, chosen and configured by its AutoExecutor."""
-
-    def __init__(self, folder: Path, cluster: str, **options: Any) -> None:
-        """``options``: those of submitit's LocalExecutor.
-
-        Raises:
-            UsageError: no such cluster.
-        """
-        if cluster not in ("local", "debug"):
-            raise UsageError(f'cluster={cluster!r}: wanted "slurm", "local" or "debug"')
-        prefixed = {f"local_{name}": value for name, value in options.items()}
-        self._auto = submitit.AutoExecutor(folder, cluster=cluster, **prefixed)
-
-    def update_parameters(self, parameters: Mapping[str, Any]) -> None:
-        """Set what submitit's AutoExecutor accepts; parameters for Slurm alone have no effect."""
-        named = {
-            name if self._is_auto(name) else f"slurm_{name}": value
-            for name, value in parameters.items()
-        }
-        try:
-            self._auto.update_parameters(**named)
-        except (AssertionError, ValueError, NameError) as error:
-            raise UsageError(str(error)) from error
-
-    def submit(self, run: RunDir, delayed: submitit_utils.DelayedSubmission) -> submitit.Job[Any]:
-        """Run one call by submitit, with its files in the run folder."""
-        delayed.function = InRank(delayed.function, run.root)
-        inner = copy(self._auto._executor)
-        inner.folder = run.logs
-        with submitit_utils.environment_variables(
-            **{
-                "SUBMITIT_PREEMPT_SIGNAL": SUBMITIT_SIGNAL,
-                PREEMPT_ENV: os.environ.get(PREEMPT_ENV) or "pause",
-                rundir.RUN_DIR_ENV: run.root,
-            }
-        ):
-            (job,) = inner._internal_process_submissions([delayed])
-        return job
-
-    def _is_auto(self, name: str) -> bool:
-        return name in self._auto._valid_parameters() or name.partition("_")[0] in get_executors()
 
 
 class _Watcher(SlurmInfoWatcher):

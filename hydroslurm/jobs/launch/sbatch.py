@@ -4,16 +4,14 @@ start."""
 from __future__ import annotations
 
 import contextlib
-import io
-import os
 import re
 import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from hydroslurm.core import rundir
 from hydroslurm.core.rundir import RunDir
@@ -24,18 +22,13 @@ from hydroslurm.errors import (
     MaybeSubmitted,
     RunFolderError,
     SlurmError,
-    SlurmMissing,
     SlurmTimeout,
     UsageError,
 )
-from hydroslurm.slurm.config import why_unconfigured
-from hydroslurm.slurm.programs import check_conf, is_passed_on, sbatch, submitted
-from hydroslurm.slurm.refusals import is_unconfigured
+from hydroslurm.slurm.programs import sbatch, submitted
 
 if TYPE_CHECKING:  # what is not needed before sbatch has the job does not delay it
     from hydroslurm.slurm.client import SlurmClient
-
-Answer = TypeVar("Answer")
 
 _MAYBE_TAKEN = ("timed out", "time out", "timeout", "zero bytes", "unexpected message", "killed")
 """In messages of sbatch that got no answer: slurmctld may have the job all the same."""
@@ -88,45 +81,6 @@ def new_submission(base: Path, name: str) -> Iterator[RunDir]:
         raise
 
 
-def call_sbatch(submit: Callable[[], Answer], run: RunDir) -> Answer:
-    """Let submitit call sbatch. A refusal is reported by the error alone, although submitit prints
-    it.
-
-    Args:
-        run: the job's run folder.
-
-    Raises:
-        LaunchError: sbatch refused the job.
-        MaybeSubmitted: it did not confirm it, or something failed after that.
-    """
-    from submitit.core import utils as submitit_utils  # a TrainingJob starts sooner without
-
-    check_conf(os.environ)
-    stderr = io.StringIO()
-    kept_back = {name: os.environ.pop(name) for name in list(os.environ) if not is_passed_on(name)}
-    try:
-        with contextlib.redirect_stderr(stderr):
-            answer = submit()
-    except (submitit_utils.FailedJobError, submitit_utils.FailedSubmissionError) as error:
-        if is_unconfigured(str(error)):
-            raise SlurmMissing(why_unconfigured(os.environ)) from error
-        _print_stderr(stderr.getvalue().replace(str(error), ""))
-        is_refused = isinstance(error, submitit_utils.FailedJobError)
-        answered = getattr(error.__cause__, "output", "")
-        raise _failure(str(error), answered, run, is_refused=is_refused) from error
-    except BaseException as error:
-        _print_stderr(stderr.getvalue())
-        was_called = any(run.logs.glob("*submission*.sh"))
-        if was_called and isinstance(error, (Exception, KeyboardInterrupt)):
-            said = str(error) or "it was interrupted"
-            raise _failure(said, "", run, is_refused=False) from error
-        raise
-    finally:
-        os.environ.update(kept_back)
-    _print_stderr(stderr.getvalue())
-    return answer
-
-
 def submit_script(script: Path, run: RunDir) -> int:
     """Submit a batch script of our own; returns the job's id. sbatch's warnings go to stderr.
 
@@ -142,11 +96,11 @@ def submit_script(script: Path, run: RunDir) -> int:
         done = sbatch(script)
     except (SlurmTimeout, KeyboardInterrupt) as error:
         said = str(error) or "it was interrupted"
-        raise _failure(said, "", run, is_refused=False) from error
+        raise _failure(said, run, is_refused=False) from error
     said = done.stderr.strip()
     job_id = submitted(done.stdout)
     if job_id is None:
-        raise _failure(said or done.stdout, "", run, is_refused=done.returncode != 0)
+        raise _failure(said or done.stdout, run, is_refused=done.returncode != 0)
     _print_stderr(said)  # whatever the exit status: Slurm has it
     return job_id
 
@@ -161,12 +115,10 @@ def check_size(partition: str, nodes: int, limit_min: int | None) -> None:
     Raises:
         LaunchError: says what each of them has.
     """
-    from hydroslurm.slurm.client import RetryPolicy, open_client
     from hydroslurm.slurm.text import format_duration
 
-    patience = RetryPolicy(call_timeout_s=_LOOK_S, give_up_after_s=0.0)
     try:
-        known = open_client(retry_policy=patience).partitions()
+        known = _client().partitions()
     except SlurmError:
         return
     names = partition.split(",") if partition else [one.name for one in known]
@@ -224,19 +176,18 @@ def _remove(run: RunDir, made: list[Path]) -> None:
             path.rmdir()
 
 
-def _failure(said: str, answered: str, run: RunDir, *, is_refused: bool) -> LaunchError:
+def _failure(said: str, run: RunDir, *, is_refused: bool) -> LaunchError:
     """
     Args:
-        said: the error. answered: what sbatch printed.
+        said: what sbatch printed, or what came in its place.
         is_refused: sbatch said no, instead of nothing.
     """
     lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in _lines(said)]
     message = "; ".join(lines) or "it gave no reason"
-    job_id = submitted(answered)
-    if job_id is None and is_refused and not any(part in said.lower() for part in _MAYBE_TAKEN):
+    if is_refused and not any(part in said.lower() for part in _MAYBE_TAKEN):
         hint = _partitions() if _NO_PARTITION.search(message) else ""
         return LaunchError(f"sbatch refused the job: {message}{hint}")
-    if (job := job_id or _job_of(run)) is not None:
+    if (job := _job_of(run)) is not None:
         return MaybeSubmitted(
             f"Slurm has the job, as {job}, although its submission failed: {message}. The request "
             f"is in {run.root}; `scancel {job}` takes it back"
@@ -249,11 +200,8 @@ def _failure(said: str, answered: str, run: RunDir, *, is_refused: bool) -> Laun
 
 def _partitions() -> str:
     """What may be asked for instead of a partition that there is not; "" if Slurm does not say."""
-    from hydroslurm.slurm.client import RetryPolicy, open_client
-
-    patience = RetryPolicy(call_timeout_s=_LOOK_S, give_up_after_s=0.0)
     try:
-        names = [one.name for one in open_client(retry_policy=patience).partitions()]
+        names = [one.name for one in _client().partitions()]
     except (HydroslurmError, UsageError):
         return ""
     return (
@@ -264,16 +212,20 @@ def _partitions() -> str:
 
 def _job_of(run: RunDir) -> int | None:
     """The id under which Slurm has the job of a run folder; None if it does not say so."""
-    from hydroslurm.slurm.client import RetryPolicy, open_client
-
-    patience = RetryPolicy(call_timeout_s=_LOOK_S, give_up_after_s=0.0)
     try:
-        jobs = open_client(retry_policy=patience).jobs(user=user_name())
+        jobs = _client().jobs(user=user_name())
     except (HydroslurmError, UsageError):
         return None
     own = rundir.comment_for(run)
     found = (job.array_job_id or job.job_id for job in jobs if (job.comment or "").startswith(own))
     return next(found, None)
+
+
+def _client() -> SlurmClient:
+    """One that asks once."""
+    from hydroslurm.slurm.client import RetryPolicy, open_client
+
+    return open_client(retry_policy=RetryPolicy(call_timeout_s=_LOOK_S, give_up_after_s=0.0))
 
 
 def _lines(text: str) -> list[str]:

@@ -167,7 +167,6 @@ def _intent(job: TrainingJob, plan: Plan) -> Submission:
     return Submission(
         job.name,
         f"TrainingJob of {len(plan.tasks)} tasks{' a member' if is_elastic else ''}",
-        time.time_ns(),
         replicas=job.members if is_elastic else job.replicas,
         backoff_limit=job.run_policy.backoff_limit,
     )

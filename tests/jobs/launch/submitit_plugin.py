@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from submitit.core import utils
 from submitit.core.utils import environment_variables
 
 DIFFERENT = {
@@ -30,8 +33,10 @@ def pytest_configure() -> None:
     from submitit.core import test_core
     from submitit.slurm import slurm
 
+    from hydroslurm.jobs.launch import sbatch
     from hydroslurm.jobs.launch.executor import Executor, PausableJob
 
+    sbatch.sbatch = _sbatch
     slurm.SlurmExecutor, slurm.SlurmJob = Executor, PausableJob
     test_core.MockedSubprocess.job_context = _as_slurm_sets_it
 
@@ -41,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.name in DIFFERENT:
             item.add_marker(pytest.mark.xfail(reason=DIFFERENT[item.name], strict=True))
+
+
+def _sbatch(script: Path) -> subprocess.CompletedProcess[str]:
+    """What submitit's tests have in the place of sbatch; it answers in other words than Slurm's."""
+    said = utils.CommandFunction(["sbatch", str(script)])().decode()
+    return subprocess.CompletedProcess([], 0, said.replace("Running", "Submitted batch"), "")
 
 
 @contextlib.contextmanager
