@@ -11,11 +11,11 @@ from functools import cached_property
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import SlurmError, SlurmMissing
-from hydroslurm.jobs.control.requests import run_dirs_of
 from hydroslurm.observe.folder import FollowedJob
 from hydroslurm.observe.row import Row, row_of
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import Policies, read_policies
+from hydroslurm.slurm.run_folders import run_dirs_of
 from hydroslurm.slurm.values import Job
 
 RANKS_EACH_TIME = 4000

@@ -157,11 +157,15 @@ def warn_of_doubt(run: RunDir) -> None:
         _warn(_doubts[run])
 
 
-def all_of_job(job: Job) -> tuple[RunDir, ...]:
+def run_dirs_of(job: Job) -> tuple[RunDir, ...]:
     """The run folders of all trainings of a job, in the order in which they first began; one where
     its comment names it."""
     first = of_job(job)
-    return (first,) if rundir.is_named(job.comment or "") else tuple(_numbered(first))
+    if not rundir.is_named(job.comment or ""):
+        return tuple(_numbered(first))
+    if job.array_task_id is None:
+        return (first,)
+    return (RunDir(Path(str(first.root).replace("%a", str(job.array_task_id)))),)
 
 
 def others_of_job(environ: Mapping[str, str]) -> tuple[RunDir, ...]:

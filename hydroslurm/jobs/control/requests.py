@@ -31,8 +31,8 @@ from hydroslurm.errors import (
     WrongJobState,
 )
 from hydroslurm.jobs.control.listeners import Verb, listeners
-from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.client import Job, JobState, SlurmClient
+from hydroslurm.slurm.run_folders import run_dirs_of
 from hydroslurm.vacate.request import ask_to_vacate
 
 _SUBMITTED = re.compile(r"sbatch (/.+)/job\.sbatch", re.DOTALL)
@@ -60,14 +60,6 @@ def run_dir_of(job: Job) -> RunDir:
     """The run folder of a job, whether it was started by ``hydroslurm submit`` or by srun alone; of
     several trainings, that of the one which was last at work."""
     return max(run_dirs_of(job), key=_last_told_ns)
-
-
-def run_dirs_of(job: Job) -> tuple[RunDir, ...]:
-    """The run folders of all trainings of a job."""
-    folders = run_folders.all_of_job(job)
-    if job.array_task_id is not None and "%a" in str(folders[0].root):
-        return (RunDir(Path(str(folders[0].root).replace("%a", str(job.array_task_id)))),)
-    return folders
 
 
 def _last_told_ns(run: RunDir) -> int:

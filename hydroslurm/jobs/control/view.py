@@ -44,7 +44,6 @@ from hydroslurm.jobs.control.requests import (
     ranks_dir_of,
     ranks_dirs_of,
     run_dir_of,
-    run_dirs_of,
 )
 from hydroslurm.jobs.plan import Plan, read_plan
 from hydroslurm.jobs.spec.job import TrainingJob
@@ -66,7 +65,7 @@ from hydroslurm.jobs.supervisor.exit_policy import format_status
 from hydroslurm.jobs.supervisor.job_step import TaskExits
 from hydroslurm.jobs.supervisor.tensorboard import Address, read_address
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.run_folders import read_owner
+from hydroslurm.slurm.run_folders import read_owner, run_dirs_of
 from hydroslurm.slurm.values import Job, JobState
 
 _MOST_BYTES = 16 << 20

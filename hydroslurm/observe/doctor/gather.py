@@ -13,13 +13,14 @@ from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.trust import check_trusted
 from hydroslurm.errors import UntrustedFile, UsageError
-from hydroslurm.jobs.control.requests import find_job, run_dir_of, run_dirs_of
+from hydroslurm.jobs.control.requests import find_job, run_dir_of
 from hydroslurm.observe.doctor.facts import Facts, SaveFacts, Saver, VacateFacts
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.limit_warning import requested_warnings
 from hydroslurm.slurm.munge import Munge, MungeError, socket_of
 from hydroslurm.slurm.policy import find_partition, site_policy
+from hydroslurm.slurm.run_folders import run_dirs_of
 from hydroslurm.slurm.values import Job, JobState
 
 
