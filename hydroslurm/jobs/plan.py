@@ -81,7 +81,7 @@ class ElasticPlan:
     Attributes:
         job_name: of the members' jobs, and of no others.
         base: how many members belong into the base array; 0: there is none.
-        exclude_after: so many failures exclude a node.
+        exclude_after: a node on which so many members have failed gets no more.
     """
 
     job_name: str

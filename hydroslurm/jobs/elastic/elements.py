@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hydroslurm.elastic.roster import CONNECTION_ENDED, Record
+from hydroslurm.jobs.plan import ElasticPlan, RunLimits
 from hydroslurm.slurm import values
 from hydroslurm.slurm.values import JobState
 
@@ -37,20 +38,6 @@ _TAKEN = frozenset(
     }
 )
 """Ends that say nothing against the training: counted as preemptions."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budgets:
-    """How much may go wrong.
-
-    Attributes:
-        failures, preemptions: of members; one more ends the run. None: any number.
-        exclude_after: a node on which so many members have failed gets no more.
-    """
-
-    failures: int = 3
-    preemptions: int | None = None
-    exclude_after: int = 2
 
 
 @dataclass(frozen=True)
@@ -106,20 +93,23 @@ class Elements:
     """
 
     def __init__(
-        self, budgets: Budgets, *, base: int, last_words: Callable[[str], str] = lambda _: ""
+        self,
+        plan: ElasticPlan,
+        limits: RunLimits,
+        *,
+        last_words: Callable[[str], str] = lambda _: "",
     ) -> None:
         """
         Args:
-            base: how many of the elements belong into the base array.
+            limits: how many members may fail, and how many be preempted; one more ends the run.
             last_words: what the processes of an element wrote last.
         """
         self.elements: dict[str, Element] = {}
         self.failures = 0
         self.preemptions = 0
         self.excluded: dict[str, str] = {}
-        self._budgets = budgets
+        self._plan, self._limits = plan, limits
         self._last_words = last_words
-        self._base = base
         self._failed_on: Counter[str] = Counter()
         self._ended: dict[str, float] = {}
         self._last_failure = ""
@@ -236,7 +226,7 @@ class Elements:
         self._count(data, now_s)
         actions: list[Action] = [Record("ended", data)]
         failed = self._failed_on[one.node]
-        enough = failed >= self._budgets.exclude_after
+        enough = failed >= self._plan.exclude_after
         if how == "failure" and one.node and enough and one.node not in self.excluded:
             why = f"{failed} members failed there, the last: {reason}"
             self.excluded[one.node] = why
@@ -273,16 +263,17 @@ class Elements:
 
     def verdict(self) -> tuple[str, str] | None:
         """Why the run cannot go on: one word for programs and a sentence, or None."""
-        budgets = self._budgets
-        if self.failures > budgets.failures:
+        limits = self._limits
+        if self.failures > limits.backoff_limit:
             return "BackoffLimitExceeded", (
                 f"{self.failures} members have failed, and runPolicy.backoffLimit is "
-                f"{budgets.failures}; the last, {self._last_failure}"
+                f"{limits.backoff_limit}; the last, {self._last_failure}"
             )
-        if budgets.preemptions is not None and self.preemptions > budgets.preemptions:
+        most = limits.preemption_limit
+        if most is not None and self.preemptions > most:
             return "PreemptionLimitExceeded", (
                 f"{self.preemptions} members were preempted, and runPolicy.preemptionLimit is "
-                f"{budgets.preemptions}"
+                f"{most}"
             )
         return None
 
@@ -294,7 +285,7 @@ class Elements:
         counted = [one for one in self.elements.values() if one.counts]
         missing = count - len(counted)
         if missing >= 0:
-            base = min(missing, self._base - sum(one.is_base for one in counted))
+            base = min(missing, self._plan.base - sum(one.is_base for one in counted))
             wanted = [Submit(max(0, base), True), Submit(missing - max(0, base), False)]
             return [one for one in wanted if one.count]
         free = [one for one in reversed(counted) if one.name not in training]

@@ -31,7 +31,7 @@ from hydroslurm.errors import (
     StaleAttempt,
 )
 from hydroslurm.jobs.elastic.allocator import Allocator
-from hydroslurm.jobs.elastic.elements import Budgets, Elements
+from hydroslurm.jobs.elastic.elements import Elements
 from hydroslurm.jobs.plan import Plan, read_plan
 from hydroslurm.jobs.supervisor import CLEAN
 from hydroslurm.jobs.supervisor.conditions import (
@@ -192,15 +192,9 @@ def allocator_of(run: RunDir, plan: Plan, *, environ: Mapping[str, str]) -> Allo
     elastic = plan.elastic
     if elastic is None:
         raise LaunchError(f"{run.root} is the folder of a job without elastic")
-    folder = ElasticFolder(run=run.root)
-    budgets = Budgets(
-        failures=plan.limits.backoff_limit,
-        preemptions=plan.limits.preemption_limit,
-        exclude_after=elastic.exclude_after,
-    )
     return Allocator(
-        folder,
-        Elements(budgets, base=elastic.base, last_words=lambda name: last_words(run.logs, name)),
+        ElasticFolder(run=run.root),
+        Elements(elastic, plan.limits, last_words=lambda name: last_words(run.logs, name)),
         client=open_client(environ=environ),
         user=user_name(),
         name=elastic.job_name,

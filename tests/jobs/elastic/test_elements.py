@@ -16,11 +16,11 @@ from hydroslurm.jobs.elastic.elements import (
     LINGERS_S,
     UNSEEN_S,
     Action,
-    Budgets,
     Cancel,
     Elements,
     Submit,
 )
+from hydroslurm.jobs.plan import ElasticPlan, RunLimits
 from hydroslurm.slurm.values import Element, JobState
 
 RUNNING, PENDING = JobState.RUNNING, JobState.PENDING
@@ -29,9 +29,10 @@ RUNNING, PENDING = JobState.RUNNING, JobState.PENDING
 class Ledger:
     """Elements whose actions are carried out as the allocator does, and written down."""
 
-    def __init__(self, *, base: int = 0, **budgets: Any) -> None:
-        self.base, self.budgets = base, Budgets(**budgets)
-        self.elements = Elements(self.budgets, base=base, last_words="{} said so".format)
+    def __init__(self, *, base: int = 0, **limits: Any) -> None:
+        self.plan = ElasticPlan("run", base, exclude_after=2)
+        self.limits = RunLimits(**limits)
+        self.elements = Elements(self.plan, self.limits, last_words="{} said so".format)
         self.lines: list[tuple[str, dict[str, Any]]] = []
         self.cancelled: list[str] = []
         self.arrays = 100
@@ -151,7 +152,7 @@ def test_one_that_has_done_what_follows_the_training_may_end() -> None:
 
 def test_a_node_that_fails_members_is_excluded_once() -> None:
     """What waits could start there, and is submitted again without it."""
-    of = Ledger(failures=9, exclude_after=2)
+    of = Ledger(backoff_limit=9)
     first, second, waits = of.want(3)
     of.seen(row(first, JobState.FAILED, "bad"), row(second), row(waits, PENDING, ""))
     assert of.cancelled == []
@@ -165,7 +166,7 @@ def test_a_node_that_fails_members_is_excluded_once() -> None:
 
 def test_budgets_are_apart() -> None:
     """Preemptions are not failures; the one that is too many gives the verdict."""
-    of = Ledger(failures=1, preemptions=None)
+    of = Ledger(backoff_limit=1, preemption_limit=None)
     for _ in range(10):
         (name,) = of.want(1)
         of.seen(row(name, JobState.PREEMPTED))
@@ -177,7 +178,7 @@ def test_budgets_are_apart() -> None:
     assert verdict is not None
     assert verdict[0] == "BackoffLimitExceeded"
     assert f"{name} on n7: it ended FAILED (the last line of its log: {name} said so)" in verdict[1]
-    limited = Ledger(preemptions=0)
+    limited = Ledger(preemption_limit=0)
     (name,) = limited.want(1)
     limited.seen(row(name, JobState.NODE_FAIL))
     assert limited.elements.verdict() is not None
@@ -215,14 +216,14 @@ def test_one_that_is_still_going_is_not_taken_for_a_new_one() -> None:
 
 def test_the_next_coordinator_knows_the_same_from_the_ledger() -> None:
     """And takes over what the last one submitted without being able to write that down."""
-    of = Ledger(base=1, failures=5)
+    of = Ledger(base=1, backoff_limit=5)
     names = of.want(3)
     of.train(*names)
     of.note("leaving", member=names[1], node="n2", reason="SIGTERM")
     of.note("left", member=names[1], node="n2", reason="SIGTERM")
     of.want(3, names[0], names[2])
     of.seen(row(names[0]), row(names[2], JobState.FAILED), *map(row, of.elements.elements))
-    after = Elements(of.budgets, base=1)
+    after = Elements(of.plan, of.limits)
     for kind, data in of.lines:
         after.replay(kind, data, 0.0)
     assert after.elements.keys() == of.elements.elements.keys()
@@ -240,7 +241,7 @@ def test_members_that_slurm_has_accepted_are_known_on_a_full_disk(
     said: list[str] = []
     keeper = allocator.Allocator(
         ElasticFolder(run=tmp_path / "not" / "there"),
-        Elements(Budgets(), base=0),
+        Elements(ElasticPlan("run", 0, 2), RunLimits()),
         client=Mock(),
         user="me",
         name="run",
