@@ -39,7 +39,7 @@ from typing import Any, Protocol
 from hydroslurm.data import epochs
 from hydroslurm.data.loader_state import LoaderState
 from hydroslurm.data.sampler import share_given
-from hydroslurm.data.strategies import ReplayPosition, SamplerPosition, StatefulPosition, index_plan
+from hydroslurm.data.strategies import ReplayPosition, SamplerPosition, StatefulPosition, countable
 from hydroslurm.errors import UsageError
 
 
@@ -112,6 +112,6 @@ def position_of(
         )
     if all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")):
         return StatefulPosition(loader, share=share)
-    if (plan := index_plan(loader)) is not None:
-        return SamplerPosition(loader, plan, share=share)
+    if (indexes := countable(loader)) is not None:
+        return SamplerPosition(loader, indexes, share=share)
     return ReplayPosition(loader, share=share)

@@ -23,8 +23,6 @@ from torch.utils.data import Sampler
 from hydroslurm.data.seeding import derive
 from hydroslurm.errors import StateMismatch, UsageError
 
-_CHUNK = 4096
-
 
 class SampleIndex(int):
     """An index into the data set that knows the epoch it is for, and its place in its order.
@@ -202,19 +200,12 @@ class ResumableSampler(Sampler[int]):
             self._start = 0
 
     def _indexes(self, this: _Pass) -> Iterator[SampleIndex]:
-        order = self._order(this.epoch)
-        world_size = this.share.world_size
-        count = self._left(this.start, world_size)
-        first = this.start + this.share.rank
-        for chunk in range(0, count, _CHUNK):
-            steps = numpy.arange(chunk, min(chunk + _CHUNK, count))
-            positions = first + steps * world_size
-            indexes = positions % self.length
-            if order is not None:
-                indexes = order[indexes]
-            for index, position in zip(indexes.tolist(), positions.tolist(), strict=True):
-                this.yielded += 1
-                yield SampleIndex(index, this.epoch, position)
+        order, share = self._order(this.epoch), this.share
+        first, count = this.start + share.rank, self._left(this.start, share.world_size)
+        for position in range(first, first + count * share.world_size, share.world_size):
+            place = position % self.length
+            this.yielded += 1
+            yield SampleIndex(place if order is None else int(order[place]), this.epoch, position)
         self.end_pass(this.epoch)
 
     def _left(self, consumed: int, world_size: int) -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
@@ -117,39 +116,20 @@ class StatefulPosition:
             warn_of_samplers_begun_anew(self._loader)
 
 
-@dataclass(frozen=True)
-class IndexPlan:
-    """How a loader makes batches of a sampler's indexes.
-
-    Attributes:
-        batch_size: in samples of this rank; or of all ranks, where ``is_global``.
-    """
-
-    sampler: ResumableSampler
-    batch_size: int
-    is_global: bool = False
-
-
-def index_plan(loader: Any) -> IndexPlan | None:
-    """The plan of a plain DataLoader over a :class:`ResumableSampler`; None for all others.
+def countable(loader: Any) -> Any | None:
+    """What makes the indexes of a plain DataLoader over a :class:`ResumableSampler`; None for all
+    others.
 
     Also None for a batch sampler with an ``__iter__`` of its own: how many samples its batches
     took cannot be computed.
     """
     if not isinstance(loader, DataLoader):
         return None
-    indexes = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    if isinstance(indexes, ResumableSampler):
-        return IndexPlan(indexes, 1)
-    if isinstance(indexes, GlobalBatchSampler):
-        return IndexPlan(indexes.sampler, indexes.batch_size, is_global=True)
-    if (
-        isinstance(indexes, BatchSampler)
-        and type(indexes).__iter__ is BatchSampler.__iter__
-        and isinstance(indexes.sampler, ResumableSampler)
-    ):
-        return IndexPlan(indexes.sampler, indexes.batch_size)
-    return None
+    indexes: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if isinstance(indexes, (ResumableSampler, GlobalBatchSampler)):
+        return indexes
+    is_plain = isinstance(indexes, BatchSampler) and type(indexes).__iter__ is BatchSampler.__iter__
+    return indexes if is_plain and isinstance(indexes.sampler, ResumableSampler) else None
 
 
 class SamplerPosition:
@@ -160,28 +140,23 @@ class SamplerPosition:
 
     name = "sampler"
 
-    def __init__(
-        self,
-        loader: Any,
-        plan: IndexPlan,
-        *,
-        share: Share | None = None,
-    ) -> None:
+    def __init__(self, loader: Any, indexes: Any, *, share: Share | None = None) -> None:
         self._loader = loader
         self.loader_state = LoaderState(loader)
-        self._plan = plan
+        self._sampler: ResumableSampler = getattr(indexes, "sampler", indexes)
+        self._batch_size: int = getattr(indexes, "batch_size", 1)  # of all ranks where it is global
+        self._global = indexes if isinstance(indexes, GlobalBatchSampler) else None
         self._share = share
         self._progress = Progress()
-        self._resumed_batches = 0
-        self._resumed_consumed = 0
         self._samples_per_batch = 0
+        self._base = 0
+        """Samples that were used beside those of the epoch's batches, had all been of this size."""
         self._warned = False
 
     def begin_epoch(self, epoch: int) -> Iterator[Any]:
         epochs.announce(self._loader, epoch)
         self._progress = Progress(epoch, begun=True)
-        self._resumed_batches = self._resumed_consumed = 0
-        self._settle_share()
+        self._settle_share(consumed=0)
         return CountedBatches(self._iterate(), self._progress)
 
     def resume_epoch(self, state: Mapping[str, Any]) -> Iterator[Any]:
@@ -191,35 +166,33 @@ class SamplerPosition:
             self.loader_state.put(state["objects"])
             return later_batches(lambda: self.begin_epoch(progress.epoch))
         epochs.announce(self._loader, progress.epoch)
-        self._resumed_batches = progress.batches
-        self._resumed_consumed = int(state["sampler"]["consumed"])
-        self._settle_share()
+        self._settle_share(consumed=int(state["sampler"]["consumed"]))
         # At the end of an epoch there is nothing to iterate, and who goes over the loader by
         # himself sees the whole epoch, as in an uninterrupted run. Persistent workers are started
         # all the same: there they are when the next epoch begins, which then draws no base seed.
         if progress.finished and not self._loader.persistent_workers:
             batches: Iterator[Any] = iter(())
         else:
-            self._plan.sampler.load_state_dict(state["sampler"])
+            self._sampler.load_state_dict(state["sampler"])
             batches = self._iterate()
         self.loader_state.put(state["objects"])
         return CountedBatches(iter(()) if progress.finished else batches, progress)
 
     def batches_of_epoch(self, state: Mapping[str, Any]) -> int | None:
         progress = Progress.of(state, strategy=self.name)
-        share, plan = self._plan.sampler.share, self._plan
-        world_size = (self._share or share).world_size
+        world_size = (self._share or self._sampler.share).world_size
         if not progress.begun or progress.finished or progress.world_size == world_size:
             return None
         consumed = int(state["sampler"]["consumed"])
-        left = plan.sampler.left(consumed) if not plan.is_global else plan.sampler.length - consumed
-        batches, rest = divmod(left, plan.batch_size)
+        sampler, of_all = self._sampler, self._global is not None
+        left = sampler.length - consumed if of_all else sampler.left(consumed)
+        batches, rest = divmod(left, self._batch_size)
         drops = getattr(self._loader.batch_sampler, "drop_last", False)
         return progress.batches + batches + (rest > 0 and not drops)
 
     def without_newest(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        ranks = 1 if self._plan.is_global else int(state["world_size"])
-        consumed = int(state["sampler"]["consumed"]) - self._plan.batch_size * ranks
+        ranks = 1 if self._global is not None else int(state["world_size"])
+        consumed = int(state["sampler"]["consumed"]) - self._batch_size * ranks
         sampler = {**state["sampler"], "consumed": consumed}
         return {**state, "batches": state["batches"] - 1, "sampler": sampler}
 
@@ -228,37 +201,36 @@ class SamplerPosition:
 
     def state_dict(self) -> dict[str, Any]:
         state = self._progress.state_dict(self.name)
-        state["sampler"] = self._plan.sampler.state_at(self._progress.epoch, self._consumed())
+        state["sampler"] = self._sampler.state_at(self._progress.epoch, self._consumed())
         state["objects"] = self.loader_state.now(is_replayed=True)
         return state
 
     def share_of_batch(self) -> tuple[int, int]:
         """Of the batch that was handed out last: this rank's samples, and those of all ranks."""
-        if isinstance(batches := self._loader.batch_sampler, GlobalBatchSampler):
-            return batches.share(self._consumed() - self._samples_per_batch)
-        return self._plan.batch_size, self._samples_per_batch
+        if self._global is not None:
+            return self._global.share(self._consumed() - self._samples_per_batch)
+        return self._batch_size, self._samples_per_batch
 
     def _consumed(self) -> int:
-        batches = self._progress.batches - self._resumed_batches
-        return self._resumed_consumed + batches * self._samples_per_batch
+        return self._base + self._progress.batches * self._samples_per_batch
 
-    def _settle_share(self) -> None:
+    def _settle_share(self, *, consumed: int) -> None:
         """Fix for this epoch what a batch takes from the order: at its end the process group, which
         the sampler may follow, can be gone before the last save."""
-        share = self._plan.sampler.share
+        share = self._sampler.share
         self._progress.world_size = (self._share or share).world_size
-        per_rank = 1 if self._plan.is_global else share.world_size
-        self._samples_per_batch = self._plan.batch_size * per_rank
+        ranks = 1 if self._global is not None else share.world_size
+        self._samples_per_batch = self._batch_size * ranks
+        self._base = consumed - self._progress.batches * self._samples_per_batch
 
     def _iterate(self) -> Iterator[Any]:
         if not self._warned:
             self._warned = True
             warn_of_unseeded_workers(self._loader)
-        loaded: Iterator[Any] = iter(self._loader)
-        batches = self._loader.batch_sampler
-        if isinstance(batches, GlobalBatchSampler) and batches.shards is not None:
-            return batches.steps(loaded, epoch=self._progress.epoch, consumed=self._consumed())
-        return loaded
+        batches: Iterator[Any] = iter(self._loader)
+        if self._global is None or self._global.shards is None:
+            return batches
+        return self._global.steps(batches, epoch=self._progress.epoch, consumed=self._consumed())
 
 
 class ReplayPosition:
