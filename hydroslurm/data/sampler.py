@@ -127,7 +127,7 @@ class ResumableSampler(Sampler[int]):
 
     def left(self, consumed: int) -> int:
         """The samples of this rank once all ranks together have consumed so many."""
-        return self._left(consumed, self.world_size)
+        return len(places(consumed, self.length, self.share, drop_last=self.drop_last))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iterator is for. From its start, unless it is the epoch
@@ -200,17 +200,12 @@ class ResumableSampler(Sampler[int]):
             self._start = 0
 
     def _indexes(self, this: _Pass) -> Iterator[SampleIndex]:
-        order, share = self._order(this.epoch), this.share
-        first, count = this.start + share.rank, self._left(this.start, share.world_size)
-        for position in range(first, first + count * share.world_size, share.world_size):
+        order = self._order(this.epoch)
+        for position in places(this.start, self.length, this.share, drop_last=self.drop_last):
             place = position % self.length
             this.yielded += 1
             yield SampleIndex(place if order is None else int(order[place]), this.epoch, position)
         self.end_pass(this.epoch)
-
-    def _left(self, consumed: int, world_size: int) -> int:
-        left = max(0, self.length - consumed)
-        return left // world_size if self.drop_last else -(-left // world_size)
 
     def _order(self, epoch: int) -> Any:
         """The epoch's permutation. From numpy's legacy generator, because its stream alone is
@@ -233,6 +228,19 @@ class Share:
             raise UsageError(
                 f"rank must be in 0..world_size-1, not {self.rank} of {self.world_size}"
             )
+
+
+def places(consumed: int, length: int, share: Share, *, drop_last: bool) -> range:
+    """One rank's places in an order, once all ranks have consumed so many samples of it: as many
+    for each rank. Those of ``length`` or more are repeats, of the first samples of the order.
+
+    Args:
+        drop_last: leave out the last samples where they are fewer than the ranks.
+    """
+    left, each_of = max(0, length - consumed), share.world_size
+    count = left // each_of if drop_last else -(-left // each_of)
+    first = consumed + share.rank
+    return range(first, first + count * each_of, each_of)
 
 
 def share_given(rank: int | None, world_size: int | None) -> Share | None:

@@ -26,7 +26,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from hydroslurm.data.sampler import Share
+from hydroslurm.data.sampler import Share, places
 
 _SAMPLERS = ("torch.utils.data", "accelerate.data_loader")
 """Packages whose samplers draw from a generator that a position puts back, or from a seed."""
@@ -59,25 +59,18 @@ class SharedOrder:
     indexes: Callable[[], list[int]]
     most_ranks: int = 1 << 30
 
-    def batches_left(self, samples: int, *, world_size: int) -> int:
-        """Of each rank, once so many samples of the epoch are left."""
-        each = samples // world_size if self.drop_uneven else -(-samples // world_size)
+    def batches_left(self, consumed: int, length: int, share: Share) -> int:
+        """Of each rank, once so many samples of the epoch are used."""
+        each = len(places(consumed, length, share, drop_last=self.drop_uneven))
         return each // self.batch_size if self.drop_last else -(-each // self.batch_size)
 
     def rest(self, consumed: int, share: Share) -> list[list[int]]:
         """The batches of one rank behind the first samples of the order; all ranks have equally
         many."""
         whole = self.indexes()
-        left, each_of = whole[consumed:], share.world_size
-        if self.drop_uneven:
-            left = left[: len(left) - len(left) % each_of]
-        while left and len(left) % each_of:
-            left += whole[: each_of - len(left) % each_of]
-        mine, size = left[share.rank :: each_of], self.batch_size
-        batches = [mine[first : first + size] for first in range(0, len(mine), size)]
-        if self.drop_last and batches and len(batches[-1]) < size:
-            batches.pop()
-        return batches
+        left = places(consumed, len(whole), share, drop_last=self.drop_uneven)
+        mine = [whole[place % len(whole)] for place in left]
+        return list(BatchSampler(mine, self.batch_size, self.drop_last))
 
 
 def shared_order(loader: Any) -> SharedOrder | None:

@@ -293,12 +293,12 @@ class ReplayPosition:
 
     def batches_of_epoch(self, state: Mapping[str, Any]) -> int | None:
         progress = Progress.of(state, strategy=self.name)
-        world_size = share_now(self._share).world_size
-        if not self._takes_up(state, progress, world_size):
+        share = share_now(self._share)
+        if not self._takes_up(state, progress, share.world_size):
             return None
         assert self._order is not None
-        left = len(self._loader.dataset) - int(state["consumed"])
-        return progress.batches + self._order.batches_left(max(0, left), world_size=world_size)
+        length, consumed = len(self._loader.dataset), int(state["consumed"])
+        return progress.batches + self._order.batches_left(consumed, length, share)
 
     def without_newest(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         if self._order is None or "consumed" not in state:

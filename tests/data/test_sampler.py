@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, default_collate
 
@@ -38,44 +38,34 @@ def interleaved(samplers: list[ResumableSampler], steps: int | None = None) -> l
     return [index for step in zip(*each, strict=True) for index in step]
 
 
-@given(length=lengths, seed=seeds, epoch=st.integers(0, 10**6), world=worlds)
-def test_every_sample_once(length: int, seed: int, epoch: int, world: int) -> None:
-    """With any number of ranks it is the order of one rank, plus repeats of its first few."""
-    (one,) = ranks(length, 1, seed=seed)
-    one.set_epoch(epoch)
-    order = list(one)
-    assert sorted(order) == list(range(length))
-    samplers = ranks(length, world, seed=seed)
-    for sampler in samplers:
-        sampler.set_epoch(epoch)
-        assert len(sampler) == -(-length // world)
-    assert interleaved(samplers) == order + list(
-        itertools.islice(itertools.cycle(order), -length % world)
-    )
-
-
+@example(length=1, world=7, offset=0, seed=0, epoch=1, drop_last=False, shuffle=True)
 @given(
     length=lengths,
     world=worlds,
     offset=st.integers(0, 250),
+    seed=seeds,
+    epoch=st.integers(0, 10**6),
     drop_last=st.booleans(),
     shuffle=st.booleans(),
 )
 def test_resumed_at_any_offset(
-    length: int, world: int, offset: int, drop_last: bool, shuffle: bool
+    length: int, world: int, offset: int, seed: int, epoch: int, drop_last: bool, shuffle: bool
 ) -> None:
-    """From any offset come the rest of the order, equally many for each rank."""
-    options: dict[str, Any] = {"drop_last": drop_last, "shuffle": shuffle}
-    whole = list(ResumableSampler(length, shuffle=shuffle))
-    state = ResumableSampler(length, shuffle=shuffle).state_at(0, offset)
-    samplers = ranks(length, world, state, **options)
+    """From any offset come the rest of the order of one rank, each sample once, and with
+    ``drop_last=False`` its first few again: equally many for each rank."""
+    one = ResumableSampler(length, shuffle=shuffle, seed=seed)
+    one.set_epoch(epoch)
+    whole = list(one)
+    assert sorted(whole) == list(range(length))
+    state = one.state_at(epoch, offset)
+    samplers = ranks(length, world, state, drop_last=drop_last, shuffle=shuffle, seed=seed)
     rest = whole[min(offset, length) :]
+    repeats = [] if drop_last else whole * world
     seen = interleaved(samplers)
-    assert seen == (
-        rest[: len(rest) // world * world] if drop_last else (rest + whole)[: len(seen)]
-    )
-    assert len(seen) == samplers[0].left(offset) * world
-    assert samplers[0].state_dict()["epoch"] == 0
+    count = len(rest) // world if drop_last else -(-len(rest) // world)
+    assert seen == (rest + repeats)[: count * world]
+    assert samplers[0].left(offset) == count
+    assert samplers[0].state_dict()["epoch"] == epoch
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -187,14 +187,6 @@ def test_whatever_the_worlds_and_batches_are(
         assert len(repeats) == max(0, len(found) - length)
 
 
-def test_a_place_behind_the_last_sample_is_a_repeat() -> None:
-    """Repeats are the first samples of the epoch's order, and their index says so."""
-    samplers = [ResumableSampler(5, rank=rank, world_size=3) for rank in range(3)]
-    order = list(ResumableSampler(5, rank=0, world_size=1))
-    (repeat,) = [index for sampler in samplers for index in sampler if index.position >= 5]  # type: ignore[attr-defined]
-    assert repeat == order[0]
-
-
 # --- who a rank is
 
 
