@@ -16,6 +16,7 @@ pausable, survive the signals as those of a ``Run`` do.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 from dataclasses import dataclass
@@ -40,9 +41,6 @@ class _Protocol:
     rank_group: RankGroup
     stop_handler: StopHandler
     told: StopRequest | None = None
-
-
-_protocol: _Protocol | None = None
 
 
 def receive_suspend_command() -> bool:
@@ -89,24 +87,21 @@ def go_suspend() -> NoReturn:
 
 
 def _ours() -> _Protocol:
-    global _protocol
     if not installation.is_installed():
         _warn_of_workers()
         installation.install()
-        _protocol = None
-    controller = installation.controller()
-    if _protocol is None or _protocol.controller is not controller:
-        rank_group = RankGroup(controller)
-        stop_handler = StopHandler(
-            Allocation.from_environ(os.environ),
-            controller,
-            environ=dict(os.environ),
-            reads_ahead=rank_group.rank == 0,
-        )
-        controller.claim_stops(stop_handler.note_request)
-        controller.record(EventKind.STOPS_TAKEN, {"by": "receive_suspend_command"})
-        _protocol = _Protocol(controller, rank_group, stop_handler)
-    return _protocol
+    return _protocol_of(installation.controller())
+
+
+@functools.lru_cache(maxsize=1)
+def _protocol_of(controller: Controller) -> _Protocol:
+    rank_group = RankGroup(controller)
+    environ, is_first = dict(os.environ), rank_group.rank == 0
+    allocation = Allocation.from_environ(environ)
+    stop_handler = StopHandler(allocation, controller, environ=environ, reads_ahead=is_first)
+    controller.claim_stops(stop_handler.note_request)
+    controller.record(EventKind.STOPS_TAKEN, {"by": "receive_suspend_command"})
+    return _Protocol(controller, rank_group, stop_handler)
 
 
 def _warn_of_workers() -> None:
