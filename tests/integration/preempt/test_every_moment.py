@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from processes import child, wait_until
+from processes import child, descendants, wait_until
 
 from hydroslurm.core import registry
 from hydroslurm.core.status import read_status
@@ -156,16 +156,6 @@ def running(rank: Rank, *argv: str, environ: dict[str, str]) -> Iterator[None]:
         program.wait(10)
 
 
-def by_slurm(rank: Rank, cluster: DevCluster, job: Callable[[], str]) -> None:
-    """Have it signalled as its owner would."""
-    rank.send = lambda signo: _scancel(cluster, job(), f"--signal={signo.name[3:]}")
-
-
-def _scancel(cluster: DevCluster, job: str, option: str) -> None:
-    assert job
-    cluster.run(["scancel", option, job], check=False)
-
-
 def test_a_shell_that_empties_its_mask(tmp_path: Path) -> None:
     """dash does when it waits for a command. It lives, what it waits for lives, and the Python that
     it becomes is pausable."""
@@ -174,7 +164,7 @@ def test_a_shell_that_empties_its_mask(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hydroslurm.cli", "run", "--", str(rank.start), str(RANK)]
     with running(rank, *command, str(tmp_path), environ=environ):
         rank.reach("starting")
-        for pid in (rank.pid, *children(rank.pid)):
+        for pid in (rank.pid, *descendants(rank.pid)):
             with suppress(ProcessLookupError):  # a child that has ended since
                 os.kill(pid, signal.SIGUSR1)
         rank.go("starting")
@@ -248,10 +238,15 @@ def test_hydroslurm_run(rank: Rank, gate: str) -> None:
 
 @contextmanager
 def below_srun(rank: Rank, cluster: DevCluster, *words: str) -> Iterator[None]:
-    """With srun's options, and the program that they end with."""
+    """With srun's options, and the program that they end with; signalled as its owner would."""
     name = rank.folder.name
+
+    def send(signo: signal.Signals) -> None:
+        job = cluster.run(["squeue", "-h", "-n", name, "-o", "%i"]).stdout.strip()
+        cluster.run(["scancel", f"--signal={signo.name[3:]}", job], check=False)
+
+    rank.send = send
     environ = cluster.child_environ({**os.environ, "HYDROSLURM_RUN_DIR": str(rank.folder / "run")})
-    by_slurm(rank, cluster, lambda: _job_named(cluster, name))
     with running(rank, "srun", "-J", name, "-n1", *words, environ=environ):
         yield
 
@@ -284,12 +279,3 @@ def test_agent(rank: Rank, pause_cluster: DevCluster) -> None:
     worker = [str(rank.start), str(RANK), str(rank.folder)]
     with below_srun(rank, pause_cluster, *agent, *worker):
         pause_at_every_moment(rank)
-
-
-def children(pid: int) -> list[int]:
-    """Of this moment."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _job_named(cluster: DevCluster, name: str) -> str:
-    return cluster.run(["squeue", "-h", "-n", name, "-o", "%i"]).stdout.strip()
