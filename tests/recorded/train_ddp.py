@@ -1,39 +1,38 @@
-"""Train on the digits with many ranks: DistributedDataParallel inside `hydroslurm.Run`.
+"""The digits with many ranks, DistributedDataParallel or FSDP2 inside `hydroslurm.Run`, and a
+record of all that they compute.
 
-    sbatch sbatch/multi-node.sbatch                            # 4 nodes, in a preemptible partition
-    srun -N2 -n4 python examples/train_ddp.py                  # wherever srun starts the ranks
-    torchrun --nproc-per-node=2 examples/train_ddp.py --directory runs/ddp
-    python examples/train_ddp.py --directory runs/ddp          # one rank
-
-Stop it as often as you like, and go on with the same number of ranks: losses, weights and optimizer
-are bit for bit those of a run that was left alone. With another number every sample still comes
-once; add `--dropout 0 --no-batch-norm`, and the losses stay the same too, up to rounding.
+However often it is stopped, with the same number of ranks losses, weights and optimizer are bit for
+bit those of a run that was left alone. With another number every sample still comes once; with
+`--dropout 0 --no-batch-norm` the losses stay the same too, up to rounding.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from demo_digits import digits_tensors, evaluate, hash_tree, make_deterministic, options, positive
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import hydroslurm
 from hydroslurm.data import ResumableSampler, SeededDataset
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+from demo_digits import digits_tensors, evaluate, hash_tree, make_deterministic, options, positive
 
 IMAGES = 1428  # 12 x 119: can be divided by 1, 2, 3, 4 and 6 ranks, so that none has to repeat any
 
@@ -41,19 +40,26 @@ IMAGES = 1428  # 12 x 119: can be divided by 1, 2, 3, 4 and 6 ranks, so that non
 def main() -> None:
     args = parse_arguments(__doc__)
     with process_group(args):
-        train(args, make_ddp)
+        train(args)
 
 
-def make_ddp(args: argparse.Namespace) -> nn.Module:
+def make_model(args: argparse.Namespace) -> nn.Module:
     def block(inputs: int) -> list[nn.Module]:
-        norm = [nn.BatchNorm1d(args.width)] if args.batch_norm else []
+        norm = [nn.BatchNorm1d(args.width)] if args.batch_norm and not args.fsdp else []
         return [nn.Linear(inputs, args.width), *norm, nn.ReLU(), nn.Dropout(args.dropout)]
 
     model = nn.Sequential(nn.Flatten(), *block(64), *block(args.width), nn.Linear(args.width, 10))
-    return DistributedDataParallel(model.to(device()))
+    model.to(device())
+    if not args.fsdp:
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
-def train(args: argparse.Namespace, make: Callable[[argparse.Namespace], nn.Module]) -> None:
+def train(args: argparse.Namespace) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     make_deterministic(args.seed)
     train_x, train_y, test_x, test_y = digits_tensors(seed=args.seed)
@@ -64,7 +70,7 @@ def train(args: argparse.Namespace, make: Callable[[argparse.Namespace], nn.Modu
         sampler=ResumableSampler(data, seed=args.seed),
         num_workers=args.workers,
     )
-    model = make(args)  # the same weights on all ranks
+    model = make_model(args)  # the same weights on all ranks
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
         optimizer, T_max=args.epochs * len(loader)
@@ -109,7 +115,7 @@ def train(args: argparse.Namespace, make: Callable[[argparse.Namespace], nn.Modu
                     "accuracy": accuracy,
                     "weights_sha256": hash_tree(weights),
                     "optimizer_sha256": hash_tree(optimizer_state),
-                    **read_diary(run.dir.root / "diary").summary(IMAGES, epochs=args.epochs),
+                    **read_diary(run.dir.root / "diary", epochs=args.epochs),
                 }
                 args.out.write_text(json.dumps(result) + "\n")
 
@@ -168,92 +174,53 @@ class NoisyDigits(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
 # ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One step of a rank: its exact loss and its samples. ``attempt`` is the same on all ranks."""
-
-    step: int
-    epoch: int
-    rank: int
-    attempt: int
-    loss: str
-    indexes: list[int]
-
-
 class Diary:
-    """The entries of this rank, over all attempts, in its own file."""
+    """The steps of this rank, over all attempts, in its own file: a line of JSON for each, with its
+    exact loss and its samples. ``attempt`` is the same on all ranks."""
 
     def __init__(self, folder: Path) -> None:
         attempt = torch.tensor([time.time_ns()], device=device())
         dist.broadcast(attempt, src=0)
-        self.attempt = int(attempt.item())
-        self.rank = dist.get_rank()
+        self.place = {"attempt": int(attempt.item()), "rank": dist.get_rank()}
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"rank-{self.rank:05d}.jsonl"
+        self.path = folder / f"rank-{dist.get_rank():05d}.jsonl"
         self._append("\n")  # an attempt that was killed may have left half a line
 
     def write(self, *, step: int, epoch: int, loss: torch.Tensor, indexes: torch.Tensor) -> None:
-        entry = Entry(step, epoch, self.rank, self.attempt, loss.item().hex(), indexes.tolist())
-        self._append(json.dumps(asdict(entry)) + "\n")
+        seen = {"loss": loss.item().hex(), "indexes": indexes.tolist()}
+        self._append(json.dumps({**self.place, "step": step, "epoch": epoch, **seen}) + "\n")
 
     def _append(self, text: str) -> None:
         with self.path.open("a") as file:
             file.write(text)
 
 
-@dataclass(frozen=True)
-class Record:
-    """The entries that count: of each step those of the last attempt that has trained it."""
-
-    steps: dict[int, list[Entry]] = field(default_factory=dict)
-    trained_twice: int = 0
-
-    def summary(self, images: int, *, epochs: int) -> dict[str, Any]:
-        losses = [[entry.loss for entry in self.steps[step]] for step in sorted(self.steps)]
-        means = [sum(map(float.fromhex, ranks)) / len(ranks) for ranks in losses]
-        seen: dict[int, list[int]] = {epoch: [] for epoch in range(epochs)}
-        for entries in self.steps.values():
-            for entry in entries:
-                seen[entry.epoch] += [index for index in entry.indexes if index >= 0]
-        return {
-            "losses": losses,
-            "mean_losses": means,
-            "losses_sha256": hashlib.sha256(json.dumps(losses).encode()).hexdigest(),
-            "samples_sha256": hashlib.sha256(json.dumps(self._samples()).encode()).hexdigest(),
-            "steps_missing": sorted({*range(1, max(self.steps, default=0))} - {*self.steps}),
-            "steps_trained_twice": self.trained_twice,
-            "every_sample_once": [
-                sorted(indexes) == list(range(images)) for indexes in seen.values()
-            ],
-        }
-
-    def _samples(self) -> list[Any]:
-        return [[entry.indexes for entry in self.steps[step]] for step in sorted(self.steps)]
-
-
-def read_diary(folder: Path) -> Record:
-    """Read the files of all ranks, also of those that later attempts did not have."""
+def read_diary(folder: Path, *, epochs: int) -> dict[str, Any]:
+    """What counts of the files of all ranks, also of those that later attempts did not have: of
+    each step the lines of the last attempt that has trained it."""
     entries = [
-        entry
+        json.loads(line)
         for path in sorted(folder.glob("rank-*.jsonl"))
         for line in path.read_text().splitlines()
-        if (entry := parse_entry(line)) is not None
+        if line.endswith("}")  # whole
     ]
-    of_first = [entry for entry in entries if entry.rank == 0]
-    newest = {entry.step: entry.attempt for entry in of_first}  # the last entry counts
-    counting = {(e.step, e.rank): e for e in entries if e.attempt == newest.get(e.step)}
-    steps: dict[int, list[Entry]] = {}
-    for step, rank in sorted(counting):
-        steps.setdefault(step, []).append(counting[step, rank])
-    return Record(steps, trained_twice=len(of_first) - len(newest))
-
-
-def parse_entry(line: str) -> Entry | None:
-    """An entry, or nothing for a line that was cut off."""
-    try:
-        return Entry(**json.loads(line))
-    except (ValueError, TypeError):
-        return None
+    of_first = [entry for entry in entries if entry["rank"] == 0]
+    newest = {entry["step"]: entry["attempt"] for entry in of_first}
+    steps: dict[int, list[dict[str, Any]]] = {step: [] for step in sorted(newest)}
+    seen: dict[int, list[int]] = {epoch: [] for epoch in range(epochs)}
+    for entry in entries:
+        if entry["attempt"] == newest.get(entry["step"]):
+            steps[entry["step"]].append(entry)
+            seen[entry["epoch"]] += [index for index in entry["indexes"] if index >= 0]
+    losses = [[entry["loss"] for entry in ranks] for ranks in steps.values()]
+    return {
+        "losses": losses,
+        "mean_losses": [sum(map(float.fromhex, ranks)) / len(ranks) for ranks in losses],
+        "samples": [[entry["indexes"] for entry in ranks] for ranks in steps.values()],
+        "steps_missing": sorted({*range(1, max(steps, default=0))} - {*steps}),
+        "steps_trained_twice": len(of_first) - len(newest),
+        "every_sample_once": [sorted(found) == list(range(IMAGES)) for found in seen.values()],
+    }
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
@@ -263,6 +230,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     add("--every-steps", type=positive, default=200, help="steps between two periodic saves (200)")
     add("--dropout", type=float, default=0.1, help="share of activations that is dropped (0.1)")
     add("--no-batch-norm", dest="batch_norm", action="store_false", help="none in the DDP model")
+    add("--fsdp", action="store_true", help="sharded by FSDP2, without batch norm")
     add("--collective-timeout-s", type=float, default=600.0, help="torch's, for each (600)")
     return parser.parse_args()
 

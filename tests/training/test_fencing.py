@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import pytest
 from processes import Child, child, wait_until
-from training.trainings import RECORDED, ROOT, Training
+from training.trainings import ROOT, Training
 from zygote import forked
 
 from hydroslurm.checkpoint.store import CheckpointStore
@@ -281,11 +281,11 @@ def test_a_rank_of_a_dead_attempt_leaves_the_living_one_alone(
 
 def training_program() -> str:
     """What the job runs, from wherever it lies."""
-    script = RECORDED / "train_run.py"
+    script = ROOT / "examples" / "demo_train.py"
     options = ["--think-s=0.01", "--log-every=5", "--every-steps=20", "--epochs=9999"]
     return (
         f"import runpy, sys; sys.argv = {[str(script), *options]!r}\n"
-        f"sys.path.insert(0, {str(RECORDED)!r})\n"
+        f"sys.path.insert(0, {str(script.parent)!r})\n"
         f"runpy.run_path({str(script)!r}, run_name='__main__')"
     )
 

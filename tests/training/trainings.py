@@ -1,4 +1,4 @@
-"""A real training (tests/recorded/train_run.py) on a real Slurm, and what is done to it."""
+"""A real training (examples/demo_train.py) on a real Slurm, and what is done to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hydroslurm.training.attempts import AttemptLog, AttemptRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "tests" / "recorded"
-SCRIPT = RECORDED / "train_run.py"
+SCRIPT = ROOT / "examples" / "demo_train.py"
 LIMIT_S = 300.0
 ALONE_LIMIT_S = 600.0
 """It runs beside those that are stopped."""
@@ -91,9 +91,9 @@ class Training:
         return done.stdout.strip()
 
     def submit(self, *sbatch_options: str) -> Training:
-        """sbatch/requeue.sbatch as it is, with options."""
-        self.folder.mkdir(parents=True)
-        (self.folder / "examples").symlink_to(RECORDED)
+        """sbatch/requeue.sbatch as it is, with options; its training keeps a record."""
+        (self.folder / "examples").mkdir(parents=True)
+        (self.folder / "examples" / "train_run.py").symlink_to(SCRIPT)
         script = str(ROOT / "sbatch" / "requeue.sbatch")
         self.job_id = self.slurm(
             "sbatch",

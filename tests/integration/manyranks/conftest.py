@@ -83,24 +83,23 @@ def story(request: pytest.FixtureRequest, stage: Stage) -> Story:
 @pytest.fixture(scope="session")
 def ddp_alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What comes of the same training when nobody stops it."""
-    return trained_alone(tmp_path_factory.mktemp("ddp"), "train_ddp.py")
+    return trained_alone(tmp_path_factory.mktemp("ddp"))
 
 
 @pytest.fixture(scope="session")
 def fsdp_alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return trained_alone(tmp_path_factory.mktemp("fsdp"), "train_fsdp.py")
+    return trained_alone(tmp_path_factory.mktemp("fsdp"), "--fsdp")
 
 
 @pytest.fixture(scope="session")
 def comparable_alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of one rank all the time."""
-    folder = tmp_path_factory.mktemp("comparable")
-    return trained_alone(folder, "train_ddp.py", *COMPARABLE, world=1)
+    return trained_alone(tmp_path_factory.mktemp("comparable"), *COMPARABLE, world=1)
 
 
-def trained_alone(folder: Path, script: str, *options: str, world: int = 4) -> dict[str, Any]:
+def trained_alone(folder: Path, *options: str, world: int = 4) -> dict[str, Any]:
     out = folder / "out.json"
-    words = [str(RECORDED / script), *script_options(out, epochs=EPOCHS), *options]
+    words = [str(RECORDED / "train_ddp.py"), *script_options(out, epochs=EPOCHS), *options]
     place = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with contextlib.ExitStack() as stack:

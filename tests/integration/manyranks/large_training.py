@@ -2,12 +2,11 @@
 
     python large_training.py OUT.json STEPS [RUN_FOLDER]
 
-Writes hashes of what it has come to, and how much memory it used before anything was saved.
+Writes a hash of what it has come to, and how much memory it used before anything was saved.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
@@ -17,6 +16,9 @@ import torch
 from torch import nn
 
 import hydroslurm
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
+from demo_digits import hash_tree
 
 WIDTH = 2560
 EVERY_STEPS = 8
@@ -41,25 +43,12 @@ def main(out: Path, steps: int, folder: Path | None) -> None:
             optimizer.step()
             own_bytes = own_bytes or used_bytes()
             print(f"epoch 0 step {run.step} loss {loss.item():.6f}", flush=True)
-    moments = {
-        f"{number} {name}": tensor
-        for number, of_one in optimizer.state_dict()["state"].items()
-        for name, tensor in of_one.items()
-    }
     result = {
-        "weights": digest(dict(model.named_parameters())),
-        "moments": digest(moments),
+        "state": hash_tree([model.state_dict(), optimizer.state_dict()]),
         "last_loss": loss.item().hex(),
         "own_bytes": own_bytes,
     }
     out.write_text(json.dumps(result) + "\n")
-
-
-def digest(tensors: dict[str, torch.Tensor]) -> str:
-    found = hashlib.sha256()
-    for name in sorted(tensors):
-        found.update(name.encode() + tensors[name].detach().numpy().tobytes())
-    return found.hexdigest()
 
 
 def used_bytes() -> int:

@@ -1,5 +1,5 @@
-"""A real training of several ranks (train_ddp.py, train_fsdp.py) on a real Slurm, and what
-is done to it."""
+"""A real training of several ranks (tests/recorded/train_ddp.py) on a real Slurm, and what is done
+to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVERY_STEPS = 60
 CURTAIN = threading.Event()
 """Nobody wants to know any more."""
 AS_IT_IS = MULTI_NODE
-FSDP = AS_IT_IS.replace("train_ddp", "train_fsdp")
+FSDP = AS_IT_IS.replace("train_ddp.py", "train_ddp.py --fsdp")
 AGENT = AS_IT_IS.replace(
     "-u",
     "-m hydroslurm.cli agent -- --nproc-per-node=2 --local-addr=127.0.0.1",

@@ -1,1 +1,0 @@
-../../examples/demo_digits.py

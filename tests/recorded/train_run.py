@@ -1,1 +1,0 @@
-../../examples/demo_train.py
