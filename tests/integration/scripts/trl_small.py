@@ -10,35 +10,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import pandas
 import torch
 from datasets import Dataset
+from hf_causal_lm import Slow
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 WORDS = ["<pad>", "<eos>", *(f"w{number}" for number in range(30))]
-
-
-class Slow(TrainerCallback):
-    """Stands for a larger model."""
-
-    def __init__(self, pause_s: float) -> None:
-        self.pause_s = pause_s
-
-    def on_step_end(self, args, state, control, **kwargs):
-        time.sleep(self.pause_s)
-        print("step", state.global_step, flush=True)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
