@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -80,12 +81,10 @@ class ChecksummedFile:
         *,
         storage: Storage,
         cancel: threading.Event | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self.path = path
         self._storage = storage
         self._cancel = cancel
-        self._chunk_bytes = chunk_bytes
         self._sums = BlockSums()
         self._fd = storage.create(path)
 
@@ -109,8 +108,8 @@ class ChecksummedFile:
             OSError: the disk does not take them. SaveAbandoned: ``cancel`` was set.
         """
         view = memoryview(data)
-        for start in range(0, len(view), self._chunk_bytes):
-            chunk = view[start : start + self._chunk_bytes]
+        for start in range(0, len(view), CHUNK_BYTES):
+            chunk = view[start : start + CHUNK_BYTES]
             self._look_at_cancel()
             offset = self._sums.size_bytes
             self._sums.update(chunk)
@@ -235,19 +234,14 @@ def read_checked(path: Path, entry: FileEntry, *, storage: Storage) -> bytes:
     return bytes(found)
 
 
-def check_file(
-    path: Path, entry: FileEntry, *, storage: Storage, cancel: threading.Event | None = None
-) -> None:
+def check_file(path: Path, entry: FileEntry, *, storage: Storage) -> None:
     """Read a file and compare it with its entry.
 
     Raises:
         CheckpointCorrupt: missing, unreadable, or of another size or checksum.
         CheckpointError: someone else may have written it.
-        SaveAbandoned: ``cancel`` was set.
     """
-    for _ in checked_chunks(path, entry, storage=storage):
-        if cancel is not None and cancel.is_set():
-            raise SaveAbandoned(f"reading {path} was given up on request")
+    deque(checked_chunks(path, entry, storage=storage), maxlen=0)
 
 
 def checked_chunks(path: Path, entry: FileEntry, *, storage: Storage) -> Iterator[memoryview]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -75,8 +76,10 @@ class Box(NamedTuple):
         return flat.as_strided(inner.sizes, self.strides(), flat.storage_offset() + first - begin)
 
 
-class Wanted(NamedTuple):
-    """A tensor, or this rank's part of one.
+@dataclass(eq=False)
+class Landing:
+    """A tensor that is read, or this rank's part of one, and the pieces of files that it is made
+    of.
 
     Attributes:
         shape: of the whole. box: what is wanted of it.
@@ -93,8 +96,13 @@ class Wanted(NamedTuple):
     writer: int | None = None
     replicas: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        self.lacking = self.box.volume
+        self.pieces: list[tuple[int, Chunk, Box]] = []
+        self._seen: set[tuple[int, ...]] = set()
+
     @classmethod
-    def of(cls, key: str, one: SharedTensor, *, template: Any) -> Wanted:
+    def of(cls, key: str, one: SharedTensor, *, template: Any) -> Landing:
         """What a template asks for: of the same shape the part that this rank holds of it,
         otherwise, and without one, the whole."""
         shape, dtype = one.shape, getattr(torch, one.dtype)
@@ -107,28 +115,18 @@ class Wanted(NamedTuple):
             box = Box(*box_of(template))
         return cls(key, shape, dtype, box, template, one.writer, _replicas(template))
 
-
-class Landing:
-    """A tensor that is read, and the pieces of files that it is made of."""
-
-    def __init__(self, wanted: Wanted) -> None:
-        self.wanted = wanted
-        self.lacking = wanted.box.volume
-        self.pieces: list[tuple[int, Chunk, Box]] = []
-        self._seen: set[tuple[int, ...]] = set()
-
     def take(self, rank: int, chunk: Chunk, *, where: Path) -> None:
         """Look at one more piece that a rank has written; one that two have written counts once.
 
         Raises:
             CheckpointCorrupt: it is of another tensor, or overlaps others.
         """
-        if chunk.shape != self.wanted.shape or chunk.torch_dtype != self.wanted.dtype:
+        if chunk.shape != self.shape or chunk.torch_dtype != self.dtype:
             raise CheckpointCorrupt(
                 f"{where} has {chunk.key!r:.80} as {chunk.dtype} of shape {chunk.shape}; expected "
-                f"{self.wanted.dtype} of shape {self.wanted.shape}"
+                f"{self.dtype} of shape {self.shape}"
             )
-        common = Box(chunk.offsets, chunk.sizes).common(self.wanted.box)
+        common = Box(chunk.offsets, chunk.sizes).common(self.box)
         if common is None or chunk.offsets in self._seen:
             return
         self._seen.add(chunk.offsets)
@@ -163,10 +161,10 @@ def land(
     copies: dict[int, Later] = {rank: [] for rank in ranks}
     finals: Later = []
     for one in landings:
-        found[one.wanted.key], memory = _memory_for(one.wanted, finals)
+        found[one.key], memory = _memory_for(one, finals)
         flat = memory.reshape(-1)
         for rank, chunk, common in one.pieces:
-            ranges[rank].append(_range(chunk, common, one.wanted.box, flat, copies[rank]))
+            ranges[rank].append(_range(chunk, common, one.box, flat, copies[rank]))
     with BlockReader(storage) as reader, torch.no_grad():
         for rank in sorted(ranks):
             source = Source(*tensors(rank), index(rank).blocks)
@@ -199,7 +197,7 @@ def _range(chunk: Chunk, common: Box, into: Box, memory: torch.Tensor, copies: L
     return Range(chunk.at_bytes + begin * memory.dtype.itemsize, bytes_of(target))
 
 
-def _memory_for(wanted: Wanted, finals: Later) -> tuple[torch.Tensor, torch.Tensor]:
+def _memory_for(wanted: Landing, finals: Later) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensor, and its local values as a contiguous tensor on the CPU. Where these are not the
     same memory, ``finals`` gets the copying."""
     if wanted.template is None:

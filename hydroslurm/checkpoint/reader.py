@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from hydroslurm.checkpoint.checksummed_file import read_checked
-from hydroslurm.checkpoint.landing import Landing, Wanted, land
+from hydroslurm.checkpoint.landing import Landing, land
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_file import (
@@ -180,30 +180,32 @@ def read_own(files: CheckpointFiles, *, rank: int) -> dict[str, Any]:
 
 def _wanted_of_shared(
     layouts: Mapping[str, torch.Tensor | None], shared: Shared, files: CheckpointFiles
-) -> list[Wanted]:
+) -> list[Landing]:
     wanted = []
     for key, template in layouts.items():
         one = shared.tensors.get(key)
         if one is None:
             raise CheckpointCorrupt(f"{files.folder / SHARED_JSON} has no tensor {key!r:.80}")
-        wanted.append(Wanted.of(key, one, template=template))
+        wanted.append(Landing.of(key, one, template=template))
     return wanted
 
 
-def _wanted_of_own(own: Mapping[str, JsonValue], rank: int, files: CheckpointFiles) -> list[Wanted]:
+def _wanted_of_own(
+    own: Mapping[str, JsonValue], rank: int, files: CheckpointFiles
+) -> list[Landing]:
     keys = tensor_keys(list(own.values()))
     there = {one.key: one for one in files.index(rank).chunks if one.key in keys} if keys else {}
     for key in keys:
         if key not in there:
             raise CheckpointCorrupt(f"{files.index_path(rank)} has no {key!r:.80}")
     return [
-        Wanted.of(key, SharedTensor(one.shape, one.dtype, rank), template=None)
+        Landing.of(key, SharedTensor(one.shape, one.dtype, rank), template=None)
         for key, one in there.items()
     ]
 
 
 def _landings(
-    files: CheckpointFiles, wanted: Iterable[Wanted], *, first: int
+    files: CheckpointFiles, wanted: Iterable[Landing], *, first: int
 ) -> dict[str, Landing]:
     """Find all pieces of some tensors, before memory is taken for any.
 
@@ -211,7 +213,7 @@ def _landings(
         first: the rank whose part holds, if nothing has changed since the save, what this process
             holds of sharded tensors.
     """
-    landings = {one.key: Landing(one) for one in wanted}
+    landings = {one.key: one for one in wanted}
     there, asked = set(files.parts), set[int]()
     while lacking := {key: one for key, one in landings.items() if one.lacking}:
         parts = _likely(lacking.values(), first) & there - asked or there - asked
@@ -234,9 +236,8 @@ def _landed(files: CheckpointFiles, landings: Mapping[str, Landing]) -> dict[str
 
 
 def _without_values(landings: Mapping[str, Landing]) -> dict[str, torch.Tensor]:
-    wanted = {key: one.wanted for key, one in landings.items()}
     return {
-        key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in wanted.items()
+        key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in landings.items()
     }
 
 
@@ -249,9 +250,8 @@ def _likely(landings: Iterable[Landing], first: int) -> set[int]:
     thousands of ranks not everybody reads the indexes of all."""
     found, ranks = set[int](), set[int]()
     for landing in landings:
-        wanted = landing.wanted
-        if wanted.writer is None:
-            ranks |= {first, *wanted.replicas}
+        if landing.writer is None:
+            ranks |= {first, *landing.replicas}
         else:
-            found.add(wanted.writer)
+            found.add(landing.writer)
     return found | ranks | {frozen_part(rank) for rank in ranks}

@@ -263,7 +263,6 @@ class _Save:
                 storage=self.storage,
                 stored=self.store.frozen,
                 cancel=self.round.cancel,
-                chunk_bytes=self.store.chunk_bytes,
             )
             if not alone:
                 self.storage.fsync_dir(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
@@ -16,19 +15,18 @@ from hydroslurm.checkpoint.background import BackgroundSave
 from hydroslurm.checkpoint.deadline import (
     FOREVER_S,
     Choice,
+    Pace,
     Situation,
     all_done,
     choose,
     of_all_ranks,
 )
-from hydroslurm.checkpoint.estimate import Pace
 from hydroslurm.checkpoint.frozen import with_fingerprint
 from hydroslurm.checkpoint.outcome import Saved, SaveEvent, as_checkpoint_error, report
-from hydroslurm.checkpoint.retention import check_counts
 from hydroslurm.checkpoint.save import SaveRequest, round_of, write_checkpoint
 from hydroslurm.checkpoint.save_round import SaveSkipped
 from hydroslurm.checkpoint.staging import Staging
-from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, Retention, State
 from hydroslurm.checkpoint.write_plan import WritePlan, divide
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.garbage import without_gc
@@ -84,11 +82,8 @@ class Saver:
         """
         if on_save_error not in ("warn", "fail"):
             raise UsageError(f'on_save_error is {on_save_error!r}; it must be "warn" or "fail"')
-        check_counts(keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs)
         self._store = store
-        self._remove_old = functools.partial(
-            store.prune, keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs
-        )
+        self._retention = Retention(keep, keep_stop, keep_epochs)
         self._on_save_error = on_save_error
         self._exempt = exempt
         self._tell = tell
@@ -460,7 +455,7 @@ class Saver:
         """Apply retention. What cannot be removed is only a problem."""
         with self._pruning:  # two at once would trip over each other's removals
             try:
-                self._remove_old()
+                self._store.prune(self._retention)
             except (CheckpointError, OSError, RuntimeWarning) as error:
                 self._problems.append(f"old checkpoints stay: {error}")
 

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from hydroslurm.checkpoint.host_memory import bytes_of, map_pages, populate
-from hydroslurm.checkpoint.tensor_file import Piece
 from hydroslurm.checkpoint.write_plan import WritePlan, size_bytes
 from hydroslurm.core.memory import Room, room
 from hydroslurm.core.threads import thread
@@ -50,7 +50,7 @@ class Staging:
         self._exempt = exempt
         self._room = room
         self._pageable, self._pinned = _Arena(pinned=False), _Arena(pinned=True)
-        self._pieces: tuple[Piece, ...] = ()
+        self._forms: list[Any] = []
         self._copies: tuple[torch.Tensor, ...] | None = None
         self._reserving: threading.Thread | None = None
         self._refused = ""
@@ -101,7 +101,7 @@ class Staging:
         self.join()  # touching the rest ahead of the copy takes half as long as touching it in it
         if self._refused:
             return None
-        copies = self._copies if self._pieces == plan.pieces else None
+        copies = self._copies if self._forms == _forms(plan) else None
         if copies is None:
             self._copies = None
             if not self._may_hold(plan):
@@ -129,7 +129,7 @@ class Staging:
             for on_cuda, arena in ((False, self._pageable), (True, self._pinned))
         }
         copies = tuple(next(memory[one.is_cuda]) for one in plan.tensors)
-        self._pieces, self._copies = plan.pieces, copies
+        self._forms, self._copies = _forms(plan), copies
         return copies
 
     def _may_hold(self, plan: WritePlan) -> bool:
@@ -168,9 +168,14 @@ def _fill(copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> No
 def _sizes(plan: WritePlan) -> dict[bool, int]:
     """On an accelerator or not -> bytes."""
     sizes = {True: 0, False: 0}
-    for piece in plan.pieces:
-        sizes[piece.on_cuda] += piece.size_bytes
+    for one in plan.tensors:
+        sizes[one.is_cuda] += size_bytes(one)
     return sizes
+
+
+def _forms(plan: WritePlan) -> list[Any]:
+    """What has to be the same for tensors to be copied into the memory of others."""
+    return [(one.shape, one.stride(), one.dtype, one.is_cuda) for one in plan.tensors]
 
 
 class _Arena:

@@ -2,24 +2,107 @@
 
 from __future__ import annotations
 
-import threading
+import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from hydroslurm.checkpoint import commit, reader, retention
-from hydroslurm.checkpoint.catalog import Checkpoint, Problem, look, read_again
-from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, check_file, require_size
+from hydroslurm.checkpoint import commit, folders, reader
+from hydroslurm.checkpoint.catalog import EPOCH, Checkpoint, Problem, look, read_again
+from hydroslurm.checkpoint.checksummed_file import check_file, require_size
 from hydroslurm.checkpoint.frozen import FrozenFiles
 from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers
 from hydroslurm.checkpoint.storage import Storage, TimedSyncs
 from hydroslurm.checkpoint.write_plan import State
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.garbage import without_gc
-from hydroslurm.errors import CheckpointError, SaveFailed
+from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
 
 __all__ = ["Checkpoint", "CheckpointStore", "State"]
+
+
+STOP = "stop"
+"""The kind of checkpoint that retention counts apart: periodic saves that follow a preemption must
+not push out the emergency one at once, nor a series of preemptions all the periodic ones."""
+
+LEAST_KEPT = 2
+"""One to load, and one to fall back to."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How many checkpoints stay, at least two of all.
+
+    Attributes:
+        keep: of all other kinds. keep_stop: of kind "stop".
+        keep_epochs: of kind "epoch"; None: all of them.
+
+    Raises:
+        UsageError: such numbers cannot be kept.
+    """
+
+    keep: int = 2
+    keep_stop: int = 2
+    keep_epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep < 1 or self.keep_stop < 0:
+            seen = f"keep={self.keep}, keep_stop={self.keep_stop}"
+            raise UsageError(f"{seen}: wanted keep >= 1, keep_stop >= 0")
+        if self.keep_epochs is not None and self.keep_epochs < 1:
+            raise UsageError(f"keep_epochs={self.keep_epochs}: wanted 1 or more, or None for all")
+
+    def beyond(self, checkpoints: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
+        """The checkpoints to remove, oldest first like ``checkpoints`` itself."""
+        left = {STOP: self.keep_stop, EPOCH: self.keep_epochs, "": self.keep}
+        rest, kept = list[Checkpoint](), 0
+        for one in reversed(checkpoints):
+            kind = one.kind if one.kind in left else ""
+            count = left[kind]
+            if count == 0:
+                rest.append(one)
+                continue
+            kept += 1
+            left[kind] = None if count is None else count - 1
+        spared = max(0, LEAST_KEPT - kept)
+        return tuple(reversed(rest[spared:]))
+
+
+class Pins:
+    """Keep checkpoints that this process loads from everybody's retention; of one store."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._held: dict[Path, Path] | None = None
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Nobody's retention removes what is pinned or verified within this context before its end:
+        for the time between choosing a checkpoint and having loaded it."""
+        if self._held is not None:  # within another one, which lasts longer
+            yield
+            return
+        self._held = {}
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            for pin in held.values():
+                with suppress(OSError):
+                    self._storage.rmdir(pin)
+
+    def pin(self, path: Path) -> None:
+        """Keep a checkpoint until the end of :meth:`holding`; outside of that context this does
+        nothing. A process that may only read the folder cannot pin, and takes the chance."""
+        if self._held is None or path in self._held or folders.key_of(path.name) is None:
+            return
+        pin = folders.pin(path)
+        with suppress(OSError):
+            self._storage.mkdir(pin)
+            self._held[path] = pin
 
 
 class CheckpointStore:
@@ -44,7 +127,6 @@ class CheckpointStore:
         peers: Peers | None = None,
         fence: Fence | None = None,
         patience_s: float = PATIENCE_S,
-        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """Touches no disk; the first save makes the folder.
 
@@ -59,9 +141,8 @@ class CheckpointStore:
         self.peers = SOLO if peers is None or peers.world_size == 1 else peers
         self._fence = fence
         self.patience_s = patience_s
-        self.chunk_bytes = chunk_bytes
         self.frozen = FrozenFiles(self.peers.rank, self.storage)
-        self.pins = retention.Pins(self.storage)
+        self.pins = Pins(self.storage)
         self._good: set[tuple[Path, int]] = set()
 
     def look(self) -> list[Checkpoint | Problem]:
@@ -76,13 +157,7 @@ class CheckpointStore:
         """Folders named like a checkpoint whose manifest cannot be read."""
         return {one.path: one.error for one in self.look() if isinstance(one, Problem)}
 
-    def verify(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        cancel: threading.Event | None = None,
-        share: tuple[int, int] = (0, 1),
-    ) -> None:
+    def verify(self, checkpoint: Checkpoint, *, share: tuple[int, int] = (0, 1)) -> None:
         """Find out whether it can be loaded: compare the sizes of all files, read what describes
         the state as a load does, then read the rest.
 
@@ -94,7 +169,6 @@ class CheckpointStore:
             CheckpointCorrupt: names the first file that is not what was written, or says what
                 cannot be put together.
             CheckpointTooNew: a newer release has meanwhile replaced its manifest.
-            SaveAbandoned: ``cancel`` was set.
         """
         self.pins.pin(checkpoint.path)
         self._good.discard(_key(checkpoint))
@@ -105,7 +179,7 @@ class CheckpointStore:
             require_size(checkpoint.path / name, entry, storage=self.storage)
         reader.check_state(files, share=share)
         for name, entry in parts:
-            check_file(checkpoint.path / name, entry, storage=self.storage, cancel=cancel)
+            check_file(checkpoint.path / name, entry, storage=self.storage)
         if of_ranks == 1:
             self.trust(checkpoint)
 
@@ -197,32 +271,26 @@ class CheckpointStore:
                 f"{error.strerror or error}. They may be written to still"
             ) from error
 
-    def prune(
-        self, *, keep: int, keep_stop: int = 2, keep_epochs: int | None = None
-    ) -> tuple[Path, ...]:
-        """Remove older checkpoints and what killed saves left. Call it after a commit.
-
-        Keeps ``keep_stop`` of kind "stop", ``keep_epochs`` of kind "epoch" (None: all of them) and
-        ``keep`` of the other kinds, at least two in all, and always the newest good one. A failure
-        is a RuntimeWarning.
+    def prune(self, retention: Retention) -> tuple[Path, ...]:
+        """Remove older checkpoints and what killed saves left. Call it after a commit. The newest
+        good one always stays. A failure is a RuntimeWarning.
 
         Returns:
             The checkpoints that were removed. With peers, only rank 0 removes any.
         """
-        retention.check_counts(keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs)
         if self.peers.rank != 0:
             return ()
         removed: list[Path] = []
         what = f"removing old checkpoints of {self.directory}"
         try:
             found = self.committed()
-            rest = retention.beyond(found, keep=keep, keep_stop=keep_stop, keep_epochs=keep_epochs)
+            rest = retention.beyond(found)
             newest_good = next((one for one in reversed(found) if self.is_good(one)), None)
             for one in () if newest_good is None else rest:
                 if one == newest_good:
                     continue
                 self.check_fence(what)
-                if one.path.name not in retention.pinned(self.directory, storage=self.storage):
+                if one.path.name not in _pinned(self.directory, storage=self.storage):
                     commit.remove(one.path, storage=self.storage)
                     removed.append(one.path)
             self.check_fence(what)
@@ -244,3 +312,21 @@ class CheckpointStore:
 
 def _key(checkpoint: Checkpoint) -> tuple[Path, int]:
     return checkpoint.path, checkpoint.manifest.created_epoch_ns
+
+
+def _pinned(directory: Path, *, storage: Storage) -> set[str]:
+    """What somebody is loading. A pin is one more leftover when its process is gone."""
+    now_epoch_s = time.time()
+    return {
+        pinned
+        for name in storage.listdir(directory)
+        if (pinned := folders.pinned(name)) is not None
+        and not _is_gone(directory / name, now_epoch_s=now_epoch_s)
+    }
+
+
+def _is_gone(pin: Path, *, now_epoch_s: float) -> bool:
+    try:
+        return folders.is_leftover(pin, now_epoch_s=now_epoch_s)
+    except FileNotFoundError:  # loaded just now
+        return True

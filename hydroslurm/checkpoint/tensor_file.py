@@ -70,27 +70,30 @@ _DTYPES = {name: one for name, one in vars(torch).items() if isinstance(one, tor
 Crc = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
-class Piece(NamedTuple):
-    """What a tensor that is written looks like: a part of a whole one, a box inside.
+class Chunk(NamedTuple):
+    """A piece of a tensor, a box inside it, and where it is in its rank's file.
 
     Attributes:
-        key: of the whole tensor. shape: of the whole tensor.
-        offsets: where the box begins. sizes: of the box.
-        strides: in memory. on_cuda: whether it is in a device's.
+        key: of the whole tensor. shape: of the whole tensor. dtype: its name without ``torch.``.
+        offsets, sizes: of the piece inside the whole.
+        at_bytes: of its first value, from the beginning of the file; 0 until it has a place there.
     """
 
     key: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    on_cuda: bool
+    shape: tuple[Count, ...]
+    dtype: str
+    offsets: tuple[Count, ...]
+    sizes: tuple[Count, ...]
+    at_bytes: Count = 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
 
     @property
     def size_bytes(self) -> int:
         """Of its values."""
-        return math.prod(self.sizes) * self.dtype.itemsize
+        return math.prod(self.sizes) * self.torch_dtype.itemsize
 
 
 class Laid(NamedTuple):
@@ -104,32 +107,6 @@ class Laid(NamedTuple):
     header: bytes
     order: list[int]
     chunks: bytes
-
-
-class Chunk(NamedTuple):
-    """A piece of a tensor, and where it is in its rank's file.
-
-    Attributes:
-        key: of the whole tensor. shape: of the whole tensor. dtype: its name without ``torch.``.
-        offsets, sizes: of the piece inside the whole.
-        at_bytes: of its first value, from the beginning of the file.
-    """
-
-    key: str
-    shape: tuple[Count, ...]
-    dtype: str
-    offsets: tuple[Count, ...]
-    sizes: tuple[Count, ...]
-    at_bytes: Count
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return _DTYPES[self.dtype]
-
-    @property
-    def size_bytes(self) -> int:
-        """Of its values."""
-        return math.prod(self.sizes) * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -220,17 +197,17 @@ def parse(text: bytes) -> dict[str, Any]:
     return found
 
 
-def lay_out(pieces: Sequence[Piece], *, rank: int) -> Laid:
+def lay_out(pieces: Sequence[Chunk], *, rank: int) -> Laid:
     """How pieces lie in a rank's file: by the size of their elements."""
-    order = sorted(range(len(pieces)), key=lambda place: -pieces[place].dtype.itemsize)
+    order = sorted(range(len(pieces)), key=lambda place: -pieces[place].torch_dtype.itemsize)
     said = "a part of a checkpoint of hydroslurm: its .json says where each piece belongs"
     about = {"format": "pt", "rank": str(rank), "about": said}
     header: dict[str, Any] = {"__metadata__": about}
-    end, places = 0, []
+    end, chunks = 0, list[Chunk]()
     for piece in (pieces[place] for place in order):
-        places.append(end)
+        chunks.append(piece._replace(at_bytes=end))
         begin, end = end, end + piece.size_bytes
-        known = _NAMES.get(piece.dtype)
+        known = _NAMES.get(piece.torch_dtype)
         header[piece.key] = {
             "dtype": known or "U8",
             "shape": piece.sizes if known else (end - begin,),
@@ -239,11 +216,8 @@ def lay_out(pieces: Sequence[Piece], *, rank: int) -> Laid:
     text = _json(header)
     text += b" " * (-(len(text) + 8) % ALIGN_BYTES)
     first = len(text) + 8
-    chunks = [
-        Chunk(one.key, one.shape, dtype_name(one.dtype), one.offsets, one.sizes, first + begin)
-        for one, begin in zip((pieces[place] for place in order), places, strict=True)
-    ]
-    return Laid(len(text).to_bytes(8, "little") + text, order, _json(chunks))
+    placed = [one._replace(at_bytes=first + one.at_bytes) for one in chunks]
+    return Laid(len(text).to_bytes(8, "little") + text, order, _json(placed))
 
 
 def index_text(

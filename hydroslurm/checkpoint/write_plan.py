@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hydroslurm.checkpoint.tensor_file import (
+    Chunk,
     Laid,
-    Piece,
     dtype_name,
     frozen_part,
     is_frozen_part,
@@ -90,9 +90,9 @@ class WritePlan:
     """
 
     rank: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Chunk, ...]
     tensors: tuple[torch.Tensor, ...]
-    frozen_pieces: tuple[Piece, ...]
+    frozen_pieces: tuple[Chunk, ...]
     frozen: tuple[torch.Tensor, ...] | None
     shared: dict[str, JsonValue]
     own: dict[str, JsonValue]
@@ -157,7 +157,7 @@ def divide(state: State, *, rank: int, world_size: int) -> WritePlan:
     assert isinstance(shared_tree, dict)
     frozen = frozenset(state.frozen)
     writers = _writers(shared, frozen, world_size)
-    pieces: dict[bool, list[Piece]] = {False: [], True: []}  # whether it is frozen
+    pieces: dict[bool, list[Chunk]] = {False: [], True: []}  # whether it is frozen
     tensors: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     shared_tensors, frozen_bytes = dict[str, SharedTensor](), 0
     for key, one in shared.items():
@@ -230,12 +230,11 @@ def owners(sizes_bytes: Mapping[str, int], world_size: int) -> dict[str, int]:
 
 def _piece(
     key: str, shape: tuple[int, ...], offsets: tuple[int, ...], tensor: torch.Tensor
-) -> Piece:
-    sizes = tuple(tensor.shape)
-    return Piece(key, shape, offsets, sizes, tensor.stride(), tensor.dtype, tensor.is_cuda)
+) -> Chunk:
+    return Chunk(key, shape, dtype_name(tensor.dtype), offsets, tuple(tensor.shape))
 
 
-def _piece_of_own(key: str, tensor: torch.Tensor) -> Piece:
+def _piece_of_own(key: str, tensor: torch.Tensor) -> Chunk:
     if is_dtensor(tensor):
         raise UnsavableState(
             f"{key} is a DTensor in what is one rank's own; tensors that the ranks share belong to "

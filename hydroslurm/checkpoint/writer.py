@@ -20,7 +20,7 @@ from threading import Event
 from typing import Any
 
 from hydroslurm.checkpoint import frozen
-from hydroslurm.checkpoint.checksummed_file import CHUNK_BYTES, ChecksummedFile, write_whole
+from hydroslurm.checkpoint.checksummed_file import ChecksummedFile, write_whole
 from hydroslurm.checkpoint.frozen import FrozenFiles
 from hydroslurm.checkpoint.host_memory import packed
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest
@@ -109,7 +109,6 @@ def write_part(
     storage: Storage,
     stored: FrozenFiles,
     cancel: Event | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
 ) -> Part:
     """Write and fsync what is this rank's into an existing folder.
 
@@ -126,8 +125,8 @@ def write_part(
         still = replace(still, files=files)
         if not files:
             number = frozen_part(plan.rank)
-            still = _write(folder, plan, number, storage, cancel=cancel, chunk_bytes=chunk_bytes)
-    mine = _write(folder, plan, plan.rank, storage, cancel=cancel, chunk_bytes=chunk_bytes)
+            still = _write(folder, plan, number, storage, cancel=cancel)
+    mine = _write(folder, plan, plan.rank, storage, cancel=cancel)
     return replace(
         mine,
         files={**mine.files, **still.files},
@@ -142,7 +141,6 @@ def _write(
     storage: Storage,
     *,
     cancel: Event | None,
-    chunk_bytes: int,
 ) -> Part:
     """Write the part of this number, which is the rank's own or that of what is frozen."""
     is_own = number == plan.rank
@@ -153,9 +151,7 @@ def _write(
     part = part_name(number)
     name = tensors_name(part)
     files: dict[str, FileEntry] = {}
-    with ChecksummedFile(
-        folder / name, storage=storage, cancel=cancel, chunk_bytes=chunk_bytes
-    ) as file:
+    with ChecksummedFile(folder / name, storage=storage, cancel=cancel) as file:
         file.write(laid.header)
         for data in packed(tensors[place] for place in laid.order):
             file.write(data)

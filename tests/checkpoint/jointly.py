@@ -29,7 +29,7 @@ from checkpoint.jointstates import (
 from checkpoint.pipepeers import PipePeers, together
 
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.checkpoint.store import CheckpointStore, Retention
 
 
 def rounds(folder: Path, faults: list[tuple[str, int, Fault]]) -> int:
@@ -60,7 +60,7 @@ def rounds(folder: Path, faults: list[tuple[str, int, Fault]]) -> int:
             again = together(RANKS, lambda p: save(folder, p, new, CountingStorage(), "a"))  # noqa: B023
             assert again == [COMMITTED] * RANKS, again
             old = look(folder, (new,))
-        CheckpointStore(folder).prune(keep=2)
+        CheckpointStore(folder).prune(Retention(keep=2))
     return len(faults)
 
 

@@ -35,7 +35,7 @@ from hydroslurm.checkpoint import save as save_module
 from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
-from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.memory import Room
 from hydroslurm.errors import (
@@ -187,12 +187,12 @@ def leftovers(folder: Path) -> int:
 
     assert together(RANKS, work) == [SIGKILLED] * RANKS
     (left,) = where.iterdir()
-    CheckpointStore(where).prune(keep=1)
+    CheckpointStore(where).prune(Retention(keep=1))
     assert left.exists()
     long_ago = time.time() - 1200
     for path in (*left.iterdir(), left):
         os.utime(path, (long_ago, long_ago))
-    CheckpointStore(where).prune(keep=1)
+    CheckpointStore(where).prune(Retention(keep=1))
     assert not left.exists()
     return 1
 

@@ -21,8 +21,9 @@ from pathlib import Path
 from checkpoint.faulty import CountingStorage, killing
 from checkpoint.states import holds, newest_in, state_of, write
 
+from hydroslurm.checkpoint import checksummed_file
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.checkpoint.store import CheckpointStore, Retention
 
 CHUNK_BYTES = 2048
 
@@ -30,19 +31,21 @@ Save = Callable[[Path, Storage, int], None]
 
 
 def save(folder: Path, storage: Storage, step: int) -> None:
-    store = CheckpointStore(folder, storage=storage, chunk_bytes=CHUNK_BYTES)
+    checksummed_file.CHUNK_BYTES = CHUNK_BYTES
+    store = CheckpointStore(folder, storage=storage)
     write(store, state_of(step), step=step, kind="periodic")
 
 
 def save_and_prune(folder: Path, storage: Storage, step: int) -> None:
     store = CheckpointStore(folder, storage=storage)
     write(store, state_of(step), step=step, kind="periodic")
-    store.prune(keep=1, keep_stop=0)
+    store.prune(Retention(keep=1, keep_stop=0))
 
 
 def link(folder: Path, storage: Storage, step: int) -> None:
     """Save with a base model that the checkpoint before has."""
-    store = CheckpointStore(folder, storage=storage, chunk_bytes=CHUNK_BYTES)
+    checksummed_file.CHUNK_BYTES = CHUNK_BYTES
+    store = CheckpointStore(folder, storage=storage)
     *_, one, two = (None, *CheckpointStore(folder).committed())
     for before in filter(None, (one, two)):
         store.frozen.note(before)
@@ -51,7 +54,7 @@ def link(folder: Path, storage: Storage, step: int) -> None:
     assert len(names) == 2
     if one is not None and one.step and written.path != two.path:  # the first one has none
         assert all((one.path / name).samefile(written.path / name) for name in names)
-    store.prune(keep=2, keep_stop=0)
+    store.prune(Retention(keep=2, keep_stop=0))
 
 
 def at_every_call(folder: Path, doing: Save) -> int:
@@ -72,7 +75,7 @@ def at_every_call(folder: Path, doing: Save) -> int:
         doing(folder, CountingStorage(), new)
         old = new
         if kill % 25 == 0:
-            CheckpointStore(folder).prune(keep=2)
+            CheckpointStore(folder).prune(Retention(keep=2))
 
 
 def at_any_moment(folder: Path, *, count: int, seed: int) -> int:
@@ -95,7 +98,7 @@ def at_any_moment(folder: Path, *, count: int, seed: int) -> int:
         assert found.step >= old, f"step {old} was committed, {found.step} is the newest"
         assert holds(CheckpointStore(folder), found, found.step)
         old = found.step
-    CheckpointStore(folder).prune(keep=2)
+    CheckpointStore(folder).prune(Retention(keep=2))
     left = sorted(path.name for path in folder.iterdir())
     assert len(left) == 2, f"killed saves left {left}"
     return count

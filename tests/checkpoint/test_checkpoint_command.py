@@ -14,7 +14,7 @@ from checkpoint.states import newest_in, same, state_of, write
 from typer.testing import CliRunner
 
 from hydroslurm.checkpoint.export import export
-from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
 from hydroslurm.cli.checkpoint import checkpoint_app
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointMissing, UsageError
@@ -214,5 +214,5 @@ def test_a_step_that_was_saved_twice(tmp_path: Path) -> None:
     assert "7.12 " in call("ls", tmp_path)
     assert "step-000000007.12: whole" in call("verify", last.path)
     assert str(last.path) in call("export", tmp_path, "--out", tmp_path / "model.pt")
-    store.prune(keep=2)
+    store.prune(Retention(keep=2))
     assert [one.key for one in store.committed()] == [(7, 11), (7, 12)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hydroslurm.checkpoint.estimate import Pace
+from hydroslurm.checkpoint.deadline import Pace
 from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.store import Checkpoint
 

@@ -13,7 +13,8 @@ import torch
 from checkpoint.faulty import NUMBERS, CountingStorage, failing
 from checkpoint.states import holds, newest_in, state_of, write
 
-from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint import checksummed_file
+from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
 from hydroslurm.errors import CheckpointCorrupt, SaveFailed
 
 LIMIT = 500
@@ -23,17 +24,24 @@ LIMIT = 500
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for-good"])
 @pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
 @pytest.mark.parametrize("base", [False, True], ids=["written", "linked"])
-def test_failure_at_every_call(quick_folder: Path, base: bool, number: int, for_good: bool) -> None:
+def test_failure_at_every_call(
+    quick_folder: Path,
+    base: bool,
+    number: int,
+    for_good: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whichever call of a save fails, once or from then on: SaveFailed says so, the state before
     or the new one loads, no descriptor stays open, and the next save works; also where files of the
     checkpoint before are linked."""
+    monkeypatch.setattr(checksummed_file, "CHUNK_BYTES", 16384)
     folder = quick_folder / "checkpoints"
     good = CheckpointStore(folder)
     write(good, state_of(0, base=base), step=0, kind="periodic")
     open_before = _open_files()
     for at in range(1, LIMIT):
         storage = failing(at, number, for_good=for_good)
-        store = CheckpointStore(folder, storage=storage, chunk_bytes=16384)
+        store = CheckpointStore(folder, storage=storage)
         for before in good.committed():
             store.frozen.note(before)
         said = None
@@ -51,7 +59,7 @@ def test_failure_at_every_call(quick_folder: Path, base: bool, number: int, for_
             assert ("link" in storage.calls) == base
             return
         write(good, state_of(at, base=base), step=at, kind="periodic")
-        good.prune(keep=1)
+        good.prune(Retention(keep=1))
     pytest.fail(f"a save makes more than {LIMIT} calls")
 
 
@@ -65,7 +73,7 @@ def test_a_failing_prune_costs_a_warning(tmp_path: Path) -> None:
         storage = failing(at, errno.EACCES, for_good=True)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            CheckpointStore(folder, storage=storage).prune(keep=1)
+            CheckpointStore(folder, storage=storage).prune(Retention(keep=1))
         for one in CheckpointStore(folder).committed():
             CheckpointStore(folder).verify(one)
         assert len(CheckpointStore(folder).committed()) >= 2

@@ -15,7 +15,7 @@ from checkpoint.states import holds, revoked_from_anybody, state_of, write
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.checkpoint.store import CheckpointStore, Retention
 from hydroslurm.core.fence import Fence
 from hydroslurm.errors import StaleAttempt
 
@@ -46,11 +46,11 @@ def test_an_older_attempt_neither_commits_nor_removes(tmp_path: Path) -> None:
     with pytest.raises(StaleAttempt, match="the save of step 4"):
         write(old, state_of(4), step=4, kind="periodic")
     with pytest.raises(StaleAttempt, match="removing old checkpoints"):
-        old.prune(keep=1, keep_stop=0)
+        old.prune(Retention(keep=1, keep_stop=0))
     assert names(tmp_path / "c") == before
     assert holds(old, old.committed()[-1], 3)
     write(new, state_of(4), step=4, kind="periodic")
-    assert new.prune(keep=1, keep_stop=0)
+    assert new.prune(Retention(keep=1, keep_stop=0))
 
 
 def test_a_claim_at_any_call_of_a_save_decides_it(tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_what_is_being_loaded_stays(tmp_path: Path) -> None:
         assert found is not None
         for step in (2, 3, 4):
             write(writer, state_of(step), step=step, kind="periodic")
-            writer.prune(keep=1, keep_stop=0)
+            writer.prune(Retention(keep=1, keep_stop=0))
         assert steps(writer) == [1, 3, 4]
         assert holds(reader, found.checkpoint, 1)
-    writer.prune(keep=1, keep_stop=0)
+    writer.prune(Retention(keep=1, keep_stop=0))
     assert names(tmp_path) == ["step-000000003", "step-000000004"]
 
 
@@ -129,11 +129,11 @@ def test_what_a_load_reads_stays_by_itself(tmp_path: Path) -> None:
 
     def prune(n: int, _: str) -> None:
         if n > 1:  # the first one makes the pin
-            writer.prune(keep=1, keep_stop=0)
+            writer.prune(Retention(keep=1, keep_stop=0))
 
     reader = CheckpointStore(tmp_path, storage=CountingStorage(prune))
     assert holds(reader, writer.committed()[0], 1)
-    writer.prune(keep=1, keep_stop=0)
+    writer.prune(Retention(keep=1, keep_stop=0))
     assert steps(writer) == [2, 3]
 
 
@@ -152,7 +152,7 @@ def test_the_pin_of_a_dead_process_keeps_nothing(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", dying, str(tmp_path)], check=False, timeout=60)
     assert any(name.startswith(".pin-step-000000001.") for name in names(tmp_path))
-    writer.prune(keep=1, keep_stop=0)
+    writer.prune(Retention(keep=1, keep_stop=0))
     assert names(tmp_path) == ["step-000000002", "step-000000003"]
 
 
@@ -194,7 +194,7 @@ def test_what_vanishes_while_it_is_looked_for_is_looked_for_again(
             if n == at:
                 for step in (last + 1, last + 2):
                     write(writer, state_of(step), step=step, kind="periodic")
-                    writer.prune(keep=1, keep_stop=0)
+                    writer.prune(Retention(keep=1, keep_stop=0))
 
         disk = CountingStorage(go_on)
         reader = CheckpointStore(tmp_path, storage=disk, peers=peers)
@@ -231,7 +231,7 @@ def test_a_claim_at_any_call_of_retention_leaves_what_the_newer_one_chooses(tmp_
             write(fenced(folder)[0], state_of(step), step=step, kind="periodic")
         with new.pins.holding():
             with contextlib.suppress(StaleAttempt):
-                old.prune(keep=1, keep_stop=0)
+                old.prune(Retention(keep=1, keep_stop=0))
             total = max(total, len(disk.calls))
             assert chosen == [4], f"at call {at}"
             assert holds(new, new.committed()[-1], 4)

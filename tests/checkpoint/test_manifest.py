@@ -16,7 +16,7 @@ from hydroslurm.checkpoint import catalog, manifest
 from hydroslurm.checkpoint.catalog import Checkpoint, as_told, read_again
 from hydroslurm.checkpoint.manifest import FileEntry, Manifest, WrittenBy
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
 from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld, UsageError
 
 ONE = Manifest(
@@ -102,7 +102,7 @@ def test_a_checkpoint_from_the_future_is_passed_over(tmp_path: Path) -> None:
         found = newest_in(store)
     assert found is not None
     assert found.step == 2
-    store.prune(keep=1)
+    store.prune(Retention(keep=1))
     assert done.path.is_dir()
 
 

@@ -16,7 +16,7 @@ import torch
 from checkpoint.disks import BrokenDisk, HeldDisk
 from zygote import forked
 
-from hydroslurm.checkpoint.estimate import ASSUMED_FIXED_S
+from hydroslurm.checkpoint.deadline import ASSUMED_FIXED_S
 from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import Storage

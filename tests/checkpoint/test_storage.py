@@ -16,7 +16,7 @@ from checkpoint.states import holds, newest_in, state_of, write
 
 from hydroslurm.checkpoint import commit
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.checkpoint.store import CheckpointStore, Retention
 
 CUTS = 400
 """More than the calls of any save here."""
@@ -27,7 +27,7 @@ def saves(folder: Path, storage: PowerCutStorage, *, base: bool = False) -> None
     for before in CheckpointStore(folder).committed() if base else ():
         store.frozen.note(before)
     write(store, state_of(2, base=base), step=2, kind="periodic")
-    store.prune(keep=1)
+    store.prune(Retention(keep=1))
 
 
 def first_saves(folder: Path, storage: PowerCutStorage) -> None:

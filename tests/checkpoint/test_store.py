@@ -20,12 +20,12 @@ from checkpoint.faulty import CountingStorage
 from checkpoint.pipepeers import Lonely
 from checkpoint.states import copy_of, holds, newest_in, same, state_of, write
 
-from hydroslurm.checkpoint import folders, layout
+from hydroslurm.checkpoint import checksummed_file, folders, layout
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES
 from hydroslurm.checkpoint.host_memory import packed
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
 from hydroslurm.errors import (
     CheckpointCorrupt,
     CheckpointMissing,
@@ -208,7 +208,7 @@ def test_only_dead_leftovers_are_removed(tmp_path: Path) -> None:
     (old / "part").touch()
     for path in (old / "part", old):
         os.utime(path, (1e9, 1e9))
-    store.prune(keep=1)
+    store.prune(Retention(keep=1))
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == {
         mine.name,
         elsewhere.name,
@@ -239,7 +239,7 @@ def test_retention(
     store = CheckpointStore(tmp_path)
     for step, kind in enumerate(kinds):
         write(store, State({"a": step}, {}), step=step, kind=names[kind])
-    removed = store.prune(keep=keep[0], keep_stop=keep[1], keep_epochs=keep[2])
+    removed = store.prune(Retention(keep=keep[0], keep_stop=keep[1], keep_epochs=keep[2]))
     assert steps_of(store) == left
     assert [folders.step_of(path.name) for path in removed] == [
         step for step in range(len(kinds)) if step not in left
@@ -270,7 +270,7 @@ def test_the_newest_good_one_is_not_retired(tmp_path: Path) -> None:
     for step in (2, 3):
         (tmp_path / f"step-{step:09d}" / "shared.json").write_text("{}")
     store = CheckpointStore(tmp_path)
-    store.prune(keep=1)
+    store.prune(Retention(keep=1))
     assert 1 in steps_of(store)
     with pytest.warns(RuntimeWarning, match="step-000000003"):
         found = newest_in(store)
@@ -289,8 +289,9 @@ def test_a_part_can_be_loaded(tmp_path: Path) -> None:
         store.load(checkpoint, only=["modle"])
 
 
-def test_a_save_can_be_abandoned(tmp_path: Path) -> None:
+def test_a_save_can_be_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Setting ``cancel`` half-way ends the save, and nothing of it is left."""
+    monkeypatch.setattr(checksummed_file, "CHUNK_BYTES", 1024)
     saved(tmp_path, 1)
     cancel = threading.Event()
 
@@ -298,7 +299,7 @@ def test_a_save_can_be_abandoned(tmp_path: Path) -> None:
         if name == "write":
             cancel.set()
 
-    store = CheckpointStore(tmp_path, storage=CountingStorage(before), chunk_bytes=1024)
+    store = CheckpointStore(tmp_path, storage=CountingStorage(before))
     with pytest.raises(SaveAbandoned, match="step-000000002"):
         write(store, state_of(2), step=2, kind="stop", cancel=cancel)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
@@ -420,9 +421,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     """meta that is no JSON, a name that is a tag, nothing to keep: all before any writing."""
     store = CheckpointStore(tmp_path / "c")
     with pytest.raises(UsageError, match="keep=0"):
-        store.prune(keep=0)
+        store.prune(Retention(keep=0))
     with pytest.raises(UsageError, match="keep_epochs=0"):
-        store.prune(keep=1, keep_epochs=0)
+        store.prune(Retention(keep=1, keep_epochs=0))
     with pytest.raises(UsageError, match="plain JSON"):
         write(store, State({}, {}), step=1, kind="manual", meta={"a": object()})
     with pytest.raises(UsageError, match="begin with"):

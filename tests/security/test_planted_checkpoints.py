@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import hydroslurm
 from hydroslurm.checkpoint.newest import newest_good
-from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.checkpoint.store import CheckpointStore, Retention
 from hydroslurm.checkpoint.write_plan import State
 from hydroslurm.cli import app
 from hydroslurm.errors import CheckpointCorrupt
@@ -92,7 +92,7 @@ def test_forged_checkpoints_do_not_push_ours_out(
     planted = _plant(stranger, forged, store.directory)
     another = store.directory / "step-000000901"
     stranger.run("cp", "-r", str(planted), str(another))
-    assert store.prune(keep=2) == ()
+    assert store.prune(Retention(keep=2)) == ()
     assert [one.step for one in store.committed()] == [3, 4]
 
 
