@@ -6,10 +6,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from hydroslurm.checkpoint.save_round import SaveRound, parsed
-from hydroslurm.checkpoint.storage import TimedSyncs
-from hydroslurm.checkpoint.store import Checkpoint
+
+if TYPE_CHECKING:  # who lists jobs needs a number from here, and no torch
+    from hydroslurm.checkpoint.storage import TimedSyncs
+    from hydroslurm.checkpoint.store import Checkpoint
 
 SAFETY = 1.5
 """How much longer than expected a save is allowed to take before it no longer counts as fitting.
