@@ -47,12 +47,6 @@ def key_of(name: str) -> tuple[int, int] | None:
     return int(step), int(number or 1)
 
 
-def step_of(name: str) -> int | None:
-    """The step in the name of a committed folder; None for all other names."""
-    key = key_of(name)
-    return None if key is None else key[0]
-
-
 def is_file_name(name: str) -> bool:
     """Whether a manifest may name this file: one in the checkpoint's folder."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
@@ -80,9 +74,10 @@ def target_of(joint: str, step: int) -> str | None:
     """The final name of a joint save of this step in a folder of this name; None for a name that
     :func:`temporary` cannot have made."""
     match = _LEFTOVER.fullmatch(joint)
-    if match is None or (match[1], match[5]) != ("tmp", ".joint") or step_of(match[2]) != step:
+    if match is None or (match[1], match[5]) != ("tmp", ".joint"):
         return None
-    return match[2]
+    key = key_of(match[2])
+    return match[2] if key is not None and key[0] == step else None
 
 
 def condemned(path: Path) -> Path:

@@ -30,13 +30,7 @@ from hydroslurm.checkpoint.checksummed_file import (
 from hydroslurm.checkpoint.host_memory import bytes_of
 from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.tensor_file import (
-    frozen_part,
-    index_name,
-    parse,
-    part_name,
-    tensors_name,
-)
+from hydroslurm.checkpoint.tensor_file import files_of_part, frozen_part, parse
 from hydroslurm.checkpoint.write_plan import WritePlan
 from hydroslurm.errors import CheckpointError
 
@@ -57,12 +51,6 @@ _AT_A_TIME = 1 << 20
 """Numbers of eight bytes that an accelerator mixes at a time, with a few copies of them."""
 
 
-def names_of(rank: int) -> tuple[str, str]:
-    """A rank's two files of what is frozen: the index, and the tensors."""
-    part = part_name(frozen_part(rank))
-    return index_name(part), tensors_name(part)
-
-
 @dataclass(frozen=True, eq=False)
 class _Stored:
     """The two files of a rank in a checkpoint, by their names there, and the fingerprint of what is
@@ -78,7 +66,7 @@ class FrozenFiles:
     """Those in the checkpoints of a folder. For one rank, whose threads may share it."""
 
     def __init__(self, rank: int, storage: Storage) -> None:
-        self._names = names_of(rank)
+        self._names = files_of_part(frozen_part(rank))
         self._storage = storage
         self._noted: tuple[_Stored, ...] = ()
         self._can_link = True

@@ -27,11 +27,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, in use for as long as the view lives."""
     if not tensor.numel():
         return memoryview(b"")
-    try:
-        array = tensor.numpy()
-    except (TypeError, RuntimeError):  # a type that numpy has not, or needs a gradient
-        array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array.reshape(-1)).cast("B")  # type: ignore[arg-type]
+    array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)  # type: ignore[arg-type]
 
 
 def packed(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:

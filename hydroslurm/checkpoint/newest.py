@@ -6,6 +6,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from hydroslurm.checkpoint import folders
@@ -13,9 +14,6 @@ from hydroslurm.checkpoint.catalog import Checkpoint, Problem, as_told
 from hydroslurm.checkpoint.save_round import parsed
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
-
-LOOKS = 3
-"""At a folder in which another process removes what has just been listed."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +77,7 @@ class _Search:
         self._peers = store.peers
         self._topic = topic
         self._load = load
-        self._left: list[Checkpoint | Problem] | None = None
-        self._looks = 0
-        self._rejected: list[str] = []  # what cannot be used, and why
+        self._rejected: dict[Path, str] = {}  # what cannot be used, and why
 
     def run(self) -> Found | None:
         """Verify one candidate after the other, until one is good."""
@@ -93,16 +89,15 @@ class _Search:
             bad = self._complaints(turn, found)
             if bad is None:
                 self._store.trust(checkpoint)
-                if self._rejected:
+                if self._rejected and self._peers.rank == 0:
                     warnings.warn(
-                        f"hydroslurm cannot use {', '.join(self._rejected)}; the run continues "
+                        f"hydroslurm cannot use {', '.join(self._reasons())}; the run continues "
                         f"from {checkpoint.path}",
                         RuntimeWarning,
                         stacklevel=3,
                     )
                 return found
-            if self._peers.rank == 0:
-                self._reject(checkpoint, bad)
+            self._rejected[checkpoint.path] = bad
         raise AssertionError("the candidates come to an end")
 
     def _propose(self, turn: int) -> Checkpoint | None:
@@ -114,7 +109,7 @@ class _Search:
             except (CheckpointError, OSError) as error:
                 proposal = _Proposal(failed=str(error))
             else:
-                proposal = _Proposal(rejected=tuple(self._rejected))
+                proposal = _Proposal(rejected=self._reasons())
                 if mine is not None:
                     proposal = _Proposal(mine.path.name, mine.manifest.summary().to_json())
         told = parsed(_Proposal, self._agree(str(turn), asdict(proposal))[0], rank=0)
@@ -123,7 +118,7 @@ class _Search:
         if mine is not None:
             return mine
         if told.name:
-            if folders.step_of(told.name) is None:
+            if folders.key_of(told.name) is None:
                 raise CheckpointError(
                     f"rank 0 names {told.name[:80]!r}, which is no checkpoint's name; expected one "
                     f"such as step-000000084, in {self._store.directory}"
@@ -137,33 +132,22 @@ class _Search:
         return None
 
     def _next(self) -> Checkpoint | None:
-        """The next one whose manifest can be read, kept from retention; None after the last."""
+        """The newest one that is not rejected, kept from retention; None if there is none. What
+        another process has removed meanwhile was followed by something newer, and is forgotten."""
         while True:
-            if self._left is None:
-                self._looks += 1
-                self._left = self._store.look()
-            if not self._left:
-                return None
-            one = self._left.pop()
-            if isinstance(one, Checkpoint):
-                self._store.pins.pin(one.path)
-                return one
-            self._reject(one, str(one.error))
+            found = self._store.look()
+            there = {one.path for one in found}
+            self._rejected = {path: why for path, why in self._rejected.items() if path in there}
+            left = (one for one in reversed(found) if one.path not in self._rejected)
+            newest = next(left, None)
+            if not isinstance(newest, Problem):
+                if newest is not None:
+                    self._store.pins.pin(newest.path)
+                return newest
+            self._rejected[newest.path] = str(newest.error)  # if it is still there
 
-    def _reject(self, one: Checkpoint | Problem, why: str) -> None:
-        """Go on with the next. One that another process has removed meanwhile was followed by
-        something newer: then everything is looked at again."""
-        if self._looks < LOOKS and not self._is_there(one):
-            self._left = None
-            self._rejected = []
-        else:
-            self._rejected.append(f"{one.path} ({why})")
-
-    def _is_there(self, one: Checkpoint | Problem) -> bool:
-        try:
-            return any(other.path == one.path for other in self._store.look())
-        except (CheckpointError, OSError):
-            return True
+    def _reasons(self) -> tuple[str, ...]:
+        return tuple(f"{path} ({why})" for path, why in self._rejected.items())
 
     def _complaints(self, turn: int, found: Found) -> str | None:
         """Why a candidate is rejected, by whichever rank; None when it is good."""

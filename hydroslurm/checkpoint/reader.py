@@ -22,14 +22,12 @@ from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_file import (
     SHARED_JSON,
     PartIndex,
+    files_of_part,
     frozen_part,
-    index_name,
     is_frozen_part,
     parse,
-    part_name,
     parts_among,
     require_tensor,
-    tensors_name,
 )
 from hydroslurm.checkpoint.tree import JsonValue, decode, tensor_keys
 from hydroslurm.checkpoint.write_plan import SharedTensor, State
@@ -81,7 +79,7 @@ class CheckpointFiles:
         if part not in self._indexes:
             path = self.index_path(part)
             self._indexes[part] = PartIndex.from_json(
-                self._read(index_name(part_name(part))),
+                self._read(path.name),
                 where=path,
                 rank=part,
                 tensors=self.tensors(part)[1],
@@ -89,11 +87,11 @@ class CheckpointFiles:
         return self._indexes[part]
 
     def index_path(self, part: int) -> Path:
-        return self.folder / index_name(part_name(part))
+        return self.folder / files_of_part(part)[0]
 
     def tensors(self, part: int) -> tuple[Path, FileEntry]:
         """A part's file of tensors. Raises CheckpointCorrupt: there is none."""
-        name = tensors_name(part_name(part))
+        _, name = files_of_part(part)
         return self.folder / name, self._entry(name)
 
     def _entry(self, name: str) -> FileEntry:

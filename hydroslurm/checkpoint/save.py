@@ -193,6 +193,7 @@ class _Save:
             with self._removing(place.folder):
                 answers, mine = self._write(place.folder, plan)
             committed = self._commit(place, lambda: self._describe(place, answers, plan))
+            self.store.trust(committed)
             self.store.frozen.note(committed, files=mine, fingerprint=plan.fingerprint)
             return committed
 
@@ -287,7 +288,7 @@ class _Save:
         """Have the checkpoint committed by the first of the ranks that are left."""
         if self.round.is_solo:
             with self._removing(place.folder):
-                return self._trusted(self._finish(place, describe))
+                return self._finish(place, describe)
         left = list(range(self.round.peers.world_size))
         for attempt in range(len(left)):
             mine, answer = None, None
@@ -313,7 +314,7 @@ class _Save:
             with self._removing(place.folder):
                 raise_failures(answers, self.round.not_saved)
             told = parsed(_Committed, answers[left[0]], rank=left[0])
-            return self._trusted(mine or as_told(told.manifest, place.target))
+            return mine or as_told(told.manifest, place.target)
         raise AssertionError("this rank is left at least")
 
     def _finish(self, place: _Place, describe: Callable[[], Manifest]) -> Checkpoint:
@@ -365,11 +366,6 @@ class _Save:
 
     def _committers(self) -> range:
         return range(min(COMMITTERS, self.round.peers.world_size))
-
-    def _trusted(self, checkpoint: Checkpoint) -> Checkpoint:
-        """What was just committed, or found to be good by rank 0."""
-        self.store.trust(checkpoint)
-        return checkpoint
 
     def _explained(self, error: BaseException) -> BaseException:
         """An I/O error may be that a newer attempt has taken the folder away."""

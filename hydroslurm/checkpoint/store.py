@@ -21,7 +21,7 @@ from hydroslurm.core.fence import Fence
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
 
-__all__ = ["Checkpoint", "CheckpointStore", "State"]
+__all__ = ["Checkpoint", "CheckpointStore", "Retention", "State"]
 
 
 STOP = "stop"

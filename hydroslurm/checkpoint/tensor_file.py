@@ -158,10 +158,10 @@ def is_frozen_part(number: int) -> bool:
     return number < 0
 
 
-def part_name(number: int) -> str:
-    """Of the two files of a part, without their endings."""
+def files_of_part(number: int) -> tuple[str, str]:
+    """The names of its index and of its tensors."""
     rank, word = (frozen_part(number), "frozen") if is_frozen_part(number) else (number, "part")
-    return f"{word}-{rank:05d}"
+    return f"{word}-{rank:05d}.json", f"{word}-{rank:05d}.safetensors"
 
 
 _INDEX = re.compile(r"(part|frozen)-([0-9]{5,9})\.json")
@@ -175,14 +175,6 @@ def parts_among(names: Iterable[str]) -> list[int]:
         for match in found
         if match
     )
-
-
-def index_name(part: str) -> str:
-    return f"{part}.json"
-
-
-def tensors_name(part: str) -> str:
-    return f"{part}.safetensors"
 
 
 def parse(text: bytes) -> dict[str, Any]:

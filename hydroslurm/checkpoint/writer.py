@@ -19,7 +19,6 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from hydroslurm.checkpoint import frozen
 from hydroslurm.checkpoint.checksummed_file import ChecksummedFile, write_whole
 from hydroslurm.checkpoint.frozen import FrozenFiles
 from hydroslurm.checkpoint.host_memory import packed
@@ -28,11 +27,9 @@ from hydroslurm.checkpoint.save_round import parsed
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_file import (
     SHARED_JSON,
+    files_of_part,
     frozen_part,
-    index_name,
     index_text,
-    part_name,
-    tensors_name,
 )
 from hydroslurm.checkpoint.write_plan import TALLY_MODULUS, WritePlan
 from hydroslurm.core.decoding import Count, Seconds
@@ -60,8 +57,8 @@ class Part:
     def from_answer(cls, answer: Any, *, rank: int) -> Part:
         """Of another rank; SaveFailed if it names other files than such a rank writes."""
         part = parsed(cls, answer, rank=rank)
-        expected = names_of(rank)
-        if set(part.files) not in (expected, expected.union(frozen.names_of(rank))):
+        expected = {*files_of_part(rank), *([] if rank else [SHARED_JSON])}
+        if set(part.files) not in (expected, expected.union(files_of_part(frozen_part(rank)))):
             raise SaveFailed(
                 f"rank {rank} says that it has written {sorted(part.files)!r:.200}; expected "
                 f"{sorted(expected)}"
@@ -93,13 +90,6 @@ def manifest_of(answers: Mapping[int, Any], header: Manifest, *, whole_tally: in
         save_s=max(part.took_s for part in parts),
         state_bytes=sum(part.state_bytes for part in parts),
     )
-
-
-def names_of(rank: int) -> set[str]:
-    """The files that a rank writes, but for those of what is frozen."""
-    part = part_name(rank)
-    shared = {SHARED_JSON} if rank == 0 else set()
-    return {index_name(part), tensors_name(part)} | shared
 
 
 def write_part(
@@ -148,8 +138,7 @@ def _write(
         laid = plan.laid if is_own else plan.laid_frozen
     tensors = plan.tensors if is_own else plan.frozen
     assert tensors is not None, "nothing that is stored is copied"
-    part = part_name(number)
-    name = tensors_name(part)
+    index_name, name = files_of_part(number)
     files: dict[str, FileEntry] = {}
     with ChecksummedFile(folder / name, storage=storage, cancel=cancel) as file:
         file.write(laid.header)
@@ -158,7 +147,7 @@ def _write(
         # while the disk takes the tensors
         with without_gc():
             texts = {
-                index_name(part): index_text(
+                index_name: index_text(
                     laid,
                     rank=number,
                     own=plan.own if is_own else {},

@@ -125,7 +125,7 @@ def _open(where: Path) -> tuple[CheckpointStore, frozenset[str] | None]:
     where = where.absolute()
     if not where.is_dir():
         raise CheckpointMissing(f"{where} is not a folder; wanted a run folder or a checkpoint")
-    if folders.step_of(where.name) is not None:
+    if folders.key_of(where.name) is not None:
         return CheckpointStore(where.parent, storage=AnyonesStorage()), frozenset([where.name])
     run = RunDir(where)
     _require_run(run)
@@ -151,7 +151,7 @@ def _require_run(run: RunDir) -> None:
         names = sorted(path.name for path in run.root.iterdir())
     except OSError as error:
         raise CheckpointMissing(f"{run.root} cannot be read: {error.strerror}") from error
-    if any(folders.step_of(name) is not None for name in names):
+    if any(folders.key_of(name) is not None for name in names):
         return
     held = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
     raise CheckpointMissing(

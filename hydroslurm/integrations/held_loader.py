@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import UserDict, deque
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from hydroslurm.checkpoint import rng
+from hydroslurm.checkpoint.plain import tensors_in
 from hydroslurm.checkpoint.tree import encode
 from hydroslurm.data.epochs import later_batches
 from hydroslurm.data.position import position_of
@@ -251,7 +252,7 @@ def is_saved(first: Any) -> bool:
         state = packed(first)
     except UnsavableState:
         return False
-    return sum(one.nbytes for one in _tensors(state)) <= MOST_BYTES
+    return sum(one.nbytes for one in tensors_in(state)) <= MOST_BYTES
 
 
 def packed(batch: Any) -> dict[str, Any]:
@@ -268,7 +269,7 @@ def packed(batch: Any) -> dict[str, Any]:
                 f"a batch is a {type(batch).__name__}, which cannot be made anew from its items"
             )
     encode(state, prefix="batch")
-    for one in _tensors(state):
+    for one in tensors_in(state):
         if one.device.type != "cpu" or one.requires_grad or type(one) is not torch.Tensor:
             raise UnsavableState(
                 f"a batch holds a {type(one).__name__} on {one.device} (requires_grad="
@@ -293,15 +294,6 @@ def unpacked(state: Mapping[str, Any]) -> Any:
             "another directory="
         )
     return kind(state["batch"])
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All of them in a value that a checkpoint can hold."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple, deque)):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(one)
 
 
 def _class_of(state: Mapping[str, Any]) -> type | None:
