@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy
 import torch
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from hydroslurm.errors import StateMismatch, UnsavableState
 
@@ -197,15 +198,10 @@ def diverge(generator: Generator, rank: int) -> None:
 
 def digest_of(state: Any) -> bytes:
     """32 bytes that are made of a state, or of a list of states and words."""
-    digest, todo = hashlib.sha256(), [state]
-    while todo:
-        part = todo.pop()
-        if isinstance(part, (dict, list)):
-            todo += part.values() if isinstance(part, dict) else part
-        elif isinstance(part, torch.Tensor):
-            digest.update(part.cpu().numpy().tobytes())
-        else:
-            digest.update(repr(part).encode())
+    digest = hashlib.sha256()
+    for part in tree_leaves(state):
+        is_tensor = isinstance(part, torch.Tensor)
+        digest.update(part.cpu().numpy().tobytes() if is_tensor else repr(part).encode())
     return digest.digest()
 
 
@@ -217,19 +213,20 @@ def _numpy_state_of(generator: numpy.random.RandomState | numpy.random.Generator
 
 def _without_arrays(state: Any) -> Any:
     """Their bytes in tensors; the other values are numbers and words."""
-    if isinstance(state, dict):
-        return {key: _without_arrays(value) for key, value in state.items()}
-    if isinstance(state, numpy.ndarray):
-        return torch.from_numpy(numpy.frombuffer(state.tobytes(), numpy.uint8).copy())
-    return state
+    return tree_map_only(
+        numpy.ndarray,
+        lambda array: torch.from_numpy(numpy.frombuffer(array.tobytes(), numpy.uint8).copy()),
+        state,
+    )
 
 
 def _with_arrays(state: Any, *, like: Any) -> Any:
-    if isinstance(like, dict):
-        return {key: _with_arrays(state[key], like=value) for key, value in like.items()}
-    if isinstance(like, numpy.ndarray):
-        return numpy.frombuffer(state.numpy().tobytes(), like.dtype).reshape(like.shape)
-    return state
+    def put_back(here: Any, saved: Any) -> Any:
+        if not isinstance(here, numpy.ndarray):
+            return saved
+        return numpy.frombuffer(saved.numpy().tobytes(), here.dtype).reshape(here.shape)
+
+    return tree_map(put_back, like, state)
 
 
 def _check(state: Mapping[str, Any]) -> None:
