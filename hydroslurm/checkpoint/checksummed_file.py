@@ -157,7 +157,7 @@ def read_whole(path: Path, *, storage: Storage, limit_bytes: int) -> bytes:
     found = bytearray()
     fd = storage.open(path)
     try:
-        for chunk in _chunks(fd, storage=storage, chunk_bytes=CHUNK_BYTES):
+        for chunk in _chunks(fd, storage=storage):
             found += chunk
             if len(found) > limit_bytes:
                 what = f"longer than the {limit_bytes} bytes that such a file may have"
@@ -167,9 +167,9 @@ def read_whole(path: Path, *, storage: Storage, limit_bytes: int) -> bytes:
     return bytes(found)
 
 
-def _chunks(fd: int, *, storage: Storage, chunk_bytes: int) -> Iterator[memoryview]:
+def _chunks(fd: int, *, storage: Storage) -> Iterator[memoryview]:
     """The bytes of a file in pieces; each is valid until the next one is requested."""
-    buffer = memoryview(bytearray(chunk_bytes))
+    buffer = memoryview(bytearray(BLOCK_BYTES))
     offset = 0
     while got := storage.read(fd, [buffer], offset=offset):
         yield buffer[:got]
@@ -250,7 +250,7 @@ def checked_chunks(path: Path, entry: FileEntry, *, storage: Storage) -> Iterato
     sums = BlockSums()
     fd = open_checked(path, entry, storage=storage)
     try:
-        for chunk in _chunks(fd, storage=storage, chunk_bytes=BLOCK_BYTES):
+        for chunk in _chunks(fd, storage=storage):
             sums.update(chunk)
             if sums.size_bytes > entry.size_bytes:  # somebody appends to it
                 break

@@ -65,10 +65,9 @@ def reason(thing: Any, known: Mapping[str, str] = KNOWN) -> str:
     if isinstance(thing, types.FunctionType):
         return _of_name(f"{thing.__module__}.", known)
     kind = thing if isinstance(thing, type) else type(thing)
-    if kind.__name__.startswith(("Parametrized", "FSDP")) and len(kind.__bases__) > 1:
+    is_sharded = kind.__name__.startswith("FSDP") and len(kind.__bases__) > 1
+    if is_sharded or kind.__name__.startswith("Parametrized"):
         kind = kind.__bases__[-1]  # torch has put a class of its own before that of the script
-    elif kind.__name__.startswith("Parametrized"):
-        kind = kind.__bases__[-1]
     if kind.__module__ in ("builtins", "collections", "itertools") or issubclass(kind, _ALWAYS):
         return ""
     return _of_name(f"{kind.__module__}.{kind.__qualname__}", known)
