@@ -31,10 +31,6 @@ ASSUMED_BYTES_PER_S = 100e6
 """Pessimistic throughput until something is measured: one job's share of a busy network file
 system."""
 
-USUAL_SYNCS = 4
-"""Until this attempt has saved: what a manifest's ``save_s`` covers for one rank (three files), and
-the manifest itself."""
-
 
 class Pace:
     """The last saves to one store."""
@@ -48,17 +44,15 @@ class Pace:
             syncs: of this store; they reveal a disk that has become slow before a save is over.
         """
         self._syncs = syncs
-        self._syncs_of_one = USUAL_SYNCS
         self._earlier = deque(
             ((found.manifest.save_s, found.manifest.state_bytes) for found in earlier),
             maxlen=SAMPLES,
         )
         self._seen: deque[tuple[float, int]] = deque(maxlen=SAMPLES)
 
-    def add(self, seconds: float, *, state_bytes: int, syncs: int = 0) -> None:
-        """Record a save of this attempt and how many syncs it made."""
+    def add(self, seconds: float, *, state_bytes: int) -> None:
+        """Record a save of this attempt."""
         self._seen.append((seconds, state_bytes))
-        self._syncs_of_one = syncs or self._syncs_of_one
 
     def expect_s(self, state_bytes: int) -> float:
         """How long a state of this size will take, in seconds.
@@ -69,7 +63,7 @@ class Pace:
         reason a smaller one is not expected to be faster. The latest syncs are a lower bound,
         including those of saves that failed, were given up or are still under way.
         """
-        synced_s = 0.0 if self._syncs is None else self._syncs.latest_s(self._syncs_of_one)
+        synced_s = 0.0 if self._syncs is None else self._syncs.latest_s()
         samples = tuple(self._seen or self._earlier)
         if not samples:
             return max(synced_s, ASSUMED_FIXED_S + state_bytes / ASSUMED_BYTES_PER_S)

@@ -42,7 +42,7 @@ def newest_good(
     what is used instead.
 
     With several ranks every one calls it. Rank 0 proposes, each loads what it needs or, without
-    ``load``, verifies a share of the files, and a candidate that one rank rejects is rejected by
+    ``load``, verifies all files, and a candidate that one rank rejects is rejected by
     all.
 
     Args:
@@ -154,8 +154,7 @@ class _Search:
         complaint = None
         try:
             if self._load is None:
-                share = (self._peers.rank, self._peers.world_size)
-                self._store.verify(found.checkpoint, share=share)
+                self._store.verify(found.checkpoint)
             else:
                 self._load(found)
         except (CheckpointError, OSError) as error:

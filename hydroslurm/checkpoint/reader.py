@@ -138,23 +138,18 @@ def read_state(
     return State(shared=_decoded(state, tensors), own=_decoded(own, tensors))
 
 
-def check_state(files: CheckpointFiles, *, share: tuple[int, int] = (0, 1)) -> None:
+def check_state(files: CheckpointFiles) -> None:
     """Put together all that :func:`read_state` reads on any rank, with tensors that have no memory
     in the place of those that are stored. Reads the indexes only.
-
-    Args:
-        share: (rank, world size) of ranks that divide the parts among themselves.
 
     Raises:
         CheckpointCorrupt, CheckpointError: as :func:`read_state`.
     """
-    rank, of_ranks = share
-    if rank == 0:
-        shared = files.shared()
-        keys = tensor_keys(list(shared.state.values()))
-        wanted = _wanted_of_shared(keys, shared, files)
-        _decoded(shared.state, _without_values(_landings(files, wanted, first=rank)))
-    for part in files.parts[rank::of_ranks]:
+    shared = files.shared()
+    keys = tensor_keys(list(shared.state.values()))
+    wanted = _wanted_of_shared(keys, shared, files)
+    _decoded(shared.state, _without_values(_landings(files, wanted, first=0)))
+    for part in files.parts:
         own = files.index(part).own
         wanted = _wanted_of_own(own, part, files)
         _decoded(own, _without_values(_landings(files, wanted, first=part)))

@@ -423,8 +423,7 @@ class Saver:
         Raises:
             CheckpointError: it could not be written; the store is unchanged.
         """
-        begun_s, syncs = time.monotonic(), self._store.syncs
-        syncs_before = syncs.count
+        begun_s = time.monotonic()
 
         def written(since_s: float) -> None:
             nonlocal begun_s
@@ -447,7 +446,7 @@ class Saver:
         # a save that was given up can come late
         if self._newest is None or self._newest[0] <= request.state:
             self._newest = request.state, checkpoint
-        self._pace.add(seconds, state_bytes=request.state_bytes, syncs=syncs.count - syncs_before)
+        self._pace.add(seconds, state_bytes=request.state_bytes)
         self._state_bytes = request.state_bytes
         self._emit(EventKind.SAVE_COMMITTED, request, seconds=seconds)
 

@@ -126,17 +126,17 @@ class AnyonesStorage(Storage):
         pass
 
 
-MOST_SYNCS = 256
-"""How many are remembered; a save by one rank makes six."""
+SYNCS = 4
+"""How many are remembered: what a manifest's ``save_s`` covers for one rank (three files), and the
+manifest itself."""
 
 
 class TimedSyncs:
     """A storage that remembers how long its latest syncs took. Thread-safe."""
 
     def __init__(self, storage: Storage) -> None:
-        self.count = 0
         self._storage = storage
-        self._latest_s: deque[float] = deque(maxlen=MOST_SYNCS)
+        self._latest_s: deque[float] = deque(maxlen=SYNCS)
         self._begun_mono_s: dict[int, float] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -150,12 +150,11 @@ class TimedSyncs:
         with self._timed():
             self._storage.fsync_dir(path)
 
-    def latest_s(self, count: int) -> float:
-        """How long the latest ``count`` syncs took together, including one that hangs now."""
+    def latest_s(self) -> float:
+        """How long the latest :data:`SYNCS` took together, including one that hangs now."""
         now_mono_s = time.monotonic()
         hanging = [now_mono_s - begun for begun in tuple(self._begun_mono_s.values())]
-        done = tuple(self._latest_s)[-max(1, count) :]
-        return sum([*hanging, *reversed(done)][:count])
+        return sum([*hanging, *reversed(tuple(self._latest_s))][:SYNCS])
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -166,4 +165,3 @@ class TimedSyncs:
         finally:
             del self._begun_mono_s[thread]
             self._latest_s.append(time.monotonic() - begun_mono_s)
-            self.count += 1

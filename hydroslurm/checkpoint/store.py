@@ -157,13 +157,9 @@ class CheckpointStore:
         """Folders named like a checkpoint whose manifest cannot be read."""
         return {one.path: one.error for one in self.look() if isinstance(one, Problem)}
 
-    def verify(self, checkpoint: Checkpoint, *, share: tuple[int, int] = (0, 1)) -> None:
+    def verify(self, checkpoint: Checkpoint) -> None:
         """Find out whether it can be loaded: compare the sizes of all files, read what describes
         the state as a load does, then read the rest.
-
-        Args:
-            share: (rank, world size) of ranks that divide the files among themselves. None of them
-                alone knows whether the checkpoint is good.
 
         Raises:
             CheckpointCorrupt: names the first file that is not what was written, or says what
@@ -173,15 +169,13 @@ class CheckpointStore:
         self.pins.pin(checkpoint.path)
         self._good.discard(_key(checkpoint))
         files = self.files_of(checkpoint)
-        rank, of_ranks = share
-        parts = sorted(files.entries.items())[rank::of_ranks]
-        for name, entry in parts:
+        entries = sorted(files.entries.items())
+        for name, entry in entries:
             require_size(checkpoint.path / name, entry, storage=self.storage)
-        reader.check_state(files, share=share)
-        for name, entry in parts:
+        reader.check_state(files)
+        for name, entry in entries:
             check_file(checkpoint.path / name, entry, storage=self.storage)
-        if of_ranks == 1:
-            self.trust(checkpoint)
+        self.trust(checkpoint)
 
     def check_sizes(self, checkpoint: Checkpoint) -> None:
         """Compare the sizes of its files only.
