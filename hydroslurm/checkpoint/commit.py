@@ -24,7 +24,7 @@ DRAFT = ".tmp"
 
 FEW_FILES = 64
 UNLINKERS = 16
-"""One thread more for each so many files of a folder that is removed, and the most."""
+"""Files of a removed folder for each additional thread, and the most such threads."""
 
 
 def put(folder: Path, name: str, data: bytes, *, rank: int, storage: Storage) -> None:

@@ -173,7 +173,8 @@ class SaveRound:
             to = collect_at if problem is None else None
             answers: Mapping[int, Any] = in_time.agree(what, value, collect_at=to)
         except RanksError as error:
-            kind = SaveAbandoned if self._canceled and not gone(error) else SaveFailed
+            canceled = self.cancel is not None and self.cancel.is_set()
+            kind = SaveAbandoned if canceled and not gone(error) else SaveFailed
             raise kind(f"{self.not_saved} {why(error)}. {KEPT}") from error
         raise_failures(answers, self.not_saved)
         return answers
@@ -181,10 +182,6 @@ class SaveRound:
     @property
     def not_saved(self) -> str:
         return f"step {self.step} was not saved:"
-
-    @property
-    def _canceled(self) -> bool:
-        return self.cancel is not None and self.cancel.is_set()
 
 
 def failed(error: BaseException) -> dict[str, Any]:
