@@ -57,7 +57,11 @@ class Retention:
 
     def beyond(self, checkpoints: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
         """The checkpoints to remove, oldest first like ``checkpoints`` itself."""
-        left = {STOP: self.keep_stop, EPOCH: self.keep_epochs, "": self.keep}
+        left: dict[str, int | None] = {
+            STOP: self.keep_stop,
+            EPOCH: self.keep_epochs,
+            "": self.keep,
+        }
         rest, kept = list[Checkpoint](), 0
         for one in reversed(checkpoints):
             kind = one.kind if one.kind in left else ""
