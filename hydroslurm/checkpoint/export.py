@@ -96,7 +96,11 @@ def _write_dcp(value: Any, path: Path) -> None:
         raise UsageError("it holds no tensors, and DCP's format is for tensors. Export to a .pt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a single process saves
-        dcp.save(tensors, checkpoint_id=path)
+        try:
+            dcp.save(tensors, checkpoint_id=path)
+        except dcp.CheckpointException as error:  # a BaseException, around what has happened
+            ((reason, _),) = error.failures.values()
+            raise reason from error
 
 
 def _write_safetensors(value: Any, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import warnings
@@ -17,7 +18,7 @@ from hydroslurm.checkpoint.export import export
 from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
 from hydroslurm.cli.checkpoint import checkpoint_app
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import CheckpointMissing, UsageError
+from hydroslurm.errors import CheckpointMissing, SaveFailed, UsageError
 
 
 @pytest.fixture
@@ -136,9 +137,9 @@ def test_export_refusals(run_dir: RunDir, tmp_path: Path) -> None:
     assert [path for path in tmp_path.iterdir() if path.is_file()] == []
 
 
-def test_export_for_dcp(tmp_path: Path) -> None:
+def test_export_for_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DCP's own reader takes every tensor out of the folder, under its dotted name; nothing that
-    is there is replaced, and a state without tensors is refused and leaves no folder."""
+    is there is replaced; a state without tensors and a full disk are named and leave no folder."""
     store = CheckpointStore(tmp_path / "c")
     done = write(store, state_of(3), step=3, kind="periodic")
     call("export", done.path, "--out", tmp_path / "all.dcp")
@@ -169,6 +170,13 @@ def test_export_for_dcp(tmp_path: Path) -> None:
     plain = write(store, State({"step": 1}, {}), step=4, kind="manual")
     with pytest.raises(UsageError, match="no tensors"):
         export(plain, tmp_path / "plain.dcp")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    with pytest.raises(SaveFailed, match=r"full\.dcp cannot be written: .*No space left"):
+        export(done, tmp_path / "full.dcp")
     assert {path.name for path in tmp_path.iterdir()} == {"c", "all.dcp", "model.dcp"}
 
 
