@@ -89,7 +89,8 @@ def _write_dcp(value: Any, path: Path) -> None:
     """Tensors only: DCP pickles other values, and whoever loads them unpickles what the folder's
     writer chose."""
     # imported here: it takes 0.2 s, and the other formats do without
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     tensors, _ = named(value)
     if not tensors:
@@ -97,8 +98,8 @@ def _write_dcp(value: Any, path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a single process saves
         try:
-            dcp.save(tensors, checkpoint_id=path)
-        except dcp.CheckpointException as error:  # a BaseException, around what has happened
+            save(tensors, checkpoint_id=path)
+        except CheckpointException as error:  # a BaseException, around what has happened
             ((reason, _),) = error.failures.values()
             raise reason from error
 
