@@ -1,4 +1,4 @@
-"""The attempts of any number of ranks, from the lines of their logs. Pure.
+"""The attempts of any number of ranks, from their events. Pure.
 
 An *attempt* here is one process of one rank. A run folder keeps one file per rank over all
 requeues, so one file holds several attempts, and around a requeue the old process may still write
@@ -14,12 +14,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hydroslurm.core.events import Event, EventKind
+from hydroslurm.core.files import clean
 from hydroslurm.report.datewatch import DateWatch
-from hydroslurm.report.lines import Line, Who, data_of, integer, lines_of, text
+from hydroslurm.report.lines import integer, text
 from hydroslurm.report.pauses import OF_PAUSES, Pause, PausesBuilder
 from hydroslurm.report.progress import OF_A_RUN, Progress, ProgressBuilder
 
 _OF_PROGRESS = OF_A_RUN | {EventKind.STOP_AGREED}
+
+
+_Process = tuple[int, int, str, int]
+"""Rank, restart count, host and pid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +86,17 @@ def attempts_of(events: Iterable[Event]) -> tuple[Attempt, ...]:
 
     Within one file that is the order of time, also when the date was set between two attempts.
     """
-    return attempts_in(lines_of(events))
-
-
-def attempts_in(lines: Iterable[Line]) -> tuple[Attempt, ...]:
-    """As :func:`attempts_of`, of lines."""
     drafts: list[_AttemptDraft] = []
-    newest: dict[tuple[int, int, str, int], _AttemptDraft] = {}
-    writer: Who | None = None
-    draft: _AttemptDraft | None = None
-    for line in lines:
-        # most lines come from the process that wrote the one before
-        if line.who is not writer:
-            writer, draft = line.who, newest.get(line.who[:4])
+    newest: dict[_Process, _AttemptDraft] = {}
+    for event in events:
+        process = (event.rank, event.restart_count, event.host, event.pid)
+        draft = newest.get(process)
         # an attempt whose first line is lost starts with whatever line comes first
-        if draft is None or line.kind is EventKind.INSTALLED:
+        if draft is None or event.kind is EventKind.INSTALLED:
             date = DateWatch() if draft is None else draft.date
-            draft = newest[line.who[:4]] = _AttemptDraft(line.who, date)
+            draft = newest[process] = _AttemptDraft(process, event.job_id, date)
             drafts.append(draft)
-        draft.add(line)
+        draft.add(event)
     attempts = [draft.finish() for draft in _joined(drafts)]
     return tuple(sorted(attempts, key=lambda attempt: attempt.rank))
 
@@ -107,11 +104,11 @@ def attempts_in(lines: Iterable[Line]) -> tuple[Attempt, ...]:
 def _joined(drafts: Iterable[_AttemptDraft]) -> list[_AttemptDraft]:
     """The installations of each process put together, up to a second ``Run``."""
     attempts: list[_AttemptDraft] = []
-    newest: dict[tuple[int, int, str, int], _AttemptDraft] = {}
+    newest: dict[_Process, _AttemptDraft] = {}
     for draft in drafts:
-        attempt = newest.get(draft.who[:4])
+        attempt = newest.get(draft.process)
         if attempt is None or (attempt.has_run and draft.has_run):
-            newest[draft.who[:4]] = draft
+            newest[draft.process] = draft
             attempts.append(draft)
         else:
             attempt.extend(draft)
@@ -121,9 +118,10 @@ def _joined(drafts: Iterable[_AttemptDraft]) -> list[_AttemptDraft]:
 class _AttemptDraft:
     """An attempt, or one installation of it, while its lines are being read."""
 
-    def __init__(self, who: Who, date: DateWatch) -> None:
+    def __init__(self, process: _Process, job_id: int | None, date: DateWatch) -> None:
         """``date``: of the process, whose installations share it."""
-        self.who = who
+        self.process = process
+        self._job_id = job_id
         self.date = date
         self._first_ns: int | None = None
         self._last_ns = 0
@@ -159,8 +157,8 @@ class _AttemptDraft:
         elif self._joined_ns is None:
             self._joined_ns = again._joined_ns
 
-    def add(self, line: Line) -> None:
-        kind, stamp = line.kind, line.mono_ns
+    def add(self, event: Event) -> None:
+        kind, stamp = event.kind, event.mono_ns
         if self._first_ns is None:
             self._first_ns = self._last_ns = stamp
         elif stamp > self._last_ns:
@@ -168,32 +166,32 @@ class _AttemptDraft:
         elif stamp < self._first_ns:
             self._first_ns = stamp
         self._last_kind = kind
-        self.date.see(stamp, line.epoch_ns)
-        self._progress.note_step(line.step)
+        self.date.see(stamp, event.epoch_ns)
+        self._progress.note_step(event.step)
         if kind in OF_PAUSES:
-            self._pauses.add(line)
+            self._pauses.add(event)
         elif kind in _OF_PROGRESS:
-            self._progress.add(line)
+            self._progress.add(event)
         elif kind is EventKind.STOP_REQUESTED:
-            self._stops.append(_stop(line))
+            self._stops.append(_stop(event))
         elif kind is EventKind.INSTALLED:
-            self._boot = text(line.data, "boot")
+            self._boot = text(event.data, "boot")
         elif kind is EventKind.RANKS_JOINED and self._joined_ns is None:
             self._joined_ns = stamp
         elif kind is EventKind.UNINSTALLED:
-            self._lost_signals = _lost_unseen(line)
-        if "world_size" in line.data:
-            self._world_size = max(self._world_size, integer(line.data, "world_size") or 1)
+            self._lost_signals = _lost_unseen(event)
+        if "world_size" in event.data:
+            self._world_size = max(self._world_size, integer(event.data, "world_size") or 1)
 
     def finish(self) -> Attempt:
         assert self._first_ns is not None
-        who = self.who
+        rank, restart_count, host, pid = self.process
         return Attempt(
-            rank=who.rank,
-            restart_count=who.restart_count,
-            pid=who.pid,
-            host=who.host,
-            job_id=who.job_id,
+            rank=rank,
+            restart_count=restart_count,
+            pid=pid,
+            host=clean(host),
+            job_id=self._job_id,
             first_mono_ns=self._first_ns,
             last_mono_ns=self._last_ns,
             clock_offset_ns=self.date.offset_ns,
@@ -222,18 +220,17 @@ def _numbered(parts: Iterable[PausesBuilder]) -> tuple[Pause, ...]:
     return tuple(found)
 
 
-def _lost_unseen(line: Line) -> dict[str, None]:
+def _lost_unseen(event: Event) -> dict[str, None]:
     """Without a check before the end, only the number of lost handlers is known."""
-    number = integer(line.data, "handlers_replaced_by_others") or 0
+    number = integer(event.data, "handlers_replaced_by_others") or 0
     return {f"{number} signal{'' if number == 1 else 's'}": None} if number > 0 else {}
 
 
-def _stop(line: Line) -> StopRequest:
-    data = data_of(line)
-    requested = integer(data, "requested_mono_ns")
+def _stop(event: Event) -> StopRequest:
+    requested = integer(event.data, "requested_mono_ns")
     return StopRequest(
-        rank=line.who.rank,
-        requested_mono_ns=line.mono_ns if requested is None else requested,
-        signal=text(data, "signal"),
-        restart_count=line.who.restart_count,
+        rank=event.rank,
+        requested_mono_ns=event.mono_ns if requested is None else requested,
+        signal=text(event.data, "signal"),
+        restart_count=event.restart_count,
     )

@@ -1,11 +1,11 @@
-"""The events of a rank's file as a report reads them: whose each is, and its fields by type."""
+"""The events of a rank's file as a report reads them, and their fields by type."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hydroslurm.core.decoding import decode
 from hydroslurm.core.events import SCHEMA, Event, EventKind, event_lines
@@ -18,27 +18,6 @@ _MOST_BYTES = 1 << 30
 _MOST_INTEGER = 1 << 63
 _MOST_NUMBER = 1e18
 """Sums of such numbers are finite, and nothing that we measure is as large."""
-
-
-class Who(NamedTuple):
-    """The process that wrote a line."""
-
-    rank: int
-    restart_count: int
-    host: str
-    pid: int
-    job_id: int | None
-
-
-class Line(NamedTuple):
-    """One event."""
-
-    kind: EventKind
-    mono_ns: int
-    epoch_ns: int
-    who: Who
-    step: int | None
-    data: dict[str, Any]
 
 
 @dataclass
@@ -60,27 +39,12 @@ class Unread:
             yield f"lines of a later version of hydroslurm, passed over: {self.unknown}"
 
 
-def lines_of(events: Iterable[Event]) -> Iterator[Line]:
-    """The same of events that are there already."""
-    known: dict[Who, Who] = {}
-    for event in events:
-        who = Who(event.rank, event.restart_count, event.host, event.pid, event.job_id)
-        if who not in known:
-            known[who] = who._replace(host=clean(who.host))
-        data = dict(event.data)
-        yield Line(event.kind, event.mono_ns, event.epoch_ns, known[who], event.step, data)
-
-
-def read_lines(path: Path, unread: Unread) -> Iterator[Line]:
+def rank_events(path: Path, unread: Unread) -> Iterator[Event]:
     """The events of one file in order; the lines that are passed over are counted in ``unread``.
 
     Raises:
         OSError: the file cannot be read.
     """
-    return lines_of(_events_in(path, unread))
-
-
-def _events_in(path: Path, unread: Unread) -> Iterator[Event]:
     for line in event_lines(path, most_bytes=_MOST_BYTES):
         try:
             yield Event.from_json(line)
@@ -105,23 +69,23 @@ def _is_of_later_version(line: bytes) -> bool:
     return head.v > SCHEMA or head.kind not in {kind.value for kind in EventKind}
 
 
-# --- the fields of one line -------------------------------------------------------------------
+# --- the fields of one event ------------------------------------------------------------------
 #
-# Lines may be torn, damaged or from another program: a field has the expected type or is None.
+# A line may be damaged or from another program: a field has the expected type or is None.
 # A report of a million lines reads ten million fields, so the common case is tested first.
 
 
-def data_of(line: Line | None) -> Mapping[str, Any]:
-    """The fields of a line; none when there is no line."""
-    return {} if line is None else line.data
+def data_of(event: Event | None) -> Mapping[str, Any]:
+    """The fields of an event; none when there is no event."""
+    return {} if event is None else event.data
 
 
-def stamp_of(line: Line | None) -> int | None:
-    return None if line is None else line.mono_ns
+def stamp_of(event: Event | None) -> int | None:
+    return None if event is None else event.mono_ns
 
 
-def step_of(line: Line | None) -> int | None:
-    return None if line is None else line.step
+def step_of(event: Event | None) -> int | None:
+    return None if event is None else event.step
 
 
 def span(begin_ns: int | None, end_ns: int | None, unit_ns: float) -> float | None:
@@ -147,9 +111,9 @@ def integer(data: Mapping[str, Any], key: str) -> int | None:
     return None
 
 
-def first_integer(lines: Iterable[Line | None], key: str) -> int | None:
-    for line in lines:
-        if line is not None and (value := integer(line.data, key)) is not None:
+def first_integer(events: Iterable[Event | None], key: str) -> int | None:
+    for event in events:
+        if event is not None and (value := integer(event.data, key)) is not None:
             return value
     return None
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
-from hydroslurm.core.events import EventKind
+from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.files import clean
 from hydroslurm.report.lines import (
-    Line,
     data_of,
     first_integer,
     integer,
@@ -182,23 +181,23 @@ class _PauseBuilder:
     """A pause while its lines are being collected: the first of each kind."""
 
     number: int
-    lines: dict[EventKind, Line] = field(default_factory=dict)
+    events: dict[EventKind, Event] = field(default_factory=dict)
     causes: list[str] = field(default_factory=list)
-    signals: tuple[Line, ...] = ()
-    let_go: Line | None = None
+    signals: tuple[Event, ...] = ()
+    let_go: Event | None = None
     """Nothing but its own vacate holds the rank any more."""
 
-    def add(self, line: Line) -> None:
-        kind = line.kind
-        if kind not in self.lines:
-            self.lines[kind] = line
-        if kind is not EventKind.RESUMED and "causes" in line.data:
-            self.add_causes(line)
+    def add(self, event: Event) -> None:
+        kind = event.kind
+        if kind not in self.events:
+            self.events[kind] = event
+        if kind is not EventKind.RESUMED and "causes" in event.data:
+            self.add_causes(event)
 
-    def add_causes(self, line: Line) -> None:
-        causes = line.data.get("causes")
+    def add_causes(self, event: Event) -> None:
+        causes = event.data.get("causes")
         if isinstance(causes, list):
-            self.let_go = line if causes == [VACATED] else None
+            self.let_go = event if causes == [VACATED] else None
             for cause in causes[:_MOST_CAUSES]:
                 if isinstance(cause, str) and clean(cause) not in self.causes:
                     self.causes.append(clean(cause))
@@ -213,21 +212,21 @@ class PausesBuilder:
         self._done_up_to = -1
         self._open: dict[int, _PauseBuilder] = {}
         self._current: _PauseBuilder | None = None
-        self._signals: deque[Line] = deque(maxlen=_OPEN)
-        self._of_all: deque[Line] = deque(maxlen=2 * _OPEN)
+        self._signals: deque[Event] = deque(maxlen=_OPEN)
+        self._of_all: deque[Event] = deque(maxlen=2 * _OPEN)
 
-    def add(self, line: Line) -> None:
+    def add(self, event: Event) -> None:
         """A line of one of the kinds in ``OF_PAUSES``."""
-        which = integer(line.data, "pause")
+        which = integer(event.data, "pause")
         if which is not None:
-            self._add(which, line)
-        elif line.kind is EventKind.SIGNAL_RECEIVED:
-            self._signals.append(line)
-        elif line.kind is EventKind.CAUSES_CHANGED:
-            if self._current is not None and EventKind.RESUMED not in self._current.lines:
-                self._current.add_causes(line)
-        elif line.kind is EventKind.ALL_PARKED or _has_failed(line):
-            self._of_all.append(line)
+            self._add(which, event)
+        elif event.kind is EventKind.SIGNAL_RECEIVED:
+            self._signals.append(event)
+        elif event.kind is EventKind.CAUSES_CHANGED:
+            if self._current is not None and EventKind.RESUMED not in self._current.events:
+                self._current.add_causes(event)
+        elif event.kind is EventKind.ALL_PARKED or _has_failed(event):
+            self._of_all.append(event)
 
     def finish(self) -> tuple[Pause, ...]:
         """All of them, by number."""
@@ -235,17 +234,17 @@ class PausesBuilder:
             self._close(next(iter(self._open)))
         return tuple(sorted(self._done, key=lambda pause: pause.number))
 
-    def _add(self, which: int, line: Line) -> None:
+    def _add(self, which: int, event: Event) -> None:
         draft = self._open.get(which)
         if draft is None:
             if which <= self._done_up_to:
                 return  # of a pause that is done: later than any thread may be
             draft = self._open[which] = _PauseBuilder(which)
-        draft.add(line)
-        if line.kind is EventKind.GATE_CLOSED:
+        draft.add(event)
+        if event.kind is EventKind.GATE_CLOSED:
             self._current, draft.signals = draft, tuple(self._signals)
             self._signals.clear()
-        elif line.kind is EventKind.RESUMED:
+        elif event.kind is EventKind.RESUMED:
             self._signals.clear()  # what came before asked for this resume, not for the next pause
         if len(self._open) > _OPEN:
             self._close(next(iter(self._open)))
@@ -257,26 +256,26 @@ class PausesBuilder:
         self._done_up_to = max(self._done_up_to, which)
 
 
-def _has_failed(line: Line) -> bool:
+def _has_failed(event: Event) -> bool:
     """The ranks did not come to one collective in time; they may, later."""
-    return line.kind is EventKind.AGREEMENT_FAILED and line.data.get("what") == "park"
+    return event.kind is EventKind.AGREEMENT_FAILED and event.data.get("what") == "park"
 
 
-def _add_by_time(lines: Iterable[Line], draft: _PauseBuilder) -> None:
+def _add_by_time(events: Iterable[Event], draft: _PauseBuilder) -> None:
     """What another thread has written belongs to the pause that was in force, wherever its line
     is."""
     closed, resumed = (
-        stamp_of(draft.lines.get(kind)) for kind in (EventKind.GATE_CLOSED, EventKind.RESUMED)
+        stamp_of(draft.events.get(kind)) for kind in (EventKind.GATE_CLOSED, EventKind.RESUMED)
     )
     if closed is None:
         return
-    for line in lines:
-        if closed <= line.mono_ns and (resumed is None or line.mono_ns <= resumed):
-            draft.add(line)
+    for event in events:
+        if closed <= event.mono_ns and (resumed is None or event.mono_ns <= resumed):
+            draft.add(event)
 
 
 def _pause(draft: _PauseBuilder) -> Pause:
-    seen = draft.lines
+    seen = draft.events
     anyone = next(iter(seen.values()))
     held = seen.get(EventKind.FIRST_OPERATOR_HELD) or seen.get(EventKind.LATE_OPERATOR_HELD)
     parked, resumed = seen.get(EventKind.PARKED), seen.get(EventKind.RESUMED)
@@ -291,9 +290,9 @@ def _pause(draft: _PauseBuilder) -> Pause:
         resume_requested_ns, reported = draft.let_go.mono_ns, None
     on = released if released is not None else (None if _waited(draft) else resumed)
     return Pause(
-        rank=anyone.who.rank,
+        rank=anyone.rank,
         number=draft.number,
-        restart_count=anyone.who.restart_count,
+        restart_count=anyone.restart_count,
         causes=_shared(tuple(draft.causes)),
         signal=_shared(_signal(draft, requested_ns)),
         step=step_of(anyone),
@@ -323,7 +322,7 @@ def _pause(draft: _PauseBuilder) -> Pause:
     )
 
 
-def _vacated(seen: Mapping[EventKind, Line]) -> dict[str, Any]:
+def _vacated(seen: Mapping[EventKind, Event]) -> dict[str, Any]:
     there, back = seen.get(EventKind.VACATED), seen.get(EventKind.RESTORED)
     return {
         "vacated_mono_ns": stamp_of(there),
@@ -353,12 +352,12 @@ def _missing(draft: _PauseBuilder) -> tuple[str, ...]:
     wanted = [EventKind.GATE_CLOSED, EventKind.PARKED, EventKind.RESUMED]
     if _waited(draft):
         wanted.append(EventKind.FIRST_OPERATOR_RELEASED)
-    return tuple(kind.value for kind in wanted if kind not in draft.lines)
+    return tuple(kind.value for kind in wanted if kind not in draft.events)
 
 
 def _waited(draft: _PauseBuilder) -> bool:
     """True when a thread was held, so that there is one to be released."""
-    seen = draft.lines
+    seen = draft.events
     if EventKind.FIRST_OPERATOR_HELD in seen or EventKind.LATE_OPERATOR_HELD in seen:
         return True
     return (integer(data_of(seen.get(EventKind.PARKED)), "held") or 0) > 0
@@ -372,18 +371,18 @@ def _signal(draft: _PauseBuilder, requested_ns: int | None) -> str | None:
     """
     if draft.causes == ["api"]:
         return None
-    exact = [line for line in draft.signals if line.mono_ns == requested_ns]
-    return next((text(data_of(line), "signal") for line in (*exact, *draft.signals[::-1])), None)
+    exact = [event for event in draft.signals if event.mono_ns == requested_ns]
+    return next((text(data_of(event), "signal") for event in (*exact, *draft.signals[::-1])), None)
 
 
 _UNIT_NS = {"us": 1e3, "s": 1e9}
 
 
 def _measured(
-    line: Line | None, key: str, begin_ns: int | None, end_ns: int | None
+    event: Event | None, key: str, begin_ns: int | None, end_ns: int | None
 ) -> float | None:
     """What the rank measured itself, else what the stamps give; the unit is the end of the key."""
-    reported = None if line is None else number(line.data, key)
+    reported = None if event is None else number(event.data, key)
     if reported is not None:
         return reported
     return span(begin_ns, end_ns, _UNIT_NS[key.rpartition("_")[2]])

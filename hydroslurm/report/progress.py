@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hydroslurm.core.events import EventKind
-from hydroslurm.report.lines import Line, data_of, integer, span, stamp_of, step_of, text
+from hydroslurm.core.events import Event, EventKind
+from hydroslurm.report.lines import data_of, integer, span, stamp_of, step_of, text
 
 OF_A_RUN = frozenset(
     {
@@ -131,7 +131,7 @@ class ProgressBuilder:
     """Follows one attempt, line by line, and keeps the first line of each kind."""
 
     def __init__(self) -> None:
-        self._first: dict[EventKind, Line] = {}
+        self._first: dict[EventKind, Event] = {}
         self._stop_of_rank: int | None = None
         self._last_step: int | None = None
         self._saves: dict[object, Save] = {}
@@ -147,26 +147,26 @@ class ProgressBuilder:
         if type(step) is int and (self._last_step is None or step > self._last_step):
             self._last_step = step
 
-    def add(self, line: Line) -> None:
+    def add(self, event: Event) -> None:
         """A line of one of the kinds in ``OF_A_RUN``, or of an agreed stop."""
-        kind = line.kind
+        kind = event.kind
         if kind is EventKind.STOP_AGREED:
             if self._stop_of_rank is None:
-                self._stop_of_rank = integer(data_of(line), "of_rank")
+                self._stop_of_rank = integer(data_of(event), "of_rank")
             return
-        self._first.setdefault(kind, line)
+        self._first.setdefault(kind, event)
         if kind in _OF_SAVES:
-            self._add_save(line)
+            self._add_save(event)
 
-    def _add_save(self, line: Line) -> None:
-        data = data_of(line)
+    def _add_save(self, event: Event) -> None:
+        data = data_of(event)
         step, kind = integer(data, "checkpoint_step"), text(data, "save_kind")
         self.note_step(step)
-        name = _OF_SAVES[line.kind]
+        name = _OF_SAVES[event.kind]
         size = integer(data, "state_bytes")
-        self._saves.setdefault(step, Save(step, kind)).note(name, line.mono_ns, size)
+        self._saves.setdefault(step, Save(step, kind)).note(name, event.mono_ns, size)
         if kind == "stop":
-            self._stop_save.note(name, line.mono_ns, size)
+            self._stop_save.note(name, event.mono_ns, size)
 
     def finish(self) -> Progress | None:
         """None when no ``Run`` wrote any of it."""

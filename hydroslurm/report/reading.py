@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hydroslurm.core.events import Event
 from hydroslurm.core.files import clean
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
-from hydroslurm.report.attempts import Attempt, attempts_in
+from hydroslurm.report.attempts import Attempt, attempts_of
 from hydroslurm.report.clocks import align
 from hydroslurm.report.history import History
-from hydroslurm.report.lines import Line, Unread, read_lines
+from hydroslurm.report.lines import Unread, rank_events
 
 _MOST_RANKS = 100_000
 """A larger number is damage."""
@@ -95,20 +96,20 @@ def _read(files: Sequence[Path]) -> _Part:
     sentences: list[tuple[int, str]] = []
     failed: list[OSError] = []
 
-    def lines() -> Iterator[Line]:
+    def all_events() -> Iterator[Event]:
         nonlocal events
         for path in files:
             rank, unread = int(path.stem.rpartition("-")[2]), Unread()
             try:
-                for line in read_lines(path, unread):
+                for event in rank_events(path, unread):
                     events += 1
-                    yield line
+                    yield event
             except OSError as error:
                 failed.append(OSError(error.errno, error.strerror, str(path)))
                 sentences.append((rank, f"Rank {rank}: {path} cannot be read: {error.strerror}."))
             sentences.extend((rank, f"Rank {rank}: {words}.") for words in unread.words())
 
-    attempts = attempts_in(lines())
+    attempts = attempts_of(all_events())
     return _Part(attempts, events, tuple(sentences), tuple(failed))
 
 

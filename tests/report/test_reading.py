@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 from report.ranklog import RankLog
 
-from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.report import reading
 from hydroslurm.report.figures import MOST_ROWS, figures_of
 from hydroslurm.report.histograms import Histogram, draw_histograms, histograms_of
-from hydroslurm.report.lines import Line, Unread, lines_of, read_lines
+from hydroslurm.report.lines import Unread, rank_events
 from hydroslurm.report.reading import parallel_map, read_history
 from hydroslurm.report.writing import write_histograms
 
 
-def read(path: Path) -> tuple[list[Line], Unread]:
+def read(path: Path) -> tuple[list[Event], Unread]:
     unread = Unread()
-    return list(read_lines(path, unread)), unread
+    return list(rank_events(path, unread)), unread
 
 
 def some(rank: int = 0) -> RankLog:
@@ -38,7 +38,7 @@ def test_the_quick_way_reads_the_same(run_dir: RunDir) -> None:
     log.add(EventKind.STOP_REASON, 11, message='é "quoted" \\ \n }} {"x"', reason="…\ud800")
     path = log.write(run_dir)
     lines, unread = read(path)
-    assert lines == list(lines_of(read_events(path)))
+    assert lines == list(read_events(path))
     assert unread == Unread()
 
 
@@ -62,7 +62,7 @@ def test_fields_that_an_older_writer_did_not_have(run_dir: RunDir) -> None:
     row = {"v": 1, "kind": "gate_closed", "mono_ns": 5, "epoch_ns": 7}
     run_dir.rank_events(0).write_text(json.dumps(row) + "\n")
     ((line,), unread) = read(run_dir.rank_events(0))
-    assert (line.who.rank, line.who.job_id, line.step, line.data) == (0, None, None, {})
+    assert (line.rank, line.job_id, line.step, line.data) == (0, None, None, {})
     assert unread == Unread()
     json.dumps(figures_of(read_history(run_dir.root)).as_dict(), allow_nan=False)
 
