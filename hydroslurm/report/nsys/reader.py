@@ -1,25 +1,63 @@
-"""Read one nsys report: the marks of each process become its pauses and its stop."""
+"""Read one report of nsys from its export to SQLite: tables, marks, and what becomes of them.
+
+nsys makes a table when it has its first row, so that on a machine without a GPU there is none of
+kernels. The schema is described in nsys's user guide ("SQLite Schema Reference"); seen here are
+schema 3.0.0 of nsys 2022.4 and what later ones have added to it. What each mark of hydroslurm means
+is written in ``hydroslurm/gate/native/marks.h``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sqlite3
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from hydroslurm.report.nsys.database import Gpu, open_database
+from hydroslurm.core.files import clean
+from hydroslurm.errors import ProfileError
+from hydroslurm.report.nsys.clock import Timebase
 from hydroslurm.report.nsys.export import as_sqlite
-from hydroslurm.report.nsys.marks import (
-    MOMENTS,
-    Mark,
-    Marks,
-    ProcessMarks,
-    Range,
-    Timebase,
-    read_marks,
-)
 from hydroslurm.report.nsys.profile import Profile, ProfiledPause, ProfiledStop
+
+DOMAIN = "hydroslurm"
+CLOCK = "clock"
+REQUESTS = ("pause_request", "resume_request", "stop_request")
+MOMENTS = ("gate_closed", "at_rest", "gate_opened")
+RANGES = (
+    "pausing",
+    "parked",
+    "resuming",
+    "draining",
+    "saving",
+    "committing",
+    "requeueing",
+    "vacating",
+    "restoring",
+)
+
+_MARK, _DOMAIN_CREATE = 34, 75
+
+
+TID_BITS = 24
+"""globalTid = ... pid << 24 | tid; globalPid the same with a tid of 0."""
+_LOW = (1 << TID_BITS) - 1
+
+
+def pid_of(global_id: int) -> int:
+    """Of a globalTid or a globalPid."""
+    return global_id >> TID_BITS & _LOW
+
+
+def tid_of(global_tid: int) -> int:
+    return global_tid & _LOW
+
+
+def global_pid_of(global_tid: int) -> int:
+    return global_tid & ~_LOW
 
 
 def read_profile(path: Path) -> Profile:
@@ -32,46 +70,359 @@ def read_profile(path: Path) -> Profile:
         ProfileError: not a report of nsys, or nothing of it can be read.
     """
     with as_sqlite(path) as exported, open_database(exported) as database:
-        marks = read_marks(database)
-        timebase = Timebase(marks.clocks)
-        paused = [m.global_pid for m in marks.by_pid.values() if m.marks["pause_request"]]
-        gpu = Gpu(database, global_pids=paused)
-        pauses = [p for pid in marks.pids for p in pauses_of(marks.by_pid[pid], timebase, gpu)]
-        stops = [s for pid in marks.pids for s in stops_of(marks.by_pid[pid], timebase)]
-        stated = [p.error_ns for p in pauses] + [s.error_ns for s in stops]
-        errors = [error_ns for error_ns in stated if error_ns is not None]
-        epoch_ns = database.session_epoch_ns()
+        processes, clocks = read_marks(database)
+        timebase = Timebase(clocks)
+        gpu = Gpu(database, (one.global_pid for one in processes if one.marks["pause_request"]))
+        pauses = [pause for one in processes for pause in pauses_of(one, timebase, gpu)]
+        stops = [stop for one in processes for stop in stops_of(one, timebase)]
+        stated = [one.error_ns for one in (*pauses, *stops)]
+        epoch_ns = database.integer("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")
+        versions = (
+            database.text(table, "EXPORT_PRODUCT_VERSION")
+            for table in ("EXPORT_META_DATA", "META_DATA_EXPORT")
+        )
         return Profile(
             path=path,
-            host=database.host(),
+            host=database.text("TARGET_INFO_SYSTEM_ENV", "Hostname"),
             session_epoch_ns=epoch_ns,
-            pids=marks.pids,
+            pids=tuple(one.pid for one in processes),
             pauses=tuple(pauses),
             stops=tuple(stops),
-            alignment_error_ns=max(errors, default=None),
-            missing=(*database.missing, *_absent(marks, gpu)),
+            alignment_error_ns=max(
+                (error_ns for error_ns in stated if error_ns is not None), default=None
+            ),
+            missing=(*database.missing, *_absent(processes, clocks, gpu)),
             epoch_offset_ns=timebase.epoch_offset_ns(epoch_ns),
-            version=database.version(),
+            version=next((value for value in versions if value is not None), None),
         )
 
 
-def _absent(marks: Marks, gpu: Gpu) -> list[str]:
-    sentences = list(marks.missing)
-    if not marks.pids:
-        return sentences
-    timed = any(several for one in marks.by_pid.values() for several in one.ranges.values())
-    if timed and len(marks.clocks) < 2:
-        sentences.append(
-            f"{len(marks.clocks)} `clock` mark(s) where two are needed: what nsys timed itself "
+def _absent(processes: Sequence[ProcessMarks], clocks: Sequence[object], gpu: Gpu) -> Iterator[str]:
+    timed = any(several for one in processes for several in one.ranges.values())
+    if timed and len(clocks) < 2:
+        yield (
+            f"{len(clocks)} `clock` mark(s) where two are needed: what nsys timed itself "
             "cannot be converted to the clock of the event log"
         )
-    if not gpu.pids:
-        sentences.append(
-            "no kernels, copies or memsets: profiled without --trace=cuda, or no GPU was used"
+    idle = [str(one.pid) for one in processes if not gpu.worked_for(one.global_pid)]
+    if processes and len(idle) == len(processes):
+        yield "no kernels, copies or memsets: profiled without --trace=cuda, or no GPU was used"
+    elif idle:
+        yield f"no kernels, copies or memsets of process {', '.join(idle)}"
+
+
+# --- the file ------------------------------------------------------------------------------------
+
+
+class Database:
+    """One report, read-only, which may be hostile: only tables are read, never a view or a
+    column that is computed. What cannot be read is named in ``missing`` and read as nothing."""
+
+    def __init__(
+        self, connection: sqlite3.Connection, tables: frozenset[str], *, size_bytes: int
+    ) -> None:
+        self._tables = tables
+        self.size_bytes = size_bytes
+        self.missing: list[str] = []
+        self._connection = connection
+
+    def columns(self, table: str) -> frozenset[str]:
+        """Of a table; none when there is no such table."""
+        if table not in self._tables:
+            return frozenset()
+        rows = self.rows(f"PRAGMA table_xinfo({table})", what=f"the columns of {table}")
+        return frozenset(row[1] for row in rows if row[6] == 0)
+
+    def rows(
+        self,
+        sql: str,
+        values: Sequence[object] = (),
+        *,
+        what: str,
+        integers: Sequence[int] = (),
+        if_any: Sequence[int] = (),
+    ) -> Iterator[tuple[Any, ...]]:
+        """All rows, or those before the place where the file is torn; ``what`` names them then.
+
+        Args:
+            integers: number of the columns that hold one; a row with anything else there is none.
+            if_any: of those that hold one or nothing.
+        """
+        count = 0
+        try:
+            for row in self._connection.execute(sql, tuple(values)):
+                if all(type(row[n]) is int for n in integers) and all(
+                    row[n] is None or type(row[n]) is int for n in if_any
+                ):
+                    count += 1
+                    yield row
+        except sqlite3.Error as error:
+            sentence = f"{what}: the file is damaged there ({error}), {count} rows were read"
+            if sentence not in self.missing:
+                self.missing.append(sentence)
+
+    def string_ids(self, names: Sequence[str]) -> dict[int, str]:
+        """Those of the names that the report holds, by id."""
+        if not self.columns("StringIds"):
+            return {}
+        sql = f"SELECT id, value FROM StringIds WHERE value IN ({', '.join('?' * len(names))})"
+        return dict(self.rows(sql, names, what="names", integers=(0,)))
+
+    def event_type(self, name: str, number: int) -> int:
+        """The number of an event type: by name where the report names them."""
+        known = self._first("ENUM_NSYS_EVENT_TYPE", "id", f"name = '{name}'")
+        return known if type(known) is int else number
+
+    def text(self, table: str, name: str) -> str | None:
+        """The value of a name in a table of names and values."""
+        value = self._first(table, "value", f"name = '{name}'")
+        return None if value is None else clean(str(value))
+
+    def integer(self, table: str, column: str) -> int | None:
+        """Of the first row of a table."""
+        value = self._first(table, column, "true")
+        return value if type(value) is int else None
+
+    def _first(self, table: str, column: str, where: str) -> Any:
+        sql = f"SELECT {column} FROM {table} WHERE {where}"
+        rows = self.rows(sql, what=table) if self.columns(table) else iter(())
+        return next(rows, (None,))[0]
+
+
+@contextlib.contextmanager
+def open_database(path: Path) -> Iterator[Database]:
+    """Raises ProfileError: no SQLite, not of nsys, or torn before its first table."""
+    try:
+        # immutable: also on a read-only disk, and no lock file beside somebody else's report
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
+    except sqlite3.Error as error:
+        raise ProfileError(f"{path}: cannot be opened: {error}") from None
+    with contextlib.closing(connection):
+        try:
+            # without this SQLite opens no file that is shorter than it was; nothing is written
+            connection.execute("PRAGMA writable_schema = ON")
+            connection.execute("PRAGMA trusted_schema = OFF")
+            sql = "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0"
+            tables = frozenset(str(row[0]) for row in connection.execute(sql))
+        except sqlite3.Error as error:
+            raise ProfileError(
+                f"{path}: no SQLite file, or one that is cut off ({error}); wanted a report of "
+                "nsys or what `nsys export --type sqlite` makes of it"
+            ) from None
+        if not tables & {"StringIds", "NVTX_EVENTS", "TARGET_INFO_SESSION_START_TIME"}:
+            held = ", ".join(sorted(tables)[:5]) or "no tables"
+            raise ProfileError(
+                f"{path}: an SQLite file, but not of nsys: it holds {held}; wanted what "
+                "`nsys export --type sqlite` writes"
+            )
+        yield Database(connection, tables, size_bytes=path.stat().st_size)
+
+
+TABLES = {
+    "CUPTI_ACTIVITY_KIND_KERNEL": "kernels",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": "copies",
+    "CUPTI_ACTIVITY_KIND_MEMSET": "memsets",
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "graphs",
+}
+"""The last: graphs as a whole. Traced node by node they stand among the kernels."""
+
+
+BLOCK = 8192
+
+
+class _Block(NamedTuple):
+    """One process's rows among :data:`BLOCK` that lie together."""
+
+    table: str
+    first_row: int
+    first_start_ns: int
+    last_start_ns: int
+    last_end_ns: int
+
+
+class Gpu:
+    """When the device worked for each process: kernels, copies, memsets and graphs. Times are
+    nsys's.
+
+    A report has millions of them. SQLite reads them once for each process, block by block, as they
+    lie in the file, which is nearly in the order of time; a moment then costs a look at the few
+    blocks that it lies in. Reading them into Python, or sorting them, would take ten times as long.
+    """
+
+    def __init__(self, database: Database, global_pids: Iterable[int]) -> None:
+        self._database = database
+        tables = [t for t in TABLES if {"start", "end", "globalPid"} <= database.columns(t)]
+        self._blocks = {
+            one: [block for table in tables for block in _blocks(database, table, one)]
+            for one in global_pids
+        }
+
+    def worked_for(self, global_pid: int) -> bool:
+        """Whether the process used a device."""
+        return bool(self._blocks.get(global_pid))
+
+    def last_end(self, global_pid: int, *, before_ns: int) -> int | None:
+        """When the last of what started before a moment had ended, which may be after it."""
+        ends = [
+            block.last_end_ns
+            if block.last_start_ns < before_ns
+            else self._ask("MAX(end)", "start <", block, global_pid, before_ns)
+            for block in self._blocks.get(global_pid, ())
+            if block.first_start_ns < before_ns
+        ]
+        return max((end_ns for end_ns in ends if end_ns is not None), default=None)
+
+    def first_start(self, global_pid: int, *, since_ns: int) -> int | None:
+        starts = [
+            block.first_start_ns
+            if block.first_start_ns >= since_ns
+            else self._ask("MIN(start)", "start >=", block, global_pid, since_ns)
+            for block in self._blocks.get(global_pid, ())
+            if block.last_start_ns >= since_ns
+        ]
+        return min((start_ns for start_ns in starts if start_ns is not None), default=None)
+
+    def _ask(self, what: str, where: str, block: _Block, global_pid: int, ns: int) -> int | None:
+        sql = f"SELECT {what} FROM {block.table} WHERE {_OF_BLOCK} AND {where} ?"
+        values = (block.first_row, block.first_row + BLOCK - 1, global_pid, ns)
+        rows = self._database.rows(sql, values, what=TABLES[block.table], if_any=(0,))
+        found: int | None = next(rows, (None,))[0]
+        return found
+
+
+_OF_BLOCK = "rowid BETWEEN ? AND ? AND globalPid = ?"
+
+
+def _blocks(database: Database, table: str, global_pid: int) -> Iterator[_Block]:
+    what = TABLES[table]
+    # not MIN and MAX in one question, for which SQLite would read the whole table
+    sql = f"SELECT (SELECT MIN(rowid) FROM {table}), (SELECT MAX(rowid) FROM {table})"
+    first, last = next(database.rows(sql, what=what), (None, None))
+    if first is None or last - first > database.size_bytes:  # no table has rows without bytes
+        return
+    sql = f"SELECT MIN(start), MAX(start), MAX(end) FROM {table} WHERE {_OF_BLOCK}"
+    for row in range(first, last + 1, BLOCK):
+        values = (row, row + BLOCK - 1, global_pid)
+        for found in database.rows(sql, values, what=what, integers=(0, 1, 2)):
+            yield _Block(table, row, *found)
+
+
+# --- the marks and ranges of the domain hydroslurm ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A request or a moment: the watcher emitted it at ``nsys_ns``; the stamp is the handler's, or
+    that of the event log. ``signal``: of a request."""
+
+    nsys_ns: int
+    stamp_mono_ns: int
+    signal: int = 0
+
+
+@dataclass(frozen=True)
+class Range:
+    """``payload``: number of the pause, or step. ``end_ns`` is None when it never ended."""
+
+    begin_ns: int
+    end_ns: int | None
+    payload: int
+    tid: int
+
+
+@dataclass
+class ProcessMarks:
+    """What one process emitted, each in the order of nsys's time."""
+
+    pid: int
+    global_pid: int
+    """What its kernels carry."""
+    marks: defaultdict[str, list[Mark]] = field(default_factory=lambda: defaultdict(list))
+    ranges: defaultdict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
+
+
+def read_marks(database: Database) -> tuple[list[ProcessMarks], list[tuple[int, int]]]:
+    """What each process emitted, by pid; and the marks ``clock`` of all of them, which have both
+    clocks in common: nsys's time, and CLOCK_MONOTONIC read just before. Without any process the
+    database's ``missing`` says why."""
+    domains = _domains(database)
+    by_pid = {
+        pid_of(global_pid): ProcessMarks(pid_of(global_pid), global_pid)
+        for global_pid, _ in domains
+    }
+    clocks: list[tuple[int, int]] = []
+    if not domains:
+        return [], clocks
+    ids = database.string_ids([CLOCK, *REQUESTS, *MOMENTS, *RANGES])
+    mark = database.event_type("NvtxMark", _MARK)
+    last_ns = database.integer("ANALYSIS_DETAILS", "duration")
+    category = "category" if "category" in database.columns("NVTX_EVENTS") else "0"
+    # by id, so that millions of rows of operators are passed over without reading their text
+    sql = (
+        f"SELECT start, end, eventType, {category}, globalTid, textId, domainId, uint64Value "
+        f"FROM NVTX_EVENTS WHERE textId IN ({', '.join('?' * len(ids))}) "
+        "AND uint64Value IS NOT NULL"
+    )
+    rows = database.rows(
+        sql, list(ids), what="NVTX events", integers=(0, 2, 4, 5, 6, 7), if_any=(1, 3)
+    )
+    for start, end, kind, signal, global_tid, text_id, domain, payload in sorted(
+        rows, key=lambda row: row[0]
+    ):
+        name = ids[text_id]
+        if (global_pid_of(global_tid), domain) not in domains:
+            continue
+        process = by_pid[pid_of(global_tid)]
+        if kind != mark and name in RANGES:
+            # nsys ends what was not ended with its recording
+            end_ns = None if end == last_ns else end
+            process.ranges[name].append(Range(start, end_ns, payload, tid_of(global_tid)))
+        elif kind == mark and name == CLOCK:
+            clocks.append((start, payload))
+        elif kind == mark:
+            process.marks[name].append(
+                Mark(start, payload, (signal or 0) if name in REQUESTS else 0)
+            )
+    return [by_pid[pid] for pid in sorted(by_pid)], clocks
+
+
+def _domains(database: Database) -> set[tuple[int, int]]:
+    """Process and number of its domain: each process counts its domains for itself. Where there is
+    none to be read, ``missing`` says why."""
+    columns = database.columns("NVTX_EVENTS")
+    wanted = {"start", "end", "eventType", "globalTid", "textId", "domainId"}
+    domains: set[tuple[int, int]] = set()
+    if not columns:
+        why = "no NVTX events: profiled without --trace=nvtx, or nothing emitted any"
+    elif not wanted <= columns:
+        why = f"NVTX events without {', '.join(sorted(wanted - columns))}: unknown schema"
+    elif not (domains := _created_domains(database)):
+        why = (
+            f"no NVTX domain {DOMAIN!r}: hydroslurm was not installed in what was profiled, was "
+            "built without NVTX, or HYDROSLURM_NVTX=off"
         )
-    elif idle := [str(pid) for pid in marks.pids if pid not in gpu.pids]:
-        sentences.append(f"no kernels, copies or memsets of process {', '.join(idle)}")
-    return sentences
+    elif "uint64Value" not in columns:
+        why = "NVTX events without payloads (uint64Value): pauses cannot be distinguished"
+    else:
+        return domains
+    database.missing.append(why)
+    return set()
+
+
+def _created_domains(database: Database) -> set[tuple[int, int]]:
+    ids = database.string_ids([DOMAIN])
+    create = database.event_type("NvtxDomainCreate", _DOMAIN_CREATE)
+    sql = "SELECT globalTid, domainId, text, textId FROM NVTX_EVENTS WHERE eventType = ?"
+    return {
+        (global_pid_of(global_tid), domain)
+        for global_tid, domain, text, text_id in database.rows(
+            sql, (create,), what="NVTX domains", integers=(0, 1)
+        )
+        if text == DOMAIN or text_id in ids
+    }
+
+
+# --- the pauses and the stop of a process ---------------------------------------------------------
 
 
 class _Converter:
@@ -102,7 +453,7 @@ class _Between:
 
 def pauses_of(marks: ProcessMarks, timebase: Timebase, gpu: Gpu) -> list[ProfiledPause]:
     """In order. A request that closed no gate makes none, unless the recording ends with it."""
-    return [_profiled(marks.pid, pause, timebase, gpu) for pause in _pauses(marks)]
+    return [_profiled(marks, pause, timebase, gpu) for pause in _pauses(marks)]
 
 
 def stops_of(marks: ProcessMarks, timebase: Timebase) -> list[ProfiledStop]:
@@ -184,7 +535,7 @@ def _request_of(moment: Mark, requests: list[Mark]) -> Mark:
     return next(found, moment)
 
 
-def _profiled(pid: int, pause: _Between, timebase: Timebase, gpu: Gpu) -> ProfiledPause:
+def _profiled(marks: ProcessMarks, pause: _Between, timebase: Timebase, gpu: Gpu) -> ProfiledPause:
     convert = _Converter(timebase)
     parked_ns, tid = _parked(pause)
     running_ns = _running(pause, timebase)
@@ -193,10 +544,13 @@ def _profiled(pid: int, pause: _Between, timebase: Timebase, gpu: Gpu) -> Profil
     idle_ns = drained_ns if drained_ns is not None else running_ns
     last_end_ns = None
     if parked_ns is not None:
-        last_end_ns = gpu.last_end(pid, before_ns=idle_ns if idle_ns is not None else parked_ns)
-    first_ns = gpu.first_start(pid, since_ns=running_ns) if running_ns is not None else None
+        before_ns = idle_ns if idle_ns is not None else parked_ns
+        last_end_ns = gpu.last_end(marks.global_pid, before_ns=before_ns)
+    first_ns = None
+    if running_ns is not None:
+        first_ns = gpu.first_start(marks.global_pid, since_ns=running_ns)
     return ProfiledPause(
-        pid=pid,
+        pid=marks.pid,
         tid=tid,
         number=pause.number,
         signal=pause.asked.signal if pause.asked else 0,
