@@ -33,7 +33,7 @@ from hydroslurm.report.history import History
 Span = tuple[float, float]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Goodput:
     """Seconds of one run, of its first rank.
 
@@ -56,22 +56,22 @@ class Goodput:
         step_s: mean seconds of a step.
     """
 
-    of_allocated: float | None
-    of_wall: float | None
-    at_most: bool
-    allocated_from: Literal["slurm", "events", "both"]
-    wall_s: float
-    allocated_s: float
-    productive_s: float
-    made_again_s: float
-    saving_s: float
-    parked_s: float
-    starting_s: float
-    leaving_s: float
-    unknown_s: float
-    queued_s: float
-    steps: int
-    step_s: float | None
+    of_allocated: float | None = None
+    of_wall: float | None = None
+    at_most: bool = False
+    allocated_from: Literal["slurm", "events", "both"] = "events"
+    wall_s: float = 0.0
+    allocated_s: float = 0.0
+    productive_s: float = 0.0
+    made_again_s: float = 0.0
+    saving_s: float = 0.0
+    parked_s: float = 0.0
+    starting_s: float = 0.0
+    leaving_s: float = 0.0
+    unknown_s: float = 0.0
+    queued_s: float = 0.0
+    steps: int = 0
+    step_s: float | None = None
 
 
 def goodput_of(history: History, sources: ExternalSources) -> Goodput | None:
@@ -81,41 +81,33 @@ def goodput_of(history: History, sources: ExternalSources) -> Goodput | None:
     attempts = history.attempts_of(history.ranks[0])
     allocations = _allocations(history, sources, attempts)
     lost = {id(one.attempt): one.stop for one in history.stopped}
-    parts = _Parts()
+    found = Goodput(at_most=any(not stop.steps_lost_exactly for stop in history.stops))
+    timed_steps = 0
     for one in allocations:
         at_s = one.begin_s
         for attempt in one.attempts:
             stop = lost.get(id(attempt))
-            parts.add(_Window(history, attempt), at_s, lost=(stop.steps_lost or 0) if stop else 0)
+            steps_lost = (stop.steps_lost or 0) if stop else 0
+            timed_steps += _add(found, _Window(history, attempt), at_s, lost=steps_lost)
             at_s = max(at_s, history.since_begin_s(attempt, attempt.last_mono_ns))
         rest_s = max(0.0, one.end_s - at_s)
         if one.attempts and one.attempts[-1].ended:
-            parts.leaving_s += rest_s
+            found.leaving_s += rest_s
         else:
-            parts.unknown_s += rest_s
-    allocated_s = sum(one.end_s - one.begin_s for one in allocations)
+            found.unknown_s += rest_s
+    found.allocated_s = sum(one.end_s - one.begin_s for one in allocations)
     begin_s = min([one.begin_s for one in allocations] + _submitted(history, sources, attempts))
-    wall_s = max(one.end_s for one in allocations) - begin_s
-    stepped = parts.steps > 0
+    found.wall_s = max(one.end_s for one in allocations) - begin_s
+    found.queued_s = max(0.0, found.wall_s - found.allocated_s)
     by_slurm = {one.by_slurm for one in allocations}
-    return Goodput(
-        of_allocated=parts.productive_s / allocated_s if stepped and allocated_s else None,
-        of_wall=parts.productive_s / wall_s if stepped and wall_s else None,
-        at_most=any(not stop.steps_lost_exactly for stop in history.stops),
-        allocated_from="both" if len(by_slurm) > 1 else "slurm" if by_slurm == {True} else "events",
-        wall_s=wall_s,
-        allocated_s=allocated_s,
-        productive_s=parts.productive_s,
-        made_again_s=parts.made_again_s,
-        saving_s=parts.saving_s,
-        parked_s=parts.parked_s,
-        starting_s=parts.starting_s,
-        leaving_s=parts.leaving_s,
-        unknown_s=parts.unknown_s,
-        queued_s=max(0.0, wall_s - allocated_s),
-        steps=parts.steps,
-        step_s=parts.trained_s / parts.timed_steps if parts.timed_steps else None,
-    )
+    if True in by_slurm:
+        found.allocated_from = "both" if False in by_slurm else "slurm"
+    if timed_steps:
+        found.step_s = (found.productive_s + found.made_again_s) / timed_steps
+    if found.steps > 0:
+        found.of_allocated = found.productive_s / found.allocated_s if found.allocated_s else None
+        found.of_wall = found.productive_s / found.wall_s if found.wall_s else None
+    return found
 
 
 @dataclass
@@ -231,47 +223,31 @@ class _Window:
         return self._history.since_begin_s(self._attempt, mono_ns)
 
 
-@dataclass
-class _Parts:
-    """The sums."""
-
-    productive_s: float = 0.0
-    made_again_s: float = 0.0
-    saving_s: float = 0.0
-    parked_s: float = 0.0
-    starting_s: float = 0.0
-    leaving_s: float = 0.0
-    unknown_s: float = 0.0
-    trained_s: float = 0.0
-    timed_steps: int = 0
-    steps: int = 0
-
-    def add(self, window: _Window, at_s: float, *, lost: int) -> None:
-        """One attempt; ``at_s``: until when the time before it is accounted for."""
-        if window.span is None:
-            self.starting_s += max(0.0, window.last_s - at_s)
-            return
-        begin_s, end_s = window.span
-        self.starting_s += max(0.0, begin_s - at_s)
-        begin_s = max(begin_s, at_s)
-        self.leaving_s += max(0.0, window.last_s - max(end_s, at_s))
-        parked = window.parked()
-        parked_s = _covered(parked)
-        saving_s = _covered([*parked, *window.saving()]) - parked_s
-        trained_s = max(0.0, end_s - begin_s - parked_s - saving_s)
-        self.parked_s += parked_s
-        self.saving_s += saving_s
-        if not window.has_steps:
-            self.unknown_s += trained_s
-            return
-        timed = window.steps - 1
-        again = min(lost, max(timed, 0))
-        again_s = trained_s * again / timed if timed > 0 else 0.0
-        self.trained_s += trained_s
-        self.timed_steps += max(0, timed)
-        self.steps += max(0, window.steps - lost)
-        self.made_again_s += again_s
-        self.productive_s += trained_s - again_s
+def _add(found: Goodput, window: _Window, at_s: float, *, lost: int) -> int:
+    """Add one attempt; ``at_s``: until when the time before it is accounted for. Return how many of
+    its steps took the time that was trained."""
+    if window.span is None:
+        found.starting_s += max(0.0, window.last_s - at_s)
+        return 0
+    begin_s, end_s = window.span
+    found.starting_s += max(0.0, begin_s - at_s)
+    begin_s = max(begin_s, at_s)
+    found.leaving_s += max(0.0, window.last_s - max(end_s, at_s))
+    parked = window.parked()
+    parked_s = _covered(parked)
+    saving_s = _covered([*parked, *window.saving()]) - parked_s
+    trained_s = max(0.0, end_s - begin_s - parked_s - saving_s)
+    found.parked_s += parked_s
+    found.saving_s += saving_s
+    if not window.has_steps:
+        found.unknown_s += trained_s
+        return 0
+    timed = max(0, window.steps - 1)
+    again_s = trained_s * min(lost, timed) / timed if timed else 0.0
+    found.steps += max(0, window.steps - lost)
+    found.made_again_s += again_s
+    found.productive_s += trained_s - again_s
+    return timed
 
 
 def _covered(spans: Iterable[Span]) -> float:

@@ -33,9 +33,10 @@ from hydroslurm.report.timeline_lanes import (
     bars,
     draw_attempts,
     draw_stops,
+    draw_vacated,
     marks,
+    vacated_legend,
 )
-from hydroslurm.report.timeline_vacated import draw_vacated, vacated_legend
 
 MOST_LANES = 200
 """Ranks in one picture."""

@@ -27,7 +27,7 @@ from hydroslurm.report.attempts import attempts_of
 from hydroslurm.report.figures import figures_of, figures_text
 from hydroslurm.report.history import History
 from hydroslurm.report.timeline import timeline
-from hydroslurm.report.timeline_vacated import vacated_of
+from hydroslurm.report.timeline_lanes import vacated_of
 from hydroslurm.report.trace import trace_of
 from hydroslurm.slurm.values import Job, JobState
 

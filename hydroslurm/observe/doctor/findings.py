@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from hydroslurm.observe.doctor import clocks, manyranks, risks, vacating
+from hydroslurm.observe.doctor import clocks, manyranks, risks
 from hydroslurm.observe.doctor.facts import Facts, Finding, Saver, Severity
 from hydroslurm.slurm.policy import PreemptAction, StopKind
 
@@ -44,7 +44,7 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         manyranks.port_of_an_earlier_attempt,
         manyranks.how_ranks_prove_themselves,
         risks.gres_stays_taken,
-        vacating.vacates_in_time,
+        risks.vacates_in_time,
         risks.stopped_while_paused,
         clocks.suspend_not_known,
         clocks.collectives,

@@ -75,7 +75,7 @@ def read_profile(path: Path) -> Profile:
         gpu = Gpu(database, (one.global_pid for one in processes if one.marks["pause_request"]))
         pauses = [pause for one in processes for pause in pauses_of(one, timebase, gpu)]
         stops = [stop for one in processes for stop in stops_of(one, timebase)]
-        stated = [one.error_ns for one in (*pauses, *stops)]
+        stated = [one.error_ns for one in pauses] + [one.error_ns for one in stops]
         epoch_ns = database.integer("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")
         versions = (
             database.text(table, "EXPORT_PRODUCT_VERSION")
