@@ -181,7 +181,7 @@ def _conclude(trained: Sequence[Trained]) -> bool:
         report = Report(history)
         console.print()
         console.print(f"[bold]{one.title}[/]")
-        console.print(in_terminal(pauses_table(history, report.rows.pauses_in_time)))
+        console.print(in_terminal(pauses_table(history, report.pauses_in_time)))
         write_figures(report.figures, one.run.figures_json)
         pictures.append(write_timeline(history, one.run.timeline_png))
         pauses += sum(len(attempt.pauses) for attempt in history.attempts)

@@ -267,7 +267,7 @@ def _show(one: Trained, history: History) -> Path:
     report = Report(history)
     console.print()
     console.print(f"[bold]{one.title}[/]")
-    console.print(in_terminal(stops_table(history, report.rows.stops_in_time)))
+    console.print(in_terminal(stops_table(history, report.stops_in_time)))
     for sentence in stop_sentences(report):
         console.print(sentence)
     write_figures(report.figures, one.run.figures_json)

@@ -19,9 +19,8 @@ from prometheus_client.registry import Collector
 
 from hydroslurm.core.status import PAUSE_BOUNDS_S
 from hydroslurm.observe.folder import RunFacts
-from hydroslurm.observe.row import Row, row_of
+from hydroslurm.observe.row import Row, row_of, unsaved_steps
 from hydroslurm.observe.watcher import View, Watcher
-from hydroslurm.observe.work_at_risk import unsaved_steps
 
 LABELS = ("job_id", "name", "user", "partition")
 """Of every metric of one job."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len, set_cell_size
 
 from hydroslurm.core.files import clean
-from hydroslurm.observe.row import LOUD, Row
-from hydroslurm.observe.work_at_risk import WorkAtRisk
+from hydroslurm.observe.row import LOUD, Row, WorkAtRisk
 
 NOTHING = "-"
 _GAP = "  "

@@ -31,10 +31,8 @@ _Process = tuple[int, int, str, int]
 class StopRequest:
     """A signal that asked a rank to save and exit, with the handler's timestamp."""
 
-    rank: int
     requested_mono_ns: int
-    signal: str | None = None
-    restart_count: int = 0
+    signal: str | None
 
 
 @dataclass(frozen=True)
@@ -228,9 +226,5 @@ def _lost_unseen(event: Event) -> dict[str, None]:
 
 def _stop(event: Event) -> StopRequest:
     requested = integer(event.data, "requested_mono_ns")
-    return StopRequest(
-        rank=event.rank,
-        requested_mono_ns=event.mono_ns if requested is None else requested,
-        signal=text(event.data, "signal"),
-        restart_count=event.restart_count,
-    )
+    stamp_ns = event.mono_ns if requested is None else requested
+    return StopRequest(stamp_ns, text(event.data, "signal"))

@@ -23,7 +23,15 @@ from hydroslurm.report.goodput import Goodput, goodput_of
 from hydroslurm.report.history import History, Summary, summary
 from hydroslurm.report.nsys.profile import Profile
 from hydroslurm.report.pauses import Outcome, Pause
-from hydroslurm.report.rows import PauseRow, Profiled, Rows, StopFigures, StopRow, fields_of
+from hydroslurm.report.rows import (
+    PauseRow,
+    Profiled,
+    StopFigures,
+    StopRow,
+    fields_of,
+    pause_rows,
+    stop_rows,
+)
 from hydroslurm.report.stops import KILLED, steps_lost_total
 
 MOST_ROWS = 10_000
@@ -197,12 +205,28 @@ class Report:
     sources: ExternalSources = field(default_factory=ExternalSources)
 
     @cached_property
-    def rows(self) -> Rows:
-        return Rows.of(self.history, self.sources)
+    def pauses(self) -> list[PauseRow]:
+        """In order of rank, then of time."""
+        return pause_rows(self.history, self.sources)
+
+    @cached_property
+    def stops(self) -> list[StopRow]:
+        """In order of rank, then of time."""
+        return stop_rows(self.history, self.sources)
+
+    @cached_property
+    def pauses_in_time(self) -> list[PauseRow]:
+        """Those that can be placed, all ranks together."""
+        placed = [row for row in self.pauses if row.at_s is not None]
+        return sorted(placed, key=lambda row: (row.at_s or 0.0, row.attempt.rank))
+
+    @cached_property
+    def stops_in_time(self) -> list[StopRow]:
+        return sorted(self.stops, key=lambda row: (row.at_s, row.rank))
 
     @cached_property
     def figures(self) -> Figures:
-        return _figures(self.history, self.sources, self.rows)
+        return _figures(self)
 
 
 def figures_of(history: History, sources: ExternalSources | None = None) -> Figures:
@@ -210,8 +234,8 @@ def figures_of(history: History, sources: ExternalSources | None = None) -> Figu
     return Report(history, sources or ExternalSources()).figures
 
 
-def _figures(history: History, sources: ExternalSources, rows: Rows) -> Figures:
-    pauses = history.pauses
+def _figures(report: Report) -> Figures:
+    history, sources, pauses = report.history, report.sources, report.history.pauses
     return Figures(
         run=history.name,
         job_ids=history.job_ids,
@@ -227,16 +251,16 @@ def _figures(history: History, sources: ExternalSources, rows: Rows) -> Figures:
         parked_total_s=math.fsum(pause.parked_s or 0.0 for pause in pauses),
         in_flight=sum(bool(pause.in_flight) for pause in pauses),
         **_summaries(Figures, pauses, but=("asked_us", "save_ms")),
-        asked_us=summary(row.asked_us for row in rows.pauses),
+        asked_us=summary(row.asked_us for row in report.pauses),
         save_ms=summary(save.save_ms for save in history.saves),
         by_cause=_by_cause(pauses),
-        every_pause=tuple(_pause(row) for row in rows.pauses[:MOST_ROWS]),
-        every_pause_left_out=max(0, len(rows.pauses) - MOST_ROWS),
-        stops=_stops(rows.stops),
+        every_pause=tuple(_pause(row) for row in report.pauses[:MOST_ROWS]),
+        every_pause_left_out=max(0, len(report.pauses) - MOST_ROWS),
+        stops=_stops(report.stops),
         goodput=goodput_of(history, sources),
         clocks=ClockFigures.model_validate(history.alignment, from_attributes=True),
         slurm=SlurmFigures.model_validate(sources.accounting, from_attributes=True),
-        nsys=_nsys(rows.pauses, sources),
+        nsys=_nsys(report.pauses, sources),
         missing=tuple(sources.sentences(history)),
     )
 

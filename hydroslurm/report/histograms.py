@@ -17,8 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from hydroslurm.report.history import History, percentile
-from hydroslurm.report.latencies import LATENCIES
+from hydroslurm.report.history import LATENCIES, History, percentile
 from hydroslurm.report.lines import spelled
 
 _BINS = 24

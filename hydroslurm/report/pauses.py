@@ -7,11 +7,12 @@ CLOCK_MONOTONIC nanoseconds of the machine the process ran on.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.files import clean
@@ -334,18 +335,11 @@ def _vacated(seen: Mapping[EventKind, Event]) -> dict[str, Any]:
     }
 
 
-_Value = TypeVar("_Value")
-_seen: dict[object, Any] = {}
-_MOST_SEEN = 10_000
-
-
-def _shared(value: _Value) -> _Value:
+@functools.lru_cache(maxsize=10_000)
+def _shared(value: Any) -> Any:
     """One object for equal values: of a hundred thousand pauses hardly any are held at operators of
     their own."""
-    if len(_seen) > _MOST_SEEN:
-        _seen.clear()
-    shared: _Value = _seen.setdefault(value, value)
-    return shared
+    return value
 
 
 def _missing(draft: _PauseBuilder) -> tuple[str, ...]:

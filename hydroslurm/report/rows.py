@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any
 
 from hydroslurm.report.attempts import Attempt
@@ -96,35 +95,8 @@ class StopRow(StopFigures):
     stopped: Attempt
 
 
-@dataclass(frozen=True)
-class Rows:
-    """All of a run; made once for tables, figures and page.
-
-    Attributes:
-        pauses: in order of rank, then of time.
-        stops: in order of rank, then of time.
-    """
-
-    pauses: list[PauseRow]
-    stops: list[StopRow]
-
-    @classmethod
-    def of(cls, history: History, sources: ExternalSources) -> Rows:
-        stops = [_stop_row(history, sources, stopped) for stopped in history.stopped]
-        return cls(_pause_rows(history, sources), stops)
-
-    @cached_property
-    def pauses_in_time(self) -> list[PauseRow]:
-        """Those that can be placed, all ranks together."""
-        placed = [row for row in self.pauses if row.at_s is not None]
-        return sorted(placed, key=lambda row: (row.at_s or 0.0, row.attempt.rank))
-
-    @cached_property
-    def stops_in_time(self) -> list[StopRow]:
-        return sorted(self.stops, key=lambda row: (row.at_s, row.rank))
-
-
-def _pause_rows(history: History, sources: ExternalSources) -> list[PauseRow]:
+def pause_rows(history: History, sources: ExternalSources) -> list[PauseRow]:
+    """All pauses of a run, in order of rank, then of time."""
     asked = _Asked(history)
     return [
         PauseRow(
@@ -140,6 +112,11 @@ def _pause_rows(history: History, sources: ExternalSources) -> list[PauseRow]:
         for attempt in history.attempts
         for pause in attempt.pauses
     ]
+
+
+def stop_rows(history: History, sources: ExternalSources) -> list[StopRow]:
+    """All stops of a run, in order of rank, then of time."""
+    return [_stop_row(history, sources, stopped) for stopped in history.stopped]
 
 
 def fields_of(value: Any) -> dict[str, Any]:

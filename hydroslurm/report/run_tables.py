@@ -11,8 +11,7 @@ from typing import Any
 
 from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.figures import Figures
-from hydroslurm.report.history import History
-from hydroslurm.report.latencies import LATENCIES, Kind
+from hydroslurm.report.history import LATENCIES, History, Kind
 from hydroslurm.report.lines import span
 from hydroslurm.report.pauses import PEERS, Pause
 from hydroslurm.report.rows import PauseRow, StopRow

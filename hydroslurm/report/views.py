@@ -41,7 +41,7 @@ def report_view(report: Report, *, max_rows: int = 40) -> RenderableType:
         why = "No events yet: the job has not started, or pausing was never installed in it."
         return Group(heading, Text(why), *below)
     parts = [heading, *_about_pauses(report, max_rows)]
-    if report.rows.stops:
+    if report.stops:
         parts += _about_stops(report, max_rows)
     elif not history.pauses:
         heard = not any(attempt.lost_signals for attempt in history.attempts)
@@ -65,12 +65,12 @@ def page(report: Report, *, pictures: Sequence[tuple[str, bytes]]) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    history, sources, figures, rows = report.history, report.sources, report.figures, report.rows
+    history, sources, figures = report.history, report.sources, report.figures
     tables = [
         goodput_table(figures),
         latency_table(figures, "pause", "nsys", "save", "stop", title="Latencies"),
-        pauses_table(history, rows.pauses_in_time, most=MOST_ON_PAGE, wide=True),
-        stops_table(history, rows.stops_in_time, most=MOST_ON_PAGE, wide=True),
+        pauses_table(history, report.pauses_in_time, most=MOST_ON_PAGE, wide=True),
+        stops_table(history, report.stops_in_time, most=MOST_ON_PAGE, wide=True),
         slurm_table(sources),
     ]
     return environment.get_template("page.html.j2").render(
@@ -84,7 +84,7 @@ def page(report: Report, *, pictures: Sequence[tuple[str, bytes]]) -> str:
 
 def stop_sentences(report: Report, *, most: int = 5) -> list[str]:
     """What was lost, and what is missing from the log."""
-    history, stops, figures = report.history, report.rows.stops_in_time, report.figures.stops
+    history, stops, figures = report.history, report.stops_in_time, report.figures.stops
     least = "at least " if figures.at_least else ""
     said = [f"Steps lost: {least}{figures.steps_lost_total}."]
     torn = [one for one in stops if not one.complete]
@@ -106,7 +106,7 @@ def _about_pauses(report: Report, max_rows: int) -> list[RenderableType]:
     history, figures = report.history, report.figures
     if not history.pauses:
         return []
-    table = pauses_table(history, report.rows.pauses_in_time, most=max_rows)
+    table = pauses_table(history, report.pauses_in_time, most=max_rows)
     percentiles = [latency_table(figures, "pause")]
     if figures.nsys is not None and figures.nsys.joined:
         percentiles.append(latency_table(figures, "nsys", title="The same pauses by nsys"))
@@ -115,7 +115,7 @@ def _about_pauses(report: Report, max_rows: int) -> list[RenderableType]:
 
 
 def _about_stops(report: Report, max_rows: int) -> list[RenderableType]:
-    table = stops_table(report.history, report.rows.stops_in_time, most=max_rows)
+    table = stops_table(report.history, report.stops_in_time, most=max_rows)
     percentiles = in_terminal(latency_table(report.figures, "stop"))
     return [*_cut(table, "stops"), percentiles, *map(Text, stop_sentences(report))]
 

@@ -22,11 +22,10 @@ from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import ControllerUnreachable
 from hydroslurm.observe.folder import FollowedRun, RunFacts
 from hydroslurm.observe.metrics import JobCollector
-from hydroslurm.observe.row import row_of
+from hydroslurm.observe.row import loss_now, row_of
 from hydroslurm.observe.screen import screen
 from hydroslurm.observe.table import COLUMNS, duration, layout, lost
 from hydroslurm.observe.watcher import View, Watcher
-from hydroslurm.observe.work_at_risk import loss_now
 from hydroslurm.slurm.policy import PreemptAction, SitePolicy
 from hydroslurm.slurm.values import Job, JobState
 

@@ -12,8 +12,7 @@ from report.views import history_of, shown
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import NoSuchJob, SlurmMissing
 from hydroslurm.report.external_sources import Accounting, ExternalSources, SlurmAttempt, ask_slurm
-from hydroslurm.report.figures import figures_of
-from hydroslurm.report.rows import Rows
+from hydroslurm.report.figures import Report, figures_of
 from hydroslurm.report.run_tables import pauses_table, stops_table
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.values import Job, JobState
@@ -56,7 +55,7 @@ class Answers:
 
 def test_a_stop_up_to_the_next_start() -> None:
     """Eligible, queue, and start of the process come from Slurm's two attempts."""
-    (row,) = Rows.of(history_of(*requeued()), ExternalSources(Accounting(ATTEMPTS, 2))).stops
+    (row,) = Report(history_of(*requeued()), ExternalSources(Accounting(ATTEMPTS, 2))).stops
     assert (row.slurm_before, row.slurm_after) == ATTEMPTS
     assert (row.eligible_s, row.queued_s) == (6.0, 11.0)
     assert row.start_s == pytest.approx(2.0)
@@ -66,7 +65,7 @@ def test_a_stop_up_to_the_next_start() -> None:
 def test_a_job_that_still_waits() -> None:
     """A stop whose next attempt is in the queue has what is known of it."""
     waiting = (ATTEMPTS[0], dataclasses.replace(ATTEMPTS[1], state="PENDING", start_epoch_s=None))
-    (row,) = Rows.of(history_of(requeued()[0]), ExternalSources(Accounting(waiting, 2))).stops
+    (row,) = Report(history_of(requeued()[0]), ExternalSources(Accounting(waiting, 2))).stops
     assert (row.eligible_s, row.queued_s, row.start_s) == (6.0, None, None)
 
 
@@ -77,7 +76,7 @@ def test_sigstop(for_s: float, grace_s: int | None, stopped_us: float | None) ->
     """Slurm's SIGSTOP comes with the site's grace, unless the resume came before, and is not made
     up where the site was not asked."""
     history = history_of(RankLog().installed().pause(4, for_s=for_s))
-    (row,) = Rows.of(history, ExternalSources(Accounting((), grace_s))).pauses
+    (row,) = Report(history, ExternalSources(Accounting((), grace_s))).pauses
     assert row.stopped_us == stopped_us
 
 
@@ -85,7 +84,7 @@ def test_held_for_another_rank() -> None:
     """A rank that was told by another counts from that one's signal."""
     signalled = RankLog(rank=0, pid=10).installed().pause(4, cause="user")
     told = RankLog(rank=1, pid=11).installed().pause(4.0005, cause="peers")
-    own, peers = Rows.of(history_of(signalled, told), ExternalSources()).pauses
+    own, peers = Report(history_of(signalled, told), ExternalSources()).pauses
     assert own.asked_us is None
     assert peers.asked_us == pytest.approx(500, abs=1)
 
@@ -95,18 +94,18 @@ def test_nsys_beside_the_log() -> None:
     first, second = requeued()
     history = history_of(first, second)
     sources = ExternalSources(profiles=(profile_of(first),))
-    (row,) = Rows.of(history, sources).pauses
+    (row,) = Report(history, sources).pauses
     assert row.profiled is not None
     assert row.profiled.difference_us == pytest.approx(7.0, abs=0.01)
     assert row.profiled.park_us == pytest.approx(87.0, abs=0.01)
     assert (row.profiled.last_kernel_us, row.profiled.first_kernel_us) == pytest.approx((32, 90))
-    (stop,) = Rows.of(history, sources).stops
+    (stop,) = Report(history, sources).stops
     assert stop.nsys_committed_ms == pytest.approx(50.007)
     nsys = figures_of(history, sources).nsys
     assert (nsys.joined, nsys.profiles[0].error_us) == (1, 0.9)
     lines = "\n".join(shown(history, sources))
     assert "The same pauses by nsys" in lines
-    rows = Rows.of(history, sources)
+    rows = Report(history, sources)
     tables = (
         pauses_table(history, rows.pauses, wide=True),
         stops_table(history, rows.stops, wide=True),

@@ -11,9 +11,9 @@ from hydroslurm.core.events import EventKind
 from hydroslurm.errors import WrongJobState
 from hydroslurm.jobs.control.requests import JobAnswer, requeue_job
 from hydroslurm.report.external_sources import Accounting, ExternalSources, ask_slurm
+from hydroslurm.report.figures import Report
 from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.reading import read_history
-from hydroslurm.report.rows import Rows
 from hydroslurm.slurm.client import JobState, open_client
 
 pytestmark = pytest.mark.slurm
@@ -94,7 +94,7 @@ def test_stops_of_a_real_run(told: tuple[Training, JobAnswer]) -> None:
     assert [sources.slurm_attempt(attempt) for attempt in history.attempts] == list(
         sources.accounting.attempts
     )
-    first, _ = Rows.of(history, sources).stops
+    first, _ = Report(history, sources).stops
     assert first.samples_lost == 0  # the loader told how many a step has
     parts_s = (first.eligible_s, first.queued_s, first.start_s)
     assert None not in parts_s
