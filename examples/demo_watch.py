@@ -59,7 +59,7 @@ def _wait_for(run: RunDir, number: int, condition: Callable[[Attempt], bool], wh
 
 
 def _trains(attempt: Attempt) -> bool:
-    return attempt.progress is not None and attempt.progress.first_step_mono_ns is not None
+    return attempt.progress.first_step_mono_ns is not None
 
 
 def _in_words(stop: Stop) -> str:

@@ -11,7 +11,7 @@ Lines are read once and dropped: an attempt keeps its pauses, its saves and some
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.files import clean
@@ -45,7 +45,7 @@ class Attempt:
             where the events are too few to measure it.
         ended: it uninstalled; False if it was killed or is still running.
         pauses, stops: those of this attempt. Two stop requests for one preemption are normal.
-        progress: what its ``Run`` recorded; None without a ``Run``.
+        progress: what its ``Run`` recorded.
         world_size: ranks in its group, itself included.
         joined_mono_ns: all of them had joined; None for a single rank.
         boot: boot id of its host; CLOCK_MONOTONIC is one clock within it. None if unknown.
@@ -65,7 +65,7 @@ class Attempt:
     ended: bool
     pauses: tuple[Pause, ...] = ()
     stops: tuple[StopRequest, ...] = ()
-    progress: Progress | None = None
+    progress: Progress = field(default_factory=Progress)
     world_size: int = 1
     clock_error_ns: int | None = None
     joined_mono_ns: int | None = None

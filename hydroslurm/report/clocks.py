@@ -221,7 +221,7 @@ def _joint_actions(attempt: Attempt) -> _JointActions:
     for number, pause in enumerate(all_parked):
         # all ranks learn of every such moment, so their counts agree
         add("parked", number, pause.parked_mono_ns, pause.all_parked_mono_ns)
-    for save in attempt.progress.saves if attempt.progress else ():
+    for save in attempt.progress.saves:
         if save.step is not None:
             add("saved", save.step, save.staged_mono_ns, save.durable_mono_ns)
     return found

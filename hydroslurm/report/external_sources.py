@@ -7,7 +7,6 @@ are not enough, because another cluster counts the same ones.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -68,12 +67,6 @@ class Accounting:
     attempts: tuple[SlurmAttempt, ...] = ()
     suspend_grace_s: int | None = None
     missing: tuple[str, ...] = ()
-    _next: dict[SlurmAttempt, SlurmAttempt] = field(default_factory=dict, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        for before, after in itertools.pairwise(self.attempts):
-            if before.job_id == after.job_id:
-                self._next[before] = after
 
     def of(self, attempt: Attempt) -> SlurmAttempt | None:
         """The attempt of Slurm's in which an attempt of the log began."""
@@ -93,7 +86,9 @@ class Accounting:
 
     def after(self, attempt: SlurmAttempt) -> SlurmAttempt | None:
         """The next one of the same job."""
-        return self._next.get(attempt)
+        same_job = [one for one in self.attempts if one.job_id == attempt.job_id]
+        following = same_job[same_job.index(attempt) + 1 :]
+        return following[0] if following else None
 
 
 def ask_slurm(client: SlurmClient, attempts: Iterable[Attempt]) -> Accounting:
@@ -146,9 +141,6 @@ class ExternalSources:
     accounting: Accounting = field(default_factory=Accounting)
     profiles: tuple[Profile, ...] = ()
     missing: tuple[str, ...] = ()
-
-    def slurm_attempt(self, attempt: Attempt) -> SlurmAttempt | None:
-        return self.accounting.of(attempt)
 
     def profiled_pause(self, attempt: Attempt, pause: Pause) -> ProfiledPause | None:
         return self._pauses.get((attempt.pid, pause.requested_mono_ns))

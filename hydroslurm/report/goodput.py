@@ -130,7 +130,7 @@ def _allocations(
             history.begin_s(attempt),
             history.since_begin_s(attempt, attempt.last_mono_ns),
         )
-        known = sources.slurm_attempt(attempt)
+        known = sources.accounting.of(attempt)
         key: object = known or id(attempt)
         if known is None:
             found[key] = _Allocation(begin_s, end_s, False, [attempt])
@@ -166,7 +166,7 @@ def _since_begin(
 def _submitted(
     history: History, sources: ExternalSources, attempts: Sequence[Attempt]
 ) -> list[float]:
-    known = sources.slurm_attempt(attempts[0])
+    known = sources.accounting.of(attempts[0])
     if known is None or known.submit_epoch_s is None:
         return []
     return [_since_begin(history, known.submit_epoch_s, 0.0, attempts[0].date_ahead_ns)]
@@ -179,17 +179,16 @@ class _Window:
         self._history = history
         self._attempt = attempt
         progress = attempt.progress
-        self.has_steps = progress is not None and progress.began_step is not None
-        first = progress.first_step_mono_ns if progress else None
-        leave = progress and (progress.safe_point_mono_ns or progress.ended_mono_ns)
-        end_s = self._at(leave or attempt.last_mono_ns)
-        if progress is None:
+        self.has_steps = progress.began_step is not None
+        first = progress.first_step_mono_ns
+        end_s = self._at(progress.leave_mono_ns or attempt.last_mono_ns)
+        if not progress.has_run:
             self.span: Span | None = (self._at(attempt.first_mono_ns), end_s)
         else:
             self.span = None if first is None else (self._at(first), max(self._at(first), end_s))
         self.last_s = self._at(attempt.last_mono_ns)
         self.steps = 0
-        if progress and progress.last_step is not None and progress.began_step is not None:
+        if progress.last_step is not None and progress.began_step is not None:
             self.steps = max(0, progress.last_step - progress.began_step)
 
     def parked(self) -> list[Span]:
@@ -201,10 +200,9 @@ class _Window:
 
     def saving(self) -> list[Span]:
         """The training waits for the copy; for the commit where no copy is made before."""
-        progress = self._attempt.progress
         return self._clipped(
             (save.started_mono_ns, save.staged_mono_ns or save.end_mono_ns)
-            for save in (progress.saves if progress else ())
+            for save in self._attempt.progress.saves
         )
 
     def _clipped(self, stamps: Iterable[tuple[int | None, int | None]]) -> list[Span]:

@@ -44,8 +44,7 @@ class History:
     @property
     def saves(self) -> tuple[Save, ...]:
         """In order of rank, then of time."""
-        trained = (attempt.progress for attempt in self.attempts if attempt.progress)
-        return tuple(save for progress in trained for save in progress.saves)
+        return tuple(save for attempt in self.attempts for save in attempt.progress.saves)
 
     @property
     def stop_requests(self) -> tuple[StopRequest, ...]:

@@ -89,6 +89,7 @@ class Progress:
     Stamps are CLOCK_MONOTONIC nanoseconds of the attempt's own machine.
 
     Attributes:
+        has_run: a ``Run`` wrote any of it; if not, nothing here is known.
         attempt: number of the attempt in attempts.jsonl, from 1.
         began_step: the step that it began with.
         first_step_mono_ns: its first step was complete.
@@ -109,6 +110,7 @@ class Progress:
         saves: all of them, in the order in which they began.
     """
 
+    has_run: bool = False
     attempt: int | None = None
     began_step: int | None = None
     first_step_mono_ns: int | None = None
@@ -125,6 +127,11 @@ class Progress:
     ended_mono_ns: int | None = None
     samples_per_step: int | None = None
     saves: tuple[Save, ...] = ()
+
+    @property
+    def leave_mono_ns(self) -> int | None:
+        """The training ended here: its stop was obeyed, or it was complete."""
+        return self.safe_point_mono_ns or self.ended_mono_ns
 
 
 class ProgressBuilder:
@@ -168,11 +175,10 @@ class ProgressBuilder:
         if kind == "stop":
             self._stop_save.note(name, event.mono_ns, size)
 
-    def finish(self) -> Progress | None:
-        """None when no ``Run`` wrote any of it."""
+    def finish(self) -> Progress:
         first = self._first
         if not self.has_run:
-            return None
+            return Progress()
         began, safe = first.get(EventKind.ATTEMPT_BEGAN), first.get(EventKind.SAFE_POINT)
         reason, ended = first.get(EventKind.STOP_REASON), first.get(EventKind.ATTEMPT_ENDED)
         stepped = first.get(EventKind.FIRST_STEP)
@@ -180,6 +186,7 @@ class ProgressBuilder:
         # whatever it was made for; where the step is lost, the one that was made for the stop
         saved = self._saves.get(safe_step) if safe_step is not None else self._stop_save
         return Progress(
+            has_run=True,
             attempt=integer(data_of(began), "attempt"),
             began_step=integer(data_of(began), "step"),
             first_step_mono_ns=stamp_of(stepped),

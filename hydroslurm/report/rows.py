@@ -181,8 +181,8 @@ class _Asked:
 
 def _stop_row(history: History, sources: ExternalSources, stopped: Stopped) -> StopRow:
     attempt, following, stop = stopped.attempt, stopped.following, stopped.stop
-    before = sources.slurm_attempt(attempt)
-    after = sources.slurm_attempt(following) if following else None
+    before = sources.accounting.of(attempt)
+    after = sources.accounting.of(following) if following else None
     if after is None and before is not None:
         after = sources.accounting.after(before)  # waiting still, or without an event yet
     seen = sources.profiled_stop(attempt, attempt.stops[0] if attempt.stops else None)
@@ -191,8 +191,7 @@ def _stop_row(history: History, sources: ExternalSources, stopped: Stopped) -> S
     started_s = after.start_epoch_s if after else None
     first_s = _by_slurms_date(following, started_s) if following else None
     gap_s = stop.waited_s
-    progress = attempt.progress
-    per_step = progress.samples_per_step if progress else None
+    per_step = attempt.progress.samples_per_step
     lost = stop.steps_lost
     return StopRow(
         **fields_of(stop),

@@ -141,7 +141,7 @@ def steps_lost_total(stops: Iterable[Stop]) -> int:
 
 
 def _was_stopped(attempt: Attempt, following: Attempt | None) -> bool:
-    ending = attempt.progress.ending if attempt.progress else None
+    ending = attempt.progress.ending
     if attempt.stops:
         return True
     if following is None or ending == "finished":
@@ -152,10 +152,10 @@ def _was_stopped(attempt: Attempt, following: Attempt | None) -> bool:
 def _stop(attempt: Attempt, following: Attempt | None) -> Stop:
     request = attempt.stops[0] if attempt.stops else None
     since_ns = None if request is None else request.requested_mono_ns
-    seen = attempt.progress or Progress()
+    seen = attempt.progress
     left = _left(attempt, following)
     step, step_from = _step(seen)
-    after = (following.progress if following else None) or Progress()
+    after = following.progress if following else Progress()
     return Stop(
         rank=attempt.rank,
         restart_count=attempt.restart_count,
@@ -185,7 +185,7 @@ def _stop(attempt: Attempt, following: Attempt | None) -> Stop:
 
 
 def _left(attempt: Attempt, following: Attempt | None) -> str:
-    if attempt.progress and attempt.progress.ending:
+    if attempt.progress.ending:
         return attempt.progress.ending
     if attempt.ended:
         return LEFT
@@ -214,7 +214,7 @@ def _waited_s(attempt: Attempt, following: Attempt | None) -> float | None:
 
 
 def _first_step_s(following: Attempt | None) -> float | None:
-    if following is None or following.progress is None:
+    if following is None:
         return None
     took_ms = span(following.first_mono_ns, following.progress.first_step_mono_ns, 1e6)
     return None if took_ms is None else took_ms / 1e3
@@ -232,7 +232,7 @@ def _missing(attempt: Attempt, following: Attempt | None, left: str) -> Iterator
     """Only what this way to leave does write: nothing of a Run where there was none, no requeue by
     a process outside of a job; one of several ranks asks Slurm for all."""
     seen = attempt.progress
-    if seen is None or left == "error":
+    if not seen.has_run or left == "error":
         return
     wanted: dict[EventKind, object] = {}
     if left != "finished":
@@ -248,7 +248,6 @@ def _missing(attempt: Attempt, following: Attempt | None, left: str) -> Iterator
             wanted[EventKind.REQUEUED] = seen.requeue_error if asked is None else asked
         wanted[EventKind.ATTEMPT_ENDED] = seen.ending
         if following is not None:
-            after = following.progress or Progress()
-            wanted[EventKind.ATTEMPT_BEGAN] = after.began_step
-            wanted[EventKind.FIRST_STEP] = after.first_step_mono_ns
+            wanted[EventKind.ATTEMPT_BEGAN] = following.progress.began_step
+            wanted[EventKind.FIRST_STEP] = following.progress.first_step_mono_ns
     yield from (kind for kind, value in wanted.items() if value is None)

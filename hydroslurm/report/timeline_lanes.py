@@ -90,7 +90,7 @@ def draw_stops(axes: Axes, history: History, ranks: Sequence[int]) -> int:
     saved = [
         (history.since_begin_s(one.attempt, stamp), lanes[one.stop.rank])
         for one in history.stopped
-        if one.stop.rank in lanes and one.attempt.progress
+        if one.stop.rank in lanes
         if (stamp := one.attempt.progress.saved.durable_mono_ns)
     ]
     marks(axes, saved, marker="D", ms=6, color=_SAVED, zorder=6)
@@ -139,9 +139,7 @@ def attempts_legend(history: History) -> list[Patch | Line2D]:
     """Only what the picture holds."""
     mark: dict[str, Any] = {"ls": "", "ms": 6}
     handles: list[Patch | Line2D] = []
-    if any(
-        attempt.progress and attempt.progress.first_step_mono_ns for attempt in history.attempts
-    ):
+    if any(attempt.progress.first_step_mono_ns for attempt in history.attempts):
         handles.append(Patch(lw=0.6, label="starting: imports, load", **_STARTING))
         handles.append(Line2D([], [], marker=">", color=_FIRST_STEP, label="first step", **mark))
     if history.stop_requests:
@@ -207,7 +205,7 @@ def _cost(stop: Stop) -> str:
 
 
 def _first_step_s(history: History, attempt: Attempt) -> float | None:
-    stamp = attempt.progress.first_step_mono_ns if attempt.progress else None
+    stamp = attempt.progress.first_step_mono_ns
     return None if stamp is None else history.since_begin_s(attempt, stamp)
 
 

@@ -35,7 +35,7 @@ def trace_of(history: History) -> dict[str, Any]:
     for number, attempt in enumerate(attempts, start=1):
         entries += _attempt(history, attempt, number, room=room)
         pauses += max(0, len(attempt.pauses) - room)
-        saves += max(0, len(attempt.progress.saves) - room) if attempt.progress else 0
+        saves += max(0, len(attempt.progress.saves) - room)
     other = {
         "run": history.name,
         "attempts_left_out": len(history.attempts) - len(attempts),
@@ -95,34 +95,33 @@ def _attempt(history: History, attempt: Attempt, number: int, *, room: int) -> I
     write = _Writer(history, attempt, number)
     yield from write.names()
     progress = attempt.progress
-    first_ns = progress.first_step_mono_ns if progress else None
+    first_ns = progress.first_step_mono_ns
     yield from write.slice(_TRAINING, "starting", attempt.first_mono_ns, first_ns)
-    leave_ns = (progress.safe_point_mono_ns or progress.ended_mono_ns) if progress else None
-    begun_ns = attempt.first_mono_ns if progress is None else first_ns
-    steps = {"began_step": progress.began_step, "last_step": progress.last_step} if progress else {}
     yield from write.slice(
-        _TRAINING, "training", begun_ns, leave_ns or attempt.last_mono_ns, **steps
+        _TRAINING,
+        "training",
+        first_ns if progress.has_run else attempt.first_mono_ns,
+        progress.leave_mono_ns or attempt.last_mono_ns,
+        began_step=progress.began_step,
+        last_step=progress.last_step,
     )
     for request in attempt.stops[:room]:
         yield from write.instant(
             _SAVING, "stop_request", request.requested_mono_ns, signal=request.signal
         )
-    if progress:
-        for save in progress.saves[:room]:
-            known = {"step": save.step, "kind": save.kind, "state_bytes": save.state_bytes}
-            # save_written is missing where the save failed in between
-            staged = save.written_mono_ns or save.staged_mono_ns or save.started_mono_ns
-            began, end = save.started_mono_ns, save.end_mono_ns
-            yield from write.slice(_SAVING, "saving", began, end, **known)
-            yield from write.slice(_SAVING, "committing", staged, save.durable_mono_ns)
-        yield from _leaving(write, attempt)
+    for save in progress.saves[:room]:
+        known = {"step": save.step, "kind": save.kind, "state_bytes": save.state_bytes}
+        # save_written is missing where the save failed in between
+        staged = save.written_mono_ns or save.staged_mono_ns or save.started_mono_ns
+        yield from write.slice(_SAVING, "saving", save.started_mono_ns, save.end_mono_ns, **known)
+        yield from write.slice(_SAVING, "committing", staged, save.durable_mono_ns)
+    yield from _leaving(write, attempt)
     for pause in attempt.pauses[:room]:
         yield from _pause(write, attempt, pause)
 
 
 def _leaving(write: _Writer, attempt: Attempt) -> Iterator[Entry]:
     progress = attempt.progress
-    assert progress is not None
     left_ns, requeued_ns = progress.safe_point_mono_ns, progress.requeued_mono_ns
     yield from write.slice(
         _TRAINING, "leaving", left_ns, attempt.last_mono_ns, reason=progress.reason

@@ -171,14 +171,11 @@ def test_installed_twice_in_one_process() -> None:
         (3, ("api",)),
     ]
     assert attempt.ended
-    assert attempt.progress is not None
+    assert attempt.progress.has_run
     assert (attempt.progress.attempt, attempt.progress.ending) == (1, "finished")
     assert (attempt.last_mono_ns - attempt.first_mono_ns) / 1e9 == pytest.approx(13)
     second = RankLog().trains(14, attempt=2).uninstalled(20)
-    assert [
-        attempt.progress and attempt.progress.attempt
-        for attempt in attempts_of([*events, *second.events])
-    ] == [
+    assert [attempt.progress.attempt for attempt in attempts_of([*events, *second.events])] == [
         1,
         2,
     ]

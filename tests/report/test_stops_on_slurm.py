@@ -91,7 +91,7 @@ def test_stops_of_a_real_run(told: tuple[Training, JobAnswer]) -> None:
     sources = ExternalSources(known() or Accounting())
     assert [attempt.state for attempt in sources.accounting.attempts] == ["REQUEUED", "CANCELLED"]
     assert sources.accounting.suspend_grace_s == 2
-    assert [sources.slurm_attempt(attempt) for attempt in history.attempts] == list(
+    assert [sources.accounting.of(attempt) for attempt in history.attempts] == list(
         sources.accounting.attempts
     )
     first, _ = Report(history, sources).stops
