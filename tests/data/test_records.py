@@ -1,4 +1,4 @@
-"""Training from FFRecord files: batches in one pass, any step, any number of ranks, any stop."""
+"""Training from FFRecord files: batches in one pass, any step, any stop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from hydroslurm.errors import RecordError, UsageError
 
 SIZES = (9, 0, 14, 1)
 SAMPLES = sum(SIZES)
-GLOBAL_BATCH = 6  # of one, two or three ranks
 
 
 class Numbers(RecordDataset):
@@ -174,34 +173,6 @@ def test_a_position_is_computed(folder: Path) -> None:
         used = [next(batches).tolist() for _ in range(2)]
         left = seen(second.resume_epoch(first.state_dict()))
         assert used + left == seen(position_of(loader).begin_epoch(1))
-
-
-def test_an_epoch_is_taken_up_by_other_ranks(tmp_path: Path) -> None:
-    """Begun by three ranks, gone on with by two with workers, ended by one: each step has the
-    samples that it has with one rank."""
-    data = SeededDataset(Numbers(write(tmp_path / "files", (12, 0, 18))))
-
-    def positions(world: int, workers: int = 0) -> list[Any]:
-        size = GLOBAL_BATCH // world
-        return [
-            position_of(
-                RecordLoader(data, size, shuffle=True, num_workers=workers),
-                rank=rank,
-                world_size=world,
-            )
-            for rank in range(world)
-        ]
-
-    (one,) = positions(1)
-    alone = [sorted(batch.tolist()) for batch in one.begin_epoch(0)]
-    state, steps = None, []
-    for world, workers in ((3, 0), (2, 1), (1, 0)):
-        ranks = positions(world, workers)
-        begun = [rank.resume_epoch(state) if state else rank.begin_epoch(0) for rank in ranks]
-        for _ in range(2 if world > 1 else len(alone) - len(steps)):
-            steps.append(sorted(n for batches in begun for n in next(batches).tolist()))
-        state = ranks[0].state_dict()
-    assert steps == alone
 
 
 def test_a_damaged_record_in_a_worker(folder: Path) -> None:
