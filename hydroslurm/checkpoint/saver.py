@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from hydroslurm.checkpoint.background import BackgroundSave
+from hydroslurm.checkpoint.catalog import EPOCH
 from hydroslurm.checkpoint.deadline import (
     FOREVER_S,
     Choice,
@@ -170,13 +171,9 @@ class Saver:
         epoch: int = 0,
         kind: str = "manual",
         meta: Mapping[str, Any] = _NO_META,
-        again: bool = True,
     ) -> Saved:
-        """Save, and return once it is committed. A save under way is waited for first.
-
-        Args:
-            again: False if the newest checkpoint of this store will do where it is of this step and
-                kind.
+        """Save, and return once it is committed. A save under way is waited for first. An epoch is
+        not saved again where the newest checkpoint of this store is of its end.
 
         Raises:
             UnsavableState: the state holds what cannot be saved.
@@ -186,7 +183,7 @@ class Saver:
         self.wait()
         newest = None if self._newest is None else self._newest[1]
         at = None if newest is None else (newest.path.parent, newest.step, newest.kind)
-        if not again and at == (self._store.directory, step, kind):
+        if kind == EPOCH and at == (self._store.directory, step, kind):
             return Saved(step, True, newest, 0, f"step {step} is committed already")
         try:
             plan, request = self._planned(state, request)

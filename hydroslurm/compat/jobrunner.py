@@ -11,7 +11,6 @@ import atexit
 import os
 import shutil
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -382,20 +381,11 @@ class JobRun(Run):
                 f"save({epoch}): the run is at {within}; between two saves of its JobRunner, "
                 "job.run.save() saves the current state"
             )
-        if self._manager is None:
-            return
-        with self._leaving_when_stale():
-            self._saver.save(
-                self._state(),
-                step=self.step,
-                epoch=self.epoch,
-                kind=EPOCH,
-                meta=self._made_of(),
-                again=False,
-            )
-            self._last_save_s = time.monotonic()
-            self._saver.poll()
-        self._epoch_is_committed = True
+        if self._manager is not None:
+            super().save(kind=EPOCH)
+            with self._leaving_when_stale():
+                self._saver.poll()
+            self._epoch_is_committed = True
 
     def _save_completed(self) -> None:
         """Save the completed epoch, as far as that is possible and wanted."""
