@@ -25,10 +25,10 @@ from hydroslurm.devcluster.config import (
 )
 from hydroslurm.devcluster.layout import CLUSTER_ENV, Layout
 from hydroslurm.devcluster.processes import Daemon, ProcessId, die_with_parent
-from hydroslurm.devcluster.programs import Programs, slurm_release, system_tables_sql
+from hydroslurm.devcluster.programs import Programs, system_tables_sql
 from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError, HydroslurmError
-from hydroslurm.slurm.spank.build import PLUGIN, build_plugin
+from hydroslurm.slurm.spank.build import PLUGIN, build_plugin, slurm_release
 
 _LIMIT_S = 300.0
 """Upper bound on each wait."""
@@ -123,7 +123,7 @@ class Bringup:
         }
 
     def _write_files(self) -> None:
-        release = slurm_release(self.programs)
+        release = slurm_release(self.programs["sinfo"], self.environ())
         if self.spec.auth == "slurm" and release < (23, 11):
             raise ClusterError(
                 "auth/slurm needs Slurm 23.11 or newer, and this is "

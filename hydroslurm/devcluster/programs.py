@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -81,23 +79,6 @@ def find_programs(path: str) -> Programs:
         raise ClusterError(missing_message(absent))
     found = {name: shutil.which(name, path=path) or name for name in _PACKAGES}
     return Programs(found, _compiler(path) or "", path)
-
-
-def slurm_release(programs: Programs) -> tuple[int, int]:
-    """Year and month of the Slurm that is installed: (22, 5) for 22.05.8.
-
-    Raises:
-        ClusterError: slurmctld does not tell.
-    """
-    argv = [programs["slurmctld"], "-V"]
-    try:
-        told = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ClusterError(f"{' '.join(argv)} does not run: {error}") from error
-    found = re.search(r"(\d+)\.(\d+)", told)
-    if not found:
-        raise ClusterError(f"{' '.join(argv)} names no release: {told.strip()!r}")
-    return int(found[1]), int(found[2])
 
 
 def missing_message(absent: Mapping[str, str]) -> str:

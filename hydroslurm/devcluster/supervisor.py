@@ -31,7 +31,7 @@ from hydroslurm.devcluster.processes import (
     sweep,
 )
 from hydroslurm.devcluster.programs import find_programs
-from hydroslurm.errors import ClusterError
+from hydroslurm.errors import ClusterError, HydroslurmError
 
 _STDOUT = 1
 _CHECK_S = 0.5
@@ -53,7 +53,7 @@ def main() -> None:
             _serve(request, layout, control)
     except StopRequested as reason:
         _log(f"ended: {reason}")
-    except ClusterError as error:
+    except HydroslurmError as error:
         _log(str(error))
         _tell({"error": str(error)})
     except Exception as error:

@@ -11,8 +11,9 @@ from integration.manyranks.rankstraining import RanksTraining
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.devcluster.programs import find_programs, search_path, slurm_release
+from hydroslurm.devcluster.programs import find_programs, search_path
 from hydroslurm.errors import ClusterError
+from hydroslurm.slurm.spank.build import slurm_release
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slurms]
 
@@ -24,7 +25,8 @@ def test_ranks_of_two_nodes_park_and_save_together(tmp_path: Path) -> None:
     save behind one step at a requeue, and the next attempt goes on from there."""
     require_slurm()
     spec = ClusterSpec(nodes=2, cpus_per_node=1, profile="requeue", auth="slurm")
-    if slurm_release(find_programs(search_path(os.environ.get("PATH")))) < (23, 11):
+    sinfo = find_programs(search_path(os.environ.get("PATH")))["sinfo"]
+    if slurm_release(sinfo, os.environ) < (23, 11):
         with pytest.raises(ClusterError, match=r"auth/slurm needs Slurm 23\.11 or newer"):
             DevCluster.up(spec)
         return

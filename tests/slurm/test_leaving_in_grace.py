@@ -15,7 +15,8 @@ from clusters import require_slurm
 from processes import wait_until
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
-from hydroslurm.devcluster.programs import find_programs, search_path, slurm_release
+from hydroslurm.devcluster.programs import find_programs, search_path
+from hydroslurm.slurm.spank.build import slurm_release
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slurms]
 
@@ -49,7 +50,7 @@ exec {verb} srun --quiet {attempt}
 
 
 def release() -> tuple[int, int]:
-    return slurm_release(find_programs(search_path(os.environ.get("PATH"))))
+    return slurm_release(find_programs(search_path(os.environ.get("PATH")))["sinfo"], os.environ)
 
 
 def expected_attempts(mode: str, way: str) -> int:

@@ -74,6 +74,28 @@ def build_plugin(out: Path, *, environ: Mapping[str, str], include: Path | None 
     return target
 
 
+def slurm_release(program: str, environ: Mapping[str, str]) -> Release:
+    """Year and month of the Slurm that a client program is of: (22, 5) for 22.05.8.
+
+    22.05 reads a slurm.conf even to tell its version, so it gets one: the site's may be missing, or
+    name what is still to be made. Plugins in a prefix of Slurm's own are named.
+
+    Raises:
+        SpankError: it does not tell.
+    """
+    plugins = Path(program).resolve().parents[1] / "lib/slurm"
+    named = f"PluginDir={plugins}\n" if plugins.is_dir() else ""
+    with tempfile.TemporaryDirectory(prefix="hydroslurm-slurm-") as folder:
+        conf = Path(folder) / "slurm.conf"
+        conf.write_text(_MINIMAL_CONF + named)
+        done = _run([program, "--version"], {**environ, "SLURM_CONF": str(conf)})
+    told = re.search(r"\b(\d+)\.(\d+)", done.stdout)  # "slurm-wlm 22.05.8", "slurm 25.11.7"
+    if done.returncode != 0 or told is None:
+        message = (done.stderr or done.stdout).strip() or f"status {done.returncode}"
+        raise SpankError(f"{program} --version names no release of Slurm: {message}")
+    return int(told[1]), int(told[2])
+
+
 def source_text() -> str:
     """The plugin in C."""
     return resources.files(__package__).joinpath(_SOURCE).read_text()
@@ -96,7 +118,7 @@ def _include_flags(
     """``-I`` for the headers of the Slurm that is to load the plugin; empty where the compiler
     finds them by itself."""
     srun = shutil.which("srun", path=environ.get("PATH"))
-    wanted = None if srun is None else _srun_release(srun, environ)
+    wanted = None if srun is None else slurm_release(srun, environ)
     beside = None if srun is None else Path(srun).resolve().parent.parent / "include"
     found: dict[Path | None, Release] = {}
     for folder in [include] if include else [None, beside]:
@@ -122,24 +144,6 @@ def _include_flags(
 
 def _i(folder: Path | None) -> list[str]:
     return [f"-I{folder}"] if folder else []
-
-
-def _srun_release(srun: str, environ: Mapping[str, str]) -> Release:
-    """22.05 reads a slurm.conf even to tell its version, so it gets one: the site's may be
-    missing, or name what is still to be made. Plugins in a prefix of Slurm's own are named."""
-    plugins = Path(srun).resolve().parents[1] / "lib/slurm"
-    named = f"PluginDir={plugins}\n" if plugins.is_dir() else ""
-    with tempfile.TemporaryDirectory(prefix="hydroslurm-srun-") as folder:
-        conf = Path(folder) / "slurm.conf"
-        conf.write_text(_MINIMAL_CONF + named)
-        done = _run([srun, "--version"], {**environ, "SLURM_CONF": str(conf)})
-    told = re.search(r"\b(\d+)\.(\d+)", done.stdout)  # "slurm-wlm 22.05.8", "slurm 25.11.7"
-    if done.returncode != 0 or told is None:
-        message = (done.stderr or done.stdout).strip() or f"status {done.returncode}"
-        raise SpankError(
-            f"{srun} --version names no release, which the plugin has to be built for: {message}"
-        )
-    return int(told[1]), int(told[2])
 
 
 def _header_release(
