@@ -1,12 +1,16 @@
-"""What Linux tells of a process in /proc."""
+"""What Linux tells of a process in /proc, and whom it ties a process to by prctl(2)."""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 STATE, PARENT, START_TICKS = 0, 1, 19
 """Places in what :func:`stat_of` returns; the last is in clock ticks since boot."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def stat_of(pid: int | str) -> list[str]:
@@ -40,3 +44,28 @@ def status_of(pid: int | str) -> dict[str, str]:
     """Name -> value of each line of /proc/PID/status; raises as :func:`stat_of`."""
     lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def adopt_orphans() -> None:
+    """Make this process, and the program that it becomes by exec, the parent of every orphan among
+    its descendants.
+
+    slurmd's job steps and daemons of all kinds detach themselves twice; so they can still be found.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends, a thread of
+    ``parent``. For ``preexec_fn``."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes  # no rank's start waits for it
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")

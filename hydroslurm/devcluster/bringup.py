@@ -9,8 +9,10 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from hydroslurm.core.proc import die_with
 from hydroslurm.devcluster.config import (
     ACCOUNT,
     CLUSTER_NAME,
@@ -24,7 +26,7 @@ from hydroslurm.devcluster.config import (
     slurmdbd_conf,
 )
 from hydroslurm.devcluster.layout import CLUSTER_ENV, Layout
-from hydroslurm.devcluster.processes import Daemon, ProcessId, die_with_parent
+from hydroslurm.devcluster.processes import Daemon, ProcessId
 from hydroslurm.devcluster.programs import Programs, system_tables_sql
 from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError, HydroslurmError
@@ -266,7 +268,7 @@ class Bringup:
                 stderr=subprocess.STDOUT,
                 cwd=self.layout.root,
                 env=environ or self.environ(),
-                preexec_fn=die_with_parent,
+                preexec_fn=partial(die_with, os.getpid()),
                 start_new_session=True,
             )
         return Daemon(name, process, log)

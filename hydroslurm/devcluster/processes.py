@@ -6,7 +6,6 @@ No process and no file outside the cluster's folder is left.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -29,8 +28,6 @@ from hydroslurm.errors import ClusterError
 
 Kind = TypeVar("Kind")
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _TAIL_LINES = 12
 _JOBS_END_S = 1.5
 _CANCEL_LIMIT_S = 5.0
@@ -63,20 +60,6 @@ class ProcessId:
         if self.alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signo)
-
-
-def become_subreaper() -> None:
-    """Make this process the parent of every orphan among its descendants.
-
-    slurmd's job steps and their children detach themselves twice; so they still end up here, where
-    they can be found and ended.
-    """
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent thread ends. For ``preexec_fn``."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:
@@ -146,12 +129,6 @@ def environment(pid: int) -> dict[str, str]:
         return environ_of(pid)
     except OSError:
         return {}
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import sys
 import traceback
 from dataclasses import replace
 
+from hydroslurm.core.proc import adopt_orphans
 from hydroslurm.devcluster import cgroups
 from hydroslurm.devcluster.bringup import Bringup, Control, StopRequested
 from hydroslurm.devcluster.config import Place, Ports
@@ -24,7 +25,6 @@ from hydroslurm.devcluster.processes import (
     ProcessId,
     Request,
     Running,
-    become_subreaper,
     cancel_jobs,
     end_all,
     reap,
@@ -46,7 +46,7 @@ def main() -> None:
         # many containers, this process would stay a zombie.
         os._exit(0)
     control = Control(request.caller)
-    become_subreaper()
+    adopt_orphans()
     layout = Layout.at(request.root)
     try:
         with locked(layout):

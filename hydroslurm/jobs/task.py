@@ -23,8 +23,6 @@ SCRATCH_ENV = "HYDROSLURM_SCRATCH"
 """Environment variable: this replica's own folder in the run folder, removed by cleanPolicy All."""
 REPLICA_ENV = "HYDROSLURM_REPLICA"
 """Environment variable: such as ``worker-2``."""
-_PR_SET_CHILD_SUBREAPER = 36
-"""Source: prctl(2). Survives exec."""
 
 
 def main(arguments: list[str]) -> int:
@@ -141,11 +139,12 @@ def _run_debugged(
     """Run a command of debug mode; returns its status. The task has to outlive one that ends with
     0: what that has left running, as sshd does, would be killed with it. ``signals``: those that a
     pause sends, which kill nothing from here on."""
-    import ctypes
     import subprocess
 
+    from hydroslurm.core.proc import adopt_orphans
+
     # a daemon stays a child of this task: with proctrack/linuxproc Slurm finds it no other way
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     child = subprocess.Popen(argv, env=dict(environ))
     for signo in (signal.SIGTERM, signal.SIGINT, *signals):
         signal.signal(signo, lambda number, _: child.send_signal(number))

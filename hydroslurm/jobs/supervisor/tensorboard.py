@@ -4,12 +4,10 @@ and so with the job. Its address is written into the run folder."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +20,7 @@ from pathlib import Path
 from hydroslurm.core.decoding import decode
 from hydroslurm.core.files import open_regular, read_regular, write_atomically
 from hydroslurm.core.module_command import module_command
+from hydroslurm.core.proc import die_with
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.threads import thread
 from hydroslurm.jobs.plan import TensorBoardPlan
@@ -32,7 +31,6 @@ MISSING = (
 )
 _ADDRESS = re.compile(rb"TensorBoard \S+ at http://(\[[0-9a-f:]+\]|[^\s/:]+):(\d+)/")
 _POLL_S = 0.1
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ def _start(
                     f"--logdir={logdir}", f"--host={wanted.host}", f"--port={wanted.port}",
                 ],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                preexec_fn=partial(_die_with, os.getpid()),
+                preexec_fn=partial(die_with, os.getpid()),
             )  # fmt: skip
     except OSError as error:
         log(f"TensorBoard could not be started: {error}. The job runs without")
@@ -154,12 +152,3 @@ def read_address(path: Path) -> Address | None:
         return decode(Address, read_regular(path, limit_bytes=1 << 16))
     except (OSError, ValueError):
         return None
-
-
-def _die_with(parent: int) -> None:
-    """Make the kernel kill this process when the thread that started it ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it has ended before
-        os._exit(1)
