@@ -128,7 +128,7 @@ def _command(found: JobView, spec: ReplicaSpec) -> str:
     if not found.spec.run_mode.debug.enable:
         return clean(" ".join((*spec.template.command, *spec.template.args)))
     tasks = found.plan.tasks if found.plan is not None else ()
-    argv = next((task.argv for task in tasks if task.type == spec.type), ())
+    argv = next((task.argv for task in tasks if task.replica == f"{spec.type}-0"), ())
     return f"{clean(' '.join(argv))} (debug mode: hydroslurm attach gives a shell)"
 
 

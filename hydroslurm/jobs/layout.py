@@ -53,7 +53,6 @@ def plan_job(job: TrainingJob, *, folder: Path, python: str, use_images: bool = 
         memory_mib_per_node=max(memories, default=None),
         gpus_per_node=max(one.gpus for one in demands),
         tasks=tuple(tasks),
-        policies=tuple((spec.type, spec.restart_policy) for spec in specs),
         rank_env=tuple(rank_variables(job).items()),
         limits=RunLimits(**dict(job.run_policy)),
         warning_s=job.preemption.warning_seconds,
@@ -126,7 +125,6 @@ def _tasks_of(
     init = () if skip_init else _init(template, interpreter)
     task = TaskPlan(
         replica=f"{spec.type}-{index}",
-        type=spec.type,
         node=node,
         argv=argv,
         env=tuple((one.name, one.value) for one in template.env),
@@ -134,6 +132,7 @@ def _tasks_of(
         init=init,
         image=image,
         is_agent=is_agent,
+        restart_policy=spec.restart_policy,
     )
     return [task] * (1 if is_agent else template.resources.tasks)
 

@@ -33,7 +33,6 @@ class TaskPlan:
 
     Attributes:
         replica: such as ``worker-2``.
-        type: of the replica.
         node: index among the job's nodes, from 0.
         argv: the program and its arguments.
         env: variables in addition to the job's.
@@ -41,10 +40,10 @@ class TaskPlan:
         init: what runs before it.
         image: container image, or None.
         is_agent: whether ``argv`` is a torchrun agent instead of a rank.
+        restart_policy: of the replica.
     """
 
     replica: str
-    type: str
     node: int
     argv: tuple[str, ...]
     env: tuple[tuple[str, str], ...]
@@ -52,6 +51,7 @@ class TaskPlan:
     init: tuple[Step, ...] = ()
     image: str | None = None
     is_agent: bool = False
+    restart_policy: str = "OnFailure"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,6 @@ class Plan:
         nodes: how many.
         cpus_per_node, memory_mib_per_node, gpus_per_node: of each; None and 0: not requested.
         tasks: in the order of their ranks.
-        policies: replica type -> restart policy.
         rank_env: variables of every task that the spec's preemption asks for.
         limits: when to give the job up.
         warning_s: how long before the time limit the ranks are told to save.
@@ -112,7 +111,6 @@ class Plan:
     memory_mib_per_node: int | None
     gpus_per_node: int
     tasks: tuple[TaskPlan, ...]
-    policies: tuple[tuple[str, str], ...]
     rank_env: tuple[tuple[str, str], ...] = ()
     limits: RunLimits = RunLimits()
     warning_s: int = 120
@@ -142,11 +140,6 @@ class Plan:
     def cpus_per_task(self) -> int:
         """What srun gives each task on the fullest node."""
         return max(1, self.cpus_per_node // max(self.tasks_per_node))
-
-    def policy_of(self, replica: str) -> str:
-        """Its restart policy."""
-        kind = next(task.type for task in self.tasks if task.replica == replica)
-        return dict(self.policies)[kind]
 
     def dumps(self) -> str:
         """As JSON."""

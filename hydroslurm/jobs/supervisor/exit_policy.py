@@ -105,7 +105,7 @@ def _of_one(
     """What one exit decides. A worker that is not restarted decides nothing: the job goes on until
     its master ends."""
     replica, status = plan.tasks[task].replica, statuses[task]
-    policy = plan.policy_of(replica)
+    policy = plan.tasks[task].restart_policy
     is_master = replica == plan.replicas[0]
     if status == MUST_NOT_RUN_AGAIN:
         message = f"{replica} exited with status {status}: it must not be run again"

@@ -212,10 +212,10 @@ def test_the_wrapper_of_a_task(tmp_path: Path, said: str, held: bool) -> None:
     that is not to be preemptible finds them as ever."""
     argv = ("grep", "-E", "Sig(Blk|Ign)", "/proc/self/status")
     task = TaskPlan(
-        "worker-0", "worker", 0, argv, (("HYDROSLURM_PREEMPT", said),), str(tmp_path),
+        "worker-0", 0, argv, (("HYDROSLURM_PREEMPT", said),), str(tmp_path),
         init=(Step("first", argv),),
     )  # fmt: skip
-    (tmp_path / "plan.json").write_text(Plan(1, 1, None, 0, (task,), ()).dumps())
+    (tmp_path / "plan.json").write_text(Plan(1, 1, None, 0, (task,)).dumps())
     done = subprocess.run(
         [sys.executable, "-m", "hydroslurm.jobs.task", str(tmp_path / "plan.json")],
         env={**os.environ, "HYDROSLURM_PREEMPT": "pause", "SLURM_PROCID": "0"},

@@ -124,7 +124,6 @@ def test_folder_that_cannot_be_bound() -> None:
 def plan(folder: Path, runtime: str | None) -> Plan:
     task = TaskPlan(
         replica="worker-0",
-        type="worker",
         node=0,
         argv=("python3", "-c", "import os; print('in', os.getcwd(), os.environ['COLOUR'])"),
         env=(("COLOUR", "deep blue"),),
@@ -132,7 +131,7 @@ def plan(folder: Path, runtime: str | None) -> Plan:
         init=(Step("look", ("sh", "-c", "echo init $COLOUR")),),
         image=REFERENCE,
     )
-    return Plan(1, 1, None, 0, (task,), (("worker", "Never"),), runtime=runtime)
+    return Plan(1, 1, None, 0, (task,), runtime=runtime)
 
 
 def test_task_becomes_apptainer(tmp_path: Path) -> None:
