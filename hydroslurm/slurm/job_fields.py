@@ -26,7 +26,6 @@ class JobField:
     Attributes:
         read: turns the value of any source into ours; never called with None.
         json, scontrol, sacct, pyslurm: its name in each source.
-        sacct_read: in place of ``read`` for a column whose unit in sacct differs.
         required: a record of squeue or scontrol without it is unreadable.
     """
 
@@ -35,7 +34,6 @@ class JobField:
     scontrol: str = ""
     sacct: str = ""
     pyslurm: str = ""
-    sacct_read: Read | None = None
     required: bool = False
 
 
@@ -63,12 +61,7 @@ def job_of_fields(source: Source, get: Callable[[str, bool], Any], **special: An
 def _fields_of(source: Source) -> tuple[tuple[str, str, Read, bool], ...]:
     """Attribute, name there, reader, and whether a record must have it."""
     return tuple(
-        (
-            attribute,
-            name,
-            field.sacct_read if source == "sacct" and field.sacct_read else field.read,
-            field.required,
-        )
+        (attribute, name, field.read, field.required)
         for attribute, field in JOB_FIELDS.items()
         if (name := getattr(field, source))
     )
@@ -84,9 +77,7 @@ def number(value: Any) -> int | None:
 
 
 def minutes_s(value: Any) -> int | None:
-    """Seconds of a number of minutes; None for none and for words such as Partition_Limit."""
-    if isinstance(value, str) and not value.isdecimal():
-        return None
+    """Seconds of a number of minutes; None for none, or no limit."""
     minutes = number(value)
     return minutes * 60 if minutes else None
 
@@ -151,9 +142,7 @@ JOB_FIELDS: Mapping[str, JobField] = {
     ),
     "start_epoch_s": JobField(_moment, "start_time", "StartTime", "Start", "start_time"),
     "end_epoch_s": JobField(_moment, "end_time", "EndTime", "End", "end_time"),
-    "time_limit_s": JobField(
-        _limit_s, "time_limit", "TimeLimit", "TimelimitRaw", "time_limit", sacct_read=minutes_s
-    ),
+    "time_limit_s": JobField(_limit_s, "time_limit", "TimeLimit", "Timelimit", "time_limit"),
     "restart_count": JobField(number, "restart_cnt", "Restarts", "", "requeue_count"),
     "preempt_epoch_s": JobField(_moment, "preempt_time", "PreemptTime", "", "preempt_time"),
     "suspend_epoch_s": JobField(_moment, "suspend_time", "SuspendTime", "", "suspend_time"),

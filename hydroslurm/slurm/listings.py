@@ -25,7 +25,7 @@ SACCT_FIELDS = (
     "Start",
     "End",
     "Suspended",
-    "TimelimitRaw",
+    "Timelimit",
     "ExitCode",
     "NodeList",
     "NNodes",
