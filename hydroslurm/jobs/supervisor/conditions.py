@@ -73,7 +73,7 @@ def add_condition(
     message: str = "",
     restart_count: int = 0,
     durable: bool = True,
-) -> Condition:
+) -> None:
     """Append one.
 
     Args:
@@ -87,7 +87,6 @@ def add_condition(
         append_entry(path, {"v": FORMAT, **asdict(condition)}, durable=durable)
     except OSError as error:
         raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
-    return condition
 
 
 def read_conditions(path: Path) -> tuple[Condition, ...]:

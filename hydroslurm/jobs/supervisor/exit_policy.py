@@ -9,7 +9,7 @@ replica that failed first. Once backoffLimit is spent nothing is restarted, as u
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -65,7 +65,6 @@ class ExitDecision:
 def decide_exit(
     plan: Plan,
     statuses: Mapping[int, int],
-    order: Sequence[int],
     *,
     earlier_restarts: int,
     unrequested: Collection[int] = (),
@@ -74,37 +73,35 @@ def decide_exit(
 
     Args:
         plan: what runs.
-        statuses: task -> exit status, of those that have ended.
-        order: the tasks of ``statuses``, the first to end first.
+        statuses: task -> exit status, of those that have ended; the first to end first.
         earlier_restarts: of this job, compared with backoffLimit.
         unrequested: tasks that exited with 75 although nobody had asked them to stop. As a
             preemption that would be requeued for ever, so it is an exit like any other.
     """
-    saved = [task for task in order if statuses[task] == RUN_AGAIN and task not in unrequested]
+    saved = [
+        task for task, status in statuses.items() if status == RUN_AGAIN and task not in unrequested
+    ]
     if saved:  # others may have ended badly because of it
         replica = plan.tasks[saved[0]].replica
         return ExitDecision(
             Action.LEAVE, replica, RUN_AGAIN, message=f"{replica} has saved and left"
         )
     is_spent = earlier_restarts >= plan.limits.backoff_limit
-    for position, task in enumerate(order):
-        found = _of_one(plan, task, statuses, order[: position + 1], is_spent=is_spent)
+    until_now: dict[int, int] = {}
+    for task, status in statuses.items():
+        until_now[task] = status
+        found = _of_one(plan, task, until_now, is_spent=is_spent)
         if found is not None:
             return found
     return ExitDecision(Action.WAIT)
 
 
 def _of_one(
-    plan: Plan,
-    task: int,
-    statuses: Mapping[int, int],
-    until_now: Sequence[int],
-    *,
-    is_spent: bool,
+    plan: Plan, task: int, until_now: Mapping[int, int], *, is_spent: bool
 ) -> ExitDecision | None:
-    """What one exit decides. A worker that is not restarted decides nothing: the job goes on until
-    its master ends."""
-    replica, status = plan.tasks[task].replica, statuses[task]
+    """What the last of the exits until now decides. A worker that is not restarted decides nothing:
+    the job goes on until its master ends."""
+    replica, status = plan.tasks[task].replica, until_now[task]
     policy = plan.tasks[task].restart_policy
     is_master = replica == plan.replicas[0]
     if status == MUST_NOT_RUN_AGAIN:
@@ -112,7 +109,7 @@ def _of_one(
         return ExitDecision(Action.FAIL, replica, status, reason="MustNotRunAgain", message=message)
     if status == 0:
         own = [number for number, one in enumerate(plan.tasks) if one.replica == replica]
-        done = all(number in until_now and statuses[number] == 0 for number in own)
+        done = all(until_now.get(number) == 0 for number in own)
         if not (done and is_master):
             return None
         if policy == "Always" and not is_spent:
@@ -124,8 +121,8 @@ def _of_one(
     message, is_restarted = _failure(replica, status), restarts(policy, status)
     if not is_master and (is_spent or not is_restarted):
         return None
-    if is_master and (earlier := [one for one in until_now if statuses[one] != 0])[0] != task:
-        message += f", after {_failure(plan.tasks[earlier[0]].replica, statuses[earlier[0]])}"
+    if is_master and (earlier := [one for one in until_now if until_now[one] != 0])[0] != task:
+        message += f", after {_failure(plan.tasks[earlier[0]].replica, until_now[earlier[0]])}"
     reason = "StoppedUnasked" if status == RUN_AGAIN else ""
     if is_restarted:
         reason = reason or "ReplicaFailed"

@@ -95,19 +95,15 @@ def after_srun(
 ) -> ExitDecision:
     """What to do when srun has ended, and the exits that it reported decide nothing."""
     # another supervisor's srun has no status here; one that ends by itself names its tasks
-    killed = not ends.order if step.status is None else step.status < 0
+    killed = not ends.statuses if step.status is None else step.status < 0
     if killed and ends.step_id is not None:
         return srun_was_killed(None if step.status is None else -step.status)
-    if not ends.order:
+    if not ends.statuses:
         message = f"srun has started no task: {last_error(ends.path)}"
         return ExitDecision(Action.RESTART, None, LOST, True, "StepFailed", message)
     ends.fill_in(len(plan.tasks), step.status or LOST)
     return decide_exit(
-        plan,
-        ends.statuses,
-        ends.order,
-        earlier_restarts=earlier_restarts,
-        unrequested=ends.unrequested,
+        plan, ends.statuses, earlier_restarts=earlier_restarts, unrequested=ends.unrequested
     )
 
 
@@ -220,8 +216,7 @@ class TaskExits:
     """Which tasks have ended, and how, according to srun's output so far.
 
     Attributes:
-        statuses: task -> status.
-        order: the same tasks, the first to end first.
+        statuses: task -> status, the first to end first.
         unrequested: those whose status asks for a requeue, although nobody had asked them to stop.
         step_id: of the job step, once srun has printed it.
         waits: why there is no job step yet, in Slurm's words, while srun waits for one.
@@ -229,7 +224,6 @@ class TaskExits:
 
     path: Path
     statuses: dict[int, int] = field(default_factory=dict)
-    order: list[int] = field(default_factory=list)
     unrequested: frozenset[int] = frozenset()
     step_id: int | None = None
     waits: str | None = None
@@ -239,18 +233,15 @@ class TaskExits:
     def __post_init__(self) -> None:
         self._since_s = self._now_s = self._clock.now_s()
 
-    def look(self) -> bool:
-        """Read what is new; returns whether any task has ended since."""
-        before, self._now_s = len(self.order), self._clock.now_s()
+    def look(self) -> None:
+        """Read what is new."""
+        self._now_s = self._clock.now_s()
         for line in self._new_lines():
             self.waits = step_waits(line) or self.waits
             if (step_id := step_launched(line)) is not None:
                 self.step_id, self.waits = step_id, None
             for task, status in task_ends(line):
-                if task not in self.statuses:
-                    self.statuses[task] = status
-                    self.order.append(task)
-        return len(self.order) > before
+                self.statuses.setdefault(task, status)
 
     def _new_lines(self) -> Iterator[str]:
         before = -1
@@ -268,9 +259,7 @@ class TaskExits:
     def fill_in(self, tasks: int, status: int) -> None:
         """srun has ended: record this status for the tasks that it did not report."""
         for task in range(tasks):
-            if task not in self.statuses:
-                self.statuses[task] = status
-                self.order.append(task)
+            self.statuses.setdefault(task, status)
 
 
 def last_error(log: Path) -> str:

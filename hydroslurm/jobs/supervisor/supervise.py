@@ -145,7 +145,7 @@ class Supervisor:
                 asked = self._why_ended(attempt)
             if decision.action is not Action.LEAVE or self._was_requested(asked, attempt):
                 break
-            saved = (task for task in exits.order if exits.statuses[task] == RUN_AGAIN)
+            saved = (task for task, status in exits.statuses.items() if status == RUN_AGAIN)
             exits.unrequested = frozenset(saved)
         stop = None if asked is None or not is_by_slurm(asked) else asked
         if decision.action is Action.REQUEUE:
@@ -247,7 +247,6 @@ class Supervisor:
             decision = decide_exit(
                 self.plan,
                 exits.statuses,
-                exits.order,
                 earlier_restarts=earlier_restarts,
                 unrequested=exits.unrequested,
             )

@@ -40,8 +40,7 @@ def plan(policy: str = "OnFailure", *, replicas: int = 3, tasks: int = 1, master
 def after(
     of: Plan, *ends: tuple[int, int], earlier: int = 0, unrequested: tuple[int, ...] = ()
 ) -> ExitDecision:
-    order = [task for task, _ in ends]
-    return decide_exit(of, dict(ends), order, earlier_restarts=earlier, unrequested=unrequested)
+    return decide_exit(of, dict(ends), earlier_restarts=earlier, unrequested=unrequested)
 
 
 @pytest.mark.parametrize(

@@ -37,16 +37,17 @@ def test_ends_are_read_as_they_come(tmp_path: Path) -> None:
     """Half a line is no end yet; the order of the ends is kept; one task ends once."""
     log = tmp_path / "srun.log"
     ends = TaskExits(log)
-    assert not ends.look()
+    ends.look()
+    assert ends.statuses == {}
     log.write_text("srun: error: n2: task 1: Exited with exit code 3\nsrun: error: n1: ta")
-    assert ends.look()
-    assert (ends.statuses, ends.order) == ({1: 3}, [1])
+    ends.look()
+    assert ends.statuses == {1: 3}
     with log.open("a") as file:
         file.write("sk 0: Killed\nsrun: error: n2: task 1: Killed\n")
-    assert ends.look()
-    assert (ends.statuses, ends.order) == ({1: 3, 0: 137}, [1, 0])
+    ends.look()
+    assert list(ends.statuses.items()) == [(1, 3), (0, 137)]
     ends.fill_in(3, 1)
-    assert (ends.statuses[2], ends.order) == (1, [1, 0, 2])
+    assert list(ends.statuses.items()) == [(1, 3), (0, 137), (2, 1)]
 
 
 def test_the_layout_is_said_to_srun() -> None:
