@@ -168,14 +168,6 @@ class Attempts:
         )
         return next(one for one in self.all() if one.number == attempt.number)
 
-    def restarts(self) -> int:
-        """Those that count against backoffLimit, including restarts after a success (Always)."""
-        return sum(one.ending in (Ending.FAILED, Ending.RESTARTED) for one in self.all())
-
-    def preemptions(self) -> int:
-        """How many allocations ended because somebody else wanted the nodes."""
-        return count_preemptions(self.all())
-
     def _append(self, attempt: Attempt, **facts: Any) -> None:
         try:
             append_entry(self.path, {"v": FORMAT, "number": attempt.number, **facts})

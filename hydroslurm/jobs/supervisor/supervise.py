@@ -27,6 +27,8 @@ from hydroslurm.jobs.supervisor.attempts import (
     Attempts,
     Ending,
     condition_reason,
+    count_preemptions,
+    count_restarts,
     ending_of,
     is_by_slurm,
     last_recorded,
@@ -118,7 +120,8 @@ class Supervisor:
                 self._active.write()
 
     def _run_attempts(self) -> Outcome:
-        preemptions, limit = self._attempts.preemptions(), self.plan.limits.preemption_limit
+        preemptions = count_preemptions(self._attempts.all())
+        limit = self.plan.limits.preemption_limit
         if limit is not None and preemptions > limit:
             message = f"preempted {preemptions} times; preemptionLimit is {limit}"
             self._add_condition("Failed", "PreemptionLimitExceeded", message)
@@ -135,7 +138,7 @@ class Supervisor:
     def _attempt(self) -> Outcome | None:
         """Run one attempt; None if another is to follow."""
         attempt, step, exits = self._adopt() or self._begin()
-        earlier_restarts = self._attempts.restarts()
+        earlier_restarts = count_restarts(self._attempts.all())
         while True:
             decision = self._watch(step, exits, earlier_restarts)
             asked = None
@@ -165,7 +168,7 @@ class Supervisor:
             return self._conclude(decision, step)
         self._end_within(step, PEERS_S)
         self._add_condition("Restarting", decision.reason, decision.message)
-        self._delay_restart(self._attempts.restarts() if decision.status != 0 else 0)
+        self._delay_restart(earlier_restarts + decision.counts if decision.status != 0 else 0)
         return None
 
     def _decided_before(self) -> Outcome | None:

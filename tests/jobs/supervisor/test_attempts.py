@@ -20,6 +20,8 @@ from hydroslurm.jobs.supervisor.attempts import (
     Attempt,
     Attempts,
     Ending,
+    count_preemptions,
+    count_restarts,
     last_recorded,
     recorded_stop_reason,
     was_requeued_by_ranks,
@@ -50,7 +52,9 @@ def test_failures_and_preemptions_are_two_budgets(tmp_path: Path) -> None:
         attempts.end(attempts.begin(restart_count), ending)
     attempts.end(attempts.begin(9), Ending.PREEMPTED)
     attempts.end(attempts.begin(10), Ending.RESTARTED)
-    assert (attempts.restarts(), attempts.preemptions()) == (3, 10)
+    attempts.begin(10)
+    known = attempts.all()
+    assert (count_restarts(known), count_preemptions(known)) == (3, 10)
 
 
 def test_the_first_end_counts(tmp_path: Path) -> None:
