@@ -151,6 +151,20 @@ def places(rank: int, options: dict[str, Any]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+def part(rank: int, options: dict[str, Any]) -> None:
+    """A process group may have some of a node's ranks."""
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return
+    model = DistributedDataParallel(Branches(torch.float64), process_group=group)
+    plain = Branches(torch.float64)
+    model(batch_of(rank, 0, torch.float64), True).sum().backward()
+    for other in (0, 2):
+        (plain(batch_of(other, 0, torch.float64), True).sum() / 2).backward()
+    for one, own in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, own.grad)
+
+
 def ends(rank: int, options: dict[str, Any]) -> None:
     """A rank may end once it has its gradients, before another one of its node has looked."""
     model = DistributedDataParallel(Branches(torch.float32))
@@ -300,7 +314,7 @@ def held() -> tuple[int, int, int]:
 
 SCENARIOS = {
     one.__name__: one
-    for one in (numbers, places, ends, dies, late, refuses, trains, leaves_nothing)
+    for one in (numbers, places, part, ends, dies, late, refuses, trains, leaves_nothing)
 }
 
 if __name__ == "__main__":

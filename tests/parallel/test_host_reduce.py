@@ -21,6 +21,7 @@ SCENES = {
     "numbers": ([1], [2], [1, 1], [2, 1]),
     # other buckets and other pieces
     "places": ([2, 1],),
+    "part": ([3], [2, 1]),
     "ends": ([2, 1],),
     # bad types, ranks that disagree, sparse gradients
     "refuses": ([1, 1],),
