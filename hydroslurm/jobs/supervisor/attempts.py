@@ -17,7 +17,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -151,14 +151,13 @@ class Attempts:
             if attempt in self.all():
                 return attempt
 
-    def started(self, attempt: Attempt, *, srun_pid: int, srun_started: int) -> Attempt:
+    def started(self, attempt: Attempt, *, srun_pid: int, srun_started: int) -> None:
         """Record which process runs its job step."""
         self._append(attempt, srun_pid=srun_pid, srun_started=srun_started)
-        return replace(attempt, srun_pid=srun_pid, srun_started=srun_started)
 
     def end(
         self, attempt: Attempt, ending: Ending, *, decision: ExitDecision | None = None
-    ) -> Attempt:
+    ) -> None:
         """Record how it ended; of two ends the first counts."""
         self._append(
             attempt,
@@ -166,7 +165,6 @@ class Attempts:
             ended_epoch_ns=time.time_ns(),
             decision=None if decision is None else asdict(decision),
         )
-        return next(one for one in self.all() if one.number == attempt.number)
 
     def _append(self, attempt: Attempt, **facts: Any) -> None:
         try:

@@ -221,7 +221,7 @@ class Supervisor:
             self.plan, plan_file=self.run.plan_json, logs=self.run.logs, python=python_of()
         )
         step = start_step(command, environ=self._step_environ(attempt), log=log)
-        attempt = self._attempts.started(attempt, srun_pid=step.pid, srun_started=step.started)
+        self._attempts.started(attempt, srun_pid=step.pid, srun_started=step.started)
         self._add_condition(
             "Running", "Started", f"attempt {attempt.number} on {len(self.plan.tasks)} tasks"
         )

@@ -62,7 +62,8 @@ def test_the_first_end_counts(tmp_path: Path) -> None:
     attempts = Attempts(tmp_path / "starts.jsonl")
     attempt = attempts.begin(0)
     attempts.end(attempt, Ending.SUCCEEDED)
-    assert attempts.end(attempt, Ending.FAILED).ending is Ending.SUCCEEDED
+    attempts.end(attempt, Ending.FAILED)
+    assert [one.ending for one in attempts.all()] == [Ending.SUCCEEDED]
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
