@@ -15,7 +15,7 @@ import typer
 from hydroslurm.core.garbage import without_gc
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from hydroslurm.core.rundir import RunDir
     from hydroslurm.report.external_sources import Accounting
@@ -80,23 +80,14 @@ def report(
         _report_profiles(profiles, as_json)
 
 
-def _console() -> Console:
-    """A console that does not take brackets and colons in names for markup."""
-    from rich.console import Console
-
-    return Console(markup=False, emoji=False)
-
-
 def _report_profiles(paths: Sequence[Path], as_json: bool) -> None:
     from hydroslurm.report.nsys.profile import profile_figures, profile_view
     from hydroslurm.report.nsys.reader import read_profile
 
     for path in paths:
         profile = read_profile(path)
-        if as_json:
-            typer.echo(json.dumps(profile_figures(profile)))
-        else:
-            _console().print(profile_view(profile))
+        figures = json.dumps(profile_figures(profile))
+        _print(figures if as_json else _rendered(profile_view(profile)))
 
 
 def _report_run(
@@ -145,7 +136,9 @@ def _draw_sizes(run: RunDir, *, as_json: bool) -> None:
 
 def _rendered(view: RenderableType) -> str:
     """As text: rich's own print ends the program on a broken pipe."""
-    console = _console()
+    from rich.console import Console
+
+    console = Console(markup=False, emoji=False)  # brackets and colons in names are no markup
     with console.capture() as captured:
         console.print(view)
     return captured.get().removesuffix("\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -26,55 +26,43 @@ LABELS = ("job_id", "name", "user", "partition")
 """Of every metric of one job."""
 
 
-class _Families:
-    """The metrics of one scrape, empty: name, meaning and labels of each."""
+_GAUGES = {
+    "step": "Training step, as last told.",
+    "steps_per_second": "Training steps per second, as last measured.",
+    "ranks": "Ranks that have announced themselves.",
+    "parked_ranks": "Ranks that are held between two operators.",
+    "vacated_bytes": "Device memory of its ranks that is on their hosts.",
+    "vacate_seconds": "How long its slowest rank took to vacate last.",
+    "restore_seconds": "How long its slowest rank took to get that back last.",
+    "last_commit_step": "Step of the newest durable checkpoint.",
+    "last_commit_timestamp_seconds": "When the newest durable checkpoint was committed.",
+    "unsaved_steps": "Steps since the newest durable checkpoint, at most.",
+    "end_timestamp_seconds": "When its time limit ends the job.",
+}
+_COUNTERS = {
+    "preemptions": "How often Slurm has requeued the job.",
+    "pauses": "How often the rank that was paused most has been, since the job last started.",
+}
 
-    def __init__(self) -> None:
-        def gauge(name: str, words: str, labels: tuple[str, ...] = LABELS) -> GaugeMetricFamily:
-            return GaugeMetricFamily(f"hydroslurm_{name}", words, labels=labels)
 
-        self.jobs = gauge("jobs", "Jobs by Slurm's state.", ("state",))
-        self.step = gauge("job_step", "Training step, as last told.")
-        self.rate = gauge("job_steps_per_second", "Training steps per second, as last measured.")
-        self.ranks = gauge("job_ranks", "Ranks that have announced themselves.")
-        self.parked = gauge("job_parked_ranks", "Ranks that are held between two operators.")
-        self.vacated = gauge(
-            "job_vacated_bytes", "Device memory of its ranks that is on their hosts."
-        )
-        self.vacate_s = gauge(
-            "job_vacate_seconds", "How long its slowest rank took to vacate last."
-        )
-        self.restore_s = gauge(
-            "job_restore_seconds", "How long its slowest rank took to get that back last."
-        )
-        self.commit_step = gauge("job_last_commit_step", "Step of the newest durable checkpoint.")
-        self.commit = gauge(
-            "job_last_commit_timestamp_seconds", "When the newest durable checkpoint was committed."
-        )
-        self.unsaved = gauge(
-            "job_unsaved_steps", "Steps since the newest durable checkpoint, at most."
-        )
-        self.end = gauge("job_end_timestamp_seconds", "When its time limit ends the job.")
-        self.preemptions = CounterMetricFamily(
-            "hydroslurm_job_preemptions", "How often Slurm has requeued the job.", labels=LABELS
-        )
-        self.pauses = CounterMetricFamily(
-            "hydroslurm_job_pauses",
-            "How often the rank that was paused most has been, since the job last started.",
-            labels=LABELS,
-        )
-        self.park = HistogramMetricFamily(
-            "hydroslurm_park_seconds",
-            "From the request to pause a rank until it was parked.",
-            labels=LABELS,
-        )
-        self.up = gauge("slurm_up", "Whether Slurm answered the latest request.", ())
-        self.answered = gauge(
-            "slurm_last_answer_timestamp_seconds", "When Slurm last answered a request.", ()
-        )
-
-    def all(self) -> Iterator[Metric]:
-        yield from vars(self).values()
+def _values(row: Row, now_epoch_s: float) -> dict[str, float | None]:
+    """What these are of one job; None where it is not known."""
+    job, facts = row.job, row.facts
+    return {
+        "step": row.step,
+        "steps_per_second": row.steps_per_s,
+        "ranks": row.ranks,
+        "parked_ranks": row.parked,
+        "vacated_bytes": row.vacated_bytes if row.ranks else None,
+        "vacate_seconds": _slowest(rank.vacate_s for rank in facts.ranks),
+        "restore_seconds": _slowest(rank.restore_s for rank in facts.ranks),
+        "last_commit_step": row.commit_step,
+        "last_commit_timestamp_seconds": facts.commit[1] / 1e9 if facts.commit else None,
+        "unsaved_steps": unsaved_steps(facts, now_epoch_s=now_epoch_s) if row.ranks else None,
+        "end_timestamp_seconds": job.end_epoch_s if row.left_s is not None else None,
+        "preemptions": job.restart_count,
+        "pauses": row.pauses,
+    }
 
 
 class JobCollector(Collector):
@@ -116,43 +104,42 @@ class JobCollector(Collector):
             return self._answer
 
     def _metrics(self, view: View) -> list[Metric]:
-        made = _Families()
-        made.up.add_metric((), float(view.error is None))
-        if view.answered_epoch_s is not None:
-            made.answered.add_metric((), view.answered_epoch_s)
+        jobs = GaugeMetricFamily("hydroslurm_jobs", "Jobs by Slurm's state.", labels=("state",))
         for state, count in Counter(row.job.state.value for row in view.jobs).items():
-            made.jobs.add_metric((state,), count)
+            jobs.add_metric((state,), count)
+        own: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
+            name: family(f"hydroslurm_job_{name}", words, labels=LABELS)
+            for family, described in (
+                (GaugeMetricFamily, _GAUGES),
+                (CounterMetricFamily, _COUNTERS),
+            )
+            for name, words in described.items()
+        }
+        park = HistogramMetricFamily(
+            "hydroslurm_park_seconds",
+            "From the request to pause a rank until it was parked.",
+            labels=LABELS,
+        )
         for row in view.jobs:
             # one that Slurm has forgotten stays as it was last
             now = row_of(row.job, row.facts, None, now_epoch_s=view.epoch_s)
-            _add_job(made, now, now_epoch_s=view.epoch_s)
-        return list(made.all())
-
-
-def _add_job(made: _Families, row: Row, *, now_epoch_s: float) -> None:
-    job, facts = row.job, row.facts
-    labels = (row.job_id, job.name, job.user, job.partition)
-    values: tuple[tuple[GaugeMetricFamily, float | None], ...] = (
-        (made.step, row.step),
-        (made.rate, row.steps_per_s),
-        (made.ranks, row.ranks),
-        (made.parked, row.parked),
-        (made.vacated, row.vacated_bytes if row.ranks else None),
-        (made.vacate_s, _slowest(rank.vacate_s for rank in facts.ranks)),
-        (made.restore_s, _slowest(rank.restore_s for rank in facts.ranks)),
-        (made.commit_step, row.commit_step),
-        (made.commit, facts.commit[1] / 1e9 if facts.commit else None),
-        (made.unsaved, unsaved_steps(facts, now_epoch_s=now_epoch_s) if row.ranks else None),
-        (made.end, job.end_epoch_s if row.left_s is not None else None),
-    )
-    for gauge, value in values:
-        if value is not None:
-            gauge.add_metric(labels, value)
-    made.preemptions.add_metric(labels, job.restart_count)
-    if row.pauses is not None:
-        made.pauses.add_metric(labels, row.pauses)
-    if facts.ranks and any(facts.pause_counts):
-        made.park.add_metric(labels, _buckets(facts), sum_value=facts.pause_sum_s)
+            labels = (now.job_id, row.job.name, row.job.user, row.job.partition)
+            for name, value in _values(now, view.epoch_s).items():
+                if value is not None:
+                    own[name].add_metric(labels, value)
+            if row.facts.ranks and any(row.facts.pause_counts):
+                park.add_metric(labels, _buckets(row.facts), sum_value=row.facts.pause_sum_s)
+        up = GaugeMetricFamily(
+            "hydroslurm_slurm_up",
+            "Whether Slurm answered the latest request.",
+            value=float(view.error is None),
+        )
+        answered = GaugeMetricFamily(
+            "hydroslurm_slurm_last_answer_timestamp_seconds",
+            "When Slurm last answered a request.",
+            value=view.answered_epoch_s,
+        )
+        return [jobs, *own.values(), park, up, answered]
 
 
 def _slowest(times_s: Iterable[float | None]) -> float | None:

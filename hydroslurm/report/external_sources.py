@@ -7,7 +7,7 @@ are not enough, because another cluster counts the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -143,28 +143,21 @@ class ExternalSources:
     missing: tuple[str, ...] = ()
 
     def profiled_pause(self, attempt: Attempt, pause: Pause) -> ProfiledPause | None:
-        return self._pauses.get((attempt.pid, pause.requested_mono_ns))
+        request_ns = pause.requested_mono_ns
+        return None if request_ns is None else self._pauses.get((attempt.pid, request_ns))
 
     def profiled_stop(self, attempt: Attempt, request: StopRequest | None) -> ProfiledStop | None:
         return self._stops.get((attempt.pid, request.requested_mono_ns)) if request else None
 
     @cached_property
-    def _pauses(self) -> Mapping[tuple[int, int | None], ProfiledPause]:
+    def _pauses(self) -> dict[tuple[int, int | None], ProfiledPause]:
         return {
-            (pause.pid, pause.requested_mono_ns): pause
-            for profile in self.profiles
-            for pause in profile.pauses
-            if pause.requested_mono_ns is not None
+            (p.pid, p.requested_mono_ns): p for profile in self.profiles for p in profile.pauses
         }
 
     @cached_property
-    def _stops(self) -> Mapping[tuple[int, int | None], ProfiledStop]:
-        return {
-            (stop.pid, stop.requested_mono_ns): stop
-            for profile in self.profiles
-            for stop in profile.stops
-            if stop.requested_mono_ns is not None
-        }
+    def _stops(self) -> dict[tuple[int, int | None], ProfiledStop]:
+        return {(s.pid, s.requested_mono_ns): s for profile in self.profiles for s in profile.stops}
 
     def sentences(self, history: History) -> list[str]:
         """What is missing, and of which profile nothing belongs to this run."""
