@@ -190,15 +190,10 @@ class Latency(NamedTuple):
 
     def measured_s(self, history: History) -> list[float]:
         """The values that the event log holds, in seconds, smallest first."""
-        having: Iterable[object] = ()
-        if self.kind == "pause":
-            having = history.pauses
-        elif self.kind == "save":
-            having = history.saves
-        elif self.kind == "stop":
-            having = history.stops
+        moments: dict[str, Sequence[object]]
+        moments = {"pause": history.pauses, "save": history.saves, "stop": history.stops}
         unit_s = _UNITS[self.key.rpartition("_")[2]][1]
-        values = (getattr(one, self.key, None) for one in having)
+        values = (getattr(one, self.key, None) for one in moments.get(self.kind, ()))
         return sorted(value * unit_s for value in values if value is not None)
 
 

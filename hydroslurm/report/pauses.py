@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Literal
@@ -282,11 +282,12 @@ def _pause(draft: _PauseBuilder) -> Pause:
     parked, resumed = seen.get(EventKind.PARKED), seen.get(EventKind.RESUMED)
     closed, released = seen.get(EventKind.GATE_CLOSED), seen.get(EventKind.FIRST_OPERATOR_RELEASED)
     drained = seen.get(EventKind.DRAINED)
+    vacated, restored = seen.get(EventKind.VACATED), seen.get(EventKind.RESTORED)
     all_parked, failed = seen.get(EventKind.ALL_PARKED), seen.get(EventKind.AGREEMENT_FAILED)
     requested_ns = first_integer((closed, parked), "requested_mono_ns")
     resume_requested_ns = first_integer((resumed, released), "requested_mono_ns")
     reported = released
-    if draft.let_go is not None and EventKind.RESTORED in seen:
+    if draft.let_go is not None and restored is not None:
         # the request that opened the gate was the vacate's own, once all was back
         resume_requested_ns, reported = draft.let_go.mono_ns, None
     on = released if released is not None else (None if _waited(draft) else resumed)
@@ -312,7 +313,12 @@ def _pause(draft: _PauseBuilder) -> Pause:
         let_through=integer(data_of(all_parked), "let_through") or 0,
         drain_us=_measured(drained, "drain_us", stamp_of(parked), stamp_of(drained)),
         undrained_s=number(data_of(seen.get(EventKind.NOT_DRAINED)), "waited_s"),
-        **_vacated(seen),
+        vacated_mono_ns=stamp_of(vacated),
+        restored_mono_ns=stamp_of(restored),
+        vacated_bytes=integer(data_of(vacated), "moved_bytes"),
+        vacate_s=number(data_of(vacated), "vacate_s"),
+        restore_s=number(data_of(restored), "restore_s"),
+        not_vacated=_shared(text(data_of(seen.get(EventKind.NOT_VACATED)), "reason")),
         parked_s=_measured(resumed, "parked_s", stamp_of(parked), stamp_of(resumed))
         if parked
         else None,
@@ -321,18 +327,6 @@ def _pause(draft: _PauseBuilder) -> Pause:
         phase=_shared(text(data_of(held), "phase")),
         missing=_missing(draft),
     )
-
-
-def _vacated(seen: Mapping[EventKind, Event]) -> dict[str, Any]:
-    there, back = seen.get(EventKind.VACATED), seen.get(EventKind.RESTORED)
-    return {
-        "vacated_mono_ns": stamp_of(there),
-        "restored_mono_ns": stamp_of(back),
-        "vacated_bytes": integer(data_of(there), "moved_bytes"),
-        "vacate_s": number(data_of(there), "vacate_s"),
-        "restore_s": number(data_of(back), "restore_s"),
-        "not_vacated": _shared(text(data_of(seen.get(EventKind.NOT_VACATED)), "reason")),
-    }
 
 
 @functools.lru_cache(maxsize=10_000)

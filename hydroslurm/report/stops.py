@@ -216,8 +216,7 @@ def _waited_s(attempt: Attempt, following: Attempt | None) -> float | None:
 def _first_step_s(following: Attempt | None) -> float | None:
     if following is None:
         return None
-    took_ms = span(following.first_mono_ns, following.progress.first_step_mono_ns, 1e6)
-    return None if took_ms is None else took_ms / 1e3
+    return span(following.first_mono_ns, following.progress.first_step_mono_ns, 1e9)
 
 
 def _steps_lost(left: str, step: int | None, next_step: int | None) -> int | None:

@@ -115,13 +115,6 @@ def _attempt(history: History, attempt: Attempt, number: int, *, room: int) -> I
         staged = save.written_mono_ns or save.staged_mono_ns or save.started_mono_ns
         yield from write.slice(_SAVING, "saving", save.started_mono_ns, save.end_mono_ns, **known)
         yield from write.slice(_SAVING, "committing", staged, save.durable_mono_ns)
-    yield from _leaving(write, attempt)
-    for pause in attempt.pauses[:room]:
-        yield from _pause(write, attempt, pause)
-
-
-def _leaving(write: _Writer, attempt: Attempt) -> Iterator[Entry]:
-    progress = attempt.progress
     left_ns, requeued_ns = progress.safe_point_mono_ns, progress.requeued_mono_ns
     yield from write.slice(
         _TRAINING, "leaving", left_ns, attempt.last_mono_ns, reason=progress.reason
@@ -129,6 +122,8 @@ def _leaving(write: _Writer, attempt: Attempt) -> Iterator[Entry]:
     yield from write.instant(_SAVING, "safe_point", left_ns)
     saved_ns = progress.saved.durable_mono_ns if requeued_ns else None
     yield from write.slice(_SAVING, "requeueing", saved_ns, requeued_ns)
+    for pause in attempt.pauses[:room]:
+        yield from _pause(write, attempt, pause)
 
 
 def _pause(write: _Writer, attempt: Attempt, pause: Pause) -> Iterator[Entry]:
