@@ -24,7 +24,7 @@ from typing import Any
 from harness import finish, options
 
 from hydroslurm.coordination.authentication import RankGreeting
-from hydroslurm.coordination.frames import Sealer, Unsealer, pack, unpack
+from hydroslurm.coordination.frames import pack, unpack
 from hydroslurm.coordination.messages import Runs, check_from_coordinator, runs_of
 from hydroslurm.coordination.network import allow_descriptors
 from hydroslurm.coordination.rendezvous import _started, start_coordinator
@@ -52,16 +52,15 @@ class Line:
         while (proof := self._greeting.feed(self._data())) is None:
             pass
         self.connection.sendall(proof)
-        session = self._greeting.session
-        assert session is not None
-        self._sealer, self._unsealer = Sealer(session.to_coordinator), Unsealer(session.to_rank)
+        assert self._greeting.session is not None
+        self._session = self._greeting.session
 
     def send(self, message: dict[str, Any]) -> None:
-        self.connection.sendall(self._sealer.seal(pack(message)))
+        self.connection.sendall(self._session.sealer.seal(pack(message)))
 
     def receive(self) -> list[dict[str, Any]]:
         """What has arrived."""
-        bodies = self._unsealer.bodies(self._data())
+        bodies = self._session.unsealer.bodies(self._data())
         return [check_from_coordinator(cached_unpack(body)) for body in bodies]
 
     def _data(self) -> bytes:

@@ -24,6 +24,8 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hydroslurm.coordination.frames import Sealer, Unsealer
+
 KEY_BYTES = 32
 MAGIC = b"hydroslurm 1\n"
 BY_KEY, BY_MUNGE = b"k", b"m"
@@ -39,17 +41,17 @@ class GreetingFailed(Exception):
     """The other end is not a rank or the coordinator of this job step."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Session:
-    """What both ends know after the greeting.
+    """What one end has after the greeting.
 
     Attributes:
-        to_coordinator, to_rank: keys of the frames of each direction.
+        sealer, unsealer: for what it sends, and for what arrives.
         rest: bytes that followed the greeting.
     """
 
-    to_coordinator: bytes
-    to_rank: bytes
+    sealer: Sealer
+    unsealer: Unsealer
     rest: bytes = b""
 
 
@@ -103,7 +105,8 @@ class RankGreeting:
         if not hmac.compare_digest(proof, _prove(self.key, b"coordinator", sent)):
             raise GreetingFailed("not the coordinator of this job: it does not know the key")
         rest = self._buffer[end + _PROOF_BYTES :]
-        self.session = _session(self.key, sent, rest)
+        to_coordinator, to_rank = _frame_keys(self.key, sent)
+        self.session = Session(Sealer(to_coordinator), Unsealer(to_rank), rest)
         return _prove(self.key, b"rank", sent)
 
 
@@ -139,7 +142,8 @@ class CoordinatorGreeting:
             proof, rest = self._buffer[:_PROOF_BYTES], self._buffer[_PROOF_BYTES:]
             if not hmac.compare_digest(proof, _prove(self._key, b"rank", self._sent)):
                 raise GreetingFailed("does not know the key")
-            self.session = _session(self._key, self._sent, rest)
+            to_coordinator, to_rank = _frame_keys(self._key, self._sent)
+            self.session = Session(Sealer(to_rank), Unsealer(to_coordinator), rest)
         return b""
 
     def _answer(self) -> bytes:
@@ -173,5 +177,6 @@ def _prove(key: bytes, who: bytes, sent: bytes) -> bytes:
     return hmac.digest(key, who + b"\0" + sent, "sha256")
 
 
-def _session(key: bytes, sent: bytes, rest: bytes) -> Session:
-    return Session(_prove(key, b"to coordinator", sent), _prove(key, b"to rank", sent), rest)
+def _frame_keys(key: bytes, sent: bytes) -> tuple[bytes, bytes]:
+    """Of the frames to the coordinator, and of those to the rank."""
+    return _prove(key, b"to coordinator", sent), _prove(key, b"to rank", sent)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hydroslurm.coordination.authentication import GreetingFailed, RankGreeting
-from hydroslurm.coordination.frames import BadFrame, Sealer, Unsealer, pack
+from hydroslurm.coordination.authentication import GreetingFailed, Session
+from hydroslurm.coordination.frames import BadFrame, pack
 from hydroslurm.coordination.messages import BadMessage, Message, check_from_coordinator
 from hydroslurm.coordination.network import configure_socket, located
 from hydroslurm.coordination.secret import Secret
@@ -35,14 +35,13 @@ class Connection:
     """A connection on which the coordinator has authenticated.
 
     Attributes:
-        sealer, unsealer: for what is sent, and for what arrives.
+        session: seals what is sent, and unseals what arrives.
         first: messages that have arrived already.
     """
 
     socket: socket.socket
     key: bytes
-    sealer: Sealer
-    unsealer: Unsealer
+    session: Session
     first: Sequence[Any] = ()
 
 
@@ -144,13 +143,13 @@ def ask_first(
     try:
         configure_socket(sock)
         sock.settimeout(timeout_s)
-        sock.sendall(connection.sealer.seal(pack(message)))
+        sock.sendall(connection.session.sealer.seal(pack(message)))
         messages = list(connection.first)
         while not messages:
             data = sock.recv(1 << 16)
             if not data:
                 raise OSError("closed by the coordinator")
-            messages = connection.unsealer.feed(data)
+            messages = connection.session.unsealer.feed(data)
         first = check(messages[0])
         sock.settimeout(None)
     except (OSError, BadFrame, BadMessage) as error:
@@ -181,7 +180,7 @@ class CoordinatorChannel:
             tick: called then.
         """
         self._connection = connection.socket
-        self._sealer, self._unsealer = connection.sealer, connection.unsealer
+        self._session = connection.session
         self._first = connection.first
         self._on_message = on_message
         self._due_s = due_s
@@ -204,7 +203,7 @@ class CoordinatorChannel:
         body = pack(message)
         try:
             with self._send_lock:  # frames are counted
-                self._connection.sendall(self._sealer.seal(body))
+                self._connection.sendall(self._session.sealer.seal(body))
         except OSError as error:
             raise CoordinatorLost(
                 f"what connects the ranks of this job is gone ({error})"
@@ -259,7 +258,7 @@ class CoordinatorChannel:
             data = self._connection.recv(_READ_BYTES)
             if not data:
                 raise OSError("closed by the coordinator")
-            for message in self._unsealer.feed(data):
+            for message in self._session.unsealer.feed(data):
                 self._on_message(self._check(message))
         due_s = self._due_s()
         if due_s is not None and time.monotonic() >= due_s:
@@ -305,19 +304,13 @@ async def _ask(host: str, port: int, world: World, secret: Secret) -> Connection
             proof = greeting.feed(data)
         await loop.sock_sendall(sock, proof)
         sock.setblocking(True)
-        return _connection(sock, greeting)
+        assert greeting.session is not None
+        assert greeting.key is not None
+        first = greeting.session.unsealer.feed(greeting.session.rest)
+        return Connection(sock, greeting.key, greeting.session, first)
     except (OSError, GreetingFailed, BadFrame, MungeError) as error:
         sock.close()
         return f"{host}:{port}: {error}"
     except BaseException:  # UntrustedFile, or given up for another
         sock.close()
         raise
-
-
-def _connection(sock: socket.socket, greeting: RankGreeting) -> Connection:
-    session, key = greeting.session, greeting.key
-    assert session is not None
-    assert key is not None
-    unsealer = Unsealer(session.to_rank)
-    first = unsealer.feed(session.rest)
-    return Connection(sock, key, Sealer(session.to_coordinator), unsealer, first)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from hydroslurm.coordination.agreements import PendingAgreements
 from hydroslurm.coordination.channel import (
-    Connection,
     CoordinatorChannel,
     find_coordinator,
     join_coordinator,
@@ -185,7 +184,13 @@ class CoordinatorClient:
         if self._secret is None:
             self._secret = self._find_secret()
         secret = self._secret
-        found = self._find(world, secret, timeout_s=timeout_s)
+        if world.rank == 0:  # the first rank starts the coordinator
+            ports: tuple[int, ...] = (start_coordinator(world, secret),)
+        else:
+            ports = world.coordinator_ports(secret.port_key)
+        found = find_coordinator(
+            world, secret, ports=ports, timeout_s=timeout_s, stop=lambda: self._leaving
+        )
         cut_off = sorted(self._agreements.cut_off)[:MAX_CUT_OFF]
         channel = CoordinatorChannel(
             join_coordinator(found, world, cut_off),
@@ -202,17 +207,6 @@ class CoordinatorClient:
         if self._leaving:
             channel.close()
         channel.run()
-
-    def _find(self, world: World, secret: Secret, *, timeout_s: float) -> Connection:
-        """Connect; the first rank starts the coordinator."""
-        if world.rank == 0:
-            ports: tuple[int, ...] = (start_coordinator(world, secret),)
-        else:
-            ports = world.coordinator_ports(secret.port_key)
-
-        return find_coordinator(
-            world, secret, ports=ports, timeout_s=timeout_s, stop=lambda: self._leaving
-        )
 
     def _due_s(self) -> float | None:
         pause_due_s = self._pause_barrier.due_s

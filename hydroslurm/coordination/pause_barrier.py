@@ -7,6 +7,7 @@ all of them. What the coordinator makes of the reports: :mod:`hydroslurm.coordin
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -250,16 +251,12 @@ class PauseBarrier:
         self._request(Action.RESUME)
 
     def _request(self, action: Action) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # not running any more: this rank is leaving
             self._gate.request(action, Cause.PEERS)
-        except RuntimeError:  # not running any more: this rank is leaving
-            return
 
     def _try_send(self, message: Any) -> None:
-        try:
+        with contextlib.suppress(CoordinatorLost):  # the channel reports it
             self._send(message)
-        except CoordinatorLost:
-            return  # the channel reports it
 
 
 def _counts_by_group(*, exact: bool) -> dict[str, int]:

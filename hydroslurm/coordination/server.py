@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hydroslurm.coordination.authentication import CoordinatorGreeting, GreetingFailed
-from hydroslurm.coordination.frames import BadFrame, Sealer, Unsealer, digest, pack
+from hydroslurm.coordination.frames import BadFrame, digest, pack
 from hydroslurm.coordination.messages import Message
 from hydroslurm.coordination.network import configure_socket
 from hydroslurm.core.awake_clock import AwakeClock
@@ -67,17 +67,9 @@ class PeerConnection:
         self.address = address
         self.greeting = greeting
         self.since_s = since_s
-        self.unsealer: Unsealer | None = None
         self.rank: int | None = None
         self.has_joined = False
         self.unsent = bytearray()
-        self._sealer: Sealer | None = None
-
-    def open_session(self) -> None:
-        """The peer has authenticated: take the keys of the session."""
-        session = self.greeting.session
-        assert session is not None
-        self.unsealer, self._sealer = Unsealer(session.to_coordinator), Sealer(session.to_rank)
 
     def read(self) -> bytes | None:
         """What has arrived; b"" at its end, None when nothing has."""
@@ -89,8 +81,8 @@ class PeerConnection:
 
     def put(self, body: bytes, body_digest: bytes) -> None:
         """Seal a body, to be sent by :meth:`flush`. Frames are counted, so it has to be sent."""
-        assert self._sealer is not None
-        self.unsent += self._sealer.head(len(body), body_digest)
+        assert self.greeting.session is not None
+        self.unsent += self.greeting.session.sealer.head(len(body), body_digest)
         self.unsent += body
         if len(body) > _LONG_BYTES:
             with contextlib.suppress(OSError):  # which comes again
@@ -280,17 +272,16 @@ class Server:
             self._selector.modify(peer.connection, wanted, peer)
 
     def _receive(self, peer: PeerConnection, data: bytes) -> None:
-        if peer.unsealer is None:
-            greeting = peer.greeting
-            if answer := greeting.feed(data):
+        session = peer.greeting.session
+        if session is None:
+            if answer := peer.greeting.feed(data):
                 peer.unsent += answer
                 self._unflushed[peer] = None
-            if greeting.session is None:
+            session = peer.greeting.session
+            if session is None:
                 return
-            peer.open_session()
-            data = greeting.session.rest
-        assert peer.unsealer is not None
-        for body in peer.unsealer.bodies(data):
+            data = session.rest
+        for body in session.unsealer.bodies(data):
             self.on_body(peer, body)
             if peer not in self._open:
                 return

@@ -6,11 +6,8 @@ which looks for ``HYDROSLURM_PREEMPT`` in the environment and calls :func:`start
 ``srun --preempt`` sets it, and so do ``hydroslurm run`` and the person who exports it;
 ``HYDROSLURM_PREEMPT=off`` is like not setting it. An installed process sets ``HYDROSLURM_BELOW``
 for whatever it starts, and the first one, empty, where it is not set. ``python -S`` reads no such
-lines; ``-I`` and ``-E`` do. Every such Python pays for this module, so it imports little.
-
-Every Python of the environment pays for the line, and a virtual environment reads it twice. Python
-compiles it each time, which is most of its cost: so it has no word too many, and looks for one
-variable only (three cost a third more).
+lines; ``-I`` and ``-E`` do. Every Python of the environment compiles the line, in a virtual
+environment twice: so it looks for one variable only, and this module imports little.
 
 :func:`start` imports neither torch nor anything else of weight. It waits for the process's own
 ``import torch``, at whose end pausing is installed: before any operator can have run, and never in

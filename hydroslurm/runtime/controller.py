@@ -366,8 +366,12 @@ class Controller:
         """
         self._claimed = self.had_saver = True
         self.output.guard()
-        if on_stop is not None:
-            self._listen(on_stop)
+        with self._stop_lock:
+            request = self.stop_request
+            if on_stop is not None:
+                self._on_stop.append(on_stop)
+        if on_stop is not None and request is not None:
+            on_stop(request)
         self.gate.claim(Action.STOP)
         if self.stop_request is not None:
             self._call_stop(self.stop_request)
@@ -486,8 +490,7 @@ class Controller:
         self.record(seen.kind, data, mono_ns=seen.mono_ns, epoch_ns=seen.epoch_ns)
         if self.ranks is not None:
             self.ranks.on_gate_event(seen)
-        self._follow(seen.kind)
-        self._follow_vacating(seen)
+        self._follow(seen)
 
     def _look_for_warning(self, signo: int, sender_pid: int) -> None:
         """A pause's signal may warn of the time limit. Slurm sends that to all ranks, and the first
@@ -519,13 +522,6 @@ class Controller:
 
         self._asking = thread(ask, name="hydroslurm-limit-warning")
         self._asking.start()
-
-    def _listen(self, on_stop: Callable[[StopRequest], None]) -> None:
-        with self._stop_lock:
-            self._on_stop.append(on_stop)
-            request = self.stop_request
-        if request is not None:
-            on_stop(request)
 
     def _note_stop(self, seen: GateEvent) -> None:
         mono_ns = seen.value_ns or seen.mono_ns
@@ -561,7 +557,8 @@ class Controller:
         with contextlib.suppress(InstallError):  # this rank has just left
             self.gate.request(Action.STOP, Cause(0))  # what is parked goes on to its safe point
 
-    def _follow(self, kind: EventKind) -> None:
+    def _follow(self, seen: GateEvent) -> None:
+        kind = seen.kind
         if kind is EventKind.PARKED:
             self._running.clear()
             self._parked.set()
@@ -572,9 +569,6 @@ class Controller:
             self._parked.clear()
             self._running.set()
             self._children.resume()
-
-    def _follow_vacating(self, seen: GateEvent) -> None:
-        kind = seen.kind
         if kind in (EventKind.PARKED, EventKind.CAUSES_CHANGED):
             self._vacate()
         if kind in (EventKind.CAUSES_CHANGED, EventKind.RESUMED, EventKind.STOP_REQUESTED):

@@ -292,8 +292,8 @@ class Visitor:
             proof = greeting.feed(data)
         self.line.sendall(proof)
         assert greeting.session is not None
-        self.sealer = Sealer(greeting.session.to_coordinator)
-        self.unsealer = Unsealer(greeting.session.to_rank)
+        self.sealer = greeting.session.sealer
+        self.unsealer = greeting.session.unsealer
 
     def send(self, *messages: Any) -> None:
         self.line.sendall(b"".join(self.sealer.seal(pack(one)) for one in messages))

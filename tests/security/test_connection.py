@@ -30,7 +30,7 @@ from hydroslurm.coordination.authentication import (
     RankGreeting,
 )
 from hydroslurm.coordination.channel import find_coordinator, join_coordinator
-from hydroslurm.coordination.frames import Sealer, Unsealer, pack
+from hydroslurm.coordination.frames import pack
 from hydroslurm.coordination.rendezvous import start_coordinator
 from hydroslurm.coordination.secret import KEYS, find_secret
 from hydroslurm.coordination.world import KEY_ENV, World
@@ -254,10 +254,9 @@ def test_strangers_cost_munged_nothing_and_keep_no_rank_out(munged: str, tmp_pat
         rank.sendall(slow.feed(answer) or b"")
         assert slow.session is not None
         assert slow.key == secret.key
-        sealer = Sealer(slow.session.to_coordinator)
         join = {"type": "join", "incarnation_id": attempt, "rank": 1, "world_size": 2}
-        rank.sendall(sealer.seal(pack({**join, "cut_off": []})))
-        assert Unsealer(slow.session.to_rank).feed(rank.recv(1 << 16)) == [{"type": "welcome"}]
+        rank.sendall(slow.session.sealer.seal(pack({**join, "cut_off": []})))
+        assert slow.session.unsealer.feed(rank.recv(1 << 16)) == [{"type": "welcome"}]
     for line in flood:
         line.close()
 
