@@ -29,8 +29,9 @@ from typing import Any
 
 from harness import PROFILING, finish, options, scratch
 
-from hydroslurm.core.dates import boot_id, clocks
+from hydroslurm.core.events import clocks
 from hydroslurm.core.files import write_atomically
+from hydroslurm.core.proc import boot_id
 from hydroslurm.core.rundir import RunDir, comment_for
 from hydroslurm.core.status import Moment, RankStatus
 from hydroslurm.jobs import submission

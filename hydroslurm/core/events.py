@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,12 @@ from hydroslurm.core.files import open_regular
 from hydroslurm.core.journal import open_journal, write_all
 
 SCHEMA: Literal[1] = 1
+
+
+def clocks() -> tuple[int, int]:
+    """Now, as (CLOCK_MONOTONIC ns, CLOCK_REALTIME ns)."""
+    return time.monotonic_ns(), time.time_ns()
+
 
 MOST_LINE_BYTES = 64 << 10
 """No line of ours is longer."""

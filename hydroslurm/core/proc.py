@@ -1,7 +1,8 @@
-"""What Linux tells of a process in /proc, and whom it ties a process to by prctl(2)."""
+"""What Linux tells of itself and its processes in /proc, and whom prctl(2) ties a process to."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from pathlib import Path
@@ -33,6 +34,16 @@ def environ_of(pid: int | str) -> dict[str, str]:
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     pairs = (os.fsdecode(variable).partition("=") for variable in variables)
     return {name: value for name, equals, value in pairs if equals}
+
+
+@functools.cache
+def boot_id() -> str:
+    """The boot of this host, within which CLOCK_MONOTONIC is one clock for all processes; empty
+    where there is no /proc."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def pids() -> list[int]:

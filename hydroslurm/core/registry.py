@@ -26,10 +26,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hydroslurm.core.dates import boot_id
 from hydroslurm.core.decoding import decode
 from hydroslurm.core.files import read_regular, write_atomically
-from hydroslurm.core.proc import START_TICKS, stat_of
+from hydroslurm.core.proc import START_TICKS, boot_id, stat_of
 from hydroslurm.core.trust import check_trusted, is_trusted
 from hydroslurm.errors import RunFolderError, UntrustedFile
 

@@ -31,7 +31,7 @@ from hydroslurm.gate import protocol
 from hydroslurm.gate.marks import NvtxMarks
 from hydroslurm.gate.protocol import NO_CAUSE, Action, Cause, GateEvent, GateState, Phase
 from hydroslurm.gate.python_handlers import PythonHandlers
-from hydroslurm.gate.python_threads import ExemptThreads, Inbox, RestWatch
+from hydroslurm.gate.python_threads import Inbox, RestWatch
 
 _POLL_S = 0.002
 """How often a held thread looks whether it may go on, and the gate whether all are at rest."""
@@ -185,8 +185,7 @@ class HooksGate:
         self._hook, self._handles = ExecutionOpHook(self._reached), contextlib.ExitStack()
         handlers = self._handlers = PythonHandlers(self._ask)
         self.claim, self.unclaim = handlers.claim, handlers.unclaim
-        self.check_handlers, self._threads = handlers.count_replaced, ExemptThreads()
-        self.exempt = self._threads.exempt
+        self.check_handlers, self.exempt = handlers.count_replaced, self._hook.threads.exempt
         self._state, self._causes, self._is_stopping = GateState.RUNNING, NO_CAUSE, False
         self._asked_ns = self._closed_ns = self._passed = self._quiet = 0
         self._holds = self._releases = itertools.count()  # next() is atomic
@@ -228,7 +227,7 @@ class HooksGate:
         """Wait for an event, :meth:`wake` or the end of the time; oldest first, maybe none."""
         parking = self._state is GateState.PARKING
         events = self._inbox.read(_POLL_S if parking and timeout_s != 0 else timeout_s)
-        quiet = self._hook.threads.quiet(but=self._held | self._threads.tids) if parking else None
+        quiet = self._hook.threads.quiet(but=self._held) if parking else None
         if quiet is not None and self._state is GateState.PARKING:
             self._state, self._quiet, held = GateState.PARKED, quiet, len(self._held)
             self._emit(EventKind.PARKED, value_ns=self._asked_ns, held=held, quiet=quiet)
@@ -287,7 +286,7 @@ class HooksGate:
 
     def _may_pass(self, tid: int) -> bool:
         """Exempt threads, forked children, and a CUDA graph capture, which waiting would break."""
-        if tid in self._threads.tids:
+        if tid in self._hook.threads.exempted:
             self._passed += 1
         elif _cuda.is_initialized() and _cuda.is_current_stream_capturing():
             self._capturing.add(tid)

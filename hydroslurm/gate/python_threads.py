@@ -43,31 +43,29 @@ class Inbox:
         return events
 
 
-class ExemptThreads:
-    """Those that are never held, by their native ids in ``tids``."""
+class RestWatch:
+    """Whether the main thread and all that run modules are quiet: they sleep, and have had no
+    processor time for a while. A thread that waits for data, or for a device, issues nothing.
+
+    Attributes:
+        exempted: native ids of threads that are never held, nor waited for.
+    """
 
     def __init__(self) -> None:
-        self.tids: set[int] = set()
+        self.exempted: set[int] = set()
+        self._native_ids: dict[int, int] = {}  # by Python's ident
+        self._seen: dict[int, object] = {}
+        self._since_ns = 0
 
     @contextlib.contextmanager
     def exempt(self) -> Iterator[None]:
         """Within it the calling thread is never held."""
-        mine = {threading.get_native_id()} - self.tids
-        self.tids |= mine
+        mine = {threading.get_native_id()} - self.exempted
+        self.exempted |= mine
         try:
             yield
         finally:
-            self.tids -= mine
-
-
-class RestWatch:
-    """Whether the main thread and all that run modules are quiet: they sleep, and have had no
-    processor time for a while. A thread that waits for data, or for a device, issues nothing."""
-
-    def __init__(self) -> None:
-        self._native_ids: dict[int, int] = {}  # by Python's ident
-        self._seen: dict[int, object] = {}
-        self._since_ns = 0
+            self.exempted -= mine
 
     def see(self) -> None:
         """The calling thread runs modules."""
@@ -76,13 +74,13 @@ class RestWatch:
             self._native_ids[ident] = threading.get_native_id()
 
     def quiet(self, *, but: Collection[int]) -> int | None:
-        """How many are quiet, when all but these native ids, and the calling thread, are; None
-        while one is busy. Needs at least two calls, 20 ms apart, before a thread is quiet."""
+        """How many are quiet, when all but these native ids, exempt threads and the calling thread
+        are; None while one is busy. Needs at least two calls, 20 ms apart, before one is quiet."""
         for ident, tid in list(self._native_ids.items()):
             if not _task(tid).exists():  # the ident may come back with another native id
                 self._native_ids.pop(ident, None)
         known = {threading.main_thread().native_id or 0, *list(self._native_ids.values())}
-        others = known - {*but, threading.get_native_id()}
+        others = known - {*but, *self.exempted, threading.get_native_id()}
         seen, now_ns = {tid: _run_of(tid) for tid in others}, time.monotonic_ns()
         if seen != self._seen:
             self._seen, self._since_ns = seen, now_ns

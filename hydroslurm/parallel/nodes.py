@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hydroslurm.core.dates import boot_id
+from hydroslurm.core.proc import boot_id
 from hydroslurm.parallel.node_memory import NodeMemory
 from hydroslurm.parallel.sums import add
 

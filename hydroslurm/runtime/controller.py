@@ -27,8 +27,8 @@ from hydroslurm.coordination import collectives
 from hydroslurm.coordination.client import CoordinatorClient
 from hydroslurm.coordination.secret import Secret
 from hydroslurm.coordination.world import World
-from hydroslurm.core.dates import boot_id, clocks
-from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.core.events import Event, EventKind, EventLog, clocks
+from hydroslurm.core.proc import boot_id
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.threads import say, thread
 from hydroslurm.errors import AckTimeout, HydroslurmError, InstallError

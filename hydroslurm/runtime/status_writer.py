@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.core.dates import clocks
-from hydroslurm.core.events import Event
+from hydroslurm.core.events import Event, clocks
 from hydroslurm.core.files import open_regular, write_atomically
 from hydroslurm.core.status import (
     LIMIT_BYTES,

@@ -20,8 +20,7 @@ from hydroslurm.coordination.network import set_master_addr
 from hydroslurm.coordination.rendezvous import step_key
 from hydroslurm.coordination.world import key_from
 from hydroslurm.core import registry
-from hydroslurm.core.dates import clocks
-from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.core.events import Event, EventKind, EventLog, clocks
 from hydroslurm.core.rundir import RunDir, variables_of
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.threads import thread

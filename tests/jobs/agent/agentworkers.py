@@ -18,8 +18,7 @@ WORKER = """
 import os, signal, sys, time
 from pathlib import Path
 from hydroslurm.core import registry
-from hydroslurm.core.dates import clocks
-from hydroslurm.core.events import Event, EventKind, EventLog
+from hydroslurm.core.events import Event, EventKind, EventLog, clocks
 from hydroslurm.core.status import status_of
 from hydroslurm.runtime.status_writer import StatusWriter
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hydroslurm.cli import app
-from hydroslurm.core.dates import clocks
+from hydroslurm.core.events import clocks
 from hydroslurm.core.files import write_atomically
 from hydroslurm.core.rundir import RunDir, comment_for
 from hydroslurm.core.status import Moment, RankStatus
