@@ -61,15 +61,15 @@ class CoordinatorClient:
         *,
         secret: Callable[[], Secret],
         emit: Emit,
-        on_barrier_called: Callable[[str, int, str], None],
+        on_stop: Callable[[str, int], None],
         warn: Callable[[str], None],
     ) -> None:
         """
         Args:
             secret: how this rank authenticates; called once, in a thread of this object.
             emit: writes an event of this rank.
-            on_barrier_called: gets the kind, the rank and the message of a stop barrier that was
-                called; not in the training thread.
+            on_stop: another rank is to stop, and so is this one; gets the signal and the rank that
+                received it, not in the training thread.
             warn: tells a person.
         """
         self.rank = world.rank
@@ -82,7 +82,7 @@ class CoordinatorClient:
         self._find_secret = secret
         self._secret: Secret | None = None
         self._emit = emit
-        self._on_barrier_called = on_barrier_called
+        self._on_stop = on_stop
         self._warn = warn
         self._lock = threading.Lock()
         self._agreements = PendingAgreements(
@@ -277,7 +277,8 @@ class CoordinatorClient:
         number = message["barrier"]
         proposal = self.stop_barriers.call(number, kind, of_rank=of_rank, message=text)
         self._send({"type": "propose", "barrier": number, "safe_point_index": proposal})
-        self._on_barrier_called(kind, of_rank, text)
+        if kind == "stop" and of_rank != self.rank:
+            self._on_stop(text, of_rank)
 
     def _barrier_agreed(self, message: Message) -> None:
         barrier = self.stop_barriers.decide(message["barrier"], message["safe_point_index"])

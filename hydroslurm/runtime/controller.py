@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -263,7 +262,7 @@ class Controller:
             self.gate,
             secret=secret,
             emit=self.record,
-            on_barrier_called=self._on_barrier_called,
+            on_stop=self._stop_by,
             warn=warn,
         )
         self.ranks = ranks
@@ -536,8 +535,7 @@ class Controller:
             self.stop_request = request
             listeners = tuple(self._on_stop)
         self._stop_noted.set()
-        for act in (self._check_output, partial(self._call_stop, request)):
-            self._guarded(act)
+        self._guarded(self._call_stop, request)
         for listener in listeners:
             self._guarded(listener, request)
 
@@ -546,13 +544,9 @@ class Controller:
         if self.ranks is not None and self._claimed and request.of_rank is None:
             self.ranks.call("stop", request.signal or "")
 
-    def _on_barrier_called(self, kind: str, of_rank: int, message: str) -> None:
-        """One of the other ranks is to stop, and so is this one; in the channel's thread."""
-        if kind == "stop" and self.ranks is not None and of_rank != self.ranks.rank:
-            self._stop_by(message, of_rank)
-
     def _stop_by(self, name: str, of_rank: int | None = None) -> None:
-        """Stop for what no signal to this process says; from any thread."""
+        """Stop by a signal that came to another rank, or that meant something else at first; from
+        any thread."""
         self._set_stop(StopRequest(name or None, 0, *clocks(), of_rank))
         with contextlib.suppress(InstallError):  # this rank has just left
             self.gate.request(Action.STOP, Cause(0))  # what is parked goes on to its safe point

@@ -64,7 +64,7 @@ class Team:
             OpenGate(),  # type: ignore[arg-type]
             secret=lambda: SECRET,
             emit=lambda kind, _: self.told.append((rank, kind)),
-            on_barrier_called=lambda *_: None,
+            on_stop=lambda *_: None,
             warn=self.warned.append,
         )
 
