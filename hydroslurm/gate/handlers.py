@@ -200,15 +200,6 @@ _ACT_ON_DUE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_act_on_due)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class _SharedObject(ctypes.Structure):
-    _fields_ = [
-        ("path", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    ]
-
-
 def _read(signo: int) -> ctypes.Array[ctypes.c_char] | None:
     action = ctypes.create_string_buffer(256)
     return action if _libc.sigaction(signo, None, action) == 0 else None
@@ -233,7 +224,9 @@ def kernel_kept(signo: int) -> Iterator[None]:
 
 def library_of(address: int) -> str:
     """The file whose code is there; empty where it is not known."""
-    found = _SharedObject()
-    if not _libc.dladdr(ctypes.c_void_p(address), ctypes.byref(found)) or not found.path:
-        return ""
-    return Path(os.fsdecode(found.path)).name
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+        place, _, _, _, _, *path = line.split(maxsplit=5)
+        begin, end = (int(one, 16) for one in place.split("-"))
+        if begin <= address < end:
+            return Path(*path).name
+    return ""
