@@ -109,11 +109,11 @@ class Coordinator(Server):
     def on_round(self) -> None:
         self._announce()
 
-    def on_fault(self) -> None:
-        """Tell one of the ranks: this process has no output."""
-        if self._joined:
-            message = traceback.format_exc()[-MAX_TEXT:]
-            self._send([(min(self._joined), {"type": "fault", "message": message})])
+    def on_fault(self, peer: PeerConnection) -> None:
+        """Tell another rank: this process has no output."""
+        message = {"type": "fault", "message": traceback.format_exc()[-MAX_TEXT:]}
+        others = [rank for rank, one in self._joined.items() if one is not peer]
+        self._send([(rank, message) for rank in sorted(others)[:1]])
 
     # --- messages of ranks
 

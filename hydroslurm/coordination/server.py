@@ -12,14 +12,13 @@ import contextlib
 import errno
 import selectors
 import socket
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hydroslurm.coordination.authentication import CoordinatorGreeting, GreetingFailed
 from hydroslurm.coordination.frames import BadFrame, digest, pack
-from hydroslurm.coordination.messages import Message
+from hydroslurm.coordination.messages import BadMessage, Message
 from hydroslurm.coordination.network import configure_socket
 from hydroslurm.core.awake_clock import AwakeClock
 
@@ -31,7 +30,7 @@ closed. So a flood drives out its own connections; ranks on the flooding node ne
 ACCEPT_AGAIN_S = 0.5
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 SPARE_DESCRIPTORS = 32
-OF_A_PEER = (OSError, ValueError, BadFrame, GreetingFailed)
+OF_A_PEER = (OSError, BadMessage, BadFrame, GreetingFailed)
 """What a peer can make go wrong; anything else is a fault of ours."""
 ACCEPTS = 64
 """Connections taken between two looks at those that exist: these must not wait for a flood."""
@@ -131,9 +130,9 @@ class Server:
         """The connection has ended."""
         raise NotImplementedError
 
-    def on_fault(self) -> None:
-        """A fault of our own has ended a connection; the exception is the one being handled."""
-        traceback.print_exc()
+    def on_fault(self, peer: PeerConnection) -> None:
+        """A fault of our own is about to end a connection; the exception is being handled."""
+        raise NotImplementedError
 
     def on_round(self) -> None:
         """All that has arrived has been served; what is sent now goes out with its answers."""
@@ -250,10 +249,11 @@ class Server:
         """Whatever goes wrong on one connection ends that connection and nothing else."""
         try:
             act(*arguments)
-        except Exception as error:
+        except OF_A_PEER:
             self.drop(peer)
-            if not isinstance(error, OF_A_PEER):
-                self.on_fault()
+        except Exception:
+            self.on_fault(peer)
+            self.drop(peer)
 
     def _serve(self, peer: PeerConnection) -> None:
         """Read what has arrived; what is left to write is written at the end of the round."""

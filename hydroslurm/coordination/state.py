@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hydroslurm.coordination.agreement_state import Agreements
-from hydroslurm.coordination.messages import Message, Outbox, Runs, runs_of
+from hydroslurm.coordination.messages import BadMessage, Message, Outbox, Runs, runs_of
 from hydroslurm.coordination.pause_state import PauseState
 
 
@@ -115,7 +115,7 @@ class CoordinatorState:
         """Act on one message of a rank that is present.
 
         Raises:
-            KeyError, TypeError, ValueError: not a message that a rank sends.
+            BadMessage: not one that a rank sends here.
         """
         kind = message["type"]
         if kind == "agree":
@@ -141,11 +141,11 @@ class CoordinatorState:
             return self._pause.members(rank, message["groups"], self.present)
         if kind == "leave":
             return self.gone(rank, died=not message.get("done"))
-        raise ValueError(f"no rank sends {kind!r}")
+        raise BadMessage(f"no rank that has joined sends {kind!r}")
 
     def _require_ranks(self, runs: Runs) -> None:
         if any(last >= self.world_size for _, last in runs):
-            raise ValueError(f"ranks {runs!s:.80}, and there are {self.world_size}")
+            raise BadMessage(f"ranks {runs!s:.80}, and there are {self.world_size}")
 
     # --- stop barriers
 

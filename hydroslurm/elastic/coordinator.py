@@ -41,7 +41,6 @@ from hydroslurm.elastic.roster import (
     Send,
     Size,
 )
-from hydroslurm.errors import StaleAttempt
 
 STATUS_S = 1.0
 """Between two writings of the status while nothing changes."""
@@ -153,19 +152,14 @@ class Coordinator(Server):
 
     # --- messages
 
+    def on_fault(self, peer: PeerConnection) -> None:
+        """It is no failure of the rank's."""
+        traceback.print_exc()
+        told = traceback.format_exception_only(*sys.exc_info()[:2])[-1].strip()
+        self._forget(peer, fault=f"a fault of the coordinator's own: {told}")
+
     def on_body(self, peer: PeerConnection, body: bytes) -> None:
         message = check_from_rank(unpack(body))
-        try:
-            self._on_message(peer, message)
-        except (BadMessage, StaleAttempt):
-            raise
-        except Exception as error:  # it ends this connection, which is no failure of the rank's
-            traceback.print_exc()
-            told = traceback.format_exception_only(error)[-1].strip()
-            self._forget(peer, fault=f"a fault of the coordinator's own: {told}")
-            self.drop(peer)
-
-    def _on_message(self, peer: PeerConnection, message: Message) -> None:
         kind, now_s = message["type"], self.clock.now_s()
         if kind == "scale":
             self._answer_controller(peer, message, now_s)

@@ -194,7 +194,7 @@ def test_a_fault_of_the_coordinators_own_is_no_failure_of_a_member(
     monkeypatch.setitem(EVENTS, "leave", lambda *_, **__: int("x"))
     monkeypatch.setattr(coordinator, "drop", coordinator.on_drop)
     try:
-        coordinator.on_body(peer, pack({"type": "leave", "reason": ""}))
+        coordinator._guarded(peer, coordinator.on_body, peer, pack({"type": "leave", "reason": ""}))
     finally:
         coordinator.close()
     (gone,) = (one for one in folder.ledger() if one["kind"] in ("left", "failure"))
