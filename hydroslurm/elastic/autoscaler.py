@@ -59,7 +59,7 @@ class Autoscaler:
         """How the run and its partition stand. Paces count only while it trains."""
         status, pending_jobs = self._coordinator.status(), self._pending_jobs
         self._pending_jobs = None  # an answer is used once: one that is old misleads
-        uses = list(self._coordinator.uses.values())
+        uses = [one["use"] for one in self._coordinator.beats.values()]
         use = {
             name: statistics.fmean(one[name] for one in uses if name in one)
             for name in UTILIZATIONS

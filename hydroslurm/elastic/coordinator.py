@@ -75,7 +75,7 @@ class Coordinator(Server):
         membership: who trains together.
         observers: called with the kind and the data of each line of the ledger, once it is there.
         on_tick: called about once a second.
-        uses: what each rank last said of the use of its node and device, as parts of 1.
+        beats: what each rank last said of its pace, and of the use of its node and device.
     """
 
     def __init__(
@@ -97,8 +97,7 @@ class Coordinator(Server):
         self._address = listener.getsockname()
         self._peers: dict[Rank, PeerConnection] = {}
         self._ranks: dict[PeerConnection, Rank] = {}
-        self._paces: dict[Rank, tuple[float, float]] = {}
-        self.uses: dict[Rank, dict[str, float]] = {}
+        self.beats: dict[Rank, Message] = {}
         self._store: dict[str, str] = {}
         self._waiting: list[tuple[PeerConnection, int, list[str]]] = []
         self._said: set[str] = set()  # members that have said where they listen
@@ -168,8 +167,7 @@ class Coordinator(Server):
         if rank is None:
             self._join(peer, message, now_s)
         elif kind == "beat":
-            self._paces[rank] = (message["step_s"], message["samples_per_s"])
-            self.uses[rank] = message["use"]
+            self.beats[rank] = message
             told = {name: message[name] for name in TOLD_BY_BEATS}
             self.act(self.membership.beat(rank, now_s=now_s, **told))
         elif kind == "done":
@@ -228,8 +226,7 @@ class Coordinator(Server):
         rank = self._ranks.pop(peer, None)
         if rank is not None and self._peers.get(rank) is peer and not self._is_ending:
             del self._peers[rank]
-            self._paces.pop(rank, None)
-            self.uses.pop(rank, None)
+            self.beats.pop(rank, None)
             self.act(self.membership.lost(rank, self.clock.now_s(), fault=fault))
 
     # --- the store by which process groups meet
@@ -313,7 +310,7 @@ class Coordinator(Server):
         """How the run stands, as ``status.json`` has it; times in seconds, moments since 1970."""
         membership = self.membership
         now_s, now_epoch_s = self.clock.now_s(), time.time()
-        steps_s = [one[0] for one in self._paces.values() if one[0] > 0]
+        beats = self.beats.values()
         return {
             "generation": membership.generation,
             "state": membership.state,
@@ -324,8 +321,8 @@ class Coordinator(Server):
             "min": membership.size.min,
             "max": membership.size.max,
             "spares": membership.size.spares,
-            "step_s": max(steps_s, default=0.0),
-            "samples_per_s": sum(one[1] for one in self._paces.values()),
+            "step_s": max((one["step_s"] for one in beats), default=0.0),
+            "samples_per_s": sum(one["samples_per_s"] for one in beats),
             "members": [
                 {
                     "id": member.id,

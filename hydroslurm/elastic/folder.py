@@ -14,6 +14,7 @@ file and not MUNGE's, because members come and go for weeks, on nodes that do no
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -71,13 +72,8 @@ class ElasticFolder:
         """The key of this run, made if there is none yet."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_trusted(self.root, what="the folder of an elastic run", shared=True)
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            descriptor = os.open(self.key_file, flags, 0o600)
-        except FileExistsError:
-            return self.key()
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(KEY_BYTES))
+        with contextlib.suppress(FileExistsError):
+            write_atomically(self.key_file, secrets.token_hex(KEY_BYTES), exclusive=True)
         return self.key()
 
     def key(self) -> bytes:

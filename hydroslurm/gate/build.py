@@ -31,7 +31,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydroslurm.core.files import open_regular
+from hydroslurm.core.files import fsync_folder, open_regular
 from hydroslurm.core.trust import check_trusted, is_trusted
 from hydroslurm.errors import GateError, UntrustedFile
 from hydroslurm.gate.compiler import (
@@ -265,11 +265,7 @@ def _put_in_place(workshop: Path, target: Path) -> None:
         with (workshop / name).open("rb") as file:
             os.fsync(file.fileno())
         (workshop / name).replace(target / name)
-    folder = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    fsync_folder(target)
 
 
 def checksum(path: Path) -> str:

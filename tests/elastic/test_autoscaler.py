@@ -44,8 +44,9 @@ def started(tmp_path: Path, policy: AutoscalePolicy) -> tuple[ElasticFolder, Coo
         coordinator.act(membership.formed((name, 0), membership.change.number, True, 0.0, now_s))
         if membership.change is None:
             break
-    coordinator._paces = {("a", 0): (1.9, 50.0), ("b", 0): (2.0, 50.0)}
-    coordinator.uses = {("a", 0): {"cpu": 0.4, "memory": 0.1}, ("b", 0): {"cpu": 0.6}}
+    for name, step_s, use in (("a", 1.9, {"cpu": 0.4, "memory": 0.1}), ("b", 2.0, {"cpu": 0.6})):
+        beat = {"step_s": step_s, "samples_per_s": 50.0, "use": use}
+        coordinator.beats[name, 0] = beat
     return folder, coordinator
 
 
@@ -84,7 +85,7 @@ def test_the_coordinator_scales_and_its_successor_knows(tmp_path: Path) -> None:
             (4, "autoscaler: step_s 2, target 1: 4 members")
         ]
         assert restored(folder, folder.options(), 0.0)[0].size.wanted == 4
-        coordinator._paces = {("a", 0): (9.0, 50.0)}
+        coordinator.beats["a", 0]["step_s"] = 9.0
         tick(time.monotonic())  # within the half minute
         assert len([one for one in folder.ledger() if one["kind"] == "wanted"]) == 1
     finally:
