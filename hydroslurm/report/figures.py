@@ -229,11 +229,6 @@ class Report:
         return _figures(self)
 
 
-def figures_of(history: History, sources: ExternalSources | None = None) -> Figures:
-    """The figures of a run."""
-    return Report(history, sources or ExternalSources()).figures
-
-
 def _figures(report: Report) -> Figures:
     history, sources, pauses = report.history, report.sources, report.history.pauses
     return Figures(

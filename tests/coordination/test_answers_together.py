@@ -8,11 +8,11 @@ import signal
 
 from coordination.attempts import Attempt, Story
 from processes import wait_until
+from report.views import figures_of
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.status import RankStatus, read_status
-from hydroslurm.report.figures import figures_of
 from hydroslurm.report.reading import read_history
 from hydroslurm.runtime import client
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report.ranklog import RankLog, as_read
+from report.views import figures_of
 
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.report.attempts import attempts_of
-from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History
 from hydroslurm.report.pauses import Pause
 from hydroslurm.report.reading import read_history

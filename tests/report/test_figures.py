@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 from report.profiles import profile_of
 from report.ranklog import RankLog
+from report.views import figures_of
 from typer.testing import CliRunner
 
 from hydroslurm.cli import app
@@ -18,7 +19,6 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.report.attempts import attempts_of
 from hydroslurm.report.external_sources import Accounting, ExternalSources, SlurmAttempt
-from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History, percentile, summary
 from hydroslurm.report.reading import read_history
 from hydroslurm.report.schema import reference, schema, schema_text

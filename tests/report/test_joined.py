@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 from report.profiles import profile_of
 from report.ranklog import RankLog
-from report.views import history_of, shown
+from report.views import figures_of, history_of, shown
 
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import NoSuchJob, SlurmMissing
 from hydroslurm.report.external_sources import Accounting, ExternalSources, SlurmAttempt, ask_slurm
-from hydroslurm.report.figures import Report, figures_of
+from hydroslurm.report.figures import Report
 from hydroslurm.report.run_tables import pauses_table, stops_table
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.values import Job, JobState

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from report.ranklog import RankLog
+from report.views import figures_of
 
 from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.report import reading
-from hydroslurm.report.figures import MOST_ROWS, figures_of
+from hydroslurm.report.figures import MOST_ROWS
 from hydroslurm.report.histograms import Histogram, draw_histograms, histograms_of
 from hydroslurm.report.lines import Unread, rank_events
 from hydroslurm.report.reading import parallel_map, read_history

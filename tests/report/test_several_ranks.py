@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import pytest
 from report.ranklog import RankLog
-from report.views import history_of, legend, shown, texts
+from report.views import figures_of, history_of, legend, shown, texts
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History
 from hydroslurm.report.pauses import Pause
 from hydroslurm.report.timeline import timeline

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report.ranklog import RankLog, as_read
-from report.views import history_of
+from report.views import figures_of, history_of
 
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.report.attempts import attempts_of
-from hydroslurm.report.figures import figures_of
 from hydroslurm.report.history import History
 from hydroslurm.report.stops import Stop
 

@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgba
 from prometheus_client import generate_latest
 from report.ranklog import RankLog
 from report.test_trace import check
-from report.views import history_of, legend, shown
+from report.views import figures_of, history_of, legend, shown
 from statusfile import write_status
 
 from hydroslurm.cli.status import rank_line
@@ -24,7 +24,7 @@ from hydroslurm.core.status import read_status
 from hydroslurm.observe.metrics import JobCollector
 from hydroslurm.observe.watcher import View, Watcher
 from hydroslurm.report.attempts import attempts_of
-from hydroslurm.report.figures import figures_of, figures_text
+from hydroslurm.report.figures import figures_text
 from hydroslurm.report.history import History
 from hydroslurm.report.timeline import timeline
 from hydroslurm.report.timeline_lanes import vacated_of

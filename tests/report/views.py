@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hydroslurm.report.attempts import attempts_of
 from hydroslurm.report.external_sources import ExternalSources
-from hydroslurm.report.figures import Report
+from hydroslurm.report.figures import Figures, Report
 from hydroslurm.report.history import History
 from hydroslurm.report.views import report_view
 
@@ -19,6 +19,11 @@ def history_of(*logs: RankLog, name: str = "run") -> History:
     """The history of all these processes."""
     events = [event for log in logs for event in log.events]
     return History(name=name, attempts=attempts_of(events))
+
+
+def figures_of(history: History, sources: ExternalSources | None = None) -> Figures:
+    """The figures of a run."""
+    return Report(history, sources or ExternalSources()).figures
 
 
 def shown(

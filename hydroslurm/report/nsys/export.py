@@ -18,8 +18,6 @@ from hydroslurm.errors import NsysMissing, ProfileError
 EXPORT_TIMEOUT_S = 1800
 """Minutes are usual for a report of gigabytes."""
 REPORT_SUFFIX = ".nsys-rep"
-OLD_REPORT_SUFFIX = ".qdrep"
-"""What nsys wrote before 2021.4."""
 RAW_SUFFIX = ".qdstrm"
 SQLITE_SUFFIX = ".sqlite"
 _PREFIX = ".nsys-export-"
@@ -33,7 +31,7 @@ def find_nsys() -> str | None:
 def profiles_in(folder: Path) -> tuple[Path, ...]:
     """The reports in a folder, by name; of one that was exported already only the report."""
     found = {}
-    for suffix in (SQLITE_SUFFIX, OLD_REPORT_SUFFIX, REPORT_SUFFIX):
+    for suffix in (SQLITE_SUFFIX, REPORT_SUFFIX):
         for path in folder.glob(f"*{suffix}"):
             found[path.name.removesuffix(suffix)] = path
     return tuple(path for _, path in sorted(found.items()))
@@ -57,7 +55,7 @@ def as_sqlite(path: Path) -> Iterator[Path]:
             "importer; turn it into a report with the QdstrmImporter of the same nsys: "
             f"QdstrmImporter -i {path.name}"
         )
-    if path.suffix not in (REPORT_SUFFIX, OLD_REPORT_SUFFIX):
+    if path.suffix != REPORT_SUFFIX:
         yield path
         return
     beside = path.with_suffix(SQLITE_SUFFIX)
