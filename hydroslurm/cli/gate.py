@@ -111,15 +111,7 @@ def trace(
 
 def _print_trace(seen: Trace, *, as_json: bool) -> None:
     if as_json:
-        rows = [
-            {
-                "name": one.name,
-                "phase": one.phase.name.lower(),
-                "tid": one.tid,
-                "mono_ns": one.mono_ns,
-            }
-            for one in seen.operators
-        ]
+        rows = [{**vars(one), "phase": one.phase.name.lower()} for one in seen.operators]
         typer.echo(json.dumps({"count": seen.count, "operators": rows}))
         return
     for one in seen.operators:

@@ -96,7 +96,11 @@ def goodput_of(history: History, sources: ExternalSources) -> Goodput | None:
         else:
             found.unknown_s += rest_s
     found.allocated_s = sum(one.end_s - one.begin_s for one in allocations)
-    begin_s = min([one.begin_s for one in allocations] + _submitted(history, sources, attempts))
+    begin_s = min(one.begin_s for one in allocations)
+    first = sources.accounting.of(attempts[0])
+    if first is not None and first.submit_epoch_s is not None:
+        ahead_ns = attempts[0].date_ahead_ns
+        begin_s = min(begin_s, _since_begin(history, first.submit_epoch_s, 0.0, ahead_ns))
     found.wall_s = max(one.end_s for one in allocations) - begin_s
     found.queued_s = max(0.0, found.wall_s - found.allocated_s)
     by_slurm = {one.by_slurm for one in allocations}
@@ -161,15 +165,6 @@ def _since_begin(
     return min(
         (at_s - by_ns / 1e9 for by_ns in (0, *ahead_ns)), key=lambda one: abs(one - otherwise_s)
     )
-
-
-def _submitted(
-    history: History, sources: ExternalSources, attempts: Sequence[Attempt]
-) -> list[float]:
-    known = sources.accounting.of(attempts[0])
-    if known is None or known.submit_epoch_s is None:
-        return []
-    return [_since_begin(history, known.submit_epoch_s, 0.0, attempts[0].date_ahead_ns)]
 
 
 class _Window:

@@ -70,12 +70,8 @@ def _read_all(files: Sequence[Path]) -> list[_Part]:
     count = min(len(os.sched_getaffinity(0)), len(files))
     if count < 2 or sum(sizes.values()) < _PARALLEL_BYTES:
         return [_read(files)]
-    shares: list[list[Path]] = [[] for _ in range(count)]
-    share_bytes = [0] * count
-    for path in sorted(files, key=lambda path: sizes[path], reverse=True):
-        smallest = share_bytes.index(min(share_bytes))
-        shares[smallest].append(path)
-        share_bytes[smallest] += sizes[path]
+    by_size = sorted(files, key=lambda path: sizes[path], reverse=True)
+    shares = [by_size[first::count] for first in range(count)]
     others = parallel_map(_read, shares[1:])
     return [_read(shares[0]), *others]  # one share here: what it holds is not handed back
 

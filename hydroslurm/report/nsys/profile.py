@@ -8,7 +8,6 @@ signal handler's own timestamp. What nsys timed itself is accurate to ``error_ns
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from hydroslurm.core.signals import signal_name
 from hydroslurm.report.tables import Column, Table, in_terminal, number, table_of
 
 
@@ -212,18 +212,11 @@ def _table(
     columns: list[Column[_Row]] = [
         Column("process", lambda row: str(row["pid"])),
         Column(counted, lambda row: number(row[key], "d")),
-        Column("signal", lambda row: _signal(row["signal"]), left=True),
+        # 0 was asked for by the program or by another rank
+        Column(
+            "signal", lambda row: signal_name(row["signal"]) if row["signal"] else "none", left=True
+        ),
         *(latency.column() for latency in latencies),
         Column("error\n\n(±µs)", lambda row: number(row["error_ns"], ",.1f", _US)),
     ]
     return table_of("", columns, rows, most=most)
-
-
-def _signal(number: int) -> str:
-    """By its name; 0 was asked for by the program or by another rank."""
-    if number == 0:
-        return "none"
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return str(number)
