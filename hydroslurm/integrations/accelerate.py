@@ -14,24 +14,40 @@ behind each batch at which accelerate has synchronised the gradients, where the 
 next one: what the loop did with the batch is done. A resumed loop goes on in its epoch behind the
 last such batch; what follows the batches of an epoch is repeated if the attempt ended within it.
 
-Several loaders may be trained from, in one loop: see
-:mod:`hydroslurm.integrations.accelerate_batches`.
+The loader whose batch comes first in a step leads: where the loop asks it for the next one, the
+step is done. Others that are trained from are asked within a step, and may be anywhere in an epoch
+of their own when it ends: each of these has a position. One that is iterated without gradients, or
+while all models are in evaluation mode, has none, and costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import torch
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.errors import UsageError
-from hydroslurm.integrations.accelerate_batches import Loaders
+from hydroslurm.integrations.accelerate_loader import PreparedLoader
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
-from hydroslurm.integrations.known import environ_of
+from hydroslurm.integrations.held_loader import StandIn
+from hydroslurm.integrations.known import environ_of, require_known_accelerate
 from hydroslurm.training.checks import Remedies
 from hydroslurm.training.objects import Stateful, bare
+from hydroslurm.training.reporting import warning
 
 _LOOP = "_hydroslurm_loop"
+_KEY = "loaders"
+_NONE = object()
+_EARLY_STEPS = 100
+_LOOKED_AT = 8
+"""Weights, spread over the models, by which it is seen that an optimizer has stepped."""
 
 _GIVE = "Give it to prepare(accelerator, ..., {})."
 _REGISTER = "accelerator.register_for_checkpointing({}) before prepare()"
@@ -112,6 +128,59 @@ def completed_steps(accelerator: Any) -> int:
     return _loop_of(accelerator).run.step
 
 
+@dataclass(eq=False)
+class Loader:
+    """One of those that the script iterates.
+
+    Attributes:
+        number: in the order in which ``prepare()`` was given them.
+        current: its newest iteration.
+        resumes: its next iteration goes on where one was saved.
+        is_left: there is a batch in the epoch of that one.
+    """
+
+    prepared: PreparedLoader
+    number: int
+    current: Iteration | None = None
+    resumes: bool = False
+    is_left: bool = True
+
+    @property
+    def own(self) -> Any:
+        """accelerate's."""
+        return self.prepared.own
+
+    @property
+    def name(self) -> str:
+        """As a person counts them."""
+        return f"loader {self.number + 1} of those that prepare() was given"
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an iteration that has a position is not at its end, and the script still has it;
+        one that a resumed script is still to make, too."""
+        one = self.current
+        return self.resumes or (one is not None and not one.ended and one.batches() is not None)
+
+
+@dataclass(eq=False)
+class Iteration:
+    """One way through a loader.
+
+    Attributes:
+        resumes: it goes on where one was saved.
+        may_lead: its batches are trained on. is_held: it has a position. ended: it has no more.
+        batches: what the script has; None once it has it no more.
+    """
+
+    loader: Loader
+    resumes: bool
+    may_lead: bool = False
+    is_held: bool = False
+    ended: bool = False
+    batches: Callable[[], Any] = lambda: None
+
+
 class Loop:
     """The training of one accelerator; see the module.
 
@@ -122,7 +191,6 @@ class Loop:
     def __init__(self, accelerator: Any, *, check: bool, options: Mapping[str, Any]) -> None:
         self._accelerator = accelerator
         self._checks = check
-        self._loaders: Loaders | None = None
         self._is_finished = False
         environ = environ_of(rank=accelerator.process_index, world_size=accelerator.num_processes)
         place = directory_of_fit(options.get("directory"), environ).root
@@ -131,6 +199,17 @@ class Loop:
         )
         self._models: list[Any] = []
         self.run.follow(lambda: self._models)
+        self._loaders: list[Loader] = []
+        self._saved: Mapping[str, Any] | None = None
+        self._at_safe_point: dict[str, Any] = {}
+        self._began_at = 0
+        self._epoch: int | None = None
+        self._is_last_epoch = self._is_entered = False
+        self._leading: Loader | None = None
+        self._led: list[int] = []  # the epoch, until another one of the same chain() did
+        self._handed_out: list[Iteration] = []  # to train on in this step, the first one first
+        self._weights: list[torch.Tensor] = []
+        self._told: set[str] = set()
 
     def prepare(self, objects: tuple[Any, ...]) -> Any:
         for number, one in enumerate(one for one in objects if isinstance(one, rng.KINDS)):
@@ -147,18 +226,26 @@ class Loop:
         loaders = [one[place] for place in places for one in (objects, prepared)]
         self.run.remember(dict, saved=lambda: [*loaders, *generators])
         self.run.resume()
-        self._loaders = Loaders(self.run, self._accelerator, self._models, checks=self._checks)
+        self._saved = self.run.own_loaded.get(_KEY) or None
+        self._at_safe_point = dict(self._saved or {})
+        self._began_at = self.run.step
+        self.run.own[_KEY] = self
         for place in places:
-            prepared[place] = self._loaders.take(prepared[place])
+            prepared[place] = self._take(prepared[place])
         if self._checks:
             self.run.check_first_step(_REMEDIES)
         self._finish_at_end_training()
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
     def epochs(self, count: int) -> Iterator[int]:
-        assert self._loaders is not None
         for epoch in range(self.run.epoch, count):
-            self._loaders.begin_epoch(epoch, is_last=epoch + 1 == count)
+            self._epoch, self._is_last_epoch = epoch, epoch + 1 == count
+            self._is_entered = False
+            self._leading, self._led = None, []
+            self._handed_out.clear()
+            weights = [weight for model in self._models for weight in model.parameters()]
+            trained = [one for one in weights if one.requires_grad]
+            self._weights = trained[:: max(1, len(trained) // _LOOKED_AT)]
             yield epoch
         self.finish()
 
@@ -166,8 +253,7 @@ class Loop:
         """The training is done."""
         if not self._is_finished:
             self._is_finished = True
-            if self._loaders is not None:
-                self._loaders.leave_epochs()
+            self._epoch = None
             self.run.finish()
 
     def _finish_at_end_training(self) -> None:
@@ -188,6 +274,260 @@ class Loop:
         for number, thing in enumerate(map(_unwrapped, things)):
             self.run.register(f"{number} {type(thing).__name__}", thing)
 
+    def _take(self, own: Any) -> StandIn:
+        """What the script is given in this loader's place, of which nothing happens before it asks
+        for a batch.
+
+        Raises:
+            UsageError: this accelerate is not known.
+        """
+        require_known_accelerate(own, self._accelerator.gradient_state)
+        number = len(self._loaders)
+        loader = Loader(PreparedLoader(self.run, own, name=str(number)), number)
+        self._loaders.append(loader)
+        each = (self._saved or {}).get("each", ())
+        saved = each[number] if number < len(each) else None
+        if saved is not None and saved["is_held"]:
+            loader.prepared.hold()
+            loader.resumes = saved["is_under_way"]
+        return StandIn(own, iterate=partial(self._iterate, loader))
+
+    # --- one iteration
+    # --------------------------------------------------------------------------------------------
+
+    def _iterate(self, loader: Loader) -> Iterator[Any]:
+        one = Iteration(loader, resumes=loader.resumes)
+        if one.resumes:
+            loader.resumes, loader.current = False, one
+        batches = self._batches(one)
+        one.batches = weakref.ref(batches)
+        return batches
+
+    def _batches(self, one: Iteration) -> Iterator[Any]:
+        source: Iterator[Any] | None = None
+        while True:
+            if source is None:
+                if self._has_led(one):
+                    break
+                self._begin(one)
+                batch, source = self._first_batch(one)
+                if one.may_lead and not self._is_entered:
+                    self._is_entered = True
+                    self.run.enter_loop()
+            else:
+                self._require_kept(one)
+                with self.run.handing_out():
+                    batch = next(source, _NONE)
+            is_first = one.may_lead and not self._handed_out
+            if batch is _NONE:
+                if is_first and self._is_last_epoch and self._leading is one.loader:
+                    self.run.end_steps()
+                break
+            if one.may_lead:
+                self._handed_out.append(one)
+            if is_first:
+                yield from self._step(one, batch)
+            else:
+                yield batch
+                if one in self._handed_out:
+                    self._handed_out.remove(one)
+        one.ended = True
+
+    def _step(self, one: Iteration, batch: Any) -> Iterator[Any]:
+        """The first batch of a step, or of a part of one whose gradients are accumulated."""
+        before = self._updates()
+        try:
+            with self.run.body():
+                yield batch
+        except GeneratorExit:  # the loop was left
+            if self._leading in (None, one.loader) and self._updates() != before:
+                self.run.count_step_left()
+            raise
+        finally:
+            self._handed_out.clear()  # all is used
+        if not self._accelerator.sync_gradients:
+            return
+        has_stepped = self._updates() != before
+        if self._leading is None and (has_stepped or one.loader.number == 0):
+            self._leading = one.loader
+        if self._leading is one.loader:
+            self._at_safe_point = self._state()
+            assert self._epoch is not None
+            self.run.complete_step(self.run.step + 1, epoch=self._epoch)
+        elif self._leading is not None and has_stepped:
+            self._say(
+                f"{one.loader.name} is trained from behind the batches of another one in the same "
+                "epoch: a stop waits for the next epoch, and a restart repeats this part. One loop "
+                "over itertools.chain() of both stops at each step"
+            )
+
+    def _begin(self, one: Iteration) -> None:
+        """The script asks for its first batch."""
+        loader, run = one.loader, self.run
+        one.may_lead = self._trains_from(loader, one)
+        led_before = self._saved is None or self._saved["leading"] == loader.number
+        if one.may_lead and not self._handed_out and not run.trains and led_before:
+            self._begin_run()
+            if one.resumes and _is_held_by(one, enumerate):
+                self._say(
+                    "this attempt resumes inside an epoch, and enumerate() counts its batches from "
+                    "0 again. What goes by a number is to go by that of all attempts: count from "
+                    "completed_steps(accelerator)"
+                )
+        led = self._leading
+        is_behind = one.may_lead and not self._handed_out and led is not None and led is not loader
+        if led is not None and is_behind and _is_held_by(one, itertools.chain):
+            self._led.append(led.number)
+            self._leading = loader
+        if one.resumes and not run.trains:  # the script has it for something else
+            one.resumes, loader.resumes, loader.current = False, True, None
+        one.is_held = one.resumes or (one.may_lead and run.trains)
+        if not one.is_held:
+            return
+        self._require_alone(one)
+        loader.current = one
+        if not loader.prepared.is_held:
+            loader.prepared.hold()
+
+    def _has_led(self, one: Iteration) -> bool:
+        """Whether a resumed epoch is behind all batches of this one, the first of a chain()."""
+        saved, loader = self._saved, one.loader
+        if saved is None or self.run.trains or not self._trains_from(loader, one):
+            return False
+        return loader.number in saved["led"] and loader.number != saved["leading"]
+
+    def _first_batch(self, one: Iteration) -> tuple[Any, Iterator[Any]]:
+        loader, prepared, state = one.loader, one.loader.prepared, self._accelerator.gradient_state
+        if one.is_held and not one.resumes:
+            prepared.begin_anew()
+        if one.resumes and not loader.is_left:
+            loader.own.iteration += 1  # as accelerate does behind the last batch
+            loader.own.end()
+            return _NONE, iter(())
+        under_way = list(state.dataloader_references)
+        with self.run.handing_out() if one.is_held else prepared.set_aside():
+            source = iter(prepared.to_iterate if one.is_held else loader.own)
+            batch = next(source, _NONE)
+        if one.resumes:
+            prepared.is_iterated()
+            if batch is not _NONE:  # it was among them when it was saved
+                _set_references(state, under_way)
+        return batch, source
+
+    def _trains_from(self, loader: Loader, one: Iteration) -> bool:
+        """Whether the batches of an iteration that begins now are trained on. A script may put its
+        models into training mode only when it has the batch."""
+        if self._epoch is None or not torch.is_grad_enabled():
+            return False
+        is_known = loader.number == 0 or loader.prepared.is_held
+        is_free = loader.current in (None, one) or not loader.is_under_way
+        return (is_known and is_free) or self._is_training()
+
+    def _is_training(self) -> bool:
+        return not self._models or any(one.training for one in self._models)
+
+    def _updates(self) -> int:
+        return sum(one._version for one in self._weights)
+
+    # --- what is found at the first steps
+    # --------------------------------------------------------------------------------------------
+
+    def _require_alone(self, one: Iteration) -> None:
+        if one.loader.current is not one and one.loader.is_under_way:
+            self._refuse(
+                f"{one.loader.name} is iterated twice at a time, and it has one position: give "
+                "prepare() a loader for each"
+            )
+        if self._is_early and _is_held_by(one, itertools.cycle):
+            self._refuse(
+                f"itertools.cycle() keeps the batches of {one.loader.name}, and hands them out "
+                "again: a resumed run would have those that were left when it was stopped. Write "
+                "`def endless(loader): while True: yield from loader`, and iterate endless(loader)"
+            )
+
+    def _require_kept(self, one: Iteration) -> None:
+        """One that was not held from its beginning is not to be trained from."""
+        if one.is_held or not torch.is_grad_enabled() or not self._is_training():
+            return
+        if self._epoch is None and one.loader.number == 0:
+            raise UsageError(
+                "the training loader is iterated outside of hydroslurm.integrations.accelerate."
+                "epochs(accelerator, N), so that a resumed run could not tell which epoch it is "
+                "in: write `for epoch in epochs(accelerator, N):` around the loop"
+            )
+        if self._epoch is not None and self.run.trains:
+            self._refuse(
+                f"a batch of {one.loader.name} was fetched before the first step, or while all "
+                "models were in evaluation mode, and one is trained on now from the same iterator: "
+                "a resumed run would fetch that first one again. Fetch it in the step that uses "
+                "it, within epochs(), behind model.train()"
+            )
+
+    @property
+    def _is_early(self) -> bool:
+        return self._checks and self.run.step < self._began_at + _EARLY_STEPS
+
+    def _refuse(self, message: str) -> None:
+        """
+        Raises:
+            UsageError: in the first steps of an attempt; later that would cost too much.
+        """
+        if self._is_early:
+            raise UsageError(f"{message}. To do without: prepare(accelerator, ..., check=False)")
+        if self._checks:
+            self._say(message)
+
+    def _say(self, message: str) -> None:
+        if message not in self._told and self._accelerator.is_main_process:
+            self._told.add(message)
+            warning(message)
+
+    # --- the state
+    # --------------------------------------------------------------------------------------------
+
+    def _begin_run(self) -> None:
+        """The first step comes next: each loader is where it was."""
+        saved = self._saved
+        if saved is None:
+            self.run.begin()
+            return
+        for loader, each in zip(self._loaders, saved["each"], strict=False):
+            if loader.prepared.is_held and each["is_under_way"]:
+                loader.is_left = loader.prepared.open()
+        self.run.begin()
+        self._leading, self._led = self._loaders[saved["leading"]], list(saved["led"])
+        for loader, each in zip(self._loaders, saved["each"], strict=False):
+            loader.own.iteration = each["iteration"]
+            loader.own.end_of_dataloader, loader.own.remainder = each["end"], each["remainder"]
+        found = [None if number is None else self._loaders[number].own for number in saved["open"]]
+        _set_references(self._accelerator.gradient_state, found)
+
+    def _state(self) -> dict[str, Any]:
+        """At a safe point."""
+        numbers = {id(None): None, **{id(one.own): one.number for one in self._loaders}}
+        references = self._accelerator.gradient_state.dataloader_references
+        return {
+            "leading": None if self._leading is None else self._leading.number,
+            "led": list(self._led),
+            "open": [numbers[id(one)] for one in references if id(one) in numbers],
+            "each": [
+                {
+                    "is_held": one.prepared.is_held,
+                    "is_under_way": one.is_under_way,
+                    "iteration": one.prepared.iteration,
+                    "end": bool(one.own.end_of_dataloader),
+                    "remainder": int(one.own.remainder),
+                }
+                for one in self._loaders
+            ],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._at_safe_point
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing is left to do: it was needed before."""
+
 
 def _loop_of(accelerator: Any) -> Loop:
     loop: Loop | None = getattr(accelerator, _LOOP, None)
@@ -205,6 +545,16 @@ def _unwrapped(thing: Any) -> Any:
 
 
 def _is_loader(thing: Any) -> bool:
-    import torch
-
     return isinstance(thing, torch.utils.data.DataLoader)
+
+
+def _is_held_by(one: Iteration, kind: type) -> bool:
+    """Whether this iterator of the standard library's goes through the batches."""
+    return any(isinstance(holder, kind) for holder in gc.get_referrers(one.batches()))
+
+
+def _set_references(state: Any, loaders: list[Any]) -> None:
+    """Which loaders are being iterated, the newest one last: its end is where accelerate steps."""
+    state.dataloader_references = loaders
+    if not isinstance(getattr(type(state), "active_dataloader", None), property):  # before 1.4
+        state.active_dataloader = loaders[-1]

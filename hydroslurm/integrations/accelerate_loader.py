@@ -9,58 +9,132 @@ checkpoints.
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from hydroslurm.data.epochs import samplers
 from hydroslurm.data.loader_state import LoaderState
-from hydroslurm.errors import UsageError
 from hydroslurm.integrations.framework_run import FrameworkRun
-from hydroslurm.integrations.held_loader import (
-    StandIn,
-    count_rest,
-    count_whole,
-    forget_opened,
-    open_resumed,
-    skip,
-)
+from hydroslurm.integrations.held_loader import HeldLoader
 
 
-class CountedLoader:
-    """One that each attempt iterates from its beginning: an epoch in which an attempt begins is in
-    the order that it would have had.
+class PreparedLoader:
+    """One that each attempt iterates from its beginning, in the order that an epoch in which an
+    attempt begins would have had; from :meth:`hold` on it has a position.
 
     Args:
         run: resumed already, if there was something to resume from.
-        loader: what ``accelerator.prepare()`` has made, or any other loader.
+        own: what ``accelerator.prepare()`` has made, or any other loader.
         name: of its state.
+
+    Attributes:
+        to_iterate: the loader that is to be iterated. That is accelerate's own where it fetches
+            from a loader of this process, which is held in its place.
     """
 
-    def __init__(self, run: FrameworkRun, loader: Any, *, name: str) -> None:
-        self._loader = loader
-        base = getattr(loader, "base_dataloader", None)
-        self._base = loader if base is None else base
+    def __init__(self, run: FrameworkRun, own: Any, *, name: str = "train") -> None:
+        self.own = self.to_iterate = own
+        self._run, self._name = run, name
+        base = getattr(own, "base_dataloader", None)
+        self._base = own if base is None else base
         self._seeded = [one for one in samplers(self._base) if hasattr(one, "initial_seed")]
         for sampler in self._seeded:
             if sampler.generator is None:  # it makes one when it is iterated; a state wants it
                 sampler.generator = torch.Generator()
                 sampler.generator.manual_seed(sampler.initial_seed)
         self._objects = LoaderState(self._base)
+        self._held: HeldLoader | None = None
+        self._is_in_place = self._base is not own and not _is_dispatched(own)
+        self._is_opened = False
+        self._rng_types: Any = None
         run.own[f"loader {name}"] = self
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has a position."""
+        return self._held is not None
+
+    @property
+    def held(self) -> HeldLoader:
+        """Its position."""
+        assert self._held is not None
+        return self._held
 
     @property
     def iteration(self) -> int:
         """Epochs that were begun before this one."""
-        return int(getattr(self._loader, "iteration", 0))
+        return int(getattr(self.own, "iteration", 0))
 
     @iteration.setter
     def iteration(self, number: int) -> None:
-        if hasattr(self._loader, "iteration"):
-            self._loader.iteration = number
+        if hasattr(self.own, "iteration"):
+            self.own.iteration = number
+
+    def hold(self) -> None:
+        """Keep its position from now on, and go on where it was saved.
+
+        Raises:
+            UsageError: as :func:`hydroslurm.data.position.position_of`.
+        """
+        own, run = self.own, self._run
+        saved = run.own_loaded.get(f"loader {self._name}")
+        if saved is not None:
+            self._resume(saved)
+        if self._is_in_place:
+            self._held = run.hold(
+                self._base,
+                name=self._name,
+                epoch=lambda: self.iteration,
+                fetched_ahead=lambda: not own.end_of_dataloader,
+            )
+            own.base_dataloader = self._held.stand_in
+        else:
+            self._held = run.hold(
+                own if self._base is own else _Iterated(own),
+                name=self._name,
+                epoch=lambda: self.iteration,
+            )
+            self.to_iterate = self._held.stand_in
+
+    def open(self) -> bool:
+        """Go to the place where it was saved, before random numbers are restored.
+
+        Returns:
+            False if nothing is left of that epoch: do not iterate it.
+        """
+        self._is_opened = True
+        if not self.held.open_resumed():
+            return False
+        # what ranks exchange where they begin an epoch, they have exchanged before the save
+        self._rng_types = getattr(self.own, "rng_types", None)
+        if self._rng_types is not None:
+            self.own.rng_types = None
+        return True
+
+    def is_iterated(self) -> None:
+        """The iteration that was opened has begun."""
+        if self._rng_types is not None:
+            self.own.rng_types, self._rng_types = self._rng_types, None
+
+    def begin_anew(self) -> None:
+        """The next iteration begins an epoch, also where one was opened that nobody has asked for
+        a batch."""
+        self.is_iterated()
+        self.held.forget_opened()
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """An iteration of accelerate's loader that begins within has no position."""
+        if self._held is None or not self._is_in_place:
+            yield
+            return
+        self.own.base_dataloader = self._base
+        try:
+            yield
+        finally:
+            self.own.base_dataloader = self._held.stand_in
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -71,190 +145,20 @@ class CountedLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """When the training begins: what the script has iterated before that, it iterates at the
-        beginning of each attempt.
+        beginning of each attempt. The position of one that was opened has its generators.
 
         Raises:
             StateMismatch: the loader has other generators than it had.
         """
-        self._resume(state)
-        self._objects.put(state["objects"])
+        if self._held is None:
+            self._resume(state)
+        if not self._is_opened:
+            self._objects.put(state["objects"])
 
     def _resume(self, state: Mapping[str, Any]) -> None:
         self.iteration = state["iteration"]
         for sampler, seed in zip(self._seeded, state["seeds"], strict=False):
             sampler.initial_seed = seed
-
-
-class HeldTrainLoader(CountedLoader):
-    """One that is trained from. Arguments as of :class:`CountedLoader`.
-
-    Attributes:
-        to_iterate: the loader that is to be iterated. That is accelerate's own where it fetches
-            from a loader of this process, which is held in its place.
-
-    Raises:
-        UsageError: as :func:`hydroslurm.data.position.position_of`.
-    """
-
-    def __init__(self, run: FrameworkRun, loader: Any, *, name: str = "train") -> None:
-        super().__init__(run, loader, name=name)
-        self._rng_types: Any = None
-        self._is_opened = False
-        saved = run.own_loaded.get(f"loader {name}")
-        if saved is not None:
-            self._resume(saved)
-        self._is_in_place = self._base is not loader and not _is_dispatched(loader)
-        if self._is_in_place:
-            self._held = run.hold(
-                self._base,
-                name=name,
-                epoch=lambda: loader.iteration,
-                fetched_ahead=lambda: not loader.end_of_dataloader,
-            )
-            loader.base_dataloader = self._held
-            self.to_iterate = loader
-        else:
-            self._held = run.hold(
-                loader if self._base is loader else _Iterated(loader),
-                name=name,
-                epoch=lambda: getattr(loader, "iteration", 0),
-            )
-            self.to_iterate = self._held
-
-    def open(self) -> bool:
-        """Go to the place where it was saved, before random numbers are restored.
-
-        Returns:
-            False if nothing is left of that epoch: do not iterate it.
-        """
-        self._is_opened = True
-        if not open_resumed(self._held):
-            return False
-        # what ranks exchange where they begin an epoch, they have exchanged before the save
-        self._rng_types = getattr(self._loader, "rng_types", None)
-        if self._rng_types is not None:
-            self._loader.rng_types = None
-        return True
-
-    def is_iterated(self) -> None:
-        """The iteration that was opened has begun."""
-        if self._rng_types is not None:
-            self._loader.rng_types, self._rng_types = self._rng_types, None
-
-    def begin_anew(self) -> None:
-        """The next iteration begins an epoch, also where one was opened that nobody has asked for
-        a batch."""
-        self.is_iterated()
-        forget_opened(self._held)
-
-    @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """An iteration of accelerate's loader that begins within has no position."""
-        if not self._is_in_place:
-            yield
-            return
-        self._loader.base_dataloader = self._base
-        try:
-            yield
-        finally:
-            self._loader.base_dataloader = self._held
-
-    def batches_of_epoch(self) -> int | None:
-        """Of the one that is resumed, where another number of ranks had begun it: those that were
-        used and those that are left now, which is its length until :meth:`leave_epoch`."""
-        return len(self._held) if count_rest(self._held) else None
-
-    def leave_epoch(self) -> None:
-        """The next epoch has the usual length."""
-        count_whole(self._held)
-
-    def skip(self, count: int) -> None:
-        """Let the next epoch begin behind its first ``count`` batches."""
-        skip(self._held, count)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing is left to do for one that was opened, whose position has its generators."""
-        if not self._is_opened:
-            self._objects.put(state["objects"])
-
-
-class ScriptLoader(StandIn):
-    """A prepared loader in the script's hands."""
-
-    def __init__(self, loader: Loader, iterate: Callable[[Loader], Iterator[Any]]) -> None:
-        super().__init__(loader.own)
-        self._hydroslurm_iterate = partial(iterate, loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._hydroslurm_iterate()
-
-
-class Loader:
-    """One of them.
-
-    Attributes:
-        own: accelerate's.
-        held: what keeps its position, once it is trained from.
-        current: its newest iteration.
-        resumes: its next iteration goes on where one was saved.
-        is_left: there is a batch in the epoch of that one.
-    """
-
-    def __init__(self, own: Any, number: int) -> None:
-        self.own = own
-        self.number = number
-        self.held: HeldTrainLoader | None = None
-        self.current: Iteration | None = None
-        self.resumes = False
-        self.is_left = True
-
-    @property
-    def name(self) -> str:
-        """As a person counts them."""
-        return f"loader {self.number + 1} of those that prepare() was given"
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether an iteration that has a position is not at its end, and the script still has it;
-        one that a resumed script is still to make, too."""
-        one = self.current
-        return self.resumes or (one is not None and not one.ended and one.batches() is not None)
-
-
-class Iteration:
-    """One way through a loader.
-
-    Attributes:
-        resumes: it goes on where one was saved.
-        may_lead: its batches are trained on. is_held: it has a position. ended: it has no more.
-        batches: what the script has; None once it has it no more.
-    """
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-        self.resumes, loader.resumes = loader.resumes, False
-        if self.resumes:
-            loader.current = self
-        self.may_lead = self.is_held = self.ended = False
-        self.batches: Any = lambda: None
-
-
-def require_known(loader: Any, state: Any) -> None:
-    """Whether this is what is known of accelerate's loaders, and of its state of gradients.
-
-    Raises:
-        UsageError: names what is not there.
-    """
-    names = ("iteration", "end_of_dataloader", "remainder", "end", "base_dataloader")
-    missing = [f"{type(loader).__name__}.{name}" for name in names if not hasattr(loader, name)]
-    if not hasattr(state, "dataloader_references"):
-        missing.append("GradientState.dataloader_references")
-    if missing:
-        version = getattr(sys.modules.get("accelerate"), "__version__", "?")
-        raise UsageError(
-            f"accelerate {version} has no {', '.join(missing)}; hydroslurm knows 1.0 to 1.15. "
-            "Install one of those, or save and resume with accelerate"
-        )
 
 
 class _Iterated:

@@ -14,11 +14,11 @@ Behind each optimizer step it calls :meth:`FrameworkRun.complete_step`, and at t
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch
-from hydroslurm.integrations.framework_state import Handed
-from hydroslurm.integrations.held_loader import HeldLoader, held_state, samples_taken
+from hydroslurm.integrations.held_loader import HeldLoader
 from hydroslurm.training.arguments import run_directory
 from hydroslurm.training.checks import Remedies
 from hydroslurm.training.contents import Contents
@@ -38,6 +37,43 @@ from hydroslurm.training.run import Run
 
 _fits: Counter[Path] = Counter()
 """How many trainings this process has begun in a folder; each has one of its own."""
+
+
+class Handed:
+    """What is saved of a framework: what was loaded, until the training has begun; within an
+    evaluation what was there when it began; else what is there now.
+
+    Attributes:
+        loaded: from the checkpoint that the run goes on from; None once the framework has it.
+        is_unchanged: whether the frozen state is still what the tensors show: looked at once, in
+            the first call after :meth:`freeze`. False where nothing is frozen.
+    """
+
+    is_unchanged: Callable[[], bool]
+    _frozen: Mapping[str, Any] | None
+
+    def __init__(self, capture: Callable[[], Mapping[str, Any]]) -> None:
+        self._capture = capture
+        self.loaded: Mapping[str, Any] | None = None
+        self.thaw()
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._frozen or self.loaded or self._capture()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loaded = state
+
+    def freeze(self, fingerprint: Callable[[], object]) -> None:
+        """The state of now is what is saved until :meth:`thaw`. Tensors are not copied: what this
+        makes of them tells whether they still show it."""
+        self._frozen = self._capture()
+        before = fingerprint()
+        self.is_unchanged = functools.cache(lambda: before == fingerprint())
+
+    def thaw(self) -> None:
+        """The state is what is there again."""
+        self._frozen = None
+        self.is_unchanged = lambda: False
 
 
 class FrameworkRun(Run):
@@ -99,10 +135,10 @@ class FrameworkRun(Run):
         name: str,
         epoch: Callable[[], int],
         fetched_ahead: Callable[[], int] | None = None,
-    ) -> Any:
-        """The loader to iterate in this one's place: its position is saved, and resumed where it
-        was saved under this name. Arguments as in :class:`HeldLoader`; a name that was given before
-        is that of a loader which has been replaced.
+    ) -> HeldLoader:
+        """The position in this loader: it is saved, and resumed where it was saved under this name.
+        Arguments as in :class:`HeldLoader`; a name that was given before is that of a loader which
+        has been replaced.
 
         Raises:
             UsageError: as :func:`hydroslurm.data.position.position_of`.
@@ -299,7 +335,7 @@ class FrameworkRun(Run):
         """The framework's adapter does, by :meth:`remember`."""
 
     def _samples_of_step(self) -> int | None:
-        found = [samples_taken(held) for held in self._loaders.values()]
+        found = [held.samples_taken() for held in self._loaders.values()]
         known = [one for one in found if one is not None]
         return sum(known) * self._rank_group.world_size or None
 
@@ -315,7 +351,7 @@ class FrameworkRun(Run):
             return self._pending
         return {
             **super()._own_state(),
-            "loaders": {name: held_state(held) for name, held in self._loaders.items()},
+            "loaders": {name: held.state() for name, held in self._loaders.items()},
             "own": {name: thing.state_dict() for name, thing in self.own.items()},
         }
 
@@ -331,7 +367,7 @@ def replace(undo: ExitStack, thing: Any, name: str, ours: Callable[..., Any]) ->
     closed. Returns its own."""
     own: Callable[..., Any] = getattr(thing, name)
     had = name in vars(thing)
-    setattr(thing, name, partial(ours, own))
+    setattr(thing, name, functools.partial(ours, own))
     if had:  # somebody else has put theirs there
         undo.callback(setattr, thing, name, own)
     else:

@@ -30,13 +30,28 @@ _NONE = object()
 
 class StandIn:
     """Is taken for a loader: attributes are those of the other, and so is the class that
-    isinstance() sees, for scripts ask for a DataLoader."""
+    isinstance() sees, for scripts ask for a DataLoader.
 
-    def __init__(self, loader: Any) -> None:
+    Args:
+        iterate: what iterating it does. length: what ``len()`` gives; by default the loader's own.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        iterate: Callable[[], Iterator[Any]],
+        length: Callable[[], int] | None = None,
+    ) -> None:
         self._hydroslurm_loader = loader
+        self._hydroslurm_iterate = iterate
+        self._hydroslurm_length = length or (lambda: len(loader))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._hydroslurm_iterate()
 
     def __len__(self) -> int:
-        return len(self._hydroslurm_loader)
+        return self._hydroslurm_length()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._hydroslurm_loader, name)
@@ -52,17 +67,8 @@ class StandIn:
         return self._hydroslurm_loader.__class__  # type: ignore[no-any-return]
 
 
-class _Fetched:
-    """The newest batch; or what belongs to the place before it, where batches are not saved. An
-    object of its own, for the loader's attributes lead through its __setattr__."""
-
-    def __init__(self) -> None:
-        self.newest: Any = _NONE
-        self.before: dict[str, Any] | None = None
-
-
-class HeldLoader(StandIn):
-    """Stands in for a loader: the framework iterates this one instead, and sees no difference.
+class HeldLoader:
+    """The position of a framework in one of its loaders.
 
     The first iteration goes on where ``resumed`` was; each other one begins an epoch. A framework
     that fetches batches ahead of the step that uses them says so with ``fetched_ahead``: a batch
@@ -74,7 +80,10 @@ class HeldLoader(StandIn):
         fetched_ahead: how many batches were handed out and are not used yet, 0 or 1; asked when
             the position is saved. None: always 0.
         rank, world_size: of this process.
-        resumed: what :meth:`state_dict` gave, to go on from; None begins.
+        resumed: what :meth:`state` gave, to go on from; None begins.
+
+    Attributes:
+        stand_in: what the framework iterates in the loader's place, and sees no difference.
     """
 
     def __init__(
@@ -87,42 +96,113 @@ class HeldLoader(StandIn):
         world_size: int = 1,
         resumed: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(loader)
-        self._hydroslurm_epoch = epoch
-        self._hydroslurm_ahead = fetched_ahead
-        self._hydroslurm_position = position_of(loader, rank=rank, world_size=world_size)
-        self._hydroslurm_resumed = self._for_this_world(resumed, world_size)
-        self._hydroslurm_fetched = _Fetched()
-        self._hydroslurm_saves_batches: bool | None = None
-        self._hydroslurm_opened: Iterator[Any] | None = None
-        self._hydroslurm_length: int | None = None
-        self._hydroslurm_began_at = 0
+        self.stand_in = StandIn(loader, iterate=self._iterate, length=self._batches_of_epoch)
+        self._loader, self._epoch, self._ahead = loader, epoch, fetched_ahead
+        self._position = position_of(loader, rank=rank, world_size=world_size)
+        self._resumed = self._for_this_world(resumed, world_size)
+        self._newest: Any = _NONE
+        self._before: dict[str, Any] | None = None  # of the newest, where batches are not saved
+        self._saves_batches: bool | None = None
+        self._opened: Iterator[Any] | None = None
+        self._length: int | None = None
+        self._began_at = 0
 
-    def __iter__(self) -> Iterator[Any]:
-        opened, self._hydroslurm_opened = self._hydroslurm_opened, None
+    def open_resumed(self) -> bool:
+        """Begin the iteration that goes on where it was saved, ahead of the framework, and fetch
+        the batch that had been fetched ahead. Random numbers are to be restored after this; then
+        the framework's first ``next()`` draws what it drew after the save.
+
+        Returns:
+            False if nothing is left of that epoch: the framework's next iteration begins another.
+        """
+        resumed = self._resumed or {"position": {}}
+        batches = self._iterate()
+        if resumed["position"].get("finished"):
+            return False
+        fetched = list(itertools.islice(batches, 1)) if "rng" in resumed else []
+        self._opened = itertools.chain(fetched, batches)
+        return True
+
+    def forget_opened(self) -> None:
+        """Let the next iteration begin an epoch, whatever was opened."""
+        self._opened = self._resumed = None
+
+    def leave_resumed(self) -> None:
+        """Let the next iteration begin an epoch: the one that was saved is over. Its generators are
+        put back, and nothing of it is fetched again."""
+        if self._resumed is not None:
+            self._resumed = {"position": {**self._resumed["position"], "finished": True}}
+            self._iterate()
+
+    def skip(self, count: int) -> None:
+        """Let the next iteration begin behind its first ``count`` batches. They are not fetched
+        before it begins: only then does the framework say which epoch it is."""
+        batches = self._iterate()
+        self._opened = later_batches(lambda: itertools.islice(batches, count, None))
+
+    def count_rest(self) -> bool:
+        """Where another number of ranks had begun the epoch that is to be resumed, let the length
+        be the batches that were used and those that are left for this number of ranks; whether it
+        is another one now."""
+        position = (self._resumed or {}).get("position")
+        if position is not None:
+            self._length = self._position.batches_of_epoch(position)
+        return self._length is not None
+
+    def count_whole(self) -> None:
+        """Let the length be that of a whole epoch again."""
+        self._length = None
+
+    def samples_taken(self) -> int | None:
+        """Of this rank, since the epoch was begun or resumed: full batches, without those that were
+        fetched ahead. None where the loader does not say how large a batch is."""
+        indexes: Any = getattr(self._loader, "batch_sampler", None)
+        size = getattr(self._loader if indexes is None else indexes, "batch_size", None)
+        if not isinstance(size, int):
+            return None
+        if getattr(indexes, "split_batches", False):  # it is that of all ranks there
+            size //= indexes.num_processes
+        taken = self._position.state_dict()["batches"] - self._began_at
+        return int(taken - (self._ahead() if self._ahead else 0)) * size
+
+    def state(self) -> dict[str, Any]:
+        """The position between two steps: batches that were used, and no others."""
+        if self._resumed is not None:  # not iterated since
+            return dict(self._resumed)
+        is_ahead = self._ahead is not None and self._ahead() > 0
+        if is_ahead and self._before is not None:
+            return self._before
+        position = {"position": self._position.state_dict()}
+        is_kept = is_ahead and self._newest is not _NONE
+        return {**position, "ahead": packed(self._newest)} if is_kept else position
+
+    # --- inside
+    # --------------------------------------------------------------------------------------------
+
+    def _batches_of_epoch(self) -> int:
+        return len(self._loader) if self._length is None else self._length
+
+    def _iterate(self) -> Iterator[Any]:
+        opened, self._opened = self._opened, None
         if opened is not None:
             return opened
-        resumed, self._hydroslurm_resumed = self._hydroslurm_resumed, None
-        self._hydroslurm_began_at = 0
+        resumed, self._resumed = self._resumed, None
+        self._began_at = 0
         if resumed is None:
             # both that an iterator draws, a seed for workers and one for the order, come together:
             # with several loaders one would else draw between what another draws
             batches: Iterator[Any] = later_batches(
-                lambda: self._hydroslurm_position.begin_epoch(self._hydroslurm_epoch())
+                lambda: self._position.begin_epoch(self._epoch())
             )
-            return self._remembering(batches, None) if self._hydroslurm_ahead else batches
-        self._hydroslurm_began_at = resumed["position"]["batches"] - ("ahead" in resumed)
-        batches = self._hydroslurm_position.resume_epoch(resumed["position"])
-        if not self._hydroslurm_ahead:
+            return self._remembering(batches, None) if self._ahead else batches
+        self._began_at = resumed["position"]["batches"] - ("ahead" in resumed)
+        batches = self._position.resume_epoch(resumed["position"])
+        if not self._ahead:
             return batches
         if "ahead" in resumed:
-            self._hydroslurm_fetched.newest = batch = unpacked(resumed["ahead"])
+            self._newest = batch = unpacked(resumed["ahead"])
             return itertools.chain([batch], self._remembering(batches, None))
         return self._remembering(batches, resumed.get("rng"))
-
-    def __len__(self) -> int:
-        length = self._hydroslurm_length
-        return len(self._hydroslurm_loader) if length is None else length
 
     def _for_this_world(
         self, resumed: Mapping[str, Any] | None, world_size: int
@@ -134,7 +214,7 @@ class HeldLoader(StandIn):
         if resumed is None or not is_inside or position.get("world_size") == world_size:
             return resumed
         if "ahead" in resumed:
-            position = self._hydroslurm_position.without_newest(position)
+            position = self._position.without_newest(position)
         return {"position": position}
 
     def _remembering(self, batches: Iterator[Any], before: Any) -> Iterator[Any]:
@@ -145,105 +225,18 @@ class HeldLoader(StandIn):
         """
         if before is not None:
             rng.restore(before)
-        fetched = self._hydroslurm_fetched
         while True:
             place: dict[str, Any] | None = None
-            if not self._hydroslurm_saves_batches:
-                place = {"position": self._hydroslurm_position.state_dict(), "rng": rng.capture()}
-            try:
-                batch = next(batches)
-            except StopIteration:
-                fetched.newest, fetched.before = _NONE, None
+            if not self._saves_batches:
+                place = {"position": self._position.state_dict(), "rng": rng.capture()}
+            batch = next(batches, _NONE)
+            if batch is _NONE:
+                self._newest, self._before = _NONE, None
                 return
-            if self._hydroslurm_saves_batches is None:
-                self._hydroslurm_saves_batches = is_saved(batch)
-            if self._hydroslurm_saves_batches:
-                fetched.newest, fetched.before = batch, None
-            else:
-                fetched.newest, fetched.before = _NONE, place
+            if self._saves_batches is None:
+                self._saves_batches = is_saved(batch)
+            self._newest, self._before = (batch, None) if self._saves_batches else (_NONE, place)
             yield batch
-
-
-def open_resumed(loader: HeldLoader) -> bool:
-    """Begin the iteration that goes on where it was saved, ahead of the framework, and fetch the
-    batch that had been fetched ahead. Random numbers are to be restored after this; then the
-    framework's first ``next()`` draws what it drew after the save.
-
-    Returns:
-        False if nothing is left of that epoch: the framework's next iteration begins another one.
-    """
-    resumed = loader._hydroslurm_resumed or {"position": {}}
-    batches = iter(loader)
-    if resumed["position"].get("finished"):
-        return False
-    fetched = list(itertools.islice(batches, 1)) if "rng" in resumed else []
-    loader._hydroslurm_opened = itertools.chain(fetched, batches)
-    return True
-
-
-def forget_opened(loader: HeldLoader) -> None:
-    """Let the next iteration begin an epoch, whatever was opened."""
-    loader._hydroslurm_opened = loader._hydroslurm_resumed = None
-
-
-def leave_resumed(loader: HeldLoader) -> None:
-    """Let the next iteration begin an epoch: the one that was saved is over. Its generators are put
-    back, and nothing of it is fetched again."""
-    resumed = loader._hydroslurm_resumed
-    if resumed is not None:
-        loader._hydroslurm_resumed = {"position": {**resumed["position"], "finished": True}}
-        iter(loader)
-
-
-def skip(loader: HeldLoader, count: int) -> None:
-    """Let the next iteration begin behind its first ``count`` batches. They are not fetched before
-    it begins: only then does the framework say which epoch it is."""
-    batches = iter(loader)
-    loader._hydroslurm_opened = later_batches(lambda: itertools.islice(batches, count, None))
-
-
-def count_rest(loader: HeldLoader) -> bool:
-    """Where another number of ranks had begun the epoch that is to be resumed, let the loader's
-    length be the batches that were used and those that are left for this number of ranks; whether
-    it is another one now."""
-    position = (loader._hydroslurm_resumed or {}).get("position")
-    if position is not None:
-        loader._hydroslurm_length = loader._hydroslurm_position.batches_of_epoch(position)
-    return loader._hydroslurm_length is not None
-
-
-def count_whole(loader: HeldLoader) -> None:
-    """Let the length be that of a whole epoch again."""
-    loader._hydroslurm_length = None
-
-
-def samples_taken(loader: HeldLoader) -> int | None:
-    """Of this rank, since the epoch was begun or resumed: full batches, without those that were
-    fetched ahead. None where the loader does not say how large a batch is."""
-    own, ahead = loader._hydroslurm_loader, loader._hydroslurm_ahead
-    indexes: Any = getattr(own, "batch_sampler", None)
-    size = getattr(own if indexes is None else indexes, "batch_size", None)
-    if not isinstance(size, int):
-        return None
-    if getattr(indexes, "split_batches", False):  # it is that of all ranks there
-        size //= indexes.num_processes
-    taken = loader._hydroslurm_position.state_dict()["batches"] - loader._hydroslurm_began_at
-    return int(taken - (ahead() if ahead else 0)) * size
-
-
-def held_state(loader: HeldLoader) -> dict[str, Any]:
-    """The position between two steps: batches that were used, and no others."""
-    if loader._hydroslurm_resumed is not None:  # not iterated since
-        return dict(loader._hydroslurm_resumed)
-    position, ahead = loader._hydroslurm_position, loader._hydroslurm_ahead
-    if ahead is None or not ahead():
-        return {"position": position.state_dict()}
-    fetched = loader._hydroslurm_fetched
-    if fetched.before is not None:
-        return fetched.before
-    if fetched.newest is not _NONE:
-        return {"position": position.state_dict(), "ahead": packed(fetched.newest)}
-    return {"position": position.state_dict()}
 
 
 def is_saved(first: Any) -> bool:

@@ -44,6 +44,8 @@ _OF_TRAINER = (
     "_load_rng_state",
 )
 """What is used of a Trainer's inside."""
+_OF_ACCELERATE = ("iteration", "end_of_dataloader", "remainder", "end", "base_dataloader")
+"""What is used of a loader that accelerate has prepared."""
 
 
 def require_known_lightning(trainer: Any) -> None:
@@ -128,6 +130,23 @@ def require_known_trainer(trainer: Any) -> None:
             f"a Trainer with {' and '.join(odd)} cannot be made preemptible yet; wanted one on a "
             "single device, with DistributedDataParallel or FSDP2, and a fixed batch size. The "
             "trainer is as it was. Change that, or unset HYDROSLURM_PREEMPT"
+        )
+
+
+def require_known_accelerate(loader: Any, state: Any) -> None:
+    """Whether this is what is known of accelerate's loaders, and of its state of gradients.
+
+    Raises:
+        UsageError: names what is not there.
+    """
+    missing = [f"{type(loader).__name__}.{n}" for n in _OF_ACCELERATE if not hasattr(loader, n)]
+    if not hasattr(state, "dataloader_references"):
+        missing.append("GradientState.dataloader_references")
+    if missing:
+        version = getattr(importlib.import_module("accelerate"), "__version__", "?")
+        raise UsageError(
+            f"accelerate {version} has no {', '.join(missing)}; hydroslurm knows 1.0 to 1.15. "
+            "Install one of those, or save and resume with accelerate"
         )
 
 

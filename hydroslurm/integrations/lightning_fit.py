@@ -23,8 +23,6 @@ from typing import Any
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.framework_run import FrameworkRun, replace
-from hydroslurm.integrations.framework_state import fingerprint
-from hydroslurm.integrations.held_loader import leave_resumed
 from hydroslurm.integrations.known import (
     environ_of_lightning,
     require_known_lightning,
@@ -43,6 +41,7 @@ from hydroslurm.integrations.sharded import (
     nothing_gathered,
     shards_of,
 )
+from hydroslurm.training.contents import fingerprint
 from hydroslurm.training.reporting import warning
 
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
@@ -229,10 +228,10 @@ class Fit:
                 fetched_ahead=None if _has_length(loader) else self._fetched_ahead,
             )
             if _is_behind_epoch(self.run.loaded):
-                leave_resumed(held)
+                held.leave_resumed()
             self._resumed_epoch.hold(held)
-            self._new_loaders.append(held)
-            return held
+            self._new_loaders.append(held.stand_in)
+            return held.stand_in
 
         strategy.process_dataloader = hold
         try:

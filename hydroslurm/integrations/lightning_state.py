@@ -29,7 +29,7 @@ from hydroslurm.checkpoint.census import Variables
 from hydroslurm.checkpoint.known import reason
 from hydroslurm.checkpoint.plain import is_plain, plain, tensors_in
 from hydroslurm.integrations.framework_run import FrameworkRun
-from hydroslurm.integrations.held_loader import HeldLoader, count_rest, count_whole
+from hydroslurm.integrations.held_loader import HeldLoader
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _VALUES = ("value", "cumulated_batch_size", "_forward_cache", "_update_count")
@@ -201,7 +201,7 @@ class ResumedEpoch:
 
     def hold(self, loader: HeldLoader) -> None:
         """Before Lightning asks for this loader's length."""
-        if count_rest(loader):
+        if loader.count_rest():
             self._epoch = self._trainer.fit_loop.epoch_progress.current.processed
             self._loaders.append(loader)
 
@@ -212,7 +212,7 @@ class ResumedEpoch:
             return
         self._epoch = None
         for loader in self._loaders:
-            count_whole(loader)
+            loader.count_whole()
         combined = loop._combined_loader
         combined.limits = [
             self._limit(len(one)) if hasattr(one, "__len__") else limit

@@ -19,7 +19,7 @@ import torch
 
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.framework_run import FrameworkRun
-from hydroslurm.integrations.framework_state import fingerprint
+from hydroslurm.training.contents import fingerprint
 from hydroslurm.training.objects import bare
 from hydroslurm.training.readback import load_optimizer
 
@@ -29,7 +29,7 @@ _NAME = "shards"
 def fingerprint_of_all(
     weights: Mapping[str, Any], *, device: torch.device, add: Callable[[torch.Tensor], Any]
 ) -> int:
-    """As :func:`hydroslurm.integrations.framework_state.fingerprint`, over all ranks: so that all
+    """As :func:`hydroslurm.training.contents.fingerprint`, over all ranks: so that all
     see a change that only some of them have a part of.
 
     Args:

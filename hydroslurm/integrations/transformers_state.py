@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from hydroslurm.checkpoint.plain import plain
 from hydroslurm.checkpoint.tree import is_dtensor
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.framework_run import FrameworkRun
-from hydroslurm.integrations.framework_state import OtherModules
 from hydroslurm.integrations.sharded import Sharded
+from hydroslurm.training.contents import fingerprint
 from hydroslurm.training.objects import bare
 
 _STATE_FILE = "trainer_state.json"
@@ -105,6 +105,47 @@ class LoopState:
     def _flags_now(self) -> dict[str, bool]:
         flags = {name: bool(getattr(self._trainer.control, name)) for name in _FLAGS}
         return flags | dict.fromkeys(_AT_STEP if self.is_followed else (), False)
+
+
+class OtherModules:
+    """Modules beside the model that all ranks have alike, such as a reference model that follows
+    it. Saved are those that have changed since the training began.
+
+    Args:
+        find: the modules, with names that are the same in each attempt; asked anew each time.
+    """
+
+    def __init__(self, find: Callable[[], Iterable[tuple[str, torch.nn.Module]]]) -> None:
+        self._find = find
+        self._before: dict[str, Any] = {}
+        self._restored: frozenset[str] = frozenset()
+
+    def remember(self) -> None:
+        """Those that do not change from now on are as the script makes them."""
+        self._before = {name: fingerprint(one.state_dict()) for name, one in self._find()}
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {name: one.state_dict() for name, one in self._find()}
+        return {
+            name: state
+            for name, state in states.items()
+            if name in self._restored or fingerprint(state) != self._before.get(name)
+        }
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Raises:
+        StateMismatch: one is not there, or does not fit.
+        """
+        here = dict(self._find())
+        self._restored = frozenset(states)
+        for name, state in states.items():
+            try:
+                here[name].load_state_dict(state)
+            except (KeyError, RuntimeError, ValueError, TypeError) as error:
+                raise StateMismatch(
+                    f"the checkpoint has the state of {name}, which this script does not have, or "
+                    f"in another form: {error}; begin anew with another directory="
+                ) from error
 
 
 class TrainerCheckpoint:

@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 
-from hydroslurm.integrations.accelerate_loader import HeldTrainLoader
+from hydroslurm.integrations.accelerate_loader import PreparedLoader
 from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit, replace
-from hydroslurm.integrations.framework_state import fingerprint
 from hydroslurm.integrations.known import environ_of, require_known_trainer
 from hydroslurm.integrations.loggers import (
     LoggedRows,
@@ -36,6 +35,7 @@ from hydroslurm.integrations.loggers import (
 )
 from hydroslurm.integrations.sharded import Sharded, is_sharded
 from hydroslurm.integrations.transformers_state import LoopState, TrainerCheckpoint, remember
+from hydroslurm.training.contents import fingerprint
 from hydroslurm.training.objects import bare
 from hydroslurm.training.reporting import warning
 
@@ -56,7 +56,7 @@ class Train:
         self._trainer = trainer
         self._undo = ExitStack()
         self._replace = partial(replace, self._undo, trainer)
-        self._loader: HeldTrainLoader | None = None
+        self._loader: PreparedLoader | None = None
         self._steps_per_epoch = 1
         self._ended = self._is_opened = False
         self._was_to_end_at: int | None = None
@@ -128,15 +128,16 @@ class Train:
         remember(self._trainer, self.run)  # a model_init has made its model by now
         values = own(*args, **kw)
         if self._loader is not None and self.run.loaded is not None:
-            values = self._resized(list(values), self._loader.batches_of_epoch())
+            values = self._resized(list(values), self._loader)
         self._steps_per_epoch = values[1]
         return values
 
-    def _resized(self, values: list[Any], batches: int | None) -> list[Any]:
+    def _resized(self, values: list[Any], loader: PreparedLoader) -> list[Any]:
         """The Trainer's numbers for the rest of an epoch that another number of ranks had begun:
         its steps and batches, and where the training ends, if it goes by epochs."""
-        if batches is None:
+        if not loader.held.count_rest():
             return values
+        batches = len(loader.held.stand_in)
         args, loop = self._trainer.args, self.run.own_loaded["loop"]
         whole, usual = values[1], values[5]
         steps = -(-batches // args.gradient_accumulation_steps)
@@ -157,7 +158,8 @@ class Train:
         return values
 
     def _get_train_dataloader(self, own: Callable[..., Any]) -> Any:
-        self._loader = HeldTrainLoader(self.run, own())
+        self._loader = PreparedLoader(self.run, own())
+        self._loader.hold()
         return self._loader.to_iterate
 
     def _skip(self, own: Callable[..., Any], loader: Any, count: int) -> Any:
@@ -166,7 +168,7 @@ class Train:
         if self._loader is None or loader is not self._loader.to_iterate:
             return own(loader, count)
         if self.run.loaded is None:
-            self._loader.skip(count)
+            self._loader.held.skip(count)
         return loader
 
     def _get_batch_samples(self, own: Callable[..., Any], batches: Any, *args: Any) -> Any:
@@ -264,7 +266,7 @@ class Train:
             self._step_is_followed()
             return
         if self._loader is not None:
-            self._loader.leave_epoch()
+            self._loader.held.count_whole()
         if grad_norm is None and learning_rate is None and loop.epoch == epoch:
             grad_norm, learning_rate = loop.grad_norm, loop.learning_rate  # of before the stop
         own(loss, grad_norm, model, trial, epoch, ignore_keys, start_time, learning_rate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -23,6 +23,8 @@ _NOT_GIVEN = (
     "begins, and register it"
 )
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Key = TypeVar("Key")
 
 
 class Contents:
@@ -178,3 +180,18 @@ def largest(state: Mapping[str, Any]) -> str | None:
     most = sorted(sizes, key=lambda name: -sizes[name])[:3]
     names = ", ".join(f"{name} ({sizes[name] / 2**20:.0f} MiB)" for name in most)
     return f"{names}, of {total / 2**20:.0f} MiB in attributes"
+
+
+def fingerprint(weights: Mapping[Key, Any]) -> dict[Key, int]:
+    """A sum of the bits of each weight and buffer, which differs once something else is in their
+    place. Counters of versions would not see a write through ``.data``, nor BatchNorm's own."""
+    sums: dict[Key, torch.Tensor] = {}
+    for name, value in weights.items():
+        local = local_of(value)
+        plain = isinstance(local, torch.Tensor) and local.layout is torch.strided
+        if plain and local.numel() and not local.is_quantized:
+            flat = local.detach().reshape(-1)
+            integers = _INTEGERS.get(flat.element_size(), torch.uint8)  # of wider ones, bytes
+            sums[name] = flat.view(integers).sum(dtype=torch.int64)
+    found = torch.stack([one.cpu() for one in sums.values()]).tolist() if sums else []
+    return dict(zip(sums, found, strict=True))

@@ -10,9 +10,8 @@ whole, shows whether they do.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from torch.optim import Optimizer
 from hydroslurm.checkpoint.plain import is_plain, plain, put
 from hydroslurm.elastic.accumulation import Accumulation
 from hydroslurm.elastic.reduction import GradientSum
+from hydroslurm.training.contents import fingerprint
 from hydroslurm.training.objects import Objects
 
 _LARGE = 10_000
@@ -189,24 +189,7 @@ class StepUndo:
         return self._sums_at_step is not None and self._sums.begun > self._sums_at_step
 
     def _digest_now(self) -> object:
-        return _digest(one for one in self._trained() if not is_lazy(one))
-
-
-def _digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Sum the bits of each as integers, on its device.
-
-    Changing one weight changes the digest; two changes that cancel each other go unnoticed.
-    """
-    sums = [
-        one.detach().reshape(-1).view(_INTEGERS[one.element_size()]).sum(dtype=torch.int64)
-        for one in tensors
-        if one.numel()
-    ]
-    numbers = torch.stack([one.cpu() for one in sums]) if sums else torch.zeros(1)
-    return hashlib.blake2b(numbers.numpy().tobytes(), digest_size=16).hexdigest()
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        return fingerprint({n: one for n, one in enumerate(self._trained()) if not is_lazy(one)})
 
 
 class _Note:

@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from hydroslurm.errors import StateMismatch
-from hydroslurm.integrations.framework_state import OtherModules
 from hydroslurm.integrations.sharded import is_sharded, why_not
-from hydroslurm.integrations.transformers_state import LoopState, other_modules, remember
+from hydroslurm.integrations.transformers_state import (
+    LoopState,
+    OtherModules,
+    other_modules,
+    remember,
+)
 from hydroslurm.training.contents import Contents
 
 
