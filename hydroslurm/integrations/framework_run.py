@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch
@@ -214,21 +213,17 @@ class FrameworkRun(Run):
         self._contents.begin()
 
     def _put_back(self, pending: Mapping[str, Any]) -> None:
-        registered, states = self._cursor.registered, pending.get("registered", {})
-        for name in (*pending["own"], *states):
-            if name not in self.own and name not in registered.names():
+        known = {*self.own, *self._cursor.registered.names()}
+        for name in (*pending["own"], *pending.get("registered", {})):
+            if name not in known:
                 raise StateMismatch(
                     f"the checkpoint has a state of {name!r} for this rank, which this script does "
                     "not have any more; begin anew with another directory="
                 )
         for name, state in pending["own"].items():
             self.own[name].load_state_dict(state)
-        self._contents.restore(pending.get("script", {}), new_rank=pending.get("new_rank"))
-        registered.load(states)
-        registered.rewind(states, new_rank=pending.get("new_rank"))
-        self._bucket_orders.load(pending.get("bucket_orders", ()))
-        self._gradients.load_state_dict(pending.get("gradients", {}))
-        rng.restore(pending["rng"])
+        self._apply_own(pending)
+        self._cursor.restore_rng()  # nothing is left to open
 
     # --- on the way
     # --------------------------------------------------------------------------------------------
@@ -356,7 +351,7 @@ class FrameworkRun(Run):
         }
 
     def _save_by(self, deadline_mono_s: float) -> str:
-        if self.trains:
+        if self.trains or not self._has_begun:
             return super()._save_by(deadline_mono_s)
         where = f"step {self._step} is committed" if self._pending else "nothing was saved"
         return f"the training had not begun in this attempt; {where}"

@@ -154,8 +154,7 @@ class ElasticRun(Run):
     def finish(self) -> None:
         """Wait until all members have trained to the end; the first of them saves. The default
         group stays that of these members, for what follows."""
-        if not self._has_begun:
-            self._begin_unasked("the run is to be finished", may_load=False)
+        self._require_begun("the run is to be finished", may_load=False)
         self._count_step_left_early()
         while not self._is_done:
             directive = self._member.safe_point(self._step, final=True, stop=self._stop_seen)
@@ -459,8 +458,7 @@ class ElasticRun(Run):
         ``averaging`` the ranks' weights differ within the loop: the save follows behind the next
         step at which they are averaged, and what is returned says so.
         """
-        if not self._has_begun:
-            self._begin_unasked("save() was called", may_load=False)
+        self._require_begun("save() was called", may_load=False)
         step = self._completed_step()
         later = ""
         if self._engine.failed:

@@ -321,28 +321,24 @@ class Run:
             UsageError: the run was not resumed, a checkpoint is committed, and something may have
                 been trained since; or it was set before the run was resumed.
         """
-        if not self._has_begun:
-            self._begin_unasked("run.step was read")
+        self._require_begun("run.step was read")
         return self._step
 
     @step.setter
     def step(self, step: int) -> None:
-        if not self._has_begun:
-            self._begin_unasked("run.step was set", may_load=False)
+        self._require_begun("run.step was set", may_load=False)
         self._saves.behind_batches = False
         self._step = step
 
     @property
     def epoch(self) -> int:
         """The epoch that is being trained, from 0; as :attr:`step`."""
-        if not self._has_begun:
-            self._begin_unasked("run.epoch was read")
+        self._require_begun("run.epoch was read")
         return self._epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        if not self._has_begun:
-            self._begin_unasked("run.epoch was set", may_load=False)
+        self._require_begun("run.epoch was set", may_load=False)
         self._saves.behind_batches = False
         self._epoch = epoch
 
@@ -392,13 +388,15 @@ class Run:
             raise UsageError(_COULD_NOT_RESUME)
         return self._begin(may_load=True, seen="")
 
-    def _begin_unasked(self, seen: str, *, may_load: bool = True) -> None:
-        """The loop begins without a call of :meth:`resume`. The run is resumed here if its state is
-        still what the script has made; in the middle of a loop it would be too late.
+    def _require_begun(self, seen: str, *, may_load: bool = True) -> None:
+        """Where the loop begins without a call of :meth:`resume`, the run is resumed here if its
+        state is still what the script has made; in the middle of a loop it would be too late.
 
         Raises:
             UsageError: a checkpoint is committed, which the loop would begin without.
         """
+        if self._has_begun:
+            return
         if self._is_closed or self._attempt.number is not None:
             if may_load:  # an error that is being handled may look at the step
                 return
@@ -613,8 +611,7 @@ class Run:
             UsageError: the run was not resumed, and a checkpoint is committed; or the optimizer
                 steps, and nobody counts.
         """
-        if not self._has_begun:
-            self._begin_unasked("a safe point was reached", may_load=False)
+        self._require_begun("a safe point was reached", may_load=False)
         self._saves.unchanged = False
         self._gradients.end_step()
         if self._watch.on:
@@ -669,8 +666,7 @@ class Run:
             UsageError: in the body of a loop over :meth:`batches`, to which no attempt can return;
                 within another such block.
         """
-        if not self._has_begun:
-            self._begin_unasked("an evaluation begins")
+        self._require_begun("an evaluation begins")
         if self._saves.in_body or self._saves.evaluation is not None:
             where = (
                 "the body of a loop over batches() or steps()"
@@ -708,8 +704,7 @@ class Run:
             UnsavableState: the state holds something that cannot be saved.
             UsageError: as :meth:`safe_point`; or within :meth:`evaluation`.
         """
-        if not self._has_begun:
-            self._begin_unasked("save() was called", may_load=False)
+        self._require_begun("save() was called", may_load=False)
         if self._saves.evaluation is not None:
             raise UsageError(
                 "run.save() within run.evaluation(), which the next attempt begins anew from what "
@@ -736,8 +731,7 @@ class Run:
             AgreementFailed: a rank has failed before it was done, so that the run is not finished.
             UsageError: the run was not resumed, and a checkpoint is committed.
         """
-        if not self._has_begun:
-            self._begin_unasked("the run is to be finished", may_load=False)
+        self._require_begun("the run is to be finished", may_load=False)
         self._saver.wait()
         self._cursor.restore_rng()  # for what follows, where there was nothing left to train
         self._count_step_left_early()
@@ -852,10 +846,14 @@ class Run:
             self._log_once(message)
         counters = state.own["counters"]
         self._step, self._epoch = counters["step"], counters["epoch"]
-        self._contents.restore(state.own.get("script", {}), new_rank=state.own.get("new_rank"))
-        self._bucket_orders.load(state.own.get("bucket_orders", ()))
-        self._gradients.load_state_dict(state.own.get("gradients", {}))
-        self._cursor.load(state.own)
+        self._apply_own(state.own)
+
+    def _apply_own(self, own: Mapping[str, Any]) -> None:
+        """Put what this rank has saved for itself in its place."""
+        self._contents.restore(own.get("script", {}), new_rank=own.get("new_rank"))
+        self._bucket_orders.load(own.get("bucket_orders", ()))
+        self._gradients.load_state_dict(own.get("gradients", {}))
+        self._cursor.load(own)
 
     # --- inside: loops
     # --------------------------------------------------------------------------------------------
@@ -1006,21 +1004,16 @@ class Run:
             self._stop(stop)
 
     def _stop(self, request: StopRequest) -> NoReturn:
+        """Save for a stop, have the job requeued, and exit."""
+        step = self._completed_step()
         with self._leaving_when_stale():
-            raise self._saved_exit(request, step=self._completed_step())
-
-    def _saved_exit(self, request: StopRequest, *, step: int) -> ExitForRequeue:
-        """Save for a stop and have the job requeued; the exit is returned, to be raised."""
-        try:
-            window = self._stopping.agree_on_window(request, step=step)
-            saved = self._save_by(window.deadline_mono_s) if self._has_begun else self._not_begun()
-            return self._stopping.leave(window, saved, step=step)
-        except RanksError as error:  # a rank died just now
-            return self._stopping.leave_unsaved(error, request, step=step)
-
-    def _not_begun(self) -> str:
-        """The message of a stop before the run has begun: the newest checkpoint may be ahead."""
-        return "the run had not begun, and nothing was saved"
+            try:
+                window = self._stopping.agree_on_window(request, step=step)
+                saved = self._save_by(window.deadline_mono_s)
+                leaving = self._stopping.leave(window, saved, step=step)
+            except RanksError as error:  # a rank died just now
+                leaving = self._stopping.leave_unsaved(error, request, step=step)
+            raise leaving
 
     def _samples_of_step(self) -> int | None:
         return self._cursor.samples_per_step
@@ -1046,6 +1039,8 @@ class Run:
 
     def _save_by(self, deadline_mono_s: float) -> str:
         """Save for a stop; return what came of it, as a message."""
+        if not self._has_begun:  # the newest checkpoint may be ahead
+            return "the run had not begun, and nothing was saved"
         if self._saves.behind_batches:
             return (
                 f"step {self._step} is committed as it was behind its last batch, and what follows "
