@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # by both names: a type checker takes them for exported
     from hydroslurm.gate.hooks import register_ophooks_recursively as register_ophooks_recursively
     from hydroslurm.gate.signals import SignalPlan as SignalPlan
     from hydroslurm.integrations.fused.modules import optimize_modules as optimize_modules
-    from hydroslurm.integrations.fused.optimizers import optimize_optimizer as optimize_optimizer
+    from hydroslurm.integrations.fused.modules import optimize_optimizer as optimize_optimizer
     from hydroslurm.integrations.fused.rewriters import register_rewriter as register_rewriter
     from hydroslurm.jobs.launch.executor import Executor as Executor
     from hydroslurm.jobs.launch.rank import preemptible as preemptible
@@ -62,7 +62,7 @@ _HOME = {
     "UsageError": "hydroslurm.errors",
     "Executor": "hydroslurm.jobs.launch.executor",
     "optimize_modules": "hydroslurm.integrations.fused.modules",
-    "optimize_optimizer": "hydroslurm.integrations.fused.optimizers",
+    "optimize_optimizer": "hydroslurm.integrations.fused.modules",
     "register_rewriter": "hydroslurm.integrations.fused.rewriters",
     "preemptible": "hydroslurm.jobs.launch.rank",
     "Controller": "hydroslurm.runtime.controller",

@@ -42,8 +42,8 @@ if _children not in _given.split(os.pathsep):
 def _no_run_ends_with_the_tests() -> Iterator[None]:
     """A run that a test has finished in this process would be marked so at the end of all tests."""
     yield
-    if (finished := sys.modules.get("hydroslurm.training.finished")) is not None:
-        finished._trained.clear()
+    if (attempts := sys.modules.get("hydroslurm.training.attempts")) is not None:
+        attempts._trained.clear()
 
 
 @pytest.fixture(scope="session")

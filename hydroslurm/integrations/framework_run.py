@@ -29,8 +29,7 @@ from hydroslurm.integrations.held_loader import HeldLoader
 from hydroslurm.training.arguments import run_directory
 from hydroslurm.training.checks import Remedies
 from hydroslurm.training.contents import Contents
-from hydroslurm.training.ddp_buckets import BucketOrders, Models
-from hydroslurm.training.gradients import Gradients
+from hydroslurm.training.gradients import BucketOrders, Gradients, Models
 from hydroslurm.training.objects import Stateful
 from hydroslurm.training.run import Run
 

@@ -16,7 +16,7 @@ from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
 from hydroslurm.errors import RunFolderError
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import ALONE_ENV
-from hydroslurm.training import finished
+from hydroslurm.training.attempts import finished_step, remove_finished
 from hydroslurm.training.composition import Composition, Loading, changes
 from hydroslurm.training.objects import Objects
 from hydroslurm.training.rank_group import RankGroup
@@ -79,16 +79,16 @@ def enter(run_dir: RunDir, *, fence: Fence, store: CheckpointStore, anew: bool) 
         RunFolderError: as :func:`require_own`.
     """
     require_own(run_dir, fence=fence, anew=anew)
-    done = None if anew else finished.step_of(run_dir)
+    done = None if anew else finished_step(run_dir)
     claim = None
     if done is None:
         claim = fence.claim()
         store.revoke_others()
         if anew:
-            finished.remove(run_dir)
+            remove_finished(run_dir)
             if (aside := set_aside(store.directory)) is not None:
                 notice(f"resume=False: what was committed is in {aside} now")
-        done = finished.step_of(run_dir)  # an older attempt may have been about to write it
+        done = finished_step(run_dir)  # an older attempt may have been about to write it
     return {"finished": done, "claim": claim}
 
 

@@ -48,17 +48,33 @@ from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.training import finished, oversights
 from hydroslurm.training.arguments import Cadence, controller_for, fence_of, run_directory
-from hydroslurm.training.attempts import CurrentAttempt, Limits, least_number, limits_of
-from hydroslurm.training.checks import FirstStep, Remedies, own_loop
+from hydroslurm.training.attempts import (
+    CurrentAttempt,
+    Limits,
+    finish_at_good_end,
+    least_number,
+    limits_of,
+    next_unfinished,
+    require_unfinished,
+    write_finished,
+)
+from hydroslurm.training.checks import (
+    FirstStep,
+    FolderWatch,
+    LoopWatch,
+    Remedies,
+    closed,
+    opened,
+    own_loop,
+    recompiles,
+    require_place,
+)
 from hydroslurm.training.composition import Composition
 from hydroslurm.training.contents import Contents, largest
 from hydroslurm.training.cursor import Cursor
-from hydroslurm.training.ddp_buckets import STATIC_GRAPH, BucketOrders
-from hydroslurm.training.gradients import Gradients
+from hydroslurm.training.gradients import STATIC_GRAPH, BucketOrders, Gradients
 from hydroslurm.training.objects import Objects, OutgrownState, require_registrable
-from hydroslurm.training.oversights import FolderWatch, LoopWatch
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import SaveRecorder, notice, warning
 from hydroslurm.training.requeue import StopHandler
@@ -210,15 +226,15 @@ class Run:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         del elastic  # made an ElasticRun of this, which knows
-        oversights.require_place()
+        require_place()
         environ = os.environ if environ is None else environ
         allocation = Allocation.from_environ(environ)
         self._cadence = Cadence.of(every_steps, every_s, environ)
         self.dir = run_directory(directory, environ)
         if directory is None:  # a script makes the same runs, in the same order, in each attempt
             run_folders.warn_of_doubt(self.dir)
-            self.dir = finished.next_unfinished(self.dir).claim()
-        finished.require_unfinished(self.dir)
+            self.dir = next_unfinished(self.dir).claim()
+        require_unfinished(self.dir)
         self._folder = FolderWatch(self.dir.root)
         self._step = 0
         self._epoch = 0
@@ -265,7 +281,7 @@ class Run:
             self._saver = self._make_saver(keep=keep, on_save_error=on_save_error)
             self._stopping = self._take_over_stops(allocation, environ)
             undo.pop_all()
-        oversights.opened(self, self._controller)
+        opened(self, self._controller)
 
     @property
     def generation(self) -> int:
@@ -750,7 +766,7 @@ class Run:
     def close(self) -> None:
         """Wait for a save in flight and restore the signal handlers; no other cleanup is needed."""
         self._is_closed = True
-        oversights.closed(self)
+        closed(self)
         self._stopping.stand_down()
         self._watch.close()
         self._first_step.close()
@@ -969,7 +985,7 @@ class Run:
         self._say(self._contents.unkept())
         if self._bucket_orders.has_static_graph():
             self._log_once(STATIC_GRAPH)
-        if message := oversights.recompiles(self._model, self._cursor.loader):
+        if message := recompiles(self._model, self._cursor.loader):
             self._log_once(message)
         state = self._state()
         if most := largest(state.own.get("script", {})):
@@ -1147,6 +1163,6 @@ class Run:
         self._attempt.end("finished", step=self._step)
         if self._rest_is_redone():
             others = self._others_have_ended
-            finished.at_good_end(self.dir, step=self._step, fence=self._fence, others=others)
+            finish_at_good_end(self.dir, step=self._step, fence=self._fence, others=others)
         else:
-            finished.write(self.dir, step=self._step)
+            write_finished(self.dir, step=self._step)

@@ -11,7 +11,7 @@ from processes import wait_until
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.elastic.folder import ElasticFolder
-from hydroslurm.training import finished
+from hydroslurm.training.attempts import finished_step
 
 TAIL = """
     import json, os, signal, sys, time
@@ -90,7 +90,7 @@ def test_all_who_have_trained_do_together_what_follows(tmp_path: Path, shape: st
         for name in ("waits", "late"):
             assert story.ended(name) == 0
             assert not [one for one in story.members[name].lines if one.startswith("TAIL")]
-        assert (finished.step_of(RunDir(story.folder.run)) is not None) == (shape == "run")
+        assert (finished_step(RunDir(story.folder.run)) is not None) == (shape == "run")
         assert (tmp_path / "final.pt").exists()
         assert not story.entries("failure")
 
@@ -108,12 +108,12 @@ def test_a_tail_that_fails_is_no_success(tmp_path: Path, fails: str) -> None:
         failure = story.wait_for("failure")
         assert "what follows the training" in failure["reason"]
         assert len(story.entries("failure")) == 1
-        assert finished.step_of(RunDir(story.folder.run)) is None
+        assert finished_step(RunDir(story.folder.run)) is None
         assert state_of(story.folder) != "Succeeded"
         story.start_all("cd", seed=1, **told)
         assert all(story.ended(name, limit_s=30) == 0 for name in "cd")
         assert not story.steps("c")
         story.wait_for("finished")
-        assert finished.step_of(RunDir(story.folder.run)) is not None
+        assert finished_step(RunDir(story.folder.run)) is not None
         if fails == "by a signal":
             assert -signal.SIGKILL in [story.members[name].wait() for name in "ab"]

@@ -19,7 +19,7 @@ from torch import nn
 
 import hydroslurm
 from hydroslurm.errors import UsageError
-from hydroslurm.integrations.fused import optimizers, rewriters, trial
+from hydroslurm.integrations.fused import modules, rewriters, trial
 from hydroslurm.integrations.fused.choices import Choice
 
 WIDTH, LENGTH = 32, 24
@@ -39,7 +39,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_speed(monkeypatch: pytest.MonkeyPatch, ratio: float) -> None:
-    for module in (trial, optimizers):
+    for module in (trial, modules):
         monkeypatch.setattr(module, "time_ratio", lambda *_: ratio)
 
 

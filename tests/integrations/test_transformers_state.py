@@ -13,7 +13,7 @@ import torch
 
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.sharded import is_sharded, why_not
-from hydroslurm.integrations.transformers_state import (
+from hydroslurm.integrations.transformers_train import (
     LoopState,
     OtherModules,
     other_modules,

@@ -18,8 +18,7 @@ from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.conditions import add_condition
 from hydroslurm.jobs.supervisor.job_step import start_step
 from hydroslurm.runtime.status_writer import StatusWriter
-from hydroslurm.training import finished
-from hydroslurm.training.attempts import AttemptLog
+from hydroslurm.training.attempts import AttemptLog, finished_step, write_finished
 
 sys.path.insert(0, str(Path(__file__).parent))
 from planting import job, python, train
@@ -153,8 +152,8 @@ def test_a_planted_file_does_not_end_a_run(
     done = train(open_run)
     assert "at step 3 with 2.0" in done.stdout, done.stdout
     assert done.stdout.count(f"{planted} belongs to uid {stranger.uid}") == 1
-    finished.write(RunDir(open_run), step=9)
-    assert finished.step_of(RunDir(open_run)) == 9
+    write_finished(RunDir(open_run), step=9)
+    assert finished_step(RunDir(open_run)) == 9
     numbers = [one.number for one in AttemptLog(open_run / "attempts.jsonl").attempts()]
     assert numbers == ([1] if name == "attempts.jsonl" else [1, 2])
     assert planted.stat().st_uid == os.getuid()
@@ -229,7 +228,7 @@ def test_temporary_files_follow_no_links(
     for name in (f".finished.json.{os.getpid()}-{random}", "starts.jsonl"):
         stranger.run("ln", "-s", str(victim), str(lab / name))
     with pytest.raises(RunFolderError):
-        finished.write(RunDir(lab), step=1)
+        write_finished(RunDir(lab), step=1)
     with pytest.raises(RunFolderError):
         Attempts(lab / "starts.jsonl").begin(0)
     assert victim.read_text() == "ours"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hydroslurm.training.ddp_buckets import BucketOrders, is_settled
+from hydroslurm.training.gradients import BucketOrders, is_settled
 
 
 def test_other_models_are_left_alone() -> None:

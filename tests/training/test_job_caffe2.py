@@ -24,7 +24,7 @@ from hydroslurm import (
 )
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError, UsageError
-from hydroslurm.training import finished
+from hydroslurm.training.attempts import finished_step
 
 
 class Total:
@@ -194,7 +194,7 @@ def test_an_unusable_folder(tmp_path: Path, folder: str) -> None:
     with pytest.raises(RunFolderError, match=rf"the run folder [^ ]*{folder}: [^ ]*file is a file"):
         JobRunner(job, CheckpointManager(tmp_path / folder)).run()
     with pytest.raises(RunFolderError, match=rf"the run folder [^ ]*{folder}: Not a directory"):
-        finished.step_of(RunDir(tmp_path / folder))
+        finished_step(RunDir(tmp_path / folder))
 
 
 def test_a_compiled_job_travels(tmp_path: Path) -> None:

@@ -17,9 +17,8 @@ from training.loop import Training, ask_for_stop, same
 import hydroslurm
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch, UsageError
-from hydroslurm.training import finished
-from hydroslurm.training.attempts import AttemptLog
-from hydroslurm.training.oversights import recompiles
+from hydroslurm.training.attempts import AttemptLog, finished_step, write_finished
+from hydroslurm.training.checks import recompiles
 
 STEPS = 6
 
@@ -133,7 +132,7 @@ def test_never_from_0_where_something_is_committed(forgetting: str, tmp_path: Pa
         }[forgetting]()
     assert names(tmp_path) == ["step-000000003"]
     assert len(AttemptLog(tmp_path / "attempts.jsonl").attempts()) == 1
-    assert finished.step_of(again.run.dir) is None
+    assert finished_step(again.run.dir) is None
     assert again.run.resume() is True  # a script that warms its optimizer up, and then resumes
     again.run.close()
 
@@ -195,7 +194,7 @@ def test_told_to_begin_anew_it_sets_aside_what_is_there(tmp_path: Path) -> None:
     """resume=False trains from 0; the next attempt goes on from what that has saved, not from the
     older one, which is further; a marker of the end is no end of it."""
     committed(tmp_path, steps=5)
-    finished.write(RunDir(tmp_path), step=5)
+    write_finished(RunDir(tmp_path), step=5)
     anew = Loop(tmp_path, resume=False)
     anew.from_0(steps=2)
     anew.run.save()

@@ -14,8 +14,8 @@ from training.loop import STEPS_PER_EPOCH, Training, ask_for_stop, same
 import hydroslurm
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, leaves_with
 from hydroslurm.errors import RunFolderError, SaveFailed, StateMismatch, UnsavableState, UsageError
-from hydroslurm.training import finished, reporting
-from hydroslurm.training.attempts import AttemptLog, Limits
+from hydroslurm.training import reporting
+from hydroslurm.training.attempts import AttemptLog, Limits, settle_finished
 
 EPOCHS = 3
 
@@ -70,7 +70,7 @@ def test_a_finished_run_leaves_at_once(tmp_path: Path) -> None:
     """A restart of a finished run ends with status 0 before its first batch."""
     Training(tmp_path).train(epochs=1)
     leaves_with(0)
-    finished.settle()  # as its process does at its end
+    settle_finished()  # as its process does at its end
     again = Training(tmp_path)
     with pytest.raises(SystemExit) as leaving:
         again.train(epochs=1)
