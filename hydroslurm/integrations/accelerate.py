@@ -411,7 +411,7 @@ class Loop:
         if one.resumes:
             prepared.is_iterated()
             if batch is not _NONE:  # it was among them when it was saved
-                _set_references(state, under_way)
+                state.dataloader_references = under_way
         return batch, source
 
     def _trains_from(self, loader: Loader, one: Iteration) -> bool:
@@ -500,7 +500,7 @@ class Loop:
             loader.own.iteration = each["iteration"]
             loader.own.end_of_dataloader, loader.own.remainder = each["end"], each["remainder"]
         found = [None if number is None else self._loaders[number].own for number in saved["open"]]
-        _set_references(self._accelerator.gradient_state, found)
+        self._accelerator.gradient_state.dataloader_references = found
 
     def _state(self) -> dict[str, Any]:
         """At a safe point."""
@@ -551,10 +551,3 @@ def _is_loader(thing: Any) -> bool:
 def _is_held_by(one: Iteration, kind: type) -> bool:
     """Whether this iterator of the standard library's goes through the batches."""
     return any(isinstance(holder, kind) for holder in gc.get_referrers(one.batches()))
-
-
-def _set_references(state: Any, loaders: list[Any]) -> None:
-    """Which loaders are being iterated, the newest one last: its end is where accelerate steps."""
-    state.dataloader_references = loaders
-    if not isinstance(getattr(type(state), "active_dataloader", None), property):  # before 1.4
-        state.active_dataloader = loaders[-1]

@@ -145,7 +145,7 @@ def require_known_accelerate(loader: Any, state: Any) -> None:
     if missing:
         version = getattr(importlib.import_module("accelerate"), "__version__", "?")
         raise UsageError(
-            f"accelerate {version} has no {', '.join(missing)}; hydroslurm knows 1.0 to 1.15. "
+            f"accelerate {version} has no {', '.join(missing)}; hydroslurm knows 1.10 to 1.15. "
             "Install one of those, or save and resume with accelerate"
         )
 

@@ -15,6 +15,7 @@ import gc
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -348,9 +349,9 @@ class LoopWatch:
     def __init__(self) -> None:
         self.on = True
         self._hooks: list[Any] = []
-        self._steps: list[int] = []
-        self._seen: list[int] = []
-        self._uncounted: list[int] = []
+        self._steps: Counter[int] = Counter()
+        self._seen: Counter[int] = Counter()
+        self._uncounted: Counter[int] = Counter()
         self._begun_at: int | None = None
 
     def add(self, thing: Any) -> None:
@@ -360,25 +361,19 @@ class LoopWatch:
         if not hasattr(thing, "_optimizer_step_post_hooks"):
             return
         steps, place = self._steps, len(self._steps)
-
-        def count(*_: Any) -> None:
-            steps[place] += 1
-
-        steps.append(0)
-        self._seen.append(0)
-        self._uncounted.append(0)
-        self._hooks.append(thing.register_step_post_hook(count))
+        steps[place] = 0
+        self._hooks.append(thing.register_step_post_hook(lambda *_: steps.update([place])))
 
     @property
     def may_have_trained(self) -> bool:
         """Whether an optimizer has stepped, or there is none by which that could be seen."""
-        return not self._steps or any(self._steps)
+        return not self._steps or any(self._steps.values())
 
     def begin(self, step: int, *, in_loop: bool) -> None:
         """The run begins at this step; in the middle of a loop, or after what was a warm-up."""
         self._begun_at = step
         if not in_loop:
-            self._seen = list(self._steps)
+            self._seen = self._steps.copy()
 
     def at_safe_point(self, step: int) -> None:
         """A loop of one's own says that a step is complete.
@@ -392,10 +387,9 @@ class LoopWatch:
         if step != self._begun_at:
             self.close()
             return
-        trained = [now > seen for now, seen in zip(self._steps, self._seen, strict=True)]
-        self._seen = list(self._steps)
-        self._uncounted = [n + one for n, one in zip(self._uncounted, trained, strict=True)]
-        if max(self._uncounted, default=0) < 2:
+        self._uncounted.update((self._steps - self._seen).keys())
+        self._seen = self._steps.copy()
+        if max(self._uncounted.values(), default=0) < 2:
             return
         raise UsageError(
             f"the optimizer has stepped before each of two safe points, and run.step is {step} as "

@@ -10,7 +10,7 @@ from hydroslurm.checkpoint import rng
 from hydroslurm.data.position import LoaderPosition, position_of
 from hydroslurm.data.strategies import SamplerPosition
 from hydroslurm.errors import StateMismatch, UsageError
-from hydroslurm.training.composition import Loading
+from hydroslurm.training.objects import Loading
 
 
 class Cursor:

@@ -17,8 +17,7 @@ from hydroslurm.errors import RunFolderError
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import ALONE_ENV
 from hydroslurm.training.attempts import finished_step, remove_finished
-from hydroslurm.training.composition import Composition, Loading, changes
-from hydroslurm.training.objects import Objects
+from hydroslurm.training.objects import Composition, Loading, Objects, changes
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice
 

@@ -70,11 +70,10 @@ from hydroslurm.training.checks import (
     recompiles,
     require_place,
 )
-from hydroslurm.training.composition import Composition
 from hydroslurm.training.contents import Contents, largest
 from hydroslurm.training.cursor import Cursor
 from hydroslurm.training.gradients import STATIC_GRAPH, BucketOrders, Gradients
-from hydroslurm.training.objects import Objects, OutgrownState, require_registrable
+from hydroslurm.training.objects import Composition, Objects, OutgrownState, require_registrable
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import SaveRecorder, notice, warning
 from hydroslurm.training.requeue import StopHandler
