@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -85,16 +85,21 @@ class Stopping:
         self._attempt = attempt
         self._saver = saver
         self._stop_handler = stop_handler
-        self._overdue = Overdue(rank_group, attempt, saver, stop_handler)
+        self._lock = threading.Lock()
+        self._over = threading.Event()
 
     def note_request(self, request: StopRequest) -> None:
         """A stop was requested. Returns at once; called once, in the controller's thread."""
         self._stop_handler.note_request(request)
-        self._overdue.note_request(request)
+        watch = self._lead if self._rank_group.rank == 0 else self._follow
+        thread(watch, request, name="hydroslurm-overdue").start()
 
     def stand_down(self) -> None:
-        """The training leaves by itself, or is over."""
-        self._overdue.stand_down()
+        """The training leaves by itself, or is over. Does not return where this process is just
+        being ended."""
+        self._over.set()
+        with self._lock:
+            pass
 
     def agree_on_window(self, request: StopRequest, *, step: int) -> SaveWindow:
         """Agree on how long the save may take. A save that will be in time whatever Slurm answers
@@ -201,6 +206,76 @@ class Stopping:
         self._attempt.record_end(plan.ending)
         return leaving
 
+    # --- a stop that the training does not come to
+    # --------------------------------------------------------------------------------------------
+
+    def _lead(self, request: StopRequest) -> None:
+        end_mono_s = self._stop_handler.end_mono_s()
+        begin_mono_s = request.mono_ns / 1e9
+        due_mono_s = end_mono_s - min(LEAD_S, (end_mono_s - begin_mono_s) / 3)
+        say_mono_s = begin_mono_s + SAY_S
+        if say_mono_s < due_mono_s:
+            if self._is_over_by(say_mono_s):
+                return
+            warning(
+                f"{request.message} {SAY_S:g} s ago, and the training has not come to a safe point "
+                f"since: {whereabouts()}. It stops at the next one"
+            )
+        if self._is_over_by(due_mono_s):
+            return
+        with self._lock:
+            if not self._over.is_set():
+                self._leave_now(request)
+
+    def _follow(self, request: StopRequest) -> None:
+        with contextlib.suppress(RanksError):  # the first rank leaves otherwise, or has died
+            statuses = self._rank_group.peers.agree(_TOPIC, None)
+            with self._lock:
+                if not self._over.is_set():
+                    self._note_place(request)
+                    _end_process(int(statuses[0] or RUN_AGAIN))
+
+    def _is_over_by(self, mono_s: float) -> bool:
+        """Whether there is nothing to watch any more, at this moment at the latest."""
+        clock = AwakeClock()
+        while (left_s := mono_s - time.monotonic()) > 0:
+            if self._over.wait(min(left_s, 1.0)):
+                return True
+            clock.now_s()
+        # the moment is Slurm's, so that no time is discounted; but a training that was stopped with
+        # this thread has come to nothing meanwhile, and may need a moment now
+        return self._over.wait(AWAKE_S) if clock.absences else self._over.is_set()
+
+    def _leave_now(self, request: StopRequest) -> None:
+        """Leave with all ranks, now. Whatever fails here, the process ends."""
+        status = RUN_AGAIN
+        try:
+            plan = self._stop_handler.plan()
+            newest, step = self._saver.durable_step, self._attempt.step
+            kept = "no checkpoint" if newest is None else f"step {newest}"
+            warning(
+                f"{plan.message}; the training has not come to a safe point in "
+                f"{self._note_place(request):.0f} s: {whereabouts()}. It is ended there, in front of "
+                f"SIGKILL; {kept} is committed, and step {step} was the last one"
+            )
+            with contextlib.suppress(Exception):  # a newer attempt has the folder; or a full disk
+                self._attempt.end(plan.ending, step=step)
+            self._attempt.record_end(plan.ending)
+            status = int(self._stop_handler.requeue(plan).code or RUN_AGAIN)
+            if self._rank_group.world_size > 1:
+                self._rank_group.peers.agree(_TOPIC, status, timeout_s=1.0)
+        except Exception as error:
+            warning(f"while leaving: {type(error).__name__}: {error}")
+        finally:
+            _end_process(status)
+
+    def _note_place(self, request: StopRequest) -> float:
+        """Write down where the training is; returns for how long it was waited for, in seconds."""
+        waited_s = time.monotonic() - request.mono_ns / 1e9
+        message = f"no safe point in {waited_s:.1f} s: {whereabouts()}"
+        self._attempt.record(EventKind.AGREEMENT_FAILED, what="stop", message=message)
+        return waited_s
+
 
 def agree_on_plan(
     rank_group: RankGroup, stop_handler: StopHandler, *, ranks_gone: bool = False
@@ -287,101 +362,6 @@ def _require_one_step(steps: dict[int, int]) -> None:
             f"the ranks are at different steps ({listed}): some have called safe_point() or "
             "check_stop() more often than others, and all ranks have to come to the same ones"
         )
-
-
-# --- a stop that the training does not come to
-# ------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Overdue:
-    """Of one run. :meth:`note_request` begins it, :meth:`stand_down` ends it."""
-
-    rank_group: RankGroup
-    attempt: CurrentAttempt
-    saver: Saver
-    stop_handler: StopHandler
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _over: threading.Event = field(default_factory=threading.Event, init=False)
-
-    def note_request(self, request: StopRequest) -> None:
-        """A stop was requested. Returns at once; called once, in the controller's thread."""
-        watch = self._lead if self.rank_group.rank == 0 else self._follow
-        thread(watch, request, name="hydroslurm-overdue").start()
-
-    def stand_down(self) -> None:
-        """The training has come to its safe point, or the run is closed. Does not return where this
-        process is just being ended."""
-        self._over.set()
-        with self._lock:
-            pass
-
-    def _lead(self, request: StopRequest) -> None:
-        end_mono_s = self.stop_handler.end_mono_s()
-        begin_mono_s = request.mono_ns / 1e9
-        due_mono_s = end_mono_s - min(LEAD_S, (end_mono_s - begin_mono_s) / 3)
-        say_mono_s = begin_mono_s + SAY_S
-        if say_mono_s < due_mono_s:
-            if self._is_over_by(say_mono_s):
-                return
-            warning(
-                f"{request.message} {SAY_S:g} s ago, and the training has not come to a safe point "
-                f"since: {whereabouts()}. It stops at the next one"
-            )
-        if self._is_over_by(due_mono_s):
-            return
-        with self._lock:
-            if not self._over.is_set():
-                self._leave(request)
-
-    def _follow(self, request: StopRequest) -> None:
-        with contextlib.suppress(RanksError):  # the first rank leaves otherwise, or has died
-            statuses = self.rank_group.peers.agree(_TOPIC, None)
-            with self._lock:
-                if not self._over.is_set():
-                    self._record(request)
-                    _end_process(int(statuses[0] or RUN_AGAIN))
-
-    def _is_over_by(self, mono_s: float) -> bool:
-        """Whether there is nothing to watch any more, at this moment at the latest."""
-        clock = AwakeClock()
-        while (left_s := mono_s - time.monotonic()) > 0:
-            if self._over.wait(min(left_s, 1.0)):
-                return True
-            clock.now_s()
-        # the moment is Slurm's, so that no time is discounted; but a training that was stopped with
-        # this thread has come to nothing meanwhile, and may need a moment now
-        return self._over.wait(AWAKE_S) if clock.absences else self._over.is_set()
-
-    def _leave(self, request: StopRequest) -> None:
-        """Leave with all ranks, now. Whatever fails here, the process ends."""
-        status = RUN_AGAIN
-        try:
-            plan = self.stop_handler.plan()
-            newest, step = self.saver.durable_step, self.attempt.step
-            kept = "no checkpoint" if newest is None else f"step {newest}"
-            warning(
-                f"{plan.message}; the training has not come to a safe point in "
-                f"{self._record(request):.0f} s: {whereabouts()}. It is ended there, in front of "
-                f"SIGKILL; {kept} is committed, and step {step} was the last one"
-            )
-            with contextlib.suppress(Exception):  # a newer attempt has the folder; or a full disk
-                self.attempt.end(plan.ending, step=step)
-            self.attempt.record_end(plan.ending)
-            status = int(self.stop_handler.requeue(plan).code or RUN_AGAIN)
-            if self.rank_group.world_size > 1:
-                self.rank_group.peers.agree(_TOPIC, status, timeout_s=1.0)
-        except Exception as error:
-            warning(f"while leaving: {type(error).__name__}: {error}")
-        finally:
-            _end_process(status)
-
-    def _record(self, request: StopRequest) -> float:
-        """Write down where the training is; returns for how long it was waited for, in seconds."""
-        waited_s = time.monotonic() - request.mono_ns / 1e9
-        message = f"no safe point in {waited_s:.1f} s: {whereabouts()}"
-        self.attempt.record(EventKind.AGREEMENT_FAILED, what="stop", message=message)
-        return waited_s
 
 
 def whereabouts() -> str:
