@@ -37,43 +37,6 @@ _fits: Counter[Path] = Counter()
 """How many trainings this process has begun in a folder; each has one of its own."""
 
 
-class Handed:
-    """What is saved of a framework: what was loaded, until the training has begun; within an
-    evaluation what was there when it began; else what is there now.
-
-    Attributes:
-        loaded: from the checkpoint that the run goes on from; None once the framework has it.
-        is_unchanged: whether the frozen state is still what the tensors show: looked at once, in
-            the first call after :meth:`freeze`. False where nothing is frozen.
-    """
-
-    is_unchanged: Callable[[], bool]
-    _frozen: Mapping[str, Any] | None
-
-    def __init__(self, capture: Callable[[], Mapping[str, Any]]) -> None:
-        self._capture = capture
-        self.loaded: Mapping[str, Any] | None = None
-        self.thaw()
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return self._frozen or self.loaded or self._capture()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.loaded = state
-
-    def freeze(self, fingerprint: Callable[[], object]) -> None:
-        """The state of now is what is saved until :meth:`thaw`. Tensors are not copied: what this
-        makes of them tells whether they still show it."""
-        self._frozen = self._capture()
-        before = fingerprint()
-        self.is_unchanged = functools.cache(lambda: before == fingerprint())
-
-    def thaw(self) -> None:
-        """The state is what is there again."""
-        self._frozen = None
-        self.is_unchanged = lambda: False
-
-
 class FrameworkRun(Run):
     """See the module.
 
@@ -84,6 +47,7 @@ class FrameworkRun(Run):
 
     Attributes:
         own: what each rank saves for itself, by name. It is loaded by :meth:`begin`.
+        loaded: the framework's state as it was saved, until :meth:`begin`; None for a new run.
         trains: whether :meth:`begin` was called.
     """
 
@@ -98,7 +62,10 @@ class FrameworkRun(Run):
     ) -> None:
         environ = os.environ if environ is None else environ
         self._framework = name
-        self._handed = Handed(capture)
+        self._capture = capture
+        self.loaded: Mapping[str, Any] | None = None
+        self._frozen: Mapping[str, Any] | None = None
+        self._is_unchanged: Callable[[], bool] = lambda: False
         self.own: dict[str, Stateful] = {}
         self._models: Models = tuple
         self._loaders: dict[str, HeldLoader] = {}
@@ -106,7 +73,7 @@ class FrameworkRun(Run):
         self.trains = False
         self._resumed_at = -1
         super().__init__(
-            extra={name: self._handed},
+            extra={name: self},
             directory=directory,
             environ=environ,
             **options,
@@ -114,11 +81,6 @@ class FrameworkRun(Run):
 
     # --- how it begins
     # --------------------------------------------------------------------------------------------
-
-    @property
-    def loaded(self) -> Mapping[str, Any] | None:
-        """The framework's state as it was saved, until :meth:`begin`; None for a new run."""
-        return self._handed.loaded
 
     @property
     def own_loaded(self) -> Mapping[str, Any]:
@@ -204,7 +166,7 @@ class FrameworkRun(Run):
             StateMismatch: an own state that nobody takes, or that does not fit.
         """
         pending, self._pending = self._pending, None
-        self._handed.loaded = None
+        self.loaded = None
         self.trains = True
         if pending is not None:
             self._put_back(pending)
@@ -268,14 +230,17 @@ class FrameworkRun(Run):
             fingerprint: of the weights that are evaluated, which are part of the state; it is made
                 twice, and equal on all ranks if they are to leave together.
         """
-        self._handed.freeze(fingerprint)
+        self._frozen = self._capture()  # tensors are not copied
+        before = fingerprint()
+        self._is_unchanged = functools.cache(lambda: before == fingerprint())
         self._saves.evaluation = self._own_state()
 
     def end_evaluation(self) -> None:
         """The evaluation is over, if there was one."""
         if self._saves.evaluation is not None:
             self._saves.evaluation = None
-            self._handed.thaw()
+            self._frozen = None
+            self._is_unchanged = lambda: False
 
     def check_evaluation(self) -> None:
         """Within an evaluation: leave if a stop was requested, with the state of its beginning.
@@ -287,7 +252,7 @@ class FrameworkRun(Run):
         Raises:
             SystemExit: as :meth:`Run.safe_point`.
         """
-        may_leave = not self.trains or self._saves.behind_batches or self._handed.is_unchanged()
+        may_leave = not self.trains or self._saves.behind_batches or self._is_unchanged()
         if may_leave:
             self.check_stop()
 
@@ -315,6 +280,15 @@ class FrameworkRun(Run):
             self._saves.unchanged = True
         self.end_evaluation()
         super().finish()
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What is saved of the framework: what was loaded, until the training has begun; within an
+        evaluation what was there when it began; else what is there now."""
+        return self._frozen or self.loaded or self._capture()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As a checkpoint has it."""
+        self.loaded = state
 
     # --- Run's seams
     # --------------------------------------------------------------------------------------------

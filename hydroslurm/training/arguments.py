@@ -47,16 +47,12 @@ class Cadence:
             return cls(0, DEFAULT_EVERY_S)
         return cls(every_steps or 0, every_s or 0.0)
 
-    def is_due(self, step: int, last_save_mono_s: float) -> bool:
-        """Whether a save is to begin behind this step. Reads a clock only with ``every_s``."""
-        return self.is_due_by_step(step) or self.is_due_by_clock(last_save_mono_s)
-
     def is_due_by_step(self, step: int) -> bool:
         """The same on all ranks."""
         return bool(self.every_steps) and step % self.every_steps == 0
 
     def is_due_by_clock(self, last_save_mono_s: float) -> bool:
-        """Sooner on one rank than on another."""
+        """Sooner on one rank than on another. Reads a clock only with ``every_s``."""
         return bool(self.every_s) and time.monotonic() - last_save_mono_s >= self.every_s
 
 

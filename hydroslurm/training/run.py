@@ -1119,12 +1119,13 @@ class Run:
     def _is_due(self) -> bool:
         """Whether to save behind this step. All ranks save at one step, and each has a clock of its
         own: the first one's counts, and calls for a save at one of the next steps."""
+        by_step = self._cadence.is_due_by_step(self._step)
         if self._rank_group.world_size == 1:
-            return self._cadence.is_due(self._step, self._last_save_s)
+            return by_step or self._cadence.is_due_by_clock(self._last_save_s)
         called = self._rank_group.takes_save()
         if self._rank_group.rank == 0 and self._cadence.is_due_by_clock(self._last_save_s):
             self._rank_group.call_save()
-        return called or self._cadence.is_due_by_step(self._step)
+        return called or by_step
 
     # --- inside: the end
     # --------------------------------------------------------------------------------------------

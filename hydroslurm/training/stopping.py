@@ -255,8 +255,8 @@ class Stopping:
             kept = "no checkpoint" if newest is None else f"step {newest}"
             warning(
                 f"{plan.message}; the training has not come to a safe point in "
-                f"{self._note_place(request):.0f} s: {whereabouts()}. It is ended there, in front of "
-                f"SIGKILL; {kept} is committed, and step {step} was the last one"
+                f"{self._note_place(request):.0f} s: {whereabouts()}. It is ended there, in front "
+                f"of SIGKILL; {kept} is committed, and step {step} was the last one"
             )
             with contextlib.suppress(Exception):  # a newer attempt has the folder; or a full disk
                 self._attempt.end(plan.ending, step=step)
