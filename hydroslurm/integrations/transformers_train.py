@@ -50,8 +50,6 @@ _BEGAN_AT = ("_initial_global_step", "_initial_num_input_tokens_seen")
 """Where this train() began; the Trainer takes the step of a resume for that."""
 _MADE_BY_TRAIN = ("model_wrapped", "optimizer", "lr_scheduler")
 """Attributes that train() fills, and that are saved in another way or made anew."""
-Replace = Callable[[str, Callable[..., Any]], object]
-"""Puts a method in the place of the Trainer's own of this name, which is its first argument."""
 
 
 class LoopState:
@@ -165,111 +163,6 @@ class OtherModules:
                 ) from error
 
 
-class TrainerCheckpoint:
-    """What all ranks have alike in one ``train()``. A Trainer resumes from a folder: it is given
-    one with nothing in it but its own state, and what it would load there comes from the run.
-
-    Args:
-        run: of this training, which saves what :meth:`capture` returns.
-        sharded: of a model that is sharded; it is saved and loaded as such.
-    """
-
-    def __init__(
-        self,
-        trainer: Any,
-        run: FrameworkRun,
-        *,
-        sharded: Sharded | None,
-    ) -> None:
-        self._trainer, self._run, self._sharded = trainer, run, sharded
-        self._modules = OtherModules(lambda: other_modules(trainer))
-
-    def remember(self) -> None:
-        """Other modules than the model that will not have changed from now on are not saved."""
-        self._modules.remember()
-
-    def capture(self) -> Mapping[str, Any]:
-        """The state now, between two steps."""
-        trainer = self._trainer
-        scaler = trainer.accelerator.scaler
-        state = {
-            "modules": self._modules.state_dict(),
-            "scheduler": trainer.lr_scheduler.state_dict(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "state": json.dumps(asdict(trainer.state)),
-        }
-        if self._sharded is None:
-            state["model"] = bare(trainer.model).state_dict()
-            state["optimizer"] = trainer.optimizer.state_dict()
-        return state
-
-    def resume_from(
-        self, folder: Path, replace: Replace, *, steps_per_epoch: Callable[[], int]
-    ) -> None:
-        """Have the Trainer resume from this empty folder.
-
-        Args:
-            steps_per_epoch: known when the Trainer enters its loop.
-        """
-        (folder / _STATE_FILE).write_text(self._loaded["state"])
-        replace("_load_from_checkpoint", self._load_model)
-        replace("_load_optimizer_and_scheduler", self._load_optimizer)
-        replace("_load_scaler", lambda *_: self._load("scaler", self._trainer.accelerator.scaler))
-        replace("_load_callback_state", lambda _: self._enter(steps_per_epoch()))
-        replace("_load_rng_state", lambda *_: None)  # the Run does
-
-    @property
-    def _loaded(self) -> Mapping[str, Any]:
-        assert self._run.loaded is not None
-        return self._run.loaded
-
-    def _load_model(self, own: Any, path: Any, model: Any = None) -> None:
-        del own, path, model
-        if self._sharded is None:  # else resuming has done it
-            self._load("model", bare(self._trainer.model))
-        self._modules.load_state_dict(self._loaded["modules"])
-
-    def _load_optimizer(self, own: Any, path: Any) -> None:
-        del own, path
-        if self._sharded is None:
-            self._load("optimizer", self._trainer.optimizer)
-        self._load("scheduler", self._trainer.lr_scheduler)
-        if self._sharded is not None:
-            self._sharded.put_settings_back()
-
-    def _load(self, name: str, thing: Any) -> None:
-        state = self._loaded[name]
-        if (thing is None) != (state is None):
-            here, there = ("none", "one") if thing is None else ("one", "none")
-            raise StateMismatch(
-                f"the checkpoint has {there} for the {name}, and this Trainer {here}; begin anew "
-                "with another directory="
-            )
-        if state is None:
-            return
-        try:
-            thing.load_state_dict(state)
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise StateMismatch(
-                f"step {self._run.step} of this run does not fit the {name} "
-                f"({type(thing).__name__}): {error}"
-            ) from error
-
-    def _enter(self, per_epoch: int) -> None:
-        """Tell the Trainer the step that brings it into the epoch that was being trained, at the
-        step behind which it was saved; in front of it, where that was the last one of the epoch."""
-        state, loop = self._trainer.state, self._run.own_loaded["loop"]
-        step = state.global_step
-        state.global_step = loop["epoch"] * per_epoch + min(loop["steps_in_epoch"], per_epoch - 1)
-
-        def init_training_references(*args: Any, **kwargs: Any) -> None:
-            del state.init_training_references
-            state.global_step = step
-            state.init_training_references(*args, **kwargs)
-
-        state.init_training_references = init_training_references
-
-
 def remember(trainer: Any, run: FrameworkRun) -> None:
     """Have a run save what the Trainer and the script's callbacks keep, and those callbacks of
     transformers that export a state. Flags of the Trainer say where train() is, which sets them.
@@ -333,7 +226,7 @@ class Train:
         place = directory_of_fit(options.get("directory"), environ).root
         self.run = FrameworkRun(
             "transformers",
-            lambda: self._checkpoint.capture(),
+            self._capture,
             environ=environ,
             **{**options, "directory": place},
         )
@@ -343,11 +236,11 @@ class Train:
         self.run.own["logged"] = LoggedRows(lambda: runs_of_callbacks(trainer))
         self.run.follow(lambda: [trainer.model_wrapped])
         self._sharded = Sharded(trainer, self.run) if is_sharded(trainer) else None
-        self._checkpoint = TrainerCheckpoint(trainer, self.run, sharded=self._sharded)
+        self._modules = OtherModules(lambda: other_modules(trainer))
 
     def call(self, own: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run ``own``, the Trainer's train(), with these arguments."""
-        self._checkpoint.remember()
+        self._modules.remember()
         self._ignore_keys = given.get("ignore_keys_for_eval")
         with self.run, self._undo, tempfile.TemporaryDirectory(prefix="hydroslurm-") as folder:
             if self.run.resume():
@@ -362,17 +255,94 @@ class Train:
             return own(**given)
 
     def _resume_from(self, folder: Path) -> None:
-        args, loaded = self._trainer.args, self.run.loaded
-        assert loaded is not None
+        """Have the Trainer resume from this folder, in which there is nothing but its own state:
+        what it would load from there comes from the run."""
+        args, loaded = self._trainer.args, self._loaded
         followed = self.run.own_loaded["loop"]["is_followed"]
         hide_from_board(self._trainer, self.run.step + followed)
         self._was_to_end_at = json.loads(loaded["state"])["max_steps"]
-        self._checkpoint.resume_from(
-            folder, self._replace, steps_per_epoch=lambda: self._steps_per_epoch
-        )
+        (folder / _STATE_FILE).write_text(loaded["state"])
+        self._replace("_load_from_checkpoint", self._load_model)
+        self._replace("_load_optimizer_and_scheduler", self._load_optimizer)
+        self._replace("_load_scaler", lambda *_: self._load("scaler", self._scaler))
+        self._replace("_load_callback_state", lambda _: self._enter(self._steps_per_epoch))
+        self._replace("_load_rng_state", lambda *_: None)  # the Run does
         # the Trainer is to find its place in the epoch, of which our loader knows
         self._undo.callback(setattr, args, "ignore_data_skip", args.ignore_data_skip)
         args.ignore_data_skip = False
+
+    # --- the state
+    # --------------------------------------------------------------------------------------------
+
+    def _capture(self) -> Mapping[str, Any]:
+        """The state now, between two steps."""
+        trainer = self._trainer
+        scaler = self._scaler
+        state = {
+            "modules": self._modules.state_dict(),
+            "scheduler": trainer.lr_scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "state": json.dumps(asdict(trainer.state)),
+        }
+        if self._sharded is None:
+            state["model"] = bare(trainer.model).state_dict()
+            state["optimizer"] = trainer.optimizer.state_dict()
+        return state
+
+    @property
+    def _scaler(self) -> Any:
+        return self._trainer.accelerator.scaler
+
+    @property
+    def _loaded(self) -> Mapping[str, Any]:
+        assert self.run.loaded is not None
+        return self.run.loaded
+
+    def _load_model(self, own: Any, path: Any, model: Any = None) -> None:
+        del own, path, model
+        if self._sharded is None:  # else resuming has done it
+            self._load("model", bare(self._trainer.model))
+        self._modules.load_state_dict(self._loaded["modules"])
+
+    def _load_optimizer(self, own: Any, path: Any) -> None:
+        del own, path
+        if self._sharded is None:
+            self._load("optimizer", self._trainer.optimizer)
+        self._load("scheduler", self._trainer.lr_scheduler)
+        if self._sharded is not None:
+            self._sharded.put_settings_back()
+
+    def _load(self, name: str, thing: Any) -> None:
+        state = self._loaded[name]
+        if (thing is None) != (state is None):
+            here, there = ("none", "one") if thing is None else ("one", "none")
+            raise StateMismatch(
+                f"the checkpoint has {there} for the {name}, and this Trainer {here}; begin anew "
+                "with another directory="
+            )
+        if state is None:
+            return
+        try:
+            thing.load_state_dict(state)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise StateMismatch(
+                f"step {self.run.step} of this run does not fit the {name} "
+                f"({type(thing).__name__}): {error}"
+            ) from error
+
+    def _enter(self, per_epoch: int) -> None:
+        """Tell the Trainer the step that brings it into the epoch that was being trained, at the
+        step behind which it was saved; in front of it, where that was the last one of the epoch."""
+        state, loop = self._trainer.state, self.run.own_loaded["loop"]
+        step = state.global_step
+        state.global_step = loop["epoch"] * per_epoch + min(loop["steps_in_epoch"], per_epoch - 1)
+
+        def init_training_references(*args: Any, **kwargs: Any) -> None:
+            del state.init_training_references
+            state.global_step = step
+            state.init_training_references(*args, **kwargs)
+
+        state.init_training_references = init_training_references
 
     # --- in the place of the Trainer's own
     # --------------------------------------------------------------------------------------------
