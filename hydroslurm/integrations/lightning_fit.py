@@ -163,9 +163,6 @@ def _values(result: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: plain(one) for name, one in found.items() if isinstance(one, (torch.Tensor, int))}
 
 
-# --- a resumed epoch
-# ------------------------------------------------------------------------------------------------
-
 _OF_SEVERAL: dict[str, Callable[[Any], Any]] = {
     "max_size_cycle": max,
     "max_size": max,
@@ -204,50 +201,6 @@ class LoaderRequest:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing is left to do: it was needed before."""
-
-
-class ResumedEpoch:
-    """How many batches are expected, in one resumed fit.
-
-    Lightning ends an epoch, and validates, by a number of batches that it asks the loaders for
-    once. The rest of an epoch is more batches for fewer ranks, and fewer for more: by the whole
-    epoch's number it would leave samples out, or come to the end and not know it. So for that one
-    epoch the loaders' lengths are the batches that were used and those that are left.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._epoch: int | None = None
-        self._loaders: list[HeldLoader] = []
-
-    def hold(self, loader: HeldLoader) -> None:
-        """Before Lightning asks for this loader's length."""
-        if loader.count_rest():
-            self._epoch = self._trainer.fit_loop.epoch_progress.current.processed
-            self._loaders.append(loader)
-
-    def leave_behind(self) -> None:
-        """At the beginning of each epoch: behind the resumed one all lengths are whole ones."""
-        loop = self._trainer.fit_loop
-        if self._epoch is None or loop.epoch_progress.current.processed == self._epoch:
-            return
-        self._epoch = None
-        for loader in self._loaders:
-            loader.count_whole()
-        combined = loop._combined_loader
-        combined.limits = [
-            self._limit(len(one)) if hasattr(one, "__len__") else limit
-            for one, limit in zip(combined.flattened, combined.limits, strict=True)
-        ]
-        loop.max_batches = _OF_SEVERAL[combined._mode](combined.limits)
-        interval = self._trainer.val_check_interval
-        if isinstance(interval, float) and self._trainer.val_check_batch is not None:
-            self._trainer.val_check_batch = max(1, int(loop.max_batches * interval))
-
-    def _limit(self, batches: int) -> int:
-        """Lightning's _parse_num_batches."""
-        wanted = self._trainer.limit_train_batches
-        return min(batches, wanted) if isinstance(wanted, int) else int(batches * wanted)
 
 
 _HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type")
@@ -294,7 +247,8 @@ class Fit:
         automatic = loop.epoch_loop.automatic_optimization
         self._automatic_steps = automatic.optim_progress.optimizer.step.total
         self._manual_steps = loop.epoch_loop.manual_optimization.optim_step_progress.total
-        self._resumed_epoch = ResumedEpoch(trainer)
+        self._resumed_epoch: int | None = None  # that other ranks had begun
+        self._resumed_loaders: list[HeldLoader] = []
         self._shards = shards_of(trainer)
         self.run = FrameworkRun(
             "lightning",
@@ -401,12 +355,40 @@ class Fit:
         if loaded is not None and loop._combined_loader is None:
             self._enter(loaded)
         before = loop._combined_loader
-        self._resumed_epoch.leave_behind()
+        self._leave_resumed_epoch()
         self._new_loaders = []
         with self._holding():
             own()
         if loaded is not None and loop._combined_loader is not before:
             loop._last_train_dl_reload_epoch = loaded["reloaded_at"]
+
+    def _leave_resumed_epoch(self) -> None:
+        """At the beginning of each epoch: behind the resumed one all lengths are whole ones.
+
+        Lightning ends an epoch, and validates, by a number of batches that it asks the loaders for
+        once. The rest of an epoch is more batches for fewer ranks, and fewer for more: by the whole
+        epoch's number it would leave samples out, or come to the end and not know it.
+        """
+        loop = self._trainer.fit_loop
+        if self._resumed_epoch in (None, self._epochs.processed):
+            return
+        self._resumed_epoch = None
+        for loader in self._resumed_loaders:
+            loader.count_whole()
+        combined = loop._combined_loader
+        combined.limits = [
+            self._limit(len(one)) if hasattr(one, "__len__") else limit
+            for one, limit in zip(combined.flattened, combined.limits, strict=True)
+        ]
+        loop.max_batches = _OF_SEVERAL[combined._mode](combined.limits)
+        interval = self._trainer.val_check_interval
+        if isinstance(interval, float) and self._trainer.val_check_batch is not None:
+            self._trainer.val_check_batch = max(1, int(loop.max_batches * interval))
+
+    def _limit(self, batches: int) -> int:
+        """Lightning's _parse_num_batches."""
+        wanted = self._trainer.limit_train_batches
+        return min(batches, wanted) if isinstance(wanted, int) else int(batches * wanted)
 
     def _enter(self, loaded: Mapping[str, Any]) -> None:
         """Let the loop be entered: what follows the last batch of all is still to be done."""
@@ -435,7 +417,9 @@ class Fit:
             )
             if _is_behind_epoch(self.run.loaded):
                 held.leave_resumed()
-            self._resumed_epoch.hold(held)
+            if held.count_rest():  # before Lightning asks for its length
+                self._resumed_epoch = self._epochs.processed
+                self._resumed_loaders.append(held)
             self._new_loaders.append(held.stand_in)
             return held.stand_in
 
