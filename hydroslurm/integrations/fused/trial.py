@@ -116,23 +116,6 @@ Step = Callable[[], tuple[list[Any], Sequence[torch.Tensor | None]]]
 """A forward and its backward: all parts of the output, and gradients. No ``grad`` is touched."""
 
 
-def step_of(call: Callable[[], Any], sources: Sequence[torch.Tensor]) -> Step:
-    """A call, and the gradients of the sources for what it returns: made up in the first step."""
-    made: list[torch.Tensor] = []
-
-    def step() -> tuple[list[Any], Sequence[torch.Tensor | None]]:
-        with torch.enable_grad():
-            leaves = pytree.tree_leaves(call())
-            trained = [one for one in leaves if isinstance(one, torch.Tensor) and one.requires_grad]
-            if not made:
-                made.extend(torch.randn_like(one) for one in trained)
-            if not (trained and sources):
-                return leaves, ()
-            return leaves, torch.autograd.grad(trained, sources, made, allow_unused=True)
-
-    return step
-
-
 @dataclass(frozen=True)
 class Result:
     """What a step has made.
@@ -154,7 +137,7 @@ class Result:
             leaves, gradients = step()
             cuda = [torch.cuda.get_rng_state()] if _uses_cuda() else []
             rng = torch.cat([torch.get_rng_state(), *cuda])
-        outputs = [one.detach() for one in leaves if isinstance(one, torch.Tensor)]
+        outputs = [one.detach() for one in _tensors_in(leaves)]
         rest = [one for one in leaves if not isinstance(one, torch.Tensor)]
         return cls(outputs, list(gradients), rest, rng)
 
@@ -190,22 +173,32 @@ class Call:
         return cls(given, (device, torch.get_autocast_dtype(device) if is_on else None))
 
     def step(self, forward: Forward, module: nn.Module, scale: float | None = None) -> Step:
-        """Of a forward, with the gradients of its arguments and weights.
+        """Of a forward, with the gradients of its arguments and weights for what it returns, whose
+        own are made up in the first step.
 
         Args:
             scale: in double precision, without autocast, and all of the input multiplied by it.
         """
         own = functools.partial(_cloned, scale=scale)
         args, kwargs = given = pytree.tree_map_only(torch.Tensor, own, self.given)
+        weights = (*_tensors_in(given), *module.parameters())
+        sources = [one for one in weights if one.requires_grad]
         device, dtype = self.autocast
+        is_cast = dtype is not None and scale is None
+        made: list[torch.Tensor] = []
 
-        def call() -> Any:
-            is_cast = dtype is not None and scale is None
-            with torch.autocast(device, dtype=dtype, enabled=is_cast):
-                return forward(module, *args, **kwargs)
+        def step() -> tuple[list[Any], Sequence[torch.Tensor | None]]:
+            with torch.enable_grad():
+                with torch.autocast(device, dtype=dtype, enabled=is_cast):
+                    leaves = pytree.tree_leaves(forward(module, *args, **kwargs))
+                trained = [one for one in _tensors_in(leaves) if one.requires_grad]
+                if not made:
+                    made.extend(torch.randn_like(one) for one in trained)
+                if not (trained and sources):
+                    return leaves, ()
+                return leaves, torch.autograd.grad(trained, sources, made, allow_unused=True)
 
-        sources = (*_tensors_in(given), *module.parameters())
-        return step_of(call, [one for one in sources if one.requires_grad])
+        return step
 
 
 class Trial:
