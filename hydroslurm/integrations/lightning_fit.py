@@ -39,6 +39,7 @@ from hydroslurm.integrations.known import (
 )
 from hydroslurm.integrations.loggers import Loggers
 from hydroslurm.integrations.sharded import (
+    FLAT_SHARDS,
     fingerprint_of_all,
     nothing_gathered,
     shards_of,
@@ -313,7 +314,9 @@ class Fit:
             return
         self._watch_restoring()
         self._resume_start(own, *args, **kwargs)
-        self._shards.load(self.run)
+        if (flat := self.run.own_loaded.get(FLAT_SHARDS)) is not None:
+            # now, for hooks that come before the first step; the run does it again there
+            self.run.own[FLAT_SHARDS].load_state_dict(flat)
 
     def _watch_restoring(self) -> None:
         for restore in ("restore_model", "restore_training_state"):

@@ -23,7 +23,8 @@ from hydroslurm.training.contents import fingerprint
 from hydroslurm.training.objects import bare
 from hydroslurm.training.readback import load_optimizer
 
-_NAME = "shards"
+FLAT_SHARDS = "shards"
+"""The name of what each rank saves of flat parameters."""
 
 
 def fingerprint_of_all(
@@ -86,9 +87,6 @@ class Distributed:
         for number, optimizer in enumerate(self._trainer.optimizers):
             run.register(f"optimizer {number}", optimizer)
 
-    def load(self, run: FrameworkRun) -> None:
-        """Resuming has done it."""
-
 
 class FlatShards:
     """The shards of the first FSDP, as one rank has them in memory between two steps.
@@ -118,12 +116,8 @@ class FlatShards:
         return found
 
     def join(self, run: FrameworkRun) -> None:
-        run.own[_NAME] = self
-
-    def load(self, run: FrameworkRun) -> None:
-        """Now, for hooks that come before the first step; the run does it again there."""
-        if (state := run.own_loaded.get(_NAME)) is not None:
-            self.load_state_dict(state)
+        """Make them part of a run, which is resumed after this."""
+        run.own[FLAT_SHARDS] = self
 
     def state_dict(self) -> dict[str, Any]:
         return {
