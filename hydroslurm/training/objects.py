@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
@@ -301,13 +302,10 @@ class Composition:
     @classmethod
     def of(cls, manifest: Manifest) -> Composition:
         """What the writer of a checkpoint was made of; empty where that is not known."""
-        found: Any = manifest.meta.get(_META)
         try:
-            classes = {str(name): str(kind) for name, kind in found["classes"].items()}
-            loader = Loading(**found["loader"])
-        except (TypeError, KeyError, AttributeError):  # before there was such an entry
+            return msgspec.convert(manifest.meta.get(_META), cls)
+        except msgspec.ValidationError:
             return cls()
-        return cls(classes, loader)
 
 
 def class_name(thing: Any) -> str:
