@@ -519,6 +519,3 @@ class JobRun(Run):
 
     def _save_by(self, deadline_mono_s: float) -> str:
         return super()._save_by(deadline_mono_s) if self._unsaved is None else self._unsaved
-
-    def _not_begun(self) -> str:
-        return super()._not_begun() if self._unsaved is None else self._unsaved
