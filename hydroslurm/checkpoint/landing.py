@@ -214,8 +214,6 @@ def _range(chunk: Chunk, common: Box, into: Box, memory: torch.Tensor, copies: L
         into: the box of the whole that ``memory`` is, flat and in C order.
     """
     box = Box(chunk.offsets, chunk.sizes)
-    if box == into:  # nothing has changed since the save
-        return Range(chunk.at_bytes, bytes_of(memory))
     begin, count = box.span(common)
     first, spread = into.span(common)
     if count == spread == common.volume:

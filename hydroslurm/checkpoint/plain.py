@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from hydroslurm.checkpoint.tree import FACTORIES
+
 _NUMBERS = (int, float, complex)
 SIMPLE = (bool, str, type(None))
 _WORDS = (torch.dtype, torch.device, torch.Size)
 MANY = (list, tuple, deque, set)
 _FLAT = frozenset((*_NUMBERS, *SIMPLE))
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-_FACTORIES = (int, float, str, bool, list, dict, set, tuple)
 _MOST_DEPTH = 5
 
 
@@ -103,7 +104,7 @@ def plain(value: Any) -> Any:
 
 def _mapping_like(value: Any, entries: dict[Any, Any]) -> Any:
     """A mapping of this kind, as far as its kind can be saved."""
-    if isinstance(value, defaultdict) and value.default_factory in _FACTORIES:
+    if isinstance(value, defaultdict) and value.default_factory in FACTORIES.values():
         return defaultdict(value.default_factory, entries)
     return type(value)(entries) if type(value) in (OrderedDict, Counter) else entries
 

@@ -43,6 +43,7 @@ from hydroslurm.errors import (
 )
 
 _NO_META: Mapping[str, Any] = {}
+_TWO_OF_EACH = Retention()
 
 GIVEN_UP_S = 1.0
 """The longest wait for a save that was given up before the next one begins beside it. It ends
@@ -61,9 +62,7 @@ class Saver:
         self,
         store: CheckpointStore,
         *,
-        keep: int = 2,
-        keep_stop: int = 2,
-        keep_epochs: int | None = None,
+        retention: Retention = _TWO_OF_EACH,
         on_save_error: Literal["warn", "fail"] = "warn",
         exempt: Callable[[], AbstractContextManager[None]] = nullcontext,
         tell: Callable[[SaveEvent], None] | None = None,
@@ -74,8 +73,7 @@ class Saver:
         Args:
             store: where checkpoints are kept. All of its ranks make the same calls at the same
                 steps.
-            keep, keep_stop, keep_epochs: how many checkpoints to keep: of other kinds, of kind
-                "stop", and of kind "epoch" (None: all of them).
+            retention: applied after each commit.
             on_save_error: what :meth:`poll` does about a save that failed in the background.
             exempt: makes the context in which no pause holds a thread.
             tell: receives every event, from any thread.
@@ -84,7 +82,7 @@ class Saver:
         if on_save_error not in ("warn", "fail"):
             raise UsageError(f'on_save_error is {on_save_error!r}; it must be "warn" or "fail"')
         self._store = store
-        self._retention = Retention(keep, keep_stop, keep_epochs)
+        self._retention = retention
         self._on_save_error = on_save_error
         self._exempt = exempt
         self._tell = tell

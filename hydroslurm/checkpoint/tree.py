@@ -36,7 +36,7 @@ limited number."""
 _NUMPY_KINDS = "biufcSUmM"
 """All but object arrays and structured ones."""
 
-_FACTORIES: dict[str, Callable[[], Any]] = {
+FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)
 }
 """What a defaultdict may make its values with."""
@@ -288,12 +288,12 @@ def _factory(value: defaultdict[Any, Any], path: str) -> str | None:
     factory = value.default_factory
     if factory is None:
         return None
-    for name, known in _FACTORIES.items():
+    for name, known in FACTORIES.items():
         if factory is known:
             return name
     raise UnsavableState(
         f"{path} is a defaultdict that makes its values with {factory!r}; only "
-        f"{', '.join(_FACTORIES)} can be saved. Put dict({path.rsplit('.', 1)[-1]}) into the "
+        f"{', '.join(FACTORIES)} can be saved. Put dict({path.rsplit('.', 1)[-1]}) into the "
         "state_dict"
     )
 
@@ -466,7 +466,7 @@ _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
     "$deque": lambda body: _deque(*body),
     "$ordered": lambda body: _ordered(*body),
     "$defaultdict": lambda body: defaultdict(
-        _FACTORIES[body[0]] if body[0] else None, _dict(body[1])
+        FACTORIES[body[0]] if body[0] else None, _dict(body[1])
     ),
     "$ndarray": lambda body: _ndarray(*body),
 }

@@ -27,7 +27,7 @@ from hydroslurm.checkpoint.census import MOVED, Unkept
 from hydroslurm.checkpoint.newest import Found, Load, newest_good
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
-from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
 from hydroslurm.coordination.world import World
 from hydroslurm.core import memory
 from hydroslurm.core.events import EventKind
@@ -294,8 +294,7 @@ class Run:
     def _make_saver(self, *, keep: int, on_save_error: Literal["warn", "fail"]) -> Saver:
         return Saver(
             self._store,
-            keep=keep,
-            keep_epochs=self._keep_epochs,
+            retention=Retention(keep, keep_epochs=self._keep_epochs),
             on_save_error=on_save_error,
             exempt=self._controller.exempt,
             tell=SaveRecorder(self._controller),

@@ -18,7 +18,7 @@ from checkpoint.states import newest_in, same
 from hydroslurm.checkpoint.frozen import fingerprint, mixed
 from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
-from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, Retention, State
 from hydroslurm.checkpoint.write_plan import divide
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.memory import Room
@@ -108,7 +108,7 @@ def test_a_resumed_run_links(tmp_path: Path) -> None:
     training, found = Training(), []
     for step in range(5):
         store = CheckpointStore(tmp_path)
-        saver = Saver(store, keep_stop=9)
+        saver = Saver(store, retention=Retention(keep_stop=9))
         if found:
             saver.continues_from(found[-1])
         saved = saver.save_by(lambda: training.state(step), step=step, deadline_mono_s=1e12)  # noqa: B023
@@ -136,7 +136,7 @@ def test_nothing_is_taken_from_beside_a_damaged_one(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="step-000000004.*continues from .*step-000000003"):
         newest = newest_in(again)
     assert newest is not None
-    saver = Saver(again, keep=9)
+    saver = Saver(again, retention=Retention(keep=9))
     saver.continues_from(newest)
     for step in (5, 6, 7):
         saver.save(training.state(step), step=step)
@@ -172,7 +172,7 @@ def test_the_state_may_change_while_a_save_runs(tmp_path: Path) -> None:
     """A periodic save has copies of what is not stored yet, and none of what is."""
     store, training = CheckpointStore(tmp_path), Training()
     told: list[SaveEvent] = []
-    saver = Saver(store, keep=9, tell=told.append, on_save_error="fail")
+    saver = Saver(store, retention=Retention(keep=9), tell=told.append, on_save_error="fail")
     saver.reserve(training.state(0))
     before = training.base["w"].clone()
     for step in range(4):
@@ -255,7 +255,7 @@ def test_a_file_system_without_links(tmp_path: Path, how: str) -> None:
     """It is asked once; the checkpoints are whole, from copies or from memory."""
     storage, training = WithoutLinks(), Training()
     store = CheckpointStore(tmp_path, storage=storage)
-    saver = Saver(store, keep=9, on_save_error="fail")
+    saver = Saver(store, retention=Retention(keep=9), on_save_error="fail")
     for step in range(5):
         getattr(saver, how)(training.state(step), step=step)
         saver.wait()

@@ -20,7 +20,7 @@ from hydroslurm.checkpoint.deadline import ASSUMED_FIXED_S
 from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.memory import Room
 from hydroslurm.errors import SaveFailed, UnsavableState, UsageError
@@ -124,7 +124,7 @@ def test_a_failure_ends_the_training_where_that_is_wanted(tmp_path: Path) -> Non
 def test_a_wrong_word_is_refused(tmp_path: Path) -> None:
     """on_save_error knows two words, and at least one checkpoint is kept."""
     with pytest.raises(UsageError, match="keep=0"):
-        Saver(CheckpointStore(tmp_path), keep=0)
+        Saver(CheckpointStore(tmp_path), retention=Retention(keep=0))
     with pytest.raises(UsageError, match="ignore"):
         Saver(CheckpointStore(tmp_path), on_save_error="ignore")  # type: ignore[arg-type]
 
@@ -357,7 +357,7 @@ class StickyDisk(Storage):
 def test_old_ones_that_stay_are_a_warning(tmp_path: Path) -> None:
     """When retention fails the save is committed, and somebody hears that the disk fills up."""
     store = CheckpointStore(tmp_path, storage=StickyDisk())
-    saver = Saver(store, keep=1, keep_stop=0)
+    saver = Saver(store, retention=Retention(keep=1, keep_stop=0))
     for step in (1, 2):
         saver.save(state_of(step), step=step)
     saver.start(state_of(3.0), step=3)
@@ -417,7 +417,7 @@ def test_a_stop_during_a_save_takes_no_second_copy(tmp_path: Path) -> None:
     def room() -> Room:
         return Room(left[0], 10**6, 0, "the limit of a test")
 
-    saver = Saver(store, room=room, keep=3)
+    saver = Saver(store, room=room, retention=Retention(keep=3))
     saver.start(state_of(1.0), step=1)
     left[0] = 0
     assert disk.reached.wait(60)

@@ -14,7 +14,7 @@ from checkpoint.test_saver import state_of, steps, value_at
 from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
-from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.checkpoint.store import CheckpointStore, Retention
 from hydroslurm.core.events import EventKind
 
 
@@ -147,7 +147,7 @@ def test_a_stop_does_not_wait_for_old_ones_to_be_removed(tmp_path: Path) -> None
     store = CheckpointStore(tmp_path, storage=disk)
     for step in (1, 2, 3):
         write(store, state_of(step), step=step, kind="stop")
-    saver = Saver(store, keep=1, keep_stop=1)
+    saver = Saver(store, retention=Retention(keep=1, keep_stop=1))
     saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=in_s(600))
     assert (saved.is_committed, saved.still_writing) == (True, False)
     assert not saver.wait(timeout_s=0)

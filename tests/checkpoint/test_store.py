@@ -250,10 +250,10 @@ def test_the_end_of_an_epoch_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     """A periodic checkpoint of the same step does not stand in for it, nor it for a stop's; but the
     same epoch is not written twice, in this attempt or the next one."""
     store = CheckpointStore(tmp_path)
-    saver = Saver(store, keep=9)
+    saver = Saver(store, retention=Retention(keep=9))
     for n, kind in enumerate(("periodic", "epoch", "epoch")):
         saver.save(State({"a": n}, {}), step=7, epoch=int(n > 0), kind=kind, again=False)
-    later = Saver(store, keep=9)
+    later = Saver(store, retention=Retention(keep=9))
     later.continues_from(store.committed()[-1])
     for n, kind in enumerate(("epoch", "stop"), 3):
         later.save(State({"a": n}, {}), step=7, epoch=1, kind=kind, again=False)
