@@ -7,17 +7,15 @@ How each kind of process is covered:
 
 - **the rank before and after**: :func:`hydroslurm.runtime.autoload.hold` and ``keep_alive``.
 - **the rank**: our handlers go in last, call the handler that they replaced, and are taken out
-  again by ``uninstall`` only where they are still the installed ones. Python is shown handlers that
-  lead to ours (:mod:`hydroslurm.gate.handlers`); what is put over them is taken back
+  only where they are still installed. Python is shown handlers that lead to ours
+  (:mod:`hydroslurm.gate.handlers`); what is put over them is taken back
   (:mod:`hydroslurm.runtime.guard`).
-- **a forked child** (DataLoader workers by default): inherits the handlers, which compare the
-  process id first and do nothing in a child. So a child neither pauses nor dies of a pause signal;
-  nor, once stops are claimed, of a SIGTERM from anybody but its parent and the rank.
-- **what is started with exec** (``multiprocessing`` spawn, forkserver, the resource tracker;
-  ``subprocess``): starts with default dispositions, of which USR1 and USR2 kill and TSTP stops.
-  :mod:`hydroslurm.runtime.child_signals` blocks the signals that would kill them at their start,
-  and for multiprocessing's all that pause; a Python among them ignores these from then on
-  (:mod:`hydroslurm.runtime.autoload`). SIGTERM means to them what it would mean without us.
+- **a forked child** (DataLoader workers by default): inherits the handlers, which do nothing in a
+  child. So it neither pauses nor dies of a pause signal; nor, once stops are claimed, of a SIGTERM
+  from anybody but its parent and the rank.
+- **what is started with exec**: has default dispositions, of which USR1 and USR2 kill and TSTP
+  stops, so these are blocked (:mod:`hydroslurm.runtime.child_signals`). SIGTERM means to it what it
+  would mean without us.
 - **a child that multiprocessing made** is stopped with its rank
   (:mod:`hydroslurm.runtime.children`).
 - **started with a signal ignored** (nohup, some batch wrappers): left ignored, unless

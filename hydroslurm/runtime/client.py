@@ -98,7 +98,12 @@ def _ask(
     if before is None or before.pid != pid:  # it has only just been installed
         before = RankStatus(entry.rank, "running", NEVER, pid=pid)
     if vacate:
-        _ask_to_vacate(Path(entry.events))
+        try:
+            ask_to_vacate(Path(entry.events), number=time.time_ns())
+        except OSError as error:
+            raise TargetError(
+                f"the process was left alone: it cannot be asked to vacate: {error}"
+            ) from error
     _send(pid, _signal_for(verb, entry), entry)
     answers = wait_for_answers(
         {entry.rank: (path, before)},
@@ -112,15 +117,6 @@ def _ask(
             f"(it parks when that ends), stopped, or unable to write {path}"
         )
     return answers[entry.rank]
-
-
-def _ask_to_vacate(log: Path) -> None:
-    try:
-        ask_to_vacate(log, number=time.time_ns())
-    except OSError as error:
-        raise TargetError(
-            f"the process was left alone: it cannot be asked to vacate: {error}"
-        ) from error
 
 
 def is_starting(pid: int, *, environ: Mapping[str, str] | None = None) -> bool:
