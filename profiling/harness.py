@@ -25,7 +25,7 @@ from typing import Any
 
 import hydroslurm
 from hydroslurm.core.events import Event, EventKind
-from hydroslurm.core.files import Tail
+from hydroslurm.core.files import new_lines
 from hydroslurm.devcluster import DevCluster
 
 PROFILING = Path(__file__).resolve().parent
@@ -148,7 +148,7 @@ class EventTail:
     """Reads what is appended to a rank's event file, from another process."""
 
     def __init__(self, path: Path) -> None:
-        self._tail = Tail(path)
+        self._path, self._offset = path, 0
         self._pending: list[Event] = []
 
     def until(self, *kinds: EventKind, limit_s: float = 30.0) -> Event:
@@ -165,8 +165,9 @@ class EventTail:
                     return event
             if time.monotonic() > deadline:
                 wanted = " or ".join(kind.value for kind in kinds)
-                raise TimeoutError(f"no {wanted} in {self._tail.path} within {limit_s:g} s")
-            self._pending.extend(map(Event.from_json, self._tail.lines()))
+                raise TimeoutError(f"no {wanted} in {self._path} within {limit_s:g} s")
+            lines, self._offset = new_lines(self._path, self._offset)
+            self._pending.extend(map(Event.from_json, lines))
             if not self._pending:
                 time.sleep(0.001)
 
