@@ -51,6 +51,7 @@ class PeerConnection:
         address: of the peer's node.
         rank: that has joined on it, and is present.
         has_joined: a rank has joined on it.
+        events: what the selector watches for, which each flush asks.
         unsent: what it has not taken yet of what it was sent.
     """
 
@@ -68,6 +69,7 @@ class PeerConnection:
         self.since_s = since_s
         self.rank: int | None = None
         self.has_joined = False
+        self.events = selectors.EVENT_READ
         self.unsent = bytearray()
 
     def read(self) -> bytes | None:
@@ -226,7 +228,7 @@ class Server:
         try:
             configure_socket(peer.connection)
             peer.connection.setblocking(False)
-            self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+            self._selector.register(peer.connection, peer.events, peer)
         except (OSError, ValueError):
             self.drop(peer)
         if len(self._unjoined) > MAX_UNAUTHENTICATED:
@@ -268,7 +270,8 @@ class Server:
     def _flush(self, peer: PeerConnection) -> None:
         peer.flush()
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
-        if self._selector.get_key(peer.connection).events != wanted:
+        if peer.events != wanted:
+            peer.events = wanted
             self._selector.modify(peer.connection, wanted, peer)
 
     def _receive(self, peer: PeerConnection, data: bytes) -> None:
