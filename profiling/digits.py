@@ -75,14 +75,8 @@ class Parts:
         """As people write it: all that is known of the training, in a file that is replaced in one
         step."""
         part = file.with_suffix(f".{os.getpid()}")
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "step": step,
-            "rng": torch.get_rng_state(),
-        }
-        torch.save(state, part)
+        state = {name: one.state_dict() for name, one in self._kept().items()}
+        torch.save({**state, "step": step, "rng": torch.get_rng_state()}, part)
         part.replace(file)
 
     def load(self, file: Path) -> int:
@@ -90,12 +84,14 @@ class Parts:
         if not file.exists():
             return 0
         state = torch.load(file)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        for name, one in self._kept().items():
+            one.load_state_dict(state[name])
         torch.set_rng_state(state["rng"])
         step: int = state["step"]
         return step
+
+    def _kept(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
 
     def learn(self, batch: list[torch.Tensor]) -> None:
         images, labels = batch

@@ -52,7 +52,7 @@ def kept(script: str, result: Mapping[str, Any]) -> dict[str, Any]:
     wanted = {key for row in ROWS if row.script == script for key in (row.key, row.incumbent_key)}
     if not wanted:
         return dict(result)
-    wanted |= {"script", "quick", "gpu", "environment"}
+    wanted |= {"script", "quick", "environment"}
     return {key: value for key, value in result.items() if key in wanted}
 
 
@@ -111,5 +111,7 @@ def _text(value: Any, unit: str) -> str:
 
 def _measured_on(result: Mapping[str, Any]) -> str:
     where = result["environment"]
-    processor = result.get("gpu") or f"{where['cpu_count']} cores of {where['cpu_model']}"
-    return f"{where['date']} on {processor}, Python {where['python']}, torch {where['torch']}"
+    return (
+        f"{where['date']} on {where['cpu_count']} cores of {where['cpu_model']}, "
+        f"Python {where['python']}, torch {where['torch']}"
+    )
