@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import StrictUndefined, Template
-
 from hydroslurm.devcluster.spec import ClusterSpec
 
 CLUSTER_NAME = "hydroslurm-dev"
@@ -104,21 +102,63 @@ class Place:
 
 def slurm_conf(spec: ClusterSpec, place: Place, ports: Ports) -> str:
     """slurm.conf of a dev cluster."""
-    source = Path(__file__).with_name("slurm.conf.j2").read_text(encoding="utf-8")
-    template = Template(
-        source, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    base = place.base
+    nodes = "".join(
+        f"NodeName={name} NodeHostname={place.host} NodeAddr={LOOPBACK} Port={port} "
+        f"CPUs={spec.cpus_per_node} RealMemory={place.memory_mb} State=UNKNOWN\n"
+        for name, port in zip(spec.node_names, ports.slurmd, strict=True)
     )
-    text: str = template.render(
-        spec=spec,
-        place=place,
-        ports=ports,
-        nodes=zip(spec.node_names, ports.slurmd, strict=True),
-        auth=_auth(spec, place),
-        warning=WARNING,
-        cluster_name=CLUSTER_NAME,
-        loopback=LOOPBACK,
-    )
-    return text
+    return f"""\
+# {WARNING}.
+# Made by `hydroslurm cluster up`; changes are lost at the next one.
+ClusterName={CLUSTER_NAME}
+SlurmctldHost={place.host}({LOOPBACK})
+SlurmctldPort={ports.slurmctld}
+SlurmUser={place.user}
+SlurmdUser={place.user}
+{place.plugin_dir}
+
+# A requeued job may not start before its old credential has expired: 121 s by default, 6 s with the
+# smallest cred_expire that Slurm takes.
+{_auth(spec, place)},cred_expire=5
+CredType=cred/{spec.auth}
+
+StateSaveLocation={base}/state/slurmctld
+SlurmdSpoolDir={base}/state/slurmd-%n
+SlurmctldPidFile={base}/run/slurmctld.pid
+SlurmdPidFile={base}/run/slurmd-%n.pid
+SlurmctldLogFile={base}/log/slurmctld.log
+SlurmdLogFile={base}/log/slurmd-%n.log
+SlurmctldDebug=info
+SlurmdDebug=info
+SlurmctldSyslogDebug=quiet
+SlurmdSyslogDebug=quiet
+MailProg=/bin/true
+PlugStackConfig={base}/conf/plugstack.conf
+
+{_tracking(spec)}
+JobAcctGatherType=jobacct_gather/linux
+SwitchType=switch/none
+MpiDefault=none
+# Nodes may claim more CPUs than the machine has.
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait={spec.kill_wait_s}
+MessageTimeout=30
+# A node is drained for good where a process outlives its SIGKILL by 60 s, as on a slow disk.
+UnkillableStepTimeout=900
+
+{_resources(spec, place)}
+SchedulerType=sched/backfill
+# Scheduler passes come 30 and 60 s apart by default.
+SchedulerParameters=batch_sched_delay=0,sched_interval=5,bf_interval=5
+
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={LOOPBACK}
+AccountingStoragePort={ports.slurmdbd}
+{_accounting_pass(spec, place)}
+{nodes}
+{spec.partitions or _preemption(spec)}"""
 
 
 def _auth(spec: ClusterSpec, place: Place) -> str:
@@ -126,6 +166,79 @@ def _auth(spec: ClusterSpec, place: Place) -> str:
     if spec.auth == "slurm":
         return "AuthType=auth/slurm\nAuthInfo=use_client_ids"
     return f"AuthType=auth/munge\nAuthInfo=socket={place.munge_socket}"
+
+
+def _accounting_pass(spec: ClusterSpec, place: Place) -> str:
+    if spec.auth == "slurm":
+        return ""
+    return f"""\
+# The way to slurmdbd does not read AuthInfo: its munge socket is named by the "password".
+AccountingStoragePass={place.munge_socket}
+"""
+
+
+def _tracking(spec: ClusterSpec) -> str:
+    if spec.proctrack == "cgroup":
+        return """\
+# As in production. A suspended job step is frozen by its cgroup, and only the direct children of
+# slurmstepd get its signals.
+ProctrackType=proctrack/cgroup
+TaskPlugin=task/cgroup"""
+    return """\
+# No cgroups and no binding: they need root, and several nodes share this machine. With
+# proctrack/linuxproc every process of a job step gets its signals; with proctrack/cgroup only the
+# direct children of slurmstepd would.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none"""
+
+
+def _resources(spec: ClusterSpec, place: Place) -> str:
+    if spec.constrain_memory:
+        return f"""\
+# A job without --mem gets its CPUs' part of the node's memory, not all of it.
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerCPU={max(1, place.memory_mb // spec.cpus_per_node)}"""
+    return """\
+# CPUs only: with memory as a resource a job without --mem would take a whole node.
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU"""
+
+
+def _preemption(spec: ClusterSpec) -> str:
+    everywhere = f"Nodes={','.join(spec.node_names)} MaxTime=INFINITE DefaultTime=01:00:00 State=UP"
+    if spec.profile == "pause":
+        # OverSubscribe=FORCE:1 is what Slurm asks for in order to have gang scheduling between
+        # partitions without time slices within one: two jobs of `low` queue up behind each other.
+        # GraceTime would be ignored here. SIGSTOP follows SIGTSTP after 2 s: a constant in 22.05,
+        # which refuses a slurm.conf with PreemptParameters=suspend_grace_time.
+        return f"""\
+# Seen: SIGTSTP 10 ms after the urgent srun was submitted, SIGSTOP 2 s later, SIGCONT 5 ms after
+# the urgent job had ended.
+PreemptType=preempt/partition_prio
+PreemptMode=SUSPEND,GANG
+PartitionName=low {everywhere} Default=YES PriorityTier=1 OverSubscribe=FORCE:1 PreemptMode=SUSPEND
+PartitionName=urgent {everywhere} PriorityTier=10 OverSubscribe=FORCE:1 PreemptMode=OFF
+"""
+    if spec.profile == "gang-requeue":
+        return f"""\
+# Seen: GraceTime is ignored. SIGTERM and SIGCONT as soon as the urgent srun was submitted, both
+# again within 10 ms, and SIGKILL after KillWait.
+PreemptType=preempt/partition_prio
+PreemptMode=SUSPEND,GANG
+PartitionName=low {everywhere} Default=YES PriorityTier=1 OverSubscribe=FORCE:1 \
+PreemptMode=REQUEUE GraceTime={spec.grace_s}
+PartitionName=urgent {everywhere} PriorityTier=10 OverSubscribe=FORCE:1 PreemptMode=OFF
+"""
+    return f"""\
+# Seen with GraceTime=6: SIGTERM and SIGCONT 10 ms after the urgent srun was submitted, both again
+# when slurmctld next looked at its time limits (it does every 30 s), and SIGKILL after KillWait.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=low {everywhere} Default=YES PriorityTier=1 PreemptMode=REQUEUE \
+GraceTime={spec.grace_s}
+PartitionName=urgent {everywhere} PriorityTier=10 PreemptMode=OFF
+"""
 
 
 def slurmdbd_conf(spec: ClusterSpec, place: Place, ports: Ports) -> str:

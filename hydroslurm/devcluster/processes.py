@@ -15,9 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
-
-import msgspec
+from typing import Any
 
 from hydroslurm.core.files import write_atomically
 from hydroslurm.core.proc import PARENT, START_TICKS, STATE, environ_of, pids, stat_of
@@ -26,9 +24,8 @@ from hydroslurm.devcluster.layout import CLUSTER_ENV, Layout, remove_link
 from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError
 
-Kind = TypeVar("Kind")
-
 _TAIL_LINES = 12
+_VERSION = 2
 _JOBS_END_S = 1.5
 _CANCEL_LIMIT_S = 5.0
 _SWEEPS = 5
@@ -196,7 +193,7 @@ class Running:
     link: Path
     supervisor: ProcessId
     daemons: tuple[tuple[str, ProcessId], ...] = ()
-    version: Literal[2] = 2
+    version: int = _VERSION
 
     def write(self, layout: Layout) -> None:
         """Write cluster.json atomically."""
@@ -212,10 +209,16 @@ class Running:
         """
         layout.check()
         try:
-            return _decoded(cls, layout.cluster_json.read_text())
+            row = json.loads(layout.cluster_json.read_text())
+            if row["version"] != _VERSION:
+                raise ValueError(f"version {row['version']}, not {_VERSION}")
+            row["spec"], row["link"] = _spec(row["spec"]), Path(row["link"])
+            row["supervisor"] = ProcessId(**row["supervisor"])
+            row["daemons"] = tuple((name, ProcessId(**one)) for name, one in row["daemons"])
+            return cls(**row)
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ClusterError(
                 f"{layout.cluster_json} cannot be read ({error}); it was made by another release. "
                 "End that cluster with the release that started it, or remove the file"
@@ -243,7 +246,9 @@ class Request:
     @classmethod
     def from_json(cls, text: str) -> Request:
         """Decode what :func:`to_json` has made."""
-        return _decoded(cls, text)
+        row = json.loads(text)
+        row["spec"], row["root"] = _spec(row["spec"]), Path(row["root"])
+        return cls(**{**row, "caller": ProcessId(**row["caller"])})
 
 
 def to_json(value: Running | Request) -> str:
@@ -251,10 +256,9 @@ def to_json(value: Running | Request) -> str:
     return json.dumps(asdict(value), default=str)
 
 
-def _decoded(kind: type[Kind], text: str) -> Kind:
-    """Raises ValueError: a field is missing, or of another type."""
-    decoded: Kind = msgspec.convert(json.loads(text), kind, dec_hook=lambda path, name: path(name))
-    return decoded
+def _spec(row: dict[str, Any]) -> ClusterSpec:
+    directory = row["directory"]
+    return ClusterSpec(**{**row, "directory": None if directory is None else Path(directory)})
 
 
 def cancel_jobs(scancel: str, *, user: str, environ: Mapping[str, str]) -> None:

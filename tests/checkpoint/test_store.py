@@ -252,11 +252,11 @@ def test_the_end_of_an_epoch_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     saver = Saver(store, retention=Retention(keep=9))
     for n, kind in enumerate(("periodic", "epoch", "epoch")):
-        saver.save(State({"a": n}, {}), step=7, epoch=int(n > 0), kind=kind, again=False)
+        saver.save(State({"a": n}, {}), step=7, epoch=int(n > 0), kind=kind)
     later = Saver(store, retention=Retention(keep=9))
     later.continues_from(store.committed()[-1])
     for n, kind in enumerate(("epoch", "stop"), 3):
-        later.save(State({"a": n}, {}), step=7, epoch=1, kind=kind, again=False)
+        later.save(State({"a": n}, {}), step=7, epoch=1, kind=kind)
     assert [(one.kind, one.key) for one in store.committed()] == [
         ("periodic", (7, 1)),
         ("epoch", (7, 2)),
