@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 import hydroslurm
 import hydroslurm.training.run as session_run
 from hydroslurm.checkpoint import commit, save
-from hydroslurm.coordination.client import CoordinatorClient
+from hydroslurm.coordination.agreements import PendingAgreements
 from hydroslurm.core.events import EventLog
 from hydroslurm.data import SeededDataset
 from hydroslurm.errors import AgreementFailed, CoordinatorLost
@@ -102,13 +102,13 @@ def act(index: int, fault: Fault, *, checkpoints: Path) -> None:
 
 def watch(moments: Moments) -> None:
     """Put the moments into this process's hydroslurm and torch."""
-    append, agree = EventLog.append, CoordinatorClient.agree
+    append, agree = EventLog.append, PendingAgreements.agree
 
     def append_and_tell(self: EventLog, event: Any) -> None:
         append(self, event)
         moments.reach(f"event {event.kind.value}")
 
-    def agree_and_tell(self: CoordinatorClient, topic: str, value: Any, **more: Any) -> Any:
+    def agree_and_tell(self: PendingAgreements, topic: str, value: Any, **more: Any) -> Any:
         short = "/".join(part for part in topic.split("/") if not part.isdecimal())
         moments.reach(f"agree {short}")
         try:
@@ -125,7 +125,7 @@ def watch(moments: Moments) -> None:
         return values
 
     EventLog.append = append_and_tell  # type: ignore[method-assign]
-    CoordinatorClient.agree = agree_and_tell  # type: ignore[method-assign]
+    PendingAgreements.agree = agree_and_tell  # type: ignore[method-assign]
     around(session_run.Run, "safe_point", before=lambda: moments.reach("step"))
     around(session_run.Run, "check_stop", before=lambda: moments.reach("check"))
     around(Controller, "claim_stops", after=lambda: moments.reach("claimed"))
