@@ -60,12 +60,17 @@ STRUCTURES = [
     single("own_second_optimizer.py", "step:4 step:5", named="has stepped and is not part of"),
     single("own_gan.py", "step:3 step:4"),
     single("own_lbfgs.py"),
-    single("own_adalora.py"),
+    *(
+        single(f"{framework}_peft.py {kind}")
+        for framework in ("own", "transformers")
+        for kind in ("lora", "dora", "adalora")
+    ),
+    single("own_schedulefree.py"),
+    single("transformers_schedulefree.py"),
     single("transformers_masked.py x"),
     single("transformers_masked.py x workers"),
     single("transformers_masked.py x persistent"),
     single("transformers_twice.py", "step:4 step:7 step:2", trainings=2),
-    single("transformers_adalora.py"),
     single("transformers_callback.py"),
     single("lightning_objects.py"),
     single("transformers_stream.py"),
