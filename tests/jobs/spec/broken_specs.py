@@ -1,4 +1,5 @@
-"""Job specs that are none, and what is said of each: ``broken_specs.txt``."""
+"""Job specs that are none, and what is said of each: ``broken_specs.txt``. A row of it is its name,
+its text and the answer, which begins with the file's name or the number of problems."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from hydroslurm.jobs.spec.reading import read
 from hydroslurm.jobs.spec.source import OF_A_FILE, parse_source
 
 FILE = Path(__file__).with_name("broken_specs.txt")
-_CASE = re.compile(r"=== (\S+)\n(.*?)=== is answered\n(.*?)(?=^=== |\Z)", re.DOTALL | re.MULTILINE)
+_CASE = re.compile(
+    r"=== (\S+)\n(.*?)^((?:\d+ problems? in )?\1\.yaml:.*?)(?=^=== |\Z)", re.DOTALL | re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,11 @@ class Broken:
             read(source, folder=Path())
         except SpecError as error:
             return f"{error}\n"
-        return "it is a job spec\n"
+        return f"{self.name}.yaml: is a job spec\n"
 
 
 BROKEN = {name: Broken(name, text, told) for name, text, told in _CASE.findall(FILE.read_text())}
 
 if __name__ == "__main__":  # records what is said now, to be read as its user would
-    FILE.write_text(
-        "".join(
-            f"=== {one.name}\n{one.text}=== is answered\n{one.answer()}" for one in BROKEN.values()
-        )
-    )
+    rows = (f"=== {one.name}\n{one.text}{one.answer()}" for one in BROKEN.values())
+    FILE.write_text("".join(rows))

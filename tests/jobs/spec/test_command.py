@@ -21,65 +21,43 @@ def run(*message: str | Path) -> Result:
     return CliRunner().invoke(app, [str(word) for word in message])
 
 
-def test_validate_says_what_a_right_spec_is() -> None:
-    """Its name and its replicas; nothing else to read."""
-    path = EXAMPLES / "job.yaml"
-    done = run("validate", path)
-    assert (done.exit_code, done.output) == (0, f"{path}: ok: digits, 2 worker\n")
-
-
-def test_validate_lists_once_what_has_no_meaning() -> None:
-    """A manifest is right, and what is left out of it is said in one warning."""
-    done = run("validate", EXAMPLES / "t9k-manifest.yaml")
+def test_validate_looks_at_every_file(tmp_path: Path) -> None:
+    """What a right spec is, and in one warning what has no meaning here; one that is wrong does not
+    hide the others, and the status says that there was one."""
+    right, manifest = EXAMPLES / "job.yaml", EXAMPLES / "t9k-manifest.yaml"
+    done = run("validate", right, manifest)
     assert done.exit_code == 0
-    ok, warning, *listed = done.output.splitlines()
+    first, ok, warning, *listed = done.output.splitlines()
+    assert first == f"{right}: ok: digits, 2 worker"
     assert ok.endswith("ok: digits-ddp, 4 worker")
     assert "no effect on Slurm" in warning
-    assert [line.strip() for line in listed] == list(
-        load(EXAMPLES / "t9k-manifest.yaml").meaningless
-    )
-
-
-def test_validate_looks_at_every_file(tmp_path: Path) -> None:
-    """One that is wrong does not hide the others, and the status says that there was one."""
-    wrong = tmp_path / "counts.yaml"
-    wrong.write_text(BROKEN["20-counts"].text)
-    done = run("validate", wrong, EXAMPLES / "job.yaml", tmp_path / "absent.yaml")
+    assert [line.strip() for line in listed] == list(load(manifest).meaningless)
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(BROKEN["25-torchrun"].text)
+    done = run("validate", wrong, right, tmp_path / "absent.yaml")
     assert done.exit_code == 1
-    for message in ("4 problems in", "job.yaml: ok", "cannot read"):
+    for message in ("3 problems in", "job.yaml: ok", "cannot read"):
         assert message in done.output
 
 
-def test_render_prints_the_resolved_spec() -> None:
-    """With --yaml: the same job, every default filled in."""
-    path = EXAMPLES / "job.yaml"
-    done = run("render", "--yaml", path)
-    assert done.exit_code == 0
-    assert "warningSeconds: 120" in done.output
-    assert loads(done.output).job == load(path).job
-
-
-def test_render_shows_what_a_priority_becomes(
+def test_render_prints_what_submit_would_hand_to_sbatch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user's table is read, and sbatch is told what it says."""
+    """Without a trace on the disk; the user's table says what a priority becomes. With --yaml: the
+    same job, every default filled in."""
+    (tmp_path / "hydroslurm").mkdir()
     table = tmp_path / "hydroslurm/config.yaml"
-    table.parent.mkdir()
     table.write_text("priorities: {50: {qos: high, nice: 7}}\n")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    done = run("render", EXAMPLES / "t9k-manifest.yaml")
-    assert "#SBATCH --qos=high\n" in done.output
-    assert "#SBATCH --nice=7\n" in done.output
-    assert "priority" not in done.output
-
-
-def test_render_prints_the_batch_script(tmp_path: Path) -> None:
-    """What submit would hand to sbatch, without a trace on the disk."""
-    done = run("render", EXAMPLES / "job.yaml", "--folder", tmp_path / "runs")
+    done = run("render", EXAMPLES / "t9k-manifest.yaml", "--folder", tmp_path / "runs")
     assert done.exit_code == 0
-    assert "#SBATCH --job-name=digits\n" in done.output
-    assert "#SBATCH --partition=low\n" in done.output
-    assert list(tmp_path.iterdir()) == []
+    for line in ("job-name=digits-ddp", "partition=low", "qos=high", "nice=7"):
+        assert f"#SBATCH --{line}\n" in done.output
+    assert "priority" not in done.output
+    assert list(tmp_path.iterdir()) == [table.parent]
+    done = run("render", "--yaml", EXAMPLES / "job.yaml")
+    assert "warningSeconds: 120" in done.output
+    assert loads(done.output).job == load(EXAMPLES / "job.yaml").job
 
 
 @pytest.mark.slurm

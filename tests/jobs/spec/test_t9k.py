@@ -12,39 +12,39 @@ import pytest
 import yaml
 
 from hydroslurm.errors import SpecError, UntrustedFile
-from hydroslurm.jobs.spec.reading import load, loads
+from hydroslurm.jobs.spec.reading import JobSpec, load, loads
 from hydroslurm.jobs.spec.site_tables import read_site_tables
 
 MANIFEST = Path(__file__).resolve().parent.parent.parent.parent / "examples/t9k-manifest.yaml"
 
 
+FULL = """
+name: digits-ddp
+labels: {team: vision}
+replicaSpecs:
+- replicas: 4
+  restartPolicy: ExitCode
+  template:
+    command: [python]
+    args: [dist_digits.py, --epochs, "2"]
+    image: pytorch/pytorch:2.0.0-cuda11.7-cudnn8-devel
+    env: {OMP_NUM_THREADS: "1"}
+    resources: {cpus: 1, memory: 2Gi}
+    init: [{name: prepare, command: [sh, -c, echo ready]}]
+torchrunConfig:
+  {enable: true, minNodes: 1, maxRestarts: 10, procPerNode: "1", extraOptions: [--log-dir, logs]}
+runPolicy: {activeDeadlineSeconds: 1800}
+scheduler: {partition: low}
+tensorboard: {logDirectory: runs/log}
+runMode: {debug: {replicaSpecs: [{command: [sleep, inf], skipInit: true}]}}
+"""
+
+
 def test_every_field_of_a_full_manifest() -> None:
-    """What Slurm has something for is there; what it has nothing for is listed."""
+    """What Slurm has something for is there, as in a job spec; the rest is listed."""
     spec = load(MANIFEST)
-    job = spec.job
     assert spec.is_manifest
-    assert (job.name, job.labels) == ("digits-ddp", {"team": "vision"})
-    (worker,) = job.replica_specs
-    assert (worker.type, worker.replicas, worker.restart_policy) == ("worker", 4, "ExitCode")
-    template = worker.template
-    assert (*template.command, *template.args) == ("python", "dist_digits.py", "--epochs", "2")
-    assert [(one.name, one.value) for one in template.env] == [("OMP_NUM_THREADS", "1")]
-    assert (template.resources.cpus, template.resources.memory_mib) == (1, 2048)
-    assert template.resources.gpus == 0
-    assert template.init[0].command == ("sh", "-c", "echo ready")
-    torchrun = job.torchrun_config
-    assert torchrun.enable
-    assert (torchrun.min_nodes, torchrun.max_restarts, torchrun.proc_per_node) == (1, 10, "1")
-    assert torchrun.extra_options == ("--log-dir", "logs")
-    policy = job.run_policy
-    assert (policy.backoff_limit, policy.active_deadline_seconds) == (3, 1800)
-    assert policy.clean_policy == "Unfinished"
-    assert job.scheduler.partition == "low"
-    assert job.tensorboard is not None
-    assert job.tensorboard.log_directory == "runs/log"
-    (debug,) = job.run_mode.debug.replica_specs
-    assert (debug.type, debug.command, debug.skip_init) == ("worker", ("sleep", "inf"), True)
-    assert not job.run_mode.debug.enable
+    assert spec.job == loads(FULL).job
     listed = "\n".join(spec.meaningless)
     for word in ("priority", "tensorboardSpec.image", "volumeMounts", "volumes", "initContainers"):
         assert word in listed
@@ -65,13 +65,6 @@ spec:
         containers:
         - {container}
 {more}"""
-
-
-def test_a_minimal_manifest() -> None:
-    """A command, and nothing else."""
-    spec = loads(manifest("command: [python, train.py]"))
-    assert spec.job.replica_specs[0].replicas == 4
-    assert spec.meaningless == ()
 
 
 @pytest.mark.parametrize(
@@ -96,73 +89,80 @@ def test_the_container_that_trains(names: list[str], wanted: str | None) -> None
     assert "of a, b; name the one that does python or pytorch" in str(caught.value)
 
 
-def test_what_has_no_effect_in_this_job_is_said() -> None:
+TORCHRUN = "  torchrunConfig: {enabled: %s, %s}\n"
+IN_ELASTIC = "elastic: {max: 2}\nreplicaSpecs: [{restartPolicy: Never, template: {command: [a]}}]"
+SECRET = "{name: KEY, valueFrom: {secretKeyRef: {name: s, key: k}}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (TORCHRUN % ("true", "rdzvBackend: c10d"), ""),
+        (
+            TORCHRUN % ("true", "rdzvBackend: etcd"),
+            "spec.torchrunConfig.rdzvBackend (the agents meet by c10d",
+        ),
+        (
+            TORCHRUN % ("false", "procPerNode: gpu"),
+            "spec.torchrunConfig.procPerNode (gpu: counts with torchrun",
+        ),
+        (IN_ELASTIC, "replicaSpecs[0].restartPolicy (a member of an elastic job that fails "),
+    ],
+)
+def test_what_has_no_effect_in_this_job_is_said(text: str, told: str) -> None:
     """A server of etcd, torchrun's number of ranks without torchrun, a restart policy where members
     are replaced."""
-    torchrun = "  torchrunConfig: {enabled: true, rdzvBackend: etcd}\n"
-    text = manifest("command: [python, train.py]", torchrun)
-    assert loads(text.replace("etcd", "c10d")).meaningless == ()
-    (told,) = loads(text).meaningless
-    assert told.startswith("spec.torchrunConfig.rdzvBackend (the agents meet by c10d")
-    torchrun = "  torchrunConfig: {enabled: false, procPerNode: gpu}\n"
-    (told,) = loads(manifest("command: [python, train.py]", torchrun)).meaningless
-    assert told.startswith("spec.torchrunConfig.procPerNode (gpu: counts with torchrun")
-    elastic = "elastic: {max: 2}\nreplicaSpecs: [{restartPolicy: Never, template: {command: [a]}}]"
-    (told,) = loads(elastic).meaningless
-    assert told.startswith("replicaSpecs[0].restartPolicy (a member of an elastic job that fails ")
+    found = loads(text if text == IN_ELASTIC else manifest("command: [a]", text)).meaningless
+    assert len(found) == bool(told)
+    assert "".join(found).startswith(told)
 
 
-def prioritized(priority: str) -> str:
-    scheduler = f"  scheduler: {{t9kScheduler: {{priority: {priority}}}}}\n"
-    return manifest("command: [python, train.py]", scheduler)
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's, which is not there yet."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "hydroslurm").mkdir()
+    return tmp_path / "hydroslurm/config.yaml"
 
 
-def test_a_priority_is_what_the_table_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def scheduled(words: str, by: str = "t9kScheduler") -> JobSpec:
+    return loads(manifest("command: [a]", f"  scheduler: {{{by}: {{{words}}}}}\n"))
+
+
+def test_a_priority_is_what_the_table_says(table: Path) -> None:
     """A QOS, a nice, both or nothing; one that the table has not is an error that names it, and
     without a table it is listed with the places where one would be read."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    (listed,) = loads(prioritized("50")).meaningless
-    table = tmp_path / "hydroslurm/config.yaml"
+    (listed,) = scheduled("priority: 50").meaningless
     assert listed.startswith("spec.scheduler.t9kScheduler.priority (no table maps it to Slurm")
     assert str(table) in listed
     assert "/etc/hydroslurm/config.yaml" in listed
-    table.parent.mkdir()
     table.write_text("priorities: {80: {qos: high}, 10: {nice: 1000}, 50: {}}\n")
     for priority, qos, nice in (("80", "high", 0), ("10", None, 1000), ("50", None, 0)):
-        spec = loads(prioritized(priority))
+        spec = scheduled(f"priority: {priority}")
         assert (spec.job.scheduler.qos, spec.job.scheduler.nice) == (qos, nice)
         assert spec.meaningless == ()
     with pytest.raises(SpecError) as caught:
-        loads(prioritized("60"))
+        scheduled("priority: 60")
     assert "job.yaml:13: spec.scheduler.t9kScheduler.priority: '60' is not" in str(caught.value)
     assert f"{table} or /etc/hydroslurm/config.yaml, which has 80, 10, 50;" in str(caught.value)
 
 
-@pytest.mark.parametrize("scheduler", ["t9kScheduler", "volcanoScheduler"])
-def test_a_queue_is_the_partition_that_the_table_says(
-    scheduler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("by", ["t9kScheduler", "volcanoScheduler"])
+def test_a_queue_is_the_partition_that_the_table_says(table: Path, by: str) -> None:
     """Or the default one, and without a row the partition of its name."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    table = tmp_path / "hydroslurm/config.yaml"
-    table.parent.mkdir()
     table.write_text("queues: {default: {partition: 'gpu,gpu-long'}, batch: {}}\n")
     for queue, partition in (("default", "gpu,gpu-long"), ("batch", None), ("cpu", "cpu")):
-        spec = loads(
-            manifest("command: [a]", f"  scheduler: {{{scheduler}: {{queue: {queue}}}}}\n")
-        )
+        spec = scheduled(f"queue: {queue}", by)
         assert (spec.job.scheduler.partition, spec.meaningless) == (partition, ())
 
 
-def test_the_users_tables_count_above_the_sites(tmp_path: Path) -> None:
+def test_the_users_tables_count_above_the_sites(table: Path, tmp_path: Path) -> None:
     """Row by row; a table that others can write is not obeyed, and a wrong one has its line."""
     site, environ = tmp_path / "site.yaml", {"XDG_CONFIG_HOME": str(tmp_path)}
-    own = tmp_path / "hydroslurm/config.yaml"
-    own.parent.mkdir()
     site.write_text(
         "priorities: {1: {qos: a}, 2: {qos: b}}\nqueues: {q: {partition: a}, r: {partition: b}}\n"
     )
-    own.write_text("priorities: {2: {nice: 5}}\nqueues: {r: {}}\n")
+    table.write_text("priorities: {2: {nice: 5}}\nqueues: {r: {}}\n")
     found = read_site_tables(environ, site=site)
     assert {name: (one.qos, one.nice) for name, one in found.priorities.items()} == {
         "1": ("a", None),
@@ -174,48 +174,28 @@ def test_the_users_tables_count_above_the_sites(tmp_path: Path) -> None:
         ("queues:\n  q: {partiton: a}\n", "2: queues.q.partiton"),
         ("queus:\n  q: {}\n", "1: queus"),
     ):
-        own.write_text(text)
+        table.write_text(text)
         with pytest.raises(SpecError, match=rf"config.yaml:{where}: .* wanted tables"):
             read_site_tables(environ, site=site)
-    own.chmod(0o666)
+    table.chmod(0o666)
     with pytest.raises(UntrustedFile):
         read_site_tables(environ, site=site)
 
 
 def test_variables_are_written_out_as_kubernetes_does() -> None:
-    """$(NAME) of a variable of the container; $$ is one $; everything else stays."""
+    """$(NAME) of a variable of the container; $$ is one $; everything else stays. One that comes
+    from the cluster is not there: that is said."""
     spec = loads(
         manifest(
             "{command: [python, '$(A)/x', '$(B)', '$$(A)', '$(touch x)'], "
-            "env: [{name: A, value: a}, {name: C, value: '$(A)c'}]}"
+            f"env: [{{name: A, value: a}}, {{name: C, value: '$(A)c'}}, {SECRET}]}}"
         )
     )
     template = spec.job.replica_specs[0].template
     assert template.command[1:] == ("a/x", "$(B)", "$(A)", "$(touch x)")
-    assert template.env[1].value == "ac"
-
-
-@pytest.mark.parametrize(
-    ("field", "listed"),
-    [
-        ("  unheardOf: {a: 1}", "spec.unheardOf"),
-        ("  scheduler: {volcanoScheduler: {queue: q, minAvailable: 3}}", "minAvailable"),
-        ("  torchrunConfig: {enable: true}\n  serviceAccount: me", "serviceAccount"),
-    ],
-)
-def test_nothing_is_dropped_silently(field: str, listed: str) -> None:
-    """A field that Slurm has nothing for is named."""
-    spec = loads(manifest("command: [python, train.py]", field + "\n"))
-    assert any(listed in one for one in spec.meaningless)
-
-
-def test_secrets_of_kubernetes_are_named() -> None:
-    """A variable that comes from the cluster is not there: that is said."""
-    secret = "{name: KEY, valueFrom: {secretKeyRef: {name: s, key: k}}}"
-    spec = loads(manifest(f"{{command: [python, a.py], env: [{secret}, {{name: A, value: a}}]}}"))
-    assert [one.name for one in spec.job.replica_specs[0].template.env] == ["A"]
+    assert [(one.name, one.value) for one in template.env] == [("A", "a"), ("C", "ac")]
     (listed,) = spec.meaningless
-    assert listed.endswith("env[0] (KEY comes from the Kubernetes cluster; export it yourself)")
+    assert listed.endswith("env[2] (KEY comes from the Kubernetes cluster; export it yourself)")
 
 
 NEWER = """
@@ -265,23 +245,30 @@ status: {phase: Running}
 """
 
 
+AS_A_SPEC = """
+name: newer
+replicaSpecs:
+- type: master
+  restartPolicy: ExitCode
+  template:
+    command: [python]
+    args: [-m, training.module]
+    workingDirectory: /data
+    resources: {cpus: 3, memory: 2Gi, gpus: 2}
+- type: worker
+  replicas: 3
+  restartPolicy: Never
+  template: {command: [python], args: [train.py], resources: {gpus: 1}}
+torchrunConfig: {enable: true, procPerNode: gpu}
+runPolicy: {cleanPolicy: All, backoffLimit: 0}
+tensorboard: {logDirectory: runs/a}
+runMode: {debug: {enable: true}}
+"""
+
+
 def test_the_newer_spellings_and_two_types() -> None:
     """enabled and cleanUpPolicy, master and worker, a module under torchrun without a command."""
-    spec = loads(NEWER)
-    job = spec.job
-    master, worker = job.replica_specs
-    assert (master.type, master.restart_policy, worker.replicas) == ("master", "ExitCode", 3)
-    assert master.template.command == ("python",)
-    assert master.template.args == ("-m", "training.module")
-    assert master.template.working_directory == "/data"
-    assert (master.template.resources.cpus, master.template.resources.gpus) == (3, 2)
-    assert master.template.resources.memory_mib == 2048
-    assert worker.template.resources.gpus == 1
-    assert job.torchrun_config.enable
-    assert job.run_mode.debug.enable
-    assert (job.run_policy.clean_policy, job.run_policy.backoff_limit) == ("All", 0)
-    assert job.tensorboard is not None
-    assert job.tensorboard.log_directory == "runs/a"
+    assert loads(NEWER).job == loads(AS_A_SPEC).job
 
 
 def test_everything_else_is_listed_once() -> None:
@@ -322,24 +309,20 @@ def every_field(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[st
 
 
 def misspelt(name: str) -> tuple[str, ...]:
-    """With two letters swapped, one left out, one doubled, and in other case."""
+    """With two letters swapped, and with one left out."""
     middle = max(2, len(name) // 2)
-    return (
-        name[: middle - 2] + name[middle - 1] + name[middle - 2] + name[middle:],
-        name[:middle] + name[middle + 1 :],
-        name[:middle] + name[middle] + name[middle:],
-        name.upper(),
-    )
+    swapped = name[middle - 1] + name[middle - 2]
+    return name[: middle - 2] + swapped + name[middle:], name[:middle] + name[middle + 1 :]
 
 
-FULL: dict[str, Any] = yaml.safe_load(MANIFEST.read_text())
+WHOLE: dict[str, Any] = yaml.safe_load(MANIFEST.read_text())
 
 
 def test_a_misspelt_field_is_an_error_at_every_level() -> None:
     """Beside the right one, and in its place."""
-    for path in every_field(FULL):
+    for path in every_field(WHOLE):
         for number, typo in enumerate(misspelt(str(path[-1]))):
-            changed = copy.deepcopy(FULL)
+            changed = copy.deepcopy(WHOLE)
             holder: Any = changed
             for step in path[:-1]:
                 holder = holder[step]
@@ -353,25 +336,18 @@ def test_a_misspelt_field_is_an_error_at_every_level() -> None:
 KUBERNETES = {
     "metadata": "generateName namespace uid resourceVersion generation creationTimestamp "
     "annotations ownerReferences finalizers managedFields",
-    "pod": "ephemeralContainers restartPolicy terminationGracePeriodSeconds activeDeadlineSeconds "
-    "dnsPolicy serviceAccountName serviceAccount automountServiceAccountToken nodeName hostNetwork "
-    "hostPID hostIPC shareProcessNamespace securityContext imagePullSecrets hostname subdomain "
-    "affinity schedulerName tolerations hostAliases priorityClassName priority dnsConfig "
-    "readinessGates runtimeClassName enableServiceLinks preemptionPolicy overhead resourceClaims "
-    "topologySpreadConstraints setHostnameAsFQDN os hostUsers schedulingGates resources",
-    "container": "ports envFrom resizePolicy volumeDevices livenessProbe readinessProbe tty stdin "
-    "startupProbe lifecycle terminationMessagePath terminationMessagePolicy imagePullPolicy "
-    "securityContext stdinOnce restartPolicy",
+    "pod": "ephemeralContainers restartPolicy activeDeadlineSeconds serviceAccountName nodeName "
+    "hostNetwork hostIPC securityContext affinity tolerations priority hostUsers resources",
+    "container": "ports envFrom livenessProbe tty stdin lifecycle imagePullPolicy restartPolicy",
     "resources": "claims",
-    "limits": "ephemeral-storage hugepages-2Mi nvidia.com/gpu.shared nvidia.com/mig-1g.5gb "
-    "nvidia.com/gpumem nvidia.com/gpucores nvidia.com/vgpu rdma/hca huawei.com/Ascend910",
+    "limits": "ephemeral-storage nvidia.com/gpu.shared nvidia.com/mig-1g.5gb nvidia.com/vgpu",
 }
 """Source: the Kubernetes API reference of ObjectMeta, PodSpec and Container."""
 
 
 def test_what_kubernetes_has_is_no_typo() -> None:
     """However like a field of ours it is spelt: it is listed, and the job is taken."""
-    changed = copy.deepcopy(FULL)
+    changed = copy.deepcopy(WHOLE)
     pod = changed["spec"]["replicaSpecs"][0]["template"]["spec"]
     container = pod["containers"][0]
     holders = {
@@ -394,18 +370,14 @@ def test_what_kubernetes_has_is_no_typo() -> None:
     [
         (manifest("command: python"), 12, "containers[0].command: wanted a list"),
         (manifest("{command: [a], args: [1]}"), 12, "containers[0].args[0]: wanted text, got 1"),
-        (manifest("[a]"), 12, "containers[0]: wanted fields with values"),
         (
             manifest("a\n        initContainers: [{}]"),
             12,
             "containers[0]: wanted fields with values",
         ),
-        (manifest("{command: [a], resources: {limits: 3}}"), 12, "limits: wanted fields with"),
-        (manifest("command: [a]", "  scheduler: {t9kScheduler: 3}"), 13, "t9kScheduler: wanted f"),
         (manifest("command: [a]", "  runPolicy: {backoffLimit: few}\n"), 13, "backoffLimit"),
         (manifest("command: [a]", "  runPolicy: 3\n"), 13, "spec.runPolicy: wanted fields"),
         (manifest("command: [a]", "  scheduler: {t9kScheduler: {queue: a b}}\n"), 13, "queue: "),
-        (manifest("command: [a]", "  torchrunConfig: {enabled: 1}\n"), 13, "enabled: wanted true"),
         (
             manifest("command: [a]", "  runMode: {debug: {replicaSpecs: [{type: b}]}}\n"),
             13,
