@@ -53,11 +53,16 @@ def job(tmp_path: Path) -> Job:
 
 
 def test_only_the_steps_of_ranks(job: Job) -> None:
-    """Each step by the signal that its ranks take; what did not announce itself is not named."""
+    """Each step by the signal that its ranks take; what did not announce itself is not named, nor
+    what ranks were before a requeue."""
+    job.installed(0, attempt=0)
+    assert job.hear() == Listeners({}, frozenset(), ())
     job.installed(0, step_id=2, step_tasks=2)
     job.installed(1, step_id=2, step_tasks=2)
     assert job.hear() == Listeners({2: USR1}, frozenset({0, 1}), ())
     assert job.hear("resume").signals == {2: USR2}
+    job.tell(EventKind.UNINSTALLED, 1)  # one that has ended does not count as missing
+    assert job.hear() == Listeners({2: USR1}, frozenset({0}), ())
 
 
 def test_two_steps_in_one_file(job: Job) -> None:
@@ -68,12 +73,6 @@ def test_two_steps_in_one_file(job: Job) -> None:
     assert job.hear().signals == {0: USR1, 1: RTMIN3}
     job.tell(EventKind.UNINSTALLED, pid=1)
     assert job.hear().signals == {1: RTMIN3}
-
-
-def test_another_attempt_does_not_count(job: Job) -> None:
-    """What ranks were before the requeue says nothing of those of now."""
-    job.installed(attempt=0)
-    assert job.hear() == Listeners({}, frozenset(), ())
 
 
 @pytest.mark.parametrize(
@@ -98,14 +97,6 @@ def test_tasks_that_start_are_held(job: Job) -> None:
     """Below srun --preempt a task that has not come so far does not die of it."""
     job.installed(step_tasks=3, held=True)
     assert job.hear().signals == {0: USR1}
-
-
-def test_tasks_that_have_ended_do_not_count_as_missing(job: Job) -> None:
-    """A step of two of which one has ended can still be paused."""
-    job.installed(0, step_tasks=2)
-    job.installed(1, step_tasks=2)
-    job.tell(EventKind.UNINSTALLED, 1)
-    assert job.hear() == Listeners({0: USR1}, frozenset({0}), ())
 
 
 def test_a_handler_of_somebody_else(job: Job) -> None:

@@ -33,37 +33,44 @@ from hydroslurm.slurm.stops import StopReason
 
 
 def test_attempts_are_numbered_over_requeues(tmp_path: Path) -> None:
-    """After a requeue the count continues."""
-    attempts = Attempts(tmp_path / "starts.jsonl")
+    """After a requeue the count continues. The first end counts: a janitor that comes late does not
+    turn a success into a failure."""
+    path = tmp_path / "starts.jsonl"
+    attempts = Attempts(path)
     one = attempts.begin(0)
     failure = ExitDecision(Action.RESTART, "worker-1", 3, True, "ReplicaFailed", "it failed")
     attempts.end(one, Ending.FAILED, decision=failure)
-    two = Attempts(tmp_path / "starts.jsonl").begin(1)
+    attempts.end(one, Ending.SUCCEEDED)
+    two = Attempts(path).begin(1)
     assert (one.number, two.number, two.restart_count) == (1, 2, 1)
-    kept = Attempts(tmp_path / "starts.jsonl").all()
+    kept = Attempts(path).all()
     assert [one.ending for one in kept] == [Ending.FAILED, None]
     assert kept[0].decision == failure
 
 
-def test_failures_and_preemptions_are_two_budgets(tmp_path: Path) -> None:
-    """Preemptions do not count against backoffLimit; a requeue is one preemption."""
-    attempts = Attempts(tmp_path / "starts.jsonl")
-    for restart_count, ending in enumerate([Ending.PREEMPTED] * 10 + [Ending.FAILED] * 2):
-        attempts.end(attempts.begin(restart_count), ending)
-    attempts.end(attempts.begin(9), Ending.PREEMPTED)
-    attempts.end(attempts.begin(10), Ending.RESTARTED)
-    attempts.begin(10)
-    known = attempts.all()
-    assert (count_restarts(known), count_preemptions(known)) == (3, 10)
-
-
-def test_the_first_end_counts(tmp_path: Path) -> None:
-    """A janitor that comes late does not turn a success into a failure."""
-    attempts = Attempts(tmp_path / "starts.jsonl")
-    attempt = attempts.begin(0)
-    attempts.end(attempt, Ending.SUCCEEDED)
-    attempts.end(attempt, Ending.FAILED)
-    assert [one.ending for one in attempts.all()] == [Ending.SUCCEEDED]
+@pytest.mark.parametrize(
+    ("restart_counts", "endings", "restarts", "preemptions"),
+    [
+        ([0], [None], 0, 0),
+        ([0], [Ending.FAILED], 0, 0),
+        ([0, 0], [Ending.FAILED, Ending.SUCCEEDED], 1, 0),
+        ([0, 0, 0], [Ending.FAILED, Ending.RESTARTED, Ending.FAILED], 2, 0),
+        ([0, 1, 1], [Ending.PREEMPTED, Ending.LOST, None], 0, 1),
+        ([0, 1, 2, 2, 2], [Ending.PREEMPTED] * 2 + [Ending.FAILED] * 2 + [None], 2, 2),
+    ],
+)
+def test_failures_and_preemptions_are_two_budgets(
+    restart_counts: list[int], endings: list[Ending | None], restarts: int, preemptions: int
+) -> None:
+    """A requeue is one preemption. Only a failure that was followed by a start is a restart: a job
+    that failed once and was given up has had none."""
+    attempts = [
+        Attempt(number, restart_count, number, ending=ending)
+        for number, (restart_count, ending) in enumerate(
+            zip(restart_counts, endings, strict=True), 1
+        )
+    ]
+    assert (count_restarts(attempts), count_preemptions(attempts)) == (restarts, preemptions)
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
@@ -84,7 +91,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         """
     )
     seen = 0
-    for _ in range(8):
+    for _ in range(3):
         child = subprocess.Popen(
             [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True
         )
@@ -107,13 +114,7 @@ def test_attempts_that_only_a_run_has_recorded_are_counted_too(tmp_path: Path) -
     """A Run counts starts by torchrun as attempts; the next number is free in both counts."""
     recorded = tmp_path / "attempts.jsonl"
     assert last_recorded(recorded) == 0
-    rows = (
-        '{"attempt": 1}',
-        '{"attempt": 3}',
-        "[",
-        '{"v": 2',
-    )
-    recorded.write_text("\n".join(rows))
+    recorded.write_text('{"attempt": 1}\n{"attempt": 3}\n[\n{"v": 2')
     assert last_recorded(recorded) == 3
     attempts = Attempts(tmp_path / "starts.jsonl")
     assert attempts.begin(0).number == 1
@@ -121,7 +122,7 @@ def test_attempts_that_only_a_run_has_recorded_are_counted_too(tmp_path: Path) -
 
 
 def test_files_of_another_version_are_skipped(tmp_path: Path) -> None:
-    """What another version means by its words is not known."""
+    """What another version means by its words is not known; what is torn counts for nothing."""
     attempts, conditions = Attempts(tmp_path / "starts.jsonl"), tmp_path / "conditions.jsonl"
     attempts.begin(0)
     add_condition(conditions, "Running")
@@ -130,48 +131,26 @@ def test_files_of_another_version_are_skipped(tmp_path: Path) -> None:
         assert row["v"] == FORMAT
         file.write_text(json.dumps(row | {"v": FORMAT + 1}) + "\n")
     assert read_conditions(conditions) == attempts.all() == ()
-
-
-class Clock:
-    """A clock that is set by hand, seconds."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+    (tmp_path / "active.json").write_text('{"active_s": ')
+    assert ActiveTime(tmp_path / "active.json").seconds == 0.0
+    assert ActiveTime(tmp_path / "no" / "such" / "folder").tick() < 60.0
 
 
 def test_time_without_ticks_was_not_spent_running(tmp_path: Path) -> None:
-    """Suspended with its ranks, the supervisor cannot tick; that time is left out."""
-    clock = Clock()
-    active = ActiveTime(tmp_path / "active.json", clock=clock)
+    """Suspended with its ranks, the supervisor cannot tick; that time is left out, as is the time
+    between two supervisors, of which the second begins where the first has written."""
+    now_s = 1000.0
+    active = ActiveTime(tmp_path / "active.json", clock=lambda: now_s)
     for _ in range(10):
-        clock.now_s += 0.5
+        now_s += 0.5
         active.tick()
-    clock.now_s += 3600.0
+    now_s += 3600.0
     assert active.tick() == 5.0 + LONGEST_TICK_S
-
-
-def test_active_time_is_kept_over_requeues(tmp_path: Path) -> None:
-    """What a supervisor has written is where the next begins; the time between them is not."""
-    clock = Clock()
-    first = ActiveTime(tmp_path / "active.json", clock=clock)
-    clock.now_s += 1.5
-    first.tick()
-    first.write()
-    clock.now_s = 7.0
-    second = ActiveTime(tmp_path / "active.json", clock=clock)
-    clock.now_s += 1.0
-    assert second.tick() == 2.5
-
-
-def test_a_file_that_cannot_be_read_counts_for_nothing(tmp_path: Path) -> None:
-    """Torn, or of another kind: the count begins anew, and the job goes on."""
-    path = tmp_path / "active.json"
-    path.write_text('{"active_s": ')
-    assert ActiveTime(path).seconds == 0.0
-    assert ActiveTime(tmp_path / "no" / "such" / "folder").tick() < 60.0
+    active.write()
+    now_s = 7.0
+    second = ActiveTime(tmp_path / "active.json", clock=lambda: now_s)
+    now_s += 1.0
+    assert second.tick() == 6.0 + LONGEST_TICK_S
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,12 @@ exit 1
 class Client:
     """Slurm, of a job that runs and that nobody has stopped; writes down what it is asked to do."""
 
-    def __init__(self) -> None:
+    def __init__(self, **job: int) -> None:
         self.asked: list[tuple[Any, ...]] = []
+        self._job = job
 
     def job(self, job_id: int) -> Job:
-        return Job(job_id=job_id, state=JobState.RUNNING, start_epoch_s=1)
+        return Job(job_id=job_id, state=JobState.RUNNING, **{"start_epoch_s": 1, **self._job})
 
     def node_address(self, _: str) -> str:
         return "127.0.0.1"
@@ -61,23 +62,6 @@ class Client:
 
     def requeue(self, job: Job) -> None:
         self.asked.append(("requeue", job.job_id))
-
-
-class Requeued:
-    """Slurm as it is after a requeue: the job runs, started once more, since just now."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def job(self, job_id: int) -> Job:
-        return Job(job_id=job_id, state=JobState.RUNNING, restart_count=1, start_epoch_s=1 << 40)
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*_: Any, **__: Any) -> str:
-            self.asked.append(name)
-            return "127.0.0.1"
-
-        return call
 
 
 def supervised(
@@ -101,6 +85,33 @@ def supervised(
     return run, supervisor.supervise()
 
 
+NEVER = "replicaSpecs: [{restartPolicy: Never, template: {command: [python, a.py]}}]\n"
+
+
+def test_neither_is_a_failure_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of the job step of a killed srun is ended and started again, also where nothing
+    that fails may be; where Slurm makes no job step in time the job goes back into the queue."""
+    monkeypatch.setattr(supervise, "STEP_WITHIN_S", 0.3)
+    spec, client = NEVER + "runPolicy: {backoffLimit: 0}\n", Client()
+    run, outcome = supervised(spec, SRUN, client, tmp_path, monkeypatch)
+    assert client.asked == [("signal", 7, 9, 4), ("requeue", 7)]
+    assert outcome.status == RUN_AGAIN
+    attempts = Attempts(run.starts_jsonl).all()
+    assert [one.ending for one in attempts] == [Ending.LOST, Ending.PREEMPTED]
+    said = [(one.type, one.reason) for one in read_conditions(run.conditions_jsonl)]
+    started = ("Running", "Started")
+    again = [("Restarting", "SrunKilled"), started, ("Preempted", "StepCannotStart")]
+    assert said == [started, *again]
+    assert "(Requested nodes are busy)" in outcome.message
+    # the srun that waited is not left behind
+    pid = attempts[1].srun_pid
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 def test_a_full_disk_keeps_no_job_from_its_requeue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,41 +128,9 @@ def test_a_full_disk_keeps_no_job_from_its_requeue(
 
     monkeypatch.setattr(supervise, "add_condition", full)
     monkeypatch.setattr(Attempts, "end", end_or_not)
-    spec = "replicaSpecs: [{restartPolicy: Never, template: {command: [python, a.py]}}]\n"
     client = Client()
-    _, outcome = supervised(spec, SRUN, client, tmp_path, monkeypatch)
-    assert outcome.status == RUN_AGAIN
+    assert supervised(NEVER, SRUN, client, tmp_path, monkeypatch)[1].status == RUN_AGAIN
     assert client.asked[-1] == ("requeue", 7)
-
-
-def test_neither_is_a_failure_of_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is left of the job step of a killed srun is ended and started again, also where nothing
-    that fails may be; where Slurm makes no job step in time the job goes back into the queue."""
-    monkeypatch.setattr(supervise, "STEP_WITHIN_S", 0.3)
-    spec = "replicaSpecs: [{restartPolicy: Never, template: {command: [python, a.py]}}]\n"
-    client = Client()
-    run, outcome = supervised(
-        spec + "runPolicy: {backoffLimit: 0}\n", SRUN, client, tmp_path, monkeypatch
-    )
-    assert client.asked == [("signal", 7, 9, 4), ("requeue", 7)]
-    assert outcome.status == RUN_AGAIN
-    attempts = Attempts(run.starts_jsonl).all()
-    assert [one.ending for one in attempts] == [Ending.LOST, Ending.PREEMPTED]
-    said = [(one.type, one.reason) for one in read_conditions(run.conditions_jsonl)]
-    assert said == [
-        ("Running", "Started"),
-        ("Restarting", "SrunKilled"),
-        ("Running", "Started"),
-        ("Preempted", "StepCannotStart"),
-    ]
-    assert "(Requested nodes are busy)" in outcome.message
-    # the srun that waited is not left behind
-    pid = attempts[1].srun_pid
-    assert pid is not None
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
 
 
 def test_it_ends_and_leaves_the_living_attempt_alone(
@@ -160,7 +139,7 @@ def test_it_ends_and_leaves_the_living_attempt_alone(
     """Its job step is gone: it starts no other one, in what would be the living attempt's nodes,
     requeues nothing, forbids nothing, and says nothing about how the job has ended."""
     spec = "replicaSpecs: [{replicas: 1, template: {command: [python, a.py]}}]"
-    client = Requeued()
+    client = Client(restart_count=1, start_epoch_s=1 << 40)  # started once more, since just now
     run, outcome = supervised(spec, GONE, client, tmp_path, monkeypatch)
     assert outcome.status == MUST_NOT_RUN_AGAIN
     assert "is left alone" in outcome.message
