@@ -49,7 +49,7 @@ class Jobs:
     """Submits jobs into ``low`` and ends them when the test is over."""
 
     def __init__(self, cluster: DevCluster, folder: Path) -> None:
-        self._cluster = cluster
+        self.run = cluster.run
         self.folder = folder
         self.ids: list[int] = []
 
@@ -57,19 +57,22 @@ class Jobs:
         path = self.folder / f"job-{len(self.ids)}.sh"
         path.write_text(script)
         argv = ["sbatch", "--parsable", "-p", "low", "-D", str(self.folder), *options, str(path)]
-        self.ids.append(int(self._cluster.run(argv).stdout.split(";")[0]))
+        self.ids.append(int(self.run(argv).stdout.split(";")[0]))
         return self.ids[-1]
 
-    def end(self) -> None:
-        if self.ids:
-            self._cluster.run(["scancel", *map(str, self.ids)], check=False)
+    def interactive(self) -> int:
+        """One that has no batch script."""
+        said = self.run(["salloc", "--no-shell", "-n1", "-p", "low"]).stderr
+        self.ids.append(int(said.rsplit("allocation ", 1)[1].split()[0]))
+        return self.ids[-1]
 
 
 @pytest.fixture
 def jobs(pause_cluster: DevCluster, tmp_path: Path) -> Iterator[Jobs]:
     submitted = Jobs(pause_cluster, tmp_path)
     yield submitted
-    submitted.end()
+    if submitted.ids:
+        pause_cluster.run(["scancel", *map(str, submitted.ids)], check=False)
 
 
 def _wait(client: SlurmClient, job_id: int, want: Callable[[Job], bool]) -> Job:
@@ -78,14 +81,26 @@ def _wait(client: SlurmClient, job_id: int, want: Callable[[Job], bool]) -> Job:
     return client.job(job_id)
 
 
+def _running(client: SlurmClient, job_id: int) -> Job:
+    return _wait_state(client, job_id, JobState.RUNNING)
+
+
 def _wait_state(client: SlurmClient, job_id: int, state: JobState) -> Job:
     return _wait(client, job_id, lambda job: job.state is state)
 
 
-def _wait_text(path: Path, text: str, *, count: int = 1) -> str:
-    """The file's content, once it holds the text that often."""
-    wait_until(lambda: path.exists() and path.read_text().count(text) >= count, f"{text} in {path}")
+def _wait_text(path: Path, text: str) -> str:
+    """The file's content, once it holds the text."""
+    wait_until(lambda: path.exists() and text in path.read_text(), f"{text} in {path}")
     return path.read_text()
+
+
+def _attempts(client: SlurmClient, job_id: int) -> tuple[Job, ...]:
+    """Those that accounting knows; it is told a little later."""
+    try:
+        return client.history(JobId(job_id))
+    except NoSuchJob:
+        return ()
 
 
 def test_a_running_job(client: SlurmClient, jobs: Jobs, tmp_path: Path) -> None:
@@ -94,7 +109,7 @@ def test_a_running_job(client: SlurmClient, jobs: Jobs, tmp_path: Path) -> None:
     options = ["-n2", "-t1-00:10:00", "--mem=100M", "-e", "err-%j", "-p", "urgent"]
     texts = ["-J", "a name=1", f"--comment={comment}", "-o", f"{tmp_path}/out %x=%j"]
     job_id = jobs.submit(*options, *texts)
-    job = _wait_state(client, job_id, JobState.RUNNING)
+    job = _running(client, job_id)
     assert (job.job_id, job.name, job.partition) == (job_id, "a name=1", "urgent")
     assert job.comment == comment
     assert job.flags == {"RUNNING"}
@@ -120,48 +135,44 @@ def test_a_running_job(client: SlurmClient, jobs: Jobs, tmp_path: Path) -> None:
 
 def test_suspend_and_resume(client: SlurmClient, jobs: Jobs) -> None:
     """A job is suspended, twice without harm, refuses signals meanwhile, and is resumed once."""
-    job_id = jobs.submit()
-    _wait_state(client, job_id, JobState.RUNNING)
-    client.suspend(client.job(job_id))
-    job = _wait_state(client, job_id, JobState.SUSPENDED)
+    job = _running(client, jobs.submit())
+    client.suspend(job)
+    job = _wait_state(client, job.job_id, JobState.SUSPENDED)
     assert job.suspend_epoch_s is not None
-    client.suspend(client.job(job_id))
+    client.suspend(job)
     with pytest.raises(WrongJobState):
-        client.signal(client.job(job_id), "USR1")
-    client.resume(client.job(job_id))
-    _wait_state(client, job_id, JobState.RUNNING)
+        client.signal(job, "USR1")
+    client.resume(job)
+    job = _running(client, job.job_id)
     with pytest.raises(WrongJobState):
-        client.resume(client.job(job_id))
+        client.resume(job)
 
 
-def test_requeue(client: SlurmClient, jobs: Jobs) -> None:
-    """A requeued job waits again with one restart; the second requeue succeeds and counts none."""
-    job_id = jobs.submit()
-    _wait_state(client, job_id, JobState.RUNNING)
-    client.requeue(client.job(job_id))
-    job = _wait_state(client, job_id, JobState.PENDING)
+def test_requeue_and_cancel(client: SlurmClient, jobs: Jobs) -> None:
+    """A requeued job waits again with one restart; the second requeue succeeds and counts none. A
+    cancelled job ends; cancelling it again is no error; nothing else can be done with either.
+    History has one entry for each attempt, the first one ended by the requeue."""
+    job = _running(client, jobs.submit())
+    client.requeue(job)
+    job = _wait_state(client, job.job_id, JobState.PENDING)
     assert job.restart_count == 1
-    client.requeue(client.job(job_id))
-    assert client.job(job_id).restart_count == 1
-    with pytest.raises(WrongJobState):
-        client.suspend(client.job(job_id))
-    with pytest.raises(WrongJobState):
-        client.signal(client.job(job_id), "USR1")
-
-
-def test_attempts_are_told_by_accounting(client: SlurmClient, jobs: Jobs) -> None:
-    """History has one entry for each attempt, the first one ended by the requeue."""
-    job_id = jobs.submit()
-    _wait_state(client, job_id, JobState.RUNNING)
-    client.requeue(client.job(job_id))
-    _wait(client, job_id, lambda job: job.state.is_waiting)
-    client.cancel(client.job(job_id))
-    wait_until(lambda: len(_attempts(client, job_id)) == 2, "both attempts in accounting")
-    attempts = _attempts(client, job_id)
-    assert [attempt.restart_count for attempt in attempts] == [0, 1]
-    assert attempts[0].state is JobState.REQUEUED
-    assert attempts[0].nodes
-    assert attempts[1].state is JobState.CANCELLED
+    client.requeue(job)
+    assert client.job(job.job_id).restart_count == 1
+    refused = (client.suspend, lambda job: client.signal(job, "USR1"))
+    for act in refused:
+        with pytest.raises(WrongJobState):
+            act(job)
+    client.cancel(job)
+    job = _wait_state(client, job.job_id, JobState.CANCELLED)
+    client.cancel(job)
+    for act in (*refused, client.resume):
+        with pytest.raises(WrongJobState):
+            act(job)
+    wait_until(lambda: len(_attempts(client, job.job_id)) == 2, "both attempts in accounting")
+    first, second = _attempts(client, job.job_id)
+    assert (first.restart_count, second.restart_count) == (0, 1)
+    assert (first.state, second.state) == (JobState.REQUEUED, JobState.CANCELLED)
+    assert first.nodes
 
 
 def test_signals(client: SlurmClient, jobs: Jobs, tmp_path: Path) -> None:
@@ -175,86 +186,39 @@ def test_signals(client: SlurmClient, jobs: Jobs, tmp_path: Path) -> None:
     assert "batch" not in _wait_text(out, "task got USR1")
 
 
-def test_cancel(client: SlurmClient, jobs: Jobs) -> None:
-    """A cancelled job ends; cancelling it again is no error; nothing else can be done with it."""
-    job_id = jobs.submit()
-    _wait_state(client, job_id, JobState.RUNNING)
-    client.cancel(client.job(job_id))
-    _wait_state(client, job_id, JobState.CANCELLED)
-    client.cancel(client.job(job_id))
-    for act in (client.suspend, client.resume):
-        with pytest.raises(WrongJobState):
-            act(client.job(job_id))
+def test_jobs_that_cannot_be_requeued(client: SlurmClient, jobs: Jobs) -> None:
+    """--no-requeue and what srun started itself: refused, and the job goes on. Whether a running
+    job may be requeued can be changed, and Slurm's requeue heeds it."""
+    job = _running(client, jobs.submit("--no-requeue"))
     with pytest.raises(WrongJobState):
-        client.signal(client.job(job_id), "TERM")
-
-
-def test_jobs_that_cannot_be_requeued(
-    client: SlurmClient, jobs: Jobs, pause_cluster: DevCluster
-) -> None:
-    """--no-requeue and what srun started itself: refused, and the job goes on."""
-    job_id = jobs.submit("--no-requeue")
-    _wait_state(client, job_id, JobState.RUNNING)
+        client.requeue(job)
+    job = client.job(job.job_id)
+    assert (job.state, job.may_requeue) == (JobState.RUNNING, False)
+    client.set_requeue(job, allowed=True)
+    assert client.job(job.job_id).may_requeue is True
+    client.set_requeue(job, allowed=False)
     with pytest.raises(WrongJobState):
-        client.requeue(client.job(job_id))
-    assert client.job(job_id).state is JobState.RUNNING
-    assert client.job(job_id).may_requeue is False
-    allocation = pause_cluster.run(["salloc", "--no-shell", "-n1", "-p", "low"])
-    interactive = int(allocation.stderr.rsplit("allocation ", 1)[1].split()[0])
-    jobs.ids.append(interactive)
-    assert client.job(interactive).is_batch is False
+        client.requeue(job)
+    interactive = client.job(jobs.interactive())
+    assert interactive.is_batch is False
     with pytest.raises(WrongJobState):
-        client.requeue(client.job(interactive))
+        client.requeue(interactive)
 
 
-def test_a_job_that_may_not_be_requeued_any_more(client: SlurmClient, jobs: Jobs) -> None:
-    """Whether a running job may be requeued can be changed; Slurm's requeue then heeds it."""
-    job_id = jobs.submit()
-    _wait_state(client, job_id, JobState.RUNNING)
-    client.set_requeue(client.job(job_id), allowed=False)
-    assert client.job(job_id).may_requeue is False
-    with pytest.raises(WrongJobState):
-        client.requeue(client.job(job_id))
-    client.set_requeue(client.job(job_id), allowed=True)
-    assert client.job(job_id).may_requeue is True
-
-
-def test_node_address(client: SlurmClient) -> None:
-    """The address of a node is told; an unknown node is an error that names it."""
-    assert client.node_address("n1") == "127.0.0.1"
-    with pytest.raises(SlurmError, match="no-such-node"):
-        client.node_address("no-such-node")
-
-
-@pytest.mark.parametrize(("status", "told"), [(3, 3), (143, 15)])
-def test_exit_codes(client: SlurmClient, jobs: Jobs, status: int, told: int) -> None:
-    """The exit code of the batch script is told once it has ended, by accounting too."""
-    job_id = jobs.submit(script=f"#!/bin/bash\nexit {status}\n")
+def test_exit_codes(client: SlurmClient, jobs: Jobs) -> None:
+    """The exit code of the batch script is told once it has ended, by accounting too. stderr
+    without a file of its own goes where stdout goes, and a job says so alone and among all."""
+    job_id = jobs.submit("-o", "out-%j", script="#!/bin/bash\nexit 143\n")
     job = _wait(client, job_id, lambda job: job.state.has_ended)
-    assert (job.state, job.exit_code) == (JobState.FAILED, told)
+    assert (job.state, job.exit_code) == (JobState.FAILED, 15)
+    assert job.std_err == job.std_out == f"{jobs.folder}/out-{job_id}"
     assert client.jobs(ids=[JobId(job_id)]) == (job,)
 
     def has_ended() -> bool:
         return any(attempt.state.has_ended for attempt in _attempts(client, job_id)[-1:])
 
     wait_until(has_ended, "its end in accounting")
-    assert _attempts(client, job_id)[-1].exit_code == told
-
-
-def _attempts(client: SlurmClient, job_id: int) -> tuple[Job, ...]:
-    """Those that accounting knows; it is told a little later."""
-    try:
-        return client.history(JobId(job_id))
-    except NoSuchJob:
-        return ()
-
-
-def test_stderr_without_a_file_of_its_own(client: SlurmClient, jobs: Jobs) -> None:
-    """It goes where stdout goes, and a job says so alone and among all."""
-    job_id = jobs.submit("-o", "out-%j")
-    job = client.job(job_id)
-    assert job.std_err == job.std_out == f"{jobs.folder}/out-{job_id}"
-    assert client.jobs(ids=[JobId(job_id)])[0].std_err == job.std_err
+    assert _attempts(client, job_id)[-1].exit_code == 15
 
 
 def test_arrays(client: SlurmClient, jobs: Jobs) -> None:
@@ -301,17 +265,22 @@ def test_another_cluster_in_one_process(
 
 
 def test_partitions(client: SlurmClient) -> None:
-    """Partitions are described, with the tiers and modes that make preemption work."""
+    """Partitions are described, with the tiers and modes that make preemption work, and the address
+    of a node is told; an unknown node is an error that names it."""
     partitions = {partition.name: partition for partition in client.partitions()}
     low, urgent = partitions["low"], partitions["urgent"]
     assert low.preempt_mode == "SUSPEND"
     assert urgent.priority_tier > low.priority_tier
     assert len(low.nodes) == 12
     assert (low.state, urgent.is_default) == ("UP", False)
+    assert client.node_address("n1") == "127.0.0.1"
+    with pytest.raises(SlurmError, match="no-such-node"):
+        client.node_address("no-such-node")
 
 
 def test_config(client: SlurmClient, pause_cluster: DevCluster) -> None:
-    """The controller's settings are read: release, preemption, waits."""
+    """The controller's settings are read: release, preemption, waits; and the QOS that every
+    cluster with accounting has."""
     config = client.config()
     release = pause_cluster.run(["scontrol", "--version"]).stdout.split()[1]
     assert config.version == tuple(int(part) for part in release.split(".")[:3])
@@ -321,24 +290,17 @@ def test_config(client: SlurmClient, pause_cluster: DevCluster) -> None:
     assert config.suspend_grace_time_s == 2
     assert config.proctrack_type == "proctrack/linuxproc"
     assert config.cluster_name
-
-
-def test_qoses(client: SlurmClient) -> None:
-    """The QOS that every cluster with accounting has is described."""
     normal = {qos.name: qos for qos in client.qoses() or ()}["normal"]
     assert (normal.grace_time_s, normal.preempt_mode, normal.preempts) == (0, "", ())
 
 
-def test_batch_script(client: SlurmClient, jobs: Jobs, pause_cluster: DevCluster) -> None:
+def test_batch_script(client: SlurmClient, jobs: Jobs) -> None:
     """A batch job's script comes back as submitted; what has none gives None."""
     job_id = jobs.submit("--begin=now+1hour", script=TALKER)
     assert client.batch_script(client.job(job_id)) == TALKER
-    allocation = pause_cluster.run(["salloc", "--no-shell", "-n1", "-p", "low"])
-    interactive = int(allocation.stderr.rsplit("allocation ", 1)[1].split()[0])
-    jobs.ids.append(interactive)
-    assert client.batch_script(client.job(interactive)) is None
     assert client.batch_script(Job(job_id=UNKNOWN_JOB, state=JobState.RUNNING)) is None
-    job = client.job(interactive)
+    job = client.job(jobs.interactive())
+    assert client.batch_script(job) is None
     assert (job.qos, job.gres, job.work_dir) == ("normal", "", str(Path.cwd()))
 
 

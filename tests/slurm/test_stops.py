@@ -36,74 +36,71 @@ def _why(name: str, *, attempt: Job | None = None, now_epoch_s: float = 17952678
     return why_stopped(_job(name), now_epoch_s=now_epoch_s, attempt=attempt)
 
 
-def test_preempted_in_its_grace() -> None:
-    """PreemptTime on a running job: preempted, and EndTime says how long the grace still is."""
-    stop = _why("grace")
-    assert stop.reason is StopReason.PREEMPTED
-    assert stop.to_end_s == pytest.approx(5.5)
-    assert not stop.needs_history
+PREEMPTED, TIME_LIMIT = StopReason.PREEMPTED, StopReason.TIME_LIMIT
+CANCELLED_BY = _attempt(JobState.CANCELLED, cancelled_by_uid=1000)
 
 
-@pytest.mark.parametrize("name", ["grace_over", "no_grace", "gang", "requeued"])
-def test_back_in_the_queue(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason", "to_end_s", "now_epoch_s"),
+    [
+        ("grace", PREEMPTED, 5.5, 1795267817.5),
+        ("time_limit", TIME_LIMIT, 0.0, 1795267817.5),
+        ("warned", TIME_LIMIT, 50, 1795267993),
+        # the limit has been moved away since: nobody stops the job
+        ("warned", StopReason.ASKED, 3650, 1795267993 - 3600),
+        ("asked", StopReason.ASKED, 3653.5, 1795267817.5),
+        # clocks that differ do not make a cancelled job a requeued one
+        ("cancelled", StopReason.CANCELLED, 0.0, 1795267862 - 240),
+    ],
+)
+def test_what_slurmctld_says(
+    name: str, reason: StopReason, to_end_s: float, now_epoch_s: float
+) -> None:
+    """PreemptTime on a running job: preempted, and EndTime says how long the grace still is. A time
+    limit is told by the reason or, of a running job, by its nearness. Nothing wrong with a running
+    job: somebody sent the signal. Only who cancelled is for accounting to say."""
+    stop = _why(name, now_epoch_s=now_epoch_s)
+    assert (stop.reason, stop.pending_again) == (reason, False)
+    assert stop.to_end_s == pytest.approx(to_end_s)
+    assert stop.needs_history is (reason is StopReason.CANCELLED)
+
+
+def test_an_earlier_warning() -> None:
+    """Is recognized where its distance is known."""
+    stop = why_stopped(_job("warned"), now_epoch_s=1795267993 - 500, warning_s=600)
+    assert stop.reason is TIME_LIMIT
+
+
+@pytest.mark.parametrize("name", ["grace_over", "gang"])
+@pytest.mark.parametrize(
+    ("recorded", "reason"),
+    [
+        (None, StopReason.REQUEUED),
+        (JobState.REQUEUED, StopReason.REQUEUED),
+        (JobState.PREEMPTED, PREEMPTED),
+        (JobState.NODE_FAIL, StopReason.NODE_FAILING),
+    ],
+)
+def test_back_in_the_queue(name: str, recorded: JobState | None, reason: StopReason) -> None:
     """A requeue is seen from slurmctld alone, and that is enough; accounting would say whose."""
-    stop = _why(name)
-    assert (stop.reason, stop.pending_again) == (StopReason.REQUEUED, True)
-    assert not stop.needs_history
-    by_gang = _why(name, attempt=_attempt(JobState.PREEMPTED))
-    assert (by_gang.reason, by_gang.pending_again) == (StopReason.PREEMPTED, True)
-    by_hand = _why(name, attempt=_attempt(JobState.REQUEUED))
-    assert (by_hand.reason, by_hand.message) == (StopReason.REQUEUED, "requeued by hand")
-    assert not by_hand.needs_history
-    by_failure = _why(name, attempt=_attempt(JobState.NODE_FAIL))
-    assert by_failure.reason is StopReason.NODE_FAILING
+    stop = _why(name, attempt=_attempt(recorded) if recorded else None)
+    assert (stop.reason, stop.pending_again, stop.needs_history) == (reason, True, False)
+    if reason is StopReason.REQUEUED:
+        assert ("by a preemption" in stop.message) is (recorded is None)
 
 
 def test_cancelled() -> None:
-    """A job that is ended and not requeued counts as cancelled; accounting knows by whom."""
-    stop = _why("cancelled")
-    assert (stop.reason, stop.needs_history) == (StopReason.CANCELLED, True)
-    assert "user id" not in stop.message
-    known = _why("cancelled", attempt=_attempt(JobState.CANCELLED, cancelled_by_uid=1000))
+    """A job that is ended and not requeued counts as cancelled; accounting knows by whom, and
+    whether it was a preemption. A person's scancel counts more than one that came before it."""
+    assert "user id" not in _why("cancelled").message
+    known = _why("cancelled", attempt=CANCELLED_BY)
     assert (known.reason, known.message) == (StopReason.CANCELLED, "cancelled by user id 1000")
     preempted = _why("cancelled", attempt=_attempt(JobState.PREEMPTED))
-    assert (preempted.reason, preempted.pending_again) == (StopReason.PREEMPTED, False)
-
-
-def test_cancelled_in_its_grace() -> None:
-    """A person's scancel counts more than the preemption that came before it."""
-    job = replace(_job("cancelled"), preempt_epoch_s=1795267860)
-    assert why_stopped(job, now_epoch_s=1795267862).needs_history
-    attempt = _attempt(JobState.CANCELLED, cancelled_by_uid=7)
-    assert why_stopped(job, now_epoch_s=1795267862, attempt=attempt).reason is StopReason.CANCELLED
-
-
-def test_clocks_that_differ_do_not_make_a_cancelled_job_a_requeued_one() -> None:
-    """What tells them apart is a time limit's distance, not this machine's clock."""
-    stop = _why("cancelled", now_epoch_s=1795267862 - 240)
+    assert (preempted.reason, preempted.pending_again) == (PREEMPTED, False)
+    in_its_grace = replace(_job("cancelled"), preempt_epoch_s=1795267860)
+    assert why_stopped(in_its_grace, now_epoch_s=1795267862).needs_history
+    stop = why_stopped(in_its_grace, now_epoch_s=1795267862, attempt=CANCELLED_BY)
     assert stop.reason is StopReason.CANCELLED
-
-
-def test_time_limit() -> None:
-    """Over: told by the reason. Near, on a running job: a warning, with the time to its end."""
-    over = _why("time_limit")
-    assert (over.reason, over.to_end_s) == (StopReason.TIME_LIMIT, 0.0)
-    near = _why("warned", now_epoch_s=1795267993)
-    assert (near.reason, near.to_end_s) == (StopReason.TIME_LIMIT, 50)
-
-
-def test_time_limit_extended_meanwhile() -> None:
-    """The same signal, with a limit that has been moved away since: nobody stops the job."""
-    stop = _why("warned", now_epoch_s=1795267993 - 3600)
-    assert stop.reason is StopReason.ASKED
-    early = why_stopped(_job("warned"), now_epoch_s=1795267993 - 500, warning_s=600)
-    assert early.reason is StopReason.TIME_LIMIT
-
-
-def test_asked_by_a_person() -> None:
-    """A running job with nothing wrong: somebody sent the signal."""
-    stop = _why("asked")
-    assert (stop.reason, stop.needs_history) == (StopReason.ASKED, False)
 
 
 def test_newer_json_says_it_in_its_flags() -> None:
@@ -162,60 +159,52 @@ def test_a_job_in_its_grace_is_left_to_a_slurm_that_requeues_it(
     assert client.requeued == [job] * requeued
 
 
-def test_controller_away() -> None:
-    """Slurm that cannot be asked is a reason of its own, with Slurm's words in it."""
+def test_slurm_that_cannot_be_asked() -> None:
+    """Is a reason of its own, with Slurm's words in it. Without accounting the answer comes all the
+    same, after the time that was allowed for it."""
     stop = ask_why(Answers(ControllerUnreachable("nobody there")), 1)
     assert stop.reason is StopReason.UNKNOWN
     assert "nobody there" in stop.message
+    client = Answers(_job("cancelled"), NoSuchJob("Slurm accounting storage is disabled"))
+    stop = ask_why(client, 1, history_within_s=0.0)
+    assert (stop.reason, stop.needs_history) == (StopReason.CANCELLED, True)
 
 
 def test_accounting_that_is_late_is_asked_again() -> None:
-    """Until it knows of the end of this attempt; the record of an earlier one does not count."""
-    earlier = _attempt(JobState.CANCELLED, cancelled_by_uid=1)
+    """Until it knows of the end of this attempt; the record of an earlier one does not count. About
+    a requeue it is not asked: it may be that of a thousand jobs at once."""
     running = replace(_attempt(JobState.RUNNING), start_epoch_s=1795268000)
     preempted = replace(running, state=JobState.PREEMPTED)
     late = replace(running, state=JobState.PENDING)
     client = Answers(
         _job("cancelled"),
         NoSuchJob("not yet"),
-        (earlier, running),
-        (earlier, late),
-        (earlier, preempted),
+        (CANCELLED_BY, running),
+        (CANCELLED_BY, late),
+        (CANCELLED_BY, preempted),
     )
-    assert ask_why(client, 1).reason is StopReason.PREEMPTED
-
-
-def test_no_accounting() -> None:
-    """Without it the answer comes all the same, after the time that was allowed for it."""
-    client = Answers(_job("cancelled"), NoSuchJob("Slurm accounting storage is disabled"))
-    stop = ask_why(client, 1, history_within_s=0.0)
-    assert (stop.reason, stop.needs_history) == (StopReason.CANCELLED, True)
-
-
-def test_accounting_is_not_asked_about_a_requeue() -> None:
-    """What follows is the same whoever it was, and it may be that of a thousand jobs at once."""
-    client = Answers(_job("gang"), AssertionError("sacct was run"))
-    stop = ask_why(client, 1)
+    assert ask_why(client, 1).reason is PREEMPTED
+    stop = ask_why(Answers(_job("gang"), AssertionError("sacct was run")), 1)
     assert (stop.reason, stop.pending_again) == (StopReason.REQUEUED, True)
     assert stop.job == _job("gang")
 
 
-@pytest.mark.parametrize("reason", list(StopReason))
-def test_only_a_cancelled_job_is_left_ended(reason: StopReason) -> None:
+def test_only_a_cancelled_job_is_left_ended() -> None:
     """A cancel is the one stop that is not undone."""
-    assert reason.requeue is (reason is not StopReason.CANCELLED)
-    assert reason.exit_code == (CANCELLED if reason is StopReason.CANCELLED else RUN_AGAIN)
+    assert [reason for reason in StopReason if not reason.requeue] == [StopReason.CANCELLED]
+    assert [reason for reason in StopReason if reason.exit_code != RUN_AGAIN] == ["cancelled"]
+    assert StopReason.CANCELLED.exit_code == CANCELLED
 
 
 def test_time_left() -> None:
     """From the signal to the job's EndTime, and KillWait after it; nothing kills a job that has no
     end."""
-    assert Stop(StopReason.CANCELLED, "").time_left_s(29.6) == 29.6
-    assert Stop(StopReason.UNKNOWN, "").time_left_s(29.6) == 29.6
-    assert Stop(StopReason.PREEMPTED, "", to_end_s=12.5).time_left_s(29.6) == 12.5 + 29.6
-    # asked late, after the grace: SIGKILL may have been on its way since
-    assert Stop(StopReason.PREEMPTED, "", to_end_s=-10.0).time_left_s(29.6) == 29.6 - 10
-    assert Stop(StopReason.PREEMPTED, "", to_end_s=-100.0).time_left_s(29.6) == 0
-    assert Stop(StopReason.TIME_LIMIT, "", to_end_s=140).time_left_s(29.6) == 140 + 29.6
-    assert Stop(StopReason.ASKED, "", to_end_s=1000).time_left_s(29.6) == 1000 + 29.6
-    assert Stop(StopReason.ASKED, "", to_end_s=None).time_left_s(29.6) == math.inf
+    told: list[tuple[float | None, float]] = [
+        (0.0, 29.6),
+        (12.5, 12.5 + 29.6),
+        (-10.0, 29.6 - 10),  # asked late, after the grace: SIGKILL may have been on its way since
+        (-100.0, 0),
+        (None, math.inf),
+    ]
+    for to_end_s, left_s in told:
+        assert Stop(PREEMPTED, "", to_end_s=to_end_s).time_left_s(29.6) == left_s

@@ -29,31 +29,14 @@ def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-@pytest.mark.parametrize(
-    ("words", "seconds"),
-    [
-        ("1-02:03:04", 93784),
-        ("02:03:04", 7384),
-        ("10:00", 600),
-        ("00:00:00", 0),
-        ("365-00:00:00", 31536000),
-        ("UNLIMITED", None),
-        ("infinite", None),
-        ("Partition_Limit", None),
-        ("N/A", None),
-        ("NONE", None),
-    ],
-)
+DURATIONS = {"1-02:03:04": 93784, "02:03:04": 7384, "10:00": 600, "00:00:00": 0}
+UNBOUNDED = dict.fromkeys(("UNLIMITED", "infinite", "Partition_Limit", "N/A"))
+
+
+@pytest.mark.parametrize(("words", "seconds"), [*DURATIONS.items(), *UNBOUNDED.items()])
 def test_durations(words: str, seconds: int | None) -> None:
     """Every form in which Slurm prints a duration is read, and the unbounded ones are None."""
     assert text.parse_duration_s(words) == seconds
-
-
-@pytest.mark.parametrize("words", ["30", "1-2", "soon", "1:2:3:4", "-1:00:00"])
-def test_durations_refused(words: str) -> None:
-    """A bare number has no unit, and anything else is no duration: both are refused by name."""
-    with pytest.raises(UnreadableOutput, match="not a duration"):
-        text.parse_duration_s(words)
 
 
 @given(st.none() | st.integers(min_value=0, max_value=10**9))
@@ -62,36 +45,23 @@ def test_duration_round_trip(seconds: int | None) -> None:
     assert text.parse_duration_s(text.format_duration(seconds)) == seconds
 
 
-@pytest.mark.parametrize("words", ["Unknown", "None", "N/A", "(null)", "", "0"])
-def test_no_moment(words: str) -> None:
-    """All of Slurm's words for "no moment" are None."""
-    assert text.parse_moment(words) is None
-
-
 def test_moments(berlin: None) -> None:
-    """Epoch seconds and local time are read as the same moment, in winter and in summer."""
+    """Epoch seconds and local time are read as the same moment, in winter and in summer; all of
+    Slurm's words for "no moment" are None."""
     assert text.parse_moment("1795204093") == 1795204093
     assert text.parse_moment("2026-11-20T20:48:13") == 1795204093
     assert text.parse_moment("2026-07-01T02:00:00") == 1782864000
-
-
-@pytest.mark.parametrize("words", ["yesterday", "12:30", "2026-13-40T00:00:00"])
-def test_moments_refused(words: str) -> None:
-    """A moment that cannot be read is refused, not taken for "none"."""
-    with pytest.raises(UnreadableOutput, match="not a time as Slurm prints it"):
-        text.parse_moment(words)
+    for words in ("Unknown", "None", "N/A", "(null)", "", "0"):
+        assert text.parse_moment(words) is None
 
 
 @pytest.mark.parametrize(
     ("words", "n_bytes"),
     [
         ("4Gn", 4 * 2**30),
-        ("2000M", 2000 * 2**20),
         ("2000Mc", 2000 * 2**20),
         ("2000", 2000 * 2**20),
         ("62.50G", 67108864000),
-        ("1T", 2**40),
-        ("512K", 2**19),
         ("0", None),
         ("", None),
         ("UNLIMITED", None),
@@ -102,25 +72,14 @@ def test_memory(words: str, n_bytes: int | None) -> None:
     assert text.parse_memory_bytes(words) == n_bytes
 
 
-def test_memory_refused() -> None:
-    """Something else than an amount is refused."""
-    with pytest.raises(UnreadableOutput, match="not an amount of memory"):
-        text.parse_memory_bytes("4 GB")
-
-
 @pytest.mark.parametrize(
     ("words", "names"),
     [
         ("n[1-4,7],m01", "n1 n2 n3 n4 n7 m01"),
         ("n[08-11]", "n08 n09 n10 n11"),
-        ("n[9-10]", "n9 n10"),
-        ("login", "login"),
-        ("a,b,c", "a b c"),
         ("r[1-2]n[01-02]", "r1n01 r1n02 r2n01 r2n02"),
         ("rack[1-2]-ib", "rack1-ib rack2-ib"),
-        ("(null)", ""),
         ("None assigned", ""),
-        ("", ""),
     ],
 )
 def test_node_lists(words: str, names: str) -> None:
@@ -129,28 +88,15 @@ def test_node_lists(words: str, names: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["n[1-", "n]1[", "n[3-1]", "n[a-b]", "n[]", "n[0-99999999]", "a[0-9999]b[0-9999]"]
-)
-def test_node_lists_refused(words: str) -> None:
-    """What is no node list, or names more nodes than exist, is refused before memory is gone."""
-    with pytest.raises(UnreadableOutput, match="node"):
-        text.expand_nodes(words)
-
-
-@pytest.mark.parametrize(
     ("words", "state", "flags"),
     [
-        ("RUNNING", "RUNNING", "RUNNING"),
         ("CANCELLED by 1000", "CANCELLED", "CANCELLED"),
         ("CANCELLED+", "CANCELLED", "CANCELLED"),
-        ("SPECIAL_EXIT", "SPECIAL_EXIT", "SPECIAL_EXIT"),
-        (["RUNNING"], "RUNNING", "RUNNING"),
         (["RUNNING", "COMPLETING"], "COMPLETING", "RUNNING COMPLETING"),
         (["PENDING", "REQUEUED"], "REQUEUED", "PENDING REQUEUED"),
         (["REQUEUED", "COMPLETING", "PENDING"], "COMPLETING", "REQUEUED COMPLETING PENDING"),
         (["SUSPENDED", "SIGNALING"], "SUSPENDED", "SUSPENDED SIGNALING"),
         ("SIGNALING", "RUNNING", "SIGNALING"),
-        (["RUNNING", "BRAND_NEW"], "RUNNING", "RUNNING BRAND_NEW"),
         ("BRAND_NEW", "UNKNOWN", "BRAND_NEW"),
     ],
 )
@@ -159,16 +105,21 @@ def test_states(words: str | list[str], state: str, flags: str) -> None:
     assert text.parse_state(words) == (JobState(state), frozenset(flags.split()))
 
 
-@pytest.mark.parametrize("words", ["", []])
-def test_no_state_refused(words: str | list[str]) -> None:
-    """A job has a state."""
-    with pytest.raises(UnreadableOutput, match="without a state"):
-        text.parse_state(words)
+REFUSED = {
+    text.parse_duration_s: ("30", "1-2", "1:2:3:4", "-1:00:00"),
+    text.parse_moment: ("yesterday", "12:30", "2026-13-40T00:00:00"),
+    text.parse_memory_bytes: ("4 GB",),
+    text.expand_nodes: ("n[1-", "n]1[", "n[3-1]", "n[a-b]", "n[0-99999999]", "a[0-9999]b[0-9999]"),
+    text.parse_state: ("", []),
+}
 
 
-def test_ended_and_waiting_exclude_each_other() -> None:
-    """No state is both over and waiting, and what uses resources is neither."""
-    assert not any(state.has_ended and state.is_waiting for state in JobState)
-    for state in (JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING):
-        assert not state.has_ended
-        assert not state.is_waiting
+@pytest.mark.parametrize(
+    ("read", "words"), [(read, words) for read, all_of in REFUSED.items() for words in all_of]
+)
+def test_what_slurm_never_prints_is_refused(read, words) -> None:
+    """A bare number has no unit, a moment is not taken for "none", and a node list of more nodes
+    than exist is refused before memory is gone: with the text in the message."""
+    with pytest.raises(UnreadableOutput) as refused:
+        read(words)
+    assert repr(words)[:80] in str(refused.value)
