@@ -57,6 +57,11 @@ class Story:
     def out(self) -> Path:
         return self.folder / "out"
 
+    def wait_for_more(self, steps: int, *, rank: int = 0) -> None:
+        """Until the rank has trained so many more."""
+        before = len(self.steps(rank))
+        wait_until(lambda: len(self.steps(rank)) >= before + steps, "the run to train on")
+
     def begin(self, world: int, **options: Any) -> Attempt:
         """Start an attempt of so many ranks."""
         begin = len(self.crew.lines)
@@ -71,6 +76,13 @@ class Story:
             **options,
         )
         return Attempt(self.crew, world, pids, begin=begin)
+
+    def begin_training(self, world: int, **options: Any) -> Attempt:
+        """One whose ranks have all made steps, and that lasts longer than any test."""
+        attempt = self.begin(world, **{"epochs": 400, **options})
+        wait_until(lambda: all(self.steps(rank) for rank in range(world)), "the first steps")
+        self.wait_for(EventKind.RANKS_JOINED, world=world)
+        return attempt
 
     def live(self, world: int, **options: Any) -> Attempt:
         """One attempt, left alone to its end."""

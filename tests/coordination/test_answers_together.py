@@ -6,11 +6,10 @@ import os
 import re
 import signal
 
-from coordination.attempts import Attempt, Story
+from coordination.attempts import Story
 from processes import wait_until
 from report.views import figures_of
 
-from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.status import RankStatus, read_status
 from hydroslurm.report.reading import read_history
@@ -24,19 +23,12 @@ def states(story: Story) -> list[RankStatus]:
     return [state for state in found if state is not None]
 
 
-def begin(story: Story, environ: dict[str, str]) -> Attempt:
-    attempt = story.begin(WORLD, epochs=400, environ=environ)
-    wait_until(lambda: all(story.steps(rank) for rank in range(WORLD)), "the first steps")
-    story.wait_for(EventKind.RANKS_JOINED, world=WORLD)
-    return attempt
-
-
 def test_the_answer_is_that_all_are_parked(story: Story) -> None:
     """One rank is asked to pause, by its pid: it answers when all are parked, all ranks are seen
     parked together, and its resume lets them all go on; the report tells who was held for whom and
     who was stopped for whom."""
     environ = {"XDG_RUNTIME_DIR": str(story.folder)}
-    attempt = begin(story, environ)
+    attempt = story.begin_training(WORLD, environ=environ)
     parked = client.pause(attempt.pids[1], timeout_s=60, environ=environ)
     assert parked.done
     times = rf"parked after (\d+) us.*; all {WORLD} ranks at one collective after ([\d.]+) ms"

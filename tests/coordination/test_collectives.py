@@ -51,20 +51,6 @@ def test_groups_of_three_ranks(said: dict[str, bool | str], scene: str) -> None:
     assert said[scene] is True, said[scene]
 
 
-def test_torch_has_the_private_names() -> None:
-    """The installed torch has every private name that is used; without one an answer would be None
-    or empty."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    assert torch.distributed.is_available()
-    assert isinstance(distributed_c10d._world.pg_group_ranks, dict)
-    assert callable(dist.ProcessGroup._get_sequence_number_for_group)
-    assert hasattr(dist.ProcessGroup, "group_name")
-    assert any(hasattr(torch._C._distributed_c10d, name) for name in collectives._DUMPS)
-
-
 def test_torch_is_not_imported(tmp_path: Path) -> None:
     """In a process without torch every answer is there at once, and torch is still not."""
     code = (

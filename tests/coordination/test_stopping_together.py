@@ -13,14 +13,6 @@ from hydroslurm.core.fence import Fence
 WORLD = 3
 
 
-@pytest.fixture(scope="module")
-def alone(crew: Child, tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """The run that is left alone."""
-    story = Story(crew, tmp_path_factory.mktemp("alone"))
-    assert set(story.live(WORLD).codes.values()) == {0}
-    return story
-
-
 @pytest.mark.parametrize("told", [True, False])
 def test_a_newer_attempt_ends_all_ranks_of_the_older_one(told: bool, story: Story) -> None:
     """The folder is claimed while they train, and one of them hears SIGTERM, or none: all leave
@@ -40,17 +32,21 @@ def test_a_newer_attempt_ends_all_ranks_of_the_older_one(told: bool, story: Stor
     assert story.run.attempts_jsonl.read_text() == before
 
 
-def test_saves_by_the_clock_are_of_one_step(story: Story, alone: Story) -> None:
+def test_saves_by_the_clock_are_of_one_step(
+    story: Story, crew: Child, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """every_s is measured by one rank, and all save behind one step; the run is not changed by
     it."""
-    attempt = story.live(WORLD, every_s=0.01)
-    assert set(attempt.codes.values()) == {0}, attempt.said
-    steps = [
+    alone = Story(crew, tmp_path_factory.mktemp("alone"))
+    for run, options in ((alone, {}), (story, {"every_s": 0.01})):
+        ended = run.live(WORLD, **options)
+        assert set(ended.codes.values()) == {0}, ended.said
+    saved = [
         {event.data["checkpoint_step"] for event in story.events(rank, EventKind.SAVE_COMMITTED)}
         for rank in range(WORLD)
     ]
-    assert steps[0]
-    assert steps[0] == steps[1] == steps[2]
+    assert saved[0]
+    assert saved[0] == saved[1] == saved[2]
     assert story.out.read_text() == alone.out.read_text()
 
 

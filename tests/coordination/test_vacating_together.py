@@ -6,7 +6,7 @@ import json
 import signal
 from pathlib import Path
 
-from coordination.attempts import Attempt, Story
+from coordination.attempts import Story
 from processes import wait_until
 
 from hydroslurm.core.events import EventKind
@@ -14,19 +14,6 @@ from hydroslurm.core.exitcodes import RUN_AGAIN
 
 WORLD = 3
 MODEL = Path(__file__).parent.parent / "vacate" / "model.py"
-
-
-def _began(story: Story, folder: Path) -> Attempt:
-    (folder / "faults.json").write_text("[]")
-    attempt = story.begin(
-        WORLD,
-        epochs=400,
-        vacate=[str(MODEL), str(folder)],
-        environ={"HYDROSLURM_VACATE": "always"},
-    )
-    wait_until(lambda: all(story.steps(rank) for rank in range(WORLD)), "the first steps")
-    story.wait_for(EventKind.RANKS_JOINED, world=WORLD)
-    return attempt
 
 
 def _wait_for(story: Story, kind: EventKind, number: int) -> None:
@@ -46,14 +33,16 @@ def test_one_signal_vacates_all(story: Story, tmp_path: Path) -> None:
     is unlocked; they train on, and a later pause in which one cannot be locked moves nobody."""
     folder = tmp_path / "model"
     folder.mkdir()
-    attempt = _began(story, folder)
+    (folder / "faults.json").write_text("[]")
+    attempt = story.begin_training(
+        WORLD, vacate=[str(MODEL), str(folder)], environ={"HYDROSLURM_VACATE": "always"}
+    )
     attempt.signal(1, signal.SIGUSR1)
     _wait_for(story, EventKind.VACATED, 1)
     assert _calls(folder) == ["lock"] * WORLD + ["checkpoint"] * WORLD
-    before = len(story.steps(0))
     attempt.signal(1, signal.SIGUSR2)
     _wait_for(story, EventKind.RESTORED, 1)
-    wait_until(lambda: len(story.steps(0)) > before + 2, "the training to go on")
+    story.wait_for_more(3)
     assert _calls(folder)[2 * WORLD :] == ["restore"] * WORLD + ["unlock"] * WORLD
 
     (folder / "calls").unlink()
@@ -64,9 +53,8 @@ def test_one_signal_vacates_all(story: Story, tmp_path: Path) -> None:
     told = {story.events(rank, EventKind.NOT_VACATED)[0].data["reason"] for rank in range(WORLD)}
     assert len(told) == 1
     assert "CUDA_ERROR_UNKNOWN" in told.pop()
-    before = len(story.steps(0))
     attempt.signal(2, signal.SIGUSR2)
-    wait_until(lambda: len(story.steps(0)) > before + 2, "the training to go on")
+    story.wait_for_more(3)
 
     (folder / "faults.json").write_text("[]")
     attempt.signal(0, signal.SIGUSR1)

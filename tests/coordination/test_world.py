@@ -34,50 +34,43 @@ TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "run",
     "TORCHELASTIC_RESTART_COUNT": "0",
 }
+BATCH = {name: value for name, value in SRUN.items() if "STEP" not in name}
+SINGLE = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_TASKS_PER_NODE"}
 
 
 def world(given: dict[str, str], **more: str) -> World:
     return World.from_environ({**given, **more})
 
 
+def ports(world: World, key: bytes | None = None) -> tuple[int, tuple[int, ...]]:
+    return world.torch_port(key), world.coordinator_ports(key)
+
+
 def test_a_process_of_neither_is_alone() -> None:
     """Without variables, and in a batch script without srun, there is one rank."""
-    assert World.from_environ({}) == World()
-    batch = {name: value for name, value in SRUN.items() if "STEP" not in name}
-    assert World.from_environ({**batch, "SLURM_NTASKS": "8"}) == World()
+    assert World.from_environ({}) == world(BATCH, SLURM_NTASKS="8") == World()
 
 
-def test_a_task_of_srun() -> None:
-    """Rank, world and node come from the job step; rank 0 is on its first node."""
-    seen = world(SRUN)
-    assert (seen.rank, seen.world_size, seen.local_rank) == (5, 7, 1)
-    assert seen.host == "n3"
-    assert world(SRUN, MASTER_ADDR="10.0.0.9").host == "10.0.0.9"
+def on_node(tasks: str, node: str) -> dict[str, str]:
+    return {**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}
 
 
 @pytest.mark.parametrize(
-    ("tasks", "node", "wanted"),
+    ("given", "local_world_size", "host"),
     [
-        ("2(x3),1", "0", 2),
-        ("2(x3),1", "2", 2),
-        ("2(x3),1", "3", 1),
-        ("1,3,2(x2)", "1", 3),
-        ("1,3,2(x2)", "3", 2),
-        ("4", "0", 4),
+        (SRUN, 2, "n3"),  # rank 0 is on its first node
+        ({**SRUN, "MASTER_ADDR": "10.0.0.9"}, 2, "10.0.0.9"),
+        (on_node("2(x3),1", "3"), 1, "n3"),
+        (on_node("1,3,2(x2)", "1"), 3, "n3"),
+        (on_node("1,3,2(x2)", "3"), 2, "n3"),
+        # all ranks are on the single node, and need no network
+        ({**SINGLE, "SLURM_STEP_NODELIST": "n3", "SLURM_NODEID": "0"}, 7, "127.0.0.1"),
     ],
 )
-def test_tasks_of_this_node(tasks: str, node: str, wanted: int) -> None:
-    """Slurm's list is read at this node's place."""
-    seen = world(SRUN, SLURM_STEP_TASKS_PER_NODE=tasks, SLURM_NODEID=node)
-    assert seen.local_world_size == wanted
-
-
-def test_tasks_where_slurm_does_not_tell() -> None:
-    """On a single node all ranks are here, and they need no network."""
-    single = {**SRUN, "SLURM_STEP_NODELIST": "n3", "SLURM_NODEID": "0"}
-    del single["SLURM_STEP_TASKS_PER_NODE"]
-    seen = World.from_environ(single)
-    assert (seen.local_world_size, seen.host) == (7, "127.0.0.1")
+def test_a_task_of_srun(given: dict[str, str], local_world_size: int, host: str) -> None:
+    seen = World.from_environ(given)
+    assert (seen.rank, seen.world_size, seen.local_rank) == (5, 7, 1)
+    assert (seen.local_world_size, seen.host) == (local_world_size, host)
 
 
 def test_torchruns_variables_win() -> None:
@@ -94,8 +87,7 @@ def test_torchruns_variables_win() -> None:
         ({**TORCHRUN, "WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a number"),
         ({**TORCHRUN, "LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
         ({**SRUN, "SLURM_PROCID": "7"}, "SLURM_PROCID=7 and SLURM_STEP_NUM_TASKS=7 contradict"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(3)"}, "is not a list such as"),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "a few"}, "is not a list such as"),
+        (on_node("2(3)", "0"), "is not a list such as"),
     ],
 )
 def test_contradictions(given: dict[str, str], words: str) -> None:
@@ -132,62 +124,44 @@ def test_another_attempt_has_another_name(given: dict[str, str], other: dict[str
     assert (peer.incarnation_id, ports(peer)) == (one.incarnation_id, ports(one))
 
 
-def ports(world: World, key: bytes | None = None) -> tuple[int, tuple[int, ...]]:
-    return world.torch_port(key), world.coordinator_ports(key)
-
-
 def test_who_knows_the_key_knows_the_ports() -> None:
-    """They follow from it: the same for all who have it, others for everybody else."""
+    """They follow from it: the same for all who have it, others for everybody else. Torch's and the
+    coordinator's do not overlap, and none is one that Linux gives to whoever asks."""
     one, key = world(SRUN), bytes(range(32))
     assert ports(one, key) == ports(world(SRUN), key)
     assert len({ports(one, key), ports(one, bytes(32)), ports(one)}) == 3
-
-
-def test_ports_lie_in_their_ranges() -> None:
-    """Torch's and the coordinator's do not overlap, and none is one that Linux gives to whoever
-    asks."""
     for restart in range(300):
-        seen = world(SRUN, SLURM_RESTART_COUNT=str(restart))
-        assert FIRST_PORT <= seen.torch_port(None) < FIRST_PORT + PORTS
-        assert len(set(seen.coordinator_ports(None))) == COORDINATOR_PORT_TRIES
-        assert min(seen.coordinator_ports(None)) >= FIRST_PORT + PORTS
-        assert max(seen.coordinator_ports(None)) < FIRST_PORT + 2 * PORTS < 32768
+        torch_port, own = ports(world(SRUN, SLURM_RESTART_COUNT=str(restart)))
+        assert FIRST_PORT <= torch_port < FIRST_PORT + PORTS <= min(own)
+        assert len(set(own)) == COORDINATOR_PORT_TRIES
+        assert max(own) < FIRST_PORT + 2 * PORTS < 32768
 
 
-def test_what_init_process_group_reads() -> None:
-    """In ranks of srun all six variables are set."""
-    environ = dict(SRUN)
-    seen = set_torch_environment(environ)
-    assert {name: environ[name] for name in environ if "SLURM" not in name} == {
+def test_what_init_process_group_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ranks of srun all six variables are set. They do not make another attempt of this one: the
+    process that has them, and one that reads only Slurm's, are ranks of the same."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_")) or name in TORCHRUN:
+            monkeypatch.delenv(name)
+    # a name that resolves; without the folder Slurm is asked, and there is none
+    more = {"SLURM_STEP_NODELIST": "localhost,n[4-6]", KEY_ENV: "ab" * 32}
+    for name, value in {**SRUN, **more, RUN_DIR_ENV: str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    seen = set_torch_environment()
+    assert {name: os.environ[name] for name in TORCHRUN if name in os.environ} == {
         "RANK": "5",
         "WORLD_SIZE": "7",
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "n3",
-        "MASTER_PORT": str(seen.torch_port(None)),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(seen.torch_port(bytes.fromhex("ab" * 32))),
     }
+    assert World.from_environ(os.environ) == seen
 
 
 def test_what_is_set_stays() -> None:
     """Torchrun's workers have all of it, and a person may have chosen a port."""
-    environ = dict(TORCHRUN)
+    environ, chosen = dict(TORCHRUN), {**SRUN, "MASTER_PORT": "1234"}
     set_torch_environment(environ)
-    assert environ == TORCHRUN
-    environ = {**SRUN, "MASTER_PORT": "1234"}
-    set_torch_environment(environ)
-    assert environ["MASTER_PORT"] == "1234"
-
-
-def test_the_same_world_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables that were set for torch do not make another attempt of this one: the process that
-    has them, and one that reads only Slurm's, are ranks of the same."""
-    for name in list(os.environ):
-        if name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_")) or name in TORCHRUN:
-            monkeypatch.delenv(name)
-    for name, value in SRUN.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "localhost,n[4-6]")  # a name that resolves
-    monkeypatch.setenv(KEY_ENV, "ab" * 32)
-    monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))  # else Slurm is asked, and there is none
-    before = set_torch_environment()
-    assert World.from_environ(os.environ) == before
+    set_torch_environment(chosen)
+    assert (environ, chosen["MASTER_PORT"]) == (TORCHRUN, "1234")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from coordination.model.checker import Counterexample, explore
 from coordination.model.coordinators import Coordinators
-from coordination.model.members import Habits, Rank
+from coordination.model.members import Habits
 from coordination.model.stopped import State, read, write
 from coordination.model.stopping import Stopping
 
@@ -194,11 +194,6 @@ def test_mistakes_are_found(bounds: dict[str, Any], words: str) -> None:
     wrong, _ = look(signals=1, **bounds)
     assert wrong is not None
     assert words in wrong.message, str(wrong)
-
-
-def test_states_are_values() -> None:
-    """Two states that say the same are one state."""
-    assert State((Rank(),), 0, 1, 0, 0) == State((Rank(place=0),), 0, 1, 0, 0)
 
 
 def test_nothing_is_called_behind_a_stop() -> None:
