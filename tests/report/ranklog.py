@@ -60,6 +60,11 @@ class RankLog:
         )
         return self
 
+    def at_step(self, step: int) -> RankLog:
+        """The next events are of this step."""
+        self.step = step
+        return self
+
     def installed(self, at_s: float = 0.0) -> RankLog:
         boot = {"boot": self.boot} if self.boot else {}
         gate = {"gate": "native", "granularity": "every operator"}

@@ -38,30 +38,32 @@ def two_hosts(*, off_s: float, apart_s: float = 0.004) -> tuple[Attempt, ...]:
     return attempts_of(events)
 
 
-def test_one_late_record_moves_nothing() -> None:
-    """A line that was written after a stop of seconds is no set date."""
-    seen = watch((1, 0), (11, 0), (25, 2.0), (31, 0))
+HOUR_S = 3600
+LATER = ((11.004, 3599.996), (11.005, 3599.995), (3612, 0), (3622, 0))
+
+
+@pytest.mark.parametrize(
+    ("moments", "set_s"),
+    [
+        # a line that was written after a stop of seconds is no set date
+        (((1, 0), (11, 0), (25, 2.0), (31, 0)), []),
+        # of one that was set the difference of before it counts: back at once, forth with the
+        # second event of which no stop can be the reason
+        (
+            ((1, 0), (11, 0), (21, 0), (21.5, HOUR_S), (21.7, HOUR_S), (41, -10), (51, -10)),
+            [HOUR_S, -HOUR_S - 10],
+        ),
+        # three events that were stamped before a stop of an hour and dated after it
+        (((1, 0), (11, HOUR_S), *LATER), []),
+    ],
+)
+def test_a_date_that_was_set_and_one_that_was_late(
+    moments: tuple[tuple[float, float], ...], set_s: list[int]
+) -> None:
+    """How often the date was set and by how much is told, and is no error."""
+    seen = watch(*moments)
     assert (seen.offset_ns, seen.error_ns) == (1000 * S, 0)
-
-
-def test_a_set_date_is_no_error() -> None:
-    """How often it was set and by how much is told, and the difference of before it counts: back
-    at once, forth with the second event of which no stop can be the reason."""
-    seen = watch((1, 0), (11, 0), (21, 0), (21.5, 3600), (21.7, 3600), (41, -10), (51, -10))
-    assert seen.set_ns == [3600 * S, -3610 * S]
-    assert (seen.offset_ns, seen.error_ns) == (1000 * S, 0)
-
-
-def test_what_was_recorded_together_after_a_stop() -> None:
-    """Three events that were stamped before a stop of an hour and dated after it."""
-    seen = watch((1, 0), (11, 3600), (11.004, 3599.996), (11.005, 3599.995), (3612, 0), (3622, 0))
-    assert (seen.set_ns, seen.offset_ns, seen.error_ns) == ([], 1000 * S, 0)
-
-
-def test_a_short_attempt_cannot_tell() -> None:
-    """Nothing to compare with is not an error of 0."""
-    assert watch((1, 0), (1.5, 0.1)).error_ns is None
-    assert "too few" in Alignment().sentences()[0]
+    assert seen.set_ns == [each_s * S for each_s in set_s]
 
 
 def test_hosts_that_agree_are_left_alone() -> None:
@@ -139,8 +141,10 @@ def test_the_attempts_of_one_boot_are_counted_by_its_one_clock() -> None:
     assert again[-1].epoch_ns(again[-1].first_mono_ns) == (date_s + 300) * S
 
 
-def test_hosts_with_nothing_in_common() -> None:
-    """Where nothing bounds a host the error is not known, and not 0."""
+def test_nothing_to_compare_with() -> None:
+    """Where an attempt is too short, or nothing bounds a host, the error is unknown, and not 0."""
+    assert watch((1, 0), (1.5, 0.1)).error_ns is None
+    assert "too few" in Alignment().sentences()[0]
     logs = [RankLog(rank=rank, host=f"n{rank}").installed().uninstalled(50) for rank in range(2)]
     _, alignment = align(attempts_of(event for log in logs for event in log.events))
     assert (alignment.error_ns, alignment.unbounded) == (None, ("n1",))

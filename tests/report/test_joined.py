@@ -54,16 +54,13 @@ class Answers:
 
 
 def test_a_stop_up_to_the_next_start() -> None:
-    """Eligible, queue, and start of the process come from Slurm's two attempts."""
+    """Eligible, queue, and start of the process come from Slurm's two attempts; of a job whose next
+    one is in the queue what is known of it."""
     (row,) = Report(history_of(*requeued()), ExternalSources(Accounting(ATTEMPTS, 2))).stops
     assert (row.slurm_before, row.slurm_after) == ATTEMPTS
     assert (row.eligible_s, row.queued_s) == (6.0, 11.0)
     assert row.start_s == pytest.approx(2.0)
     assert row.left_s == pytest.approx(0.1)
-
-
-def test_a_job_that_still_waits() -> None:
-    """A stop whose next attempt is in the queue has what is known of it."""
     waiting = (ATTEMPTS[0], dataclasses.replace(ATTEMPTS[1], state="PENDING", start_epoch_s=None))
     (row,) = Report(history_of(requeued()[0]), ExternalSources(Accounting(waiting, 2))).stops
     assert (row.eligible_s, row.queued_s, row.start_s) == (6.0, None, None)
@@ -90,7 +87,8 @@ def test_held_for_another_rank() -> None:
 
 
 def test_nsys_beside_the_log() -> None:
-    """A pause is joined by process and stamp; the difference is the largest of its latencies'."""
+    """A pause is joined by process and stamp; the difference is the largest of its latencies'. No
+    table of the full report cuts a number or a heading off."""
     first, second = requeued()
     history = history_of(first, second)
     sources = ExternalSources(profiles=(profile_of(first),))
@@ -103,8 +101,10 @@ def test_nsys_beside_the_log() -> None:
     assert stop.nsys_committed_ms == pytest.approx(50.007)
     nsys = figures_of(history, sources).nsys
     assert (nsys.joined, nsys.profiles[0].error_us) == (1, 0.9)
-    lines = "\n".join(shown(history, sources))
-    assert "The same pauses by nsys" in lines
+    sources = dataclasses.replace(sources, accounting=Accounting(ATTEMPTS, 2))
+    lines = shown(history, sources)
+    assert any("The same pauses by nsys" in line for line in lines)
+    assert not any("…" in line or len(line) > 80 for line in lines)
     rows = Report(history, sources)
     tables = (
         pauses_table(history, rows.pauses, wide=True),
@@ -118,34 +118,28 @@ def test_nsys_beside_the_log() -> None:
 def test_a_profile_of_another_run() -> None:
     """A profile with other processes joins nothing, and that is said, with what it lacks."""
     other = RankLog(pid=999).installed().pause(4)
-    lines = " ".join(
-        shown(
-            history_of(requeued()[0]), ExternalSources(profiles=(profile_of(other, kernels=False),))
-        )
-    )
-    assert "it holds no process of this run" in " ".join(lines.split())
-    assert "no CUDA kernels were recorded" in " ".join(lines.split())
+    sources = ExternalSources(profiles=(profile_of(other, kernels=False),))
+    words = " ".join(" ".join(shown(history_of(requeued()[0]), sources)).split())
+    assert "it holds no process of this run" in words
+    assert "no CUDA kernels were recorded" in words
+
+
+def _job(state: JobState, *times_s: int) -> Job:
+    started, ended = (T0 + one for one in times_s)
+    return Job(job_id=7, state=state, start_epoch_s=started, end_epoch_s=ended)
 
 
 def test_slurm_is_asked() -> None:
-    """Attempts and grace come as values; a running attempt has no end, whatever its time limit."""
-    jobs = (
-        Job(job_id=7, state=JobState.REQUEUED, start_epoch_s=T0 - 2, end_epoch_s=T0 + 11),
-        Job(job_id=7, state=JobState.RUNNING, start_epoch_s=T0 + 28, end_epoch_s=T0 + 999),
-    )
+    """Attempts and grace come as values; a running attempt has no end, whatever its time limit. A
+    job of another time is another cluster's: nothing of it is used, and that is said."""
     history = history_of(*requeued())
+    jobs = (_job(JobState.REQUEUED, -2, 11), _job(JobState.RUNNING, 28, 999))
     answer = ask_slurm(Answers(*jobs), history.attempts)  # type: ignore[arg-type]
     assert [attempt.end_epoch_s for attempt in answer.attempts] == [T0 + 11, None]
     assert (answer.suspend_grace_s, answer.missing) == (5, ())
     assert [answer.of(attempt) for attempt in history.attempts] == list(answer.attempts)
-
-
-def test_a_job_of_the_same_number_elsewhere() -> None:
-    """A job of another time is another cluster's: nothing of it is used, and that is said."""
-    elsewhere = Job(
-        job_id=7, state=JobState.COMPLETED, start_epoch_s=T0 - 999, end_epoch_s=T0 - 900
-    )
-    answer = ask_slurm(Answers(elsewhere), history_of(*requeued()).attempts)  # type: ignore[arg-type]
+    elsewhere = Answers(_job(JobState.COMPLETED, -999, -900))
+    answer = ask_slurm(elsewhere, history.attempts)  # type: ignore[arg-type]
     assert answer.attempts == ()
     assert "another cluster" in answer.missing[0]
 
@@ -158,13 +152,3 @@ def test_slurm_that_does_not_know(error: Exception | None) -> None:
     assert answer.attempts == ()
     words = " ".join(" ".join(shown(history, ExternalSources(answer))).split())
     assert ("no program sacct" if error else "accounting has nothing") in words
-
-
-def test_everything_fits_into_80_columns() -> None:
-    """No table of the full report cuts a number or a heading off."""
-    first, second = requeued()
-    lines = shown(
-        history_of(first, second), ExternalSources(Accounting(ATTEMPTS, 2), (profile_of(first),))
-    )
-    assert not any("…" in line for line in lines)
-    assert max(map(len, lines)) <= 80

@@ -79,17 +79,14 @@ def test_nothing_is_fetched() -> None:
 
 
 def test_long_tables_are_cut_and_say_so() -> None:
-    """A run of thousands of pauses gives a page that can be opened."""
+    """A run of thousands of pauses gives a page that can be opened; a job that has not started has
+    one, too."""
     log = RankLog().installed()
     for number in range(MOST_ON_PAGE + 30):
         log.pause(1 + 3 * number)
     text = page_of(history_of(log.uninstalled(9999)))
     assert text.count("<tr>") < 3 * MOST_ON_PAGE
     assert "30 more are left out" in text
-
-
-def test_a_run_without_events() -> None:
-    """A job that has not started has a page, too."""
     read = Reader(page_of(History(name="run")))
     assert "No events yet." in read.words
     assert read.open == []

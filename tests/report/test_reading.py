@@ -33,20 +33,17 @@ def some(rank: int = 0) -> RankLog:
 
 
 def test_events_are_read_as_everywhere(run_dir: RunDir) -> None:
-    """Line by line what ``read_events`` reads, texts with every kind of character included."""
+    """Line by line what ``read_events`` reads, texts with every kind of character included; a line
+    with its kind and its clocks alone counts, as older writers had it."""
     log = some()
     log.add(EventKind.STOP_REASON, 11, message='é "quoted" \\ \n }} {"x"', reason="…\ud800")
     path = log.write(run_dir)
     lines, unread = read(path)
     assert lines == list(read_events(path))
     assert unread == Unread()
-
-
-def test_fields_that_an_older_writer_did_not_have(run_dir: RunDir) -> None:
-    """A line with its kind and its clocks alone counts; the rest is not known."""
     row = {"v": 1, "kind": "gate_closed", "mono_ns": 5, "epoch_ns": 7}
-    run_dir.rank_events(0).write_text(json.dumps(row) + "\n")
-    ((line,), unread) = read(run_dir.rank_events(0))
+    run_dir.rank_events(1).write_text(json.dumps(row) + "\n")
+    ((line,), unread) = read(run_dir.rank_events(1))
     assert (line.rank, line.job_id, line.step, line.data) == (0, None, None, {})
     assert unread == Unread()
     json.dumps(figures_of(read_history(run_dir.root)).as_dict(), allow_nan=False)
@@ -115,7 +112,7 @@ def test_rows_are_bounded_and_figures_are_of_all(run_dir: RunDir) -> None:
 
 def test_histograms_of_what_was_measured(run_dir: RunDir) -> None:
     """One histogram per latency with ten values that differ; none, and no file, where there are
-    fewer."""
+    fewer. It tells how many values there are, and two percentiles, which the legend names."""
     some().write(run_dir)
     assert write_histograms(read_history(run_dir.root), run_dir.histograms_png) is None
     for rank in range(1, 11):
@@ -129,12 +126,7 @@ def test_histograms_of_what_was_measured(run_dir: RunDir) -> None:
     path = write_histograms(history, run_dir.histograms_png)
     assert path is not None
     assert path.read_bytes()[:4] == b"\x89PNG"
-
-
-def test_a_histogram_tells_its_percentiles() -> None:
-    """Bars, how many values there are, and the two percentiles, which the legend names."""
-    values_s = tuple(0.001 * number for number in range(1, 101))
-    figure = draw_histograms([Histogram("stop", values_s, "#E69F00", "////")])
+    figure = draw_histograms([Histogram("stop", tuple(n / 1000 for n in range(1, 101)), "r", "/")])
     (axes,) = figure.axes
     assert axes.get_title(loc="left") == "stop\nn = 100, median 50 ms, p99 99 ms"
     assert axes.patches

@@ -42,16 +42,14 @@ def test_the_first_parking_is_the_latency() -> None:
     assert pause.complete
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_an_agreement_belongs_to_the_pause_of_its_time(first: bool) -> None:
+def test_an_agreement_belongs_to_the_pause_of_its_time() -> None:
     """Two threads write the file: where the line is says nothing, its stamp does."""
-    log = all_parked(joined(1), 6.02) if first else joined(1)
-    log.pause(2, for_s=1).pause(6, for_s=1)
-    if not first:
-        all_parked(log, 6.02)
-    before, behind = history_of(log).pauses
-    assert before.all_parked_mono_ns is None
-    assert behind.all_parked_us == pytest.approx(20_000, rel=1e-3)
+    early = all_parked(joined(1), 6.02).pause(2, for_s=1).pause(6, for_s=1)
+    late = all_parked(joined(1).pause(2, for_s=1).pause(6, for_s=1), 6.02)
+    for log in (early, late):
+        before, behind = history_of(log).pauses
+        assert before.all_parked_mono_ns is None
+        assert behind.all_parked_us == pytest.approx(20_000, rel=1e-3)
 
 
 def test_a_rank_that_is_held_for_another() -> None:
@@ -66,14 +64,17 @@ def test_a_rank_that_is_held_for_another() -> None:
 
 
 def test_figures_of_several_ranks() -> None:
-    """All parked has a summary of its own; pauses with collectives in flight are counted; a rank
-    that is alone has neither."""
+    """All parked has a summary of its own; pauses with collectives in flight are counted, those of
+    ranks that gave up, too; a rank that is alone has neither."""
     logs = [all_parked(joined(rank).pause(2), 2.01, in_flight=rank) for rank in range(2)]
     figures = figures_of(history_of(*logs))
-    assert figures.all_parked_us["count"] == 2
-    assert figures.in_flight == 1
+    assert (figures.all_parked_us["count"], figures.in_flight) == (2, 1)
     alone = figures_of(history_of(RankLog().installed().pause(2)))
     assert (alone.all_parked_us, alone.in_flight) == ({"count": 0}, 0)
+    gave_up = joined(0).pause(2, for_s=5)
+    gave_up.add(EventKind.AGREEMENT_FAILED, 3.5, what="park", in_flight=2, message="busy")
+    pause = only(history_of(gave_up))
+    assert (pause.all_parked_us, pause.in_flight) == (None, 2)
 
 
 def test_the_table_of_several_ranks() -> None:
@@ -94,14 +95,6 @@ def test_the_table_of_several_ranks() -> None:
     alone = shown(history_of(RankLog().installed().pause(2)))
     headings = [" ".join(lines[:6]).split() for lines in (output.splitlines(), alone)]
     assert ["all" in words for words in headings] == [True, False]
-
-
-def test_ranks_that_did_not_come_together() -> None:
-    """When they gave up, what was in flight then is told."""
-    log = joined(0).pause(2, for_s=5)
-    log.add(EventKind.AGREEMENT_FAILED, 3.5, what="park", in_flight=2, message="busy")
-    pause = only(history_of(log))
-    assert (pause.all_parked_us, pause.in_flight) == (None, 2)
 
 
 def test_the_picture_of_several_ranks() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from pathlib import Path
 
 import pytest
 from report.ranklog import RankLog
@@ -18,14 +17,6 @@ from hydroslurm.report.timeline import timeline
 from hydroslurm.report.writing import write_timeline
 
 
-def pixels(path: Path) -> tuple[int, int]:
-    """Width and height, from the header of a PNG."""
-    head = path.read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", head[16:24])
-    return width, height
-
-
 def history(ranks: int, pauses: int) -> History:
     events = []
     for rank in range(ranks):
@@ -36,48 +27,85 @@ def history(ranks: int, pauses: int) -> History:
     return History(name="run", attempts=attempts_of(events))
 
 
-@pytest.mark.parametrize(("ranks", "pauses"), [(0, 0), (1, 1), (8, 60)])
-def test_picture(run_dir: RunDir, ranks: int, pauses: int) -> None:
-    """A PNG of a size that fits a page: as wide as ever, higher with more ranks."""
+@pytest.mark.parametrize(("ranks", "pauses"), [(0, 0), (8, 60)])
+def test_a_picture_and_the_latency_of_every_pause(run_dir: RunDir, ranks: int, pauses: int) -> None:
+    """A PNG of a size that fits a page: as wide as ever, higher with more ranks. Up to 60 pauses on
+    a rank each have their label, in µs; the axis names its unit."""
     path = write_timeline(history(ranks, pauses), run_dir.timeline_png)
-    width, height = pixels(path)
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", head[16:24])
     assert width == 1440
     assert 250 <= height <= 250 + 160 * max(1, ranks)
     assert [entry.name for entry in run_dir.report.iterdir()] == ["timeline.png"]
+    if pauses:
+        figure = timeline(history(ranks, pauses))
+        found = texts(figure)
+        assert [found.count(f"{101 + number} µs") for number in range(pauses)] == [ranks] * pauses
+        assert figure.axes[0].get_xlabel() == "time since the run's first event (s)"
+        assert "parked: slurm" in legend(figure)
 
 
-@pytest.mark.parametrize(("ranks", "pauses"), [(1, 3), (8, 60)])
-def test_every_pause_carries_its_latency(ranks: int, pauses: int) -> None:
-    """Up to 60 pauses on a rank each have their label, in µs; the axis names its unit."""
-    figure = timeline(history(ranks, pauses))
-    found = texts(figure)
-    for number in range(pauses):
-        assert found.count(f"{101 + number} µs") == ranks
-    assert figure.axes[0].get_xlabel() == "time since the run's first event (s)"
-    assert "parked: slurm" in legend(figure)
+def attempts(number: int, each_s: int, **stop: tuple[str, ...]) -> History:
+    """So many attempts of a rank, each but the last a stop later."""
+    return history_of(
+        *(
+            RankLog(pid=attempt, restart_count=attempt)
+            .trains(each_s * attempt, attempt=attempt, step=20 * attempt)
+            .stop(each_s * attempt + each_s - 2, step=20 * attempt + 20, attempt=attempt, **stop)
+            for attempt in range(1, number + 1)
+        )
+    )
 
 
 def test_labels_that_find_no_room_are_counted() -> None:
-    """Where labels would cover each other some are left out, and the picture says how many."""
+    """Where labels of pauses or gaps would cover each other some are left out, and the picture says
+    how many."""
     figure = timeline(history(1, 400))
     written = sum(text.endswith(" µs") for text in texts(figure))
     assert 50 < written < 400
     assert f"{400 - written} labels left out" in figure.axes[0].get_xlabel()
+    assert "39 labels left out" in timeline(attempts(40, 100)).axes[0].get_xlabel()
 
 
-def test_causes_differ_without_colour() -> None:
-    """Each cause has a hatching of its own, so that a grey print can be read."""
+def three_attempts() -> History:
+    """Preempted without loss, then killed 5 steps behind its last checkpoint."""
+    killed = RankLog(pid=2, restart_count=1).trains(20, attempt=2, step=40).at_step(75)
+    return history_of(
+        RankLog(pid=1).trains(0, attempt=1).stop(10, step=40),
+        killed.add(EventKind.SAVE_SKIPPED, 30),
+        RankLog(pid=3, restart_count=2).trains(45, attempt=3, step=70).uninstalled(60),
+    )
+
+
+def test_a_grey_print_can_be_read() -> None:
+    """Each cause has a hatching of its own, each mark a shape, and the start of an attempt, too."""
     log = RankLog().installed()
     for number, cause in enumerate(("slurm", "user", "api", "terminal")):
         log.pause(1 + 5 * number, cause=cause, for_s=2)
-    figure = timeline(History(name="run", attempts=attempts_of(log.uninstalled(30).events)))
-    patches = [h for h in figure.legends[0].legend_handles if h.get_label().startswith("parked")]  # type: ignore[union-attr]
-    hatches = {patch.get_hatch() for patch in patches}  # type: ignore[union-attr]
-    assert len(patches) == len(hatches) == 4
-    assert None not in hatches
+    handles = timeline(history_of(log.uninstalled(30))).legends[0].legend_handles
+    hatches = [h.get_hatch() for h in handles if h.get_label().startswith("parked")]  # type: ignore[union-attr]
+    assert len(hatches) == len({*hatches} - {None}) == 4
+    handles = timeline(three_attempts()).legends[0].legend_handles
+    shapes = [h.get_marker() for h in handles if hasattr(h, "get_marker")]
+    shapes = [shape for shape in shapes if shape != "None"]
+    assert len(shapes) == len(set(shapes)) == 3
+    assert next(h for h in handles if "starting" in h.get_label()).get_hatch()  # type: ignore[union-attr]
 
 
-def test_table_rows(run_dir: RunDir) -> None:
+def test_picture_of_attempts_and_gaps() -> None:
+    """Starts, stops, saves and first steps are drawn, and each gap tells what it cost."""
+    figure = timeline(three_attempts())
+    found = texts(figure)
+    assert {"saved in\n50 ms", "9.9 s", "killed\n≥ 5 steps\nlost", "15.0 s"} <= set(found)
+    assert {"attempt 1", "attempt 2", "attempt 3"} <= set(found)
+    wanted = {"first step", "stop requested", "saved", "between two attempts", "no more events"}
+    assert wanted <= set(legend(figure))
+    assert "stops: 2" in figure.axes[0].get_title(loc="left")
+    assert "nothing was paused" not in found
+
+
+def test_rows_of_pauses(run_dir: RunDir) -> None:
     """A row tells cause, the two latencies, the parked time and the operator."""
     log = RankLog().installed().pause(2, cause="user", park_us=1530, for_s=2.5, resume_us=41)
     log.pause(6, until="parked").write(run_dir)
@@ -90,43 +118,26 @@ def test_table_rows(run_dir: RunDir) -> None:
 
 def test_long_table_says_what_it_leaves_out() -> None:
     """Only so many rows are shown, in order of time; the percentiles are of all pauses."""
-    output = "\n".join(shown(history(2, 10), width=110, max_rows=5))
-    assert output.count("aten::linear") == 5
-    assert "15 later pauses are left out" in output
-    (parked,) = (
-        line.split() for line in output.splitlines() if line.strip().startswith("signal → parked")
-    )
+    lines = shown(history(2, 10), width=110, max_rows=5)
+    assert sum(line.count("aten::linear") for line in lines) == 5
+    assert "15 later pauses are left out" in "\n".join(lines)
+    (parked,) = (line.split() for line in lines if line.strip().startswith("signal → parked"))
     assert parked == ["signal", "→", "parked", "(µs)", "20", "105", "110", "110"]
 
 
-def test_table_of_a_rank_that_heard_nothing(run_dir: RunDir) -> None:
-    """A rank whose handlers were lost is not said to have had no pause."""
-    log = RankLog().installed().add(EventKind.UNINSTALLED, 9, handlers_replaced_by_others=2)
-    log.write(run_dir)
+def test_where_there_are_no_rows(run_dir: RunDir) -> None:
+    """A sentence instead of a table; a rank whose handlers were lost is not said to have had no
+    pause."""
+    assert any("No events yet" in line for line in shown(history(0, 0)))
+    assert any("Nothing was paused" in line for line in shown(history(1, 0)))
+    deaf = RankLog().installed().add(EventKind.UNINSTALLED, 9, handlers_replaced_by_others=2)
+    deaf.write(run_dir)
     said = " ".join(" ".join(shown(read_history(run_dir.root))).split())
     assert "Nothing was paused" not in said
     assert "Rank 0: other code replaced hydroslurm's handlers of 2 signals: pauses" in said
 
 
-@pytest.mark.parametrize(("run", "words"), [(0, "No events yet"), (1, "Nothing was paused")])
-def test_table_of_nothing(run: int, words: str) -> None:
-    """A run without events, and one without pauses, get a sentence instead of a table."""
-    assert any(words in line for line in shown(history(run, 0), width=110))
-
-
-def three_attempts() -> History:
-    """Preempted without loss, then killed 5 steps behind its last checkpoint."""
-    killed = RankLog(pid=2, restart_count=1).trains(20, attempt=2, step=40)
-    killed.step = 75
-    killed.add(EventKind.SAVE_SKIPPED, 30)
-    return history_of(
-        RankLog(pid=1).trains(0, attempt=1).stop(10, step=40),
-        killed,
-        RankLog(pid=3, restart_count=2).trains(45, attempt=3, step=70).uninstalled(60),
-    )
-
-
-def test_rows() -> None:
+def test_rows_of_stops() -> None:
     """A row per stop with its parts and what was lost; a bound is shown as one."""
     lines = shown(three_attempts())
     rows = [line.split() for line in lines if " preempted " in line or " killed  " in line]
@@ -144,56 +155,15 @@ def test_every_column_fits_into_80() -> None:
     log = RankLog(pid=1).trains(123456, attempt=1).stop(223456.7, step=1234567, reason="time_limit")
     after = RankLog(pid=2, restart_count=1).trains(223600, attempt=2, step=1234567)
     lines = shown(history_of(log, after))
-    row = next(line for line in lines if "time_limit" in line)
-    assert row.split()[:4] == ["100001", "0", "1", "time_limit"]
-    assert row.split()[-2:] == ["1,234,567", "0"]
+    row = next(line for line in lines if "time_limit" in line).split()
+    assert (row[:4], row[-2:]) == (["100001", "0", "1", "time_limit"], ["1,234,567", "0"])
     assert not any("…" in line for line in lines)
 
 
 def test_many_stops_are_cut_and_torn_ones_named() -> None:
     """Only so many rows; the figures are of all; what is missing is said, and not for ever."""
-    logs = [
-        RankLog(pid=attempt, restart_count=attempt)
-        .trains(30 * attempt, attempt=attempt, step=20 * attempt)
-        .stop(30 * attempt + 9, step=20 * attempt + 20, attempt=attempt, without=("requeued",))
-        for attempt in range(1, 13)
-    ]
-    lines = shown(history_of(*logs), max_rows=4)
+    lines = shown(attempts(12, 30, without=("requeued",)), max_rows=4)
     assert sum(" preempted " in line for line in lines) == 4
     assert "8 later stops are left out; the figures below are of all." in lines
     assert sum("wrote no requeued" in line for line in lines) == 5
     assert "7 more stops are incomplete: see figures.json." in lines
-
-
-def test_picture_of_attempts_and_gaps() -> None:
-    """Starts, stops, saves and first steps are drawn, and each gap tells what it cost."""
-    figure = timeline(three_attempts())
-    found = texts(figure)
-    assert {"saved in\n50 ms", "9.9 s", "killed\n≥ 5 steps\nlost", "15.0 s"} <= set(found)
-    assert {"attempt 1", "attempt 2", "attempt 3"} <= set(found)
-    wanted = {"first step", "stop requested", "saved", "between two attempts", "no more events"}
-    assert wanted <= set(legend(figure))
-    assert "stops: 2" in figure.axes[0].get_title(loc="left")
-    assert "nothing was paused" not in found
-
-
-def test_marks_differ_without_colour() -> None:
-    """Each mark has a shape of its own, and the start of an attempt a hatching."""
-    figure = timeline(three_attempts())
-    marks = [h for h in figure.legends[0].legend_handles if hasattr(h, "get_marker")]
-    shapes = [h.get_marker() for h in marks if h.get_marker() != "None"]
-    assert len(shapes) == len(set(shapes)) == 3
-    starting = next(h for h in figure.legends[0].legend_handles if "starting" in h.get_label())  # type: ignore[union-attr]
-    assert starting.get_hatch()  # type: ignore[union-attr]
-
-
-def test_gaps_without_room_are_counted() -> None:
-    """Where the labels of gaps find no room the picture says how many there were."""
-    logs = [
-        RankLog(pid=attempt, restart_count=attempt)
-        .trains(100 * attempt, attempt=attempt, step=20 * attempt)
-        .stop(100 * attempt + 98, step=20 * attempt + 20, attempt=attempt)
-        for attempt in range(40)
-    ]
-    figure = timeline(history_of(*logs))
-    assert "39 labels left out" in figure.axes[0].get_xlabel()

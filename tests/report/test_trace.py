@@ -51,7 +51,8 @@ def check(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]:
 
 
 def test_everything_that_took_time_is_a_slice() -> None:
-    """A process per attempt with its name, slices that nest, and requests as instants."""
+    """A process per attempt with its name, slices that nest, and requests as instants; microseconds
+    since the run's first event."""
     trace = trace_of(two_attempts())
     slices = check(trace)
     names = {entry["name"] for mine in slices.values() for entry in mine}
@@ -63,12 +64,7 @@ def test_everything_that_took_time_is_a_slice() -> None:
     assert {"pause_request", "resume_request", "stop_request"} <= instants
     titles = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert titles == ["rank 0, attempt 1 (n1, pid 1)", "rank 0, attempt 2 (n1, pid 2)"]
-
-
-def test_a_slice_is_where_it_was() -> None:
-    """Microseconds since the run's first event."""
-    entries = trace_of(two_attempts())["traceEvents"]
-    parked = next(entry for entry in entries if entry["name"] == "parked")
+    parked = next(entry for entry in trace["traceEvents"] if entry["name"] == "parked")
     assert round(parked["ts"]) == 4_000_080
     assert round(parked["dur"]) == 1_999_960
 
@@ -77,9 +73,8 @@ def test_torn_runs() -> None:
     """What has no end lasts to the last event, and what has no begin is left out."""
     log = RankLog().installed().pause(2).pause(5, until="parked")
     check(trace_of(history_of(log)))
-    check(
-        trace_of(history_of(RankLog().trains(0, attempt=1).stop(10, step=4, until="save_staged")))
-    )
+    stopped = RankLog().trains(0, attempt=1).stop(10, step=4, until="save_staged")
+    check(trace_of(history_of(stopped)))
     check(trace_of(History(name="nothing")))
 
 

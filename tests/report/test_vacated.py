@@ -56,7 +56,8 @@ def vacates(log: RankLog, *, leaves_s: float, gone_s: float, **back_s: float) ->
 
 
 def test_the_resume_of_a_vacated_pause_begins_with_the_request() -> None:
-    """Not when the vacate opens the gate itself, after the memory is back: 0.35 s, not 8 µs."""
+    """Not when the vacate opens the gate itself, after the memory is back: 0.35 s, not 8 µs. The
+    terminal has bytes and both times; figures.json holds the pause."""
     (pause,) = recorded_history().pauses
     assert pause.vacated_bytes == MOVED_BYTES
     assert (pause.vacate_s, pause.restore_s) == pytest.approx((0.0165, 0.3541), abs=1e-4)
@@ -66,15 +67,10 @@ def test_the_resume_of_a_vacated_pause_begins_with_the_request() -> None:
     assert pause.resume_requested_mono_ns < pause.restored_mono_ns
     plain = RankLog().installed().pause(1, cause="user", resume_us=40)
     assert history_of(plain).pauses[0].resume_us == 40
-
-
-def test_tables_and_figures() -> None:
-    """The terminal has bytes and both times; figures.json holds the pause."""
-    history = recorded_history()
-    text = "\n".join(shown(history, width=140))
+    text = "\n".join(shown(recorded_history(), width=140))
     row = next(line for line in text.splitlines() if "aten::" in line).split()
     assert [cell for cell in ("0.23", "0.02", "0.35", "354,867") if cell not in row] == []
-    told = json.loads(figures_text(figures_of(history)))
+    told = json.loads(figures_text(figures_of(recorded_history())))
     assert told["resume_us"]["max"] == pytest.approx(354_867, abs=1)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
+from typing import Any
 
+import pytest
 from matplotlib.figure import Figure
 from report.ranklog import RankLog
 from rich.console import Console
@@ -49,3 +52,11 @@ def texts(figure: Figure) -> list[str]:
 def legend(figure: Figure) -> list[str]:
     """The labels of its legend."""
     return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def tells(thing: object, told: Mapping[str, Any]) -> None:
+    """Each of these attributes; numbers nearly."""
+    near = {
+        key: pytest.approx(v, abs=0.01) if type(v) in (int, float) else v for key, v in told.items()
+    }
+    assert {key: getattr(thing, key) for key in told} == near
