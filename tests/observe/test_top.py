@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from clusters import require_slurm
 from observe.conftest import Terminal
-from processes import wait_until
+from processes import captured, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from hydroslurm.core.rundir import RunDir
@@ -50,14 +50,9 @@ class Scene:
         return self.cluster.child_environ()
 
     def top(self, *options: str) -> list[dict[str, Any]]:
-        done = subprocess.run(
-            [*HYDROSLURM, "top", "--json", *options, *self.ids],
-            env=self.environ,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        command = [*HYDROSLURM, "top", "--json", *options, *self.ids]
+        done = captured(command, env=self.environ, timeout=120)
+        assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     def has_saved(self, job_id: str) -> bool:
@@ -70,16 +65,10 @@ class Scene:
         return "\n".join(file.read_text() for file in self.folder.glob("*.out"))
 
     def submit(self, *words: str) -> str:
-        options = ["-n1", "--parsable", "-o", str(self.folder / "%j.out")]
-        return subprocess.run(
-            ["sbatch", *options, *words],
-            env=self.environ,
-            cwd=self.folder,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        ).stdout.strip()
+        command = ["sbatch", "-n1", "--parsable", "-o", str(self.folder / "%j.out"), *words]
+        done = captured(command, env=self.environ, cwd=self.folder, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
     def daemon(self, name: str) -> int:
         return next(one.pid for one in self.cluster.status().daemons if one.name == name)

@@ -133,21 +133,16 @@ def test_what_is_said_of_a_script_without_run_is_what_happens(
     job_id = done.stdout.strip()
     try:
         _wait_for_state(requeue_cluster, job_id, "RUNNING")
-        wait_until(
-            lambda: f"{job_id}.0" in _squeue(requeue_cluster, job_id, "--steps"), "its step runs"
-        )
-        (finding,) = (
-            each
-            for each in _json(run(requeue_cluster, job_id, "--json"))["findings"]
-            if each["key"] == "preemption"
-        )
+        steps = ("--steps",)
+        wait_until(lambda: f"{job_id}.0" in _squeue(requeue_cluster, job_id, *steps), "its step")
+        findings = _json(run(requeue_cluster, job_id, "--json"))["findings"]
+        (finding,) = (each for each in findings if each["key"] == "preemption")
         assert "has FAILED, and is not requeued" in finding["explanation"]
         node = _squeue(requeue_cluster, job_id, "-o", "%N").strip()
         urgent = ["srun", "-p", "urgent", "--exclusive", f"--nodelist={node}", "true"]
         requeue_cluster.run(urgent, timeout_s=120)
         _wait_for_state(requeue_cluster, job_id, "FAILED")
-        shown = requeue_cluster.run(["scontrol", "show", "job", job_id]).stdout
-        assert "Restarts=0" in shown
+        assert "Restarts=0" in requeue_cluster.run(["scontrol", "show", "job", job_id]).stdout
     finally:
         requeue_cluster.run(["scancel", job_id])
 
@@ -171,21 +166,31 @@ def test_gang_requeue(gang_requeue_cluster: Part, run: Doctor, tmp_path: Path) -
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_a_planned_script_and_what_could_not_be_asked(
+    pause_cluster: Part, run: Doctor, tmp_path: Path
+) -> None:
+    """A batch script that is not submitted yet is judged for many ranks and a long suspend. A
+    question that cannot be answered ends with 2 and a sentence, never with 1."""
+    script = tmp_path / "job.sbatch"
+    script.write_text(
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1\n"
+        "export MASTER_PORT=29500\nsrun torchrun --nnodes=2 train.py\n"
+    )
+    answer = _json(run(pause_cluster, "--json", "--script", str(script), "--suspend-s", "600"))
+    found = _severities(answer)
+    clocks = {"clock_collectives", "clock_nccl", "clock_rendezvous", "clock_store"}
+    assert {"launcher", "bad_exit", "port", *clocks} <= set(found)
+    assert (found["launcher"], found["clock_rendezvous"]) == ("risk", "risk")
+    for arguments, words in (
+        (["5", "--script", str(script)], "a job has its own"),
         (["67000000"], "there is no job 67000000"),
         (["--partition", "nowhere"], "its partitions: low, gang, urgent"),
         (["5", "--partition", "low"], "either a job or --partition"),
         (["--run", "/no/such/folder"], "no such folder"),
         (["--run", "/", "--save-s", "1"], "either --run or --save-s"),
-    ],
-)
-def test_could_not_ask(pause_cluster: Part, run: Doctor, arguments: list[str], words: str) -> None:
-    """A question that cannot be answered ends with 2 and a sentence, never with 1."""
-    result = run(pause_cluster, *arguments)
-    assert result.exit_code == 2
-    assert words in result.stderr
+    ):
+        result = run(pause_cluster, *arguments)
+        assert (result.exit_code, words in result.stderr) == (2, True), arguments
 
 
 def test_without_slurm(run: Doctor, tmp_path: Path) -> None:
@@ -194,24 +199,3 @@ def test_without_slurm(run: Doctor, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "no program scontrol on PATH" in result.stderr
     assert result.stdout == ""
-
-
-@pytest.mark.slurm
-def test_a_planned_script(pause_cluster: Part, run: Doctor, tmp_path: Path) -> None:
-    """A batch script that is not submitted yet is judged for many ranks and a long suspend."""
-    script = tmp_path / "job.sbatch"
-    script.write_text(
-        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1\n"
-        "export MASTER_PORT=29500\nsrun torchrun --nnodes=2 train.py\n"
-    )
-    answer = _json(run(pause_cluster, "--json", "--script", str(script), "--suspend-s", "600"))
-    found = _severities(answer)
-    wanted = {
-        "launcher", "bad_exit", "port", "clock_collectives", "clock_nccl", "clock_rendezvous",
-        "clock_store",
-    }  # fmt: skip
-    assert wanted <= set(found)
-    assert (found["launcher"], found["clock_rendezvous"]) == ("risk", "risk")
-    result = run(pause_cluster, "5", "--script", str(script))
-    assert result.exit_code == 2
-    assert "a job has its own" in result.stderr
