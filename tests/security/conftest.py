@@ -8,7 +8,7 @@ import pwd
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,44 +32,32 @@ class Stranger:
     gid: int
     home: Path
 
-    def popen(self, *command: str, **options: Any) -> subprocess.Popen[str]:
+    def popen(self, *command: str, env: Mapping[str, str] = {}, **options: Any) -> Any:
         """Start a program as that user."""
-        environ = {
-            "PATH": "/usr/bin:/bin:/usr/sbin",
-            "HOME": str(self.home),
-            **options.pop("env", {}),
-        }
-        return subprocess.Popen(
-            command,
-            user=self.uid,
-            group=self.gid,
-            extra_groups=[],
-            env=environ,
-            cwd=options.pop("cwd", "/"),
-            text=True,
-            **options,
-        )
+        environ = {"PATH": "/usr/bin:/bin:/usr/sbin", "HOME": str(self.home), **env}
+        who = {"user": self.uid, "group": self.gid, "extra_groups": []}
+        return subprocess.Popen(command, env=environ, cwd="/", text=True, **who, **options)
 
     def run(self, *command: str, check: bool = True, **options: Any) -> str:
-        """Run a program as that user; returns what it prints.
-
-        Raises:
-            AssertionError: ``check`` and it failed.
-        """
-        with self.popen(
-            *command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            **options,
-        ) as process:
-            words = process.communicate(timeout=120)[0]
+        """Run a program as that user; returns what it prints."""
+        pipes = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+        }
+        with self.popen(*command, **pipes, **options) as process:
+            words: str = process.communicate(timeout=120)[0]
         assert process.returncode == 0 or not check, words
         return words
 
     def python(self, code: str, *arguments: str, **options: Any) -> str:
         """Run a Python program (standard library only) as that user; returns what it prints."""
         return self.run(PYTHON, "-c", textwrap.dedent(code), *arguments, **options)
+
+    def plant(self, path: Path, text: str = "") -> None:
+        """A file of theirs that everybody may write, and the folders above it."""
+        script = 'umask 0; mkdir -p "${1%/*}"; printf %s "$2" >"$1"'
+        self.run("sh", "-c", script, "sh", str(path), text)
 
 
 @pytest.fixture(scope="session")

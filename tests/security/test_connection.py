@@ -32,7 +32,7 @@ from hydroslurm.coordination.authentication import (
 from hydroslurm.coordination.channel import find_coordinator, join_coordinator
 from hydroslurm.coordination.frames import pack
 from hydroslurm.coordination.rendezvous import start_coordinator
-from hydroslurm.coordination.secret import KEYS, find_secret
+from hydroslurm.coordination.secret import KEYS, Secret, find_secret
 from hydroslurm.coordination.world import KEY_ENV, World
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.errors import NoSecret, SaveFailed, UntrustedFile, UsageError
@@ -99,7 +99,6 @@ def test_a_stranger_can_neither_end_nor_steer_nor_crowd_out(stranger: Any) -> No
 
 
 # --- what a peer says
-# ------------------------------------------------------------------------------------------------
 
 
 class ForgingPeers:
@@ -119,6 +118,9 @@ class ForgingPeers:
         return {0: answer, 1: mine}
 
 
+JOINT = ".tmp-step-000000003.0123abcd.17.0123abcd.joint"
+
+
 @pytest.mark.parametrize(
     "folder",
     [
@@ -126,12 +128,9 @@ class ForgingPeers:
         "../victim",
         "victim",
         ".",
-        "",
-        "step-000000003",
-        ".tmp-step-000000003.0123abcd.17.0123abcd.joint/../../victim",
-        ".tmp-step-000000004.0123abcd.17.0123abcd.joint",
+        f"{JOINT}/../../victim",
+        JOINT.replace("3.", "4."),
         17,
-        None,
     ],
 )
 def test_a_peer_cannot_name_any_folder(folder: Any, tmp_path: Path) -> None:
@@ -151,7 +150,6 @@ def test_a_peer_cannot_name_any_folder(folder: Any, tmp_path: Path) -> None:
 
 
 # --- how the key comes to the ranks
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +173,12 @@ def munged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield str(folder / "socket")
         process.terminate()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def greeting_of(secret: Secret, world: World) -> RankGreeting:
+    greeting = secret.greeting(world)
+    assert greeting is not None
+    return greeting
 
 
 def world_of(attempt: str, rank: int = 0) -> World:
@@ -242,8 +246,8 @@ def test_strangers_cost_munged_nothing_and_keep_no_rank_out(munged: str, tmp_pat
     for _ in range(300):
         with socket.create_connection(("127.0.0.1", port)) as line:
             line.sendall(hello)
-    slow = find_secret(second, {"HYDROSLURM_MUNGE_SOCKET": munged}, folder=None).greeting(second)
-    assert slow is not None
+    theirs = find_secret(second, {"HYDROSLURM_MUNGE_SOCKET": munged}, folder=None)
+    slow = greeting_of(theirs, second)
     with socket.create_connection(("127.0.0.1", port), timeout=60) as rank:
         rank.sendall(slow.hello)
         answer = rank.recv(1 << 16)
@@ -268,43 +272,43 @@ def test_a_credential_is_for_one_attempt_and_proves_nothing_alone(munged: str) -
     first, second = world_of(attempt), world_of(attempt, rank=1)
     credentials = find_secret(first, environ, folder=None).credentials(first)
     secret = find_secret(second, environ, folder=None)
-    other = secret.greeting(world_of("other", rank=1))
-    assert other is not None
+    other = greeting_of(secret, world_of("other", rank=1))
     with pytest.raises(GreetingFailed, match="not the coordinator of this job"):
         other.feed(CoordinatorGreeting(secrets.token_bytes(32), credentials).feed(other.hello))
     for _ in range(2):  # without the key, and when it has come
-        rank = secret.greeting(second)
-        assert rank is not None
+        rank = greeting_of(secret, second)
         forger = CoordinatorGreeting(secrets.token_bytes(32), credentials)
         with pytest.raises(GreetingFailed, match="does not know the key"):
             rank.feed(forger.feed(rank.hello))
     made_up = [Munge(munged).encode(b"hydroslurm key\0" + bytes(64))]
-    third = find_secret(world_of("third", rank=1), environ, folder=None).greeting(world_of("third"))
-    assert third is not None
+    third = greeting_of(find_secret(world_of("third", 1), environ, folder=None), world_of("third"))
     with pytest.raises(GreetingFailed, match="not the coordinator of this job"):
         third.feed(CoordinatorGreeting(bytes(32), made_up).feed(third.hello))
 
 
-@pytest.mark.parametrize("proof", ["turned round", "the coordinator's own", "zeros"])
-def test_a_rank_proves_that_it_has_the_key_before_anything_of_it_is_read(proof: str) -> None:
+def test_a_rank_proves_that_it_has_the_key_before_anything_of_it_is_read() -> None:
     """Each end has a proof of its own: what the coordinator has just sent is none of a rank's."""
     key = secrets.token_bytes(32)
-    coordinator = CoordinatorGreeting(key, ())
-    rank = RankGreeting(key=key, open_credential=lambda _: pytest.fail("it has the key"))
-    answer = coordinator.feed(rank.hello)
-    right = rank.feed(answer)
-    assert right is not None
-    wrong = {"zeros": bytes(len(right)), "the coordinator's own": answer[-len(right) :]}
-    with pytest.raises(GreetingFailed, match="does not know the key"):
-        coordinator.feed(wrong.get(proof, right[::-1]))
-    assert coordinator.session is None
+
+    def wrong(answer: bytes, right: bytes) -> Iterator[bytes]:
+        yield from (right[::-1], answer[-len(right) :], bytes(len(right)))
+
+    for number in range(3):
+        coordinator = CoordinatorGreeting(key, ())
+        rank = RankGreeting(key=key, open_credential=lambda _: pytest.fail("it has the key"))
+        answer = coordinator.feed(rank.hello)
+        proof = list(wrong(answer, rank.feed(answer) or b""))[number]
+        with pytest.raises(GreetingFailed, match="does not know the key"):
+            coordinator.feed(proof)
+        assert coordinator.session is None
 
 
 NO_MUNGE = {"HYDROSLURM_MUNGE_SOCKET": "/nowhere/munge.socket"}
 
 
 def test_a_key_file_is_for_the_owner_only(tmp_path: Path, stranger: Any) -> None:
-    """Written with mode 0600 below the run folder, read by the other ranks, gone at the end."""
+    """Written with mode 0600 below the run folder, read by the other ranks, gone at the end. A
+    folder of a stranger, who could read and replace what is written there, is refused."""
     attempt = "file"
     first = find_secret(world_of(attempt), NO_MUNGE, folder=tmp_path)
     second = find_secret(world_of(attempt, rank=1), NO_MUNGE, folder=tmp_path)
@@ -312,44 +316,33 @@ def test_a_key_file_is_for_the_owner_only(tmp_path: Path, stranger: Any) -> None
     (path,) = (tmp_path / KEYS).iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / KEYS).stat().st_mode & 0o777 == 0o700
-    greeting = second.greeting(world_of(attempt))
-    assert greeting is not None
-    assert greeting.key == first.key
+    assert greeting_of(second, world_of(attempt)).key == first.key
     os.chown(path, stranger.uid, stranger.gid)
     with pytest.raises(UntrustedFile, match=f"uid {stranger.uid}"):
         second.greeting(world_of(attempt))
     first.forget()
     assert second.greeting(world_of(attempt)) is None
-
-
-def test_a_key_folder_of_somebody_else_is_refused(tmp_path: Path, stranger: Any) -> None:
-    """A stranger that made it beforehand could read and replace what is written there."""
-    (tmp_path / KEYS).mkdir(mode=0o777)
     os.chown(tmp_path / KEYS, stranger.uid, stranger.gid)
     with pytest.raises(NoSecret, match=f"belongs to uid {stranger.uid}"):
         find_secret(world_of("planted"), NO_MUNGE, folder=tmp_path)
 
 
-def test_without_any_way_nobody_connects() -> None:
-    """Never without a key: the message says what is missing, and each thing that would help."""
+def test_without_a_key_nobody_connects() -> None:
+    """Where there is no way to one, the message says what is missing, and each thing that would
+    help; a key that is none is refused, and not repeated: it may be half of a real one."""
     with pytest.raises(NoSecret) as raised:
         find_secret(world_of("nothing"), NO_MUNGE, folder=None)
     for word in (KEY_ENV, "MUNGE", "srun --preempt", "HYDROSLURM_RUN_DIR", "munged"):
         assert word in str(raised.value)
-
-
-def test_a_key_that_is_none_is_refused() -> None:
-    """The value is not repeated: it may be half of a real one."""
-    with pytest.raises(UsageError, match="64 hexadecimal digits") as raised:
+    with pytest.raises(UsageError, match="64 hexadecimal digits") as refused:
         find_secret(world_of("bad"), {KEY_ENV: "abc123"}, folder=None)
-    assert "abc123" not in str(raised.value)
+    assert "abc123" not in str(refused.value)
 
 
 # --- on a real Slurm
-# ------------------------------------------------------------------------------------------------
 
 RANK = """
-import json, os, sys, time
+import contextlib, json, os
 import hydroslurm
 world = hydroslurm.set_torch_environment()
 import torch, torch.distributed as dist
@@ -359,15 +352,12 @@ dist.init_process_group("gloo")
 ones = torch.ones(1)
 dist.all_reduce(ones)
 port = int(os.environ["MASTER_PORT"])
-listen = [l.split() for l in open("/proc/net/tcp").read().splitlines()[1:]]
-listen += [l.split() for l in open("/proc/net/tcp6").read().splitlines()[1:]]
+listen = [l.split() for n in ("tcp", "tcp6") for l in list(open(f"/proc/net/{n}"))[1:]]
 at = [l[1].split(":")[0] for l in listen if l[3] == "0A" and int(l[1].split(":")[1], 16) == port]
 cmdlines = ""
 for pid in filter(str.isdecimal, os.listdir("/proc")):
-    try:
+    with contextlib.suppress(OSError):
         cmdlines += open(f"/proc/{pid}/cmdline").read()
-    except OSError:
-        pass
 key = os.environ.get("HYDROSLURM_STEP_KEY")
 said = {"rank": world.rank, "sum": ones.item(), "port": port, "at": at,
         "shown": bool(key) and key in cmdlines}

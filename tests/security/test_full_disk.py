@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import wait_until
@@ -57,47 +58,35 @@ def _full(folder: Path) -> Iterator[None]:
     ballast.unlink()
 
 
-def _step(run: RunDir) -> int | None:
-    status = read_status(run.rank_status(0))
-    return status and status.step
-
-
-def _pause(run: RunDir) -> tuple[str, int] | None:
-    status = read_status(run.rank_status(0))
-    return status and (status.state, status.pauses)
-
-
-def _whole_lines(path: Path) -> tuple[list[Event], list[bytes]]:
-    """The events of the log itself, and what is none."""
-    found, torn = [], []
-    for line in path.read_bytes().splitlines():
-        try:
-            found.append(Event.from_json(line))
-        except ValueError:
-            torn.append(line)
-    return found, torn
-
-
 def test_a_pause_is_answered_on_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     """As often as one asks, each with the latency of its own; once there is room events are written
     again, none glued to the one that was torn, and the lost ones are counted."""
     run = RunDir(small_disk / "run")
-    log = run.rank_events(0)
+
+    def status() -> Any:
+        return read_status(run.rank_status(0))
+
     with forked(
         TRAIN, tmp_path, str(run.root), environ={"HYDROSLURM_HEARTBEAT_S": "0.1"}
     ) as trainer:
         trainer.expect("ready")
-        wait_until(lambda: _step(run), "a heartbeat")
+        wait_until(lambda: status() and status().step, "a heartbeat")
         with _full(small_disk):
             for number in range(1, 16):
                 parked = client.pause(trainer.pid)
                 assert parked.done
                 assert "parked after" in parked.message
-                wait_until(lambda: _pause(run) == ("parked", number), "its status")  # noqa: B023
+                told = ("parked", number)
+                wait_until(lambda: (status().state, status().pauses) == told, "its status")  # noqa: B023
                 assert client.resume(trainer.pid).done
         assert client.pause(trainer.pid).done
         assert client.resume(trainer.pid).done
-        found, torn = _whole_lines(log)
+        found, torn = [], []
+        for line in run.rank_events(0).read_bytes().splitlines():
+            try:
+                found.append(Event.from_json(line))
+            except ValueError:
+                torn.append(line)
         assert len(torn) <= 2, torn
         assert any(event.kind is EventKind.EVENTS_DROPPED for event in found)
         assert [e.data["pause"] for e in found if e.kind is EventKind.PARKED][-1] == 16

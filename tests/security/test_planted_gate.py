@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from gate.test_build import FakeCompiler
+from security.planting import python
 
 from hydroslurm.errors import UntrustedFile
 from hydroslurm.gate import build
 from hydroslurm.gate.compiler import SITE_DIR_ENV, find_compiler, installed_torch
 from hydroslurm.gate.native_gate import NativeGate
-
-sys.path.insert(0, str(Path(__file__).parent))
-from planting import python
 
 if TYPE_CHECKING:
     from security.conftest import Stranger
@@ -47,18 +45,18 @@ def good_library() -> Path:
 
 
 @pytest.fixture
-def marker(tmp_path: Path) -> Path:
-    """What the planted library makes when it runs, in a folder that only its victim can write."""
-    return tmp_path / "ran-as-the-owner"
-
-
-@pytest.fixture
 def environ(tmp_path: Path, good_library: Path) -> dict[str, str]:
     """A compiler that "compiles" by copying: a build takes no ten seconds."""
     return {"CXX": str(FakeCompiler(tmp_path / "bin", good_library).path)}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What planted code makes when it runs, in a folder that only its victim can write."""
+    return tmp_path_factory.mktemp("victim") / "ran-as-the-owner"
+
+
+@pytest.fixture(scope="module")
 def evil(marker: Path, stranger: Stranger) -> Path:
     """The attacker's library, which does run where somebody loads it."""
     source, library = stranger.home / "evil.c", stranger.home / "evil.so"
@@ -72,24 +70,13 @@ def evil(marker: Path, stranger: Stranger) -> Path:
     return library
 
 
-def _plant(stranger: Stranger, evil: Path, root: Path) -> Path:
+def _plant(stranger: Stranger, evil: Path, root: Path) -> None:
     """With the right name, manifest and checksum, all of which everybody can compute."""
     folder = root / build.key_of(TORCH)
     manifest = {"sha256": hashlib.sha256(evil.read_bytes()).hexdigest()}
-    stranger.python(
-        """
-        import os, shutil, sys
-        folder, library, manifest = sys.argv[1:]
-        os.makedirs(folder)
-        shutil.copy(library, os.path.join(folder, "hs_gate.so"))
-        open(os.path.join(folder, "hs_gate.json"), "w").write(manifest)
-        """,
-        str(folder),
-        str(evil),
-        json.dumps(manifest),
-    )
+    stranger.plant(folder / "hs_gate.json", json.dumps(manifest))
+    stranger.run("cp", str(evil), str(folder / "hs_gate.so"))
     assert build.is_whole(folder)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -161,20 +148,23 @@ def test_a_sites_own_account_is_believed(tmp_path: Path, good_library: Path) -> 
     assert "found None" in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("umask", [0o002, 0o000])
 def test_a_cache_made_under_an_open_umask_is_used_again(
-    umask: int, tmp_path: Path, environ: dict[str, str]
+    tmp_path: Path, environ: dict[str, str]
 ) -> None:
-    """What we build is nobody else's to write whatever the umask is, so that it is found again."""
+    """What we build is nobody else's to write whatever the umask is, so that it is found again.
+    `hydroslurm gate build --out` refuses a folder from which nobody would load it."""
     environ = {**environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    before = os.umask(umask)
+    before = os.umask(0)
     try:
-        first = build.ensure(environ, torch=TORCH)
-        second = build.ensure(environ, torch=TORCH)
+        first, second = (build.ensure(environ, torch=TORCH) for _ in range(2))
     finally:
         os.umask(before)
     assert (first.origin, second.origin) == ("cache", "cache")
     assert second.built_s is None
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out").chmod(0o777)
+    with pytest.raises(UntrustedFile, match="chmod go-w"):
+        build.build(tmp_path / "out", environ=environ, torch=TORCH)
 
 
 def test_a_temporary_folder_that_all_can_write_is_not_built_in(
@@ -195,17 +185,6 @@ def test_a_temporary_folder_that_all_can_write_is_not_built_in(
     shutil.rmtree(built.path.parent.parent)
 
 
-def test_nothing_is_built_where_others_could_replace_it(
-    tmp_path: Path, environ: dict[str, str]
-) -> None:
-    """`hydroslurm gate build --out` refuses a folder from which nobody would load it."""
-    out = tmp_path / "out"
-    out.mkdir()
-    out.chmod(0o777)
-    with pytest.raises(UntrustedFile, match="chmod go-w"):
-        build.build(out, environ=environ, torch=TORCH)
-
-
 def test_the_self_test_imports_nothing_from_the_working_directory(
     scratch: Path,
     marker: Path,
@@ -215,11 +194,8 @@ def test_the_self_test_imports_nothing_from_the_working_directory(
 ) -> None:
     """A gate is tested in a child of ours; modules that a stranger has put into the folder that a
     job was submitted from are not what it imports."""
-    code = f"open({str(marker)!r}, 'w')"
     for name in ("torch", "hydroslurm", "json", "runpy"):
-        stranger.python(
-            "import sys; open(sys.argv[1], 'w').write(sys.argv[2])", f"{scratch}/{name}.py", code
-        )
+        stranger.plant(scratch / f"{name}.py", f"open({str(marker)!r}, 'w')")
     monkeypatch.chdir(scratch)
     build.self_test_in_child(good_library)
     assert not marker.exists()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from security.planting import job, python, train
 
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.rundir import RunDir
@@ -20,9 +19,6 @@ from hydroslurm.jobs.supervisor.job_step import start_step
 from hydroslurm.runtime.status_writer import StatusWriter
 from hydroslurm.training.attempts import AttemptLog, finished_step, write_finished
 
-sys.path.insert(0, str(Path(__file__).parent))
-from planting import job, python, train
-
 if TYPE_CHECKING:
     from security.conftest import Stranger
 
@@ -31,17 +27,9 @@ FINISHED = '{"v": 1, "step": 7, "epoch_ns": 1}'
 
 def _plant_run(stranger: Stranger, folder: Path) -> None:
     """A run folder that welcomes its victim: everybody may write, and it has finished already."""
-    stranger.python(
-        """
-        import os, sys
-        os.umask(0)
-        for part in ("events", "logs", "checkpoints"):
-            os.makedirs(os.path.join(sys.argv[1], part))
-        open(os.path.join(sys.argv[1], "finished.json"), "w").write(sys.argv[2])
-        """,
-        str(folder),
-        FINISHED,
-    )
+    for part in ("events", "logs", "checkpoints"):
+        stranger.plant(folder / part / "here")
+    stranger.plant(folder / "finished.json", FINISHED)
 
 
 def test_a_job_does_not_obey_a_run_folder_that_was_there_before(
@@ -90,47 +78,15 @@ def test_pausing_works_beside_a_planted_run_folder(scratch: Path, stranger: Stra
     assert victim.read_text() == "ours"
 
 
-@pytest.mark.parametrize("umask", ["0002", "0000", "0077"])
-def test_a_job_in_a_shared_scratch_makes_a_folder_of_its_own(scratch: Path, umask: str) -> None:
+def test_a_job_in_a_shared_scratch_makes_a_folder_of_its_own(scratch: Path) -> None:
     """Without any attack two attempts of a job below a sticky folder go on from each other,
     whatever the umask is, and nobody else can look into the run folder."""
-    first, second = (train(umask=umask, **job(scratch)) for _ in range(2))
+    first, second = (train(umask=umask, **job(scratch)) for umask in ("0000", "0077"))
     assert "at step 0 with 1.0" in first.stdout, first.stdout
     assert "at step 3 with 2.0" in second.stdout, second.stdout
     assert "is not used" not in first.stdout + second.stdout
     run = scratch / "hydroslurm-runs" / "1234"
     assert run.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_run_in_a_labs_folder_goes_on(lab: Path) -> None:
-    """Below drwxrws--- with umask 0002 two attempts go on from each other, without a word: the
-    folders are the group's, and the files of the checkpoints nobody else's."""
-    run = lab / "runs" / "a"
-    assert "at step 0 with 1.0" in (said := train(run, umask="0002").stdout), said
-    assert "at step 3 with 2.0" in (said := train(run, umask="0002").stdout), said
-    assert "is not used" not in said
-    written = [path for path in run.rglob("*") if path.is_file()]
-    assert written
-    assert not [path for path in written if path.stat().st_mode & 0o022]
-
-
-@pytest.fixture(scope="module")
-def lived(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one attempt: saved at step 3 with the weight 2."""
-    folder = tmp_path_factory.mktemp("lived") / "run"
-    assert "at step 0 with 1.0" in (said := train(folder).stdout), said
-    return folder
-
-
-@pytest.fixture
-def open_run(lab: Path, lived: Path, stranger: Stranger) -> Path:
-    """The same in the lab's folder, where the group may make files."""
-    run = lab / "run"
-    shutil.copytree(lived, run)
-    for path in (run, run / "checkpoints"):
-        os.chown(path, 0, stranger.gid)
-        path.chmod(0o2775)
-    return run
 
 
 ATTEMPTS = "".join(
@@ -139,35 +95,39 @@ ATTEMPTS = "".join(
 """A run that has failed too often."""
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("finished.json", FINISHED), ("attempts.jsonl", ATTEMPTS)]
-)
-def test_a_planted_file_does_not_end_a_run(
-    name: str, text: str, open_run: Path, stranger: Stranger
+def test_a_run_in_a_labs_folder_goes_on_whatever_is_planted_there(
+    lab: Path, stranger: Stranger
 ) -> None:
-    """Somebody else's is named in one warning and counts for nothing; ours is written again."""
-    planted = open_run / name
-    planted.unlink(missing_ok=True)
-    stranger.python("import sys; open(sys.argv[1], 'w').write(sys.argv[2])", str(planted), text)
-    done = train(open_run)
-    assert "at step 3 with 2.0" in done.stdout, done.stdout
-    assert done.stdout.count(f"{planted} belongs to uid {stranger.uid}") == 1
-    write_finished(RunDir(open_run), step=9)
-    assert finished_step(RunDir(open_run)) == 9
-    numbers = [one.number for one in AttemptLog(open_run / "attempts.jsonl").attempts()]
-    assert numbers == ([1] if name == "attempts.jsonl" else [1, 2])
-    assert planted.stat().st_uid == os.getuid()
+    """Below drwxrws--- with umask 0002 two attempts go on from each other, without a word: the
+    folders are the group's, and the files of the checkpoints nobody else's. A colleague's marker
+    and attempts are then named in one warning each and count for nothing; ours are written again.
+    A link in the place of the attempts is not followed."""
+    run = lab / "runs" / "a"
+    assert "at step 0 with 1.0" in (said := train(run, umask="0002").stdout), said
+    assert "at step 3 with 2.0" in (said := train(run, umask="0002").stdout), said
+    assert "is not used" not in said
+    written = [path for path in run.rglob("*") if path.is_file()]
+    assert written
+    assert not [path for path in written if path.stat().st_mode & 0o022]
 
+    marker, attempts = run / "finished.json", run / "attempts.jsonl"
+    attempts.unlink()
+    stranger.plant(marker, FINISHED)
+    stranger.plant(attempts, ATTEMPTS)
+    assert "at step 6 with 3.0" in (said := train(run, umask="0002").stdout), said
+    for planted in (marker, attempts):
+        assert said.count(f"{planted} belongs to uid {stranger.uid}") == 1
+    write_finished(RunDir(run), step=9)
+    assert finished_step(RunDir(run)) == 9
+    assert [one.number for one in AttemptLog(attempts).attempts()] == [1]
+    assert marker.stat().st_uid == attempts.stat().st_uid == os.getuid()
 
-def test_links_in_the_place_of_attempts_are_not_followed(
-    open_run: Path, stranger: Stranger
-) -> None:
-    """A link at attempts.jsonl to a file of the owner's is set aside; the file is unchanged."""
-    victim = open_run.parent / "diary.txt"
+    marker.unlink()
+    victim = lab / "diary.txt"
     victim.write_text("ours")
-    (open_run / "attempts.jsonl").unlink()
-    stranger.run("ln", "-s", str(victim), str(open_run / "attempts.jsonl"))
-    assert "at step 3 with 2.0" in (said := train(open_run).stdout), said
+    attempts.unlink()
+    stranger.run("ln", "-s", str(victim), str(attempts))
+    assert "at step 9 with 4.0" in (said := train(run, umask="0002").stdout), said
     assert victim.read_text() == "ours"
 
 

@@ -94,24 +94,9 @@ def _job(run: RunDir, job_id: int = 7) -> Job:
     )
 
 
-def test_describe_without_a_spec(run: RunDir, tmp_path: Path) -> None:
-    """The same folder, as that of a job that was submitted without one."""
-    for path in run.root.iterdir():
-        if path.name != run.job_yaml.name:
-            (tmp_path / path.name).symlink_to(path)
-    slurm: Any = Slurm((_job(RunDir(tmp_path)),))
-    found = view_of(slurm, "7")
-    assert not found.has_spec
-    lines = [clean(line) for line in plain_job_lines(found)]
-    assert lines[0] == "Name:         n"
-    assert all(line.isprintable() for line in lines)
-    for listed in my_jobs(slurm, "u"):
-        assert _row(listed)[1] == "n"
-        assert _row(listed)[5] == "0"  # without a limit
-
-
-def test_status(run: RunDir) -> None:
-    """Ranks, conditions, attempts, attempts: what is typed is told, all else is absent."""
+def test_status(run: RunDir, tmp_path: Path) -> None:
+    """Ranks, conditions, attempts: what is typed is told, all else is absent; also where the job
+    has no spec. Nothing that lies there is a checkpoint."""
     view = JobView(run, _job(run))
     found = view.seen
     assert found.problem is None or found.problem.startswith(str(run.events))
@@ -129,15 +114,22 @@ def test_status(run: RunDir) -> None:
     assert my_jobs(Slurm((_job(run),)), "u") == ()  # type: ignore[arg-type]
     with pytest.raises(RunFolderError):
         submission.read(run.root)
+    store = CheckpointStore(run.checkpoints)
+    assert store.committed() == ()
+    steps = ["step-000000001", "step-000000002", "step-000000003"]
+    assert [path.name for path in store.problems()] == steps
 
-
-def test_logs_are_not_waited_for(run: RunDir) -> None:
-    """A FIFO or a device in the place of a log is an error in words."""
-    log = run.task_log(0)
-    if log.is_file() and not log.is_symlink():
-        return
-    with pytest.raises(RunFolderError, match="where a regular file was expected"):
-        list(follow_files([log]))
+    for path in run.root.iterdir():
+        if path.name != run.job_yaml.name:
+            (tmp_path / path.name).symlink_to(path)
+    slurm: Any = Slurm((_job(RunDir(tmp_path)),))
+    without_spec = view_of(slurm, "7")
+    assert not without_spec.has_spec
+    lines = [clean(line) for line in plain_job_lines(without_spec)]
+    assert lines[0] == "Name:         n"
+    assert all(line.isprintable() for line in lines)
+    for listed in my_jobs(slurm, "u"):
+        assert (_row(listed)[1], _row(listed)[5]) == ("n", "0")  # without a limit
 
 
 def test_top_and_metrics(home: Path) -> None:
@@ -154,9 +146,13 @@ def test_top_and_metrics(home: Path) -> None:
     assert {one.name for one in families} >= {"hydroslurm_job_step", "hydroslurm_jobs"}
 
 
-def test_pause(run: RunDir) -> None:
-    """Ranks that never answer are silent when the time is over; where there are none, the job is
-    left alone."""
+def test_logs_and_pauses_are_not_waited_for(run: RunDir) -> None:
+    """A FIFO or a device in the place of a log is an error in words. Ranks that never answer are
+    silent when the time is over; where there are none, the job is left alone."""
+    log = run.task_log(0)
+    if not log.is_file() or log.is_symlink():
+        with pytest.raises(RunFolderError, match="where a regular file was expected"):
+            list(follow_files([log]))
     try:
         answer = pause_job(Slurm(()), _job(run), timeout_s=0.05)  # type: ignore[arg-type]
     except TargetError:
@@ -185,14 +181,6 @@ def test_report(run: RunDir, tmp_path: Path) -> None:
     shown.encode()
     assert "<script" not in shown
     write_timeline(history, tmp_path / "report" / "timeline.png")
-
-
-def test_checkpoints(run: RunDir) -> None:
-    """None of what lies there is one."""
-    store = CheckpointStore(run.checkpoints)
-    assert store.committed() == ()
-    names = [path.name for path in store.problems()]
-    assert names == ["step-000000001", "step-000000002", "step-000000003"]
 
 
 def test_a_folder_that_is_not_ours_is_not_written(home: Path, tmp_path: Path) -> None:
