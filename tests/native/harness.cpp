@@ -31,17 +31,10 @@ void launches_off() { fake.bounding.store(false); }
 bool in_backward() { return false; }
 bool capturing() { return fake_capture; }
 
-const char *kind_name(int kind) {
-    static const char *names[] = {"?", "signal", "closed", "first_held", "parked", "opened", "first_released", "late_held",
-                                  "causes", "stop", "terminal_stop", "terminal_ignored", "lost", "replaced", "dropped",
-                                  "let_through"};
-    return kind >= 1 && kind <= 15 ? names[kind] : "?";
-}
-
 void on_alarm(int) {
     static const char text[] = "the test hangs\n";
     [[maybe_unused]] const ssize_t written = write(2, text, sizeof text - 1);
-    for (const hs_event &event : seen()) fprintf(stderr, "  %s signo %d causes %u held %d quiet %d\n", kind_name(event.kind), event.signo, event.causes, event.held, event.quiet);
+    for (const hs_event &event : seen()) fprintf(stderr, "  kind %d signo %d causes %u held %d quiet %d\n", event.kind, event.signo, event.causes, event.held, event.quiet);
     _exit(2);
 }
 
@@ -113,6 +106,12 @@ pid_t fork_child() {
     return child;
 }
 
+int exit_of(pid_t child) {
+    int how = 0;
+    CHECK_EQ(waitpid(child, &how, 0), child);
+    return WIFSIGNALED(how) ? -WTERMSIG(how) : WEXITSTATUS(how);
+}
+
 void until(const std::function<bool()> &done) {
     while (!done()) {
         const timespec moment = {0, 100'000};
@@ -150,15 +149,8 @@ Trainer::Trainer(const char *name)
     : thread_([this, name] {
           if (*name != '\0') prctl(PR_SET_NAME, name);
           while (!end_.load()) {
-              if (idle.load()) {
-                  asleep.store(true);
-                  const timespec moment = {0, 500'000'000};
-                  nanosleep(&moment, nullptr);
-                  asleep.store(false);
-              } else {
-                  fake_operator();
-                  issued.fetch_add(1);
-              }
+              fake_operator();
+              issued.fetch_add(1);
           }
       }) {}
 

@@ -21,10 +21,6 @@
 
 #include "internal.h"
 
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-#define SANITIZED 1 /* a child forked from several threads may find the sanitizer's own locks taken, for ever */
-#endif
-
 struct Fake {
     std::atomic<bool> armed{false};
     std::atomic<int> hold_error{0};
@@ -75,6 +71,10 @@ inline void resume_now(uint32_t cause = HS_CAUSE_API) { CHECK_EQ(hs_gate_request
 
 /* fork(), and the child ends with this process, or after a minute. */
 pid_t fork_child();
+/* How it ended: its status, or minus the signal. */
+int exit_of(pid_t child);
+/* Runs it in another thread while this one sleeps: a main thread that polls is never quiet. */
+inline void with_main_asleep(const std::function<void()> &body) { std::thread(body).join(); }
 /* Spins (with a yield) until it is true; the alarm bounds it. */
 void until(const std::function<bool()> &done);
 /* Every event read so far; until_event() reads on until `kind` has been seen `n` times in all. */
@@ -89,7 +89,6 @@ class Trainer {
     explicit Trainer(const char *name);
     ~Trainer();
     std::atomic<int64_t> issued{0};
-    std::atomic<bool> idle{false}, asleep{false}; /* ask to stop issuing; it does */
 
   private:
     std::atomic<bool> end_{false};

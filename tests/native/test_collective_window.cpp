@@ -35,9 +35,6 @@ class Rank {
     std::thread thread_;
 };
 
-/* The body runs in another thread, for a main thread that polls is never quiet. */
-static void with_main_asleep(const std::function<void()> &body) { std::thread(body).join(); }
-
 /* A gate with a rank that has trained for a while. */
 static void with_rank(const std::function<void(Rank &)> &body) {
     start_usual();
@@ -57,19 +54,20 @@ static void with_parked_rank(const std::function<void(Rank &)> &body) {
     });
 }
 
-/* The n-th PARKED, and how many the rank had issued when the gate closed. */
-static int64_t parked_at(const Rank &rank, int n) {
-    until_event(HS_EVENT_PARKED, n);
-    return rank.issued.load();
-}
-
-/* After let_through(n) exactly n more collectives have been issued, and the thread stands before the next one. */
+/* After let_through(n) exactly n more collectives have been issued, and the thread stands before the next one. Several
+ * add up; n = 0, and any n while the gate is open, change nothing. */
 TEST(let_through_counts) {
     with_rank([&](Rank &rank) {
         int parked = 0;
         for (const int n : {1, 3, 1, 17}) {
+            CHECK_EQ(hs_gate_let_through(4), 0);
+            until([] { return hs::gate.window.wanted.load() == 0; });
             pause_now(HS_CAUSE_PEERS);
-            const int64_t then = parked_at(rank, ++parked);
+            until_event(HS_EVENT_PARKED, ++parked);
+            const int64_t then = rank.issued.load(), operators = rank.operators.load();
+            CHECK_EQ(hs_gate_let_through(0), 0);
+            CHECK_EQ(status().state, HS_STATE_PARKED);
+            CHECK_EQ(rank.operators.load(), operators);
             CHECK_EQ(hs_gate_let_through(n), 0);
             const bool as_before = status().state == HS_STATE_PARKED;
             CHECK(!as_before || rank.issued.load() == then + n); /* never PARKED and not gone on yet */
@@ -82,8 +80,13 @@ TEST(let_through_counts) {
             CHECK_EQ(status().window_open, 1);
             CHECK_EQ(status().allowance, 0);
             CHECK_EQ(status().let_through, n);
+            CHECK_EQ(hs_gate_let_through(1), 0);
+            CHECK_EQ(hs_gate_let_through(1), 0);
+            until([&] { return rank.issued == then + n + 2 && status().state == HS_STATE_PARKED; });
+            read_events();
+            parked = count_of(HS_EVENT_PARKED);
             resume_now(HS_CAUSE_PEERS);
-            until([&] { return rank.issued > then + n; });
+            until([&] { return rank.issued > then + n + 2; });
             until([] { return status().closed_mono_ns == 0; });
             CHECK_EQ(status().window_open, 0);
         }
@@ -124,45 +127,7 @@ TEST(let_through_is_told) {
     hs_gate_stop();
 }
 
-/* n = 0, and any n while the gate is open, change nothing and are not kept for the next closing. */
-TEST(let_through_of_nothing) {
-    with_rank([&](Rank &rank) {
-        CHECK_EQ(hs_gate_let_through(4), 0);
-        until([] { return hs::gate.window.wanted.load() == 0; });
-        pause_now();
-        until_event(HS_EVENT_PARKED);
-        const int64_t operators = rank.operators.load(), issued = rank.issued.load();
-        CHECK_EQ(hs_gate_let_through(0), 0);
-        CHECK_EQ(status().state, HS_STATE_PARKED);
-        pause_now(); /* answered when the watcher has looked */
-        until_event(HS_EVENT_CAUSES_CHANGED);
-        CHECK_EQ(rank.operators.load(), operators);
-        CHECK_EQ(rank.issued.load(), issued);
-        CHECK_EQ(count_of(HS_EVENT_LET_THROUGH), 0);
-        resume_now();
-        until([&] { return rank.issued > issued; });
-    });
-}
-
-/* Two calls add up, whether the first is used up or not. */
-TEST(let_through_adds_up) {
-    with_rank([&](Rank &rank) {
-        pause_now();
-        const int64_t then = parked_at(rank, 1);
-        CHECK_EQ(hs_gate_let_through(2), 0);
-        CHECK_EQ(hs_gate_let_through(3), 0);
-        until([&] { return rank.issued == then + 5 && status().state == HS_STATE_PARKED; });
-        CHECK_EQ(hs_gate_let_through(1), 0);
-        until([&] { return rank.issued == then + 6 && status().state == HS_STATE_PARKED; });
-        read_events();
-        int64_t told = 0;
-        for (const hs_event &event : seen()) told += event.kind == HS_EVENT_LET_THROUGH ? event.count : 0;
-        CHECK_EQ(told, 6);
-        resume_now();
-    });
-}
-
-/* What is left is lost when the gate opens, and a new closing holds at any operator again. */
+/* What is left is lost when the gate opens, also by a stop, and a new closing holds at any operator again. */
 TEST(let_through_ends_with_the_closing) {
     with_rank([&](Rank &rank) {
         pause_now();
@@ -183,9 +148,14 @@ TEST(let_through_ends_with_the_closing) {
         until_event(HS_EVENT_PARKED, parked + 1);
         CHECK_EQ(status().allowance, 0);
         CHECK_EQ(status().window_open, 0);
-        const int64_t then = rank.operators.load();
-        resume_now();
-        until([&] { return rank.operators > then; });
+        CHECK_EQ(hs_gate_let_through(2), 0);
+        until_event(HS_EVENT_PARKED, parked + 2);
+        CHECK_EQ(hs_gate_request(HS_ACTION_STOP, 0), 0);
+        const int64_t then = rank.issued.load();
+        until([&] { return rank.issued > then + 10 && status().state == HS_STATE_STOPPING; });
+        CHECK_EQ(hs_gate_let_through(1), 0);
+        CHECK_EQ(status().state, HS_STATE_STOPPING);
+        CHECK_EQ(status().window_open, 0);
     });
 }
 
@@ -229,40 +199,6 @@ TEST(hold_here_closes_a_window) {
         until([&] { return rank.issued == issued + 2 && status().state == HS_STATE_PARKED; });
         CHECK(rank.operators.load() > then);
         resume_now();
-    });
-}
-
-/* Of two calls the later counts, also when the watcher has not seen to the first. */
-TEST(last_of_let_through_and_hold_here) {
-    with_parked_rank([&](Rank &rank) {
-        for (int i = 0; i < 200; ++i) {
-            CHECK_EQ(hs_gate_let_through(1'000'000), 0);
-            CHECK_EQ(hs_gate_hold_here(), 0);
-            until([] { return status().state == HS_STATE_PARKED && !hs::gate.window.ended.load(); });
-            CHECK_EQ(status().window_open, 0);
-            const int64_t issued = rank.issued.load();
-            CHECK_EQ(hs_gate_hold_here(), 0);
-            CHECK_EQ(hs_gate_let_through(1), 0);
-            until([&] { return rank.issued == issued + 1 && status().state == HS_STATE_PARKED; });
-            read_events();
-        }
-    });
-}
-
-/* A stop ends a window as it opens any closing; what comes after it lets nobody through. */
-TEST(stop_during_a_window) {
-    with_rank([&](Rank &rank) {
-        pause_now();
-        until_event(HS_EVENT_PARKED);
-        CHECK_EQ(hs_gate_let_through(2), 0);
-        until_event(HS_EVENT_PARKED, 2);
-        CHECK_EQ(hs_gate_request(HS_ACTION_STOP, 0), 0);
-        const int64_t issued = rank.issued.load();
-        until([&] { return rank.issued > issued + 10; });
-        until([] { return status().state == HS_STATE_STOPPING; });
-        CHECK_EQ(hs_gate_let_through(1), 0);
-        CHECK_EQ(status().state, HS_STATE_STOPPING);
-        CHECK_EQ(status().window_open, 0);
     });
 }
 
@@ -355,7 +291,7 @@ TEST(window_races) {
     CHECK(!fake.armed.load());
 }
 
-/* A child forked from a window has an open gate and no allowance. */
+/* A child forked from a window has an open gate and no allowance, takes the callback away, and does not act on signals. */
 TEST(fork_in_a_window) {
     start_usual();
     std::thread controller([&] {
@@ -368,13 +304,16 @@ TEST(fork_in_a_window) {
     controller.join();
     const pid_t child = fork_child();
     if (child == 0) {
+        raise(SIGUSR1);
+        CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_API), -ESRCH);
+        CHECK(fake.armed.load());
         for (int i = 0; i < 5; ++i) fake_operator("c10d::allreduce_");
+        CHECK(!fake.armed.load());
         const hs_status now = status();
-        _exit(now.window_open == 0 && now.allowance == 0 && now.state == HS_STATE_RUNNING ? 0 : 1);
+        _exit(now.window_open == 0 && now.allowance == 0 && now.state == HS_STATE_RUNNING && now.causes == 0 ? 0 : 1);
     }
-    int how = 0;
-    CHECK_EQ(waitpid(child, &how, 0), child);
-    CHECK(WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    CHECK_EQ(exit_of(child), 0);
+    CHECK(fake.armed.load());
     resume_now();
     hs_gate_stop();
 }

@@ -1,6 +1,6 @@
 /* Handlers of others, forked children, what a pause must not break. */
-#include <fcntl.h>
-#include <stdio.h>
+#include <fstream>
+#include <iterator>
 
 #include "harness.h"
 
@@ -60,48 +60,6 @@ TEST(no_chain) {
     CHECK(installed(SIGUSR1).sa_handler == plain_handler);
 }
 
-/* A handler put over ours is reported, and left alone by stop. */
-TEST(replaced_handler_is_reported) {
-    start_usual();
-    CHECK_EQ(hs_gate_check_handlers(), 0);
-    install(SIGUSR1, plain_handler);
-    CHECK_EQ(hs_gate_check_handlers(), 1);
-    CHECK_EQ(until_event(HS_EVENT_HANDLER_REPLACED).signo, SIGUSR1);
-    CHECK_EQ(hs_gate_stop(), 1);
-    CHECK(installed(SIGUSR1).sa_handler == plain_handler);
-}
-
-/* Taken back, it is called after ours, and put back by stop. What it passes on to us counts only where we had not seen
- * the signal. */
-TEST(replaced_handler_is_taken_back) {
-    start_usual();
-    CHECK_EQ(hs_gate_retake(SIGUSR1, 1), 0);
-    install(SIGUSR1, plain_handler);
-    CHECK_EQ(hs_gate_owns(SIGUSR1), 0);
-    raise(SIGUSR1);
-    CHECK_EQ(plain_calls.load(), 1);
-    CHECK_EQ(hs_gate_deliver(SIGUSR1), 1);
-    until_event(HS_EVENT_GATE_CLOSED);
-    raise(SIGUSR2);
-    until_event(HS_EVENT_RESUMED);
-    CHECK_EQ(hs_gate_retake(SIGUSR1, 1), 1);
-    CHECK_EQ(hs_gate_owns(SIGUSR1), 1);
-    raise(SIGUSR1);
-    CHECK_EQ(plain_calls.load(), 2);
-    until_event(HS_EVENT_GATE_CLOSED, 2);
-    raise(SIGUSR2);
-    until_event(HS_EVENT_RESUMED, 2);
-    CHECK_EQ(hs_gate_deliver(SIGUSR1), 1); /* late, as Python does it */
-    CHECK_EQ(hs_gate_request(HS_ACTION_RESUME, HS_CAUSE_API), 0);
-    CHECK_EQ(until_event(HS_EVENT_CAUSES_CHANGED).causes, 0);
-    CHECK_EQ(hs_gate_retake(SIGPIPE, 1), -EINVAL);
-    CHECK_EQ(hs_gate_deliver(SIGPIPE), -ESRCH);
-    CHECK_EQ(hs_gate_stop(), 0);
-    CHECK(installed(SIGUSR1).sa_handler == plain_handler);
-    CHECK_EQ(hs_gate_retake(SIGUSR1, 1), -ESRCH);
-    CHECK_EQ(hs_gate_deliver(SIGUSR1), -ESRCH);
-}
-
 static struct sigaction saved_by_other;
 static void other_that_chains(int signo, siginfo_t *info, void *context) {
     ++info_calls;
@@ -128,27 +86,6 @@ TEST(chain_that_leads_back_ends) {
     raise(SIGUSR1);
     CHECK_EQ(info_calls.load(), 3);
     hs_gate_stop();
-}
-
-/* An ignored signal (nohup) is left alone unless asked for; a default one is left alone when the line says so. */
-TEST(ignored_and_default_are_left_alone) {
-    install(SIGUSR1, SIG_IGN);
-    install(SIGUSR2, SIG_IGN);
-    std::vector<hs_signal> table = {
-        line(SIGUSR1, HS_ACTION_PAUSE, HS_CAUSE_USER), line(SIGUSR2, HS_ACTION_RESUME, HS_CAUSE_USER, HS_SIGNAL_EVEN_IF_IGNORED),
-        line(SIGTERM, HS_ACTION_STOP, 0, HS_SIGNAL_ONLY_IF_HANDLED), line(SIGTSTP, HS_ACTION_PAUSE, HS_CAUSE_SLURM, HS_SIGNAL_ONLY_IF_HANDLED)};
-    CHECK_EQ(start(table), 0);
-    CHECK_EQ(table[0].result, 1);
-    CHECK_EQ(table[1].result, 0);
-    CHECK_EQ(table[2].result, 1);
-    CHECK_EQ(table[3].result, 1);
-    CHECK(installed(SIGUSR1).sa_handler == SIG_IGN);
-    CHECK(installed(SIGTERM).sa_handler == SIG_DFL);
-    raise(SIGUSR1);
-    raise(SIGUSR2);
-    until_event(HS_EVENT_SIGNAL_RECEIVED);
-    CHECK_EQ(hs_gate_stop(), 0);
-    CHECK(installed(SIGUSR2).sa_handler == SIG_IGN);
 }
 
 /* A handler leaves errno as it was. */
@@ -219,69 +156,31 @@ TEST(watcher_blocks_signals) {
         }
         return watcher != 0;
     });
-    char path[64], text[4096];
-    snprintf(path, sizeof path, "/proc/self/task/%d/status", watcher);
-    const int fd = open(path, O_RDONLY);
-    const ssize_t n = read(fd, text, sizeof text - 1);
-    close(fd);
-    text[n > 0 ? n : 0] = '\0';
-    const char *blocked = strstr(text, "SigBlk:");
-    CHECK(blocked != nullptr);
-    const unsigned long long mask = strtoull(blocked + 7, nullptr, 16);
+    std::ifstream file("/proc/self/task/" + std::to_string(watcher) + "/status");
+    const std::string text{std::istreambuf_iterator<char>(file), {}};
+    const unsigned long long mask = strtoull(text.c_str() + text.find("SigBlk:") + 7, nullptr, 16);
     for (const int signo : {SIGUSR1, SIGUSR2, SIGTSTP, SIGCONT, SIGTERM, SIGINT}) CHECK(mask >> (signo - 1) & 1);
     hs_gate_stop();
 }
 
-static int exit_of(pid_t child) {
-    int how = 0;
-    CHECK_EQ(waitpid(child, &how, 0), child);
-    return WIFSIGNALED(how) ? -WTERMSIG(how) : WEXITSTATUS(how);
-}
-
-/* A child forked while the gate is closed is not held, takes the callback away, and does not act on the signals. */
-TEST(forked_child_is_open) {
-    start_usual();
-    raise(SIGUSR1);
-    until_event(HS_EVENT_GATE_CLOSED);
-    const pid_t child = fork_child();
-    if (child == 0) {
-        raise(SIGUSR1);
-        raise(SIGTSTP);
-        CHECK_EQ(hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_API), -ESRCH);
-        CHECK(fake.armed.load());
-        fake_operator(); /* would hang if it were held */
-        CHECK(!fake.armed.load());
-        CHECK_EQ(status().causes, 0);
-        CHECK_EQ(hs_gate_stop(), 0);
-        read_events();
-        _exit(0);
-    }
-    CHECK_EQ(exit_of(child), 0);
-    CHECK(status().closed_mono_ns != 0);
-    CHECK(fake.armed.load());
-    hs_gate_stop();
-}
-
 #ifndef __SANITIZE_THREAD__ /* which may put a signal off for ever in a child that waits for it */
-/* A stop signal does in a child what it did before we came: it ends it, or calls the old handler. */
+/* A signal that stops the rank, or ends its pause as Ctrl-C does, does in a child what it did before we came. */
 TEST(stop_signal_in_a_child) {
-    start_usual();
-    pid_t child = fork_child();
-    if (child == 0)
-        for (;;) pause();
-    CHECK_EQ(kill(child, SIGTERM), 0);
-    CHECK_EQ(exit_of(child), -SIGTERM);
-    CHECK_EQ(status().state, HS_STATE_RUNNING);
-    hs_gate_stop();
-
-    install(SIGTERM, [](int) { _exit(42); });
-    start_usual();
-    child = fork_child();
-    if (child == 0)
-        for (;;) pause();
-    CHECK_EQ(kill(child, SIGTERM), 0);
-    CHECK_EQ(exit_of(child), 42);
-    hs_gate_stop();
+    std::vector<hs_signal> table = {line(SIGINT, HS_ACTION_RESUME, HS_CAUSE_API, HS_SIGNAL_ONLY_IF_HANDLED), line(SIGTERM, HS_ACTION_STOP, 0)};
+    install(SIGINT, [](int) { _exit(43); });
+    for (const bool handled : {false, true}) {
+        if (handled) install(SIGTERM, [](int) { _exit(42); });
+        CHECK_EQ(start(table), 0);
+        for (const int signo : {SIGTERM, SIGINT}) {
+            const pid_t child = fork_child();
+            if (child == 0)
+                for (;;) pause();
+            CHECK_EQ(kill(child, signo), 0);
+            CHECK_EQ(exit_of(child), signo == SIGINT ? 43 : handled ? 42 : -SIGTERM);
+        }
+        CHECK_EQ(status().state, HS_STATE_RUNNING);
+        hs_gate_stop();
+    }
 }
 
 /* Once stops are claimed, one that a child gets from anybody but its parent is meant for the rank. */
@@ -312,67 +211,5 @@ TEST(claimed_stop_in_a_child) {
     CHECK_EQ(exit_of(child), -SIGTERM);
     hs_gate_stop();
 }
-
-/* Ctrl-C ends a pause of the rank, and means in a child what it meant before we came. */
-TEST(interrupt_in_a_child) {
-    install(SIGINT, [](int) { _exit(43); });
-    std::vector<hs_signal> table = {line(SIGINT, HS_ACTION_RESUME, HS_CAUSE_API, HS_SIGNAL_ONLY_IF_HANDLED)};
-    CHECK_EQ(start(table), 0);
-    const pid_t child = fork_child();
-    if (child == 0)
-        for (;;) pause();
-    CHECK_EQ(kill(child, SIGINT), 0);
-    CHECK_EQ(exit_of(child), 43);
-    hs_gate_stop();
-}
 #endif
 
-#ifndef SANITIZED
-/* A forked child may have a gate of its own; what it restores is what the parent had found. */
-TEST(forked_child_starts_its_own) {
-    install(SIGUSR1, plain_handler);
-    start_usual();
-    const pid_t child = fork_child();
-    if (child == 0) {
-        start_usual();
-        raise(SIGUSR1);
-        until_event(HS_EVENT_GATE_CLOSED);
-        CHECK_EQ(plain_calls.load(), 1);
-        CHECK_EQ(hs_gate_stop(), 0);
-        CHECK(installed(SIGUSR1).sa_handler == plain_handler);
-        CHECK(installed(SIGTERM).sa_handler == SIG_DFL);
-        _exit(0);
-    }
-    CHECK_EQ(exit_of(child), 0);
-    CHECK_EQ(status().causes, 0);
-    hs_gate_stop();
-}
-
-/* Forking while the gate opens and closes never leaves a child with a lock taken. */
-TEST(fork_in_mid_arming) {
-    start_usual();
-    std::atomic<bool> end{false};
-    std::thread pauser([&] {
-        while (!end.load()) {
-            hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_API);
-            hs_gate_request(HS_ACTION_RESUME, HS_CAUSE_API);
-        }
-    });
-    for (int i = 0; i < 100; ++i) {
-        const pid_t child = fork_child();
-        if (child == 0) {
-            fake_operator();
-            std::vector<hs_signal> none;
-            CHECK_EQ(start(none), 0);
-            hs_gate_request(HS_ACTION_PAUSE, HS_CAUSE_API);
-            until_event(HS_EVENT_GATE_CLOSED);
-            CHECK_EQ(hs_gate_stop(), 0);
-            _exit(0);
-        }
-        CHECK_EQ(exit_of(child), 0);
-    }
-    end.store(true);
-    pauser.join();
-    hs_gate_stop();
-}
-#endif
