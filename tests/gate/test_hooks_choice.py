@@ -29,20 +29,11 @@ def test_native_is_what_one_gets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_compiler_hooks_with_one_warning(no_compiler: None) -> None:
-    """auto falls back, and one warning of three lines says what is lost and how to get it back."""
+    """auto falls back, and one warning says what is lost and how to get it back."""
     with pytest.warns(RuntimeWarning) as caught:
         gate, _ = open_gate(), open_gate()
     assert gate.name == "hooks"
-    first, *_ = caught
-    assert (
-        len(
-            warnings.formatwarning(
-                first.message, first.category, first.filename, first.lineno
-            ).splitlines()
-        )
-        == 3
-    )
-    message = str(first.message)
+    message = str(caught[0].message)
     for word in ("module boundaries", "optimizer", "backward", "g++", "hydroslurm gate build"):
         assert word in message
 
@@ -53,11 +44,7 @@ def test_several_ranks_need_the_native_gate(no_compiler: None) -> None:
         open_gate(ranks=2)
     with pytest.raises(UsageError, match="module hooks hold one rank"):
         open_gate("hooks", ranks=2)
-
-
-def test_native_on_demand_or_an_error(no_compiler: None) -> None:
-    """Asked for by name, the native gate is never replaced by hooks."""
-    with pytest.raises(NoCompiler):
+    with pytest.raises(NoCompiler):  # asked for by name it is never replaced by hooks
         open_gate("native")
 
 

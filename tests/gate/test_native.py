@@ -44,16 +44,13 @@ class Rank:
     def resume(self) -> None:
         self.gate.request(Action.RESUME, Cause.API)
 
-    def kinds(self) -> list[EventKind]:
-        return [event.kind for event in self.events]
-
     def until(self, kind: EventKind, n: int = 1) -> GateEvent:
         """The n-th event of a kind, waited for. Every wait is bounded: a hang must not be ours."""
         deadline = time.monotonic() + LIMIT_S
-        while self.kinds().count(kind) < n:
+        while len(found := [event for event in self.events if event.kind is kind]) < n:
             self.events += self.gate.wait_events(1.0)
-            assert time.monotonic() < deadline, f"no {kind.name}; saw {self.kinds()}"
-        return [event for event in self.events if event.kind is kind][n - 1]
+            assert time.monotonic() < deadline, f"no {kind.name}; saw {self.events}"
+        return found[n - 1]
 
     def drive(self, work: Callable[[], object], script: Callable[[], T]) -> T:
         """Do work in this, the main, thread for as long as a script runs in another."""
@@ -109,12 +106,10 @@ X = torch.ones(8, 8, requires_grad=True)
     "work",
     [
         lambda: X[1:3],
-        lambda: torch.tensor([1.0, 2.0]),
-        lambda: X.detach(),
         lambda: X.tolist(),
         lambda: PythonNode.apply(X).sum().backward(),  # type: ignore[no-untyped-call]
     ],
-    ids=["slice", "tensor", "detach", "tolist", "python-node"],
+    ids=["slice", "tolist", "python-node"],
 )
 def test_gil_is_given_up(rank: Rank, work: Callable[[], object]) -> None:
     """An operator that is reached with the GIL held parks without hanging other Python threads."""
@@ -141,8 +136,6 @@ def test_python_threads_are_held_and_exempt_ones_pass(rank: Rank) -> None:
             counts["user"] += 1
 
     def saver() -> None:
-        with rank.gate.exempt(), rank.gate.exempt():
-            pass
         with rank.gate.exempt():
             while not end.is_set():
                 torch.ones(2).add_(1)
@@ -221,22 +214,19 @@ def test_profiler_and_gate_coexist(rank: Rank) -> None:
     assert "aten::mm" in {row.key for row in profile.key_averages()}
 
 
-def test_bad_tables_are_refused(gate: NativeGate) -> None:
-    """A table that cannot be installed is refused with the signal's number, and nothing runs."""
+def test_what_is_refused(gate: NativeGate) -> None:
+    """A table that cannot be installed, with the signal's number, and nothing runs; numbers of
+    collectives that are none, and whatever is asked of a gate that does not run."""
     twice = (RULES[0], SignalRule(signal.SIGUSR1, Action.RESUME, Cause.USER))
     with pytest.raises(InstallError, match=f"signal {signal.SIGUSR1:d}: Invalid argument"):
         gate.start(twice)
     with pytest.raises(InstallError, match=f"signal {signal.SIGKILL:d}"):
         gate.start((SignalRule(signal.SIGKILL, Action.PAUSE, Cause.USER),))
-    with pytest.raises(InstallError, match="not started in this process"):
-        gate.request(Action.PAUSE, Cause.API)
+    for ask in (lambda: gate.request(Action.PAUSE, Cause.API), lambda: gate.let_through(1)):
+        with pytest.raises(InstallError, match="not started"):
+            ask()
+    gate.start([])
+    for n in (-1, 1 << 40, 1 << 70, -(1 << 70)):
+        with pytest.raises(InstallError, match=str(n)):
+            gate.let_through(n)
     assert gate.stop() == 0
-
-
-def test_waiting_is_bounded_and_can_be_woken(rank: Rank) -> None:
-    """wait_events() returns with nothing when the time is over, and at once when it is woken."""
-    assert rank.gate.wait_events(0.01) == []
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(rank.gate.wait_events, LIMIT_S)
-        rank.gate.wake()
-        assert waiting.result(LIMIT_S) == []

@@ -130,16 +130,12 @@ def fakes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder, torch = tmp_path_factory.mktemp("fakes"), installed_torch()
     compiler = [*find_compiler(os.environ), "-std=c++17", "-shared", "-fPIC", "-w"]
     with_torch = ["-isystem", str(torch.root / "include"), f"-L{torch.root / 'lib'}", "-lc10"]
-    builds = {
-        "libcuda.so.1": (DRIVER, ["-Wl,-soname,libcuda.so.1"]),
-        "libguard.so": (GUARD, with_torch),
-    }
-    for name, (source, flags) in builds.items():
+    for name, source in (("libcuda.so.1", DRIVER), ("libguard.so", GUARD)):
         code = folder / f"{name}.cpp"
         code.write_text(source)
-        command = [*compiler, str(code), "-o", str(folder / name), *flags]
-        subprocess.run(command, check=True, timeout=120)
-    return [str(folder / name) for name in builds]
+        command = [*compiler, str(code), "-o", str(folder / name), f"-Wl,-soname,{name}"]
+        subprocess.run([*command, *with_torch], check=True, timeout=120)
+    return [str(folder / "libcuda.so.1"), str(folder / "libguard.so")]
 
 
 def test_capture_is_let_through(tmp_path: Path, fakes: list[str]) -> None:

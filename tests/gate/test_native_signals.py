@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import signal
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import Child, child, wait_until
+from processes import Child, wait_until
 from zygote import forked
 
 from hydroslurm.gate.native_gate import NativeGate
@@ -47,13 +46,6 @@ def step():
     (x @ x).relu().sum().backward()
 """
 
-TRAIN = """
-start()
-print("ready")
-while True:
-    step()
-"""
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
@@ -65,20 +57,13 @@ def program(code: str) -> str:
     return PRELUDE + textwrap.dedent(code)
 
 
-@pytest.fixture
-def train(tmp_path: Path) -> Iterator[Child]:
-    with forked(program(TRAIN), tmp_path) as started:
-        started.expect("ready")
-        yield started
-
-
-def pause(rank: Child, signo: int = signal.SIGUSR1) -> None:
-    rank.signal(signo)
+def pause(rank: Child) -> None:
+    rank.signal(signal.SIGUSR1)
     rank.expect("PARKED")
 
 
-def resume(rank: Child, signo: int = signal.SIGUSR2) -> None:
-    rank.signal(signo)
+def resume(rank: Child) -> None:
+    rank.signal(signal.SIGUSR2)
     rank.expect("FIRST_OPERATOR_RELEASED")
 
 
@@ -209,7 +194,7 @@ def test_collective_in_flight_ends_while_held(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     code = program(GLOO)
-    with forked(code, folders[0], "0", store) as zero, child(code, folders[1], "1", store) as one:
+    with forked(code, folders[0], "0", store) as zero, forked(code, folders[1], "1", store) as one:
         zero.expect("ready")
         one.expect("ready")
         for n in range(1, 4):
@@ -244,23 +229,43 @@ def test_exit_while_a_daemon_thread_is_held(tmp_path: Path) -> None:
         assert rank.wait() == 5, str(rank)
 
 
-def test_forked_child_of_a_paused_rank_runs(tmp_path: Path) -> None:
-    """A child forked while the gate is closed issues operators at once, and takes the inherited
-    callback away with its first one."""
+def test_forked_children_of_a_pausing_rank_run(tmp_path: Path) -> None:
+    """Children that are forked while the gate opens and closes issue operators at once, take the
+    inherited callback away with their first one, and can have a gate of their own: none of them
+    finds a lock taken."""
     code = """
     start()
-    gate.request(Action.PAUSE, Cause.API)
+    end = False
+    def pauses():
+        while not end:
+            gate.request(Action.PAUSE, Cause.API)
+            gate.request(Action.RESUME, Cause.API)
+        gate.request(Action.PAUSE, Cause.API)
+    def fork():
+        pid = os.fork()
+        if pid == 0:
+            step()
+            with gate.trace(0) as trace:
+                step()
+            assert trace.count > 5 and not gate.status().armed
+            gate.start(())
+            gate.request(Action.PAUSE, Cause.API)
+            while not gate.status().closed_mono_ns:
+                time.sleep(0.001)
+            os._exit(gate.stop())
+        print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    thread = threading.Thread(target=pauses)
+    thread.start()
+    for _ in range(40):
+        fork()
+    end = True
+    thread.join()
     while not gate.status().armed:
         time.sleep(0.001)
-    pid = os.fork()
-    if pid == 0:
-        step()
-        with gate.trace(0) as trace:
-            step()
-        os._exit(0 if trace.count > 5 and not gate.status().armed else 1)
-    print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    fork()
     print("closed", gate.status().closed_mono_ns > 0)
     """
     with forked(program(code), tmp_path) as rank:
-        assert rank.expect("child") == "0"
+        for _ in range(41):
+            assert rank.expect("child") == "0"
         assert rank.expect("closed") == "True"

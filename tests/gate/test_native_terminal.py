@@ -10,7 +10,6 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -96,13 +95,7 @@ def members(session: int) -> list[int]:
     return found
 
 
-@contextlib.contextmanager
-def terminal(argv: list[str], folder: Path) -> Iterator[Terminal]:
-    opened = Terminal(argv, folder)
-    try:
-        yield opened
-    finally:
-        opened.close()
+SHELL = ["/bin/bash", "--norc", "--noediting", "-i"]
 
 
 @pytest.fixture
@@ -116,7 +109,7 @@ def script(tmp_path: Path) -> Path:
 def test_ctrl_z_gives_the_shell_back_and_fg_continues(script: Path) -> None:
     """Ctrl-Z parks the rank and then really stops it, so that the shell comes back; fg continues
     it; and so again."""
-    with terminal(["/bin/bash", "--norc", "--noediting", "-i"], script.parent) as tty:
+    with contextlib.closing(Terminal(SHELL, script.parent)) as tty:
         tty.type(f"{sys.executable} -u {script}\n")
         tty.expect_rank()
         for _ in range(2):
@@ -141,7 +134,7 @@ def test_ctrl_z_in_a_script_stops_the_job(script: Path) -> None:
     away from the one that does job control."""
     wrapper = script.with_name("job.sh")
     wrapper.write_text(f"{sys.executable} -u {script}\ntrue\n")
-    with terminal(["/bin/bash", "--norc", "--noediting", "-i"], script.parent) as tty:
+    with contextlib.closing(Terminal(SHELL, script.parent)) as tty:
         tty.type(f"bash {wrapper}\n")
         rank = tty.expect_rank()
         tty.type("\x1a")
@@ -159,7 +152,7 @@ def test_ctrl_z_in_a_script_stops_the_job(script: Path) -> None:
 def test_ctrl_z_without_a_shell_is_ignored(script: Path) -> None:
     """In an orphaned process group nobody could continue the rank: the kernel ignores Ctrl-Z there,
     and so does the gate."""
-    with terminal([sys.executable, "-u", str(script)], script.parent) as tty:
+    with contextlib.closing(Terminal([sys.executable, "-u", str(script)], script.parent)) as tty:
         tty.expect_rank()
         tty.type("\x1a")
         tty.expect("<TERMINAL_STOP_IGNORED>")
