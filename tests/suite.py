@@ -1,5 +1,5 @@
 """What a run of the suite contains, and what it says when it is done: which tests were repeated and
-why, and what each folder cost.
+why, what each folder cost, and which one has grown past its budget.
 
 ``--long`` chooses among the tests marked ``long``: none of them (the default), all, or the tenth
 whose turn it is: ten commits in a row run them all.
@@ -21,9 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import patience
 
 COSTS = "hydroslurm_costs"
 TENTHS = 10
+BUDGET_S = 120.0
+"""Processor seconds that a folder may take, on a quiet machine of today."""
 _start = pytest.StashKey[tuple[float, float]]()
 
 
@@ -137,8 +140,10 @@ def _say_costs(terminalreporter: Any) -> None:
         return
     wall, busy = terminalreporter._session.stash[_start]
     terminalreporter.section("processor seconds, wall seconds and tests of each folder")
+    budget_s = patience(BUDGET_S)
     for folder, (cpu, waited, tests) in sorted(folders.items(), key=lambda one: -one[1][0]):
-        terminalreporter.write_line(f"{cpu:8.0f} {waited:8.0f} {tests:6.0f}  {folder}")
+        grown = f"  past its budget of {budget_s:.0f} s" if cpu > budget_s else ""
+        terminalreporter.write_line(f"{cpu:8.0f} {waited:8.0f} {tests:6.0f}  {folder}{grown}")
     took, machine = time.monotonic() - wall, _machine_s() - busy
     terminalreporter.write_line(f"{machine:8.0f} {took:8.0f}         this machine, meanwhile")
 

@@ -11,7 +11,9 @@ from suite import TENTHS
 
 TESTS = """
 import pytest
+import suite
 
+suite.BUDGET_S = 0.0
 RUNS = {}
 
 
@@ -58,5 +60,6 @@ def test_reruns_are_explained_and_counted(tmp_path: Path, monkeypatch: pytest.Mo
     status, said = _run(tmp_path, "--most-repeated", "2")
     assert (status, "40 deselected" in said) == (0, True), said
     assert "test_few.py::test_fails_once[1] (call): AssertionError: run 1 of 1" in said
+    assert ".  past its budget of 0 s" in said
     status, said = _run(tmp_path, "--most-repeated", "1")
     assert (status, "2 tests needed a rerun; 1 may" in said) == (1, True), said
