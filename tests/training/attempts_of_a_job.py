@@ -12,7 +12,6 @@ lose_epochs: the one from which on no checkpoint of an epoch can be written.
 last_epoch: the one after which the output of training, a stop signal, is true.
 epochs, every_steps, back_to, on_save_error, keep: of the job and its manager.
 fail_after: it raises once the runner has returned.
-late_file: a folder for temporary ones; into each that is being removed somebody writes a file.
 lenient: warnings are printed instead of raised.
 """
 
@@ -23,7 +22,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -152,20 +150,7 @@ def define(options: dict[str, Any], story: Story) -> Job:
     return job
 
 
-def write_late(temporary: str) -> None:
-    """At the worst moment: the folder was found empty, and is about to be removed."""
-    tempfile.tempdir = temporary
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "os.rmdir" and Path(arguments[0]).is_absolute():
-            Path(arguments[0], "late").touch()
-
-    sys.addaudithook(hook)
-
-
 def live(options: dict[str, Any]) -> None:
-    if "late_file" in options:
-        write_late(options["late_file"])
     manager = None
     if "directory" in options:
         manager = CheckpointManager(

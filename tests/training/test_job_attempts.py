@@ -1,4 +1,5 @@
-"""A job stopped in each of its groups, and run again until it is done."""
+"""A job that is stopped, killed or fails in each of its groups, and is run again until it is
+done."""
 
 from __future__ import annotations
 
@@ -12,11 +13,78 @@ from training.jobrunner_story import WHOLE, Attempt, Story, since, until
 from hydroslurm.compat.manager import CheckpointManager
 
 SETUP = ["download", "build"]
+STOP, KILL, FAIL = 75, -signal.SIGKILL, 1
+OVER = "starts over, with init"
+GOES_ON = "step-000000004) is committed: a restart resumes from there, in epoch 1, without init"
 
 
 def _returned(attempt: Attempt) -> str:
     """The epochs that the runner has returned, and a hash of the weights after it."""
     return next(line for line in attempt.said.splitlines() if line.startswith("returned"))
+
+
+@pytest.mark.parametrize(
+    ("code", "place", "said", "follows"),
+    [
+        (STOP, "download", ["in this attempt"], WHOLE),
+        (STOP, "weights", ["starts it over"], WHOLE),
+        # in the last function of init: its checkpoint is committed before the stop is obeyed
+        (STOP, "first look", [], [*SETUP, *since("train 0.0")]),
+        # within an epoch: behind the step that was being made
+        (STOP, "train 0.1", [], [*SETUP, *since("train 0.2")]),
+        # behind the last step: the function is called again and finds no batches left
+        (STOP, "train 1.3", [], [*SETUP, *since("trained 1")]),
+        # behind the last safe point of a function: at the next one, between two functions
+        (STOP, "trained 1", [], [*SETUP, *since("validate 1")]),
+        # in a function without batches: from its beginning
+        (STOP, "validate 1", [], [*SETUP, *since("validate 1")]),
+        # while the end of the epoch is being looked at
+        (STOP, "asked 1", [], [*SETUP, *since("train 1.0")]),
+        (STOP, "asked 3", [], [*SETUP, "exit"]),
+        (STOP, "exit", [], [*SETUP, "exit"]),
+        # what was not saved is lost and done again
+        (KILL, "first look", [], WHOLE),
+        (KILL, "train 1.2", [], []),
+        (KILL, "validate 2", [], []),
+        # the error comes out as it is, with where it was and what a restart does
+        (FAIL, "build", ["build of the build group", OVER], WHOLE),
+        (FAIL, "weights", ["weights of the init group", OVER], WHOLE),
+        (
+            FAIL,
+            "train 1.1",
+            ["train of the epoch group, in epoch 1,", GOES_ON],
+            [*SETUP, *since("train 1.0")],
+        ),
+        (FAIL, "asked 2", ["a stop signal after epoch 1", GOES_ON], [*SETUP, *since("train 1.0")]),
+        (
+            FAIL,
+            "exit",
+            ["result of the exit group", "is committed: a restart runs the exit group again"],
+            [*SETUP, "exit"],
+        ),
+    ],
+)
+def test_ended_anywhere_and_run_again(
+    story: Story, undisturbed: str, code: int, place: str, said: list[str], follows: list[str]
+) -> None:
+    """The next attempt goes on from there, and ends with the same bits as a run that was left
+    alone."""
+    options: dict[int, dict[str, Any]] = {
+        STOP: {"hold": place},
+        KILL: {"hold": place, "signo": signal.SIGKILL, "every_steps": 1},
+        FAIL: {"fail": place},
+    }
+    first = story.live(**options[code])
+    assert (first.code, first.diary) == (code, until(place)), first.said
+    assert all(words in first.said for words in said), first.said
+    if code == FAIL:
+        assert f"{said[0]} failed with ArithmeticError: failing at {place}. " in first.said
+        assert f"\nArithmeticError: failing at {place}" in first.said
+    second = story.live()
+    assert second.code == 0, second.said
+    assert second.diary == follows or ("weights" not in second.diary and not follows)
+    assert story.out.read_text() == undisturbed
+    assert CheckpointManager(story.directory).epochs() == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("last_save", [{}, {"lose_epochs": "train 0.1", "lenient": True}])
@@ -39,76 +107,24 @@ def test_what_follows_a_finished_job_has_what_it_trained(story: Story, last_save
     assert "no checkpoint after step 0: what follows the JobRunner would not have" in gone.said
 
 
-@pytest.mark.parametrize("hold", ["download", "build", "weights"])
-def test_stopped_before_init_is_done(story: Story, undisturbed: str, hold: str) -> None:
-    """Nothing is saved, and the next attempt begins anew, with all of init."""
-    first = story.live(hold=hold)
-    assert (first.code, first.diary) == (75, until(hold)), first.said
-    assert "in this attempt" in first.said or "starts it over" in first.said
-    second = story.live()
-    assert (second.code, second.diary) == (0, WHOLE), second.said
-    assert story.out.read_text() == undisturbed
-
-
-@pytest.mark.parametrize(
-    ("hold", "follows"),
-    [
-        # in the last function of init: its checkpoint is committed before the stop is obeyed
-        ("first look", since("train 0.0")),
-        # within an epoch: behind the step that was being made
-        ("train 0.1", since("train 0.2")),
-        # behind the last step: the function is called again and finds no batches left
-        ("train 1.3", since("trained 1")),
-        # behind the last safe point of a function: at the next one, between two functions
-        ("trained 1", since("validate 1")),
-        # in a function without batches: from its beginning
-        ("validate 1", since("validate 1")),
-        # while the end of the epoch is being looked at
-        ("asked 1", since("train 1.0")),
-        ("asked 3", since("exit")),
-        ("exit", since("exit")),
-    ],
-)
-def test_stopped_and_run_again(
-    story: Story, undisturbed: str, hold: str, follows: list[str]
-) -> None:
-    """SIGTERM in any group ends the attempt with 75; the next one goes on from there, and ends with
-    the same bits as a run that was left alone."""
-    first = story.live(hold=hold)
-    assert (first.code, first.diary) == (75, until(hold)), first.said
-    second = story.live()
-    assert (second.code, second.diary) == (0, [*SETUP, *follows]), second.said
-    assert story.out.read_text() == undisturbed
-    assert CheckpointManager(story.directory).epochs() == (0, 1, 2, 3)
-
-
 def test_an_output_outlives_a_stop_within_its_epoch(story: Story) -> None:
     """What a function returned before the stop still ends the job after that epoch."""
-    assert story.live(hold="trained 1", last_epoch=1).code == 75
+    assert story.live(hold="trained 1", last_epoch=1).code == STOP
     second = story.live(last_epoch=1)
     assert second.diary == [*SETUP, "validate 1", "asked 2", "exit"], second.said
     assert "returned 2" in second.said
 
 
-@pytest.mark.parametrize("place", ["first look", "train 1.2", "trained 1", "validate 2", "exit"])
-def test_killed_and_run_again(story: Story, undisturbed: str, place: str) -> None:
-    """SIGKILL loses what was not saved, repeats it, and changes nothing in the result."""
-    assert story.live(hold=place, signo=signal.SIGKILL, every_steps=1).code == -signal.SIGKILL
-    second = story.live(every_steps=1)
-    assert second.code == 0, second.said
-    assert story.out.read_text() == undisturbed
-    assert ("weights" in second.diary) == (place == "first look")
-
-
-def test_a_periodic_save_and_an_epoch_of_the_same_step(story: Story) -> None:
+def test_periodic_saves_and_those_of_epochs(story: Story) -> None:
     """The periodic checkpoint behind the last step of an epoch does not stand in for the epoch's
-    own: both are there, and the run goes on from the later one."""
-    attempt = story.live(every_steps=1, hold="train 1.0")
-    assert attempt.code == 75
+    own, and ``keep`` counts epochs alone."""
+    assert story.live(every_steps=1, hold="train 1.0").code == STOP
     manager = CheckpointManager(story.directory)
     assert manager.epochs() == (0, 1)
     assert manager.find(step=4).checkpoint.kind == "epoch"
     assert manager.find(epoch=1).checkpoint.step == 4
+    story.live(keep=2, every_steps=1)
+    assert manager.epochs() == (2, 3)
 
 
 def test_without_a_manager(story: Story) -> None:
@@ -116,61 +132,57 @@ def test_without_a_manager(story: Story) -> None:
     anew."""
     story.saves = False
     first = story.live(hold="train 1.1")
-    assert (first.code, first.diary) == (75, until("train 1.1"))
+    assert (first.code, first.diary) == (STOP, until("train 1.1"))
     assert "nothing is saved" in first.said
     assert story.live().diary == WHOLE
     assert not story.directory.exists()
 
 
-def test_a_folder_in_use_does_not_change_the_status(story: Story) -> None:
-    """A file that a thread writes while the run's temporary folder is being removed: the stop still
-    ends with 75, or the job would not be requeued."""
-    story.saves = False
-    attempt = story.live(hold="train 0.1", late_file=str(story.folder))
-    assert attempt.code == 75, attempt.said
-    assert list(story.folder.rglob("late")), "the folder was not in use"
+def test_a_failing_save_warns_and_the_training_goes_on(story: Story) -> None:
+    """With on_save_error="warn" each epoch that cannot be committed costs a warning, and a stop is
+    still saved."""
+    attempt = story.live(lose_epochs="train 0.1", lenient=True, hold="exit")
+    assert attempt.diary == WHOLE
+    assert attempt.said.count("was not saved") == 3
+    assert "the checkpoint of epoch 2 was not saved" in attempt.said
+    assert "step 12 is committed" in attempt.said
+    again = story.live()
+    assert (again.code, again.diary) == (0, [*SETUP, "exit"]), again.said
+    assert CheckpointManager(story.directory).epochs() == (0, 3)
 
 
-def test_keep(story: Story) -> None:
-    """``keep`` counts epochs, and periodic saves do not push them out."""
-    story.live(keep=2, every_steps=1)
-    assert CheckpointManager(story.directory).epochs() == (2, 3)
-
-
-# --- going back
-# ------------------------------------------------------------------------------------------------
+def test_a_failing_save_ends_the_job_where_that_is_wanted(story: Story) -> None:
+    """With on_save_error="fail" the first one raises, and says what is committed."""
+    attempt = story.live(lose_epochs="train 0.1", on_save_error="fail", every_steps=1)
+    assert (attempt.code, attempt.diary[-1]) == (1, "asked 1")
+    assert "saving the checkpoint of epoch 1 failed with SaveFailed" in attempt.said
+    assert story.live().diary[2].startswith("train")
 
 
 def test_resume_from_epoch(story: Story, undisturbed: str) -> None:
     """It goes back to that epoch in a folder of its own, which a restart goes on with, and leaves
-    the run as it was."""
+    the run as it was. One that is not there is an error before any function has run."""
     story.live()
     before = sorted(path.name for path in (story.directory / "checkpoints").iterdir())
     first = story.live(back_to=1, hold="train 2.1")
-    assert first.code == 75
+    assert first.code == STOP
     assert first.diary[:4] == ["download", "build", "asked 1", "train 1.0"]
     second = story.live(back_to=1)
     assert second.diary == [*SETUP, *since("train 2.2")]
     assert story.out.read_text() == undisturbed
     assert sorted(path.name for path in (story.directory / "checkpoints").iterdir()) == before
-    branch = CheckpointManager(story.directory).branch(1)
-    assert branch.epochs() == (1, 2, 3)
+    assert CheckpointManager(story.directory).branch(1).epochs() == (1, 2, 3)
     assert story.live(back_to=1).diary == SETUP
-
-
-def test_resume_from_an_epoch_that_is_not_there(story: Story) -> None:
-    """The error lists the epochs that there are, before any function has run."""
-    story.live(epochs=2)
-    attempt = story.live(back_to=7)
-    assert (attempt.code, attempt.diary) == (1, [])
-    assert "no checkpoint of epoch 7" in attempt.said
-    assert "there are epochs 0, 1, 2" in attempt.said
+    missing = story.live(back_to=7)
+    assert (missing.code, missing.diary) == (1, [])
+    assert "no checkpoint of epoch 7" in missing.said
+    assert "there are epochs 0, 1, 2, 3" in missing.said
 
 
 def test_a_save_before_the_batches_of_a_resumed_epoch(story: Story, undisturbed: str) -> None:
     """What was loaded stays as it is until the first batch is asked for: a save before it has the
     same position in the data and the same random numbers."""
-    assert story.live(hold="train 1.1").code == 75
+    assert story.live(hold="train 1.1").code == STOP
     assert story.live(save_anew=1, fail="train 1.2").code == 1
     assert story.live().diary == [*SETUP, *since("train 1.2")]
     assert story.out.read_text() == undisturbed

@@ -22,9 +22,7 @@ from hydroslurm import (
     TaskGroup,
     epoch_limiter,
 )
-from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError, UsageError
-from hydroslurm.training.attempts import finished_step
 
 
 class Total:
@@ -102,9 +100,13 @@ def test_the_order_of_things(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_ones_own(tmp_path: Path) -> None:
-    """Groups and the manager's calls can be run by hand, and a JobRunner goes on from there."""
+    """Groups and the manager's calls can be run by hand, and a JobRunner goes on from there. One
+    manager takes one node, the other as many as there are."""
     job, total, _ = counting()
     manager, session = CheckpointManager(tmp_path), LocalSession()
+    with pytest.raises(UsageError, match=r"init\(a, b\): wanted one node; .*MultiNodeCheckpointM"):
+        manager.init(["a", "b"])
+    MultiNodeCheckpointManager(tmp_path).init(["a", "b"])
     with pytest.raises(UsageError, match=r"after client\.run\(manager\.init"):
         manager.blob_list()
     with pytest.raises(UsageError, match=r"run client\.run\(manager\.init"):
@@ -162,13 +164,6 @@ def test_later_versions(tmp_path: Path) -> None:
     assert job.stop_conditions[0] is job.epoch_group.tasks()[0].outputs()[0]
 
 
-def test_one_node_or_several(tmp_path: Path) -> None:
-    """CheckpointManager takes one node, as in Caffe2, and the other as many as there are."""
-    with pytest.raises(UsageError, match=r"init\(a, b\): wanted one node; .*MultiNodeCheckpointM"):
-        CheckpointManager(tmp_path).init(["a", "b"])
-    MultiNodeCheckpointManager(tmp_path).init(["a", "b"])
-
-
 def test_two_jobs_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second job would get what the first has trained: it needs a directory of its own, and has
     one without a manager. The same job gets its own."""
@@ -186,15 +181,13 @@ def test_two_jobs_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert (JobRunner(job).run(), total.total) == (3, 106)
 
 
-@pytest.mark.parametrize("folder", ["file/run", "file"])
-def test_an_unusable_folder(tmp_path: Path, folder: str) -> None:
+def test_an_unusable_folder(tmp_path: Path) -> None:
     """The error is about the folder, not about a file in it that is not there."""
     (tmp_path / "file").touch()
     job, _, _ = counting()
-    with pytest.raises(RunFolderError, match=rf"the run folder [^ ]*{folder}: [^ ]*file is a file"):
-        JobRunner(job, CheckpointManager(tmp_path / folder)).run()
-    with pytest.raises(RunFolderError, match=rf"the run folder [^ ]*{folder}: Not a directory"):
-        finished_step(RunDir(tmp_path / folder))
+    for folder in ("file/run", "file"):
+        with pytest.raises(RunFolderError, match=rf"run folder [^ ]*{folder}: [^ ]*file is a file"):
+            JobRunner(job, CheckpointManager(tmp_path / folder)).run()
 
 
 def test_a_compiled_job_travels(tmp_path: Path) -> None:

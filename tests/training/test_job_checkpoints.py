@@ -16,17 +16,19 @@ from hydroslurm.errors import CheckpointMissing, UsageError
 from hydroslurm.training.run import Run
 
 
-@pytest.fixture(scope="module")
-def manager(tmp_path_factory: pytest.TempPathFactory) -> CheckpointManager:
-    """Two epochs of two steps, each of which adds one to a weight, and of one that does not; a
-    periodic save at step 4, within the second one."""
-    manager = CheckpointManager(tmp_path_factory.mktemp("job") / "run", every_steps=4)
+def _weight(state: object) -> float:
+    return state["weight"][0, 0].item()  # type: ignore[index]
+
+
+def test_which_there_are_and_what_is_in_them(tmp_path: Path) -> None:
+    """Of two epochs of two steps, each of which adds one to a weight, and of one that does not; a
+    periodic save at step 4 lies within the second one."""
+    manager = CheckpointManager(tmp_path, every_steps=4)
     job = Job("count")
 
     @job.build
     def build(job: Job) -> None:
-        for name in ("model", "average"):
-            torch.nn.init.zeros_(job.save(name, torch.nn.Linear(2, 1)).weight)
+        torch.nn.init.zeros_(job.save("model", torch.nn.Linear(2, 1)).weight)
         job.loader = DataLoader(torch.zeros(4), batch_size=2)
 
     @job.epoch
@@ -42,28 +44,13 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> CheckpointManager:
 
     job.add_stop_signal(epoch_limiter(2))
     assert JobRunner(job, manager).run() == 2
-    return manager
-
-
-def _weight(state: object) -> float:
-    return state["weight"][0, 0].item()  # type: ignore[index]
-
-
-def test_which_there_are(manager: CheckpointManager) -> None:
-    """Epochs, the last of them, and whether one can be loaded."""
     assert manager.epochs() == (0, 1, 2)
     assert manager.last_epoch() == 2
     assert manager.last_epoch(user_epoch=1) == 1
-    assert [manager.cp_accessible(epoch) for epoch in range(4)] == [True, True, True, False]
     with pytest.raises(CheckpointMissing, match=r"epoch 5 .* epochs 0, 1, 2, and steps 0, 3, 4, 6"):
         manager.last_epoch(user_epoch=5)
     with pytest.raises(UsageError, match="chosen by one of them"):
         manager.find(epoch=1, step=2)
-
-
-def test_load_by_epoch_and_by_step(manager: CheckpointManager) -> None:
-    """Each gives the state of its moment; a step may lie within an epoch, the default is the
-    newest."""
     assert [_weight(manager.load(epoch=n).shared["model"]) for n in (0, 1, 2)] == [0, 2, 4]
     assert _weight(manager.load(step=4).shared["model"]) == 3
     assert _weight(manager.load().shared["model"]) == 4
@@ -71,21 +58,23 @@ def test_load_by_epoch_and_by_step(manager: CheckpointManager) -> None:
         manager.load(step=1)
 
 
-def test_a_damaged_one_is_not_accessible(tmp_path: Path) -> None:
-    """cp_accessible reads what it vouches for."""
+def test_epochs_without_steps_and_a_damaged_one(tmp_path: Path) -> None:
+    """An epoch that makes no step counts as one, so that each has its checkpoint; cp_accessible
+    reads what it vouches for."""
     job = Job()
     job.epoch(lambda: None)
-    job.add_stop_signal(epoch_limiter(1))
+    job.add_stop_signal(epoch_limiter(2))
     manager = CheckpointManager(tmp_path)
     JobRunner(job, manager).run()
-    (manager.find(epoch=1).checkpoint.path / "part-00000.json").write_text("{}")
-    assert [manager.cp_accessible(epoch) for epoch in (0, 1)] == [True, False]
+    found = manager.find(epoch=2).checkpoint
+    assert (manager.epochs(), found.step) == ((0, 1, 2), 2)
+    (found.path / "part-00000.json").write_text("{}")
+    assert [manager.cp_accessible(epoch) for epoch in range(4)] == [True, True, False, False]
 
 
 def test_of_a_run_without_a_job(tmp_path: Path) -> None:
     """The checkpoints of a plain Run are read in the same way."""
-    model = torch.nn.Linear(2, 1)
-    with Run(model=model, directory=tmp_path) as run:
+    with Run(model=torch.nn.Linear(2, 1), directory=tmp_path) as run:
         run.resume()
         run.step = 7
         run.save()
@@ -93,17 +82,6 @@ def test_of_a_run_without_a_job(tmp_path: Path) -> None:
     assert manager.epochs() == ()
     assert manager.last_epoch() is None
     assert list(manager.load(step=7).shared) == ["model"]
-
-
-def test_epochs_without_steps_have_checkpoints_of_their_own(tmp_path: Path) -> None:
-    """An epoch that makes no step counts as one, so that each has its checkpoint."""
-    job = Job()
-    job.epoch(lambda: None)
-    job.add_stop_signal(epoch_limiter(3))
-    manager = CheckpointManager(tmp_path)
-    JobRunner(job, manager).run()
-    assert manager.epochs() == (0, 1, 2, 3)
-    assert manager.find(epoch=3).checkpoint.step == 3
 
 
 def test_no_directory_outside_of_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
