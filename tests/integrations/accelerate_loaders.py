@@ -29,18 +29,23 @@ def now_and_then(first: Any, done: Iterator[int], then: Iterator[Any]) -> Iterat
         yield [batch, *([next(then)] if steps % 3 == 1 else [])]
 
 
+def now_and_then_of_two(first: Any, _: Any, *others: Any) -> Iterator[list[Any]]:
+    return now_and_then(first, *others)
+
+
 WAYS: dict[str, Any] = {
     "zip": lambda first, second, *_: zip(first, second, strict=False),
     "zip, the other first": lambda first, second, *_: zip(second, first, strict=False),
-    "now and then": lambda first, _, done, then: now_and_then(first, done, then),
+    "now and then": now_and_then_of_two,
     "one in the other": lambda first, second, *_: ([one, *second] for one in first),
     "chain": lambda first, second, *_: ([one] for one in itertools.chain(first, second)),
     "epoch by epoch": lambda first, *_: ([one] for one in first),
     # what cannot be kept
     "cycle": lambda first, second, *_: zip(first, itertools.cycle(second), strict=False),
     "twice": lambda first, *_: zip(first, first, strict=False),
-    "fetched before": lambda first, _, done, then: now_and_then(first, done, then),
+    "fetched before": now_and_then_of_two,
     "one behind the other": lambda first, *_: ([one] for one in first),
+    **dict.fromkeys(("loader", "optimizer", "scheduler", "scaler"), now_and_then_of_two),
 }
 
 
@@ -60,9 +65,15 @@ def train(scene: str, how: str) -> None:
         )
         for count in (23, 17, 10)
     )
-    model, optimizer, first, second, validation = prepare(
-        accelerator, model, optimizer, first, second, validation
-    )
+    things = [model, optimizer, first, second, validation]
+    forgotten = {"optimizer": 1, "loader": 3}.get(scene)
+    given = [n for n in range(5) if n != forgotten]
+    for n, one in zip(given, prepare(accelerator, *(things[n] for n in given)), strict=True):
+        things[n] = one
+    model, optimizer, first, second, validation = things
+    if scene == "scheduler":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scene == "scaler")
     then = endless(second)
     if scene == "fetched before":
         next(then)
@@ -75,8 +86,8 @@ def train(scene: str, how: str) -> None:
             with accelerator.accumulate(model):
                 x = torch.cat([one[0] for one in batches])
                 loss = model(x + torch.rand_like(x)).square().mean()
-                accelerator.backward(loss)
-                optimizer.step()
+                accelerator.backward(scaler.scale(loss))
+                scaler.step(optimizer)
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 counted += 1

@@ -79,11 +79,6 @@ class Swish(nn.Module):
         return x * torch.sigmoid(x)
 
 
-class QuickGELU(nn.Module):
-    def forward(self, x):
-        return x * torch.sigmoid(1.702 * x)
-
-
 class Attention(nn.Module):
     """As in nanoGPT."""
 
@@ -134,30 +129,6 @@ class LlamaAttention(Attention):
         return self.join(torch.matmul(scores, v))
 
 
-class MappedAttention(Attention):
-    """As in vision transformers: one line for the heads of all three."""
-
-    def split(self, x):
-        B, T, C = x.shape
-        pieces = self.qkv(x).chunk(3, dim=-1)
-        return (t.view(B, T, self.heads, C // self.heads).transpose(1, 2) for t in pieces)
-
-
-class WhereAttention(Attention):
-    """A softmax that is a module, and a number in the place of infinity."""
-
-    def __init__(self, width: int, heads: int, length: int) -> None:
-        super().__init__(width, heads, length)
-        self.softmax = nn.Softmax(dim=-1)
-
-    def forward(self, x):
-        q, k, v = self.split(x)
-        T = x.shape[1]
-        att = torch.matmul(q, k.mT) / math.sqrt(k.size(-1))
-        att = torch.where(self.mask[:, :, :T, :T].bool(), att, -1e9)
-        return self.join(torch.matmul(self.softmax(att), v))
-
-
 class ApartAttention(nn.Module):
     """Three layers, no output layer, and a mask that is one where nothing is to be seen."""
 
@@ -191,29 +162,6 @@ class HeadsAttention(Attention):
         del self.mask
         places = torch.arange(length)
         self.register_buffer("far", -(places - places.unsqueeze(1)).abs().float() / 4)
-
-
-class WindowAttention(Attention):
-    """Its mask is made in its forward: on a short batch nobody sees how far it lets look."""
-
-    def __init__(self, width: int, heads: int, length: int) -> None:
-        super().__init__(width, heads, length)
-        del self.mask
-
-    def forward(self, x):
-        q, k, v = self.split(x)
-        near = torch.ones(x.shape[1], x.shape[1]).tril(999).triu(-999)
-        scores = (q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))).masked_fill(near == 0, -1e9)
-        return self.join(F.softmax(scores, dim=-1) @ v)
-
-
-class KeptAttention(Attention):
-    """What the softmax makes is returned, too."""
-
-    def forward(self, x):
-        q, k, v = self.split(x)
-        att = F.softmax(q @ k.transpose(-2, -1), dim=-1)
-        return self.join(att @ v), att
 
 
 class CountingAttention(Attention):

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -245,46 +246,50 @@ def loader(**options: Any) -> DataLoader:
 
 def scene(name: str) -> tuple[Any, Any, dict[str, Any]]:
     """Module, training data and the Trainer's options."""
-    if name == "workers":
-        return Module(), loader(num_workers=2, persistent_workers=True), {}
-    if name == "accumulate":
-        return Module(), loader(), {"accumulate_grad_batches": 4, "val_check_interval": 3}
-    if name == "max_steps":
-        return OneCycle(), loader(), {"max_steps": 22, "max_epochs": -1}
     if name == "manual":
         return Manual(), DataLoader(TensorDataset(Noisy().data), batch_size=4, shuffle=True), {}
     if name == "stream":
         return Module(), DataLoader(Stream(), batch_size=4), {}
     if name == "several":
         return Several(), {"a": loader(), "b": DataLoader(Noisy(), batch_size=8, shuffle=True)}, {}
-    if name == "scaled":
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=4)
-        return Scaled(), loader(), {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
-    if name == "averaged":
-        return Module(), loader(), {"callbacks": [stock.WeightAveraging(use_buffers=True)]}
-    if name == "thaw":
-        steps = stock.GradientAccumulationScheduler({0: 1, 1: 2})
-        return Thawed(), loader(), {"callbacks": [Thaw(), steps], "enable_checkpointing": False}
-    if name == "swa":
-        return OneCycle(), loader(), {"callbacks": [stock.StochasticWeightAveraging(0.01, 1)]}
-    if name == "callbacks":
-        made = [
+    workers = {
+        "workers": {"num_workers": 2, "persistent_workers": True},
+        "half": {"num_workers": 2},
+    }
+    kind = KINDS.get(name, Module)
+    return kind(), loader(**workers.get(name, {})), OPTIONS.get(name, lambda: {})()
+
+
+KINDS = {"max_steps": OneCycle, "scaled": Scaled, "thaw": Thawed, "swa": OneCycle}
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "accumulate": lambda: {"accumulate_grad_batches": 4, "val_check_interval": 3},
+    "max_steps": lambda: {"max_steps": 22, "max_epochs": -1},
+    "scaled": lambda: {
+        "plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler(
+            "cpu", init_scale=2.0**22, growth_interval=4
+        ))]
+    },
+    "averaged": lambda: {"callbacks": [stock.WeightAveraging(use_buffers=True)]},
+    "thaw": lambda: {
+        "callbacks": [Thaw(), stock.GradientAccumulationScheduler({0: 1, 1: 2})],
+        "enable_checkpointing": False,
+    },
+    "swa": lambda: {"callbacks": [stock.StochasticWeightAveraging(0.01, 1)]},
+    "callbacks": lambda: {
+        "callbacks": [
             stock.EarlyStopping("v", patience=1, mode="min"),
             stock.ModelCheckpoint(monitor="v", save_top_k=2, save_last=True),
-        ]
-        return Module(), loader(), {"callbacks": made, "max_epochs": 8}
-    if name in OPTIONS:
-        return Module(), loader(num_workers=2 if name == "half" else 0), OPTIONS[name]
-    return Module(), loader(), {}
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "fractions": {"val_check_interval": 0.25, "limit_val_batches": 2, "gradient_clip_val": 0.1},
-    "half": {"limit_train_batches": 0.5, "num_sanity_val_steps": -1},
-    "overfit": {"overfit_batches": 3},
-    "max_time": {"max_time": "00:00:10:00"},
-    "reload": {"reload_dataloaders_every_n_epochs": 1},
-    "patience": {
+        ],
+        "max_epochs": 8,
+    },
+    "fractions": lambda: {
+        "val_check_interval": 0.25, "limit_val_batches": 2, "gradient_clip_val": 0.1
+    },
+    "half": lambda: {"limit_train_batches": 0.5, "num_sanity_val_steps": -1},
+    "overfit": lambda: {"overfit_batches": 3},
+    "max_time": lambda: {"max_time": "00:00:10:00"},
+    "reload": lambda: {"reload_dataloaders_every_n_epochs": 1},
+    "patience": lambda: {
         "callbacks": [stock.EarlyStopping("v", patience=0, mode="min", min_delta=0.02)],
         "max_epochs": 8, "val_check_interval": 4,
     },

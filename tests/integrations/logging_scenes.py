@@ -26,17 +26,11 @@ EVERY_STEPS = 3
 os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_CONSOLE="off")
 
 
-class Stop:
-    """Sends the signal behind a step."""
-
-    def __init__(self, stop: str) -> None:
-        self._how, _, number = stop.partition(":")
-        self._at = int(number or -1)
-
-    def reach(self, step: int) -> None:
-        if step != self._at:
-            return
-        signo = signal.SIGKILL if self._how == "kill" else signal.SIGTERM
+def reach(stop: str, step: int) -> None:
+    """Send the signal behind its step."""
+    how, _, number = stop.partition(":")
+    if str(step) == number:
+        signo = signal.SIGKILL if how == "kill" else signal.SIGTERM
         for pid in (*below(os.getpid()), os.getpid()):
             os.kill(pid, signo)
         time.sleep(0.1)
@@ -53,31 +47,15 @@ def below(pid: int) -> Iterator[int]:
 def lightning_attempt(name: str, folder: Path, stop: str) -> None:
     import lightning
     from lightning.pytorch import loggers
+    from lightning_scenes import Module, Noisy, loader
 
     from hydroslurm.integrations.lightning import Preemptible
 
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(4, 1)
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            loss = self.net(batch).pow(2).mean()
-            self.log("loss", loss, on_step=True, on_epoch=True)
-            return loss
-
-        def validation_step(self, batch: Any, index: int) -> None:
-            self.log("v", self.net(batch).mean())
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
     class Stopped(lightning.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            Stop(stop).reach(trainer.global_step)
+            reach(stop, trainer.global_step)
 
     lightning.seed_everything(3, verbose=False)
-    data = torch.randn(ITEMS, 4)
     made = lightning.Trainer(
         accelerator="cpu", max_epochs=EPOCHS, log_every_n_steps=1, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
@@ -90,8 +68,7 @@ def lightning_attempt(name: str, folder: Path, stop: str) -> None:
             Stopped(), Preemptible(directory=folder / "run", every_s=0, every_steps=EVERY_STEPS)
         ],
     )  # fmt: skip
-    loader = torch.utils.data.DataLoader
-    made.fit(Module(), loader(data, 4, shuffle=True), loader(data, 16))
+    made.fit(Module(), loader(), torch.utils.data.DataLoader(Noisy().data, 16))
 
 
 def transformers_attempt(name: str, folder: Path, stop: str) -> None:
@@ -102,16 +79,12 @@ def transformers_attempt(name: str, folder: Path, stop: str) -> None:
 
     class Stopped(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            Stop(stop).reach(state.global_step)
+            reach(stop, state.global_step)
 
     os.environ.update(WANDB_PROJECT="p", WANDB_DIR=str(folder))
     transformers.set_seed(3)
     torch.set_num_threads(1)
-    options = {
-        "logging_steps": 1,
-        "report_to": ["tensorboard", "wandb"],
-        "num_train_epochs": EPOCHS,
-    }
+    options = {"logging_steps": 1, "report_to": ["tensorboard", "wandb"]}
     trainer = made_trainer(
         transformers.Trainer, Noisy(ITEMS), folder / "output", options, [Stopped()]
     )

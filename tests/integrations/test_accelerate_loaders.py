@@ -1,4 +1,4 @@
-"""Loops with accelerate over several loaders: what has no position that could be kept."""
+"""Loops with accelerate: what is not kept, or was not given to prepare()."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from integrations.proofs import ACCELERATE, Row, play, printed, proved
 
-OTHERWISE = ". To do without: prepare(accelerator, ..., check=False)"
+OTHERWISE = "To do without: prepare(accelerator, ..., check=False)"
 NOT_KEPT = {
     "cycle": (
         "itertools.cycle() keeps the batches of loader 2 of those that prepare() was given, and "
@@ -25,13 +25,35 @@ NOT_KEPT = {
         "it, within epochs(), behind model.train()"
     ),
 }
+NOT_GIVEN = {
+    "optimizer": ("AdamW (of parameters of", "Give it to prepare(accelerator, ..., optimizer)."),
+    "scheduler": (
+        "a scheduler sets the learning rate of AdamW (of parameters of shape",
+        "Give it to prepare(accelerator, ..., scheduler).",
+    ),
+    "scaler": (
+        "a GradScaler (scale 1024) has scaled this step and is not part of this run",
+        "accelerator.register_for_checkpointing(scaler) before prepare().",
+    ),
+    "loader": (
+        "a batch was taken from an iterator over a DataLoader, which has no position",
+        "Give the loader to prepare(accelerator, ..., loader), and iterate what that returns.",
+    ),
+}
 
 
-@pytest.mark.parametrize("scene", NOT_KEPT)
+@pytest.mark.parametrize("scene", [*NOT_KEPT, *NOT_GIVEN])
 def test_what_cannot_be_kept(scene: str, tmp_path: Path) -> None:
     """It ends the run in its first steps, with what to write."""
     play(Row(f"accelerate_loaders.py {scene}", ACCELERATE, ""), tmp_path)
-    assert printed(tmp_path / "whole" / "out-0")[-1] == "= " + NOT_KEPT[scene] + OTHERWISE
+    said = printed(tmp_path / "whole" / "out-0")[-1]
+    if scene in NOT_KEPT:
+        assert said == f"= {NOT_KEPT[scene]}. {OTHERWISE}"
+        return
+    seen, remedy = NOT_GIVEN[scene]
+    assert said.startswith(f"= {seen}")
+    assert remedy in said
+    assert said.endswith("prepare(accelerator, ..., check=False)")
 
 
 def test_a_part_of_an_epoch_that_is_repeated(tmp_path: Path) -> None:

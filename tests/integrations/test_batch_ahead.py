@@ -22,21 +22,16 @@ class Named(UserDict):
         self.name = name
 
 
-def saved(batch: Any) -> Any:
-    return unpacked(decode(*encode(packed(batch), prefix="batch")))
-
-
 @pytest.mark.parametrize("kind", [dict, BatchEncoding, Named])
 def test_batch_comes_back(kind: type) -> None:
     """Class, order and kinds of the items, and the layout of a tensor, are what they were."""
     image = torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)
     batch = kind({"ids": torch.arange(6).view(2, 3), "image": image, "words": ("a", "b"), "n": 2})
     assert is_saved(batch)
-    found = saved(batch)
+    found = unpacked(decode(*encode(packed(batch), prefix="batch")))
     assert type(found) is kind
     assert list(found) == list(batch)
-    assert found["words"] == ("a", "b")
-    assert found["n"] == 2
+    assert (found["words"], found["n"]) == (("a", "b"), 2)
     assert torch.equal(found["ids"], batch["ids"])
     assert torch.equal(found["image"], image)
     assert found["image"].stride() == image.stride()
@@ -48,7 +43,6 @@ def test_batch_comes_back(kind: type) -> None:
         {"meta": object()},
         Named({"ids": torch.zeros(1)}, name="another"),
         {"ids": torch.zeros(1, requires_grad=True)},
-        {"weight": torch.nn.Parameter(torch.zeros(1))},
         {"ids": torch.zeros(1, device="meta")},
         type("Local", (UserDict,), {})({"ids": torch.zeros(1)}),
     ],

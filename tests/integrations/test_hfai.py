@@ -1,4 +1,4 @@
-"""HFAI's example on two ranks, and its callback wherever a stop may come."""
+"""HFAI's callback wherever a stop may come."""
 
 from __future__ import annotations
 
@@ -6,22 +6,8 @@ import json
 import signal
 from pathlib import Path
 
-import pytest
 import zygote
 from integrations.proofs import LIGHTNING
-
-Scene = tuple[list[int], list[str]]
-"""How its attempts ended, and what they have noted."""
-
-
-@pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Scene]:
-    """Each a training with its stops; torch and Lightning are loaded once."""
-    scenes = Path(__file__).with_name("hfai_scenes.py")
-    done = zygote.ran([scenes, tmp_path_factory.mktemp("scenes")], loads=LIGHTNING)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Scene] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def without(notes: list[str], *left_out: str) -> list[str]:
@@ -32,35 +18,33 @@ def without(notes: list[str], *left_out: str) -> list[str]:
     return kept
 
 
-@pytest.mark.parametrize("name", ["end_of_epoch", "before_a_validation"])
-def test_a_stop_before_a_validation(scenes: dict[str, Scene], name: str) -> None:
-    """It is done once, by the next attempt, and the module's own hook has been called."""
-    exits, notes = scenes[name]
-    whole = scenes["undisturbed" if name == "end_of_epoch" else "undisturbed_often"][1]
-    assert exits == [75, 0]
-    assert without(notes) == whole
+def begun(step: int) -> tuple[str, str]:
+    """What is noted of a validation that is stopped in its second batch."""
+    return f"validation 0 at {step}", f"validation 1 at {step}"
 
 
-@pytest.mark.parametrize(
-    ("name", "step"), [("in_validation", 6), ("in_the_last_validation", 12), ("in_a_validation", 3)]
-)
-def test_a_stop_within_a_validation(scenes: dict[str, Scene], name: str, step: int) -> None:
-    """It is obeyed there, and the next attempt begins the validation anew."""
-    exits, notes = scenes[name]
-    whole = scenes["undisturbed_often" if name == "in_a_validation" else "undisturbed"][1]
-    assert set(exits[:-1]) == {75}
-    assert exits[-1] == 0
-    begun = (f"validation 0 at {step}", f"validation 1 at {step}")
-    assert without(notes, *begun) == whole
+def test_stopped_wherever_a_stop_may_come(tmp_path: Path) -> None:
+    """Before a validation it is done once, by the next attempt; within one the stop is obeyed
+    there, and the next attempt begins it anew. One that is killed in the middle of its save leaves
+    the file of the stop before as it was, and nothing of its own in the end."""
+    scenes = Path(__file__).with_name("hfai_scenes.py")
+    done = zygote.ran([scenes, tmp_path], loads=LIGHTNING)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, tuple[list[int], list[str]]] = json.loads(done.stdout.splitlines()[-1])
+    whole, whole_often = found["undisturbed"][1], found["undisturbed_often"][1]
 
+    exits, notes = found["end_of_epoch"]
+    assert (exits, without(notes)) == ([75, 0], whole)
+    exits, notes = found["in_validation"]
+    assert (exits, without(notes, *begun(6))) == ([75, 0], whole)
+    exits, notes = found["often"]
+    assert exits == [75, 75, 75, 75, 0]
+    assert without(notes, *begun(3), *begun(12)) == whole_often
 
-def test_killed_in_the_middle_of_the_save(scenes: dict[str, Scene]) -> None:
-    """The file of the stop before stays as it was, the training goes on from it, and what was
-    written of the new one is gone in the end."""
-    exits, notes = scenes["killed_in_the_save"]
+    exits, notes = found["killed_in_the_save"]
     assert exits == [75, -signal.SIGKILL, 0]
     files = [line for line in notes if line.startswith("file ")]
     assert len(files) == 2
     assert files[0] == files[1]
     again = ("step 2 of epoch 0", "trained 3", "step 3 of epoch 0", "trained 4")
-    assert without(notes, *again) == scenes["undisturbed"][1]
+    assert without(notes, *again) == whole

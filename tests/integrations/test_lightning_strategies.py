@@ -24,7 +24,10 @@ from hydroslurm.integrations.known import require_known_lightning
 from hydroslurm.integrations.lightning_strategies import strategy_class
 
 SCRIPT = Path(__file__).with_name("lightning_packages.py")
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29511",
+}  # fmt: skip
 
 
 def test_either_package_in_any_order(tmp_path: Path) -> None:
@@ -34,29 +37,18 @@ def test_either_package_in_any_order(tmp_path: Path) -> None:
     done = captured([sys.executable, SCRIPT, tmp_path], timeout=400)
     seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     wanted = {"steps": [4, 4], "checkpoints": 1, "saved": True}
-    assert [{name: one[name] for name in wanted} for one in seen] == [wanted] * 6, done.stderr
-    assert done.stderr.count("bound to NUMA node") == 12  # each order trains by two names
+    assert [{name: one[name] for name in wanted} for one in seen] == [wanted] * 4, done.stderr
+    assert done.stderr.count("bound to NUMA node") == 8  # each order trains by two names
     for one in seen:
         assert re.match(r"Trainer\(gpus=8\) is of .*accelerator=\"gpu\", devices=8", one["gpus"])
 
 
-@pytest.mark.parametrize("reduces", [False, True])
-def test_a_strategy_can_be_handed_to_a_spawned_rank(reduces: bool) -> None:
-    """Its class is found by its name."""
-    made = strategy_class("lightning.pytorch", reduces=reduces)
-    assert pickle.loads(pickle.dumps(made)) is made
-
-
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_that_of_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks, nodes, address and port; a Trainer of another size is told the right one."""
     for name in [n for n in os.environ if n.startswith("SLURM_")]:
         monkeypatch.delenv(name)
-    for name, value in {**TORCHRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29511"}.items():
+    for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-
-
-def test_the_environment_is_that_of_the_attempt(ranks: None) -> None:
-    """Ranks, nodes, address and port; a Trainer of another size is told the right one."""
     environment = lightning_strategies.HydroslurmEnvironment()
     assert environment.creates_processes_externally
     assert (environment.main_address, environment.main_port) == ("10.0.0.1", 29511)
@@ -66,7 +58,11 @@ def test_the_environment_is_that_of_the_attempt(ranks: None) -> None:
     environment.validate_settings(num_devices=2, num_nodes=2)
     with pytest.raises(UsageError, match="2 nodes with 2 ranks each"):
         environment.validate_settings(num_devices=2, num_nodes=3)
-    assert pickle.loads(pickle.dumps(environment)).global_rank() == 3  # for a rank by spawn
+    # for a rank by spawn
+    assert pickle.loads(pickle.dumps(environment)).global_rank() == 3
+    for reduces in (False, True):
+        made = strategy_class("lightning.pytorch", reduces=reduces)
+        assert pickle.loads(pickle.dumps(made)) is made
 
 
 @pytest.mark.filterwarnings("ignore:The `srun` command")

@@ -7,7 +7,6 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import zygote
@@ -20,22 +19,18 @@ SCENES = Path(__file__).with_name("logging_scenes.py")
 
 @pytest.mark.parametrize("damaged", ['{"wandb": "4', '{"wandb": 4}', "[[]]", " " * 70_000, None])
 def test_a_damaged_file_of_ids_costs_no_training(
-    damaged: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    damaged: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+) -> None:  # fmt: skip
     """The attempt has a run of its own in the loggers, and says so."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    (tmp_path / "loggers.json").write_text(damaged or "")
-    if damaged is None:  # nobody may read it
-        (tmp_path / "loggers.json").unlink()
+    if damaged is None:  # a device
         (tmp_path / "loggers.json").symlink_to("/dev/zero")
-    callbacks = [type("WandbCallback", (), {})()]
+    else:
+        (tmp_path / "loggers.json").write_text(damaged)
+    handler = SimpleNamespace(callbacks=[type("WandbCallback", (), {})()])
     trainer = SimpleNamespace(
-        args=None,
-        is_world_process_zero=lambda: True,
-        callback_handler=SimpleNamespace(callbacks=callbacks),
+        args=None, is_world_process_zero=lambda: True, callback_handler=handler
     )
     with caplog.at_level("WARNING", logger="hydroslurm"):
         loggers.continue_callbacks(trainer, tmp_path, anew=False)
@@ -47,16 +42,15 @@ def test_a_damaged_file_of_ids_costs_no_training(
 def test_a_save_reads_the_new_rows_only(tmp_path: Path) -> None:
     """Of a CSV file with any number of rows; one with another header was written again."""
     metrics, count = tmp_path / "metrics.csv", loggers._RowCount()
-    assert count.of(metrics) == 0
-    metrics.write_text("a\n" + "1\n" * 1000)
-    assert count.of(metrics) == 1000
-    metrics.write_text("a\n" + "1 " * 1000 + "1\n" * 3)  # the old ones are not looked at
-    assert count.of(metrics) == 1003
-    for rows in (1003, 7):
-        metrics.write_text(f"a,{rows}\n" + "1,\n" * rows)
+    for text, rows in (
+        ("", 0),
+        ("a\n" + "1\n" * 1000, 1000),
+        ("a\n" + "1 " * 1000 + "1\n" * 3, 1003),  # the old ones are not looked at
+        ("a,7\n" + "1,\n" * 7, 7),
+        ("a,7\n" + "1,\n" * 2, 2),
+    ):
+        metrics.write_text(text)
         assert count.of(metrics) == rows
-    metrics.write_text("a,7\n" + "1,\n" * 2)
-    assert count.of(metrics) == 2
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="no wandb: make setup installs it")
@@ -67,7 +61,11 @@ def test_attempts_continue_one_run(framework: str, tmp_path: Path) -> None:
     """TensorBoard, CSV and Weights & Biases (offline) have what they have of an undisturbed run:
     under one version and one id, each row once, none in the place of another. The third attempt is
     killed two steps behind a periodic save."""
-    found = play(framework, tmp_path, "stop:4", "stop:7", "kill:11")
+    loads = LIGHTNING if framework == "lightning" else TRANSFORMERS
+    stops = ("stop:4", "stop:7", "kill:11")
+    ran = zygote.ran([SCENES, framework, tmp_path / "runs", *stops], loads=loads)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
     whole, stopped = found["undisturbed"], found["stopped"]
     assert (whole["exits"], stopped["exits"]) == ([0], [75, 75, -9, 0])
     assert stopped["csv"] == whole["csv"]
@@ -84,10 +82,3 @@ def test_attempts_continue_one_run(framework: str, tmp_path: Path) -> None:
     assert len(second) > 1
     assert last[-1] == len(whole["wandb"]) - 1
     assert killed == [] or killed[0] == second[-1] + 1
-
-
-def play(framework: str, folder: Path, *stops: str) -> dict[str, Any]:
-    loads = LIGHTNING if framework == "lightning" else TRANSFORMERS
-    ran = zygote.ran([SCENES, framework, folder / "runs", *stops], loads=loads)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout.splitlines()[-1])

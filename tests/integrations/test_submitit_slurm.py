@@ -38,13 +38,11 @@ from pathlib import Path
 import torch
 import hydroslurm
 
-model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
+optimizer = torch.optim.SGD((model := torch.nn.Linear(2, 2)).parameters(), 0.1)
 with hydroslurm.Run(model=model, optimizer=optimizer) as run:
     for step in run.steps(10**6):
         model(torch.randn(1, 2)).sum().backward()
         optimizer.step()
-        optimizer.zero_grad()
         time.sleep(0.02)
         if Path("enough").exists():
             break
@@ -73,36 +71,43 @@ def test_it_is_requeued_and_goes_on(
     subprocess.run([sys.executable, SCRIPT, *ARGUMENTS], cwd=alone, check=True, timeout=300)
     executor = executor_in(folder, requeue_cluster, monkeypatch)
     executor.update_parameters(**asked)
+    urgent = ["srun", "-p", "urgent", "-w", requeue_cluster.nodes[0], "--exclusive", "-t1", "true"]
     slow = [*ARGUMENTS, "--pause-s=0.05"]
     job = executor.submit(function, SCRIPT, folder, slow, unpickled)
+    said = lambda: job.stdout() or ""  # noqa: E731
     try:
-        for attempt, stop in enumerate(("requeue", "urgent", "warning"), start=1):
-            wait_for_step(job, attempt)
-            send(job, stop, requeue_cluster.nodes[0])
+        for attempt, stop in enumerate(
+            (
+                ["scontrol", "requeue", job.job_id],
+                urgent,
+                ["scancel", "--signal=USR2", job.job_id],
+            ),
+            start=1,
+        ):
+            begun = lambda n=attempt: steps_of_attempt(said(), n) >= 2  # noqa: E731
+            wait_until(begun, said, limit_s=180)
+            subprocess.run(stop, check=True, timeout=180)
         made = job.result()
     finally:
         job.cancel(check=False)
     assert made == sorted(str(one.relative_to(alone)) for one in (alone / "logs").rglob("*"))
     for name in ("final.pt", "logs/lightning_logs/version_0/metrics.csv"):
         assert (folder / name).read_bytes() == (alone / name).read_bytes()
-    said = job.stdout() or ""
-    assert "attempt 4 resumes from step" in said
-    assert "Caught signal" not in said  # submitit's handler of the warning
+    assert "attempt 4 resumes from step" in said()
+    assert "Caught signal" not in said()  # submitit's handler of the warning
 
 
-@pytest.mark.parametrize(
-    "outer", [submitted_fit.submit_inside, hydroslurm.preemptible(submitted_fit.submit_inside)]
-)
 def test_a_job_that_it_submits(
-    outer: Callable[..., int], requeue_cluster: Part, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    requeue_cluster: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is another one, though it inherits all variables: it has a run folder of its own, USR1
     and USR2 pause it, and a stop requeues it."""
     script, said = tmp_path / "inner.py", tmp_path / "inner.txt"
     script.write_text(INNER)
-    executor = executor_in(tmp_path, requeue_cluster, monkeypatch)
-    job = executor.submit(outer, tmp_path, sys.executable, str(script))
+    outer = hydroslurm.preemptible(submitted_fit.submit_inside)
+    job = executor_in(tmp_path, requeue_cluster, monkeypatch).submit(
+        outer, tmp_path, sys.executable, str(script)
+    )
     try:
         wait_until(lambda: any(tmp_path.glob(RUNS)), lambda: job.stdout() or "", limit_s=120)
         (path,) = tmp_path.glob(RUNS)
@@ -138,19 +143,3 @@ def executor_in(
         timeout_min=5,
     )
     return executor
-
-
-def wait_for_step(job: submitit.Job[list[str]], attempt: int) -> None:
-    def said() -> str:
-        return job.stdout() or ""
-
-    wait_until(lambda: steps_of_attempt(said(), attempt) >= 2, said, limit_s=180)
-
-
-def send(job: submitit.Job[list[str]], stop: str, node: str) -> None:
-    urgent = ["srun", "-p", "urgent", "-w", node, "--exclusive", "-t1", "true"]
-    command = {
-        "requeue": ["scontrol", "requeue", job.job_id],
-        "warning": ["scancel", "--signal=USR2", job.job_id],
-    }.get(stop, urgent)
-    subprocess.run(command, check=True, timeout=180)

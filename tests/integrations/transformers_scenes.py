@@ -229,61 +229,54 @@ class Steps(transformers.TrainerCallback, ExportableState):
         logs["steps"] = self.steps
 
 
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
+SCENES: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
+    "workers": (Trainer, {"dataloader_num_workers": 2, **EVALUATED}),
+    "persistent": (Trainer, {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}),
+    "collator": (Collating, EVALUATED),
+    "masks": (Masking, EVALUATED),
+    "model_init": (MakesItsModel, EVALUATED),
+    "own methods": (OwnMethods, EVALUATED),
+    "jit": (Trainer, {"enable_jit_checkpoint": True}),
+    "fractions": (Trainer, {
+        "eval_strategy": "steps", "eval_steps": 0.25, "save_strategy": "steps", "save_steps": 0.5,
+        "logging_steps": 0.1,
+    }),
+    "plateau": (Trainer, {
+        "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0},
+        "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.5,
+        "metric_for_best_model": "loss", "gradient_checkpointing": True, "bf16": True,
+    }),
+    "scaled": (Scaled, {"fp16": True, "logging_steps": 1, **EVALUATED}),
+    "accumulate": (Counting, {"gradient_accumulation_steps": 4, "logging_steps": 2}),
+    "one": (Trainer, {"gradient_accumulation_steps": 6, "eval_strategy": "epoch"}),
+    "stream": (Trainer, {"max_steps": 11, **EVALUATED}),
+    "stream accumulated": (Trainer, {"max_steps": 6, "gradient_accumulation_steps": 2}),
+    "best": (Counting, {
+        "eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch",
+        "load_best_model_at_end": True, "metric_for_best_model": "loss",
+        "num_train_epochs": 6, "save_total_limit": 1, "learning_rate": 0.05,
+    }),
+    "early": (Trainer, {
+        **EVALUATED, "save_strategy": "steps", "save_steps": 3, "num_train_epochs": 6,
+        "load_best_model_at_end": True, "learning_rate": 0.05, "eval_on_start": True,
+    }),
+    "fsdp2": (Trainer, FSDP2),
+    "fsdp2, accumulated": (Trainer, {
+        **FSDP2, "gradient_accumulation_steps": 2, "dataloader_num_workers": 1,
+        "num_train_epochs": 4,
+    }),
+}  # fmt: skip
+
+
 def scene(name: str) -> tuple[type, Any, dict[str, Any], list[Any]]:
     """The trainer, its data, arguments and callbacks."""
-    evaluated = {"eval_strategy": "steps", "eval_steps": 3}
-    if name.startswith("fsdp2"):
-        more = {"gradient_accumulation_steps": 2, "dataloader_num_workers": 1}
-        more |= {"num_train_epochs": 4}
-        return Trainer, Noisy(46), {**FSDP2, **(more if "accumulated" in name else {})}, []
-    if name == "workers":
-        return Trainer, Noisy(), {"dataloader_num_workers": 2, **evaluated}, []
-    if name == "persistent":
-        both = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
-        return Trainer, Noisy(), both, []
-    if name in ("collator", "masks"):
-        return {"collator": Collating, "masks": Masking}[name], Noisy(), evaluated, []
-    if name == "model_init":
-        return MakesItsModel, Noisy(), evaluated, []
-    if name == "own methods":
-        return OwnMethods, Noisy(), evaluated, []
-    if name == "jit":
-        return Trainer, Noisy(), {"enable_jit_checkpoint": True}, []
-    if name == "fractions":
-        saved = {"save_strategy": "steps", "save_steps": 0.5, "logging_steps": 0.1}
-        return Trainer, Noisy(), {"eval_strategy": "steps", "eval_steps": 0.25, **saved}, []
-    if name == "plateau":
-        plateau = {
-            "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0},
-            "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.5,
-            "metric_for_best_model": "loss", "gradient_checkpointing": True, "bf16": True,
-        }  # fmt: skip
-        return Trainer, Noisy(), plateau, []
-    if name == "scaled":
-        return Scaled, Noisy(), {"fp16": True, "logging_steps": 1, **evaluated}, []
-    if name == "accumulate":
-        return Counting, Noisy(), {"gradient_accumulation_steps": 4, "logging_steps": 2}, []
-    if name == "one":
-        return Trainer, Noisy(), {"gradient_accumulation_steps": 6, "eval_strategy": "epoch"}, []
-    if name == "stream":
-        return Trainer, Stream(), {"max_steps": 11, **evaluated}, []
-    if name == "stream accumulated":
-        return Trainer, Stream(), {"max_steps": 6, "gradient_accumulation_steps": 2}, []
-    if name == "best":
-        best = {
-            "eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch",
-            "load_best_model_at_end": True, "metric_for_best_model": "loss",
-            "num_train_epochs": 6, "save_total_limit": 1, "learning_rate": 0.05,
-        }  # fmt: skip
-        return Counting, Noisy(), best, [transformers.EarlyStoppingCallback(2)]
-    if name == "early":
-        early = {
-            **evaluated, "save_strategy": "steps", "save_steps": 3, "num_train_epochs": 6,
-            "load_best_model_at_end": True, "learning_rate": 0.05, "eval_on_start": True,
-        }  # fmt: skip
-        return Trainer, Noisy(), early, [transformers.EarlyStoppingCallback(2)]
-    data = Still() if name.startswith("own checkpoint") else Noisy()
-    return Trainer, data, {"eval_strategy": "epoch"}, [Steps()]
+    kind, options = SCENES.get(name, (Trainer, {"eval_strategy": "epoch"}))
+    data: Any = Still() if name == "own checkpoint" else Noisy(46 if "fsdp2" in name else ITEMS)
+    callbacks: list[Any] = [] if name in SCENES else [Steps()]
+    if name in ("best", "early"):
+        callbacks = [transformers.EarlyStoppingCallback(2)]
+    return kind, Stream() if "stream" in name else data, dict(options), callbacks
 
 
 def made_trainer(
@@ -328,7 +321,7 @@ def main(name: str) -> None:
     transformers.set_seed(3)
     if name.startswith("fsdp2"):
         allow_cpu()
-    if name.startswith("own checkpoint"):
+    if name == "own checkpoint":
         checkpoint = Path("bare/checkpoint-8")
         if not checkpoint.exists():
             saved = {"save_strategy": "steps", "save_steps": 8, "max_steps": 8}

@@ -42,18 +42,16 @@ def test_a_loop_that_saves_all_of_its_state(preemptible_training: Callable[..., 
     assert list(Path.cwd().iterdir()) == []  # it worked elsewhere
 
 
-@pytest.mark.parametrize(("stops", "latest"), [(3, 11), (3, 37), (1, 1), (6, 57), (5, 5), (9, 4)])
+@pytest.mark.parametrize(("stops", "latest"), [(3, 37), (1, 1), (6, 57), (9, 4)])
 def test_as_many_stops_as_were_asked_for(stops: int, latest: int) -> None:
     """None is passed on the way out of the one before, as two steps that follow each other were."""
-    for seed in range(50):
-        chosen = places(stops, latest=latest, seed=seed)
+    drawn = [tuple(places(stops, latest=latest, seed=seed)) for seed in range(50)]
+    for chosen in drawn:
         assert len(chosen) == min(stops, latest)
-        assert chosen[0] >= 1
-        assert chosen[-1] <= latest
+        assert 1 <= chosen[0] <= chosen[-1] <= latest
         gaps = [later - earlier for earlier, later in itertools.pairwise(chosen)]
         assert all(gap >= (3 if latest > 3 * stops else 1) for gap in gaps)
-    drawn = {tuple(places(stops, latest=latest, seed=seed)) for seed in range(50)}
-    assert (len(drawn) > 1) == (latest > stops)
+    assert (len(set(drawn)) > 1) == (latest > stops)
 
 
 def test_stops_that_show_nothing_are_told() -> None:
@@ -95,31 +93,25 @@ def test_an_order_that_is_drawn_anew_is_named() -> None:
     assert "the generator of the sampler" in first["cause"]
 
 
-@pytest.mark.parametrize(
-    ("mistake", "said"),
-    [
-        (
-            "fails",
-            "ended with status 1 after 0 steps, undisturbed. Its last words:\n  no data here",
-        ),
-        ("trains nothing", "without an optimizer step that could be seen"),
-    ],
-)
-def test_a_script_that_cannot_be_compared(mistake: str, said: str, tmp_path: Path) -> None:
+def test_a_script_that_cannot_be_compared(tmp_path: Path) -> None:
     """The message has what it printed."""
     script = tmp_path / "empty.py"
     script.write_text("print('hello')\n")
-    words = (str(LOOP), "fails") if mistake == "fails" else (str(script),)
-    with pytest.raises(ProofError, match=said):
-        prove(Script(command=runnable(words), environ={}), tmp_path / "runs", steps=5, stops=1)
+    said = "ended with status 1 after 0 steps, undisturbed. Its last words:\n  no data here"
+    for words, told in (
+        ((str(LOOP), "fails"), said),
+        ((str(script),), "without an optimizer step that could be seen"),
+    ):
+        own = Script(command=runnable(words), environ={})
+        with pytest.raises(ProofError, match=told):
+            prove(own, tmp_path / words[-1][-5:], steps=5, stops=1)
 
 
 def test_a_script_that_is_not_deterministic(tmp_path: Path) -> None:
     """Nothing can be said about its stops."""
     script = Script(command=runnable([str(LOOP), "unseeded"]), environ={})
     proof = prove(script, tmp_path / "runs", steps=3, stops=1)
-    assert not proof.holds
-    assert proof.result is None
+    assert (proof.holds, proof.result) == (False, None)
     assert str(proof).startswith("not deterministic: two undisturbed runs differ")
 
 
@@ -137,15 +129,13 @@ def test_arguments_that_leave_nothing_to_compare(tmp_path: Path) -> None:
 
 def test_two_ranks_of_a_real_job(requeue_cluster: DevCluster, tmp_path: Path) -> None:
     """Requeued by Slurm; nothing of the job is left behind."""
-    words = ["--slurm", "-p low -N 2 -n 2", "--steps", "12", "--stops", "1", "--json"]
+    words = ["--preempt", "off", "--slurm", "-p low -N 2 -n 2", "--steps", "6", "--stops", "1"]
     done = captured(
-        command("--preempt", "off", *words, str(LOOP), "nothing"),
+        command(*words, "--json", str(LOOP), "nothing"),
         env=requeue_cluster.child_environ(),
         timeout=300,
     )
     told = json.loads(done.stdout or "{}")
-    assert done.returncode == 0, (told, done.stderr)
-    assert told["holds"]
-    assert told["steps"] == 12
+    assert (done.returncode, told.get("holds"), told.get("steps")) == (0, True, 6), done.stderr
     assert len(told["stops"]) == 1
     assert list(Path.cwd().iterdir()) == []

@@ -21,7 +21,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 import warnings
 from pathlib import Path

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
-from typing import Any
 
 import pytest
 
@@ -23,14 +23,6 @@ from hydroslurm.training.attempts import (
 )
 
 
-def _attempts(*endings: tuple[int, str | None]) -> tuple[AttemptRecord, ...]:
-    """Attempts that began at these steps and ended so."""
-    return tuple(
-        AttemptRecord(number, 0, step, ending=ending)
-        for number, (step, ending) in enumerate(endings, 1)
-    )
-
-
 def test_what_was_begun_and_ended_is_read_back(tmp_path: Path) -> None:
     """An attempt without an end stays one that died."""
     log = AttemptLog(tmp_path / "attempts.jsonl")
@@ -42,63 +34,37 @@ def test_what_was_begun_and_ended_is_read_back(tmp_path: Path) -> None:
         AttemptRecord(1, 5, 0, 7, 0, "preempted", 12),
         AttemptRecord(2, 7, 12, 7, 1, None, None),
     )
-
-
-def test_a_folder_in_its_place_is_told(tmp_path: Path) -> None:
-    """What cannot be written or read is an error that names the file."""
-    (tmp_path / "attempts.jsonl").mkdir()
-    log = AttemptLog(tmp_path / "attempts.jsonl")
-    with pytest.raises(RunFolderError, match=r"attempts\.jsonl"):
-        log.attempts()
+    (tmp_path / "other.jsonl").mkdir()
+    with pytest.raises(RunFolderError, match=r"other\.jsonl"):
+        AttemptLog(tmp_path / "other.jsonl").attempts()
 
 
 @pytest.mark.parametrize(
-    ("limits", "attempts", "words"),
+    ("limits", "attempts", "said"),
     [
-        (
-            Limits(preemptions=2),
-            _attempts((0, "preempted"), (5, "requeued"), (9, "asked")),
-            "3 preem",
-        ),
-        (Limits(time_limits=0), _attempts((0, "time_limit"), (5, None)), "1 time limits"),
-        (Limits(failures=1), _attempts((0, None), (5, "error")), "2 failures"),
-        (
-            Limits(attempts_without_progress=2),
-            _attempts((0, "preempted"), (9, None), (9, None)),
-            "step 9",
-        ),
+        # each cause has its own budget; the message says what was counted
+        (Limits(preemptions=2), ["preempted 0", "requeued 5", "asked 9"], "3 preem"),
+        (Limits(time_limits=0), ["time_limit 0", "dead 5"], "1 time limits"),
+        (Limits(failures=1), ["dead 0", "error 5"], "2 failures"),
+        (Limits(attempts_without_progress=2), ["preempted 0", "dead 9", "dead 9"], "step 9"),
+        # preemptions are without limit by default, and no cause uses up another's budget
+        (Limits(failures=1), ["preempted 0", "requeued 5", "dead 7"], ""),
+        (Limits(preemptions=1), ["time_limit 0", "preempted 5", "dead 7"], ""),
+        (Limits(attempts_without_progress=2), ["dead 9", "dead 0", "dead 9"], ""),
+        (Limits(attempts_without_progress=1), ["cancelled 9"], ""),
+        (Limits(), [f"preempted {n}" for n in range(9)], ""),
     ],
 )
-def test_a_spent_limit_ends_the_run(
-    limits: Limits, attempts: tuple[AttemptRecord, ...], words: str
-) -> None:
-    """Each cause has its own budget; the message says what was counted."""
-    with pytest.raises(RunEnded, match=words):
-        check_limits(attempts, limits, step=9)
-
-
-@pytest.mark.parametrize(
-    ("limits", "attempts"),
-    [
-        (Limits(failures=1), _attempts((0, "preempted"), (5, "requeued"), (7, None))),
-        (Limits(preemptions=1), _attempts((0, "time_limit"), (5, "preempted"), (7, None))),
-        (Limits(attempts_without_progress=2), _attempts((9, None), (0, None), (9, None))),
-        (Limits(attempts_without_progress=1), _attempts((9, "cancelled"))),
-        (Limits(), _attempts(*[(n, "preempted") for n in range(9)])),
-    ],
-)
-def test_what_is_within_its_limits_goes_on(
-    limits: Limits, attempts: tuple[AttemptRecord, ...]
-) -> None:
-    """Preemptions are without limit by default, and one cause never uses up another's budget."""
-    check_limits(attempts, limits, step=9)
-
-
-@pytest.mark.parametrize("options", [{"failures": -1}, {"attempts_without_progress": 0}])
-def test_limits_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
-    """No attempt at all is not a limit."""
-    with pytest.raises(UsageError, match="wanted a whole number"):
-        Limits(**options)
+def test_a_spent_limit_ends_the_run(limits: Limits, attempts: list[str], said: str) -> None:
+    """At step 9, by how the attempts have ended and where they had begun."""
+    made = []
+    for number, one in enumerate(attempts, 1):
+        ending, step = one.split()
+        ended = None if ending == "dead" else ending
+        made.append(AttemptRecord(number, 0, int(step), ending=ended))  # type: ignore[arg-type]
+    spent = pytest.raises(RunEnded, match=said) if said else contextlib.nullcontext()
+    with spent:
+        check_limits(tuple(made), limits, step=9)
 
 
 def test_the_environment_has_its_say_about_limits() -> None:
@@ -109,6 +75,9 @@ def test_the_environment_has_its_say_about_limits() -> None:
     assert limits_of(Limits(failures=3), {SUPERVISED_ENV: "1", ATTEMPTS_ENV: "9"}) == Limits(
         failures=3, attempts_without_progress=9
     )
+    for options in ({"failures": -1}, {"attempts_without_progress": 0}):
+        with pytest.raises(UsageError, match="wanted a whole number"):
+            Limits(**options)
     with pytest.raises(UsageError, match="HYDROSLURM_ATTEMPTS_WITHOUT_PROGRESS='many'"):
         limits_of(None, {ATTEMPTS_ENV: "many"})
 

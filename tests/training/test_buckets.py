@@ -1,4 +1,4 @@
-"""Models without an order of buckets that could be kept."""
+"""A model without an order of buckets that could be kept."""
 
 from __future__ import annotations
 
@@ -9,17 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hydroslurm.training.gradients import BucketOrders, is_settled
-
-
-def test_other_models_are_left_alone() -> None:
-    """Without DDP there are no buckets, nor anything to save or to say."""
-    model = nn.Linear(2, 2)
-    orders = BucketOrders(lambda: [model, None], world_size=3)
-    assert is_settled(model) is None
-    assert orders.state() == []
-    orders.load([])
-    assert not orders.has_static_graph()
+from hydroslurm.training.gradients import BucketOrders
 
 
 def test_a_static_graph_is_told(tmp_path: Path) -> None:

@@ -104,8 +104,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     return attempt(tmp_path_factory.mktemp("alone"), with_batches).bits()
 
 
-@pytest.mark.parametrize("how", [STOPPED, KILLED])
-@pytest.mark.parametrize("place", ["loop", "evaluation", "evaluated", "scheduler", "saved"])
+@pytest.mark.parametrize(
+    ("place", "how"),
+    [
+        ("loop", STOPPED), ("loop", KILLED), ("evaluation", STOPPED), ("evaluated", KILLED),
+        ("scheduler", STOPPED), ("scheduler", KILLED), ("saved", STOPPED),
+    ],
+)  # fmt: skip
 def test_behind_the_batches_nothing_is_lost_or_done_twice(
     place: str, how: str, tmp_path: Path, alone: tuple[Any, ...]
 ) -> None:
@@ -132,23 +137,18 @@ def test_a_loop_of_ones_own_is_exact_too(tmp_path: Path) -> None:
     assert last.scheduler.last_epoch == alone.scheduler.last_epoch == EPOCHS
 
 
-def test_a_periodic_save_of_the_very_state_is_not_made_again(tmp_path: Path) -> None:
+def test_a_periodic_save_of_the_very_state_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stop behind the last step of an epoch, before anybody could change anything."""
     training = Training(tmp_path, every_steps=STEPS_PER_EPOCH)
     start = training.run._saver.start
-
-    def start_and_ask(*args: Any, **options: Any) -> float:
-        took_s = start(*args, **options)
-        ask_for_stop(training.run)
-        return took_s
-
-    training.run._saver.start = start_and_ask  # type: ignore[method-assign]
+    then_ask = lambda *args, **options: (start(*args, **options), ask_for_stop(training.run))[0]  # noqa: E731
+    monkeypatch.setattr(training.run._saver, "start", then_ask)
     with pytest.raises(SystemExit):
         training.train(epochs=2)
-    assert [one.name for one in training.run.dir.checkpoints.iterdir()] == [
-        f"step-{STEPS_PER_EPOCH:09d}"
-    ]
-    hydroslurm.uninstall()
+    (only,) = training.run.dir.checkpoints.iterdir()
+    assert only.name == f"step-{STEPS_PER_EPOCH:09d}"
 
 
 def test_where_a_block_cannot_be_begun_anew_it_is_refused(tmp_path: Path) -> None:
@@ -158,10 +158,7 @@ def test_where_a_block_cannot_be_begun_anew_it_is_refused(tmp_path: Path) -> Non
     for number, batch in enumerate(run.batches(epochs=1)):
         training.step(batch)
         if number == 3:
-            with (
-                pytest.raises(UsageError, match="behind a loop over run"),
-                run.evaluation(),
-            ):
+            with pytest.raises(UsageError, match="behind a loop over run"), run.evaluation():
                 pass
     with run.evaluation():
         with pytest.raises(UsageError, match="save behind the block"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from clusters import Part
 from processes import wait_until
-from training.trainings import SCRIPT, Training
+from training.trainings import LIMIT_S, SCRIPT, Training
 
 import hydroslurm
 from hydroslurm.core.events import EventKind
@@ -58,17 +58,27 @@ def kinds(training: Training) -> list[EventKind]:
     return [event.kind for event in training.events()]
 
 
+def require_resumed(training: Training, ending: str) -> None:
+    """Its first attempt ended so, and the second begins where that has saved."""
+    training.wait_for_attempt(2)
+    first, second = training.attempts()[:2]
+    assert (first.ending, second.step) == (ending, first.end_step), training.log()
+
+
 def test_a_job_cancelled_during_its_save_is_not_requeued(
     requeue_cluster: Part, tmp_path: Path
 ) -> None:
     """It was preempted, and while it saved a person cancelled it: Slurm would requeue it even so,
-    and undo what was asked for."""
+    and undo what was asked for. Ours requeues no job without a Run at all, and names Slurm's."""
     plain = Training(requeue_cluster, tmp_path, LONG)
     deaf = "--wrap=srun bash -c 'trap \"\" TERM; sleep 60'"
     job_id = int(plain.slurm("sbatch", "--parsable", deaf, "--output=/dev/null"))
     client = open_client(environ=requeue_cluster.environ())
     wait_until(lambda: client.job(job_id).state is JobState.RUNNING, "the job to start")
     wait_until(lambda: plain.slurm("squeue", "-hs", "-j", str(job_id)), "its step")
+    with pytest.raises(TargetError, match=f"scontrol requeue {job_id}"):
+        requeue_job(client, client.job(job_id))  # nobody in it would save
+    assert client.job(job_id).state is JobState.RUNNING
     plain.slurm("scancel", str(job_id))
     with hydroslurm.installed(run_dir=tmp_path) as controller:
         stop_handler = StopHandler(
@@ -120,77 +130,48 @@ def test_an_srun_allocation_says_that_the_same_command_continues(
 ) -> None:
     """Slurm cannot requeue it: it saves, leaves with 75, and the next srun goes on."""
     training = Training(requeue_cluster, tmp_path, LONG)
-    command = [
-        "srun",
-        "--ntasks=1",
-        sys.executable,
-        str(SCRIPT),
-        f"--directory={tmp_path / 'run'}",
-        "--log-every=5",
-    ]
+    command = ["srun", "--ntasks=1", sys.executable, SCRIPT, "--directory=run", "--log-every=5"]
+    environ = {**requeue_cluster.child_environ(), "OMP_NUM_THREADS": "1"}
+    ours = ("-n", Path(sys.executable).name, "-w", ",".join(requeue_cluster.nodes))
 
     def attempt() -> str:
-        environ = {**requeue_cluster.child_environ(), "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
-            command,
-            env=environ,
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as process:
-            assert process.stdout is not None
-            lines = []
-            for line in process.stdout:
-                lines.append(line)
-                if "loss" in line:
-                    break
-            ours = ("-n", Path(sys.executable).name, "-w", ",".join(requeue_cluster.nodes))
-            job = training.slurm("squeue", "-h", "-t", "R", *ours, "-o%A")
-            training.slurm("scancel", "--signal=URG", job.splitlines()[-1])
-            lines += process.stdout.readlines()
-        assert process.returncode == 75, "".join(lines)
-        return "".join(lines)
+        with (tmp_path / "out").open("w") as out:
+            srun = subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=out, stderr=out)
+        said = (tmp_path / "out").read_text
+        wait_until(lambda: "loss" in said(), said, limit_s=LIMIT_S)
+        job = training.slurm("squeue", "-h", "-t", "R", *ours, "-o%A")
+        training.slurm("scancel", "--signal=URG", job.splitlines()[-1])
+        assert srun.wait(LIMIT_S) == RUN_AGAIN, said()
+        return said()
 
     assert "run the same command again" in attempt()
-    second = attempt()
-    assert "attempt 2 resumes from step" in second
+    assert "attempt 2 resumes from step" in attempt()
 
 
-def test_a_job_that_would_not_save_is_left_alone(requeue_cluster: Part, tmp_path: Path) -> None:
-    """Nobody in it uses a Run: the answer says so, and names what is there without us."""
-    plain = Training(requeue_cluster, tmp_path, LONG)
-    job_id = plain.slurm("sbatch", "--parsable", "--wrap=sleep 100", "--output=/dev/null")
-    client = open_client(environ=requeue_cluster.environ())
-    wait_until(lambda: client.job(int(job_id)).state is JobState.RUNNING, "the job to start")
-    with pytest.raises(TargetError, match=f"scontrol requeue {job_id}"):
-        requeue_job(client, client.job(int(job_id)))
-    assert client.job(int(job_id)).state is JobState.RUNNING
-    plain.slurm("scancel", job_id)
-
-
-def test_the_warning_that_lightning_and_submitit_teach_saves_and_requeues(
-    submit: Submit, requeue_cluster: Part
-) -> None:
-    """--signal=USR1 or USR2, on the command line or in SBATCH_SIGNAL: a stop near the time limit.
-    Long before it the same signals pause and resume, with the request in force."""
-    first, second = requeue_cluster.nodes
-    here = f"--nodelist={first}"
-    # Slurm may send it 60 s early, and it kills a rank that has yet to import: not in a minute
-    near = submit("--time=2", "--signal=USR1@40", here)
-    other = submit("--time=2", f"--nodelist={second}", SBATCH_SIGNAL="SIGUSR2@40")
-    far = submit("--time=10", "--signal=USR1@40", here)
+def test_the_signals_of_a_warning_pause_long_before_it(submit: Submit) -> None:
+    """--signal=USR1 is a request for the time near the limit: until then it pauses, and USR2 goes
+    on."""
+    far = submit("--time=10", "--signal=USR1@40")
     far.wait_for_attempt(1)
     for signal, kind in (("USR1", EventKind.PARKED), ("USR2", EventKind.RESUMED)):
         far.slurm("scancel", f"--signal={signal}", far.job_id)
         wait_until(lambda kind=kind: kind in kinds(far), kind.value)
+    assert EventKind.STOP_REQUESTED not in kinds(far)
+
+
+@pytest.mark.long
+def test_the_warning_that_lightning_and_submitit_teach_saves_and_requeues(
+    submit: Submit, requeue_cluster: Part
+) -> None:
+    """--signal=USR1 or USR2, on the command line or in SBATCH_SIGNAL: a stop near the time limit.
+    Slurm may send it 60 s early, and it kills a rank that has yet to import: not in a minute."""
+    first, second = requeue_cluster.nodes
+    near = submit("--time=2", "--signal=USR1@40", f"--nodelist={first}")
+    other = submit("--time=2", f"--nodelist={second}", SBATCH_SIGNAL="SIGUSR2@40")
     for training, signal in ((near, "SIGUSR1"), (other, "SIGUSR2")):
-        training.wait_for_attempt(2)
-        first, second = training.attempts()[:2]
-        assert (first.ending, second.step) == ("time_limit", first.end_step), training.log()
+        require_resumed(training, "time_limit")
         assert f"{signal} is the job's --signal" in training.log()
         assert f"{signal} received: its time limit ends it in" in training.log()
-    assert EventKind.STOP_REQUESTED not in kinds(far)
 
 
 def test_a_pipe_that_breaks_at_the_stop_costs_nothing(
@@ -202,7 +183,5 @@ def test_a_pipe_that_breaks_at_the_stop_costs_nothing(
     training.wait_for_attempt(1)
     urgent = ("--partition=urgent", "--nodes=1", here, "--exclusive", "--time=1")
     training.slurm("srun", *urgent, "true")
-    training.wait_for_attempt(2)
-    first, second = training.attempts()[:2]
-    assert (first.ending, second.step) == ("preempted", first.end_step), training.log()
+    require_resumed(training, "preempted")
     assert EventKind.OUTPUT_LOST in kinds(training)

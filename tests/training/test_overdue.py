@@ -52,44 +52,47 @@ def test_a_step_that_takes_long_is_named(tmp_path: Path) -> None:
     assert [one.name for one in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-000000002"]
 
 
+CASES = {
+    "own loader --workers 2": 1, "own setup": 1, "own compile": 1, "own last": 1,
+    "lightning loader": 1, "lightning loader --workers 2 --nodes 2": 2,
+    "lightning setup --nodes 2": 2, "lightning sanity": 1, "lightning sanity --nodes 2": 2,
+    "lightning compile": 1, "lightning validation": 1, "lightning save": 1, "lightning last": 1,
+    # behind the training SIGTERM ends the ranks at once
+    "own test": 1, "lightning between": 1, "lightning test": 1, "lightning predict": 1,
+    "lightning predict --nodes 2": 2,
+}  # fmt: skip
+"""Where it hangs -> ranks."""
+FIRST, *OTHERS = CASES
+
+
 @pytest.mark.slurm
 @pytest.mark.parametrize(
-    ("case", "tasks"),
-    [
-        pytest.param("own loader --workers 2", 1, id="a loader that stalls"),
-        *(
-            pytest.param(case, tasks, marks=pytest.mark.long)
-            for case, tasks in (
-                ("own setup", 1),
-                ("own compile", 1),
-                ("own last", 1),
-                ("lightning loader", 1),
-                ("lightning loader --workers 2 --nodes 2", 2),
-                ("lightning setup --nodes 2", 2),
-                ("lightning sanity", 1),
-                ("lightning sanity --nodes 2", 2),
-                ("lightning compile", 1),
-                ("lightning validation", 1),
-                ("lightning save", 1),
-                ("lightning last", 1),
-            )
-        ),
-    ],
-)  # fmt: skip
-def test_a_training_that_hangs(
-    case: str, tasks: int, requeue_cluster: DevCluster, tmp_path: Path
-) -> None:
-    """All ranks leave with 75 before Slurm kills them, with the reason and the place in their
-    events; the attempt counts as requeued, and the next one is complete."""
-    job = requeued_where_it_hangs(case, tasks, requeue_cluster, tmp_path / "job")
-    said = job.output()
+    "case", [FIRST, *(pytest.param(one, marks=pytest.mark.long) for one in OTHERS)]
+)
+def test_a_training_that_hangs(case: str, requeue_cluster: DevCluster, tmp_path: Path) -> None:
+    """Requeued by an operator, all ranks leave with 75 before Slurm kills them, with the reason and
+    the place in their events; the attempt counts as requeued, and the next one is complete. Where
+    it hangs behind the training, that trains no step again, and repeats what followed."""
+    framework, place, *options = case.split()
+    tasks = CASES[case]
+    job = StockJob(
+        requeue_cluster, tmp_path / "job", "stalling.py", framework, place, "out", *options
+    )
+    job.submit(f"--nodes={tasks}", "--ntasks-per-node=1")
+    job.wait_for((job.folder / "out/hangs").exists)
+    job.slurm("scontrol", "requeue", job.job_id)
+    assert job.wait_for_end() == "COMPLETED", job.output()
+    assert (job.folder / "out/result").exists()
+    said, run = job.output(), job.folder / "hydroslurm-runs" / job.job_id
+    assert "Killed" not in said
+    if place in ("test", "between", "predict"):
+        assert f"attempt 2 resumes from step {12 // tasks}" in said
+        for fit in [run, run / "fit-2"] if place == "between" else [run]:
+            assert json.loads((fit / "finished.json").read_text())["step"] == 12 // tasks
+        return
     assert "requeued, by hand or by a preemption; the training has not come to a safe" in said
     # srun has a line for each task, or for several that end at one moment
-    left = re.findall(r"Exited with exit code (\d+)", said)
-    assert set(left) == {"75"}
-    assert len(left) <= tasks
-    assert "Killed" not in said
-    run = job.folder / "hydroslurm-runs" / job.job_id
+    assert set(re.findall(r"Exited with exit code (\d+)", said)) == {"75"}
     ends = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
     assert [one["ended"] for one in ends if "ended" in one] == ["requeued", "finished"]
     for rank in range(tasks):
@@ -97,41 +100,3 @@ def test_a_training_that_hangs(
         events = [json.loads(line) for line in lines]
         where = [one["data"]["message"] for one in events if one["kind"] == "agreement_failed"]
         assert [one.startswith("no safe point in ") for one in where] == [True]
-
-
-@pytest.mark.slurm
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("case", "tasks"),
-    [
-        ("own test", 1),
-        ("lightning between", 1),
-        ("lightning test", 1),
-        ("lightning predict", 1),
-        ("lightning predict --nodes 2", 2),
-    ],
-)
-def test_a_hang_behind_the_training(
-    case: str, tasks: int, requeue_cluster: DevCluster, tmp_path: Path
-) -> None:
-    """SIGTERM ends the ranks at once. The next attempt trains none of the steps again, and repeats
-    what followed them."""
-    job = requeued_where_it_hangs(case, tasks, requeue_cluster, tmp_path / "job")
-    said = job.output()
-    assert f"attempt 2 resumes from step {12 // tasks}" in said
-    assert "Killed" not in said
-    run = job.folder / "hydroslurm-runs" / job.job_id
-    for fit in [run, run / "fit-2"] if "between" in case else [run]:
-        assert json.loads((fit / "finished.json").read_text())["step"] == 12 // tasks
-
-
-def requeued_where_it_hangs(case: str, tasks: int, cluster: DevCluster, folder: Path) -> StockJob:
-    """Once, by an operator; and at its end."""
-    framework, place, *options = case.split()
-    job = StockJob(cluster, folder, "stalling.py", framework, place, "out", *options)
-    job.submit(f"--nodes={tasks}", "--ntasks-per-node=1")
-    job.wait_for((job.folder / "out/hangs").exists)
-    job.slurm("scontrol", "requeue", job.job_id)
-    assert job.wait_for_end() == "COMPLETED", job.output()
-    assert (job.folder / "out/result").exists()
-    return job

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,8 @@ from hydroslurm.checkpoint import rng
 from hydroslurm.errors import StateMismatch, UnsavableState, UsageError
 from hydroslurm.training.cursor import PerRank
 
-OTHERWISE = " If what you register saves it in another form: run.steps(total, check=False)"
 ADAM = "Adam (of parameters of shape [1, 2], [1])"
+SGD = "SGD (of parameters of shape [1, 3], [1])"
 
 
 class Parts:
@@ -35,12 +37,15 @@ class Parts:
         self.second_optimizer = torch.optim.SGD(self.second.parameters(), lr=0.1)
         self.loader = DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=2)
 
-    def run(self, folder: Path, *names: str, **options: Any) -> hydroslurm.Run:
-        given = {name: getattr(self, name) for name in names or ("model", "optimizer")}
-        return hydroslurm.Run(directory=folder, every_steps=0, **given, **options)
+    def run(self, folder: Path, **options: Any) -> hydroslurm.Run:
+        given = {"model": self.model, "optimizer": self.optimizer, "every_steps": 0, **options}
+        return hydroslurm.Run(directory=folder, **given)
+
+    def loss(self, x: torch.Tensor | None = None) -> torch.Tensor:
+        return self.model(torch.rand(4, 2) if x is None else x).square().mean()
 
     def learn(self, x: torch.Tensor | None = None) -> float:
-        loss = self.model(torch.rand(4, 2) if x is None else x).square().mean()
+        loss = self.loss(x)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -51,192 +56,138 @@ class Parts:
         self.second(torch.rand(4, 3)).sum().backward()
         self.second_optimizer.step()
 
+    def windows(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
 
 def steps_of(run: hydroslurm.Run, body: Callable[[], Any], total: int = 2, **options: Any) -> None:
     for _ in run.steps(total, **options):
         body()
 
 
-def first_mistake(run: hydroslurm.Run, body: Callable[[], Any]) -> str:
-    """What the first step ends with; nothing was saved, and no hook has stayed."""
+def optimizer(parts: Parts) -> Any:
+    return {"optimizer": None}, parts.learn
+
+
+def second_optimizer(parts: Parts) -> Any:
+    return {"extra": {"second": parts.second}}, parts.learn_both
+
+
+def weights(parts: Parts) -> Any:
+    return {"extra": {"second_optimizer": parts.second_optimizer}}, parts.learn_both
+
+
+def tensor_of_no_module(parts: Parts) -> Any:
+    parts.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+    return {}, parts.learn
+
+
+def scheduler(parts: Parts) -> Any:
+    made = torch.optim.lr_scheduler.StepLR(parts.optimizer, 1)
+    return {}, lambda: (parts.learn(), made.step())
+
+
+def scheduler_of_another(parts: Parts) -> Any:
+    made, other = (
+        torch.optim.lr_scheduler.StepLR(one, 1) for one in (parts.optimizer, parts.second_optimizer)
+    )
+    extra = {"m": parts.second, "o": parts.second_optimizer, "s": other}
+    return {"extra": extra}, lambda: (parts.learn_both(), made.step())
+
+
+def iterator(parts: Parts) -> Any:
+    batches = iter(parts.loader)
+    return {}, lambda: parts.learn(next(batches)[0])
+
+
+def iterator_from_the_first_step(parts: Parts) -> Any:
+    batches = parts.windows()
+    return {"loader": parts.loader}, lambda: parts.learn(next(batches)[0])
+
+
+def scaler(parts: Parts) -> Any:
+    made = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    return {}, lambda: (made.scale(parts.loss()).backward(), made.step(parts.optimizer))
+
+
+def iterator_of_its_own(parts: Parts) -> Any:
+    """A generator that each step advances; one that only draws has no place."""
+    numbers, drawn = (one for one in range(100)), (random.random() for _ in range(100))
+    return {}, lambda: (parts.learn(), next(numbers), next(drawn))
+
+
+BATCH = "a batch was taken from an iterator over a DataLoader, which has no position that is saved"
+HAND_OUT = "Let the run hand them out: Run(loader=loader) and `for batch in run.batches(epochs=...)"
+MODULE = (
+    'run.register("model_2", module) for each further one, torch.nn.ParameterList([tensor]) for'
+)
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "said", "remedy"),
+    [
+        (optimizer, f"{ADAM} has stepped and is not part of this run", "Give it: Run(optimizer="),
+        (second_optimizer, f"{SGD} has stepped", 'run.register("optimizer_2", optimizer) for each'),
+        (weights, f"{SGD} trains 2 parameters that are not part of this run, the first of", MODULE),
+        (tensor_of_no_module, "Adam", "trains 1 parameters that are not part of this run"),
+        (scheduler, f"a scheduler sets the learning rate of {ADAM}, and none is", "Run(scheduler="),
+        (scheduler_of_another, f"a scheduler sets the learning rate of {ADAM}", '"scheduler_2"'),
+        (iterator, BATCH, HAND_OUT),
+        (iterator_from_the_first_step, BATCH, HAND_OUT),
+        (scaler, "a GradScaler (scale 1024) has scaled this step and is not part of this run", ""),
+        (iterator_of_its_own, "numbers (generator) is an iterator that has moved, and", HAND_OUT),
+    ],
+)
+def test_what_was_not_given(
+    forgotten: Callable[[Parts], Any], said: str, remedy: str, tmp_path: Path
+) -> None:
+    """The first step ends with it and with what to write; nothing was saved, and no hook stays."""
+    parts = Parts()
+    options, body = forgotten(parts)
+    run = parts.run(tmp_path, **options)
     hooks = len(_global_optimizer_post_hooks)
     following = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
     with pytest.raises(UsageError) as found, run:
         steps_of(run, body)
+    assert str(found.value).startswith(said)
+    assert remedy in str(found.value)
+    assert "run.steps(total, check=False)" in str(found.value)
     assert not list(run.dir.checkpoints.glob("step-*"))
     assert len(_global_optimizer_post_hooks) == hooks
     assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is following
-    return str(found.value)
 
 
-def test_an_optimizer_that_was_not_given(tmp_path: Path) -> None:
-    """The only one, or the second; one without a state of its own, too."""
-    parts = Parts()
-    assert first_mistake(parts.run(tmp_path / "a", "model"), parts.learn) == (
-        f"{ADAM} has stepped and is not part of this run: resumed, it would begin anew. Give it: "
-        'Run(optimizer=...) for one, run.register("optimizer_2", optimizer) for each further one.'
-        + OTHERWISE
-    )
-    parts = Parts()
-    run = parts.run(tmp_path / "b", extra={"second": parts.second})
-    assert first_mistake(run, parts.learn_both).startswith(
-        "SGD (of parameters of shape [1, 3], [1]) has stepped and is not part of this run"
-    )
-
-
-def test_weights_that_were_not_given(tmp_path: Path) -> None:
-    """A module, or a tensor that is in none."""
-    parts = Parts()
-    extra = {"second_optimizer": parts.second_optimizer}
-    assert first_mistake(parts.run(tmp_path / "a", extra=extra), parts.learn_both) == (
-        "SGD (of parameters of shape [1, 3], [1]) trains 2 parameters that are not part of this "
-        "run, the first of shape [1, 3]: resumed, they would begin anew. Give the module that has "
-        'them: Run(model=...) for one, run.register("model_2", module) for each further one, '
-        "torch.nn.ParameterList([tensor]) for a tensor that belongs to none." + OTHERWISE
-    )
-    parts = Parts()
-    parts.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
-    assert "trains 1 parameters" in first_mistake(parts.run(tmp_path / "b"), parts.learn)
-
-
-def test_a_scheduler_that_was_not_given(tmp_path: Path) -> None:
-    """Of one optimizer; that of another one does not count."""
-    parts = Parts()
-    scheduler = torch.optim.lr_scheduler.StepLR(parts.optimizer, 1)
-    run = parts.run(tmp_path / "a")
-    assert first_mistake(run, lambda: (parts.learn(), scheduler.step())) == (
-        f"a scheduler sets the learning rate of {ADAM}, and none is part of this run: resumed, it "
-        'would begin anew. Give it: Run(scheduler=...) for one, run.register("scheduler_2", '
-        "scheduler) for each further one." + OTHERWISE
-    )
-    parts = Parts()
-    scheduler = torch.optim.lr_scheduler.StepLR(parts.optimizer, 1)
-    other = torch.optim.lr_scheduler.StepLR(parts.second_optimizer, 1)
-    extra = {"m": parts.second, "o": parts.second_optimizer, "s": other}
-    run = parts.run(tmp_path / "b", extra=extra)
-    assert ADAM in first_mistake(run, parts.learn_both)
-
-
-@pytest.mark.parametrize("where", ["before the loop", "in the first step", "given to the run"])
-def test_an_iterator_without_a_position(where: str, tmp_path: Path) -> None:
-    """Over a DataLoader, whoever made it."""
-    parts = Parts()
-    options = {"loader": parts.loader} if where == "given to the run" else {}
-    run = parts.run(tmp_path, **options)
-
-    def endless() -> Iterator[Any]:
-        while True:
-            yield from parts.loader
-
-    batches = endless() if where == "in the first step" else iter(parts.loader)
-    assert first_mistake(run, lambda: parts.learn(next(batches)[0])) == (
-        "a batch was taken from an iterator over a DataLoader, which has no position that is "
-        "saved: resumed, it would begin with its first batches again. Let the run hand them out: "
-        "Run(loader=loader) and `for batch in run.batches(epochs=...)`; or have a get_batch(step) "
-        "choose the samples by the number of the step. If the script skips what was read already: "
-        "run.steps(total, check=False)"
-    )
-
-
-@pytest.mark.parametrize("loop", ["steps", "batches"])
-def test_a_scaler_that_was_not_given(loop: str, tmp_path: Path) -> None:
-    """And not once it is registered."""
+def test_in_a_loop_over_batches(tmp_path: Path) -> None:
+    """The remedy is that loop's; and what is registered is not told."""
     for is_registered in (False, True):
         parts, found = Parts(), ""
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        run = parts.run(tmp_path / str(is_registered), "model", "optimizer", "loader")
+        _, body = scaler(parts)
+        run = parts.run(tmp_path / str(is_registered), loader=parts.loader)
         if is_registered:
-            run.register("scaler", scaler)
+            run.register("scaler", body.__closure__[0].cell_contents)
         try:
-            for _ in run.steps(1) if loop == "steps" else run.batches(epochs=1):
-                scaler.scale(parts.model(torch.ones(4, 2)).sum()).backward()
-                scaler.step(parts.optimizer)
-                scaler.update()
+            for _ in run.batches(epochs=1):
+                body()
         except UsageError as error:
             found = str(error)
         run.close()
-        said = "a GradScaler (scale 1024) has scaled this step and is not part of this run"
-        assert found.startswith("" if is_registered else said)
-        assert (f"run.{loop}(" in found) is not is_registered
-
-
-@pytest.mark.parametrize("loop", ["steps", "batches"])
-def test_an_iterator_of_the_scripts_own(loop: str, tmp_path: Path) -> None:
-    """A generator that each step advances; one that only draws has no place."""
-    parts = Parts()
-
-    def windows() -> Iterator[int]:
-        yield from range(100)
-
-    def noise() -> Iterator[float]:
-        while True:
-            yield random.random()
-
-    run = parts.run(tmp_path, "model", "optimizer", "loader")
-    numbers, drawn = windows(), noise()
-    next(drawn)
-
-    def train() -> None:
-        for _ in run.steps(2) if loop == "steps" else run.batches(epochs=1):
-            parts.learn()
-            next(numbers), next(drawn)
-
-    with pytest.raises(UsageError) as found:
-        train()
-    run.close()
-    assert str(found.value).startswith(
-        "numbers (generator) is an iterator that has moved, and nothing can bring it back to its "
-        "place. Let the run hand them out: "
-    )
-    assert f"run.{loop}(" in str(found.value)
+        assert ("run.batches(" in found) is not is_registered
 
 
 def test_what_has_grown(tmp_path: Path) -> None:
     """A save that no later attempt could load is refused when it is made; a stop keeps what is
     committed, and goes on from there."""
-    for change, said in (
-        (
-            lambda parts: parts.model.register_parameter("more", nn.Parameter(torch.ones(1))),
-            "+ more",
-        ),
-        (
-            lambda parts: parts.optimizer.add_param_group({"params": [parts.second.weight]}),
-            "+ group 1",
-        ),
-    ):
-        parts = Parts()
-        run = parts.run(tmp_path / said, "model", "optimizer")
-        steps_of(run, parts.learn, 2)
-        change(parts)
-        with pytest.raises(UnsavableState) as found:
-            run.save()
-        assert f"is not what the script has made when this attempt began ({said})" in str(
-            found.value
-        )
-        ask_for_stop(run)
-        with pytest.raises(SystemExit):
-            steps_of(run, parts.learn, 4, check=False)
-        assert [path.name for path in run.dir.checkpoints.glob("step-*")] == ["step-000000002"]
-        hydroslurm.uninstall()
-
-
-def test_an_optimizer_that_is_made_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is named at the next save, once."""
     parts = Parts()
-    run = parts.run(tmp_path, "model", "optimizer")
-    for step in run.steps(4):
-        parts.learn()
-        if step == 1:
-            later = torch.optim.Adam(parts.model.parameters())
-        if step > 1:
-            parts.model(torch.rand(4, 2)).sum().backward()
-            later.step()
-            run.save()
-    run.close()
-    (said,) = [one for one in caplog.messages if "has stepped" in one]
-    assert said.startswith(
-        "later (Adam) has stepped and is not part of this run: resumed, it would"
-    )
+    run = parts.run(tmp_path)
+    steps_of(run, parts.learn, 2)
+    parts.optimizer.add_param_group({"params": [parts.second.weight]})
+    with pytest.raises(UnsavableState, match=r"when this attempt began \(\+ group 1\)"):
+        run.save()
+    ask_for_stop(run)
+    with pytest.raises(SystemExit):
+        steps_of(run, parts.learn, 4, check=False)
+    assert [path.name for path in run.dir.checkpoints.glob("step-*")] == ["step-000000002"]
 
 
 def test_what_is_no_mistake(tmp_path: Path) -> None:
@@ -271,48 +222,24 @@ def test_what_is_no_mistake(tmp_path: Path) -> None:
     steps_of(run, body)
     run.close()
     parts = Parts()
-    run = parts.run(tmp_path / "b", "model")
+    run = parts.run(tmp_path / "b", optimizer=None)
     steps_of(run, parts.learn_both, check=False)
     assert run.step == 2
     run.close()
 
 
-@pytest.mark.parametrize(
-    ("thing", "said"),
-    [
-        (
-            3,
-            "'thing' is a int without state_dict() and load_state_dict(); only objects that have "
-            "both can be saved. Wrap it in one that does",
-        ),
-        (
-            iter([1]),
-            "'thing' is a list_iterator, which has no position that can be saved. Let the run hand "
-            "out its batches: Run(loader=loader) and `for batch in run.batches(epochs=...)`; or "
-            "have a get_batch(step) choose the samples by the number of the step",
-        ),
-        (
-            random.SystemRandom(),
-            "'thing' is a SystemRandom, which draws from the operating system and has no state to "
-            "resume from; use random.Random(seed)",
-        ),
-    ],
-)
-def test_what_has_no_state(thing: Any, said: str, tmp_path: Path) -> None:
-    """Said where it is registered."""
-    run = Parts().run(tmp_path)
-    with pytest.raises(UsageError) as found:
-        run.register("thing", thing)
-    assert str(found.value) == said
-    run.close()
-
-
-def test_registered_too_late_or_twice(tmp_path: Path) -> None:
-    """A generator's name is a name like another."""
+def test_what_cannot_be_registered(tmp_path: Path) -> None:
+    """Without a state, under a name twice, too late: said where it is registered."""
     run = Parts().run(tmp_path)
     run.register("noise", torch.Generator())
-    with pytest.raises(UsageError, match="'noise' is already registered"):
-        run.register("noise", nn.Linear(1, 1))
+    for name, thing, said in (
+        ("thing", 3, "'thing' is a int without state_dict() and load_state_dict(); only objects "),
+        ("thing", iter([1]), "'thing' is a list_iterator, which has no position that can be saved"),
+        ("thing", random.SystemRandom(), "'thing' is a SystemRandom, which draws from the operati"),
+        ("noise", nn.Linear(1, 1), "'noise' is already registered"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(said)):
+            run.register(name, thing)
     for _ in run.steps(1):
         with pytest.raises(UsageError, match="comes too late: the run has been resumed already"):
             run.register("more", torch.Generator())
@@ -323,14 +250,10 @@ def test_a_loop_in_a_loop(tmp_path: Path) -> None:
     """Both would count."""
     run = Parts().run(tmp_path)
     for _ in run.steps(1):
-        with pytest.raises(UsageError) as found:
+        with pytest.raises(
+            UsageError, match=r"in the body of a loop over .* Make one loop, or one"
+        ):
             next(run.steps(3))
-    assert str(found.value) == (
-        "run.steps() in the body of a loop over run.batches() or run.steps(): both would count the "
-        "same steps. Make one loop, or one behind the other"
-    )
-    with pytest.raises(UsageError, match=r"steps\(-1\): wanted the number of steps, an int of 0"):
-        next(run.steps(-1))
     run.close()
 
 
@@ -366,32 +289,30 @@ def test_a_step_that_was_left_counts(tmp_path: Path) -> None:
     assert run.step == 3
 
 
-def stopped_at(folder: Path, stop: int | None, losses: list[float]) -> None:
-    """Two loops, one behind the other, with draws between them."""
-    parts = Parts()
-    with parts.run(folder) as run:
+def two_loops(folder: Path, stop: int | None = None) -> list[float]:
+    """One behind the other, with draws between them."""
+    parts, losses = Parts(), []
+    with contextlib.suppress(SystemExit), parts.run(folder) as run:
         for total in (2, 4):
             for step in run.steps(total):
                 losses.append(parts.learn())
                 if step == stop:
                     ask_for_stop(run)
             losses.append(float(torch.rand(1)))
+    if hydroslurm.is_installed():
+        hydroslurm.uninstall()
+    return losses
 
 
 @pytest.mark.parametrize("stop", range(4))
 def test_two_loops(stop: int, tmp_path: Path) -> None:
     """A resume in the second one, or right between them, goes on with the same random numbers."""
-    alone: list[float] = []
-    stopped_at(tmp_path / "alone", None, alone)
-    stopped: list[float] = []
-    with pytest.raises(SystemExit):
-        stopped_at(tmp_path / "run", stop, stopped)
-    hydroslurm.uninstall()
-    again: list[float] = []
-    stopped_at(tmp_path / "run", None, again)
-    rest = alone[-len(again) :] if stop < 2 else alone[-(len(again) - 1) :]
-    assert again[-len(rest) :] == rest
-    assert stopped == alone[: len(stopped)]
+    alone = two_loops(tmp_path / "alone")
+    stopped = two_loops(tmp_path / "run", stop)
+    assert stopped == alone[: len(stopped)] != alone
+    again = two_loops(tmp_path / "run")
+    rest = again if stop < 2 else again[1:]
+    assert again[-len(rest) :] == alone[-len(rest) :]
 
 
 @pytest.mark.parametrize(

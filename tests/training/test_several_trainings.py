@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from processes import wait_until
+from processes import captured, wait_until
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
@@ -42,16 +41,11 @@ def test_each_training_of_a_job_resumes_its_own(
     the requeue waits for the one that is slower to save."""
     (tmp_path / "job.sh").write_text(JOB)
 
+    environ = {**requeue_cluster.child_environ(), "OMP_NUM_THREADS": "1"}
+
     def slurm(*command: str) -> str:
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env={**requeue_cluster.child_environ(), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        )
+        done = captured(command, cwd=tmp_path, env=environ, timeout=120)
+        assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     def log(name: str) -> str:
@@ -69,22 +63,16 @@ def test_each_training_of_a_job_resumes_its_own(
         wait_until(ended, f"{log('batch')} {log('slow')}", limit_s=LIMIT_S)
         wait_until(lambda: not slurm("squeue", "-h", "-j", job_id), "its end", limit_s=LIMIT_S)
     finally:
-        subprocess.run(["scancel", job_id], env=requeue_cluster.child_environ(), check=False)
+        slurm("scancel", job_id)
     everything = "".join(
         map(log, ("pretrain", "loop", "fast", "slow", "program0", "program1", "multirun", "batch"))
     )
     ends = re.findall(r"^(\w+ \d) ends at (\d+)$", everything, re.MULTILINE)
-    assert sorted(ends) == [
-        ("fast 0", "30"),
-        ("loop 0", "2"),
-        ("loop 0", "2"),
-        ("multirun 0", "3"),
-        ("multirun 1", "6"),
-        ("pretrain 0", "3"),
-        ("program 0", "4"),
-        ("program 0", "5"),
-        ("slow 0", "12"),
-    ], everything
+    wanted = (
+        "fast 0 30, loop 0 2, loop 0 2, multirun 0 3, multirun 1 6, pretrain 0 3, program 0 4, "
+    )
+    wanted += "program 0 5, slow 0 12"
+    assert sorted(map(" ".join, ends)) == wanted.split(", "), everything
     for name in ("fast", "slow"):
         first, second = re.findall(rf"{name} 0 began at (\d+)", log(name))
         assert first == "0" < second, log(name)

@@ -36,24 +36,6 @@ OWN_LOOP = """
     hydroslurm.go_suspend()
 """
 
-RUN = """
-    import sys, time
-    from pathlib import Path
-    import torch
-    import hydroslurm
-
-    model = torch.nn.Linear(2, 2)
-    with hydroslurm.Run(model=model, directory="run", every_steps=0) as run:
-        run.resume()
-        print("ready", run.step, flush=True)
-        while run.step < 10**9:
-            with torch.no_grad():
-                model.weight += 1
-            time.sleep(0.005)
-            run.step += 1
-            run.safe_point()
-"""
-
 
 def test_a_loop_of_ones_own_hears_saves_and_leaves(tmp_path: Path) -> None:
     """SIGTERM is received, by its DataLoader workers too, as Slurm does it; they go on, the loop
@@ -76,18 +58,3 @@ def test_going_without_a_request_is_refused(tmp_path: Path) -> None:
         assert program.wait() == 1
         assert "go_suspend() was called without a stop request" in str(program)
         assert "1 process of multiprocessing (DataLoader workers?) started before" in str(program)
-
-
-def test_a_stop_reaches_a_paused_rank(tmp_path: Path) -> None:
-    """Paused by a person and then stopped: it is let go to its safe point, and the next attempt
-    goes on from there, running."""
-    with forked(RUN, tmp_path) as program:
-        program.expect("ready")
-        program.signal(signal.SIGUSR1)
-        program.signal(signal.SIGTERM)
-        assert program.wait() == 75
-        assert "is committed" in str(program)
-    with forked(RUN, tmp_path) as program:
-        assert int(program.expect("ready")) > 0
-        program.signal(signal.SIGURG)
-        assert program.wait() == 75

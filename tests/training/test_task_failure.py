@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-from processes import wait_until
+from processes import captured, wait_until
 from sbatchfiles import multi_node_script
 
 from hydroslurm.devcluster import DevCluster
@@ -20,9 +19,7 @@ pytestmark = pytest.mark.slurm
 # rank 1 fails before anybody has a Run; rank 0 is killed by the SIGTERM
 IMPORTING = """
 import os, sys, time
-if os.environ["SLURM_PROCID"] == "1":
-    sys.exit(1)
-time.sleep(300)
+sys.exit(1) if os.environ["SLURM_PROCID"] == "1" else time.sleep(300)
 """
 # one rank fails at its third step; the other trains on until the SIGTERM
 TRAINING = """
@@ -38,7 +35,7 @@ with hydroslurm.Run(model=model, optimizer=optimizer) as run:
         optimizer.step()
         run.step += 1
         run.safe_point()
-        if os.environ["SLURM_PROCID"] == "RANK" and run.step == 3:
+        if os.environ["SLURM_PROCID"] == "1" and run.step == 3:
             raise RuntimeError("a bug at step 3")
         time.sleep(0.02)
 """
@@ -47,33 +44,27 @@ with hydroslurm.Run(model=model, optimizer=optimizer) as run:
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        (IMPORTING, "task 0: Terminated"),
-        (TRAINING.replace("RANK", "0"), "the job is not requeued for that"),
-        (TRAINING.replace("RANK", "1"), "the job is not requeued for that"),
+        pytest.param(IMPORTING, "task 0: Terminated", marks=pytest.mark.long, id="importing"),
+        pytest.param(
+            TRAINING.replace('== "1"', '== "0"'), "the job is not requeued for that",
+            marks=pytest.mark.long, id="rank 0",
+        ),
+        pytest.param(TRAINING, "the job is not requeued for that", id="rank 1"),
     ],
-    ids=["importing", "rank 0", "rank 1"],
-)
+)  # fmt: skip
 def test_a_failed_rank_is_no_preemption(
     requeue_cluster: DevCluster, tmp_path: Path, program: str, words: str
 ) -> None:
     """The job ends as failed, in its first attempt, whether the other rank had a Run or not: it
     would be requeued, and fail again, for ever."""
     (tmp_path / "train.py").write_text(program)
-    script = multi_node_script("python3 -u train.py", nodes=2)
-    (tmp_path / "job.sh").write_text(script)
-    environ = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    submitted = subprocess.run(
+    (tmp_path / "job.sh").write_text(multi_node_script("python3 -u train.py", nodes=2))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    submitted = captured(
         ["sbatch", "--parsable", "--output=out", "job.sh"],
         env=requeue_cluster.child_environ(environ),
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
         timeout=60,
-        check=True,
     )
     job_id = int(submitted.stdout.split(";")[0])
     client = open_client("commands", environ=requeue_cluster.child_environ())

@@ -80,11 +80,7 @@ class Training:
         done = captured(
             command,
             cwd=self.folder,
-            env={
-                **self.cluster.child_environ(),
-                "OMP_NUM_THREADS": "1",
-                **self.environ,
-            },
+            env={**self.cluster.child_environ(), "OMP_NUM_THREADS": "1", **self.environ},
             timeout=120,
         )
         assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stderr}"
@@ -95,14 +91,8 @@ class Training:
         (self.folder / "examples").mkdir(parents=True)
         (self.folder / "examples" / "train_run.py").symlink_to(SCRIPT)
         script = str(ROOT / "sbatch" / "requeue.sbatch")
-        self.job_id = self.slurm(
-            "sbatch",
-            "--parsable",
-            *sbatch_options,
-            script,
-            *options(self.out, epochs=self.epochs),
-            f"--think-s={self.think_s}",
-        )
+        given = [*options(self.out, epochs=self.epochs), f"--think-s={self.think_s}"]
+        self.job_id = self.slurm("sbatch", "--parsable", *sbatch_options, script, *given)
         return self
 
     def events(self) -> list[Event]:

@@ -1,0 +1,111 @@
+"""Frameworks at the edges: other versions, other models, finished runs, runs that are trained
+longer, and what is not trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+import zygote
+from integrations.proofs import LIGHTNING, TRANSFORMERS
+
+EDGES = Path(__file__).with_name("edges.py")
+ADAPTER = """
+import torch
+from transformers import Trainer, TrainingArguments
+from hydroslurm.integrations.transformers import make_preemptible
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = torch.nn.Linear(2, 10000).requires_grad_(False)
+        self.net = torch.nn.Linear(10000, 1)
+    def forward(self, x, labels=None):
+        return {"loss": (self.net(self.base(x)) - labels).square().mean()}
+
+rows = [{"x": torch.ones(2), "labels": torch.zeros(1)} for _ in range(8)]
+arguments = TrainingArguments(
+    "out", max_steps=4, per_device_train_batch_size=2, report_to=[], save_strategy="no",
+    use_cpu=True,
+)
+trainer = Trainer(model=Model(), args=arguments, train_dataset=rows)
+make_preemptible(trainer, directory="run", every_steps=1).train()
+"""
+Found: TypeAlias = dict[str, tuple[list[int], list[str]]]
+KNOWN = {
+    "lightning": ("trainer.fit_loop.epoch_loop.advance; hydroslurm knows 2.4 to 2.6", 11),
+    "transformers": ("transformers.trainer.skip_first_batches; hydroslurm knows 4.57 to 5", 12),
+}
+
+
+def played(framework: str, folder: Path) -> Found:
+    """Name -> exit statuses and notes of all attempts."""
+    loads = LIGHTNING if framework == "lightning" else TRANSFORMERS
+    ran = zygote.ran([EDGES, framework, folder], loads=loads)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param("lightning", marks=pytest.mark.long), "transformers"]
+)
+def edges(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Found]:
+    return request.param, played(request.param, tmp_path_factory.mktemp("edges"))
+
+
+def test_another_version_and_another_model(edges: tuple[str, Found]) -> None:
+    """A framework that is not known: one line that names what is missing, and it trains when that
+    is there. A checkpoint of another model is refused with the step."""
+    framework, found = edges
+    said, steps = KNOWN[framework]
+    exits, notes = found["another version"]
+    assert exits == [0]
+    assert [one.split(":")[0] for one in notes] == ["asked", "unasked", f"trained {steps}"]
+    assert [said in one for one in notes[:2]] == [True, True]
+    exits, notes = found["another model"]
+    assert exits == [75, 0]
+    assert "refused: step 3 of this run does not fit the model (" in notes[-1]
+    assert "size mismatch" in notes[-1]
+
+
+def test_a_run_that_had_come_to_its_end_is_trained_longer(edges: tuple[str, Found]) -> None:
+    """It is the run that was to be as long from the beginning. With Lightning's max_steps in the
+    middle of an epoch, where it validates, the rest of that epoch comes first."""
+    framework, found = edges
+    for by in (name for name in found if f"{name}, whole" in found):
+        (exits, longer), (_, whole) = found[by], found[f"{by}, whole"]
+        assert exits == [75, 0]
+        if (framework, by) == ("lightning", "max_steps"):
+            longer, whole = (
+                [one.split()[:3] for one in notes if one.startswith("step")]
+                for notes in (longer, whole)
+            )
+        steps = [one for one in longer if not str(one).startswith(("weights", "end", "log"))]
+        assert len(steps) > 4
+        assert steps == [one for one in whole if one in steps]
+        assert longer[-1] == whole[-1]
+
+
+def test_a_finished_run_and_one_that_transformers_has_saved(edges: tuple[str, Found]) -> None:
+    """A restart of the one exits with 0 and trains nothing; the other goes on within its second
+    epoch, whose order is another one, with the same steps as without us."""
+    _, found = edges
+    if "finished" not in found:  # rows of test_stopped_anywhere.py show it of Lightning
+        return
+    assert found["finished"][0] == found["finished again"][0] == [0]
+    assert found["finished again"][1] == found["finished"][1]
+    assert found["own checkpoint, bare"] == found["own checkpoint"]
+
+
+def test_what_is_not_trained_is_apart(tmp_path: Path) -> None:
+    """In files that later checkpoints share."""
+    (tmp_path / "adapter.py").write_text(ADAPTER)
+    ran = zygote.ran([tmp_path / "adapter.py"], loads=TRANSFORMERS)
+    assert ran.returncode == 0, ran.stderr
+    files = list(tmp_path.glob("run/checkpoints/*/frozen-00000.safetensors"))
+    assert len(files) == 2
+    assert all(80_000 < file.stat().st_size < 82_000 for file in files)
