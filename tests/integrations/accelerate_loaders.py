@@ -45,7 +45,9 @@ WAYS: dict[str, Any] = {
     "twice": lambda first, *_: zip(first, first, strict=False),
     "fetched before": now_and_then_of_two,
     "one behind the other": lambda first, *_: ([one] for one in first),
-    **dict.fromkeys(("loader", "optimizer", "scheduler", "scaler"), now_and_then_of_two),
+    # what is not given
+    "loader": lambda first, second, *_: zip(first, second, strict=False),
+    **dict.fromkeys(("optimizer", "scheduler", "scaler"), now_and_then_of_two),
 }
 
 
@@ -88,6 +90,7 @@ def train(scene: str, how: str) -> None:
                 loss = model(x + torch.rand_like(x)).square().mean()
                 accelerator.backward(scaler.scale(loss))
                 scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 counted += 1

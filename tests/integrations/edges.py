@@ -4,9 +4,7 @@ name -> exit statuses and what was shown."""
 from __future__ import annotations
 
 import atexit
-import importlib
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -14,13 +12,10 @@ from typing import Any
 
 from attempts import STOPPED, attempts, begin, printed
 
-from hydroslurm.errors import StateMismatch, UsageError
-from hydroslurm.prove.updates import PROVE_ENV
-from hydroslurm.runtime.autoload import PREEMPT_ENV
+from hydroslurm.errors import StateMismatch
 
 
 class Lightning:
-    used = ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop", "advance")
     by = ("max_epochs 1 3", "max_steps 15 22")
 
     def __init__(self) -> None:
@@ -38,22 +33,8 @@ class Lightning:
         own |= {"max_epochs": -1, **options} if options else {}
         self.scenes.fit(module, data, own)
 
-    def train_as_another(self, folder: Path, *, asked: bool) -> None:
-        from hydroslurm.integrations.lightning import Preemptible
-
-        os.environ[PREEMPT_ENV] = "off" if asked else "requeue"
-        callbacks = [Preemptible(directory=folder / "asked")] if asked else []
-        trainer = self.scenes.lightning.Trainer(
-            accelerator="cpu", max_epochs=1, logger=False, default_root_dir=folder,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=callbacks,
-        )  # fmt: skip
-        trainer.fit(self.scenes.Module(), self.scenes.loader(), self.scenes.loader())
-        note(folder, f"trained {trainer.global_step}")
-
 
 class Transformers:
-    used = ("transformers.trainer", "skip_first_batches")
     by = ("num_train_epochs 2 3", "max_steps 5 10")
 
     def __init__(self) -> None:
@@ -65,16 +46,6 @@ class Transformers:
     def train(self, *, width: int = 8, **options: Any) -> None:
         constant = {"lr_scheduler_type": "constant"} if options else {}
         self.scenes.train("plain", Path("output"), width=width, options={**constant, **options})
-
-    def train_as_another(self, folder: Path, *, asked: bool) -> None:
-        from hydroslurm.integrations.transformers import install, make_preemptible
-
-        kind = type("AnotherTrainer", (self.scenes.Trainer,), {})
-        trainer = self.scenes.made_trainer(kind, self.scenes.Noisy(), folder / "output", {}, [])
-        if asked:
-            make_preemptible(trainer)
-        install(self.scenes.transformers.trainer)
-        note(folder, f"trained {trainer.train().global_step}")
 
 
 def note(folder: Path, what: str) -> None:
@@ -91,25 +62,6 @@ def main(name: str, folder: Path) -> None:
         exits, lines = attempts(call, "", folder / (place or shown), stops, notes="out-*")
         found[shown] = exits, printed(lines)
 
-    def another_version(_: str, place: Path, stop: str) -> None:
-        """Without what hydroslurm uses of it, as one is before that came and after it has gone:
-        asked for, and by the entry point."""
-        os.environ["HYDROSLURM_RUN_DIR"] = str(place / "run")
-        module, *path, last = framework.used
-        owner = importlib.import_module(module)
-        for one in path:
-            owner = getattr(owner, one)
-        own = getattr(owner, last)
-        for asked in (True, False):
-            delattr(owner, last)
-            try:
-                framework.train_as_another(place, asked=asked)
-            except UsageError as error:
-                note(place, f"{'asked' if asked else 'unasked'}: {error}")
-            finally:
-                setattr(owner, last, own)
-        framework.train_as_another(place, asked=False)
-
     def another_model(_: str, place: Path, stop: str) -> None:
         """The second attempt has a wider one."""
         begin(place, stop)
@@ -118,20 +70,12 @@ def main(name: str, folder: Path) -> None:
         except StateMismatch as error:
             note(place, f"refused: {error}")
 
-    def whole_process(scene: str, place: Path, stop: str) -> None:
+    def whole_process(_: str, place: Path, stop: str) -> None:
         """With what Python does at its end, where a run is marked as finished."""
         begin(place, stop)
-        framework.scenes.main(scene)
+        framework.scenes.main("plain")
         atexit._run_exitfuncs()
 
-    def bare(scene: str, place: Path, stop: str) -> None:
-        """As the framework does it without us."""
-        os.environ.pop(PROVE_ENV)
-        os.dup2(os.open(place / "out-0", os.O_WRONLY | os.O_CREAT), 1)
-        os.chdir(place)
-        framework.scenes.main(scene)
-
-    play("another version", another_version, "")
     play("another model", another_model, "step:3", "")
     for by in framework.by:
         option, short, long = by.split()
@@ -145,12 +89,8 @@ def main(name: str, folder: Path) -> None:
 
         play(option, longer, short, "")
         play(f"{option}, whole", longer, "")
-    if name == "transformers":
-        play("finished", lambda _, *more: whole_process("plain", *more), "")
-        again = lambda _, *more: whole_process("plain", *more)  # noqa: E731
-        play("finished again", again, "", place="finished")
-        play("own checkpoint", lambda _, *more: whole_process("own checkpoint", *more), "")
-        play("own checkpoint, bare", lambda _, *more: bare("own checkpoint", *more), "")
+    for shown in ("finished", "finished again"):
+        play(shown, whole_process, "", place="finished")
     print(json.dumps(found))
 
 

@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
+import torch
+import transformers
 import zygote
 from integrations.proofs import LIGHTNING, TRANSFORMERS
+
+from hydroslurm.errors import UsageError
+from hydroslurm.integrations.transformers import make_preemptible
 
 EDGES = Path(__file__).with_name("edges.py")
 ADAPTER = """
@@ -34,10 +39,6 @@ trainer = Trainer(model=Model(), args=arguments, train_dataset=rows)
 make_preemptible(trainer, directory="run", every_steps=1).train()
 """
 Found: TypeAlias = dict[str, tuple[list[int], list[str]]]
-KNOWN = {
-    "lightning": ("trainer.fit_loop.epoch_loop.advance; hydroslurm knows 2.4 to 2.6", 11),
-    "transformers": ("transformers.trainer.skip_first_batches; hydroslurm knows 4.57 to 5", 12),
-}
 
 
 def played(framework: str, folder: Path) -> Found:
@@ -57,16 +58,9 @@ def edges(
     return request.param, played(request.param, tmp_path_factory.mktemp("edges"))
 
 
-def test_another_version_and_another_model(edges: tuple[str, Found]) -> None:
-    """A framework that is not known: one line that names what is missing, and it trains when that
-    is there. A checkpoint of another model is refused with the step."""
-    framework, found = edges
-    said, steps = KNOWN[framework]
-    exits, notes = found["another version"]
-    assert exits == [0]
-    assert [one.split(":")[0] for one in notes] == ["asked", "unasked", f"trained {steps}"]
-    assert [said in one for one in notes[:2]] == [True, True]
-    exits, notes = found["another model"]
+def test_a_checkpoint_of_another_model(edges: tuple[str, Found]) -> None:
+    """It is refused with the step."""
+    exits, notes = edges[1]["another model"]
     assert exits == [75, 0]
     assert "refused: step 3 of this run does not fit the model (" in notes[-1]
     assert "size mismatch" in notes[-1]
@@ -90,15 +84,25 @@ def test_a_run_that_had_come_to_its_end_is_trained_longer(edges: tuple[str, Foun
         assert longer[-1] == whole[-1]
 
 
-def test_a_finished_run_and_one_that_transformers_has_saved(edges: tuple[str, Found]) -> None:
-    """A restart of the one exits with 0 and trains nothing; the other goes on within its second
-    epoch, whose order is another one, with the same steps as without us."""
+def test_a_finished_run(edges: tuple[str, Found]) -> None:
+    """A restart exits with 0 and trains nothing."""
     _, found = edges
-    if "finished" not in found:  # rows of test_stopped_anywhere.py show it of Lightning
-        return
     assert found["finished"][0] == found["finished again"][0] == [0]
     assert found["finished again"][1] == found["finished"][1]
-    assert found["own checkpoint, bare"] == found["own checkpoint"]
+
+
+def test_a_transformers_that_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line that names what is missing, and nothing half installed; Lightning's is in
+    test_lightning_strategies.py."""
+    trainer = transformers.Trainer(
+        model=torch.nn.Linear(1, 1), args=transformers.TrainingArguments(str(tmp_path))
+    )
+    before = dict(vars(trainer))
+    monkeypatch.delattr(transformers.trainer, "skip_first_batches")
+    said = r"transformers\.trainer\.skip_first_batches; hydroslurm knows 4\.57 to 5"
+    with pytest.raises(UsageError, match=said):
+        make_preemptible(trainer)
+    assert dict(vars(trainer)) == before
 
 
 def test_what_is_not_trained_is_apart(tmp_path: Path) -> None:

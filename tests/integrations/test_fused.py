@@ -190,17 +190,6 @@ def test_a_setting_that_is_changed_later(monkeypatch: pytest.MonkeyPatch) -> Non
         inner.eps = 1e-6
 
 
-@pytest.mark.parametrize("autocast", [True, False])
-def test_in_bfloat16(always: None, autocast: bool) -> None:
-    """The same modules are equal to what is fused, to the precision that they have."""
-    model, tokens = models.GPT(), torch.randint(65, (2, 33))
-    if not autocast:
-        model.bfloat16()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        table = hydroslurm.optimize_modules(model, (tokens[:, :-1], tokens[:, 1:]))
-        assert [len(row.names) for row in table.applied] == [5, 2, 2], str(table)
-
-
 def test_speed_is_measured() -> None:
     """A forward that does far more is found to be slower, and is left alone; what is not equal is
     not timed."""
@@ -234,7 +223,7 @@ def test_own_classes_are_registered(always: None) -> None:
     rewriters._rewriters[:] = rewriters._rewriters[-2:]
     assert row_of(models.UnbiasedNorm(WIDTH)).replacement == "by var_mean"
     assert row_of(type("OfItsKind", (models.UnbiasedNorm,), {})(WIDTH)).applied
-    assert "is equal" in row_of(models.GELU()).reason
+    assert "another result" in row_of(models.GELU()).reason
     with pytest.raises(UsageError, match="wanted a class of"):
         hydroslurm.register_rewriter(dict)  # type: ignore[arg-type]
 

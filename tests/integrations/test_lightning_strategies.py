@@ -17,6 +17,7 @@ from hydroslurm.errors import UsageError
 pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops import _TrainingEpochLoop
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from hydroslurm.integrations import lightning_strategies
@@ -66,12 +67,19 @@ def test_the_environment_is_that_of_the_attempt(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.filterwarnings("ignore:The `srun` command")
-def test_a_strategy_that_cannot_be_saved_is_refused() -> None:
-    """By name, with what does work."""
+def test_a_lightning_that_is_not_known_and_a_strategy_that_cannot_be_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One line that names what is missing; and the strategy by name, with what does work."""
     options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
     for strategy in ("auto", "ddp", ModelParallelStrategy()):
         require_known_lightning(Trainer(**options, strategy=strategy))
     trainer = Trainer(**options)
+    with monkeypatch.context() as patched:
+        patched.delattr(_TrainingEpochLoop, "advance")
+        said = r"trainer\.fit_loop\.epoch_loop\.advance; hydroslurm knows 2\.4 to 2\.6"
+        with pytest.raises(UsageError, match=said):
+            require_known_lightning(trainer)
     trainer.strategy.__class__ = type("DeepSpeedStrategy", (type(trainer.strategy),), {})
     with pytest.raises(UsageError, match=r'DeepSpeedStrategy shards .*="ddp" or "fsdp"'):
         require_known_lightning(trainer)

@@ -152,13 +152,9 @@ def define(options: dict[str, Any], story: Story) -> Job:
 def live(options: dict[str, Any]) -> None:
     manager = None
     if "directory" in options:
-        manager = CheckpointManager(
-            options["directory"],
-            every_steps=options.get("every_steps", 0),
-            every_s=0,
-            keep=options.get("keep"),
-            on_save_error=options.get("on_save_error", "warn"),
-        )
+        given = {"every_steps": 0, "keep": None, "on_save_error": "warn"}
+        given = {name: options.get(name, usual) for name, usual in given.items()}
+        manager = CheckpointManager(options["directory"], every_s=0, **given)
     story = Story(options)
     runner = JobRunner(define(options, story), manager, resume_from_epoch=options.get("back_to"))
     epochs, weights = runner.run(), hashlib.sha256(repr(story.model.state_dict()).encode())

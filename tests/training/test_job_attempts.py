@@ -3,19 +3,102 @@ done."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
-from training.jobrunner_story import WHOLE, Attempt, Story, since, until
+from processes import Child
+from zygote import forked_program
 
 from hydroslurm.compat.manager import CheckpointManager
 
+PROGRAM = Path(__file__).with_name("attempts_of_a_job.py")
 SETUP = ["download", "build"]
+WHOLE = [*SETUP, "weights", "first look"]
+"""The diary of a run that is left alone."""
+for epoch in range(3):
+    WHOLE += [*(f"train {epoch}.{step}" for step in range(4)), f"trained {epoch}"]
+    WHOLE += [f"validate {epoch}", f"asked {epoch + 1}"]
+WHOLE += ["exit"]
 STOP, KILL, FAIL = 75, -signal.SIGKILL, 1
+EXIT_AGAIN = "is committed: a restart runs the exit group again"
+FROM_EPOCH_1 = [*SETUP, *WHOLE[WHOLE.index("train 1.0") :]]
 OVER = "starts over, with init"
 GOES_ON = "step-000000004) is committed: a restart resumes from there, in epoch 1, without init"
+
+
+@dataclass
+class Attempt:
+    """One that is over: its exit status, what it said, and the diary entries that it wrote."""
+
+    code: int
+    said: str
+    diary: list[str]
+
+
+class Story:
+    """The attempts of one run, in a folder of their own."""
+
+    def __init__(self, forker: Child, folder: Path) -> None:
+        self._forker, self._folder = forker, folder
+        self.directory, self.out = folder / "run", folder / "out"
+        self._diary = folder / "diary"
+        self._diary.touch()
+
+    def live(self, *, saves: bool = True, **options: Any) -> Attempt:
+        """One attempt to its end. With ``hold`` it gets a SIGTERM there, or ``signo``."""
+        signo = options.pop("signo", signal.SIGTERM)
+        where = {"directory": str(self.directory)} if saves else {}
+        given = {**where, "diary": str(self._diary), "out": str(self.out), **options}
+        begin, wrote = len(self._forker.lines), self._diary.stat().st_size
+        self._forker.say(json.dumps(given))
+        pid = int(self._forker.expect("pid"))
+        if "hold" in options:
+            self._forker.expect("at")
+            os.kill(pid, signo)
+        code = int(self._forker.expect("ended"))
+        said = "\n".join(self._forker.lines[begin:])
+        return Attempt(code, said, self._diary.read_text()[wrote:].splitlines())
+
+
+@pytest.fixture(scope="module")
+def forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    """The process from which the attempts of jobs are forked."""
+    with forked_program(PROGRAM, tmp_path_factory.mktemp("forker")) as program:
+        program.expect("ready")
+        yield program
+
+
+@pytest.fixture
+def story(forker: Child, tmp_path: Path) -> Story:
+    """A run of the job in ``attempts_of_a_job.py`` that has not begun."""
+    return Story(forker, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forker: Child, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the job comes to when it is left alone: a hash of weights, optimizer, losses and random
+    numbers."""
+    story = Story(forker, tmp_path_factory.mktemp("undisturbed"))
+    alone = story.live()
+    assert (alone.code, alone.diary) == (0, WHOLE), alone.said
+    return story.out.read_text()
+
+
+def since(entry: str) -> list[str]:
+    """What a run still writes from an entry on."""
+    return WHOLE[WHOLE.index(entry) :]
+
+
+def until(entry: str) -> list[str]:
+    """What it has written when it is at an entry."""
+    return WHOLE[: WHOLE.index(entry) + 1]
 
 
 def _returned(attempt: Attempt) -> str:
@@ -39,29 +122,17 @@ def _returned(attempt: Attempt) -> str:
         # in a function without batches: from its beginning
         (STOP, "validate 1", [], [*SETUP, *since("validate 1")]),
         # while the end of the epoch is being looked at
-        (STOP, "asked 1", [], [*SETUP, *since("train 1.0")]),
         (STOP, "asked 3", [], [*SETUP, "exit"]),
         (STOP, "exit", [], [*SETUP, "exit"]),
         # what was not saved is lost and done again
         (KILL, "first look", [], WHOLE),
-        (KILL, "train 1.2", [], []),
         (KILL, "validate 2", [], []),
         # the error comes out as it is, with where it was and what a restart does
         (FAIL, "build", ["build of the build group", OVER], WHOLE),
         (FAIL, "weights", ["weights of the init group", OVER], WHOLE),
-        (
-            FAIL,
-            "train 1.1",
-            ["train of the epoch group, in epoch 1,", GOES_ON],
-            [*SETUP, *since("train 1.0")],
-        ),
-        (FAIL, "asked 2", ["a stop signal after epoch 1", GOES_ON], [*SETUP, *since("train 1.0")]),
-        (
-            FAIL,
-            "exit",
-            ["result of the exit group", "is committed: a restart runs the exit group again"],
-            [*SETUP, "exit"],
-        ),
+        (FAIL, "train 1.1", ["train of the epoch group, in epoch 1,", GOES_ON], FROM_EPOCH_1),
+        (FAIL, "asked 2", ["a stop signal after epoch 1", GOES_ON], FROM_EPOCH_1),
+        (FAIL, "exit", ["result of the exit group", EXIT_AGAIN], [*SETUP, "exit"]),
     ],
 )
 def test_ended_anywhere_and_run_again(
@@ -130,11 +201,10 @@ def test_periodic_saves_and_those_of_epochs(story: Story) -> None:
 def test_without_a_manager(story: Story) -> None:
     """Nothing is saved; a stop still leaves at the next safe point, and the next attempt begins
     anew."""
-    story.saves = False
-    first = story.live(hold="train 1.1")
+    first = story.live(hold="train 1.1", saves=False)
     assert (first.code, first.diary) == (STOP, until("train 1.1"))
     assert "nothing is saved" in first.said
-    assert story.live().diary == WHOLE
+    assert story.live(saves=False).diary == WHOLE
     assert not story.directory.exists()
 
 

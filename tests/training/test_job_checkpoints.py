@@ -13,7 +13,6 @@ from hydroslurm.compat.jobrunner import JobRunner
 from hydroslurm.compat.manager import CheckpointManager
 from hydroslurm.compat.tasks import epoch_limiter
 from hydroslurm.errors import CheckpointMissing, UsageError
-from hydroslurm.training.run import Run
 
 
 def _weight(state: object) -> float:
@@ -70,18 +69,6 @@ def test_epochs_without_steps_and_a_damaged_one(tmp_path: Path) -> None:
     assert (manager.epochs(), found.step) == ((0, 1, 2), 2)
     (found.path / "part-00000.json").write_text("{}")
     assert [manager.cp_accessible(epoch) for epoch in range(4)] == [True, True, False, False]
-
-
-def test_of_a_run_without_a_job(tmp_path: Path) -> None:
-    """The checkpoints of a plain Run are read in the same way."""
-    with Run(model=torch.nn.Linear(2, 1), directory=tmp_path) as run:
-        run.resume()
-        run.step = 7
-        run.save()
-        manager = CheckpointManager(run)
-    assert manager.epochs() == ()
-    assert manager.last_epoch() is None
-    assert list(manager.load(step=7).shared) == ["model"]
 
 
 def test_no_directory_outside_of_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import pytest
@@ -19,27 +18,6 @@ from hydroslurm.errors import UsageError
 
 def nothing() -> None:
     """A function of an epoch."""
-
-
-def test_the_current_job_is_that_of_the_innermost_with_of_this_thread() -> None:
-    """Jobs nest, other threads have their own, and outside there is none."""
-    elsewhere: list[Any] = []
-
-    def look() -> None:
-        try:
-            elsewhere.append(Job.current())
-        except UsageError as error:
-            elsewhere.append(str(error))
-
-    with Job("outer") as outer:
-        with Job("inner") as inner:
-            assert Job.current() is inner
-        assert Job.current() is outer
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-    look()
-    assert ["no current job" in one for one in elsewhere] == [True, True]
 
 
 def test_what_is_added_to_a_job() -> None:
@@ -113,3 +91,15 @@ def test_a_running_job_refuses(tmp_path: Path) -> None:
     for folder in "ab":
         assert JobRunner(job, CheckpointManager(tmp_path / folder)).run() == 1
         assert job.names() == ()
+
+
+def test_the_current_job_is_that_of_the_innermost_with_of_this_thread() -> None:
+    """Jobs nest, other threads have their own, and outside there is none."""
+    with Job("outer") as outer:
+        with Job("inner") as inner:
+            assert Job.current() is inner
+        assert Job.current() is outer
+        with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="no current job"):
+            pool.submit(Job.current).result()
+    with pytest.raises(UsageError, match="no current job"):
+        Job.current()
