@@ -21,7 +21,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from stops import reach
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric
 
 EPOCHS = 3
@@ -82,35 +82,6 @@ class Module(lightning.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), 0.05)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "v"}}
-
-
-class Manual(Module):
-    """Two optimizers that step at every other batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.other = torch.nn.Linear(8, 1)
-
-    def training_step(self, batch: Any, index: int) -> dict[str, torch.Tensor]:
-        first, second = self.optimizers()
-        loss = self.loss(batch) + self.other(batch[0]).pow(2).mean()
-        self.manual_backward(loss)
-        if index % 2:
-            for optimizer in (first, second):
-                optimizer.step()
-                optimizer.zero_grad()
-            for scheduler in self.lr_schedulers():
-                scheduler.step()
-        return {"loss": loss}
-
-    def configure_optimizers(self) -> Any:
-        first = torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9)
-        second = torch.optim.Adam(self.other.parameters(), 0.05)
-        schedulers = torch.optim.lr_scheduler
-        return [first, second], [
-            schedulers.StepLR(first, 3), schedulers.ExponentialLR(second, 0.9)
-        ]  # fmt: skip
 
 
 class Several(Module):
@@ -246,8 +217,6 @@ def loader(**options: Any) -> DataLoader:
 
 def scene(name: str) -> tuple[Any, Any, dict[str, Any]]:
     """Module, training data and the Trainer's options."""
-    if name == "manual":
-        return Manual(), DataLoader(TensorDataset(Noisy().data), batch_size=4, shuffle=True), {}
     if name == "stream":
         return Module(), DataLoader(Stream(), batch_size=4), {}
     if name == "several":
@@ -289,10 +258,6 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "overfit": lambda: {"overfit_batches": 3},
     "max_time": lambda: {"max_time": "00:00:10:00"},
     "reload": lambda: {"reload_dataloaders_every_n_epochs": 1},
-    "patience": lambda: {
-        "callbacks": [stock.EarlyStopping("v", patience=0, mode="min", min_delta=0.02)],
-        "max_epochs": 8, "val_check_interval": 4,
-    },
 }  # fmt: skip
 """Of a Trainer."""
 

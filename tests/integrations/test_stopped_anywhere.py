@@ -110,7 +110,6 @@ SOMETIMES = [
     lightning("accumulate", "forward:4 step:1 eval:2 step:4"),
     lightning("workers", "step:5 eval:2 step:12"),
     lightning("max_steps", "step:6 step:5 step:9"),
-    lightning("manual", "step:3 step:8 step:9"),
     lightning("several", "step:4 step:7 step:9"),
     lightning("scaled", "forward:2 step:2 forward:7 step:9"),
     lightning("swa", "step:4 step:8 step:12"),
@@ -120,7 +119,6 @@ SOMETIMES = [
     lightning("overfit", "step:2 step:1 eval:1 step:3"),
     lightning("max_time", "step:4 step:7 step:15"),
     lightning("reload", "step:4 step:7 epoch:1"),
-    lightning("patience", "step:1 step:1 step:1 step:1 eval:4 step:2"),
     lightning("own checkpoint", "step:8 eval:1 step:9", trainings=2),
     lightning("twice", "step:5 step:32 step:9", trainings=2),
     lightning("ddp", "step:1@1 eval:2@2 step:2@0", 3),
@@ -134,8 +132,8 @@ SOMETIMES = [
     *(
         transformers(scene, "step:1...")
         for scene in (
-            "accumulate", "one", "plain", "workers", "collator", "masks", "own methods",
-            "model_init", "fractions", "plateau", "stream", "stream accumulated",
+            "accumulate", "one", "plain", "workers", "collator", "own methods", "model_init",
+            "fractions", "plateau", "stream", "stream accumulated",
         )
     ),
     transformers("scaled", "forward:1..."),
@@ -143,7 +141,6 @@ SOMETIMES = [
     transformers("one", "epoch:1 eval:1 epoch:1"),
     transformers("jit", "step:3 step:6"),
     transformers("stream", "eval:1 epoch:1 eval:2"),
-    transformers("early", "start:1 step:3 eval:1 step:6 step:1 eval:2"),
     transformers("fsdp2", "step:1@1 eval:1@0 step:3@1 eval:1@1", 2),
     transformers("fsdp2, accumulated", "step:1@2 step:4@0 eval:1@1", 3),
     Row("lightning_then_transformers.py", BOTH, "step:4 step:32 eval:2", trainings=2),

@@ -18,8 +18,6 @@ import torch
 import transformers
 from accelerate.utils import DistributedType
 from stops import reach
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -155,19 +153,6 @@ class Scaled(Trainer):
         super().log({**logs, "scale": self.accelerator.scaler.get_scale()}, *args, **kwargs)
 
 
-class Masking(Trainer):
-    """With transformers' collator, which draws what is masked and makes batches of its own kind."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        words = {str(number): number for number in range(VOCABULARY)}
-        tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")),
-            pad_token="1", mask_token="2",
-        )  # fmt: skip
-        self.data_collator = transformers.DataCollatorForLanguageModeling(tokenizer, seed=11)
-
-
 class Shown(transformers.TrainerCallback):
     """Prints what is trained, logged and saved."""
 
@@ -234,7 +219,6 @@ SCENES: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
     "workers": (Trainer, {"dataloader_num_workers": 2, **EVALUATED}),
     "persistent": (Trainer, {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}),
     "collator": (Collating, EVALUATED),
-    "masks": (Masking, EVALUATED),
     "model_init": (MakesItsModel, EVALUATED),
     "own methods": (OwnMethods, EVALUATED),
     "jit": (Trainer, {"enable_jit_checkpoint": True}),
@@ -257,10 +241,6 @@ SCENES: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
         "load_best_model_at_end": True, "metric_for_best_model": "loss",
         "num_train_epochs": 6, "save_total_limit": 1, "learning_rate": 0.05,
     }),
-    "early": (Trainer, {
-        **EVALUATED, "save_strategy": "steps", "save_steps": 3, "num_train_epochs": 6,
-        "load_best_model_at_end": True, "learning_rate": 0.05, "eval_on_start": True,
-    }),
     "fsdp2": (Trainer, FSDP2),
     "fsdp2, accumulated": (Trainer, {
         **FSDP2, "gradient_accumulation_steps": 2, "dataloader_num_workers": 1,
@@ -274,7 +254,7 @@ def scene(name: str) -> tuple[type, Any, dict[str, Any], list[Any]]:
     kind, options = SCENES.get(name, (Trainer, {"eval_strategy": "epoch"}))
     data: Any = Still() if name == "own checkpoint" else Noisy(46 if "fsdp2" in name else ITEMS)
     callbacks: list[Any] = [] if name in SCENES else [Steps()]
-    if name in ("best", "early"):
+    if name == "best":
         callbacks = [transformers.EarlyStoppingCallback(2)]
     return kind, Stream() if "stream" in name else data, dict(options), callbacks
 

@@ -238,6 +238,10 @@ def test_extra_objects_rebuild_what_was_added_while_training(tmp_path: Path) -> 
     run.close()
 
 
+class AdamW(torch.optim.AdamW):
+    """The same under another roof."""
+
+
 class Renamed(torch.optim.AdamW):
     """The same by another name."""
 
@@ -253,8 +257,9 @@ class Renamed(torch.optim.AdamW):
          "and torch.float64 here", None),
         (Renamed, StepLR, torch.float32, None, "test_readback.Renamed; what was saved fits it"),
         (torch.optim.AdamW, None, torch.float32, None, "a state for scheduler, which this run"),
+        (AdamW, StepLR, torch.float32, None, None),
     ],
-    ids=["optimizer", "scheduler", "dtype", "renamed", "forgotten"],
+    ids=["optimizer", "scheduler", "dtype", "renamed", "forgotten", "moved"],
 )  # fmt: skip
 def test_other_objects_are_refused_or_named(
     optimizer: Any,
@@ -266,7 +271,7 @@ def test_other_objects_are_refused_or_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What would train in another way, or fail at the first step, is not loaded; a new name is one
-    line."""
+    line, a new module nothing."""
     model = nn.Linear(3, 2)
     adamw = torch.optim.AdamW(model.parameters())
     run = run_of(tmp_path, model=model, optimizer=adamw, scheduler=StepLR(adamw, 3))
