@@ -24,7 +24,6 @@ OURS = "hydroslurm.compat.hfai"
 ORDERS = (
     (OURS, "pytorch_lightning"),
     ("lightning.pytorch", OURS, "pytorch_lightning"),
-    (OURS, "lightning.pytorch", "pytorch_lightning"),
     ("lightning.pytorch", "pytorch_lightning", OURS),
 )
 

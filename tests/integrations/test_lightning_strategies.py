@@ -38,8 +38,8 @@ def test_either_package_in_any_order(tmp_path: Path) -> None:
     done = captured([sys.executable, SCRIPT, tmp_path], timeout=400)
     seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     wanted = {"steps": [4, 4], "checkpoints": 1, "saved": True}
-    assert [{name: one[name] for name in wanted} for one in seen] == [wanted] * 4, done.stderr
-    assert done.stderr.count("bound to NUMA node") == 8  # each order trains by two names
+    assert [{name: one[name] for name in wanted} for one in seen] == [wanted] * 3, done.stderr
+    assert done.stderr.count("bound to NUMA node") == 6  # each order trains by two names
     for one in seen:
         assert re.match(r"Trainer\(gpus=8\) is of .*accelerator=\"gpu\", devices=8", one["gpus"])
 

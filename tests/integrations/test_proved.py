@@ -14,10 +14,9 @@ from hydroslurm.prove.trial import Proof, prove
 
 SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
 DOCS = Path(__file__).parents[2] / "docs"
-LONG = pytest.mark.long
+pytestmark = pytest.mark.long
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("page", "shown"),
     [
@@ -45,14 +44,11 @@ def test_the_example_of_a_page(
 @pytest.mark.parametrize(
     ("script", "steps", "seed", "what", "cause"),
     [
-        pytest.param(  # Lightning #21938
-            "own_lightning.py", 22, 3, "which has this place in an earlier epoch", "set_epoch",
-            marks=LONG,
-        ),
-        pytest.param(  # what transformers saves at SIGTERM
+        # Lightning #21938
+        ("own_lightning.py", 22, 3, "which has this place in an earlier epoch", "set_epoch"),
+        (  # what transformers saves at SIGTERM
             "own_transformers.py", 16, 1, "random numbers of torch are others when the step begins",
             "saved in the middle of a step, behind its forward and before its optimizer step",
-            marks=LONG,
         ),
         # accelerate #3996; behind step 5: the save of step 4 is whole, that of step 8 not begun
         ("own_accelerate.py", 14, 13, "in a later epoch", "order of the epoch was drawn anew"),

@@ -1,16 +1,19 @@
-"""Caffe2's spelling of a job: groups as contexts, a client that runs them, its order of things."""
+"""Caffe2's spelling of a job: what it is made of, a client that runs it, its order of things, and
+its checkpoints."""
 
 from __future__ import annotations
 
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from hydroslurm import (
     CheckpointManager,
@@ -22,7 +25,7 @@ from hydroslurm import (
     TaskGroup,
     epoch_limiter,
 )
-from hydroslurm.errors import RunFolderError, UsageError
+from hydroslurm.errors import CheckpointMissing, RunFolderError, UsageError
 
 
 class Total:
@@ -208,3 +211,168 @@ def test_a_compiled_job_travels(tmp_path: Path) -> None:
         cwd=Path(__file__).parent,
     )
     assert done.stdout.decode().splitlines() == ["total 106 True", "3"] * 2, done.stderr.decode()
+
+
+# --- how it is put together, and what it refuses
+# ------------------------------------------------------------------------------------------------
+
+
+def nothing() -> None:
+    """A function of an epoch."""
+
+
+def test_what_is_added_to_a_job() -> None:
+    """A function may need nothing or the job; a saved object has a state and a name of its own; a
+    limit is a whole number. What is wrong is refused when it is added, with the names."""
+
+    def by_name(*, rate: float) -> None: ...
+    def job_and_more(job: Job, rate: float) -> None: ...
+    def with_default(job: Job, rate: float = 0.1) -> None: ...
+
+    job = Job("things")
+    for function in (nothing, with_default, print, epoch_limiter(1)):
+        job.epoch(function)
+    assert [part.takes_job for part in job.epoch_group.tasks()] == [False, True, False, True]
+    model = job.save("model", torch.nn.Linear(1, 1))
+    assert job["model"] is model
+    assert job.names() == ("model",)
+    for wrong, words in (
+        (lambda: job.epoch(job_and_more), r"job_and_more needs job, rate; .*functools\.partial"),
+        (lambda: job.epoch(by_name), "by_name needs rate"),
+        (lambda: job.epoch(3), "not of int"),  # type: ignore[type-var]
+        (lambda: job.save("model", model), "already registered"),
+        (lambda: job.save("step", 3), "int without state_dict"),
+        (lambda: job["optimizer"], r"nothing is registered as 'optimizer' in Job\('things'\); "),
+        (lambda: job.run, "is not running"),
+        (lambda: epoch_limiter(0), "whole number"),
+        (lambda: epoch_limiter(2.0), "whole number"),  # type: ignore[arg-type]
+        (lambda: epoch_limiter(True), "whole number"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            wrong()
+
+
+def test_jobs_that_cannot_run() -> None:
+    """No epoch, no end, or an epoch to go back to without checkpoints: refused with the remedy."""
+    job = Job("empty")
+    with pytest.raises(UsageError, match="no function in its epoch group"):
+        JobRunner(job).run()
+    job.epoch(nothing)
+    with pytest.raises(UsageError, match="would never end"):
+        JobRunner(job).run()
+    with pytest.raises(UsageError, match="checkpoint_manager that has this epoch"):
+        JobRunner(job, resume_from_epoch=3)
+    with pytest.raises(UsageError, match="wanted 0 or more"):
+        JobRunner(job, CheckpointManager("x"), resume_from_epoch=-1)
+
+
+def test_a_running_job_refuses(tmp_path: Path) -> None:
+    """While it runs it cannot be pickled, run or added to; afterwards it can, and again."""
+    job = Job("busy")
+
+    @job.build
+    def build(job: Job) -> None:
+        job.save("model", torch.nn.Linear(1, 1))
+
+    @job.epoch
+    def train(job: Job) -> None:
+        for attempt, words in (
+            (lambda: cloudpickle.dumps(job), "cannot be pickled"),
+            (lambda: JobRunner(job).run(), "is already running"),
+            (lambda: job.epoch(nothing), "comes too late"),
+            (lambda: job.save("late", torch.nn.Linear(1, 1)), "comes too late"),
+            (lambda: setattr(job, "loader", []), "comes too late"),
+            (lambda: next(job.run.epoch_batches()), "needs a loader"),
+            (lambda: job.run.batches(epochs=1), r"use job\.run\.epoch_batches\(\)"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                attempt()
+
+    job.add_stop_signal(epoch_limiter(1))
+    for folder in "ab":
+        assert JobRunner(job, CheckpointManager(tmp_path / folder)).run() == 1
+        assert job.names() == ()
+
+
+def test_the_current_job_is_that_of_the_innermost_with_of_this_thread() -> None:
+    """Jobs nest, other threads have their own, and outside there is none."""
+    with Job("outer") as outer:
+        with Job("inner") as inner:
+            assert Job.current() is inner
+        assert Job.current() is outer
+        with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="no current job"):
+            pool.submit(Job.current).result()
+    with pytest.raises(UsageError, match="no current job"):
+        Job.current()
+
+
+# --- its checkpoints
+# ------------------------------------------------------------------------------------------------
+
+
+def _weight(state: object) -> float:
+    return state["weight"][0, 0].item()  # type: ignore[index]
+
+
+def test_which_there_are_and_what_is_in_them(tmp_path: Path) -> None:
+    """Of two epochs of two steps, each of which adds one to a weight, and of one that does not; a
+    periodic save at step 4 lies within the second one."""
+    manager = CheckpointManager(tmp_path, every_steps=4)
+    job = Job("count")
+
+    @job.build
+    def build(job: Job) -> None:
+        torch.nn.init.zeros_(job.save("model", torch.nn.Linear(2, 1)).weight)
+        job.loader = DataLoader(torch.zeros(4), batch_size=2)
+
+    @job.epoch
+    def train(job: Job) -> None:
+        for _ in job.run.epoch_batches():
+            with torch.no_grad():
+                job["model"].weight.add_(1)
+
+    @job.epoch
+    def leave_early(job: Job) -> None:
+        for _ in job.run.epoch_batches():
+            break
+
+    job.add_stop_signal(epoch_limiter(2))
+    assert JobRunner(job, manager).run() == 2
+    assert manager.epochs() == (0, 1, 2)
+    assert manager.last_epoch() == 2
+    assert manager.last_epoch(user_epoch=1) == 1
+    with pytest.raises(CheckpointMissing, match=r"epoch 5 .* epochs 0, 1, 2, and steps 0, 3, 4, 6"):
+        manager.last_epoch(user_epoch=5)
+    with pytest.raises(UsageError, match="chosen by one of them"):
+        manager.find(epoch=1, step=2)
+    assert [_weight(manager.load(epoch=n).shared["model"]) for n in (0, 1, 2)] == [0, 2, 4]
+    assert _weight(manager.load(step=4).shared["model"]) == 3
+    assert _weight(manager.load().shared["model"]) == 4
+    with pytest.raises(CheckpointMissing, match="of step 1 "):
+        manager.load(step=1)
+
+
+def test_epochs_without_steps_and_a_damaged_one(tmp_path: Path) -> None:
+    """An epoch that makes no step counts as one, so that each has its checkpoint; cp_accessible
+    reads what it vouches for."""
+    job = Job()
+    job.epoch(lambda: None)
+    job.add_stop_signal(epoch_limiter(2))
+    manager = CheckpointManager(tmp_path)
+    JobRunner(job, manager).run()
+    found = manager.find(epoch=2).checkpoint
+    assert (manager.epochs(), found.step) == ((0, 1, 2), 2)
+    (found.path / "part-00000.json").write_text("{}")
+    assert [manager.cp_accessible(epoch) for epoch in range(4)] == [True, True, False, False]
+
+
+def test_no_directory_outside_of_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without one, the run folder of the job is meant; outside of a job that is an error."""
+    for name in ("SLURM_JOB_ID", "HYDROSLURM_RUN_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match=r'CheckpointManager\("runs/my-run"\)'):
+        _ = CheckpointManager().directory
+    monkeypatch.setenv("HYDROSLURM_RUN_DIR", str(tmp_path))
+    assert CheckpointManager().directory == tmp_path
+    with pytest.raises(UsageError, match="keep=0"):
+        CheckpointManager(keep=0)
