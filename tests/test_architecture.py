@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
+from collections.abc import Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 import hydroslurm
+from hydroslurm import errors
 
 PACKAGE = Path(hydroslurm.__file__).parent
 
@@ -56,14 +58,18 @@ MAY_IMPORT = {
 }
 
 
-def _room(module: str) -> str:
-    return module.split(".")[1] if "." in module else "__init__"
+MODULES = {
+    ".".join(("hydroslurm", *path.relative_to(PACKAGE).with_suffix("").parts)): ast.parse(
+        path.read_text()
+    )
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 
 
-def _imports(path: Path) -> set[str]:
-    """Every hydroslurm module that a file imports, at its top or inside a function."""
+def _imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """Every hydroslurm module that these statements import."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -72,19 +78,17 @@ def _imports(path: Path) -> set[str]:
 
 
 def test_imports_point_one_way() -> None:
-    """A module imports only from its own room and from the rooms below it."""
+    """A module imports, at its top or inside a function, only from its own room and from the rooms
+    below it."""
     wrong = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        place = path.relative_to(PACKAGE).with_suffix("")
-        room = place.parts[0]
+    for module, tree in MODULES.items():
+        room = module.split(".")[1]
         allowed = MAY_IMPORT[room] | {room}
         wrong += [
-            f"{place} imports {name}; {room} may import {sorted(allowed)}"
-            for name in _imports(path)
-            if "" not in allowed
-            and not any(
-                f"{name.removeprefix('hydroslurm.')}.".startswith(f"{one}.") for one in allowed
-            )
+            f"{module} imports {name}; {room} may import {sorted(allowed)}"
+            for name in _imported(ast.walk(tree))
+            if not any(f"{name}.".startswith(f"hydroslurm.{one}.") for one in allowed - {""})
+            and "" not in allowed
         ]
     assert not wrong, "\n".join(wrong)
 
@@ -97,49 +101,28 @@ JOBS_ORDER = (
 
 
 def test_jobs_import_one_way() -> None:
-    """spec, plan, task, supervisor, launch, control: no part of jobs/ imports a later one."""
+    """spec, plan, task, supervisor, launch, control: no part of jobs/ imports a later one. No two
+    modules of it need each other, not even for their types."""
     before = {part: JOBS_ORDER[: place + 1] for place, part in enumerate(JOBS_ORDER)}
     before |= {"agent": ("agent",), "__init__": ()}
+    graph: dict[str, set[str]] = {}
     wrong = []
-    for path in sorted((PACKAGE / "jobs").rglob("*.py")):
-        part = path.relative_to(PACKAGE / "jobs").with_suffix("").parts[0]
+    for module, tree in MODULES.items():
+        if not module.startswith("hydroslurm.jobs."):
+            continue
         wrong += [
-            f"{path} imports {name}"
-            for name in _imports(path)
-            if name.startswith("hydroslurm.jobs.") and name.split(".")[2] not in before[part]
+            f"{module} imports {name}"
+            for name in _imported(ast.walk(tree))
+            if name.startswith("hydroslurm.jobs.")
+            and name.split(".")[2] not in before[module.split(".")[2]]
         ]
-    assert not wrong, "\n".join(wrong)
-
-
-def _graph() -> dict[str, set[str]]:
-    """Module -> the modules of the package that it imports at its top, type-only ones included."""
-    files = {
-        ".".join(("hydroslurm", *path.relative_to(PACKAGE).with_suffix("").parts)): path
-        for path in PACKAGE.rglob("*.py")
-    }
-    graph: dict[str, set[str]] = {name: set() for name in files}
-    for name, path in files.items():
         tops: list[ast.stmt] = []
-        for node in ast.parse(path.read_text()).body:
+        for node in tree.body:
             tops += node.body if isinstance(node, ast.If) else [node]  # if TYPE_CHECKING:
-        for node in tops:
-            if isinstance(node, ast.ImportFrom) and node.module:
-                inner = {f"{node.module}.{alias.name}" for alias in node.names}
-                graph[name] |= {one for one in (*inner, node.module) if one in files}
-    return graph
-
-
-def test_modules_of_jobs_have_no_import_cycle() -> None:
-    """No two modules of jobs/ need each other, not even for their types."""
-    graph = {name: all_ for name, all_ in _graph().items() if name.startswith("hydroslurm.jobs.")}
+        names = _imported(node for node in tops if isinstance(node, ast.ImportFrom))
+        graph[module] = {one for name in names for one in (name, name.rpartition(".")[0])}
+    assert not wrong, "\n".join(wrong)
     TopologicalSorter(graph).prepare()  # raises a CycleError that names them
-
-
-def _run(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    return done.stdout.strip()
 
 
 HEAVY = ("torch", "submitit", "numpy", "matplotlib", "pyslurm", "rich")
@@ -165,8 +148,9 @@ def test_imports_are_light() -> None:
     """What is imported beside a training, or before it, loads nothing of weight that it does not
     need."""
     for module, unwanted in LIGHT.items():
-        found = _run(f"import sys, {module}; print([m for m in {unwanted} if m in sys.modules])")
-        assert found == "[]", module
+        code = f"import sys, {module}; print([m for m in {unwanted} if m in sys.modules])"
+        done = captured([sys.executable, "-c", code], timeout=60)
+        assert done.stdout.strip() == "[]", f"{module}: {done.stdout}{done.stderr}"
 
 
 def test_every_public_name_exists() -> None:
@@ -179,35 +163,15 @@ def test_every_public_name_exists() -> None:
 
 def test_only_the_command_line_prints() -> None:
     """No module outside cli/ calls print, except those that are programs themselves."""
-    programs = {
-        "jobs/control/attached.py",
-        "jobs/task.py",
-        "jobs/supervisor/main.py",
-    }
-    for path in PACKAGE.rglob("*.py"):
-        inner = path.relative_to(PACKAGE)
-        if inner.parts[0] == "cli" or inner.as_posix() in programs:
-            continue
-        calls = [
-            node.lineno
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id == "print"
-        ]
-        assert not calls, f"{inner} prints in line {calls}"
+    programs = {"jobs.control.attached", "jobs.task", "jobs.supervisor.main"}
+    for module, tree in MODULES.items():
+        inner = module.removeprefix("hydroslurm.")
+        calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+        prints = [one.lineno for one in calls if isinstance(one, ast.Name) and one.id == "print"]
+        assert not prints or inner.startswith("cli.") or inner in programs, f"{inner}: {prints}"
 
 
 def test_errors_drawn_in_the_docstring_are_the_ones_there_are() -> None:
-    """The tree in errors.py names every class of the module, and no other."""
-    from hydroslurm import errors
-
-    classes = {
-        n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, Exception)
-    }
-    drawn = {
-        word
-        for word in (errors.__doc__ or "").replace("(", " ").split()
-        if word in classes or word.endswith("Error")
-    }
-    assert classes <= drawn
+    """The tree in errors.py names every class of the module."""
+    classes = {name for name, one in vars(errors).items() if isinstance(one, type)}
+    assert classes <= set((errors.__doc__ or "").replace("(", " ").split())

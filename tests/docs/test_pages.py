@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import pytest
 from typer.testing import CliRunner
 
 import hydroslurm
 from hydroslurm.cli import app
-from hydroslurm.core.events import EventKind
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "sbatch/README.md")
@@ -66,71 +64,55 @@ def _anchors(path: Path) -> set[str]:
     return {re.sub(r"[ ]+", "-", heading) for heading in plain}
 
 
-def _links(path: Path) -> Iterator[tuple[str, str]]:
-    for target in re.findall(r"\]\(([^)\s]+)\)", _prose(path.read_text())):
-        if not target.startswith(("http://", "https://")):
+def test_every_link_and_anchor_resolves() -> None:
+    """A link leads to a file of the repository, and its anchor to a heading there. README is one
+    page: at most 200 lines of 120 characters, with the picture and the two commands."""
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", _prose(page.read_text())):
             file, _, anchor = target.partition("#")
-            yield file, anchor
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_every_link_and_anchor_resolves(page: Path) -> None:
-    """A link leads to a file of the repository, and its anchor to a heading there."""
-    for file, anchor in _links(page):
-        if Path(file).name in GENERATED and page.parent == ROOT / "docs":
-            continue
-        target = (page.parent / file).resolve() if file else page
-        assert target.exists(), f"{page.name} links to {file}"
-        assert not anchor or anchor in _anchors(target), f"{page.name} links to {file}#{anchor}"
-
-
-def test_readme_is_one_page() -> None:
-    """At most 200 lines of 120 characters, with the picture and the two commands."""
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 200
-    assert [line for line in lines if len(line) > 120] == []
-    text = "\n".join(lines)
+            made = Path(file).name in GENERATED and page.parent == ROOT / "docs"
+            if made or target.startswith(("http://", "https://")):
+                continue
+            path = (page.parent / file).resolve() if file else page
+            assert path.exists(), f"{page.name} links to {file}"
+            assert not anchor or anchor in _anchors(path), f"{page.name} links to {target}"
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 200
+    assert max(map(len, text.splitlines())) <= 120
     for wanted in ("make demo", "make test", "docs/images/timeline.png"):
         assert wanted in text
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
-def test_every_path_named_exists(name: str) -> None:
-    """What these pages call a file, a folder or a module is one."""
-    text = (ROOT / name).read_text()
+def test_what_the_pages_name_is_there() -> None:
+    """What CONTRIBUTING and the architecture call a file, a folder or a module is one; in
+    CONTRIBUTING's tables each row names a file, and functions or classes that are in it; every
+    folder of the package has its row in the architecture, and nothing else has; and each name in
+    environment.md's tree of a run folder stands in core/rundir.py too."""
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    architecture = (ROOT / "docs/architecture.md").read_text()
     roots = "hydroslurm|tests|profiling|docs|examples|sbatch"
-    paths = re.findall(rf"`((?:{roots})/[\w./*-]*)`", text)
-    assert paths
-    for path in paths:
-        assert list(ROOT.glob(path.rstrip("/"))), f"{name} names {path}"
-    modules = re.findall(r"`(hydroslurm(?:\.\w+)+)`", text)
-    for module in modules:
-        base = ROOT / module.replace(".", "/")
-        assert base.is_dir() or base.with_suffix(".py").is_file() or _attribute(module), module
-
-
-def _attribute(dotted: str) -> bool:
-    return getattr(hydroslurm, dotted.split(".")[1], None) is not None
-
-
-def test_the_ways_of_a_pause_and_a_stop_name_what_is_there() -> None:
-    """In CONTRIBUTING's tables each row names a file, and functions or classes that are in it."""
-    rows = re.findall(
-        r"^\| \d+ \| `([^`]+)` \| ([^|]*) \|", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.M
-    )
+    for text in (contributing, architecture):
+        paths = re.findall(rf"`((?:{roots})/[\w./*-]*)`", text)
+        assert paths
+        assert [path for path in paths if not list(ROOT.glob(path.rstrip("/")))] == []
+        for module in re.findall(r"`(hydroslurm(?:\.\w+)+)`", text):
+            base = ROOT / module.replace(".", "/")
+            is_name = hasattr(hydroslurm, module.split(".")[1])
+            assert base.is_dir() or base.with_suffix(".py").is_file() or is_name, module
+    rows = re.findall(r"^\| \d+ \| `([^`]+)` \| ([^|]*) \|", contributing, flags=re.M)
     assert len(rows) >= 12
     for path, names in rows:
         text = (ROOT / path).read_text()
         for name in re.findall(r"`([\w.]+?)(?:\(\))?`", names):
             assert re.search(rf"\b{name.split('.')[-1]}\b", text), f"{path} has no {name}"
-
-
-def test_architecture_and_architecture_test_name_the_same_rooms() -> None:
-    """Every folder of the package has its row, and nothing else has."""
-    package = ROOT / "hydroslurm"
-    rooms = {path.parent.name for path in package.glob("*/__init__.py")}
-    text = (ROOT / "docs/architecture.md").read_text()
-    assert set(re.findall(r"^\| `hydroslurm/(\w+)` \|", text, flags=re.M)) == rooms
+    rooms = {path.parent.name for path in (ROOT / "hydroslurm").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `hydroslurm/(\w+)` \|", architecture, flags=re.M)) == rooms
+    page = (ROOT / "docs/environment.md").read_text()
+    tree = page.partition("## The run folder")[2].partition("```\n")[2].partition("```")[0]
+    names = re.findall(r"[\w./-]+", " ".join(line[:31] for line in tree.splitlines()[1:]))
+    spelled = (ROOT / "hydroslurm/core/rundir.py").read_text()
+    assert len(names) > 15
+    assert [name for name in names if name not in spelled] == []
 
 
 def test_every_variable_is_described() -> None:
@@ -146,49 +128,22 @@ def test_every_variable_is_described() -> None:
         assert used <= listed | {"HYDROSLURM_ALL_STOPS"}, f"{path.name}: {used - listed}"
 
 
-def test_the_run_folder_is_drawn_as_the_code_spells_it() -> None:
-    """Each name in the tree of environment.md stands in core/rundir.py too."""
-    page = (ROOT / "docs/environment.md").read_text()
-    tree = page.partition("## The run folder")[2].partition("```\n")[2].partition("```")[0]
-    spelled = (ROOT / "hydroslurm/core/rundir.py").read_text()
-    names = re.findall(r"[\w./-]+", " ".join(line[:31] for line in tree.splitlines()[1:]))
-    assert len(names) > 15
-    for name in names:
-        assert name in spelled, name
-
-
-def test_every_verb_and_public_name_has_its_place() -> None:
-    """The command line's page has each verb of help, and the API's page each public name."""
-    verbs = re.findall(r"^  (\w+)  ", CliRunner().invoke(app, ["help"]).output, flags=re.M)
-    assert len(verbs) > 15
-    page = SITE.cli_page()
-    for verb in verbs:
-        assert f"\n## hydroslurm {verb}\n" in page
-    api = SITE.api_page()
-    for name in set(hydroslurm.__all__) - {"data"}:
-        assert f".{name}\n" in api
-
-
-def test_verbs_and_options_in_the_pages_exist() -> None:
-    """What a page calls `hydroslurm VERB --option` can be called."""
-    cli = SITE.cli_page()
+def test_verbs_options_and_public_names() -> None:
+    """The command line's page has each verb of help, and the API's page each public name. What a
+    page calls `hydroslurm VERB --option` can be called."""
+    cli, api = SITE.cli_page(), SITE.api_page()
+    helped = re.findall(r"^  (\w+)  ", CliRunner().invoke(app, ["help"]).output, flags=re.M)
     verbs = set(re.findall(r"^#+ hydroslurm (\w+)", cli, flags=re.M))
+    assert len(helped) > 15
+    assert set(helped) <= verbs
+    assert [name for name in {*hydroslurm.__all__} - {"data"} if f".{name}\n" not in api] == []
     for path in PAGES:
         code = "\n".join(_code(path.read_text()))
         for verb, rest in re.findall(r"^hydroslurm ([a-z]+)\b([^\n|]*)", code, flags=re.M):
             assert verb in verbs, f"{path.name}: hydroslurm {verb}"
-            for option in re.findall(
-                r"(?<= )--[a-z][\w-]+", re.split(r"#| -- | [\w/]+\.py", rest)[0]
-            ):
+            ours = re.split(r"#| -- | [\w/]+\.py", rest)[0]
+            for option in re.findall(r"(?<= )--[a-z][\w-]+", ours):
                 assert option in cli, f"{path.name}: hydroslurm {verb} {option}"
-
-
-def test_events_that_are_named_exist() -> None:
-    """several-ranks.md lists kinds of events, and each is one."""
-    text = (ROOT / "docs/several-ranks.md").read_text()
-    kinds = re.findall(r"`(\w+)`", text.partition("In the event log: ")[2].partition("\n\n")[0])
-    assert len(kinds) > 8
-    assert set(kinds) <= {kind.value for kind in EventKind}
 
 
 def test_messages_in_troubleshooting_are_messages() -> None:

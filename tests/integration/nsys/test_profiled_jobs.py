@@ -1,4 +1,5 @@
-"""A real job on a real Slurm below a real nsys: what its reports say, against the event log."""
+"""A real job on a real Slurm below a real nsys, paused, requeued and cancelled: what nsys's reports
+say, against the event log; and what our report makes of that, and of Slurm's accounting."""
 
 from __future__ import annotations
 
@@ -11,9 +12,16 @@ from training.trainings import ROOT, Training
 
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.devcluster import ClusterSpec, DevCluster
+from hydroslurm.errors import WrongJobState
+from hydroslurm.jobs.control.requests import JobAnswer, requeue_job
+from hydroslurm.report.external_sources import Accounting, ExternalSources, ask_slurm
+from hydroslurm.report.figures import Report
+from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.nsys.export import profiles_in
 from hydroslurm.report.nsys.profile import Profile, ProfiledPause
 from hydroslurm.report.nsys.reader import read_profile
+from hydroslurm.report.reading import read_history
+from hydroslurm.slurm.client import JobState, open_client
 
 pytestmark = pytest.mark.slurm
 
@@ -22,7 +30,13 @@ SUSPENDS, SIGNALLED = 2, 3
 
 
 class Job(Training):
-    """sbatch/profile.sbatch on a real Slurm."""
+    """sbatch/profile.sbatch on a real Slurm.
+
+    Attributes:
+        requeued: the answer to the gentle request.
+    """
+
+    requeued: JobAnswer
 
     def submit(self, *options: str) -> Job:
         for name in ("examples", "sbatch"):
@@ -65,14 +79,18 @@ def cluster(nsys: str) -> Iterator[DevCluster]:
 
 @pytest.fixture(scope="module")
 def job(cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Paused several times, then asked to save and leave: it is about to begin again."""
+    """Paused several times, then asked to save and to be requeued, as ``hydroslurm requeue`` does:
+    it is about to begin again."""
     job = Job(cluster, tmp_path_factory.mktemp("profiled"), epochs=1000)
     job.submit("--epochs", "1000", "--log-every", "5")
     try:
         job.wait_for(EventKind.FIRST_STEP)
         for number in range(1, SUSPENDS + SIGNALLED + 1):
             job.pause(number, by_slurm=number <= SUSPENDS)
-        job.slurm("scancel", "--signal=URG", job.job_id)
+        client = open_client(environ=cluster.environ())
+        job.requeued = requeue_job(client, client.job(int(job.job_id)))
+        with pytest.raises(WrongJobState, match="should be RUNNING"):
+            requeue_job(client, client.job(int(job.job_id)))
         job.wait_for(EventKind.ATTEMPT_ENDED)
         yield job
     finally:
@@ -121,7 +139,11 @@ def _is_ordered(pause: ProfiledPause) -> bool:
 
 
 def test_the_stop_of_a_requeued_job_agrees_with_the_event_log(job: Job) -> None:
-    """Request, save, commit and the answer to the requeue."""
+    """Request, save, commit and the answer to the requeue, which waits for the save."""
+    (answer,) = job.requeued.answers
+    assert answer.done
+    assert f"step {job.attempts()[0].end_step} committed" in answer.message
+    assert "as `hydroslurm requeue` does" in job.log()
     (stop,) = job.profile(restart=0).stops
     requested = job.seen(EventKind.STOP_REQUESTED)[0]  # SIGURG; SIGTERM comes with the requeue
     started = job.seen(EventKind.SAVE_STARTED)[-1]
@@ -140,10 +162,59 @@ def test_the_stop_of_a_requeued_job_agrees_with_the_event_log(job: Job) -> None:
 def test_every_attempt_leaves_a_report_of_its_own(job: Job) -> None:
     """Over a requeue, though all processes of the job step got each signal."""
     job.wait_for(EventKind.FIRST_STEP, restart=1)
-    job.slurm("scancel", "--signal=INT", job.job_id)
+    job.slurm("scancel", job.job_id)
     gone = ("squeue", "-h", "-j", job.job_id)
     wait_until(lambda: not job.slurm(*gone, check=False), "the end of the second attempt")
     names = [path.name for path in profiles_in(job.run.root / "profile")]
     assert names == ["rank-0-restart-0.nsys-rep", "rank-0-restart-1.nsys-rep"], job.log()
     pids = [e.pid for restart in (0, 1) for e in job.seen(EventKind.INSTALLED, restart=restart)]
     assert [job.profile(restart=restart).pids for restart in (0, 1)] == [(pid,) for pid in pids]
+
+
+def test_the_report_of_the_requeued_and_cancelled_job(job: Job, cluster: DevCluster) -> None:
+    """What the rank really writes makes complete stops, each part later than the one before; with
+    scancel the state is committed and the job stays cancelled. Accounting has both attempts."""
+    assert job.seen(EventKind.SAVE_COMMITTED, restart=1)
+    assert not job.seen(EventKind.REQUEUE_ASKED, restart=1)
+    assert job.attempts()[1].ending == "cancelled"
+    client = open_client("commands", environ=cluster.child_environ())
+    assert client.job(int(job.job_id)).state is JobState.CANCELLED
+    history = read_history(job.run.root)
+    requeued, cancelled = history.stops
+    assert (requeued.missing, cancelled.missing) == ((), ())
+    assert (requeued.left, cancelled.left) == ("asked", "cancelled")
+    assert (requeued.attempt, cancelled.attempt) == (1, 2)
+    assert (requeued.steps_lost, requeued.next_step) == (0, requeued.step)
+    for stop in (requeued, cancelled):
+        assert stop.staged_ms is None  # a stop writes the state itself
+        parts = [stop.safe_point_ms, stop.written_ms, stop.durable_ms]
+        parts += [stop.requeued_ms] if stop is requeued else []
+        assert None not in parts
+        assert parts == sorted(parts)  # type: ignore[type-var]
+    assert requeued.first_step_s is not None
+    assert len(history.stop_requests) >= 2
+
+    def known() -> Accounting | None:
+        answer = ask_slurm(client, history.attempts)
+        ended = [attempt.end_epoch_s for attempt in answer.attempts]
+        return answer if len(ended) == 2 and all(ended) else None
+
+    wait_until(lambda: known() is not None, "both attempts with their ends in accounting")
+    accounting = known() or Accounting()
+    assert [attempt.state for attempt in accounting.attempts] == ["REQUEUED", "CANCELLED"]
+    assert accounting.suspend_grace_s == 2
+    found = [accounting.of(attempt) for attempt in history.attempts]
+    assert found == list(accounting.attempts)
+    sources = ExternalSources(accounting)
+    first, _ = Report(history, sources).stops
+    assert first.samples_lost == 0  # the loader told how many a step has
+    parts_s = [
+        part for part in (first.eligible_s, first.queued_s, first.start_s) if part is not None
+    ]
+    assert len(parts_s) == 3
+    assert sum(parts_s) < 300
+    goodput = goodput_of(history, sources)
+    assert goodput is not None
+    assert goodput.allocated_from == "slurm"
+    assert goodput.allocated_s > history.observed_s - (requeued.waited_s or 0) - 2
+    assert 0 < goodput.productive_s < goodput.allocated_s
