@@ -144,14 +144,6 @@ def test_two_attempts_in_one_file(run_dir: RunDir) -> None:
     assert [history.begin_s(attempt) for attempt in history.attempts] == pytest.approx([0, 20])
 
 
-def test_interleaved_attempts() -> None:
-    """Lines of a dying process between those of the new one change nothing."""
-    old = RankLog(pid=10).installed().pause(1).pause(3)
-    new = RankLog(pid=10, restart_count=1).installed(5).pause(6).pause(8)
-    mixed = [event for pair in zip(old.events, new.events, strict=True) for event in pair]
-    assert attempts_of(mixed) == attempts_of([*old.events, *new.events])
-
-
 def test_installed_twice_in_one_process() -> None:
     """A script that was started pausable, then by its Run, then by itself again: one attempt, whose
     pauses are counted through. A second Run of the process begins another."""

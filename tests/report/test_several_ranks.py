@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import pytest
 from report.ranklog import RankLog
-from report.views import figures_of, history_of, legend, shown, texts
+from report.views import figures_of, history_of, shown
 
 from hydroslurm.core.events import EventKind
 from hydroslurm.report.history import History
 from hydroslurm.report.pauses import Pause
-from hydroslurm.report.timeline import timeline
 
 
 def joined(rank: int, *, world_size: int = 2) -> RankLog:
@@ -95,21 +94,6 @@ def test_the_table_of_several_ranks() -> None:
     alone = shown(history_of(RankLog().installed().pause(2)))
     headings = [" ".join(lines[:6]).split() for lines in (output.splitlines(), alone)]
     assert ["all" in words for words in headings] == [True, False]
-
-
-def test_the_picture_of_several_ranks() -> None:
-    """One lane per rank; who was held for another looks otherwise than who was signalled; the title
-    tells both latencies, and a mark what was in flight."""
-    logs = [
-        all_parked(joined(rank).pause(2, cause=cause), 2.01, in_flight=rank).uninstalled(5)
-        for rank, cause in enumerate(("user", "peers"))
-    ]
-    figure = timeline(history_of(*logs))
-    axes = figure.axes[0]
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["rank 0", "rank 1"]
-    assert {"parked: user", "parked: with another rank"} <= set(legend(figure))
-    assert "all ranks parked: median 10.0 ms" in axes.get_title(loc="left")
-    assert texts(figure) == ["80 µs", "80 µs !"]
 
 
 def test_one_rank_asks_slurm_for_all() -> None:

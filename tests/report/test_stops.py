@@ -61,14 +61,12 @@ STOPS: dict[str, tuple[list[RankLog], dict[str, Any]]] = {
     "killed when asked": killed(
         "stop_requested", "stop_reason", "safe_point", "save_committed", "attempt_ended"
     ),
-    "killed before the copy was saved": killed("save_staged", "save_committed", "attempt_ended"),
     "killed after the commit": killed("save_committed", "attempt_ended"),
     "killed before the requeue": (
         [first(until="attempt_ended"), second(30)],
         {"missing": ("requeued",), "left": "preempted", "steps_lost": 10},
     ),
     "no request": torn("stop_requested", requeued_ms=None, safe_point_ms=None, durable_ms=None),
-    "no reason": torn("stop_reason", reason=None),
     "no safe point": torn("safe_point", safe_point_ms=None, durable_ms=50),
     "no answer to the requeue": torn("requeued", requeued_ms=None, safe_point_ms=20),
     "an exception, run again: it had no request": (

@@ -58,16 +58,6 @@ def attempts(number: int, each_s: int, **stop: tuple[str, ...]) -> History:
     )
 
 
-def test_labels_that_find_no_room_are_counted() -> None:
-    """Where labels of pauses or gaps would cover each other some are left out, and the picture says
-    how many."""
-    figure = timeline(history(1, 400))
-    written = sum(text.endswith(" µs") for text in texts(figure))
-    assert 50 < written < 400
-    assert f"{400 - written} labels left out" in figure.axes[0].get_xlabel()
-    assert "39 labels left out" in timeline(attempts(40, 100)).axes[0].get_xlabel()
-
-
 def three_attempts() -> History:
     """Preempted without loss, then killed 5 steps behind its last checkpoint."""
     killed = RankLog(pid=2, restart_count=1).trains(20, attempt=2, step=40).at_step(75)
@@ -116,15 +106,6 @@ def test_rows_of_pauses(run_dir: RunDir) -> None:
     assert "job 7, 1 rank" in output
 
 
-def test_long_table_says_what_it_leaves_out() -> None:
-    """Only so many rows are shown, in order of time; the percentiles are of all pauses."""
-    lines = shown(history(2, 10), width=110, max_rows=5)
-    assert sum(line.count("aten::linear") for line in lines) == 5
-    assert "15 later pauses are left out" in "\n".join(lines)
-    (parked,) = (line.split() for line in lines if line.strip().startswith("signal → parked"))
-    assert parked == ["signal", "→", "parked", "(µs)", "20", "105", "110", "110"]
-
-
 def test_where_there_are_no_rows(run_dir: RunDir) -> None:
     """A sentence instead of a table; a rank whose handlers were lost is not said to have had no
     pause."""
@@ -148,16 +129,6 @@ def test_rows_of_stops() -> None:
     assert "Steps lost: at least 5." in lines
     assert "Attempt 2 of rank 0 was killed without warning." in lines
     assert not any("Nothing was paused" in line for line in lines)
-
-
-def test_every_column_fits_into_80() -> None:
-    """Days of training and millions of steps still leave every heading and number whole."""
-    log = RankLog(pid=1).trains(123456, attempt=1).stop(223456.7, step=1234567, reason="time_limit")
-    after = RankLog(pid=2, restart_count=1).trains(223600, attempt=2, step=1234567)
-    lines = shown(history_of(log, after))
-    row = next(line for line in lines if "time_limit" in line).split()
-    assert (row[:4], row[-2:]) == (["100001", "0", "1", "time_limit"], ["1,234,567", "0"])
-    assert not any("…" in line for line in lines)
 
 
 def test_many_stops_are_cut_and_torn_ones_named() -> None:

@@ -3,17 +3,18 @@ events that a real rank has written (recorded/README.md), and from logs made by 
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from matplotlib.colors import to_rgba
 from prometheus_client import generate_latest
 from report.ranklog import RankLog
-from report.test_trace import check
+from report.test_page_and_trace import check
 from report.views import figures_of, history_of, legend, shown
 from statusfile import write_status
 
@@ -22,7 +23,7 @@ from hydroslurm.core.events import Event, EventKind, read_events
 from hydroslurm.core.rundir import RunDir, comment_for
 from hydroslurm.core.status import read_status
 from hydroslurm.observe.metrics import JobCollector
-from hydroslurm.observe.watcher import View, Watcher
+from hydroslurm.observe.watcher import Watcher
 from hydroslurm.report.attempts import attempts_of
 from hydroslurm.report.figures import figures_text
 from hydroslurm.report.history import History
@@ -131,19 +132,6 @@ def test_the_trace_keeps_the_format() -> None:
             assert one["ts"] + one["dur"] <= parked["ts"] + parked["dur"]
 
 
-class _Slurm:
-    """One job, which runs."""
-
-    def __init__(self, run: RunDir) -> None:
-        self._job = Job(
-            job_id=7, state=JobState.RUNNING, name="n", user="u", partition="low",
-            start_epoch_s=int(time.time()) - 60, comment=comment_for(run),
-        )  # fmt: skip
-
-    def jobs(self, *_: object, **__: object) -> tuple[Job, ...]:
-        return (self._job,)
-
-
 def test_status_top_and_metrics_while_it_is_away(tmp_path: Path) -> None:
     """The status that the rank's own events fold to: the line of ``status`` and ``describe``, the
     row of ``top``, the text for Prometheus; and again once the memory is back."""
@@ -152,21 +140,17 @@ def test_status_top_and_metrics_while_it_is_away(tmp_path: Path) -> None:
     log.parent.mkdir(parents=True)
     events = [replace(one, host="n1", job_id=7) for one in recorded()]
     away = [one.kind for one in events].index(EventKind.VACATED) + 1
+    running = Job(job_id=7, state=JobState.RUNNING, comment=comment_for(run))
+    slurm: Any = SimpleNamespace(jobs=lambda **_: (running,))
     shows = []
     for some in (events[:away], events):
         log.write_text("".join(f"{one.to_json()}\n" for one in some))
         write_status(log)
         status = read_status(run.rank_status(0))
         assert status is not None
-        now = itertools.count()
-        watcher = Watcher(_Slurm(run), user=None, policies=False)  # type: ignore[arg-type]
-        view = watcher.look()
-        assert isinstance(view, View)
-        (row,) = view.rows
-        registry = JobCollector(
-            watcher, every_s=1, monotonic=lambda n=now: float(next(n))
-        ).registry()
-        text = generate_latest(registry).decode()
+        watcher = Watcher(slurm, user=None, policies=False)
+        (row,) = watcher.look().rows
+        text = generate_latest(JobCollector(watcher, every_s=0).registry()).decode()
         values = dict(line.rsplit(" ", 1) for line in text.splitlines() if "job_id=" in line)
         named = {key.split("{")[0]: float(value) for key, value in values.items()}
         shows.append((rank_line(status, now_epoch_ns=time.time_ns()), row, named))

@@ -99,16 +99,12 @@ class Process:
     def mono(self, nsys_ns: int) -> int:
         return nsys_ns + self.offset_ns
 
+    def _nvtx(self, name: str, payload: int, thread: int, **columns: object) -> None:
+        place = {"globalTid": self.tid(thread), "domainId": self.domain, "uint64Value": payload}
+        self.report.nvtx(textId=self.report.text_id(name), **place, **columns)
+
     def mark(self, name: str, at_ns: int, payload: int, *, category: int | None = None) -> None:
-        self.report.nvtx(
-            start=at_ns,
-            eventType=MARK,
-            textId=self.report.text_id(name),
-            globalTid=self.tid(1),
-            domainId=self.domain,
-            uint64Value=payload,
-            category=category,
-        )
+        self._nvtx(name, payload, 1, start=at_ns, eventType=MARK, category=category)
 
     def clock(self, at_ns: int, *, late_ns: int = 0) -> None:
         self.mark("clock", at_ns + late_ns, self.mono(at_ns))
@@ -125,16 +121,8 @@ class Process:
     def range(
         self, name: str, begin_ns: int, end_ns: int | None, payload: int, *, thread: int = 1
     ) -> None:
-        held = name == "parked"
-        self.report.nvtx(
-            start=begin_ns,
-            end=end_ns,
-            eventType=PUSH_POP if held else START_END,
-            textId=self.report.text_id(name),
-            globalTid=self.tid(thread),
-            domainId=self.domain,
-            uint64Value=payload,
-        )
+        kind = PUSH_POP if name == "parked" else START_END
+        self._nvtx(name, payload, thread, start=begin_ns, end=end_ns, eventType=kind)
 
     def pause(self, number: int, at_ns: int, *, until_ns: int, signals: tuple[str, str]) -> None:
         """Two threads park 200 and 300 us after the request and run 40 and 60 us after the next."""

@@ -39,22 +39,19 @@ def profiled(folder: Path, path: Path, *command: str) -> subprocess.CompletedPro
     )
 
 
-def test_without_nsys_the_command_runs_as_it_is(tmp_path: Path, bare_path: Path) -> None:
-    """A profile is no reason to lose a job; it is said what is missing."""
-    done = profiled(tmp_path, bare_path, "sh", "-c", "echo trained; exit 75")
-    assert (done.stdout, done.returncode) == ("trained\n", 75)
-    assert done.stderr == "nsys_profile.sh: no nsys on PATH; running without\n"
-
-
 def test_where_nsys_does_not_start_the_command_runs_without(
     tmp_path: Path, bare_path: Path
 ) -> None:
-    """nsys fails before the command has begun, as several that start at once do: it is tried again,
-    and then left away."""
+    """A profile is no reason to lose a job: it is said what is missing. Where nsys fails before the
+    command has begun, as several that start at once do, it is tried again, and then left away."""
+    command = ("sh", "-c", "echo trained; exit 75")
+    done = profiled(tmp_path, bare_path, *command)
+    assert (done.stdout, done.returncode) == ("trained\n", 75)
+    assert done.stderr == "nsys_profile.sh: no nsys on PATH; running without\n"
     nsys = bare_path / "nsys"
     nsys.write_text('#!/bin/sh\necho "started" >>tries\nexit 1\n')
     nsys.chmod(0o755)
-    done = profiled(tmp_path, bare_path, "sh", "-c", "echo trained; exit 75")
+    done = profiled(tmp_path, bare_path, *command)
     assert (done.stdout, done.returncode) == ("trained\n", 75)
     assert "nsys does not start; running without" in done.stderr
     assert (tmp_path / "tries").read_text() == "started\n" * 4

@@ -4,6 +4,7 @@ nsys writes is read in test_profiled_jobs.py."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from rich.console import Console
 from hydroslurm.errors import NsysMissing, ProfileError
 from hydroslurm.report.nsys.clock import Timebase
 from hydroslurm.report.nsys.export import find_nsys, profiles_in
-from hydroslurm.report.nsys.profile import Profile, ProfiledPause, profile_figures, profile_view
+from hydroslurm.report.nsys.profile import profile_figures, profile_view
 from hydroslurm.report.nsys.reader import BLOCK, read_profile
 
 MS, S = 1_000_000, 1_000_000_000
@@ -40,15 +41,8 @@ def rank(report: ReportFile) -> Process:
     return rank
 
 
-def after(pause: ProfiledPause, start: int | None, *moments: int | None) -> list[int | None]:
-    assert start is not None
-    return [None if moment is None else moment - start for moment in moments]
-
-
 def near(value: int | None, wanted: int, error_ns: int | None) -> bool:
-    assert value is not None
-    assert error_ns is not None
-    return abs(value - wanted) <= error_ns
+    return value is not None and error_ns is not None and abs(value - wanted) <= error_ns
 
 
 def test_pauses_of_several_processes_are_told_in_the_clock_of_the_event_log(
@@ -162,32 +156,32 @@ def test_a_recording_that_ends_in_a_pause_is_told_as_far_as_it_goes(
     assert (asked.number, asked.parked_mono_ns, asked.error_ns) == (None, None, None)
 
 
-def test_what_a_report_does_not_hold_is_named(tmp_path: Path) -> None:
-    """Kernels, hydroslurm's domain, NVTX as a whole, clocks to align by."""
-    with_all = ReportFile(tmp_path / "1.sqlite")
-    Process(with_all, 1).pause(1, 10 * MS, until_ns=20 * MS, signals=SUSPEND)
-    (sentence,) = read_profile(with_all.save()).missing
-    assert "--trace=cuda" in sentence
+NO_CLOCKS = "UPDATE StringIds SET value = 'other' WHERE value = 'clock'"
 
-    other_domain = ReportFile(tmp_path / "2.sqlite")
-    Process(other_domain, 1, name="NCCL")
-    assert "no NVTX domain 'hydroslurm'" in read_profile(other_domain.save()).missing[0]
 
-    nothing = ReportFile(tmp_path / "3.sqlite")
-    nothing.connection.execute("DROP TABLE NVTX_EVENTS")
-    profile = read_profile(nothing.save())
-    assert "--trace=nvtx" in profile.missing[0]
-    assert (profile.host, profile.pids, profile.pauses) == ("node7", (), ())
-
-    no_clocks = ReportFile(tmp_path / "4.sqlite")
-    rank = Process(no_clocks, 1)
+@pytest.mark.parametrize(
+    ("statement", "missing", "told"),
+    [
+        ("", "--trace=cuda", 2),
+        ("UPDATE NVTX_EVENTS SET text = 'NCCL'", "no NVTX domain 'hydroslurm'", 0),
+        ("DROP TABLE NVTX_EVENTS", "--trace=nvtx", 0),
+        (f"DELETE FROM NVTX_EVENTS WHERE textId = 1; {NO_CLOCKS}", "`clock`", 1),
+    ],
+)
+def test_what_a_report_does_not_hold_is_named(
+    statement: str, missing: str, told: int, report: ReportFile, rank: Process
+) -> None:
+    """Kernels, hydroslurm's domain, NVTX as a whole, clocks to align by: without these the request
+    is told, and nothing else of the pause."""
     rank.pause(1, 10 * MS, until_ns=20 * MS, signals=SUSPEND)
-    no_clocks.connection.execute("DELETE FROM NVTX_EVENTS WHERE textId = 1")
-    no_clocks.connection.execute("UPDATE StringIds SET value = 'other' WHERE value = 'clock'")
-    profile = read_profile(no_clocks.save())
-    assert "`clock`" in profile.missing[0]
-    (pause,) = profile.pauses
-    assert (pause.requested_mono_ns, pause.parked_mono_ns) == (rank.mono(10 * MS), None)
+    report.connection.executescript(statement)
+    profile = read_profile(report.save())
+    assert missing in profile.missing[0]
+    assert profile.host == "node7"
+    for pause in profile.pauses:
+        moments = (pause.requested_mono_ns, pause.parked_mono_ns)
+        assert sum(moment is not None for moment in moments) == told
+    assert len(profile.pauses) == (told > 0)
 
 
 def test_an_older_schema_without_names_of_event_types_is_read(
@@ -195,14 +189,10 @@ def test_an_older_schema_without_names_of_event_types_is_read(
 ) -> None:
     """Their numbers have not changed; categories and details may be absent too."""
     rank.pause(1, 10 * MS, until_ns=20 * MS, signals=SUSPEND)
-    for statement in (
-        "DROP TABLE ENUM_NSYS_EVENT_TYPE",
-        "DROP TABLE ANALYSIS_DETAILS",
-        "DROP TABLE TARGET_INFO_SYSTEM_ENV",
-        "DROP TABLE TARGET_INFO_SESSION_START_TIME",
-        "ALTER TABLE NVTX_EVENTS DROP COLUMN category",
-    ):
-        report.connection.execute(statement)
+    gone = ("ENUM_NSYS_EVENT_TYPE", "ANALYSIS_DETAILS", "TARGET_INFO_SYSTEM_ENV")
+    for table in (*gone, "TARGET_INFO_SESSION_START_TIME"):
+        report.connection.execute(f"DROP TABLE {table}")
+    report.connection.execute("ALTER TABLE NVTX_EVENTS DROP COLUMN category")
     profile = read_profile(report.save())
     assert (profile.host, profile.session_epoch_ns, profile.epoch_offset_ns) == (None, None, None)
     assert [p.signal for p in profile.pauses] == [0]
@@ -240,6 +230,11 @@ def test_what_is_no_report_is_refused(
         read_profile(tmp_path / name)
     with pytest.raises(ProfileError, match="no such file"):
         read_profile(tmp_path / "nowhere.nsys-rep")
+    with contextlib.closing(sqlite3.connect(tmp_path / "x.sqlite")) as connection:
+        connection.execute("CREATE TABLE birds (name)")
+        connection.commit()
+    with pytest.raises(ProfileError, match="it holds birds"):
+        read_profile(tmp_path / "x.sqlite")
 
 
 @pytest.mark.parametrize(
@@ -282,16 +277,6 @@ def test_a_forged_report_is_read_as_far_as_it_makes_sense(
     json.dumps(profile_figures(profile), allow_nan=False)
 
 
-def test_another_sqlite_file_is_refused(tmp_path: Path) -> None:
-    """It is said what it holds."""
-    connection = sqlite3.connect(tmp_path / "x.sqlite")
-    connection.execute("CREATE TABLE birds (name)")
-    connection.commit()
-    connection.close()
-    with pytest.raises(ProfileError, match="it holds birds"):
-        read_profile(tmp_path / "x.sqlite")
-
-
 def test_without_nsys_an_export_is_read_and_a_report_is_not(
     report: ReportFile, rank: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -312,33 +297,34 @@ def test_without_nsys_an_export_is_read_and_a_report_is_not(
     assert [path.name for path in profiles_in(tmp_path)] == [raw.name, "rank-1-restart-0.sqlite"]
 
 
-def shown(profile: Profile) -> str:
-    console = Console(width=80)
-    with console.capture() as printed:
-        console.print(profile_view(profile))
-    return printed.get()
+def test_the_view_says_units_and_the_error_of_the_clocks(
+    report: ReportFile, rank: Process, tmp_path: Path
+) -> None:
+    """One row per pause and per stop in 80 columns, and the same as figures; no empty tables."""
 
+    def shown() -> str:
+        console = Console(width=80)
+        with console.capture() as printed:
+            console.print(profile_view(profile))
+        return printed.get()
 
-def test_the_view_says_units_and_the_error_of_the_clocks(report: ReportFile, rank: Process) -> None:
-    """One row per pause and per stop in 80 columns, and the same as figures."""
     rank.pause(1, 10 * MS, until_ns=1510 * MS, signals=SUSPEND)
     rank.request("stop_request", 2 * S, "SIGTERM")
     rank.range("saving", 2 * S + 5 * MS, 2 * S + 9 * MS, 7)
     profile = read_profile(report.save())
-    text = shown(profile)
+    text = shown()
     (row,) = [line.split() for line in text.splitlines() if "SIGTSTP" in line]
     assert row[:5] == ["4711", "1", "SIGTSTP", "300", "1.500"]
-    for unit in ("(µs)", "(s)", "(ms)", "(±µs)"):
-        assert unit in text
+    for words in ("(µs)", "(s)", "(ms)", "(±µs)"):
+        assert words in text
     assert f"to within\n{(profile.alignment_error_ns or 0) / 1e3:,.1f} µs" in text
     figures = json.loads(json.dumps(profile_figures(profile)))
     assert near(figures["pauses"][0]["park_ns"], 300_000, profile.alignment_error_ns)
     assert near(figures["stops"][0]["durable_ns"], 9 * MS, profile.alignment_error_ns)
-
-
-def test_the_view_of_an_empty_report_says_so(report: ReportFile, rank: Process) -> None:
-    """No empty tables."""
-    assert "Nothing was paused or stopped" in shown(read_profile(report.save()))
+    empty = ReportFile(tmp_path / "empty.sqlite")
+    Process(empty, 1)
+    profile = read_profile(empty.save())
+    assert "Nothing was paused or stopped" in shown()
 
 
 @given(
