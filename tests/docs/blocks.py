@@ -43,17 +43,12 @@ class Block:
 
 def blocks_of(page: str) -> list[Block]:
     text = (ROOT / page).read_text()
-    return [
-        Block(
-            page,
-            text.count("\n", 0, found.start("language")) + 1,
-            found["language"],
-            found["text"],
-            found["how"] or "",
-            found["what"] or "",
-        )
-        for found in _BLOCK.finditer(text)
-    ]
+    found = []
+    for one in _BLOCK.finditer(text):
+        line = text.count("\n", 0, one.start("language")) + 1
+        how, what = one["how"] or "", one["what"] or ""
+        found.append(Block(page, line, one["language"], one["text"], how, what))
+    return found
 
 
 SHELL = r"""

@@ -125,19 +125,12 @@ def test_shell_blocks(page: str, ranks_cluster: Part, tmp_path: Path) -> None:
     for name in ("examples", "sbatch"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "train.py").write_text("print('step 1 loss 1', flush=True)\n")
-    path = [str(Path(sys.executable).parent), ranks_cluster.child_environ()["PATH"]]
-    environ = {"PATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "USER": "newcomer"}
-    with (tmp_path / "printed").open("w+") as printed:
-        done = subprocess.run(
-            ["bash", "-c", shell_program(page, PREPARED_SHELL.get(page, ""))],
-            cwd=tmp_path,
-            env={**ranks_cluster.child_environ(), **environ},
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=printed,
-            timeout=800,
-            check=False,
-        )
+    environ = {**ranks_cluster.child_environ(), "USER": "newcomer"}
+    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ["PATH"]])
+    command = ["bash", "-c", shell_program(page, PREPARED_SHELL.get(page, ""))]
+    with (tmp_path / "printed").open("w+") as printed:  # a pipe is held by what goes on behind it
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": printed}
+        done = subprocess.run(command, cwd=tmp_path, env=environ, timeout=800, **pipes)
         printed.seek(0)
         assert done.returncode == 0, printed.read()
 

@@ -47,14 +47,8 @@ def start(name: str, folder: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def printed(name: str, folder: Path) -> str:
-    """What the example prints on its way to its end."""
-    assert start(name, folder).wait(200) == 0, (folder / "out").read_text()
-    return (folder / "out").read_text()
-
-
-@pytest.mark.parametrize(("name", "steps"), [("hfai-calls", 400), ("hfai-lightning", 400)])
-def test_hfai(name: str, steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["hfai-calls", "hfai-lightning"])
+def test_hfai(name: str, tmp_path: Path) -> None:
     """Stopped in the middle and started again: each step once, and the second start ends."""
     first = start(name, tmp_path)
     out = tmp_path / "out"
@@ -62,7 +56,7 @@ def test_hfai(name: str, steps: int, tmp_path: Path) -> None:
     first.terminate()
     assert first.wait(60) == 75, out.read_text()
     assert start(name, tmp_path).wait(120) == 0, out.read_text()
-    assert [int(step) for step in STEPS.findall(out.read_text())] == list(range(steps))
+    assert [int(step) for step in STEPS.findall(out.read_text())] == list(range(400))
     assert list((tmp_path / "hfai_out").glob("suspended*")) == [], name
 
 
@@ -95,11 +89,12 @@ def test_hydrojobsche(tmp_path: Path) -> None:
 )
 def test_others(name: str, said: str, tmp_path: Path) -> None:
     """The script's own assertions hold, and it prints what its system's would."""
-    out = printed(name, tmp_path)
+    status = start(name, tmp_path).wait(200)
+    out = (tmp_path / "out").read_text()
+    assert status == 0, out
     assert said in out
     if name == "ffrecord":
-        batches = {epoch: out.count(f"epoch {epoch} batch") for epoch in (5, 6)}
-        assert batches == {5: 4, 6: 7}
+        assert [out.count(f"epoch {epoch} batch") for epoch in (5, 6)] == [4, 7]
 
 
 @pytest.mark.slurm
@@ -117,9 +112,8 @@ def test_submitit_and_t9k(
     (tmp_path / "config/hydroslurm/config.yaml").write_text(published("t9k-queues"))
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     assert "kubectl create" in published("t9k-command", ours=False)
-    done = captured(["bash", "-ec", published("t9k-command")], timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-    (tmp_path / "train.py").write_text(published("submitit") + INTERRUPTED)
-    done = captured([sys.executable, "train.py"], timeout=200)
-    assert done.stdout.splitlines()[-1:] == ["resumed"], done.stdout + done.stderr
+    with subprocess.Popen(["bash", "-ec", published("t9k-command")]) as t9k:
+        (tmp_path / "train.py").write_text(published("submitit") + INTERRUPTED)
+        done = captured([sys.executable, "train.py"], timeout=200)
+        assert done.stdout.splitlines()[-1:] == ["resumed"], done.stdout + done.stderr
+        assert t9k.wait(200) == 0

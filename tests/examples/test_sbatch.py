@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hydroslurm.report.reading import read_history
 
 pytestmark = pytest.mark.slurm
 
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 180.0
 
 
@@ -25,15 +27,17 @@ def slurm(cluster: DevCluster, *command: str, cwd: Path) -> str:
     return done.stdout.strip()
 
 
-def test_batch_job_is_parked_for_an_urgent_one(
-    pause_cluster: DevCluster, root: Path, tmp_path: Path, run: Callable[..., str]
-) -> None:
+def test_batch_job_is_parked_for_an_urgent_one(pause_cluster: DevCluster, tmp_path: Path) -> None:
     """The script runs unchanged; an urgent job parks it, and it goes on in its process, to the
-    weights of one that was left alone. Nothing of ours is printed."""
-    (tmp_path / "examples").symlink_to(root / "examples")
-    script = str(root / "sbatch" / "pause.sbatch")
-    options = ("--iterations", "2400", "--log-every", "10")
-    job = slurm(pause_cluster, "sbatch", "--parsable", script, *options, cwd=tmp_path)
+    weights of one that was left alone, without hydroslurm. Nothing of ours is printed."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    options = ("--iterations", "1200", "--log-every", "10")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "hydroslurm.py").write_text("raise ImportError('hydroslurm was imported')")
+    shutil.copy(ROOT / "examples/train.py", alone)
+    script = str(ROOT / "sbatch" / "pause.sbatch")
+    job = slurm(pause_cluster, "sbatch", "--parsable", script, *options, "--pausable", cwd=tmp_path)
     log = tmp_path / f"pausable-{job}.out"
     wait_until(lambda: log.exists() and "\nstep" in log.read_text(), "the first steps")
 
@@ -41,8 +45,11 @@ def test_batch_job_is_parked_for_an_urgent_one(
     urgent = ("srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "true")
     slurm(pause_cluster, *urgent, cwd=tmp_path)
 
+    left_alone = captured([sys.executable, "train.py", *options], cwd=alone, timeout=LIMIT_S)
+    last = left_alone.stdout.splitlines()[-2:]
+    assert re.fullmatch(r"accuracy 9\d\.\d+% on 360 test images", last[0]), left_alone.stderr
     wait_until(lambda: "sha256" in log.read_text(), "the end of the training")
-    assert log.read_text().splitlines()[-2:] == run("train.py", *options).splitlines()[-2:]
+    assert log.read_text().splitlines()[-2:] == last
     assert "hydroslurm" not in log.read_text()
     run_dir = RunDir(tmp_path / "hydroslurm-runs" / job)
     wait_until(lambda: read_history(run_dir.root).attempts[0].ended, "the last event")
@@ -53,12 +60,12 @@ def test_batch_job_is_parked_for_an_urgent_one(
 
 
 def test_torchruns_ranks_save_for_an_urgent_job_and_go_on(
-    requeue_cluster: DevCluster, root: Path, tmp_path: Path
+    requeue_cluster: DevCluster, tmp_path: Path
 ) -> None:
     """The script runs unchanged; below the agents the ranks save, the job is requeued, and its next
     attempt goes on behind the step that was saved, to the end."""
-    (tmp_path / "examples").symlink_to(root / "examples")
-    script = str(root / "sbatch" / "torchrun.sbatch")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    script = str(ROOT / "sbatch" / "torchrun.sbatch")
     here = "--export=ALL,RANKS_PER_NODE=1"
     options = ("--epochs", "20", "--log-every", "10")
     job = slurm(requeue_cluster, "sbatch", "--parsable", here, script, *options, cwd=tmp_path)
@@ -71,8 +78,5 @@ def test_torchruns_ranks_save_for_an_urgent_job_and_go_on(
     went_on = re.search(r"attempt 2 resumes from step (\d+)", log.read_text())
     assert went_on is not None
     assert int(went_on[1]) >= 10
-    wait_until(
-        lambda: len(re.findall("leaves with status 0", log.read_text())) == 2,
-        "the agents",
-        limit_s=LIMIT_S,
-    )
+    left = "leaves with status 0"
+    wait_until(lambda: log.read_text().count(left) == 2, "the agents", limit_s=LIMIT_S)

@@ -4,27 +4,27 @@ say."""
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from clusters import require_slurm
-from processes import wait_until
+from processes import captured, wait_until
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
 pytestmark = pytest.mark.slurm
 
+SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 LIMIT_S = 120.0
 LIVES = 'trap "echo told; scontrol requeue $SLURM_JOB_ID; exit 75" TERM'
 """A job step that saves nothing, but leaves as one that does."""
 GOES_ON = "echo up; while :; do sleep 0.1; done"
 
 
-def lines_of(root: Path, name: str) -> str:
+def lines_of(name: str) -> str:
     """A snippet, for the nodes of a dev cluster."""
-    text = (root / "sbatch" / name).read_text()
+    text = (SBATCH / name).read_text()
     assert "Nodes=node[01-04]" in text
     return text.replace("node[01-04]", "n[1-2]")
 
@@ -57,10 +57,10 @@ def assert_requeued(cluster: DevCluster, job: str, log: Path, *urgent: str) -> N
     cluster.run(["scancel", job])
 
 
-def test_partitions_for_pause(root: Path, tmp_path: Path) -> None:
+def test_partitions_for_pause(tmp_path: Path) -> None:
     """partitions.conf: an urgent job suspends, and what it suspended goes on."""
     require_slurm()
-    spec = ClusterSpec(nodes=2, partitions=lines_of(root, "partitions.conf"))
+    spec = ClusterSpec(nodes=2, partitions=lines_of("partitions.conf"))
     with DevCluster.up(spec) as cluster:
         job, _ = submit(cluster, tmp_path, "--mem-per-cpu=100")
         until = tmp_path / "until"
@@ -75,23 +75,23 @@ def test_partitions_for_pause(root: Path, tmp_path: Path) -> None:
         wait_until(lambda: field(cluster, job, "T") == "RUNNING", "resumption", limit_s=LIMIT_S)
 
 
-def test_partitions_for_requeue(root: Path, tmp_path: Path) -> None:
+def test_partitions_for_requeue(tmp_path: Path) -> None:
     """partitions-requeue.conf: an urgent job's victim is told, asks for its requeue and waits."""
     require_slurm()
-    spec = ClusterSpec(nodes=2, partitions=lines_of(root, "partitions-requeue.conf"))
+    spec = ClusterSpec(nodes=2, partitions=lines_of("partitions-requeue.conf"))
     with DevCluster.up(spec) as cluster:
         job, log = submit(cluster, tmp_path)
         assert_requeued(cluster, job, log, "--partition=urgent")
 
 
-def test_qos_preemption_and_job_submit(root: Path, tmp_path: Path) -> None:
+def test_qos_preemption_and_job_submit(tmp_path: Path) -> None:
     """qos-preemption: the same by QOS. job_submit.lua: --preempt, of sbatch, srun and the
     environment, leads to the partition or the QOS of its mode; who names one keeps it."""
     require_slurm()
-    lines = lines_of(root, "qos-preemption.conf")
+    lines = lines_of("qos-preemption.conf")
     low = "PartitionName=low Nodes=n[1-2]\n"
     with DevCluster.up(ClusterSpec(nodes=2, partitions=f"{lines}{low}")) as cluster:
-        cluster.run(["sh", str(root / "sbatch/qos-preemption.sh")], timeout_s=LIMIT_S)
+        cluster.run(["sh", str(SBATCH / "qos-preemption.sh")], timeout_s=LIMIT_S)
         wait_until(
             lambda: cluster.run(["srun", "--qos=urgent", "true"], check=False).returncode == 0,
             "the QOS to be known",
@@ -100,7 +100,7 @@ def test_qos_preemption_and_job_submit(root: Path, tmp_path: Path) -> None:
         assert cluster.run(["srun", "--qos=unheard", "true"], check=False).returncode != 0
         job, log = submit(cluster, tmp_path, "--qos=preemptible")
         assert_requeued(cluster, job, log, "--qos=urgent")
-        _install_lua(cluster, root)
+        _install_lua(cluster)
         for options, environ, expected in (
             (["--preempt=pause"], {}, "low normal"),
             (["--preempt"], {}, "low normal"),
@@ -111,21 +111,15 @@ def test_qos_preemption_and_job_submit(root: Path, tmp_path: Path) -> None:
             ([], {}, "main normal"),
         ):
             assert _routed(cluster, options, environ) == expected, (options, environ)
-        where = [
-            "srun",
-            "--preempt=requeue",
-            "sh",
-            "-c",
-            "echo $SLURM_JOB_PARTITION $SLURM_JOB_QOS",
-        ]
-        done = cluster.run(where, timeout_s=LIMIT_S)
+        where = ["sh", "-c", "echo $SLURM_JOB_PARTITION $SLURM_JOB_QOS"]
+        done = cluster.run(["srun", "--preempt=requeue", *where], timeout_s=LIMIT_S)
         assert done.stdout == "main preemptible\n"
         assert "--preempt=requeue: QOS preemptible" in done.stderr
 
 
-def _install_lua(cluster: DevCluster, root: Path) -> None:
+def _install_lua(cluster: DevCluster) -> None:
     """With another route for requeue, as its words say that one may."""
-    text = (root / "sbatch/job_submit.lua").read_text()
+    text = (SBATCH / "job_submit.lua").read_text()
     route = 'requeue = { partition = "low", qos = nil }'
     assert route in text
     changed = text.replace(route, 'requeue = { partition = nil, qos = "preemptible" }')
@@ -133,30 +127,15 @@ def _install_lua(cluster: DevCluster, root: Path) -> None:
     with cluster.slurm_conf.open("a") as conf:
         conf.write("JobSubmitPlugins=lua\n")
     cluster.run(["scontrol", "reconfigure"])
-    wait_until(
-        lambda: (
-            re.search(
-                r"JobSubmitPlugins += lua", cluster.run(["scontrol", "show", "config"]).stdout
-            )
-            is not None
-        ),
-        "the plugin",
-        limit_s=LIMIT_S,
-    )
+    config = ["scontrol", "show", "config"]
+    plugin = r"JobSubmitPlugins += lua"
+    wait_until(lambda: re.search(plugin, cluster.run(config).stdout), "the plugin")
 
 
 def _routed(cluster: DevCluster, options: list[str], environ: dict[str, str]) -> str:
     """Partition and QOS of a job that is submitted with these options."""
-    sbatch = shutil.which("sbatch", path=cluster.child_environ()["PATH"])
-    assert sbatch is not None
-    done = subprocess.run(
-        [sbatch, "--parsable", "--hold", *options, "--wrap=true"],
-        env={**cluster.child_environ(), **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    command = ["sbatch", "--parsable", "--hold", *options, "--wrap=true"]
+    done = captured(command, env={**cluster.child_environ(), **environ}, timeout=60)
     job = done.stdout.strip()
     shown = field(cluster, job, "P"), field(cluster, job, "q")
     cluster.run(["scancel", job])

@@ -1,4 +1,4 @@
-"""Each training of examples/ stands alone under any name; a pause or a stop costs it no bit."""
+"""Each training of examples/ stands alone under any name, and a stop costs it no bit; the demo."""
 
 from __future__ import annotations
 
@@ -10,98 +10,95 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import free_port, wait_until
+from processes import captured, wait_until
 
-from hydroslurm.runtime import client
+from hydroslurm.errors import HydroslurmError
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT_S = 300
+LONG = pytest.mark.long
 
 
-def start(script: Path, *options: str, ranks: int = 1) -> list[subprocess.Popen[bytes]]:
-    """The script in its folder; what all ranks print is added to the file ``log``."""
+def start(folder: Path, *options: str) -> subprocess.Popen[bytes]:
+    """The folder's script; what it prints is added to its file ``log``."""
     environ = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
-    environ |= {"OMP_NUM_THREADS": "1", "HYDROSLURM_PREEMPT": "requeue"}
-    environ["HYDROSLURM_RUN_DIR"] = str(script.parent / "run")
-    if ranks > 1:
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        environ["GLOO_SOCKET_IFNAME"] = "lo"
-    processes = []
-    for rank in range(ranks):
-        number = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        with (script.parent / "log").open("ab") as log:
-            command = [sys.executable, script.name, *options]
-            processes.append(
-                subprocess.Popen(
-                    command, cwd=script.parent, stdout=log, stderr=log, env=environ | number
-                )
-            )
-    return processes
-
-
-def ended(processes: list[subprocess.Popen[bytes]]) -> list[int]:
-    try:
-        return [process.wait(LIMIT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def copied(root: Path, name: str, folder: Path) -> Path:
-    """The example as ``train.py`` in a folder of its own."""
-    folder.mkdir()
-    return Path(shutil.copy(root / "examples" / name, folder / "train.py"))
+    environ |= {"HYDROSLURM_PREEMPT": "requeue", "HYDROSLURM_RUN_DIR": str(folder / "run")}
+    command = [sys.executable, "train.py", *options]
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=environ)
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "options"),
+    ("name", "options", "slowly"),
     [
-        ("train_run.py", 1, ["--epochs=4", "--log-every=10"]),
-        ("train_ddp.py", 2, ["--epochs=3", "--log-every=10"]),
-        ("train_lightning.py", 1, ["--epochs=3"]),
-        ("train_huggingface.py", 1, ["--epochs=1"]),
+        ("train_run.py", ["--epochs=4", "--log-every=10"], ["--think-s=0.05"]),
+        pytest.param("train_lightning.py", ["--epochs=3"], ["--think-s=0.05"], marks=LONG),
+        pytest.param("train_huggingface.py", ["--epochs=1"], [], marks=LONG),
     ],
 )
 def test_stopped_and_started_again(
-    name: str, ranks: int, options: list[str], root: Path, tmp_path: Path
+    name: str, options: list[str], slowly: list[str], tmp_path: Path
 ) -> None:
-    """SIGTERM after some steps ends every rank with 75; the same command then trains to the same
-    last lines as a training that nobody stopped."""
-    alone, stopped = (copied(root, name, tmp_path / folder) for folder in ("alone", "stopped"))
-    assert ended(start(alone, *options, ranks=ranks)) == [0] * ranks, alone.with_name(
-        "log"
-    ).read_text()
-    log = stopped.with_name("log")
-    first = start(stopped, *options, *_slowly(name), ranks=ranks)
-    wait_until(lambda: re.search(r"step 10\b|'loss'", log.read_text()), "a step", limit_s=LIMIT_S)
-    for process in first:
-        process.terminate()
-    assert ended(first) == [os.EX_TEMPFAIL] * ranks, log.read_text()
-    assert ended(start(stopped, *options, ranks=ranks)) == [0] * ranks, log.read_text()
+    """SIGTERM after some steps ends it with 75; the same command then trains to the same last lines
+    as a training that nobody stopped."""
+    alone, stopped = tmp_path / "alone", tmp_path / "stopped"
+    for folder in (alone, stopped):
+        folder.mkdir()
+        shutil.copy(EXAMPLES / name, folder / "train.py")
+
+    def log(folder: Path) -> str:
+        return (folder / "log").read_text()
+
+    with start(alone, *options) as left_alone:
+        with start(stopped, *options, *slowly) as first:
+            wait_until(lambda: re.search(r"step 10\b|'loss'", log(stopped)), "a step")
+            first.terminate()
+            assert first.wait(LIMIT_S) == os.EX_TEMPFAIL, log(stopped)
+        with start(stopped, *options) as again:
+            assert again.wait(LIMIT_S) == 0, log(stopped)
+        assert left_alone.wait(LIMIT_S) == 0, log(alone)
     result = r"^(?:accuracy|weights sha256|trained) .*$"
-    seen = re.findall(result, log.read_text(), flags=re.M)
+    seen = re.findall(result, log(stopped), flags=re.M)
     assert seen
-    assert seen == re.findall(result, alone.with_name("log").read_text(), flags=re.M)
-    assert "resumes from step" in log.read_text()
+    assert seen == re.findall(result, log(alone), flags=re.M)
+    assert "resumes from step" in log(stopped)
 
 
-def _slowly(name: str) -> list[str]:
-    return [] if name == "train_huggingface.py" else ["--think-s=0.05"]
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+DEMO = [sys.executable, "-W", "error", str(EXAMPLES / "demo.py")]
 
 
-def test_pauses_do_not_change_the_weights(root: Path, tmp_path: Path) -> None:
-    """The ordinary script, paused by its pid again and again, and once without hydroslurm."""
-    plain, paused = (copied(root, "train.py", tmp_path / folder) for folder in ("plain", "paused"))
-    (plain.parent / "hydroslurm.py").write_text("raise ImportError('hydroslurm was imported')")
-    plain_run = start(plain, "--iterations=240")
-    (process,) = start(paused, "--iterations=240", "--log-every=1", "--pausable")
-    log = paused.with_name("log")
-    for count in (3, 40, 80):
-        wait_until(lambda count=count: log.read_text().count("step ") >= count, f"{count} steps")
-        assert client.pause(process.pid).done
-        assert client.resume(process.pid).done
-    assert ended([process, *plain_run]) == [0, 0], log.read_text()
-    last = plain.with_name("log").read_text().splitlines()[-2:]
-    assert re.fullmatch(r"accuracy 9\d\.\d+% on 360 test images", last[0])
-    assert log.read_text().splitlines()[-2:] == last
+@pytest.mark.long
+def test_second_act_without_slurm(tmp_path: Path) -> None:
+    """A training that is ended twice with SIGTERM and started again has the bits of the other."""
+    options = ["--local", "--act", "2", "--epochs", "4", "--dir", str(tmp_path)]
+    done = captured([*DEMO, *options], timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wanted = "the same weights, optimizer and losses, bit for bit, after 2 stops"
+    for words in (wanted, "Steps lost: 0.", "attempt 2 resumes from step"):
+        assert words in done.stdout
+    (picture,) = tmp_path.glob("*/act-2/runs/stopped/report/timeline.png")
+    assert picture.stat().st_size > 5000
+
+
+def test_a_wait_that_fails_shows_what_was_waited_for_and_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the log's name and its last ten lines; the wait itself fits the machine. On a site's
+    Slurm the act has to be named, because a partition can show only one."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import demo_stage
+
+    log = tmp_path / "logs/task.out"
+    log.parent.mkdir()
+    log.write_text("".join(f"line {number}\n" for number in range(12)))
+    monkeypatch.setattr(demo_stage, "LIMIT_S", 0.01)
+    monkeypatch.setattr(demo_stage.pace, "slowness", 5.0)
+    with pytest.raises(HydroslurmError, match="for the first step") as failed:
+        demo_stage.wait_for("the first step", lambda: False, run=tmp_path)
+    words = str(failed.value).splitlines()
+    assert words[0].endswith(f"The end of {log}:")
+    assert [word.strip() for word in words[1:]] == [f"line {number}" for number in range(2, 12)]
+    done = captured([*DEMO, "--site", "--low=a", "--urgent=b"], timeout=60)
+    assert done.returncode == 2
+    assert "--act 1, 2 or 3" in done.stderr
