@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from checkpoint.states import write
 from kit.team import Team, all_at_once, coordinators_at
-from processes import wait_until
+from processes import captured, wait_until
 
 import hydroslurm
 from hydroslurm.checkpoint.store import CheckpointStore
@@ -204,8 +204,7 @@ def test_munge_gives_the_key_to_this_user_only(stranger: Any, munged: str, tmp_p
     for package in (PACKAGE, Path(msgspec.__file__).parent):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(package, public / package.name, ignore=ignored)
-    tried = stranger.python(
-        """
+    code = """
         import sys
         from hydroslurm.coordination.channel import find_coordinator
         from hydroslurm.coordination.secret import find_secret
@@ -217,12 +216,8 @@ def test_munge_gives_the_key_to_this_user_only(stranger: Any, munged: str, tmp_p
             print("has the key", found.key.hex())
         except Exception as error:
             print(error)
-        """,
-        munged,
-        str(port),
-        attempt,
-        env={"PYTHONPATH": str(public)},
-    )
+    """
+    tried = stranger.python(code, munged, str(port), attempt, env={"PYTHONPATH": str(public)})
     assert "has the key" not in tried
     assert "refuses this rank" in tried
     found.socket.close()
@@ -382,14 +377,9 @@ def test_where_the_key_is_from(
     nobody can guess, and the key is in no command line."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    environ = {
-        **pause_cluster.child_environ(),
-        "HYDROSLURM_RUN_DIR": str(tmp_path / "run"),
-    }
-    done = subprocess.run(
-        ["srun", *options, "-N2", "-n2", sys.executable, str(script)],
-        env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    environ = {**pause_cluster.child_environ(), "HYDROSLURM_RUN_DIR": str(tmp_path / "run")}
+    command = ["srun", *options, "-N2", "-n2", sys.executable, str(script)]
+    done = captured(command, env=environ, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [one["sum"] for one in said] == [2.0, 2.0]

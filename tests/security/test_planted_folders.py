@@ -82,11 +82,17 @@ def test_a_planted_cluster_is_not_started_used_or_ended(
 
 def test_where_a_cluster_may_be(tmp_path: Path, scratch: Path) -> None:
     """Below a folder that everybody can write, who could exchange it later, root's daemons would
-    run what they find. /tmp is fine, and so is umask 0."""
+    run what they find, and no short name of a cluster is made there. /tmp is fine, and so is umask
+    0."""
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(UntrustedFile, match=f"others can write {tmp_path / 'open'}"):
         Layout.at(tmp_path / "open" / "cluster").create()
+    with tempfile.TemporaryDirectory(prefix="o", dir="/tmp") as open_tmp:
+        Path(open_tmp).chmod(0o777)
+        link = make_link(tmp_path, temporary=Path(open_tmp))
+        assert not link.is_relative_to(open_tmp)
+        remove_link(link)
     before = os.umask(0)
     try:
         layout = Layout.at(scratch / "cluster")
@@ -95,18 +101,6 @@ def test_where_a_cluster_may_be(tmp_path: Path, scratch: Path) -> None:
     finally:
         os.umask(before)
     assert Running.read(layout) is None
-
-
-def test_the_short_name_of_a_cluster_is_made_where_nobody_can_exchange_it(tmp_path: Path) -> None:
-    """A temporary folder that everybody may write, without the sticky bit, is passed over."""
-    open_tmp = Path(tempfile.mkdtemp(prefix="o", dir="/tmp"))
-    open_tmp.chmod(0o777)
-    link = make_link(tmp_path, temporary=open_tmp)
-    try:
-        assert not link.is_relative_to(open_tmp)
-    finally:
-        remove_link(link)
-        open_tmp.rmdir()
 
 
 def _entry(victim: int, *, signo: int) -> str:

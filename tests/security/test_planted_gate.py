@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from gate.test_build import FakeCompiler
@@ -118,34 +119,28 @@ def test_a_planted_library_does_not_run(
     assert done.stdout.count(said.format(uid=stranger.uid, root=root)) == 1
 
 
-def test_a_sites_own_account_is_believed(tmp_path: Path, good_library: Path) -> None:
+def test_a_sites_own_account_is_believed(
+    tmp_path: Path, good_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who owns the installed package decides already what runs: their gate is loaded from
     HYDROSLURM_GATE_DIR, and not from a cache of the user's."""
-    package = Path(build.__file__)
-    if package.stat().st_uid != os.getuid():
-        pytest.skip("the package is somebody else's already")
+    real = Path.stat
+
+    def stat(path: Path, **options: Any) -> Any:
+        owned = SimpleNamespace(st_uid=4711)
+        return owned if str(path) == build.__file__ else real(path, **options)
+
     site = tmp_path / "site"
     shutil.copytree(good_library.parent, site / build.key_of(TORCH))
-    code = """
-        import os, sys
-        from pathlib import Path
-        from hydroslurm.gate import build
-        from hydroslurm.gate.compiler import installed_torch
-        real = Path.stat
-        class Owned:
-            st_uid = 4711
-        Path.stat = lambda self, **k: Owned if str(self) == build.__file__ else real(self, **k)
-        found = build.find(os.environ, torch=installed_torch())
-        print("found", found and found.origin)
-    """
-    for path in (site, site / build.key_of(TORCH), *(site / build.key_of(TORCH)).iterdir()):
+    for path in (site, *site.rglob("*")):
         os.chown(path, 4711, 4711)
-    assert "found site" in (said := python(code, **{SITE_DIR_ENV: str(site)}).stdout), said
-    cache = tmp_path / "cache" / "hydroslurm"
-    cache.mkdir(parents=True)
-    site.rename(cache / "gate")
-    done = python(code, XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert "found None" in done.stdout, done.stdout
+    monkeypatch.setattr(Path, "stat", stat)
+    found = build.find({SITE_DIR_ENV: str(site)}, torch=TORCH)
+    assert found is not None
+    assert found.origin == "site"
+    (tmp_path / "cache" / "hydroslurm").mkdir(parents=True)
+    site.rename(tmp_path / "cache" / "hydroslurm" / "gate")
+    assert build.find({"XDG_CACHE_HOME": str(tmp_path / "cache")}, torch=TORCH) is None
 
 
 def test_a_cache_made_under_an_open_umask_is_used_again(

@@ -1,18 +1,25 @@
-"""What another user puts into a run folder, or makes in its place, beforehand."""
+"""What another user puts into a run folder beforehand, or in its place, checkpoints included."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from checkpoint.states import write
 from security.planting import job, python, train
+from typer.testing import CliRunner
 
+import hydroslurm
+from hydroslurm.checkpoint.newest import newest_good
+from hydroslurm.checkpoint.store import CheckpointStore, Retention
+from hydroslurm.checkpoint.write_plan import State
+from hydroslurm.cli import app
 from hydroslurm.core.events import Event, EventKind, EventLog
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import RunFolderError
+from hydroslurm.errors import CheckpointCorrupt, RunFolderError
 from hydroslurm.jobs.supervisor.attempts import Attempts
 from hydroslurm.jobs.supervisor.conditions import add_condition
 from hydroslurm.jobs.supervisor.job_step import start_step
@@ -21,6 +28,7 @@ from hydroslurm.training.attempts import AttemptLog, finished_step, write_finish
 
 if TYPE_CHECKING:
     from security.conftest import Stranger
+
 
 FINISHED = '{"v": 1, "step": 7, "epoch_ns": 1}'
 
@@ -131,87 +139,54 @@ def test_a_run_in_a_labs_folder_goes_on_whatever_is_planted_there(
     assert victim.read_text() == "ours"
 
 
-def _event() -> Event:
-    return Event(kind=EventKind.INSTALLED, mono_ns=1, epoch_ns=1)
-
-
-def _log_event(folder: Path) -> None:
-    with pytest.warns(RuntimeWarning, match="a symbolic link"):
-        EventLog(folder / "target").append(_event())
-
-
-def _write_status(folder: Path) -> None:
-    writer = StatusWriter(folder / "target", every_s=0.0)
-    writer.note(_event())
-    writer.close(step=1)
-
-
-def _add_condition(folder: Path) -> None:
-    with pytest.raises(RunFolderError):
-        add_condition(folder / "target", "Running")
-
-
-def _append_attempt(folder: Path) -> None:
-    with pytest.raises(RunFolderError):
-        AttemptLog(folder / "target").begin(0, now_epoch_ns=1, job_id=None, restart_count=0)
-
-
-def _start_step(folder: Path) -> None:
-    with pytest.raises(OSError, match="a symbolic link"):
-        start_step(["echo", "words"], environ=os.environ, log=folder / "target").wait(1e9)
-
-
-@pytest.mark.parametrize(
-    "write", [_log_event, _write_status, _add_condition, _append_attempt, _start_step]
-)
 def test_writers_follow_no_links(
-    write: Callable[[Path], None], tmp_path: Path, stranger: Stranger
+    tmp_path: Path, lab: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Events, the status, conditions, attempts and srun's log: a stranger's link in their place
+    """Events, conditions, attempts, srun's log, the journal of attempts, the status, and temporary
+    files that are renamed, even where a stranger guessed their random names: a link in their place
     that leads to a file of the owner's leaves that file as it was."""
     victim = tmp_path / "mine"
     victim.write_text("ours")
-    stranger.run("ln", "-sf", str(victim), str(stranger.home / "target"))
-    write(stranger.home)
-    assert victim.read_text() == "ours"
-
-
-def test_temporary_files_follow_no_links(
-    lab: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither do those that are renamed, even where a stranger guessed their random names, nor the
-    journal of attempts."""
-    victim = lab / "mine"
-    victim.write_text("ours")
+    target = stranger.home / "target"
     monkeypatch.setattr(os, "urandom", bytes)
-    random = bytes(4).hex()
-    for name in (f".finished.json.{os.getpid()}-{random}", "starts.jsonl"):
-        stranger.run("ln", "-s", str(victim), str(lab / name))
+    guessed = lab / f".finished.json.{os.getpid()}-{bytes(4).hex()}"
+    for link in (target, lab / "starts.jsonl", guessed):
+        stranger.run("ln", "-s", str(victim), str(link))
+    event = Event(kind=EventKind.INSTALLED, mono_ns=1, epoch_ns=1)
+    with pytest.warns(RuntimeWarning, match="a symbolic link"):
+        EventLog(target).append(event)
     with pytest.raises(RunFolderError):
-        write_finished(RunDir(lab), step=1)
+        add_condition(target, "Running")
+    with pytest.raises(RunFolderError):
+        AttemptLog(target).begin(0, now_epoch_ns=1, job_id=None, restart_count=0)
+    with pytest.raises(OSError, match="a symbolic link"):
+        start_step(["echo", "words"], environ=os.environ, log=target).wait(1e9)
     with pytest.raises(RunFolderError):
         Attempts(lab / "starts.jsonl").begin(0)
+    with pytest.raises(RunFolderError):
+        write_finished(RunDir(lab), step=1)
+    writer = StatusWriter(target, every_s=0.0)
+    writer.note(event)
+    writer.close(step=1)
     assert victim.read_text() == "ours"
 
 
-def test_a_part_of_a_run_folder_is_looked_at_too(lab: Path, stranger: Stranger) -> None:
+def test_every_part_of_a_run_folder_and_what_is_above_is_looked_at(
+    lab: Path, tmp_path: Path, stranger: Stranger
+) -> None:
     """A colleague's `events` in a folder of ours that the group may write is refused at the start:
-    what is written there would go where its owner likes."""
+    what is written there would go where its owner likes. Below a folder where everybody may replace
+    it a run folder is not used, unless the user says so."""
     run = lab / "run"
     run.mkdir()
     run.chmod(0o2775)
     stranger.run("mkdir", str(run / "events"))
     with pytest.raises(RunFolderError, match=f"events belongs to uid {stranger.uid}"):
         RunDir(run).check()
-
-
-def test_a_world_writable_folder_above_is_refused(tmp_path: Path) -> None:
-    """Where everybody may replace the run folder it is not used, unless the user says so."""
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch").chmod(0o777)
-    run = RunDir(tmp_path / "scratch" / "run")
     with pytest.raises(RunFolderError, match=r"chmod go-w .*HYDROSLURM_SAFE_DIRECTORY"):
-        run.create()
+        RunDir(tmp_path / "scratch" / "run").create()
 
 
 def test_a_folder_declared_safe_is_used(
@@ -227,3 +202,98 @@ def test_a_folder_declared_safe_is_used(
     monkeypatch.setenv("HYDROSLURM_SAFE_DIRECTORY", str(tmp_path))
     with pytest.raises(RunFolderError, match="belongs to uid"):
         RunDir(tmp_path / "link").check()
+
+
+def _state(weight: float) -> State:
+    return State(shared={"model": {"weight": torch.full((4,), weight)}}, own={"n": 1})
+
+
+@pytest.fixture
+def forged(lab: Path) -> Path:
+    """A whole checkpoint of step 900 with weights of the attacker's choice, for a stranger to copy:
+    our own program makes the best forgery."""
+    folder = lab / "forge"
+    write(CheckpointStore(folder), _state(666.0), step=900, kind="periodic")
+    made = folder / "step-000000900"
+    for path in (folder, made, *made.iterdir()):
+        path.chmod(0o755)
+    return made
+
+
+def test_a_forged_checkpoint_of_a_run_counts_for_nothing(
+    lab: Path, stranger: Stranger, forged: Path
+) -> None:
+    """Planted weights in a run's checkpoints folder, where a colleague may make folders: a requeued
+    run goes on from its own, with one warning that names the planted folder and whose it is; they
+    push none of ours out; `ls` marks them; and a save of that step replaces them."""
+    run = lab / "run"
+    assert "at step 0 with 1.0" in (said := train(run).stdout), said
+    store = CheckpointStore(run / "checkpoints")
+    store.directory.chmod(0o2775)
+    planted = store.directory / forged.name
+    stranger.run("cp", "-r", str(forged), str(planted))
+    reason = f"{planted} belongs to uid {stranger.uid}"
+    assert "at step 3 with 2.0" in (said := train(run).stdout), said
+    assert said.count(reason) == 1
+    assert reason in str(store.problems()[planted])
+
+    stranger.run("cp", "-r", str(planted), str(store.directory / "step-000000901"))
+    assert store.prune(Retention(keep=2)) == ()
+    assert [one.step for one in store.committed()] == [3, 6]
+    done = CliRunner().invoke(app, ["checkpoint", "ls", str(store.directory)])
+    marks = {line.split()[0]: line.split()[-1] for line in done.output.splitlines()}
+    assert (marks["3"], marks["900"]) == ("whole", "untrusted")
+    with pytest.warns(RuntimeWarning, match="belongs to uid"):
+        newest_good(store)
+    write(store, _state(5.0), step=900, kind="periodic")
+    with pytest.warns(RuntimeWarning, match="belongs to uid"):
+        found = newest_good(store)
+    assert found is not None
+    assert float(store.load(found.checkpoint).shared["model"]["weight"][0]) == 5.0
+
+
+def test_forged_checkpoints_alone_are_an_error(lab: Path, forged: Path, stranger: Stranger) -> None:
+    """Where there is nothing else, neither the forged state is trained on nor is the beginning
+    begun again without a word: the run says why."""
+    empty = CheckpointStore(lab / "checkpoints")
+    empty.directory.mkdir()
+    empty.directory.chmod(0o2775)
+    stranger.run("cp", "-r", str(forged), str(empty.directory))
+    with pytest.raises(CheckpointCorrupt, match=f"belongs to uid {stranger.uid}"):
+        newest_good(empty)
+
+
+def test_one_forged_file_is_enough(lab: Path) -> None:
+    """A checkpoint of ours with one file that others could write is not resumed."""
+    store = CheckpointStore(lab / "checkpoints")
+    for step in (3, 4):
+        write(store, _state(step), step=step, kind="periodic")
+    part = next((store.directory / "step-000000004").glob("*.safetensors"))
+    part.chmod(0o666)
+    with pytest.warns(RuntimeWarning, match=f"others can write {part}"):
+        found = newest_good(store)
+    assert found is not None
+    assert found.checkpoint.step == 3
+
+
+def test_what_a_person_names_is_loaded(
+    lab: Path, forged: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A colleague's run, named by its path, can be read, exported and started from; and resumed
+    once its folder is declared safe."""
+    theirs = stranger.home / "run" / "checkpoints"
+    stranger.run("mkdir", "-p", str(theirs))
+    stranger.run("cp", "-r", str(forged), str(theirs))
+    manager = hydroslurm.CheckpointManager(theirs.parent)
+    assert float(manager.load(step=900).shared["model"]["weight"][0]) == 666.0
+    assert list(manager.load().shared) == ["model"]
+    out = lab / "model.pt"
+    done = CliRunner().invoke(app, ["checkpoint", "export", str(theirs.parent), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert float(torch.load(out, weights_only=True)["model"]["weight"][0]) == 666.0
+    with pytest.raises(CheckpointCorrupt):
+        newest_good(CheckpointStore(theirs))
+    monkeypatch.setenv("HYDROSLURM_SAFE_DIRECTORY", str(stranger.home))
+    found = newest_good(CheckpointStore(theirs))
+    assert found is not None
+    assert found.checkpoint.step == 900
