@@ -23,7 +23,6 @@ from hydroslurm.errors import ControllerUnreachable
 from hydroslurm.observe.folder import FollowedRun, RunFacts
 from hydroslurm.observe.metrics import JobCollector
 from hydroslurm.observe.row import loss_now, row_of
-from hydroslurm.observe.screen import screen
 from hydroslurm.observe.table import COLUMNS, layout, lost
 from hydroslurm.observe.watcher import View, Watcher
 from hydroslurm.slurm.policy import PreemptAction, SitePolicy
@@ -250,21 +249,6 @@ def test_lines_fit_every_width() -> None:
     for title in ("JOB", "NAME", "STATE", "PARK", "STEP", "STEP/S", "AGO", "PRE", "LEFT", "LOST"):
         assert title in head.split()
     assert {column.title for column in COLUMNS} == set(layout(rows, 259)[0].split())
-
-
-def test_screen_has_the_size_of_the_terminal() -> None:
-    """Every size is filled exactly, with Slurm's absence in the second line."""
-    rows = tuple(row_of(job(n), RunFacts(), None, now_epoch_s=NOW_S) for n in range(1, 50))
-    view = View(rows, NOW_S, NOW_S - 35, error="slurm_load_jobs error: \x1b[2J")
-    for width, height in itertools.product((1, 20, 80), (1, 2, 5, 24, 70)):
-        shown = screen(view, width=width, height=height, now_epoch_s=NOW_S)
-        lines = [line.plain for line in shown.renderables]  # type: ignore[attr-defined, union-attr]
-        assert len(lines) == height
-        assert max(map(cell_len, lines)) <= width
-        assert all(line.isprintable() for line in lines)
-    lines = [str(line) for line in screen(view, width=80, height=24, now_epoch_s=NOW_S).renderables]
-    assert lines[1].startswith("Slurm does not answer (last answer: 35 s ago): slurm_load_jobs")
-    assert "of 49" in lines[-1]
 
 
 # --- from one moment to the next -----------------------------------------------------------------

@@ -45,6 +45,7 @@ def _set(**variables: str) -> ScriptOptions:
 UNHANDLED = _set(TORCH_NCCL_ASYNC_ERROR_HANDLING="0")
 EXPEDITES = "enable_expedited_requeue"
 GRACE_7 = "suspend_grace_time=7"
+TWO_NODES = {"memory_per_cpu_bytes": 2**29, "n_cpus": 4, "n_nodes": 2}
 PMIX = {"SLURM_VERSION": "26.05.3", "MpiDefault": "pmix_v4"}
 CGROUP = {"ProctrackType": "proctrack/cgroup"}
 GANG = {"PreemptMode": "GANG,SUSPEND"}
@@ -75,12 +76,40 @@ def _facts(
     )
 
 
+def _saved_by(saver: Saver, **settings: Any) -> Facts:
+    return replace(_facts(job=_job(), **settings), saver=saver)
+
+
+def _without_run(**settings: Any) -> Facts:
+    """With a grace it ends at its SIGTERM, FAILED; without one Slurm itself requeues it."""
+    return _saved_by(Saver.NO_RUN, **settings)
+
+
+def _copies(state_mib: int, **asked: int) -> Facts:
+    """A job with so large a state, which has asked for so much memory."""
+    save = SaveFacts(save_s=2.0, state_bytes=state_mib * 2**20)
+    return replace(_facts(job=_job(**asked)), save=save)
+
+
+def _vacates(
+    moved_gb: int | None = 4, *, per_s: float = 2e9, asked_gb: int = 64, **config: str
+) -> Facts:
+    """A job with a device whose run has measured a vacate, or not."""
+    job = _job(gres="gpu:1", memory_per_node_bytes=asked_gb * 10**9)
+    measured = None
+    if moved_gb is not None:
+        moved = moved_gb * 10**9
+        measured = VacateFacts(device_bytes=moved, bytes_per_s=per_s, source="measured")
+    facts = _facts(job=job, **{"PreemptParameters": "suspend_grace_time=2", **config})
+    return replace(facts, vacate=measured, no_vacate="no driver")
+
+
 def _warned(option: str, *, signals: str = "") -> Facts:
     warning = LimitWarning.parse(option)
     return _facts(mode="OFF", script=replace(SCRIPT, warning=warning, signals=signals), save_s=40.0)
 
 
-def _job(**values: bool | str) -> Job:
+def _job(**values: bool | str | int) -> Job:
     given = {"is_batch": True, "may_requeue": True, "time_limit_s": 600, **values}
     return Job(job_id=7, state=JobState.RUNNING, partition="low", **given)  # type: ignore[arg-type]
 
@@ -106,47 +135,13 @@ def test_a_good_site() -> None:
     assert exempt.keys() == found.keys()
 
 
-@pytest.mark.parametrize(
-    ("saver", "severity", "words"),
-    [
-        (Saver.RUN, OK, "from its last checkpoint."),
-        (Saver.TWO_CALLS, OK, "from what it saves before go_suspend."),
-        (Saver.UNKNOWN, OK, "from its last checkpoint if the script uses hydroslurm.Run."),
-        (Saver.NO_RUN, RISK, "have not created a hydroslurm.Run yet"),
-        (Saver.NOBODY, RISK, "None of its ranks has reported"),
-    ],
-)
-def test_a_checkpoint_is_promised_to_a_run_only(
-    saver: Saver, severity: Severity, words: str
-) -> None:
+def test_a_checkpoint_is_promised_to_a_run_only() -> None:
     """What a preemption leaves is said of this job: of one without a Run never that it goes on from
     its last checkpoint."""
-    finding = _found(replace(_facts(job=_job()), saver=saver))["preemption"]
-    assert finding.severity is severity
-    assert words in finding.explanation
-    if severity is RISK:
+    for saver in (Saver.NO_RUN, Saver.NOBODY):
+        finding = _found(_saved_by(saver))["preemption"]
         assert "checkpoint" not in finding.explanation
         assert "hydroslurm.Run" in finding.fix
-
-
-@pytest.mark.parametrize(
-    ("settings", "grace_s", "words"),
-    [
-        ({}, 60, "SIGTERM 60 s before the requeue"),
-        ({"RequeueExit": "143"}, 60, "except with the exit codes in RequeueExit=143"),
-        ({}, 0, "or from the beginning"),
-        (GANG, 60, "or from the beginning"),
-    ],
-)
-def test_what_becomes_of_a_script_without_run(
-    settings: dict[str, str], grace_s: int, words: str
-) -> None:
-    """With a grace it ends at its SIGTERM, FAILED; without one Slurm itself requeues it."""
-    facts = replace(_facts(job=_job(), grace_s=grace_s, **settings), saver=Saver.NO_RUN)
-    explanation = _found(facts)["preemption"].explanation
-    assert words in explanation
-    requeued_by_slurm = "from the beginning" in words
-    assert ("has FAILED, and is not requeued" in explanation) is not requeued_by_slurm
 
 
 @pytest.mark.parametrize(
@@ -257,6 +252,30 @@ def test_only_a_warning_that_makes_the_ranks_save_gives_them_time(
         (_facts(UNHANDLED, suspend_s=700), "clock_collectives", NOTE, "hanging forever"),
         (_facts(mode="SUSPEND", PreemptParameters=GRACE_7), "preemption", OK, "paused in place"),
         (_facts(mode="SUSPEND", PreemptParameters=GRACE_7), "preemption", OK, "7 s to park"),
+        (_saved_by(Saver.RUN), "preemption", OK, "from its last checkpoint."),
+        (_saved_by(Saver.TWO_CALLS), "preemption", OK, "from what it saves before go_suspend."),
+        (_saved_by(Saver.UNKNOWN), "preemption", OK, "last checkpoint if the script uses"),
+        (_saved_by(Saver.NO_RUN), "preemption", RISK, "have not created a hydroslurm.Run yet"),
+        (_saved_by(Saver.NOBODY), "preemption", RISK, "None of its ranks has reported"),
+        # a state and a copy of it; each node of several holds a part
+        (_copies(600, memory_per_node_bytes=2**30), "memory", NOTE, "takes 629 MB of that"),
+        (_copies(600, memory_per_node_bytes=2**30), "memory", NOTE, "sbatch: --mem=1624M"),
+        (_copies(1200, **TWO_NODES), "memory", NOTE, "takes 629 MB of that"),
+        # what a run has measured, else the usual rate, times the grace
+        (_vacates(None), "vacate", NOTE, "7.0 GB fit"),
+        (_vacates(None), "vacate", NOTE, "no driver"),
+        (_vacates(1), "vacate", NOTE, "3.5 GB"),
+        (_vacates(), "vacate", RISK, "4.0 GB"),
+        (_vacates(), "vacate", RISK, "suspend_grace_time=4"),
+        (_vacates(PreemptParameters="suspend_grace_time=9"), "vacate", NOTE, "17.5 GB"),
+        (_vacates(per_s=9e9, ConstrainRAMSpace="no"), "vacate", NOTE, "ConstrainRAMSpace=no"),
+        (_vacates(asked_gb=3, ConstrainRAMSpace="yes"), "vacate", RISK, "refuses to vacate"),
+        (_vacates(asked_gb=3, ConstrainRAMSpace="yes"), "vacate", RISK, "3.0 GB per node"),
+        (_without_run(), "preemption", RISK, "SIGTERM 60 s before the requeue"),
+        (_without_run(), "preemption", RISK, "has FAILED, and is not requeued"),
+        (_without_run(RequeueExit="143"), "preemption", RISK, "codes in RequeueExit=143"),
+        (_without_run(grace_s=0), "preemption", RISK, "or from the beginning"),
+        (_without_run(**GANG), "preemption", RISK, "or from the beginning"),
         (replace(_facts(RANKS), no_munge=""), "ranks_key", OK, ""),
         (replace(_facts(RANKS), no_munge="no socket"), "ranks_key", NOTE, "no socket"),
         (replace(_facts(RANKS), no_munge="no socket"), "ranks_key", NOTE, "srun --preempt"),
@@ -301,6 +320,10 @@ def test_what_is_found(facts: Facts, key: str, severity: Severity, words: str) -
         (_facts(RANKS, suspend_s=59), "clock_store"),
         (_facts(_set(TORCH_NCCL_ENABLE_MONITORING="0"), suspend_s=900), "clock_nccl"),
         (_facts(_set(TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="1800"), suspend_s=900), "clock_nccl"),
+        (_copies(600, memory_per_node_bytes=4 * 2**30), "memory"),
+        (_copies(800, **TWO_NODES), "memory"),
+        (_copies(600), "memory"),
+        (_facts(job=_job()), "vacate"),
         (_facts(RANKS), "ranks_key"),
         (replace(_facts(replace(RANKS, tasks=1)), no_munge="none"), "ranks_key"),
     ],
@@ -310,50 +333,11 @@ def test_what_is_not_said(facts: Facts, key: str) -> None:
     assert key not in _found(facts)
 
 
-@pytest.mark.parametrize(
-    ("moved", "grace_s", "severity", "said"),
-    [
-        (None, 2, NOTE, "7.0 GB fit"),
-        ((10**9, 2e9), 2, NOTE, "3.5 GB"),
-        ((4 * 10**9, 2e9), 2, RISK, "4.0 GB"),
-        ((4 * 10**9, 2e9), 9, NOTE, "17.5 GB"),
-    ],
-)
-def test_how_much_fits_into_a_suspend(
-    moved: tuple[int, float] | None, grace_s: int, severity: Severity, said: str
-) -> None:
-    """What a run has measured, else the usual rate, times the grace; too little names the setting
-    that would be enough. A job without devices hears nothing of it."""
-    parameters = f"suspend_grace_time={grace_s}"
-    facts = _facts(job=_job(gres="gpu:1"), PreemptParameters=parameters)
-    measured = None
-    if moved is not None:
-        measured = VacateFacts(device_bytes=moved[0], bytes_per_s=moved[1], source="measured")
-    finding = _found(replace(facts, vacate=measured, no_vacate="no driver"))["vacate"]
-    assert finding.severity is severity
-    assert said in finding.title
-    assert "no driver" in finding.explanation
-    assert ("suspend_grace_time=4" in finding.fix) == (severity is RISK)
-    assert "vacate" not in _found(_facts(job=_job()))
-
-
-@pytest.mark.parametrize(
-    ("asked_bytes", "config", "words"),
-    [
-        (64 * 10**9, {"ConstrainRAMSpace": "no"}, ["ConstrainRAMSpace=no"]),
-        (3 * 10**9, {"ConstrainRAMSpace": "yes"}, ["refuses to vacate", "3.0 GB per node"]),
-        (64 * 10**9, {"ConstrainRAMSpace": "yes"}, []),
-        (64 * 10**9, {}, []),
-    ],
-)
-def test_what_bounds_the_copy(asked_bytes: int, config: dict[str, str], words: list[str]) -> None:
-    """Slurm does not bound the memory, or the job asked for less than one rank has vacated: both
-    are said, and neither where it is not so, or Slurm does not tell."""
-    measured = VacateFacts(device_bytes=4 * 10**9, bytes_per_s=9e9, source="measured")
-    facts = _facts(job=_job(gres="gpu:1", memory_per_node_bytes=asked_bytes), **config)
-    said = _found(replace(facts, vacate=measured))["vacate"].explanation
-    assert all(word in said for word in words)
-    assert words or not any(word in said for word in ("ConstrainRAMSpace", "refuses"))
+def test_what_does_not_bound_the_copy() -> None:
+    """Where Slurm bounds the memory, and the job asked for enough, or Slurm does not tell."""
+    for facts in (_vacates(ConstrainRAMSpace="yes"), _vacates()):
+        said = _found(facts)["vacate"].explanation
+        assert not any(word in said for word in ("ConstrainRAMSpace", "refuses"))
 
 
 def _warning(*values: Any, **options: bool) -> dict[str, Any]:
@@ -473,25 +457,3 @@ def test_a_shared_run_folder_is_told(tmp_path: Path) -> None:
         found = _found(replace(_facts(), **why)).get("run_folder")
         assert (found and found.severity) is severity
         assert found is None or f"others can write {lab} " in found.explanation
-
-
-@pytest.mark.parametrize(
-    ("asked", "state_mib", "told"),
-    [
-        ({"memory_per_node_bytes": 2**30}, 600, True),
-        ({"memory_per_node_bytes": 4 * 2**30}, 600, False),
-        ({"memory_per_cpu_bytes": 2**29, "n_cpus": 4, "n_nodes": 2}, 800, False),
-        ({"memory_per_cpu_bytes": 2**29, "n_cpus": 4, "n_nodes": 2}, 1200, True),
-        ({}, 600, False),
-    ],
-)
-def test_little_memory_for_copies(asked: dict[str, int], state_mib: int, told: bool) -> None:
-    """A job whose state and a copy of it exceed what it has asked for is told so, with a --mem that
-    is larger by a copy; each node of several holds a part."""
-    save = SaveFacts(save_s=2.0, state_bytes=state_mib * 2**20)
-    facts = replace(_facts(job=replace(_job(), **asked)), save=save)  # type: ignore[arg-type]
-    found = _found(facts)
-    assert ("memory" in found) == told
-    if told:
-        assert "its state takes 629 MB of that" in found["memory"].explanation
-        assert found["memory"].fix.startswith("sbatch: --mem=1624M")
