@@ -32,7 +32,8 @@ def closed(*causes: str) -> RankLog:
 
 
 def resumed(log: RankLog, at_s: float) -> RankLog:
-    return log.add(EventKind.RESUMED, at_s, pause=1, requested_mono_ns=log.mono_ns(at_s))
+    end = {"pause": 1, "requested_mono_ns": log.mono_ns(at_s), "parked_s": 1.0}
+    return log.add(EventKind.RESUMED, at_s, **end)
 
 
 def once(**options: Any) -> RankLog:

@@ -62,6 +62,10 @@ STOPS: dict[str, tuple[list[RankLog], dict[str, Any]]] = {
         "stop_requested", "stop_reason", "safe_point", "save_committed", "attempt_ended"
     ),
     "killed after the commit": killed("save_committed", "attempt_ended"),
+    "the next one began further on": (
+        [began().add(EventKind.SAVE_SKIPPED, 9), second(30)],
+        {"left": "killed", "steps_lost": 0},
+    ),
     "killed before the requeue": (
         [first(until="attempt_ended"), second(30)],
         {"missing": ("requeued",), "left": "preempted", "steps_lost": 10},
