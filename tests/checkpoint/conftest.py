@@ -13,7 +13,7 @@ import pytest
 @pytest.fixture
 def quick_folder() -> Iterator[Path]:
     """In memory where there is such a place: a SIGKILL leaves the page cache alone, so that a real
-    disk would add nothing but waiting. What fsync is for, test_storage.py simulates."""
+    disk would add nothing but waiting. What fsync is for, test_faults.py simulates."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     yield folder

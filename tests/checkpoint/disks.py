@@ -1,12 +1,23 @@
-"""File systems that stop, or break, where a test wants them to."""
+"""Disks that stop, or break, where a test wants them to, and a saver above one."""
 
 from __future__ import annotations
 
 import errno
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
+from processes import wait_until
+
+from hydroslurm.checkpoint.outcome import Saved, SaveEvent
+from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.core.events import EventKind
+from hydroslurm.core.memory import Room
 
 
 class BrokenDisk(Storage):
@@ -64,3 +75,82 @@ class SlowRemoval(HeldDisk):
     def unlink(self, path: Path) -> None:
         assert self.let_go.wait(60)
         super().unlink(path)
+
+
+def state_of(value: float) -> State:
+    return State(shared={"model": {"w": torch.full((1000,), value)}}, own={"n": value})
+
+
+def no_room() -> Room:
+    return Room(free_bytes=3000, limit_bytes=10_000, used_bytes=6000, bound="the limit of a test")
+
+
+class Saving:
+    """A saver above a disk, of one of several ranks if there are ``peers``. The disk is let go at
+    the first event named by ``until``, as ``(kind of save, kind of event)``."""
+
+    def __init__(
+        self,
+        folder: Path,
+        disk: Any = None,
+        *,
+        peers: Any = None,
+        state: Callable[[int], State] = state_of,
+        until: Any = None,
+        **options: Any,
+    ) -> None:
+        self.disk, self.state = disk, state
+        self.store = CheckpointStore(folder, storage=disk, peers=peers, patience_s=60)
+        self.told: list[SaveEvent] = []
+        self._until = until
+        self.saver = Saver(self.store, tell=self._tell, **options)
+
+    def _tell(self, event: SaveEvent) -> None:
+        self.told.append(event)
+        if (event.save_kind, event.kind) == self._until:
+            self.disk.let_go.set()
+
+    def start(self, step: int, state: Any = None) -> float:
+        """A periodic save; in the state is its step. On a disk that holds it, until it is held."""
+        took_s = self.saver.start(state or self.state(step), step=step)
+        if isinstance(self.disk, HeldDisk) and self.disk.is_of(Path(f"step-{step:09d}")):
+            assert self.disk.reached.wait(60)
+        return took_s
+
+    def stop(self, step: int, left_s: float = 600, state: Any = None, **options: Any) -> Saved:
+        """A save before a deadline."""
+        deadline_s = time.monotonic() + left_s
+        return self.saver.save_by(
+            state or self.state(step), step=step, deadline_mono_s=deadline_s, **options
+        )
+
+    def end(self) -> None:
+        """Let the disk go on, and close."""
+        if isinstance(self.disk, HeldDisk):
+            self.disk.let_go.set()
+        self.saver.close()
+
+    def steps_told(self, kind: EventKind) -> list[int]:
+        return [event.step for event in self.told if event.kind is kind]
+
+    def reason(self, step: int, *kinds: EventKind) -> str:
+        """Of the first event of this step that is one of these, once there is one."""
+        wait_until(lambda: bool(self._of(step, kinds)), f"{kinds} of step {step}")
+        return self._of(step, kinds)[0].reason
+
+    def _of(self, step: int, kinds: tuple[EventKind, ...]) -> list[SaveEvent]:
+        return [event for event in self.told if event.step == step and event.kind in kinds]
+
+    @property
+    def values(self) -> dict[int, tuple[float, float]]:
+        """Of each committed step what its tensor and its plain value were."""
+        found = {}
+        for one in self.store.committed():
+            state = self.store.load(one)
+            (value,) = state.shared["model"]["w"].unique()
+            found[one.step] = float(value), state.own["n"]
+        return found
+
+    @property
+    def steps(self) -> list[int]:
+        return [one.step for one in self.store.committed()]

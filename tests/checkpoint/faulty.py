@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ class PowerCutStorage(CountingStorage):
             if path is None:
                 continue
             if name.before is None:
-                _remove(path)
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
                 continue
             home = _find(folder, name.before[0])
             if home is not None:
@@ -177,15 +177,3 @@ def _inode(path: Path) -> int:
 def _find(folder: Path, inode: int) -> Path | None:
     entries = (folder, *folder.rglob("*"))
     return next((path for path in entries if _inode(path) == inode), None)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        for entry in path.iterdir():
-            _remove(entry)
-        path.rmdir()
-    else:
-        path.unlink()
-
-
-NUMBERS = {"ENOSPC": errno.ENOSPC, "EACCES": errno.EACCES, "EIO": errno.EIO}

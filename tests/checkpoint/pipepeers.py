@@ -25,17 +25,13 @@ LIMIT_S = 60.0
 Hook = Callable[[str, str], None]
 
 
-def _go_on(_when: str, _topic: str) -> None:
-    """The hook of most ranks."""
-
-
 class PipePeers:
     """One rank's side. ``hook`` is called with "before" or "after" and the topic."""
 
     def __init__(self, rank: int, world_size: int, connection: socket.socket) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.hook: Hook = _go_on
+        self.hook: Hook = lambda _when, _topic: None
         self._connection = connection
         self._sending = threading.Lock()
         self._changed = threading.Condition()
@@ -92,25 +88,6 @@ class PipePeers:
         with self._changed:
             self._lost = True
             self._changed.notify_all()
-
-
-class Lonely:
-    """Peers that nobody answers."""
-
-    def __init__(self, *, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-
-    def agree(
-        self,
-        topic: str,
-        value: Any,
-        *,
-        timeout_s: float | None = None,
-        cancel: threading.Event | None = None,
-        among: Sequence[int] | None = None,
-        collect_at: Collection[int] | None = None,
-    ) -> Mapping[int, Any]:
-        raise AssertionError("nobody is asked")
 
 
 def together(world_size: int, work: Callable[[PipePeers], int | None]) -> list[int]:

@@ -1,8 +1,8 @@
 """A program that saves sharded states with 4 gloo ranks, and loads them with 1, 2, 3 and 4.
 
-For each line of input, ``FOLDER CASE``, it prints a line "loaded by RANKS" per check, and "ended
-CODE". It loads torch once and forks. Every rank keeps, beside the checkpoint, what the whole
-tensors were: loading compares bit for bit.
+``shardings.py FOLDER`` prints "CASE loaded by RANKS" per check, and "done". It loads torch once and
+forks. Every rank keeps, beside the checkpoint, what the whole tensors were: loading compares bit
+for bit.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hydroslurm.checkpoint import write_plan
 from hydroslurm.checkpoint.staging import Staging
@@ -62,10 +57,6 @@ def ddp(world_size: int) -> Built:
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def fsdp(world_size: int) -> Built:
-    return _sharded(Net(32), init_device_mesh("cpu", (world_size,)))
-
-
 def uneven(world_size: int) -> Built:
     """13 rows over 4 ranks, and 2 rows over 4: two ranks have none."""
     model = Net(13)
@@ -86,8 +77,7 @@ def fsdp_tp(world_size: int) -> Built:
     mesh = init_device_mesh("cpu", (world_size // split, split), mesh_dim_names=("dp", "tp"))
     model = Net(32)
     plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
-    parallelize_module(model, mesh["tp"], plan)
-    return _sharded(model, mesh["dp"])
+    return _sharded(parallelize_module(model, mesh["tp"], plan), mesh["dp"])
 
 
 def _sharded(model: nn.Module, mesh: DeviceMesh) -> Built:
@@ -97,41 +87,26 @@ def _sharded(model: nn.Module, mesh: DeviceMesh) -> Built:
 
 
 CASES: dict[str, Callable[[int], Built]] = {
-    one.__name__: one for one in (ddp, fsdp, uneven, hsdp, fsdp_tp)
+    one.__name__: one for one in (ddp, uneven, hsdp, fsdp_tp)
 }
 
 
 def main() -> None:
     warnings.simplefilter("error")
-    # of torch itself
-    warnings.filterwarnings("ignore", module="torch")
+    warnings.filterwarnings("ignore", module="torch")  # of torch itself
     if sys.version_info >= (3, 12):
         warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*fork")
     # it says that gathering a tensor that is split twice is slow
     logging.getLogger("torch").setLevel(logging.ERROR)
     torch.optim.AdamW([torch.ones(1)])  # imports most of what torch has, before the forks
-    print("ready", flush=True)
-    for line in sys.stdin:
-        folder, name = line.split()
-        pid = os.fork()
-        if pid == 0:
-            _check(Path(folder), name)
-        print("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
-def _check(folder: Path, name: str) -> NoReturn:
-    code = 1
-    try:
-        assert together(SAVERS, lambda peers: _save(folder, name, peers)) == [0] * SAVERS
+    folder = Path(sys.argv[1])
+    for name in CASES:
+        assert together(SAVERS, lambda peers: _save(folder, name, peers)) == [0] * SAVERS  # noqa: B023
         for world_size in (1, 2, 3, 4):
-            ended = together(world_size, lambda peers: _load(folder, name, peers))
+            ended = together(world_size, lambda peers: _load(folder, name, peers))  # noqa: B023
             assert ended == [0] * world_size, f"{name} loaded by {world_size}: {ended}"
-            print("loaded by", world_size, flush=True)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+            print(f"{name} loaded by {world_size}", flush=True)
+    print("done", flush=True)
 
 
 def _save(folder: Path, name: str, peers: PipePeers) -> None:
@@ -215,13 +190,11 @@ def _leave() -> None:
 
 def _whole(tree: Any) -> Any:
     """The same with every tensor as all ranks together have it; a collective."""
-    if isinstance(tree, DTensor):
-        return tree.full_tensor().detach().clone()
     if isinstance(tree, torch.Tensor):
-        return tree.detach().clone()
+        whole = tree.full_tensor() if isinstance(tree, DTensor) else tree
+        return whole.detach().clone()
     if isinstance(tree, dict):
-        made = {key: _whole(one) for key, one in tree.items()}
-        copy = type(tree)(made)
+        copy = type(tree)({key: _whole(one) for key, one in tree.items()})
         if hasattr(tree, "_metadata"):
             copy._metadata = tree._metadata
         return copy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import re
+import sys
 import warnings
 from pathlib import Path
 
@@ -38,50 +38,28 @@ def run_dir(tmp_path: Path) -> RunDir:
     return run
 
 
-def without_age(line: str) -> list[str]:
-    """The words of a row; its age, the fourth, grows meanwhile."""
-    words = line.split()
-    return [*words[:3], *words[5:]]
-
-
 def call(*arguments: object, status: int = 0) -> str:
     done = CliRunner().invoke(checkpoint_app, [str(argument) for argument in arguments])
     assert done.exit_code == status, done.output
     return done.output
 
 
-def test_ls(run_dir: RunDir) -> None:
-    """Each checkpoint has a line with what it is; a run folder and its checkpoints are the same."""
-    table = call("ls", run_dir.root).splitlines()
-    same = call("ls", run_dir.checkpoints).splitlines()
-    assert [without_age(line) for line in table[1:]] == [without_age(line) for line in same[1:]]
-    assert table[0].split()[:3] == ["step", "epoch", "kind"]
-    assert table[1].split()[:3] == ["1", "1", "stop"]
-    assert [line.rsplit("  ", 1)[1].strip() for line in table[1:]] == [
-        "whole",
-        "torn",
-        "whole",
-        "too new",
-    ]
-
-
-def test_verify_as_json(run_dir: RunDir) -> None:
-    """The rows of ls for programs, and the files are read."""
-    glanced = [row["state"] for row in json.loads(call("ls", run_dir.root, "--json"))]
-    assert glanced == ["whole", "torn", "whole", "too new"]
+def test_ls_and_verify(run_dir: RunDir) -> None:
+    """Each checkpoint has a line with what it is; a run folder and its checkpoints are the same.
+    ``verify`` reads the files: its status is 1 when anything is wrong, and each reason is said. The
+    same for programs, as JSON."""
+    for where in (run_dir.root, run_dir.checkpoints):
+        head, *lines = call("ls", where).splitlines()
+        assert head.split()[:3] == ["step", "epoch", "kind"]
+        assert lines[0].split()[:3] == ["1", "1", "stop"]
+        states = [line.rsplit("  ", 1)[1].strip() for line in lines]
+        assert states == ["whole", "torn", "whole", "too new"]
+    assert [row["state"] for row in json.loads(call("ls", run_dir.root, "--json"))] == states
     rows = json.loads(call("verify", run_dir.root, "--json", status=1))
-    assert [(row["step"], row["state"]) for row in rows] == [
-        (1, "whole"),
-        (2, "torn"),
-        (3, "torn"),
-        (4, "too new"),
-    ]
+    found = [(row["step"], row["state"]) for row in rows]
+    assert found == [(1, "whole"), (2, "torn"), (3, "torn"), (4, "too new")]
     assert rows[0]["size_bytes"] > 1000
     assert "part-00000.safetensors" in rows[2]["reason"]
-
-
-def test_verify(run_dir: RunDir) -> None:
-    """Exit status 1 when anything is wrong, 0 for one that is good; each reason is printed."""
     said = call("verify", run_dir.root, status=1)
     assert "step-000000001: whole" in said
     assert "part-00000.safetensors has checksum" in said
@@ -91,50 +69,42 @@ def test_verify(run_dir: RunDir) -> None:
     call("verify", run_dir.checkpoints / "step-000000003", status=1)
 
 
-def test_ls_of_a_folder_that_is_none(tmp_path: Path) -> None:
-    """A run without checkpoints has none; of a folder that is no run's it is said."""
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    """A run without checkpoints has none, which is no success of ``verify``; of a folder that is no
+    run's, or is not there, it is said."""
     run = RunDir(tmp_path / "run").create()
-    assert call("ls", run.root).splitlines()[-1] == "none"
     run.checkpoints.mkdir()
-    assert call("ls", run.checkpoints).splitlines()[-1] == "none"
-    (run.logs / "notes.txt").touch()
-    for where, seen in ((tmp_path, "it holds run"), (run.logs, r"it holds notes\.txt")):
-        done = CliRunner().invoke(checkpoint_app, ["ls", str(where)])
-        assert isinstance(done.exception, CheckpointMissing)
-        assert re.search(f"neither a run folder.*{seen}", str(done.exception))
-
-
-def test_verify_of_nothing(tmp_path: Path) -> None:
-    """No checkpoint at all is not a success, and no folder is an error."""
+    for where in (run.root, run.checkpoints):
+        assert call("ls", where).splitlines()[-1] == "none"
     call("verify", tmp_path, status=1)
-    done = CliRunner().invoke(checkpoint_app, ["verify", str(tmp_path / "gone")])
-    assert isinstance(done.exception, CheckpointMissing)
+    (run.logs / "notes.txt").touch()
+    for verb, where, said in (
+        ("ls", tmp_path, "neither a run folder.*it holds run"),
+        ("ls", run.logs, r"neither a run folder.*it holds notes\.txt"),
+        ("verify", tmp_path / "gone", "gone"),
+    ):
+        with pytest.raises(CheckpointMissing, match=said):
+            CliRunner().invoke(checkpoint_app, [verb, str(where)], catch_exceptions=False)
 
 
 def test_export(run_dir: RunDir, tmp_path: Path) -> None:
-    """The newest good one goes into a file that torch.load reads with weights_only."""
+    """The newest good one goes into a file that torch.load reads with weights_only. An unknown
+    suffix, an unknown name and values that need unpickling are refused, and leave no file."""
     out = tmp_path / "model.pt"
     with pytest.warns(RuntimeWarning, match="continues from"):
         assert "step 1 of" in call("export", run_dir.root, "--out", out, "--only", "model")
     assert same(torch.load(out, weights_only=True), state_of(1).shared["model"])
-    one = run_dir.checkpoints / "step-000000001"
-    call("export", one, "--out", out)
+    good = CheckpointStore(run_dir.checkpoints).committed()[0]
+    call("export", good.path, "--out", out)
     assert same(torch.load(out, weights_only=True), dict(state_of(1).shared))
+    for name, only, wanted in (
+        ("model.bin", None, r"none of \.pt"),
+        ("rng.pt", ["position"], "weights_only"),
+        ("x.pt", ["ema"], "it has model"),
+    ):
+        with pytest.raises((UsageError, CheckpointMissing), match=wanted):
+            export(good, tmp_path / name, only=only)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.pt"]
-
-
-def test_export_refusals(run_dir: RunDir, tmp_path: Path) -> None:
-    """An unknown suffix, a damaged checkpoint and values that need unpickling are refused, and
-    leave no file."""
-    store = CheckpointStore(run_dir.checkpoints)
-    good = store.committed()[0]
-    with pytest.raises(UsageError, match=r"none of \.pt"):
-        export(good, tmp_path / "model.bin")
-    with pytest.raises(UsageError, match="weights_only"):
-        export(good, tmp_path / "rng.pt", only=["position"])
-    with pytest.raises(CheckpointMissing, match="it has model"):
-        export(good, tmp_path / "x.pt", only=["ema"])
-    assert [path for path in tmp_path.iterdir() if path.is_file()] == []
 
 
 def test_export_for_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,26 +115,16 @@ def test_export_for_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     call("export", done.path, "--out", tmp_path / "all.dcp")
     wanted = state_of(3).shared
     moments = wanted["optimizer"]["state"][0]
-    names = {
-        "model.weight": wanted["model"]["weight"],
-        "model.tied": wanted["model"]["weight"],
-        "model.bias": wanted["model"]["bias"],
-        "optimizer.state.0.step": moments["step"],
-        "optimizer.state.0.exp_avg": moments["exp_avg"],
-    }
+    names = {f"model.{name}": wanted["model"][name] for name in ("weight", "tied", "bias")}
+    names |= {f"optimizer.state.0.{name}": moments[name] for name in ("step", "exp_avg")}
     target = {name: torch.zeros_like(one) for name, one in names.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it loads in a single process
         dcp.load(target, checkpoint_id=tmp_path / "all.dcp", no_dist=True)
     assert same(target, names)
     export(done, tmp_path / "model.dcp", only=["model"])
-    assert set(
-        dcp.FileSystemReader(tmp_path / "model.dcp").read_metadata().state_dict_metadata
-    ) == {
-        "weight",
-        "bias",
-        "tied",
-    }
+    metadata = dcp.FileSystemReader(tmp_path / "model.dcp").read_metadata()
+    assert set(metadata.state_dict_metadata) == {"weight", "bias", "tied"}
     with pytest.raises(UsageError, match="is there already"):
         export(done, tmp_path / "model.dcp")
     plain = write(store, State({"step": 1}, {}), step=4, kind="manual")
@@ -180,42 +140,34 @@ def test_export_for_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert {path.name for path in tmp_path.iterdir()} == {"c", "all.dcp", "model.dcp"}
 
 
-def test_export_as_safetensors(tmp_path: Path) -> None:
-    """Nested tensors get dotted names; what is no tensor is refused by name."""
-    pytest.importorskip("safetensors", reason="the package safetensors is not installed")
-    from safetensors.torch import load_file
-
+def test_export_as_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nested tensors get dotted names; what is no tensor is refused by name. Without the package,
+    the message says what to install or to choose."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
     store = CheckpointStore(tmp_path / "c")
     weight = torch.randn(3, 3)
     model = {"weight": weight, "tied": weight, "turned": weight.t(), "inner": {"a": weight[0]}}
     done = write(store, State({"model": model, "lr": 0.1}, {}), step=1, kind="manual")
-    found = load_file(export(done, tmp_path / "m.safetensors", only=["model"]))
+    out = tmp_path / "m.safetensors"
+    found = safetensors.load_file(export(done, out, only=["model"]))
     assert set(found) == {"weight", "tied", "turned", "inner.a"}
     assert torch.equal(found["turned"], weight.t())
     with pytest.raises(UsageError, match="lr is a float"):
-        export(done, tmp_path / "m.safetensors")
-
-
-def test_safetensors_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the package, the message says what to install or to choose."""
-    monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
-    store = CheckpointStore(tmp_path / "c")
-    done = write(store, State({"model": {}}, {}), step=1, kind="manual")
+        export(done, out)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(UsageError, match="pip install safetensors"):
-        export(done, tmp_path / "m.safetensors")
+        export(done, out)
 
 
 def test_a_step_that_was_saved_twice(tmp_path: Path) -> None:
-    """Both are listed, verified and kept apart; the later one is the newest, whatever asks, and
-    retention lets the earlier one go."""
+    """Both are listed, verified and kept apart, whole or damaged; the later one is the newest,
+    whatever asks, and retention lets the earlier one go."""
     store = CheckpointStore(tmp_path / "checkpoints")
     for _ in range(11):
-        write(store, state_of(1), step=7, kind="manual")
+        first = write(store, state_of(1), step=7, kind="manual")
     last = write(store, state_of(3), step=7, kind="manual")
     assert last.path.name == "step-000000007.12"
-    found = newest_in(store)
-    assert found is not None
-    assert found.path == last.path
+    assert newest_in(store) == last
     rows = json.loads(call("verify", tmp_path, "--json"))
     assert [row["step"] for row in rows] == [7] * 12
     assert rows[-1]["path"] == str(last.path)
@@ -224,3 +176,7 @@ def test_a_step_that_was_saved_twice(tmp_path: Path) -> None:
     assert str(last.path) in call("export", tmp_path, "--out", tmp_path / "model.pt")
     store.prune(Retention(keep=2))
     assert [one.key for one in store.committed()] == [(7, 11), (7, 12)]
+    (first.path / "shared.json").write_text("{}")
+    again = write(CheckpointStore(store.directory), state_of(5), step=7, kind="stop")
+    assert newest_in(store) == again
+    assert [one.key for one in store.committed()] == [(7, 11), (7, 12), (7, 13)]

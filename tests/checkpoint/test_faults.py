@@ -1,35 +1,40 @@
-"""I/O calls that fail: a clear error, and what was committed before loads."""
+"""I/O calls that fail, and power that is cut at each: what was committed before loads."""
 
 from __future__ import annotations
 
 import errno
-import resource
-import signal
+import itertools
+import os
+import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.faulty import NUMBERS, CountingStorage, failing
+from checkpoint.faulty import CountingStorage, PowerCut, PowerCutStorage, failing
 from checkpoint.states import holds, newest_in, state_of, write
 
-from hydroslurm.checkpoint import checksummed_file
+from hydroslurm.checkpoint import checksummed_file, commit
+from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
 from hydroslurm.errors import CheckpointCorrupt, SaveFailed
 
 LIMIT = 500
 """More than the calls of any save here."""
 
+NUMBERS = {"ENOSPC": errno.ENOSPC, "EACCES": errno.EACCES, "EIO": errno.EIO}
+WAYS = [*itertools.product(("written", "linked"), NUMBERS, ("once", "for good"))]
+QUICK = [*itertools.product(("written",), ("ENOSPC",), ("once", "for good"))]
+QUICK += [("linked", "EACCES", "once"), ("linked", "EIO", "for good")]
 
-@pytest.mark.parametrize("for_good", [False, True], ids=["once", "for-good"])
-@pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
-@pytest.mark.parametrize("base", [False, True], ids=["written", "linked"])
+
+@pytest.mark.parametrize(
+    ("base", "number", "how"),
+    [pytest.param(*way, marks=[] if way in QUICK else pytest.mark.long) for way in WAYS],
+)
 def test_failure_at_every_call(
-    quick_folder: Path,
-    base: bool,
-    number: int,
-    for_good: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    quick_folder: Path, base: str, number: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever call of a save fails, once or from then on: SaveFailed says so, the state before
     or the new one loads, no descriptor stays open, and the next save works; also where files of the
@@ -37,16 +42,17 @@ def test_failure_at_every_call(
     monkeypatch.setattr(checksummed_file, "CHUNK_BYTES", 16384)
     folder = quick_folder / "checkpoints"
     good = CheckpointStore(folder)
-    write(good, state_of(0, base=base), step=0, kind="periodic")
+    has_base = base == "linked"
+    write(good, state_of(0, base=has_base), step=0, kind="periodic")
     open_before = _open_files()
     for at in range(1, LIMIT):
-        storage = failing(at, number, for_good=for_good)
+        storage = failing(at, NUMBERS[number], for_good=how == "for good")
         store = CheckpointStore(folder, storage=storage)
         for before in good.committed():
             store.frozen.note(before)
         said = None
         try:
-            write(store, state_of(at, base=base), step=at, kind="periodic")
+            write(store, state_of(at, base=has_base), step=at, kind="periodic")
         except SaveFailed as error:
             said = str(error)
         assert said is None or f"step {at} could not be saved" in said
@@ -56,71 +62,26 @@ def test_failure_at_every_call(
         assert holds(good, found, found.step)
         assert _open_files() == open_before
         if len(storage.calls) < at:
-            assert ("link" in storage.calls) == base
+            assert ("link" in storage.calls) == has_base
             return
-        write(good, state_of(at, base=base), step=at, kind="periodic")
+        write(good, state_of(at, base=has_base), step=at, kind="periodic")
         good.prune(Retention(keep=1))
     pytest.fail(f"a save makes more than {LIMIT} calls")
 
 
-def test_a_failing_prune_costs_a_warning(tmp_path: Path) -> None:
-    """Old checkpoints that cannot be removed do not end a training, and no half of one is left
-    under its name."""
-    for at in range(1, LIMIT):
-        folder = tmp_path / str(at)
-        for step in range(3):
-            write(CheckpointStore(folder), state_of(step), step=step, kind="periodic")
-        storage = failing(at, errno.EACCES, for_good=True)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            CheckpointStore(folder, storage=storage).prune(Retention(keep=1))
-        for one in CheckpointStore(folder).committed():
-            CheckpointStore(folder).verify(one)
-        assert len(CheckpointStore(folder).committed()) >= 2
-        if len(storage.calls) < at:
-            assert not caught
-            return
-        # a failing read makes a checkpoint look bad for once, which keeps more of them
-        assert len(caught) <= 1
-    pytest.fail(f"pruning makes more than {LIMIT} calls")
-
-
-def test_the_write_back_hint_may_fail(tmp_path: Path) -> None:
-    """A file system that does not know the hint gets its checkpoints all the same."""
+def test_hints_may_fail(tmp_path: Path) -> None:
+    """A file system that knows none gets its checkpoints, and loads them, all the same."""
 
     def before(n: int, name: str) -> None:
-        if name == "write_back":
+        if name in ("write_back", "read_ahead"):
             raise OSError(errno.EINVAL, "no such advice here")
 
-    store = CheckpointStore(tmp_path, storage=CountingStorage(before))
-    assert holds(store, write(store, state_of(1), step=1, kind="periodic"), 1)
-
-
-def test_the_read_ahead_hint_may_fail(tmp_path: Path) -> None:
-    """Nor does a load need its hint; and one of a damaged file with many tasks under way ends."""
-
-    def before(n: int, name: str) -> None:
-        if name == "read_ahead":
-            raise OSError(errno.EINVAL, "no such advice here")
-
-    done = write(
-        CheckpointStore(tmp_path),
-        State({"x": torch.arange(40_000_000)}, {}),
-        step=1,
-        kind="periodic",
-    )
     storage = CountingStorage(before)
-    loaded = CheckpointStore(tmp_path, storage=storage).load(done).shared["x"]
-    assert torch.equal(loaded, torch.arange(40_000_000))
-    assert storage.calls.count("read_ahead") > 30
-    open_before = _open_files()
-    for at_bytes in (10, 300_000_000):
-        with (done.path / "part-00000.safetensors").open("r+b") as file:
-            file.seek(at_bytes)
-            file.write(b"\xff")
-        with pytest.raises(CheckpointCorrupt, match="has checksum"):
-            CheckpointStore(tmp_path).load(done)
-        assert _open_files() == open_before
+    store = CheckpointStore(tmp_path, storage=storage)
+    numbers = torch.arange(3_000_000)
+    done = write(store, State({"x": numbers}, {}), step=1, kind="periodic")
+    assert torch.equal(store.load(done).shared["x"], numbers)
+    assert min(map(storage.calls.count, ("write_back", "read_ahead"))) > 1
 
 
 def test_unreadable_files_are_corrupt(tmp_path: Path) -> None:
@@ -140,21 +101,120 @@ def test_unreadable_files_are_corrupt(tmp_path: Path) -> None:
     assert all(str(done.path) in one for one in said)
 
 
-def test_file_size_limit(tmp_path: Path) -> None:
-    """A real limit of the kernel, met in the middle of a file, is a failed save."""
-    store = CheckpointStore(tmp_path)
-    write(store, state_of(1), step=1, kind="periodic")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
-        with pytest.raises(SaveFailed, match="File too large"):
-            write(store, state_of(2), step=2, kind="periodic")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
-
-
 def _open_files() -> set[str]:
     return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+# --- power cuts: the order of fsyncs
+
+
+def saves(folder: Path, storage: PowerCutStorage, *, base: bool = False) -> None:
+    store = CheckpointStore(folder, storage=storage)
+    for before in CheckpointStore(folder).committed() if base else ():
+        store.frozen.note(before)
+    write(store, state_of(2, base=base), step=2, kind="periodic")
+    store.prune(Retention(keep=1))
+
+
+def cut_short(work: Callable[[], object]) -> bool:
+    """Whether the work came to its end."""
+    try:
+        work()
+    except PowerCut:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "base", [pytest.param(False, marks=pytest.mark.long), True], ids=["written", "linked"]
+)
+@pytest.mark.parametrize("names", [True, False], ids=["names-lost", "contents-lost"])
+def test_power_cut_at_every_call(quick_folder: Path, names: bool, base: bool) -> None:
+    """Without power from any call on, an old or the new state loads, and what write() returned is
+    never lost; also where files of the checkpoint before are linked. Whatever has the name of a
+    checkpoint is whole, also one that was being removed."""
+    before = quick_folder / "before"
+    for step in (0, 1):
+        write(CheckpointStore(before), state_of(step, base=base), step=step, kind="periodic")
+    for cut in range(1, LIMIT):
+        folder = shutil.copytree(before, quick_folder / str(cut))
+        storage = PowerCutStorage(cut)
+        survived = cut_short(
+            lambda folder=folder, storage=storage: saves(folder, storage, base=base)
+        )
+        assert ("link" in storage.calls) == base or not survived
+        storage.lose(folder, names=names)
+        store = CheckpointStore(folder)
+        found = newest_in(store)
+        assert found is not None, f"nothing loads after call {cut}"
+        assert found.step == 2 or (found.step == 1 and not survived)
+        assert holds(store, found, found.step)
+        assert store.problems() == {}
+        for one in store.committed():
+            store.verify(one)
+        if survived:
+            return
+    pytest.fail(f"a save makes more than {LIMIT} calls")
+
+
+def test_first_save_survives_a_power_cut_in_new_folders(tmp_path: Path) -> None:
+    """The folders above the first checkpoint are durable when write() returns."""
+    storage, deep = PowerCutStorage(LIMIT), tmp_path / "new" / "deep"
+    write(CheckpointStore(deep, storage=storage), state_of(2), step=2, kind="periodic")
+    storage.lose(tmp_path, names=True)
+    store = CheckpointStore(deep)
+    found = newest_in(store)
+    assert found is not None
+    assert holds(store, found, 2)
+
+
+@pytest.mark.parametrize("deaf", ["fsync", "fsync_dir"])
+def test_power_cut_finds_a_missing_fsync(tmp_path: Path, deaf: str) -> None:
+    """The simulation has teeth: a save whose fsyncs do nothing is lost."""
+    write(CheckpointStore(tmp_path), state_of(1), step=1, kind="periodic")
+    storage = PowerCutStorage(LIMIT, deaf=frozenset([deaf]))
+    assert cut_short(lambda: saves(tmp_path, storage))
+    storage.lose(tmp_path, names=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = newest_in(CheckpointStore(tmp_path))
+    assert found is not None
+    assert found.step == 1
+    assert ["step-000000002" in str(one.message) for one in caught] == [True] * (deaf == "fsync")
+
+
+def test_a_short_write_is_continued(tmp_path: Path) -> None:
+    """A pipe takes a part of the data at a time, as a signal can make a file do; all arrives."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    data = os.urandom(1 << 14)
+    Storage().write(write_end, memoryview(data))
+    assert os.read(read_end, 1 << 16) == data
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_what_no_checkpoint_has(tmp_path: Path) -> None:
+    """A file that another process has removed is no error. A link to a folder is unlinked like a
+    file, and what it leads to stays. However deep somebody has made folders, the removal ends, with
+    an error that retention knows."""
+
+    class Slower(Storage):
+        def unlink(self, path: Path) -> None:
+            if path.name.endswith("7"):
+                path.unlink()  # the other process was faster
+            super().unlink(path)
+
+    deep = tmp_path / "checkpoint" / "000" / "001"
+    deep.mkdir(parents=True)
+    (deep / "part-00000.json").touch()
+    with pytest.raises(OSError, match="directory"):
+        commit.remove_tree(tmp_path / "checkpoint", storage=Storage())
+    folder = tmp_path / "many"
+    folder.mkdir()
+    (folder / "000").symlink_to(deep)
+    for number in range(3 * commit.FEW_FILES):
+        (folder / f"part-{number:05}.json").touch()
+    commit.remove_tree(folder, storage=Slower())
+    assert not folder.exists()
+    assert (deep / "part-00000.json").exists()

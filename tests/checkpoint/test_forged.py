@@ -29,20 +29,18 @@ TENSORS, INDEX = "part-00000.safetensors", "part-00000.json"
 Forge = Callable[[Path], None]
 
 
-def _fifo(name: str) -> Forge:
+def _instead(name: str, make: Callable[[Path], object]) -> Forge:
+    """Something else in the place of a file."""
+
     def forge(folder: Path) -> None:
         (folder / name).unlink()
-        os.mkfifo(folder / name)
+        make(folder / name)
 
     return forge
 
 
-def _link(name: str, target: str) -> Forge:
-    def forge(folder: Path) -> None:
-        (folder / name).unlink()
-        (folder / name).symlink_to(target)
-
-    return forge
+def _to_zero(path: Path) -> None:
+    path.symlink_to("/dev/zero")
 
 
 def _text(name: str, text: str) -> Forge:
@@ -67,13 +65,6 @@ def _pickle(name: str) -> Forge:
     return forge
 
 
-def _sparse(name: str) -> Forge:
-    def forge(folder: Path) -> None:
-        os.truncate(folder / name, 1 << 42)
-
-    return forge
-
-
 def _says(**words: Any) -> Forge:
     return lambda folder: seal(folder, lambda body: body.update(words))
 
@@ -86,39 +77,27 @@ GOOD = {"size_bytes": 0, "checksum": "00000000"}
 DEEP = "[" * 100_000
 OUTSIDE = {
     "path outside": _names("../../x", GOOD),
-    "folder above": _names("..", GOOD),
     "absolute path": _names("/etc/passwd", GOOD),
-    "two folders inside": _names("000/001/part-00000.json", GOOD),
-    "above a folder inside": _names("000/../../x", GOOD),
     "up from a folder inside": _names("000/..", GOOD),
     "folder with another name": _names("x/part-00000.json", GOOD),
-    "folder inside without a file": _names("000/", GOOD),
     "this very folder": _names(".", GOOD),
     "no name": _names("", GOOD),
-    "name with nul": _names("a\0b", GOOD),
 }
 """Files that do not lie in the folder of the checkpoint."""
 FOUND_BY_LS = {
-    "fifo as manifest": _fifo(manifest.NAME),
-    "device as manifest": _link(manifest.NAME, "/dev/zero"),
-    "link as manifest": _link(manifest.NAME, "/etc/hostname"),
-    "fifo as tensors": _fifo(TENSORS),
-    "device as tensors": _link(TENSORS, "/dev/zero"),
-    "fifo as index": _fifo(INDEX),
-    "endless manifest": _sparse(manifest.NAME),
-    "endless tensors": _sparse(TENSORS),
+    "fifo as manifest": _instead(manifest.NAME, os.mkfifo),
+    "device as manifest": _instead(manifest.NAME, _to_zero),
+    "fifo as tensors": _instead(TENSORS, os.mkfifo),
+    "device as tensors": _instead(TENSORS, _to_zero),
+    "endless manifest": lambda folder: os.truncate(folder / manifest.NAME, 1 << 42),
+    "endless tensors": lambda folder: os.truncate(folder / TENSORS, 1 << 42),
     "deep manifest": _text(manifest.NAME, DEEP),
     "deep meta": _text(manifest.NAME, '{"meta":' * 5000 + "0" + "}" * 5000),
     "number of 5000 digits": _says(step=0, save_s=0.0, epoch=10**4000),
     "huge size": _names("x", {"size_bytes": 10**30, "checksum": "0"}),
-    "negative size": _names("x", {"size_bytes": -1, "checksum": "0"}),
     "size as text": _names("x", {"size_bytes": "1", "checksum": "0"}),
-    "endless size": _says(state_bytes=float("inf")),
     "text for a step": _says(step="3"),
-    "true for a step": _says(step=True),
-    "list for files": _says(files=[]),
     "nothing for meta": _says(meta=None),
-    "negative time": _says(created_epoch_ns=-(10**30)),
     "endless time": _says(save_s=float("nan")),
     **OUTSIDE,
 }
@@ -170,8 +149,7 @@ def _json(name: str, change: Callable[[Any], object]) -> Forge:
     def forge(folder: Path) -> None:
         body = json.loads((folder / name).read_text())
         change(body)
-        (folder / name).write_text(json.dumps(body))
-        seal(folder)
+        _text(name, json.dumps(body))(folder)
 
     return forge
 
@@ -182,12 +160,7 @@ def _index(change: Callable[[Any], object]) -> Forge:
 
 def _chunk(place: int, value: object) -> Forge:
     """Change one word of what the index says about every piece."""
-
-    def change(body: Any) -> None:
-        for chunk in body["chunks"]:
-            chunk[place] = value
-
-    return _index(change)
+    return _index(lambda body: [chunk.__setitem__(place, value) for chunk in body["chunks"]])
 
 
 KEY, SHAPE, DTYPE, OFFSETS, SIZES, AT = range(6)
@@ -197,16 +170,14 @@ WEIGHT = "shared/model.weight"
 def _shaped(*shape: int) -> Forge:
     """Claim that a tensor is larger, in both places that say so."""
 
-    def forge(folder: Path) -> None:
-        def everywhere(body: Any) -> None:
-            for chunk in body["chunks"]:
-                if chunk[KEY] == WEIGHT:
-                    chunk[SHAPE:AT] = [shape, "float32", [0] * len(shape), shape]
+    def everywhere(body: Any) -> None:
+        for chunk in body["chunks"]:
+            if chunk[KEY] == WEIGHT:
+                chunk[SHAPE:AT] = [shape, "float32", [0] * len(shape), shape]
 
+    def forge(folder: Path) -> None:
         _index(everywhere)(folder)
-        _json(SHARED_JSON, lambda body: body["tensors"].update({WEIGHT: [shape, "float32", 0]}))(
-            folder
-        )
+        _said_of_weight(shape, "float32", 0)(folder)
 
     return forge
 
@@ -223,32 +194,20 @@ FORGED_INSIDE = {
     "shape of 10**18": _shaped(10**9, 10**9),
     "shape of a hundred gigabytes": _shaped(25, 10**9),
     "shape of the index only": _chunk(SHAPE, [10**9, 10**9]),
-    "shape of the state only": _said_of_weight([10**9, 10**9], "float32", 0),
     "all tensors in one place": _chunk(AT, 4096),
-    "tensors before the file": _chunk(AT, -1),
     "tensors beyond the end": _chunk(AT, 10**15),
     "tensors at an odd byte": _chunk(AT, 4097),
-    "text for an offset": _chunk(AT, "0"),
     "piece outside of its tensor": _chunk(OFFSETS, [10**6, 0]),
     "piece of other dimensions": _chunk(SIZES, [1]),
-    "number for a key": _chunk(KEY, 7),
     "another key": _chunk(KEY, "shared/model.weigh"),
     "type that is none": _chunk(DTYPE, "Tensor"),
     "type of another size": _chunk(DTYPE, "float64"),
-    "list for a type": _said_of_weight([48, 48], [], 0),
-    "text for a writer": _said_of_weight([48, 48], "float32", "0"),
     "no tensors": _index(lambda body: body["chunks"].clear()),
-    "no tensors in the state": _json(SHARED_JSON, lambda body: body["tensors"].clear()),
-    "number for the pieces": _index(lambda body: body.update(chunks=7)),
     "other blocks": _index(lambda body: body.update(blocks=[1])),
-    "more blocks": _index(lambda body: body["blocks"].append(1)),
     "huge block": _index(lambda body: body.update(blocks=[10**30])),
-    "no blocks": _index(lambda body: body.update(blocks=None)),
     "index of another rank": _index(lambda body: body.update(rank=1)),
-    "list for its own state": _index(lambda body: body.update(own=[])),
     "deep index": _text(INDEX, DEEP),
     "deep state": _text(SHARED_JSON, DEEP),
-    "state of another kind": _text(SHARED_JSON, "[1]"),
     "unknown tag": _state({"model": {"$import": "os"}}),
     "strides over a petabyte": _state(
         {"model": {"$tensor": WEIGHT, "stride": [1000000000000000, 1]}}
@@ -333,10 +292,3 @@ def test_a_folder_of_anything(tmp_path: Path) -> None:
     found = look(tmp_path, storage=Storage())
     assert [one.key for one in found] == [(1, 1), (2, 1), (3, 1)]
     assert not any(isinstance(one, Checkpoint) for one in found)
-
-
-def test_good_ones_are_still_good(store: CheckpointStore) -> None:
-    """Nothing of this refuses what was written honestly."""
-    for one in store.committed():
-        store.verify(one)
-        assert holds(store, one, one.step)

@@ -1,22 +1,23 @@
-"""Saves beside the training: what is committed, what is reported, and who waits for whom."""
+"""Saves beside the training and before a deadline: what is committed, what is reported, and who
+waits for whom."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from checkpoint.disks import BrokenDisk, HeldDisk
+from checkpoint.disks import BrokenDisk, HeldDisk, Saving, SlowRemoval, SlowSync, no_room, state_of
+from checkpoint.states import write
 from zygote import forked
 
-from hydroslurm.checkpoint.deadline import ASSUMED_FIXED_S
+from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.outcome import SaveEvent
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import Storage
@@ -26,226 +27,152 @@ from hydroslurm.core.memory import Room
 from hydroslurm.errors import SaveFailed, UnsavableState, UsageError
 
 
-def state_of(value: float) -> State:
-    return State(shared={"model": {"w": torch.full((1000,), value)}}, own={"n": value})
-
-
-def steps(store: CheckpointStore) -> list[int]:
-    return [checkpoint.step for checkpoint in store.committed()]
-
-
-def value_at(store: CheckpointStore, step: int) -> tuple[float, float]:
-    """What the tensor and the plain value were when a step was saved."""
-    checkpoint = next(one for one in store.committed() if one.step == step)
-    state = store.load(checkpoint)
-    values = state.shared["model"]["w"].unique()
-    assert len(values) == 1
-    return float(values), state.own["n"]
-
-
 def test_training_goes_on_at_once(tmp_path: Path) -> None:
-    """What training changes while the save is held on the disk is not in the checkpoint."""
-    disk = HeldDisk(1)
-    store = CheckpointStore(tmp_path, storage=disk)
-    saver = Saver(store)
+    """What training changes while the save is held on the disk is not in the checkpoint, nor what
+    memory is had for meanwhile. The save tells when it begins, when the training goes on, when the
+    files are on the disk, and when the checkpoint is committed."""
+    on = Saving(tmp_path, HeldDisk(1))
     state = state_of(1.0)
-    assert saver.start(state, step=1) > 0
-    assert disk.reached.wait(60)
+    assert on.start(1, state) > 0
     state.shared["model"]["w"].fill_(2.0)
     state.own["n"] = 2.0  # type: ignore[index]
-    assert not saver.wait(timeout_s=0)
-    assert saver.durable_step is None
-    disk.let_go.set()
-    saver.close()
-    assert value_at(store, 1) == (1.0, 1.0)
-    assert saver.durable_step == 1
+    on.saver.reserve(state_of(3.0))
+    assert not on.saver.wait(timeout_s=0)
+    assert on.saver.durable_step is None
+    on.end()
+    assert on.values == {1: (1.0, 1.0)}
+    assert on.saver.durable_step == 1
+    kinds = ["save_started", "save_staged", "save_written", "save_committed"]
+    assert [event.kind.value for event in on.told] == kinds
+    assert {event.state_bytes for event in on.told[1:]} == {4000}
+    assert sorted(event.mono_ns for event in on.told) == [event.mono_ns for event in on.told]
 
 
 def test_one_that_comes_too_soon_is_skipped_and_told(tmp_path: Path) -> None:
     """While a save is under way the next periodic one costs the training nothing, and is on
-    record."""
-    disk, told = HeldDisk(1), list[SaveEvent]()
-    store = CheckpointStore(tmp_path, storage=disk)
-    saver = Saver(store, tell=told.append)
-    saver.start(state_of(1.0), step=1)
-    assert saver.start(state_of(2.0), step=2) == 0.0
-    assert told[-1].kind is EventKind.SAVE_SKIPPED
-    assert (told[-1].step, told[-1].reason) == (2, "the save of step 1 is still under way")
-    disk.let_go.set()
-    saver.wait()
-    saver.start(state_of(3.0), step=3)
-    saver.close()
-    assert steps(store) == [1, 3]
-
-
-def test_what_is_told(tmp_path: Path) -> None:
-    """A save tells when it begins, when the training goes on, when the files are on the disk, and
-    when the checkpoint is committed."""
-    told = list[SaveEvent]()
-    saver = Saver(CheckpointStore(tmp_path), tell=told.append)
-    saver.start(state_of(1.0), step=1)
-    saver.close()
-    assert [event.kind.value for event in told] == [
-        "save_started",
-        "save_staged",
-        "save_written",
-        "save_committed",
-    ]
-    assert {event.state_bytes for event in told[1:]} == {4000}
-    assert sorted(event.mono_ns for event in told) == [event.mono_ns for event in told]
-
-
-def test_a_failure_is_reported_once(tmp_path: Path) -> None:
-    """With "warn" the next safe point warns and the training goes on; what was committed stays."""
-    store = CheckpointStore(tmp_path, storage=BrokenDisk(2))
-    saver = Saver(store)
-    saver.start(state_of(1.0), step=1)
-    saver.wait()
-    saver.start(state_of(2.0), step=2)
-    saver.wait()
-    with pytest.warns(RuntimeWarning, match="No space left on device"):
-        saver.poll()
-    saver.poll()
-    saver.start(state_of(3.0), step=3)
-    saver.close()
-    assert steps(store) == [1, 3]
-
-
-def test_a_failure_ends_the_training_where_that_is_wanted(tmp_path: Path) -> None:
-    """With "fail" the next safe point raises, once."""
-    saver = Saver(CheckpointStore(tmp_path, storage=BrokenDisk(2)), on_save_error="fail")
-    saver.start(state_of(2.0), step=2)
-    saver.wait()
-    with pytest.raises(SaveFailed, match="No space left on device"):
-        saver.poll()
-    saver.close()
-
-
-def test_a_wrong_word_is_refused(tmp_path: Path) -> None:
-    """on_save_error knows two words, and at least one checkpoint is kept."""
-    with pytest.raises(UsageError, match="keep=0"):
-        Saver(CheckpointStore(tmp_path), retention=Retention(keep=0))
-    with pytest.raises(UsageError, match="ignore"):
-        Saver(CheckpointStore(tmp_path), on_save_error="ignore")  # type: ignore[arg-type]
-
-
-def test_an_object_that_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
-    """The caller's own mistake is raised where it is made, by every kind of save."""
-    saver = Saver(CheckpointStore(tmp_path))
-    bad = State(shared={}, own={"thing": object()})
-    with pytest.raises(UnsavableState):
-        saver.start(bad, step=1)
-    with pytest.raises(UnsavableState):
-        saver.save(bad, step=1)
-    with pytest.raises(UnsavableState):
-        saver.save_by(bad, step=1, deadline_mono_s=time.monotonic() + 60)
-    saver.close()
-
-
-def test_save_waits_its_turn_and_is_durable(tmp_path: Path) -> None:
-    """save() comes back with a committed checkpoint, after the one that was under way."""
-    disk = HeldDisk(1)
-    store = CheckpointStore(tmp_path, storage=disk)
-    saver = Saver(store)
-    saver.start(state_of(1.0), step=1)
-    threading.Timer(0.05, disk.let_go.set).start()
-    saved = saver.save(state_of(2.0), step=2, epoch=4, meta={"why": "test"})
+    record. save() comes back with a committed checkpoint, after the one that was under way."""
+    on = Saving(tmp_path, HeldDisk(1))
+    on.start(1)
+    assert on.start(2) == 0.0
+    assert on.told[-1].kind is EventKind.SAVE_SKIPPED
+    assert (on.told[-1].step, on.told[-1].reason) == (2, "the save of step 1 is still under way")
+    threading.Timer(0.05, on.disk.let_go.set).start()
+    saved = on.saver.save(state_of(3.0), step=3, epoch=4, meta={"why": "test"})
     assert (saved.is_committed, saved.steps_at_risk, saved.still_writing) == (True, 0, False)
     assert saved.checkpoint is not None
     manifest = saved.checkpoint.manifest
     assert (manifest.kind, manifest.epoch, manifest.meta) == ("manual", 4, {"why": "test"})
-    assert steps(store) == [1, 2]
+    assert on.steps == [1, 3]
 
 
-def test_save_raises_what_went_wrong(tmp_path: Path) -> None:
-    """save() reports its failure itself; poll does not repeat it."""
-    saver = Saver(CheckpointStore(tmp_path, storage=BrokenDisk(2)))
+@pytest.mark.parametrize("options", [{}, {"room": no_room}], ids=["copied", "not copied"])
+def test_a_failure_is_reported_once(tmp_path: Path, options: Any) -> None:
+    """With "warn" the next safe point warns and the training goes on, with "fail" it raises; save()
+    raises itself. What was committed stays, and the next one is tried."""
+    on = Saving(tmp_path / "a", BrokenDisk(2), **options)
+    for step in (1, 2):
+        on.start(step)
+        on.saver.wait()
+    with pytest.warns(RuntimeWarning, match="No space left on device"):
+        on.saver.poll()
+    on.saver.poll()
     with pytest.raises(SaveFailed, match="No space left"):
-        saver.save(state_of(2.0), step=2)
-    saver.close()
+        on.saver.save(state_of(2.0), step=2)
+    on.start(3)
+    on.end()
+    assert on.steps == [1, 3]
+    fails = Saving(tmp_path / "b", BrokenDisk(2), on_save_error="fail", **options)
+    fails.start(2)
+    fails.saver.wait()
+    with pytest.raises(SaveFailed, match="No space left on device"):
+        fails.saver.poll()
+    fails.end()
+
+
+def test_what_is_wrong_costs_no_save(tmp_path: Path) -> None:
+    """An event that cannot be recorded and old checkpoints that cannot be removed are warnings; the
+    checkpoint is committed."""
+
+    class StickyDisk(Storage):
+        def rmdir(self, path: Path) -> None:
+            raise PermissionError(1, "Operation not permitted", str(path))
+
+    def tell(event: SaveEvent) -> None:
+        raise ValueError("no log")
+
+    store = CheckpointStore(tmp_path / "a")
+    saver = Saver(store, tell=tell)
+    saver.start(state_of(1.0), step=1)
+    saver.wait()
+    with pytest.warns(RuntimeWarning, match="no log"):
+        saver.poll()
+    assert [one.step for one in store.committed()] == [1]
+    on = Saving(tmp_path / "b", StickyDisk(), retention=Retention(keep=1, keep_stop=0))
+    for step in (1, 2):
+        on.saver.save(state_of(step), step=step)
+    on.start(3)
+    with pytest.warns(RuntimeWarning, match="removed"):
+        on.end()
+    assert on.steps[-1] == 3
+
+
+def test_the_callers_own_mistakes_are_raised_at_once(tmp_path: Path) -> None:
+    """What cannot be saved, by every kind of save; a word that on_save_error does not know; nothing
+    that is to be kept."""
+    on = Saving(tmp_path)
+    bad = State(shared={}, own={"thing": object()})
+    for save in (on.saver.start, on.saver.save):
+        with pytest.raises(UnsavableState):
+            save(bad, step=1)
+    with pytest.raises(UnsavableState):
+        on.stop(1, state=bad)
+    on.end()
+    with pytest.raises(UsageError, match="keep=0"):
+        Saver(on.store, retention=Retention(keep=0))
+    with pytest.raises(UsageError, match="ignore"):
+        Saver(on.store, on_save_error="ignore")  # type: ignore[arg-type]
 
 
 class Interrupted(Exception):
     """As a signal handler raises it, KeyboardInterrupt for one."""
 
 
-@contextmanager
-def alarm_that(handler: object) -> Iterator[None]:
-    before = signal.signal(signal.SIGALRM, handler)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def test_an_interrupted_save_leaves_the_state_to_the_caller(tmp_path: Path) -> None:
     """When an exception from a signal handler ends save(), nobody reads the state any more and
     nothing is committed."""
-    disk = HeldDisk(1)
-    store = CheckpointStore(tmp_path, storage=disk)
-    saver = Saver(store)
+    on = Saving(tmp_path, HeldDisk(1))
 
     def handler(*_: object) -> None:
-        disk.let_go.set()
+        on.disk.let_go.set()
         raise Interrupted
 
-    with alarm_that(handler):
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(Interrupted):
-            saver.save(state_of(1.0), step=1)
-    assert saver.wait(timeout_s=0)
-    saver.poll()
-    assert steps(store) == []
-
-
-def test_an_error_of_the_listener_costs_no_save(tmp_path: Path) -> None:
-    """An event that cannot be recorded is a warning; the checkpoint is committed."""
-
-    def tell(event: SaveEvent) -> None:
-        raise ValueError("no log")
-
-    store = CheckpointStore(tmp_path)
-    saver = Saver(store, tell=tell)
-    saver.start(state_of(1.0), step=1)
-    saver.wait()
-    with pytest.warns(RuntimeWarning, match="no log"):
-        saver.poll()
-    assert steps(store) == [1]
-
-
-def test_reserving_beside_a_save(tmp_path: Path) -> None:
-    """Memory may be had in advance at any moment; a save that is under way keeps its copy."""
-    disk = HeldDisk(1)
-    store = CheckpointStore(tmp_path, storage=disk)
-    saver = Saver(store)
-    saver.start(state_of(1.0), step=1)
-    saver.reserve(state_of(1.0))
-    disk.let_go.set()
-    saver.wait()
-    saver.reserve(state_of(2.0))
-    saver.start(state_of(2.0), step=2)
-    saver.close()
-    assert [value_at(store, step)[0] for step in (1, 2)] == [1.0, 2.0]
+            on.saver.save(state_of(1.0), step=1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert on.saver.wait(timeout_s=0)
+    on.saver.poll()
+    assert on.steps == []
 
 
 def test_a_forked_child_has_no_part_in_it(tmp_path: Path) -> None:
     """In a child poll, wait and close do nothing and saving is refused, also while the parent
     saves; the parent's save is not disturbed."""
-    disk = HeldDisk(1)
-    store = CheckpointStore(tmp_path, storage=disk)
-    saver = Saver(store)
-    saver.start(state_of(1.0), step=1)
-    assert disk.reached.wait(60)
+    on = Saving(tmp_path, HeldDisk(1))
+    on.start(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork beside threads
         pid = os.fork()
     if pid == 0:
         try:
-            saver.poll()
-            assert saver.wait()
-            saver.close()
-            for save in (saver.start, saver.save):
+            on.saver.poll()
+            assert on.saver.wait()
+            on.saver.close()
+            for save in (on.saver.start, on.saver.save):
                 try:
                     save(state_of(9.0), step=9)
                 except UsageError:
@@ -255,61 +182,51 @@ def test_a_forked_child_has_no_part_in_it(tmp_path: Path) -> None:
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    disk.let_go.set()
-    saver.close()
-    assert steps(store) == [1]
+    on.end()
+    assert on.steps == [1]
 
 
-def test_a_process_that_ends_has_its_last_save(tmp_path: Path) -> None:
-    """A program that runs off its end with a save under way, the disk busy until Python shuts down,
-    leaves a committed checkpoint."""
-    code = """
-        import sys, threading, torch
-        from pathlib import Path
-        from hydroslurm.checkpoint.saver import Saver
-        from hydroslurm.checkpoint.storage import Storage
-        from hydroslurm.checkpoint.store import CheckpointStore, State
-
-        shutdown = threading.Event()
-
-        class Busy(Storage):
-            def create(self, path):
-                assert shutdown.wait(60)
-                return super().create(path)
-
-        store = CheckpointStore(Path(sys.argv[1]), storage=Busy())
-        saver = Saver(store)
-        saver.start(State(shared={"m": {"w": torch.ones(9)}}, own={}), step=1)
-        threading._register_atexit(shutdown.set)  # called before what was registered earlier
-        print("leaving")
-    """
-    with forked(code, tmp_path, str(tmp_path / "store")) as program:
-        program.expect("leaving")
-        assert program.wait() == 0, str(program)
-    assert steps(CheckpointStore(tmp_path / "store")) == [1], str(program)
-
-
-def test_a_pause_does_not_hold_a_save(tmp_path: Path) -> None:
-    """A save that is under way when the rank is parked finishes, through the native gate's and the
-    hooks' exempt()."""
-    code = """
+BUSY = """
         import sys, threading, torch, hydroslurm
         from pathlib import Path
         from hydroslurm.checkpoint.saver import Saver
         from hydroslurm.checkpoint.storage import Storage
         from hydroslurm.checkpoint.store import CheckpointStore, State
 
-        torch.set_num_threads(1)
-        parked, committed = threading.Event(), threading.Event()
+        free = threading.Event()
 
         class Busy(Storage):
             def create(self, path):
-                assert parked.wait(60)
+                assert free.wait(60)
                 return super().create(path)
 
+        store = CheckpointStore(Path(sys.argv[1]), storage=Busy())
+"""
+
+
+def test_a_process_that_ends_has_its_last_save(tmp_path: Path) -> None:
+    """A program that runs off its end with a save under way, the disk busy until Python shuts down,
+    leaves a committed checkpoint."""
+    code = """
+        saver = Saver(store)
+        saver.start(State(shared={"m": {"w": torch.ones(9)}}, own={}), step=1)
+        threading._register_atexit(free.set)  # called before what was registered earlier
+        print("leaving")
+    """
+    with forked(BUSY + code, tmp_path, str(tmp_path / "store")) as program:
+        program.expect("leaving")
+        assert program.wait() == 0, str(program)
+    assert [one.step for one in CheckpointStore(tmp_path / "store").committed()] == [1]
+
+
+@pytest.mark.parametrize("gate", ["native", "hooks"])
+def test_a_pause_does_not_hold_a_save(tmp_path: Path, gate: str) -> None:
+    """A save that is under way when the rank is parked finishes, through the gate's exempt()."""
+    code = """
+        torch.set_num_threads(1)
+        committed = threading.Event()
         model = torch.nn.Linear(8, 8)
-        hydroslurm.install(gate=sys.argv[2])
-        controller = hydroslurm.controller()
+        controller = hydroslurm.install(gate=sys.argv[2])
 
         def tell(event):
             if event.kind.value == "save_committed":
@@ -317,12 +234,11 @@ def test_a_pause_does_not_hold_a_save(tmp_path: Path) -> None:
 
         def pause():
             controller.pause(wait_s=60)
-            parked.set()
+            free.set()
             assert committed.wait(60)
             print("committed while", controller.state.name)
             controller.resume(wait_s=60)
 
-        store = CheckpointStore(Path(sys.argv[1]), storage=Busy())
         saver = Saver(store, exempt=controller.exempt, tell=tell)
         saver.start(State(shared={"model": model.state_dict()}, own={}), step=1)
         pauser = threading.Thread(target=pause)
@@ -331,98 +247,218 @@ def test_a_pause_does_not_hold_a_save(tmp_path: Path) -> None:
             model(torch.ones(8))
         saver.close()
     """
-    for gate in ("native", "hooks"):
-        with forked(code, tmp_path, str(tmp_path / gate), gate) as program:
-            assert program.expect("committed while") == "PARKED"
-            assert program.wait() == 0, str(program)
-
-
-def test_how_long_it_takes_is_known_from_earlier_attempts(quick_folder: Path) -> None:
-    """Assumed at first, then measured; the next attempt begins with what the manifests say."""
-    # a disk whose last syncs were slower than a whole save would be believed instead
-    store = CheckpointStore(quick_folder)
-    saver = Saver(store)
-    assert saver.expect_s() == ASSUMED_FIXED_S
-    saver.save(state_of(1.0), step=1)
-    assert Saver(store).expect_s() < saver.expect_s() < ASSUMED_FIXED_S
-
-
-class StickyDisk(Storage):
-    """Cannot remove anything."""
-
-    def rmdir(self, path: Path) -> None:
-        raise PermissionError(1, "Operation not permitted", str(path))
-
-
-def test_old_ones_that_stay_are_a_warning(tmp_path: Path) -> None:
-    """When retention fails the save is committed, and somebody hears that the disk fills up."""
-    store = CheckpointStore(tmp_path, storage=StickyDisk())
-    saver = Saver(store, retention=Retention(keep=1, keep_stop=0))
-    for step in (1, 2):
-        saver.save(state_of(step), step=step)
-    saver.start(state_of(3.0), step=3)
-    with pytest.warns(RuntimeWarning, match="removed"):
-        saver.close()
-    assert steps(store)[-1] == 3
-
-
-def no_room() -> Room:
-    return Room(free_bytes=3000, limit_bytes=10_000, used_bytes=6000, bound="the limit of a test")
+    with forked(BUSY + code, tmp_path, str(tmp_path / gate), gate) as program:
+        assert program.expect("committed while") == "PARKED"
+        assert program.wait() == 0, str(program)
 
 
 def test_without_memory_for_a_copy_the_training_waits(tmp_path: Path) -> None:
     """No copy is made; the save is committed when the training goes on, with the same bytes on disk
     as one of a copy, and why is told at the start and with each save."""
-    stores = [CheckpointStore(tmp_path / name) for name in ("copied", "waited")]
-    events: list[SaveEvent] = []
-    savers = [Saver(stores[0]), Saver(stores[1], room=no_room, tell=events.append)]
-    told = [saver.reserve(state_of(1.0)) for saver in savers]
-    assert told[0] == ""
-    assert "and 0 MB may be taken (0 of 0 MB of the limit of a test are in use)" in told[1]
+    copied, waited = Saving(tmp_path / "copied"), Saving(tmp_path / "waited", room=no_room)
+    assert copied.saver.reserve(state_of(1.0)) == ""
+    why = waited.saver.reserve(state_of(1.0))
+    assert "and 0 MB may be taken (0 of 0 MB of the limit of a test are in use)" in why
     files = []
-    for store, saver in zip(stores, savers, strict=True):
+    for on in (copied, waited):
         state = state_of(1.0)
-        assert saver.start(state, step=1) > 0
-        assert saver._staging.reserved_bytes > 0 or saver is savers[1]
-        assert saver.wait() if saver is savers[0] else saver.durable_step == 1
+        assert on.start(1, state) > 0
+        assert (on.saver._staging.reserved_bytes == 0) == (on is waited)
+        assert on.saver.wait() if on is copied else on.saver.durable_step == 1
         state.shared["model"]["w"].fill_(2.0)
-        saver.close()
-        folder = store.committed()[0].path
+        on.end()
+        folder = on.store.committed()[0].path
         files.append({f.name: f.read_bytes() for f in folder.iterdir() if "manifest" not in f.name})
-        assert value_at(store, 1) == (1.0, 1.0)
-    (not_copied,) = [one for one in events if one.kind is EventKind.SAVE_NOT_COPIED]
-    assert not_copied.reason == told[1]
-    assert savers[1]._staging.reserved_bytes == 0
+        assert on.values == {1: (1.0, 1.0)}
     assert files[0] == files[1]
-
-
-def test_a_save_without_a_copy_that_fails_is_reported_like_others(tmp_path: Path) -> None:
-    """The training is not ended by it, and the next one is tried."""
-    store = CheckpointStore(tmp_path, storage=BrokenDisk(1))
-    saver = Saver(store, room=no_room)
-    saver.start(state_of(1.0), step=1)
-    with pytest.warns(RuntimeWarning, match="No space left"):
-        saver.poll()
-    saver.start(state_of(2.0), step=2)
-    saver.close()
-    assert steps(store) == [2]
+    (not_copied,) = [one for one in waited.told if one.kind is EventKind.SAVE_NOT_COPIED]
+    assert not_copied.reason == why
 
 
 def test_a_stop_during_a_save_takes_no_second_copy(tmp_path: Path) -> None:
     """There was memory for one copy, which the save under way is reading: the stop writes the state
     itself, and both are committed."""
-    disk, left = HeldDisk(1), [10**6]
-    store = CheckpointStore(tmp_path, storage=disk)
-
-    def room() -> Room:
-        return Room(left[0], 10**6, 0, "the limit of a test")
-
-    saver = Saver(store, room=room, retention=Retention(keep=3))
-    saver.start(state_of(1.0), step=1)
+    left = [10**6]
+    on = Saving(
+        tmp_path,
+        HeldDisk(1),
+        room=lambda: Room(left[0], 10**6, 0, "the limit of a test"),
+        retention=Retention(keep=3),
+    )
+    on.start(1)
     left[0] = 0
-    assert disk.reached.wait(60)
-    threading.Timer(0.1, disk.let_go.set).start()
-    saved = saver.save_by(state_of(2.0), step=2, deadline_mono_s=time.monotonic() + 600)
+    threading.Timer(0.1, on.disk.let_go.set).start()
+    saved = on.stop(2)
     assert (saved.is_committed, saved.still_writing) == (True, False)
-    saver.close()
-    assert [value_at(store, step) for step in steps(store)] == [(1.0, 1.0), (2.0, 2.0)]
+    on.end()
+    assert on.values == {1: (1.0, 1.0), 2: (2.0, 2.0)}
+
+
+# --- before a deadline
+
+STOP_BEGINS = ("stop", EventKind.SAVE_STARTED)
+
+
+def expect(saver: Saver, *, seconds: float) -> None:
+    """As if a save had taken so long."""
+    saver._pace.add(seconds, state_bytes=4000)
+
+
+def test_with_time_enough_the_stop_is_durable(tmp_path: Path) -> None:
+    """The state is committed as a stop, nothing is at risk, and the choice is in words. Without any
+    deadline, too, on which no wait may overflow."""
+    on = Saving(tmp_path)
+    saved = on.stop(5, state=lambda: state_of(5.0), epoch=1, meta={"why": "test"})
+    assert (saved.is_committed, saved.steps_at_risk, saved.still_writing) == (True, 0, False)
+    assert saved.reason.startswith("step 5 is committed; a full save needs about 1.0 s of the")
+    assert saved.checkpoint is not None
+    assert (saved.checkpoint.kind, saved.checkpoint.manifest.meta) == ("stop", {"why": "test"})
+    assert on.values == {5: (5.0, 5.0)}
+    assert on.stop(6, left_s=math.inf).is_committed
+
+
+@pytest.mark.parametrize(
+    ("expected_s", "left_s", "says", "committed"),
+    [
+        # the periodic save is committed first, then the stop's
+        ((), 600, "both fit", [4, 5]),
+        # 1.5 times each of the two does not fit: the older one is given up
+        ((20.0,), 40, "that one is given up", [5]),
+        # 2 s are left for the one under way, which hangs: it does not cost the stop its own save
+        ((0.01, 20.0), 32, "both fit", [5]),
+    ],
+)
+def test_one_under_way(
+    tmp_path: Path, expected_s: tuple[float, ...], left_s: float, says: str, committed: list[int]
+) -> None:
+    """It is waited for where both fit. One that is given up ends without a commit when a hung disk
+    comes back, and is told as given up and not as failed."""
+    both = committed == [4, 5]
+    on = Saving(tmp_path, HeldDisk(4), until=STOP_BEGINS if both else None)
+    for seconds in expected_s[:1]:
+        expect(on.saver, seconds=seconds)
+    on.start(4)
+    for seconds in expected_s[1:]:
+        expect(on.saver, seconds=seconds)
+    saved = on.stop(5, left_s)
+    assert saved.is_committed
+    assert saved.reason.endswith(says)
+    on.end()
+    assert on.steps_told(EventKind.SAVE_COMMITTED) == on.steps == committed
+    assert on.values[5] == (5.0, 5.0)
+    assert len([*tmp_path.iterdir()]) == len(committed)
+    assert on.steps_told(EventKind.SAVE_ABANDONED) == ([] if both else [4])
+    assert on.steps_told(EventKind.SAVE_STAGED) == [4]  # the stop makes no copy
+
+
+def test_a_disk_that_has_just_become_slow(tmp_path: Path) -> None:
+    """A sync that hangs counts at once, and still when its save has failed."""
+    on = Saving(tmp_path, SlowSync(2))
+    on.saver.save(state_of(1.0), step=1)
+    wait_s = 10 * on.saver.expect_s()
+    on.start(2)
+    time.sleep(wait_s)
+    assert on.saver.expect_s() >= wait_s
+    on.disk.let_go.set()
+    assert on.saver.wait(timeout_s=60)
+    with pytest.warns(RuntimeWarning, match="Input/output error"):
+        on.saver.poll()
+    assert on.steps == [1]
+    assert on.saver.expect_s() >= wait_s
+    on.end()
+
+
+def test_a_state_is_not_saved_twice(tmp_path: Path) -> None:
+    """A periodic save of the very state is waited for. A committed one, of this attempt or that the
+    run continued from, is as good as durable."""
+    on = Saving(tmp_path, HeldDisk(5), until=STOP_BEGINS)
+    on.start(5)
+    saved = on.stop(5, unchanged=True)
+    assert saved.is_committed
+    assert "the save in flight is of this very step 5" in saved.reason
+    later = Saver(on.store)
+    later.continues_from(on.store.committed()[-1])
+    for saver in (on.saver, later):
+        saved = saver.save_by(state_of(5.0), step=5, deadline_mono_s=0.0, unchanged=True)
+        assert saved.is_committed
+        assert saved.reason.endswith("step 5 is committed already")
+    assert on.steps_told(EventKind.SAVE_COMMITTED) == on.steps == [5]
+
+
+def test_a_stop_does_not_wait_for_old_ones_to_be_removed(tmp_path: Path) -> None:
+    """What is durable is told at once; the removal of older checkpoints comes after, and is waited
+    for by close()."""
+    on = Saving(tmp_path, SlowRemoval(), retention=Retention(keep=1, keep_stop=1))
+    for step in (1, 2, 3):
+        write(on.store, state_of(step), step=step, kind="stop")
+    saved = on.stop(5)
+    assert (saved.is_committed, saved.still_writing) == (True, False)
+    assert not on.saver.wait(timeout_s=0)
+    on.end()
+    assert on.steps == [3, 5]
+
+
+def test_a_state_that_may_have_changed_is_saved_again_at_its_step(tmp_path: Path) -> None:
+    """The one before stays until the new one is committed, which is the newer one; where there is
+    no time for it, the one before is what is kept, and that is said."""
+    on = Saving(tmp_path, HeldDisk(5))
+    on.disk.let_go.set()
+    on.saver.save(state_of(5.0), step=5)
+    assert Saving(tmp_path).stop(5, state=state_of(6.0)).is_committed
+    names = [one.path.name for one in on.store.committed()]
+    assert names == ["step-000000005", "step-000000005.2"]
+    found = newest_good(on.store)
+    assert found is not None
+    assert on.values == {5: (6.0, 6.0)}
+    alone = Saving(tmp_path, on.disk)
+    alone.saver.continues_from(found.checkpoint)
+    on.disk.let_go.clear()
+    saved = alone.stop(5, -1, state_of(8.0))
+    assert (saved.is_committed, saved.steps_at_risk) == (False, 0)
+    assert "what was changed since then is lost" in saved.reason
+    assert f"what is kept is an earlier save of this step ({found.checkpoint.path})" in saved.reason
+    alone.end()
+
+
+def test_the_caller_has_control_at_the_deadline(tmp_path: Path) -> None:
+    """With a disk that hangs the stop comes back, says what is kept and lost, and the save goes on:
+    it is committed with the state of the stop when the disk does."""
+    on = Saving(tmp_path, HeldDisk(5))
+    on.saver.save(state_of(3.0), step=3)
+    saved = on.stop(5, -1)
+    assert (saved.is_committed, saved.still_writing, saved.steps_at_risk) == (False, True, 2)
+    assert saved.checkpoint is not None
+    assert saved.checkpoint.step == 3
+    assert "step 3 is committed, and 2 steps are lost" in saved.reason
+    on.disk.let_go.set()
+    assert on.saver.wait(timeout_s=60)
+    assert on.values[5] == (5.0, 5.0)
+
+
+def test_a_late_stop_follows_what_is_under_way(tmp_path: Path) -> None:
+    """When nothing fits, the older save goes on with its copy, and the stop's comes after it."""
+    on = Saving(tmp_path, HeldDisk(4))
+    on.start(4)
+    saved = on.stop(5, 0)
+    assert (saved.is_committed, saved.still_writing) == (False, True)
+    on.end()
+    assert on.values == {4: (4.0, 4.0), 5: (5.0, 5.0)}
+
+
+def test_a_stop_that_goes_wrong(tmp_path: Path) -> None:
+    """A full disk leaves the caller its grace: what is kept is said, and poll does not repeat it.
+    An error in state_dict() is raised after the save under way was waited for."""
+    on = Saving(tmp_path, BrokenDisk(5))
+    saved = on.stop(5)
+    assert (saved.is_committed, saved.checkpoint, saved.steps_at_risk) == (False, None, 5)
+    assert "the save failed" in saved.reason
+    assert "No space left" in saved.reason
+    on.saver.poll()
+
+    def broken() -> None:
+        raise KeyError("momentum")
+
+    on.start(6)
+    with pytest.raises(KeyError, match="momentum"):
+        on.stop(7, state=broken)
+    assert on.steps == [6]

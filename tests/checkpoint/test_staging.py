@@ -2,100 +2,96 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any
+import re
+from pathlib import Path
 
 import torch
 from checkpoint.states import copy_of, plan_of_one, state_bytes
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import State
+from hydroslurm.checkpoint.write_plan import LEAST_DIVIDED_BYTES, divide, owners
 
-
-def _state(**own: Any) -> State:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(2, 8)).sum().backward()
-    optimizer.step()
-    shared = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    return State(shared=shared, own=own)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
-    return [tensor for value in values for tensor in _tensors(value)]
+MIB = 1 << 20
 
 
 def test_memory_is_kept_and_used_again() -> None:
-    """The second copy of the same state allocates nothing and lies where the first did."""
+    """What was reserved is all that a copy takes, the second one lies where the first did, and a
+    state of a few bytes takes little. Children do not inherit it, so that a fork never makes the
+    next copy dear."""
+    state = State(shared={"t": {name: torch.randn(99, 3) for name in "abc"}}, own={})
     staging = Staging()
-    state = _state()
-    first = [tensor.data_ptr() for tensor in _tensors(dict(copy_of(state, staging).shared))]
-    held_bytes = staging.reserved_bytes
-    second = [tensor.data_ptr() for tensor in _tensors(dict(copy_of(state, staging).shared))]
-    assert (first, held_bytes) == (second, staging.reserved_bytes)
-
-
-def test_reserving_gets_all_the_memory_in_advance() -> None:
-    """After reserve() a copy needs no further memory; a state of a few bytes takes little."""
-    staging = Staging()
-    state = _state()
     staging.reserve(plan_of_one(state))
     staging.join()
     held_bytes = staging.reserved_bytes
-    assert 0 < held_bytes < 2**20
-    copy_of(state, staging)
-    assert staging.reserved_bytes == held_bytes
-
-
-def test_a_state_may_change_its_shapes() -> None:
-    """Tensors that grow, shrink, appear, and are larger than a piece of memory are copied right."""
-    staging = Staging()
-    for sizes in ((5, 1000), (1000, 5, 70000), (3,), (0, 1, 2**20), ()):
-        state = State(shared={"t": [torch.randn(size) for size in sizes]}, own={})
-        copied = copy_of(state, staging)
-        pairs = zip(state.shared["t"], copied.shared["t"], strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
-        assert state_bytes(state) == 4 * sum(sizes)
-
-
-def test_a_tensor_may_be_replaced() -> None:
-    """Memory that is kept for a key and a shape serves other tensors of that shape, and none of
-    another type, order of dimensions or key."""
-    staging = Staging()
-    for name, tensor in (
-        ("x", torch.randn(4, 6)),
-        ("x", torch.randn(4, 6)),
-        ("x", torch.arange(24, dtype=torch.int32).view(4, 6)),
-        ("x", torch.randn(6, 4).t()),
-        ("y", torch.randn(6, 4).t()),
-    ):
-        copied = copy_of(State(shared={"t": {name: tensor}}, own={}), staging).shared["t"]
-        assert list(copied) == [name]
-        assert torch.equal(copied[name], tensor)
-        assert (copied[name].dtype, copied[name].stride()) == (tensor.dtype, tensor.stride())
-
-
-def test_a_fork_does_not_make_the_next_copy_dear() -> None:
-    """Children do not inherit the memory of the copies, so that it is never copy-on-write."""
-    staging = Staging()
-    state = State(shared={"t": {"x": torch.zeros(2**20)}}, own={})
-    copied = copy_of(state, staging).shared["t"]["x"]
-    flags = _vm_flags(copied.data_ptr())
+    assert 0 < held_bytes < MIB
+    places = []
+    for _ in range(2):
+        copied = copy_of(state, staging).shared["t"]
+        places.append([one.data_ptr() for one in copied.values()])
+        assert staging.reserved_bytes == held_bytes
+    assert places[0] == places[1]
+    flags = _vm_flags(places[0][0])
     assert "dc" in flags, f"no MADV_DONTFORK on the copy: {flags}"
 
 
+def test_a_state_may_change() -> None:
+    """Tensors that grow, shrink, appear, and are larger than a piece of memory are copied right;
+    memory that is kept for a key and a shape serves none of another type or order of dimensions."""
+    staging = Staging()
+    for tensors in (
+        [torch.randn(5), torch.randn(1000)],
+        [torch.randn(1000), torch.randn(5), torch.randn(70_000)],
+        [torch.randn(0), torch.randn(1), torch.randn(2**20)],
+        [],
+        [torch.randn(4, 6)],
+        [torch.randn(4, 6)],
+        [torch.arange(24, dtype=torch.int32).view(4, 6)],
+        [torch.randn(6, 4).t()],
+    ):
+        state = State(shared={"t": tensors}, own={})
+        copied = copy_of(state, staging).shared["t"]
+        assert len(copied) == len(tensors)
+        for one, two in zip(copied, tensors, strict=True):
+            assert torch.equal(one, two)
+            assert (one.dtype, one.stride()) == (two.dtype, two.stride())
+        assert state_bytes(state) == sum(one.nbytes for one in tensors)
+
+
 def _vm_flags(address: int) -> list[str]:
-    inside = False
-    with open(f"/proc/{os.getpid()}/smaps") as smaps:  # noqa: PTH123 - a path of the kernel
-        for line in smaps:
-            first = line.split()[0]
-            if "-" in first and not first.endswith(":"):
-                begin, end = (int(part, 16) for part in first.split("-"))
-                inside = begin <= address < end
-            elif inside and first == "VmFlags:":
-                return line.split()[1:]
+    found = Path("/proc/self/smaps").read_text()
+    for one in re.finditer(r"^(\w+)-(\w+) .*?^VmFlags: (.*?)$", found, re.MULTILINE | re.DOTALL):
+        if int(one[1], 16) <= address < int(one[2], 16):
+            return one[3].split()
     raise AssertionError("the address is not mapped")
+
+
+# --- who writes what
+
+SIZES = st.dictionaries(st.text(max_size=3), st.integers(0, 4 * LEAST_DIVIDED_BYTES))
+
+
+@given(SIZES, st.integers(1, 8))
+def test_owners(sizes: dict[str, int], world_size: int) -> None:
+    """Small tensors are rank 0's; of the large ones no rank has more than its share and one."""
+    found = owners(sizes, world_size)
+    assert found == owners(dict(reversed(sizes.items())), world_size)
+    assert set(found) == set(sizes)
+    assert all(found[key] == 0 for key in sizes if sizes[key] < LEAST_DIVIDED_BYTES)
+    loads = [sum(sizes[key] for key in sizes if found[key] == rank) for rank in range(world_size)]
+    assert max(loads) <= sum(loads) / world_size + max(sizes.values(), default=0) + loads[0]
+
+
+def test_every_tensor_once() -> None:
+    """Of what is shared each tensor is one rank's; each rank has its own."""
+    large = torch.zeros(LEAST_DIVIDED_BYTES)
+    shared = {"m": {"a": large, "b": large.clone(), "tied": large, "small": torch.zeros(2)}}
+    state = State(shared, {"o": torch.ones(1)})
+    portions = [divide(state, rank=rank, world_size=3) for rank in range(3)]
+    own = [f"rank-{rank:05}/o" for rank in range(3)]
+    found = sorted(piece.key for one in portions for piece in one.pieces)
+    assert found == [*own, "shared/m.a", "shared/m.b", "shared/m.small"]
+    assert len({one.digest for one in portions}) == 1
+    assert {one.state_bytes for one in portions} == {2 * large.nbytes + 8 + 3 * 4}

@@ -77,7 +77,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(TREES)
 def test_round_trip(tree: Any) -> None:
     """Any tree of the types that can be saved comes back equal, in types, order and bits."""
@@ -100,88 +100,52 @@ def equal(left: Any, right: Any) -> bool:
     return same(left, right)
 
 
-def test_state_of_real_objects_comes_back() -> None:
-    """What torch's optimizers and schedulers and Python's and numpy's generators give out."""
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2), torch.nn.BatchNorm2d(4))
-    model.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
-    model(torch.randn(2, 3, 5, 5)).sum().backward()
-    optimizer.step()
-    schedulers = (
-        torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5]),
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
-        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
-        torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
-    )
-    tree = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "schedulers": [one.state_dict() for one in schedulers],
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "pcg": np.random.default_rng(3).bit_generator.state,
-        "torch": torch.get_rng_state(),
-        "counter": Counter("abca"),
-    }
-    back = there_and_back(tree)
-    assert same(back, tree)
-    assert back["model"]._metadata == model.state_dict()._metadata
-    first = back["optimizer"]["state"][0]["exp_avg"]
-    assert first.stride() == optimizer.state_dict()["state"][0]["exp_avg"].stride()
-
-
 def test_the_same_memory_is_kept_once() -> None:
-    """Tied weights are one tensor in the file; another view of them is not lost."""
+    """Tied weights are one tensor in the file; another view of them is not lost. A dot in a name
+    does not make two tensors one."""
     weight = torch.randn(4, 4)
     tree = {"a": weight, "b": weight.detach(), "c": weight.t(), "d": weight[1:]}
     encoded, tensors = encode(tree, prefix="model")
     assert len(tensors) == 3
     assert tensor_keys(encoded) == dict.fromkeys(tensors)
     assert same(decode(encoded, tensors), tree)
+    alike = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}
+    assert same(there_and_back(alike), alike)
 
 
-def test_keys_that_look_alike_are_told_apart() -> None:
-    """A dot in a name does not make two tensors one."""
-    tree = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}
-    assert same(there_and_back(tree), tree)
+def test_states_of_objects_keep_what_is_beside_the_values() -> None:
+    """The versions of a model's modules, and what a Counter is."""
+    model = torch.nn.BatchNorm2d(4).state_dict()
+    back = there_and_back({"model": model, "counter": Counter("abca")})
+    assert same(back["model"], model)
+    assert back["model"]._metadata == model._metadata
+    assert same(back["counter"], Counter("abca"))
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("bad", "named"),
     [
-        object(),
-        lambda: None,
-        Path("here"),
-        Point(1, 2),
-        Colour.RED,
-        np.array([object()]),
-        np.zeros(2, [("a", "i4")]),
-        torch.randn(3, 3).to_sparse(),
-        torch.empty(2, device="meta"),
-        defaultdict(lambda: 1),
-        type("Text", (str,), {})("a"),
-        random.Random(1),
+        (object(), ""),
+        (lambda: None, ""),
+        (Path("here"), ""),
+        (Point(1, 2), ""),
+        (Colour.RED, ""),
+        (torch.randn(3, 3).to_sparse(), ""),
+        (torch.empty(2, device="meta"), ""),
+        (defaultdict(lambda: 1), ""),
+        (type("Text", (str,), {})("a"), ""),
+        (random.Random(1), ""),
+        # other arrays can be saved: what is wrong with this one is what it holds
+        (np.array([{"a": 1}], dtype=object), r"numpy\.\w+ of dtype object, "),
+        (np.zeros(2, dtype=[("x", "f4")]), r"numpy\.\w+ of dtype \[\('x', '<f4'\)\], "),
+        (np.zeros(1, dtype=[("x", "f4")])[0], r"numpy\.\w+ of dtype \[\('x', '<f4'\)\], "),
     ],
-    ids=lambda bad: type(bad).__name__,
+    ids=lambda one: type(one).__name__,
 )
-def test_unsavable_is_named(bad: object) -> None:
+def test_unsavable_is_named(bad: object, named: str) -> None:
     """The first object that only pickle could save is refused with its place and its type."""
-    with pytest.raises(UnsavableState, match=r"^extra\.sampler\.queue\[3\] is a "):
+    with pytest.raises(UnsavableState, match=rf"^extra\.sampler\.queue\[3\] is a {named}"):
         encode({"sampler": {"queue": [0, 1, 2, bad]}}, prefix="extra")
-
-
-@pytest.mark.parametrize(
-    ("array", "dtype"),
-    [
-        (np.array([{"a": 1}], dtype=object), "object"),
-        (np.zeros(2, dtype=[("x", "f4")]), r"\[\('x', '<f4'\)\]"),
-        (np.zeros(1, dtype=[("x", "f4")])[0], r"\[\('x', '<f4'\)\]"),
-    ],
-)
-def test_an_array_is_refused_with_its_dtype(array: object, dtype: str) -> None:
-    """Other arrays can be saved: what is wrong with this one is what it holds."""
-    with pytest.raises(UnsavableState, match=rf"a numpy\.\w+ of dtype {dtype}, "):
-        encode(array, prefix="extra")
 
 
 def test_cycles_and_depth_are_refused() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +13,7 @@ from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hydroslurm.data import ResumableSampler, SeededDataset, position_of
@@ -32,8 +30,8 @@ MANY = 10**6
 attempts = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(0, 9)), max_size=6)
 
 
-class Places:
-    """A data set whose samples are their index and their place in the order of the epoch."""
+class Indexes(Dataset[Any]):
+    """A data set whose samples are their index."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -41,7 +39,14 @@ class Places:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: Any) -> tuple[int, int]:
+    def __getitem__(self, index: Any) -> Any:
+        return int(index)
+
+
+class Places(Indexes):
+    """A data set whose samples are their index and their place in the order of the epoch."""
+
+    def __getitem__(self, index: Any) -> Any:
         return int(index), index.position
 
 
@@ -53,7 +58,7 @@ class World:
         self.positions: list[LoaderPosition] = []
         for rank in range(world):
             sampler = ResumableSampler(length, drop_last=sampler_drops)
-            loader = DataLoader(Places(length), size, sampler=sampler, drop_last=loader_drops)  # type: ignore[arg-type,var-annotated]
+            loader = DataLoader(Places(length), size, sampler=sampler, drop_last=loader_drops)
             self.positions.append(position_of(loader, rank=rank, world_size=world))
 
     def train(self, state: Any, steps: int) -> tuple[list[tuple[int, Any]], Any]:
@@ -116,40 +121,31 @@ def places(seen: list[tuple[int, Any]], epoch: int) -> list[int]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(batches=st.integers(1, 4), size=st.integers(1, 2), parts=attempts, drop=st.booleans())
-def test_each_sample_once_where_the_ranks_divide_them(
-    batches: int, size: int, parts: list[tuple[int, int]], drop: bool
-) -> None:
-    """Any worlds, stopped anywhere: each sample of each epoch once, none is repeated, and each step
-    takes the samples that it takes with one rank."""
-    length, of_all = 12 * size * batches, 12 * size
-    seen = train(length, parts, lambda world: of_all // world, drops=(drop, drop))
-    alone = train(length, [], lambda world: of_all // world, drops=(drop, drop))
-    for epoch in range(EPOCHS):
-        assert places(seen, epoch) == list(range(length))
-    for (epoch, step), (alone_epoch, (whole,)) in zip(seen, alone, strict=True):
-        assert epoch == alone_epoch
-        assert sorted(row for batch in step for row in batch) == sorted(whole)
-
-
-@settings(max_examples=60, deadline=None)
-@given(length=st.integers(0, 60), size=st.integers(1, 2), parts=attempts, drop=st.booleans())
-def test_uneven_ends_with_the_same_rule(
+@given(
+    length=st.integers(0, 60) | st.sampled_from([12, 24, 48]),
+    size=st.integers(1, 2),
+    parts=attempts,
+    drop=st.booleans(),
+)
+def test_each_sample_once_over_any_worlds(
     length: int, size: int, parts: list[tuple[int, int]], drop: bool
 ) -> None:
-    """With one drop_last for sampler and loader the number of steps is that of one rank; the last
-    few samples are left out, or the first few of the order repeated, and nothing else happens."""
+    """With one drop_last for sampler and loader the number of steps is that of one rank, and each
+    step takes the samples that it takes with one rank; the last few samples are left out, or the
+    first few of the order repeated, and nothing else happens."""
     of_all = 12 * size
     seen = train(length, parts, lambda world: of_all // world, drops=(drop, drop))
+    alone = train(length, [], lambda world: of_all // world, drops=(drop, drop))
+    for (epoch, step), (alone_epoch, (whole,)) in zip(seen, alone, strict=True):
+        assert epoch == alone_epoch
+        found = sorted(row for batch in step for row in batch)
+        assert found == sorted(whole) or (len(whole) < of_all and set(whole) <= set(found))
     for epoch in range(EPOCHS):
-        steps = sum(when == epoch for when, _ in seen)
-        assert steps == (length // of_all if drop else -(-length // of_all))
         found = places(seen, epoch)
         if drop:
             assert found == list(range(length // of_all * of_all))
         else:
-            assert found[:length] == list(range(length))
-            assert found[length:] == list(range(length, len(found)))
+            assert found == list(range(max(length, len(found))))
             assert len(found) - length < max([world for world, _ in parts], default=1)
 
 
@@ -213,35 +209,24 @@ def test_a_sampler_follows_the_process_group(third_of_four: None) -> None:
 
 
 def test_a_position_follows_the_process_group(third_of_four: None) -> None:
-    """Also when the group is gone before the last save of the epoch."""
-    position = position_of(DataLoader(range(16), 2, sampler=ResumableSampler(16)))  # type: ignore[arg-type,var-annotated]
+    """Also when the group is gone before the last save of the epoch. Without a group a sampler
+    takes the rank that its position was told, unless it was given one of its own (model parallel
+    ranks share their samples). Half a rank is refused."""
+    position = position_of(DataLoader(Indexes(16), 2, sampler=ResumableSampler(16)))
     next(position.begin_epoch(0))
-    replayed = position_of([1, 2])
-    replayed.begin_epoch(0)
     dist.destroy_process_group()
     state = position.state_dict()
     assert (state["world_size"], state["sampler"]["consumed"]) == (4, 8)
-    assert replayed.state_dict()["world_size"] == 4
-
-
-def test_a_sampler_takes_the_rank_that_its_position_was_told() -> None:
-    """Without a process group, and unless it was given one of its own (model parallel ranks share
-    their samples)."""
     told, own = ResumableSampler(8), ResumableSampler(8, rank=0, world_size=2)
-    for sampler in (told, own):
-        position = position_of(DataLoader(range(8), 2, sampler=sampler), rank=3, world_size=4)  # type: ignore[arg-type,var-annotated]
+    for sampler, expected in ((told, (3, 4)), (own, (0, 2))):
+        loader = DataLoader(Indexes(8), 2, sampler=sampler)
+        position = position_of(loader, rank=3, world_size=4)
         list(position.begin_epoch(0))
         assert position.state_dict()["world_size"] == 4
-    assert (told.rank, told.world_size) == (3, 4)
-    assert (own.rank, own.world_size) == (0, 2)
-
-
-def test_half_a_rank_is_refused() -> None:
-    """Both numbers or none."""
-    with pytest.raises(UsageError, match="both of them"):
-        position_of([1], rank=1)
-    with pytest.raises(UsageError, match="both of them"):
-        ResumableSampler(3, world_size=2)
+        assert (sampler.rank, sampler.world_size) == expected
+    for half in (lambda: position_of([1], rank=1), lambda: ResumableSampler(3, world_size=2)):
+        with pytest.raises(UsageError, match="both of them"):
+            half()
     with pytest.raises(UsageError, match="not 2 of 2"):
         position_of([1], rank=2, world_size=2)
 
@@ -249,15 +234,9 @@ def test_half_a_rank_is_refused() -> None:
 # --- loaders that cannot
 
 
-def replayed() -> Any:
-    return [1, 2, 3]
-
-
-def stateful() -> Any:
-    return StatefulDataLoader(range(6), 2)  # type: ignore[arg-type,var-annotated]
-
-
-@pytest.mark.parametrize("make", [replayed, stateful])
+@pytest.mark.parametrize(
+    "make", [lambda: [1, 2, 3], lambda: StatefulDataLoader(Indexes(6), 2)], ids=["list", "stateful"]
+)
 def test_loaders_that_only_the_same_ranks_can_resume(make: Any) -> None:
     """Inside an epoch the numbers are named; before it and at its end another world goes on."""
     position = position_of(make(), rank=0, world_size=3)
@@ -267,8 +246,7 @@ def test_loaders_that_only_the_same_ranks_can_resume(make: Any) -> None:
     inside = position.state_dict()
     list(batches)
     end = position.state_dict()
-
-    for rank, world_size in itertools.product(range(2), (2, 4)):
+    for rank, world_size in ((0, 2), (1, 4)):
         other = position_of(make(), rank=rank, world_size=world_size)
         with pytest.raises(StateMismatch, match=rf"epoch 0, which 3 .* there are {world_size}.*Re"):
             other.resume_epoch(inside)
@@ -278,12 +256,10 @@ def test_loaders_that_only_the_same_ranks_can_resume(make: Any) -> None:
         assert list(other.resume_epoch(end)) == []
         assert other.state_dict()["finished"]
         assert len(list(other.begin_epoch(1))) == 3
-    with (
-        pytest.warns(UserWarning, match="1 batches")
-        if make is replayed
-        else contextlib.nullcontext()
-    ):
-        assert len(list(position_of(make(), rank=0, world_size=3).resume_epoch(inside))) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a replay costs
+        again = position_of(make(), rank=0, world_size=3).resume_epoch(inside)
+    assert len(list(again)) == 2
 
 
 def test_a_new_rank_takes_the_generators_of_rank_0() -> None:
@@ -306,17 +282,6 @@ def test_a_new_rank_takes_the_generators_of_rank_0() -> None:
 
 
 # --- samplers that are not ours: torch's DistributedSampler, and what accelerate prepares
-
-
-class Indexes:
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return int(index)
 
 
 def stock_loader(kind: str, length: int, size: int, *, rank: int, world: int, drop: bool) -> Any:
@@ -350,7 +315,7 @@ class StockWorld(World):
 
 
 @pytest.mark.parametrize("kind", ["torch", "accelerate"])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     length=st.integers(1, 60),
     size=st.integers(1, 3),

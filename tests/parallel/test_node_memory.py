@@ -19,86 +19,73 @@ from hydroslurm.parallel.node_memory import Layout, NodeMemory, listen, offer, t
 LAYOUT = Layout(ranks=2, slots=2, area_bytes=4096)
 
 
-@contextlib.contextmanager
-def shared(name: str) -> Iterator[list[NodeMemory]]:
-    """The first rank's side, in a thread; its memory is in the list once it has been handed out."""
-    made: list[NodeMemory] = []
+Shared = tuple[str, list[NodeMemory]]
+
+
+@pytest.fixture
+def shared() -> Iterator[Shared]:
+    """The name, and the first rank's side, in a thread: its memory is in the list once it has been
+    handed out."""
+    name, made = f"test-{secrets.token_hex(8)}", list[NodeMemory]()
     with listen(name, LAYOUT) as listener:
         thread = threading.Thread(target=lambda: made.append(offer(listener, LAYOUT, timeout_s=30)))
         thread.start()
-        yield made
+        yield name, made
         thread.join()
     for one in made:
         one.close()
 
 
-def test_two_ranks_have_the_same_memory() -> None:
-    """What one writes the other reads; nobody else's mode lets them in, and it has no name."""
-    name = f"test-{secrets.token_hex(8)}"
-    with shared(name) as made:
-        mine = take(name, LAYOUT, 1, timeout_s=30)
+def test_two_ranks_have_the_same_memory(shared: Shared) -> None:
+    """What one writes the other reads, and it has no name. The end of a connection is that of a
+    rank; nobody is dead before."""
+    name, made = shared
+    mine = take(name, LAYOUT, 1, timeout_s=30)
+    while not made:
+        time.sleep(0.001)
     mine.write_failure("rank 1 has fallen over")
     assert made[0].read_failure() == "rank 1 has fallen over"
     mine.note_entered(1, 3)
     assert made[0].behind(3) == [0]
-    (line,) = {
-        one.split()[-2]
-        for one in Path("/proc/self/maps").read_text().splitlines()
-        if "memfd:hydroslurm" in one
-    }
-    assert line == "/memfd:hydroslurm"
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    names = {one.split()[-2] for one in maps if "memfd:hydroslurm" in one}
+    assert names == {"/memfd:hydroslurm"}
+    assert made[0].dead() == []
     mine.close()
-
-
-def test_a_rank_that_ends_is_seen() -> None:
-    """The end of a connection is that of a rank; nobody is dead before."""
-    name = f"test-{secrets.token_hex(8)}"
-    with shared(name) as made:
-        mine = take(name, LAYOUT, 1, timeout_s=30)
-        while not made:
-            time.sleep(0.001)
-        assert made[0].dead() == []
-        mine.close()
-        assert made[0].dead() == [1]
+    assert made[0].dead() == [1]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
-def test_another_user_gets_nothing() -> None:
+def test_another_user_gets_nothing(shared: Shared) -> None:
     """A stranger who knows the socket's name is hung up on, and the right rank is still served."""
-    name = f"test-{secrets.token_hex(8)}"
-    with shared(name) as made:
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            with contextlib.suppress(OSError):
-                os.setuid(65534)
-                with socket.socket(socket.AF_UNIX) as stranger:
-                    stranger.settimeout(20)
-                    stranger.connect(f"\0{name}")
-                    with contextlib.suppress(OSError):
-                        stranger.sendall(b"\1\0\0\0")
-                    data, descriptors = b"", []
-                    with contextlib.suppress(ConnectionError):
-                        data, descriptors, _, _ = socket.recv_fds(stranger, 16, 1)
-                    status = 0 if (data, descriptors) == (b"", []) else 2
-            os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert not made
-        take(name, LAYOUT, 1, timeout_s=30).close()
+    name, made = shared
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        with contextlib.suppress(OSError):
+            os.setuid(65534)
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.settimeout(20)
+                stranger.connect(f"\0{name}")
+                with contextlib.suppress(OSError):
+                    stranger.sendall(b"\1\0\0\0")
+                data, descriptors = b"", []
+                with contextlib.suppress(ConnectionError):
+                    data, descriptors, _, _ = socket.recv_fds(stranger, 16, 1)
+                status = 0 if (data, descriptors) == (b"", []) else 2
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert not made
+    take(name, LAYOUT, 1, timeout_s=30).close()
 
 
-def test_memory_of_another_size_is_refused() -> None:
-    """A rank that expects another layout says so."""
-    name = f"test-{secrets.token_hex(8)}"
-    with shared(name), pytest.raises(ReductionFailed, match=r"has .* bytes, wanted"):
-        take(name, Layout(ranks=2, slots=3, area_bytes=4096), 1, timeout_s=30)
-
-
-def test_a_rank_that_does_not_ask() -> None:
-    """The first rank names who is missing, and does not wait for ever."""
-    name = f"test-{secrets.token_hex(8)}"
+def test_ranks_that_do_not_fit(shared: Shared) -> None:
+    """One that expects another layout says so. When one does not ask, the first names it, and does
+    not wait for ever."""
+    with pytest.raises(ReductionFailed, match=r"has .* bytes, wanted"):
+        take(shared[0], Layout(ranks=2, slots=3, area_bytes=4096), 1, timeout_s=30)
     with (
-        listen(name, LAYOUT) as listener,
+        listen(f"{shared[0]}-alone", LAYOUT) as listener,
         pytest.raises(ReductionFailed, match=r"local ranks \[1\] did not ask"),
     ):
         offer(listener, LAYOUT, timeout_s=0.05)

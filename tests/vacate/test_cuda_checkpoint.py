@@ -79,7 +79,17 @@ def test_there_and_back(backend: Make, tmp_path: Path) -> None:
     assert _here(tmp_path) == "running"
 
 
-@pytest.mark.parametrize(("call", "how"), [*itertools.product(STEPS, FAULTS)])
+QUICK = [("lock", "refuse"), ("lock", "hang"), ("checkpoint", "fail"), ("checkpoint", "late")]
+QUICK += [("checkpoint", "die"), ("restore", "hang"), ("restore", "fail"), ("unlock", "late")]
+
+
+@pytest.mark.parametrize(
+    ("call", "how"),
+    [
+        pytest.param(*one, marks=() if one in QUICK else pytest.mark.long)
+        for one in itertools.product(STEPS, FAULTS)
+    ],
+)
 def test_whatever_goes_wrong_is_told_as_it_is(
     call: str, how: str, backend: Make, tmp_path: Path
 ) -> None:
@@ -114,16 +124,12 @@ def test_a_driver_that_answers_nothing_any_more(backend: Make, tmp_path: Path) -
     assert "unknown" in away.reason
 
 
-def test_a_helper_that_died_between_two_pauses(backend: Make, tmp_path: Path) -> None:
-    """It is replaced by the next question, and is no reason to refuse."""
+def test_a_helper_that_is_not_there(backend: Make) -> None:
+    """One that died between two pauses is replaced by the next question, and is no reason to
+    refuse. A program that is missing, and one that ends at once, are refusals that say so."""
     one = backend(("state", 2, "die"))
-    assert one.refusal() == ""
-    assert one.refusal() == ""
+    assert [one.refusal(), one.refusal()] == ["", ""]
     assert VacateRound(one, topic="t", limits=SHORT).vacate().done
-
-
-def test_no_helper_at_all() -> None:
-    """A program that is missing, and one that ends at once, are refusals that say so."""
     for command, said in ((["/nonexistent/helper"], "cannot be started"), (["true"], "died")):
         one = CudaCheckpoint(
             used_bytes=lambda: 1, devices=1, communicators=Communicators(), command=command
@@ -149,72 +155,64 @@ def test_the_real_helper_on_a_node_without_a_driver() -> None:
     assert modules == "[]"
 
 
-class _Driver(SimpleNamespace):
-    """``cuda.bindings.driver`` as the helper uses it: every call returns a tuple."""
+CALLS = {one: f"cuCheckpointProcess{one.title()}" for one in STEPS}
+CALLS["state"] = "cuCheckpointProcessGetState"
 
 
-def _driver(calls: list[object], result: str = "CUDA_SUCCESS") -> _Driver:
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """``cuda.bindings.driver`` as the helper uses it: every call returns a tuple. ``calls`` is what
+    was called, and ``result`` what is returned."""
     success = SimpleNamespace(name="CUDA_SUCCESS")
-    returned = success if result == "CUDA_SUCCESS" else SimpleNamespace(name=result)
+    made = SimpleNamespace(calls=[], result=success)
 
     def call(name: str) -> Callable[..., tuple[object, ...]]:
         def record(*arguments: object) -> tuple[object, ...]:
-            calls.append((name, *arguments))
-            if name == "cuInit":
-                return (success,)
+            made.calls.append((name, *arguments))
             state = SimpleNamespace(name="CU_PROCESS_STATE_LOCKED")
-            return (returned, state) if name.endswith("GetState") else (returned,)
+            return (made.result, state) if name.endswith("GetState") else (made.result,)
 
         return record
 
-    names = ["cuInit", *(f"cuCheckpointProcess{one}" for one in _CALLS)]
-    made = _Driver(**{name: call(name) for name in names})
+    for name in CALLS.values():
+        setattr(made, name, call(name))
+    made.cuInit = lambda _: (success,)
     made.CUresult = SimpleNamespace(CUDA_SUCCESS=success)
     made.CUcheckpointLockArgs = lambda: SimpleNamespace(timeoutMs=0)
+    package = SimpleNamespace(driver=made)
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(bindings=package))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", package)
     return made
 
 
-_CALLS = ("Lock", "Checkpoint", "Restore", "Unlock", "GetState")
-
-
 @pytest.mark.parametrize("result", ["CUDA_SUCCESS", "CUDA_ERROR_NOT_SUPPORTED"])
-def test_the_api_is_called_with_the_pid(result: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_is_called_with_the_pid(result: str, driver: SimpleNamespace) -> None:
     """Each word becomes the call of its name, for the process that was named; an error becomes a
     refusal with the driver's own word."""
-    calls: list[object] = []
-    package = SimpleNamespace(driver=_driver(calls, result))
-    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(bindings=package))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", package)
-    asked = [["lock", 7, 250], ["checkpoint", 7], ["restore", 7], ["unlock", 7], ["state", 7]]
+    if result != "CUDA_SUCCESS":
+        driver.result = SimpleNamespace(name=result)
+    asked: list[list[object]] = [[one, 7] for one in CALLS]
+    asked[0].append(250)
     source = io.StringIO("".join(json.dumps(one) + "\n" for one in asked))
     out = io.StringIO()
     serve(CudaApi, source=source, out=out)
-    answers = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert answers[0] == ["ready", ""]
-    assert calls[0] == ("cuInit", 0)
-    assert [call[:2] for call in calls[1:]] == [(f"cuCheckpointProcess{one}", 7) for one in _CALLS]
-    assert calls[1][2].timeoutMs == 250
+    ready, *answers = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert ready == ["ready", ""]
+    assert [call[:2] for call in driver.calls] == [(name, 7) for name in CALLS.values()]
+    assert driver.calls[0][2].timeoutMs == 250
     if result == "CUDA_SUCCESS":
-        assert answers[1:] == [["ok", ""]] * 4 + [["ok", "locked"]]
+        assert answers == [["ok", ""]] * 4 + [["ok", "locked"]]
     else:
-        assert {word for word, _ in answers[1:]} == {"refused"}
-        assert all(result in text for _, text in answers[1:])
+        assert {word for word, _ in answers} == {"refused"}
+        assert all(result in text for _, text in answers)
 
 
-def test_bindings_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that cuda-bindings lacks is a refusal that names the release that has it."""
-    calls: list[object] = []
-    driver = _driver(calls)
+def test_what_is_too_old(driver: SimpleNamespace, tmp_path: Path) -> None:
+    """A call that cuda-bindings lacks is a refusal that names the release that has it. The kernel
+    module's own version tells, without CUDA; a new one is not refused."""
     del driver.cuCheckpointProcessCheckpoint
-    package = SimpleNamespace(driver=driver)
-    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(bindings=package))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", package)
     with pytest.raises(Refused, match=r"12\.8"):
         CudaApi().checkpoint(1)
-
-
-def test_drivers_that_are_too_old(tmp_path: Path) -> None:
-    """The kernel module's own version tells, without CUDA; a new one is not refused."""
     version = tmp_path / "version"
     line = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Mon Jan 1\nGCC version: 12.2.0\n"
     assert "no NVIDIA driver" in why_not_here(driver=version)
@@ -225,9 +223,9 @@ def test_drivers_that_are_too_old(tmp_path: Path) -> None:
 
 
 class _Group:
-    """A ProcessGroupNCCL of several ranks."""
+    """A ProcessGroupNCCL of several ranks, which says no to some calls."""
 
-    def __init__(self, said: list[str], *, fails: str = "") -> None:
+    def __init__(self, said: list[str], fails: str = "") -> None:
         self._said, self._fails = said, fails
 
     def size(self) -> int:
@@ -256,53 +254,61 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
-def test_communicators_are_suspended_and_resumed(backend: Make, groups: list[object]) -> None:
-    """Each of NCCL's is suspended before the lock and resumed after the unlock; where the lock
-    fails they are resumed at once, and where the unlock is answered late, too."""
-    said: list[str] = []
-    groups.append(_Group(said))
-    assert backend().refusal() == ""
-    one = VacateRound(backend(), topic="t", limits=SHORT)
-    assert one.vacate().done
-    assert said == ["suspend"]
-    assert one.restore(pytest.fail).done
-    assert said == ["suspend", "resume"]
-    assert not VacateRound(backend(("lock", 0, "refuse")), topic="t", limits=SHORT).vacate().done
-    assert said == ["suspend", "resume"] * 2
-    late = VacateRound(backend(("unlock", 0, "late")), topic="t", limits=SHORT)
-    assert late.vacate().done
-    assert late.restore(pytest.fail).done
-    assert said == ["suspend", "resume"] * 3
+@pytest.mark.parametrize(
+    ("fault", "fails", "away", "back", "said"),
+    [
+        ((), "", True, "", ["suspend", "resume"]),
+        # the lock fails: they are resumed at once
+        (("lock", 0, "refuse"), "", False, "", ["suspend", "resume"]),
+        # the unlock is answered late
+        (("unlock", 0, "late"), "", True, "", ["suspend", "resume"]),
+        # the rank trains on, and is told; the others come back all the same
+        (
+            (),
+            "resume",
+            True,
+            "next collective fails: NCCL says no to resume",
+            ["suspend", "resume"],
+        ),
+        # a plain pause
+        ((), "suspend", False, "", ["suspend"]),
+    ],
+)
+def test_communicators_are_suspended_and_resumed(
+    backend: Make,
+    groups: list[object],
+    fault: tuple[str, int, str],
+    fails: str,
+    away: bool,
+    back: str,
+    said: list[str],
+) -> None:
+    """Each of NCCL's is suspended before the lock and resumed after the unlock."""
+    first, second = list[str](), list[str]()
+    groups += [_Group(first), _Group(second, fails)]
+    one = VacateRound(backend(*([fault] if fault else [])), topic="t", limits=SHORT)
+    gone = one.vacate()
+    assert (gone.done, gone.lost) == (away, False)
+    assert ("NCCL says no to suspend" in gone.reason) == (fails == "suspend")
+    if away:
+        assert first == second == ["suspend"]
+        returned = one.restore(pytest.fail)
+        assert returned.done
+        assert back in returned.reason
+    assert (first, second) == (["suspend", "resume"], said)
     assert gc.isenabled()
-
-
-def test_a_communicator_that_does_not_come_back(backend: Make, groups: list[object]) -> None:
-    """The memory is back and the rank trains on, so that it is told: its next collective fails.
-    The others come back all the same. One that cannot be suspended makes it a plain pause."""
-    said: list[str] = []
-    groups += [_Group(said), _Group(said, fails="resume")]
-    one = VacateRound(backend(), topic="t", limits=SHORT)
-    assert one.vacate().done
-    back = one.restore(pytest.fail)
-    assert back.done
-    assert "next collective fails: NCCL says no to resume" in back.reason
-    assert said == ["suspend"] * 2 + ["resume"] * 2
-    groups[1] = _Group(said, fails="suspend")
-    away = VacateRound(backend(), topic="t", limits=SHORT).vacate()
-    assert (away.done, away.lost) == (False, False)
-    assert "NCCL says no to suspend" in away.reason
-    assert said[-3:] == ["suspend", "suspend", "resume"]
 
 
 def test_communicators_in_the_way(groups: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be suspended is a refusal that names the release that can; multicast memory,
     with which a checkpoint never ends, one that says how to do without."""
+    module = "hydroslurm.vacate.communicators"
     groups.append(_Group([]))
     assert Communicators(environ={}).refusal() == ""
-    monkeypatch.setattr("hydroslurm.vacate.communicators._capability", lambda: (9, 0))
+    monkeypatch.setattr(f"{module}._capability", lambda: (9, 0))
     assert "NCCL_NVLS_ENABLE=0" in Communicators(environ={}).refusal()
     assert Communicators(environ={"NCCL_NVLS_ENABLE": "0"}).refusal() == ""
-    monkeypatch.setattr("hydroslurm.vacate.communicators._nccl_version", lambda: (2, 28, 9))
+    monkeypatch.setattr(f"{module}._nccl_version", lambda: (2, 28, 9))
     assert "NCCL 2.28.9 cannot suspend them; wanted 2.29.7" in Communicators().refusal()
     groups.append(SimpleNamespace())
     assert "this torch cannot suspend them" in Communicators().refusal()

@@ -84,12 +84,12 @@ class Device:
     def device_bytes(self) -> int:
         return 100 + self.rank
 
-    def lock(self, timeout_s: float) -> None:
-        self._step("lock")
-
     def checkpoint(self, timeout_s: float) -> int:
         self._step("checkpoint")
         return self.device_bytes()
+
+    def lock(self, timeout_s: float) -> None:
+        self._step("lock")
 
     def restore(self, timeout_s: float) -> None:
         self._step("restore")
@@ -150,44 +150,12 @@ def test_all_lock_before_one_checkpoints_and_all_are_back_before_one_unlocks() -
     assert {device.now for device in story.devices} == {DeviceState.RUNNING}
 
 
-def test_one_refusal_is_everybodys() -> None:
-    """A rank without the memory for its copy says so, and nobody's device is called."""
+def test_what_is_not_begun() -> None:
+    """One refusal is everybody's: a rank without the memory for its copy says so, and nobody's
+    device is called. Nor is a checkpoint begun in a pause that is over before the first call."""
     story = Story(rank=1, refusal="no memory")
     assert {one.reason for one in story.away.values()} == {"rank 1: no memory"}
     assert not story.log
-
-
-@pytest.mark.parametrize(("call", "how"), [*itertools.product(STEPS, ("refuse", "fail", "late"))])
-def test_one_rank_errs(call: str, how: str) -> None:
-    """Up to the checkpoints, one rank's failure leaves no rank vacated and every one RUNNING; after
-    them a rank's failure is its own. Only a FAILED device is lost."""
-    story = Story(rank=1, call=call, how=how)
-    assert len({one.done for one in story.away.values()}) == 1
-    if call in ("lock", "checkpoint"):
-        assert not any(one.done for one in story.away.values())
-        assert all("rank 1" in one.reason for one in story.away.values())
-    else:
-        assert all(one.done for one in story.away.values())
-        assert all(story.back[rank].done for rank in (0, 2))
-    told = story.back.get(1) or story.away[1]
-    assert told.lost == (how == "fail")
-    for device in story.devices:
-        lost = device.rank == 1 and how == "fail"
-        assert device.now is (DeviceState.FAILED if lost else DeviceState.RUNNING)
-
-
-@pytest.mark.parametrize("call", STEPS)
-def test_one_rank_dies(call: str) -> None:
-    """The others hear of it, wait for nobody, and end RUNNING whatever they had moved."""
-    story = Story(rank=1, call=call, how="die")
-    assert set(story.away) >= {0, 2}
-    for rank in (0, 2):
-        assert story.devices[rank].now is DeviceState.RUNNING
-        assert not story.away[rank].lost
-
-
-def test_a_pause_that_is_over_before_the_first_call() -> None:
-    """What has been cancelled is not begun."""
     device, over = Device(0, log := [], ("", "")), threading.Event()
     over.set()
     away = VacateRound(device, topic="t", limits=LIMITS, cancel=over).vacate()
@@ -195,3 +163,28 @@ def test_a_pause_that_is_over_before_the_first_call() -> None:
     assert "ended" in away.reason
     assert log == [(0, "lock"), (0, "unlock")]
     assert device.now is DeviceState.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("call", "how"), [*itertools.product(STEPS, ("refuse", "fail", "late", "die"))]
+)
+def test_one_rank_errs(call: str, how: str) -> None:
+    """Up to the checkpoints, one rank's failure leaves no rank vacated and every one RUNNING; after
+    them a rank's failure is its own. Only a FAILED device is lost. When a rank dies the others hear
+    of it, wait for nobody, and end RUNNING whatever they had moved."""
+    story = Story(rank=1, call=call, how=how)
+    for device in story.devices:
+        lost = device.rank == 1 and how == "fail"
+        if device.rank != 1 or how != "die":
+            assert device.now is (DeviceState.FAILED if lost else DeviceState.RUNNING)
+            assert (story.back.get(device.rank) or story.away[device.rank]).lost == lost
+    if how == "die":
+        assert set(story.away) >= {0, 2}
+        return
+    assert len({one.done for one in story.away.values()}) == 1
+    if call in ("lock", "checkpoint"):
+        assert not any(one.done for one in story.away.values())
+        assert all("rank 1" in one.reason for one in story.away.values())
+    else:
+        assert all(one.done for one in story.away.values())
+        assert all(story.back[rank].done for rank in (0, 2))

@@ -13,7 +13,7 @@ of failure cases, and where each is tested (elastic: tests/elastic, of real proc
      9  its time limit                        here
     10  SIGTERM in evaluation, first step     elastic/test_storms; faults/test_mixed_world
     11  SIGTERM with loader workers           elastic/test_members; test_fixed_order
-    12  killed while a checkpoint is written  checkpoint/test_kills
+    12  killed while a checkpoint is written  checkpoint/test_joint
     13  grace shorter than the save           checkpoint/test_deadline, test_stop (of fixed size)
     14  exit statuses                         trainingjob/test_scenes (of fixed size)
     15  too many failures                     jobs/elastic/test_elements
