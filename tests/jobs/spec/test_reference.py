@@ -1,19 +1,22 @@
-"""What is said of specs that are none, the schema for editors and the page for people."""
+"""What is said of specs that are none, the schema for editors, and the page for people."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
 from jobs.spec.broken_specs import BROKEN, Broken
-from typer.testing import CliRunner
+from processes import captured
+from typer.testing import CliRunner, Result
 
 from hydroslurm.cli import app
-from hydroslurm.jobs.spec.reading import dumps, load
+from hydroslurm.devcluster import DevCluster
+from hydroslurm.jobs.spec.reading import dumps, load, loads
 from hydroslurm.jobs.spec.schema import reference, schema, schema_text
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -22,7 +25,7 @@ PARTS = (SCHEMA, *SCHEMA["$defs"].values())
 BEYOND_A_SCHEMA = {
     # hangs on another field
     "24-two-masters", "25-torchrun", "49-elastic", "52-elastic-lr", "54-elastic-summation",
-    "57-elastic-restart", "58-elastic-restart-average", "59-elastic-in-place",
+    "57-elastic-restart", "59-elastic-in-place",
     # said by a list of ours, which may grow
     "42-what-cannot-be-handed-on",
     # YAML cannot say it, or says it to us alone
@@ -82,3 +85,63 @@ def test_the_command_prints_both() -> None:
     head, _, made = page.partition("by `hydroslurm schema --markdown`.\n\n")
     assert run(app, ["schema", "--markdown"]).output == made == reference()
     assert (ROOT / "examples/job.yaml").read_text() in head
+
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent.parent / "examples"
+
+
+def run(*message: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in message])
+
+
+def test_validate_looks_at_every_file(tmp_path: Path) -> None:
+    """What a right spec is, and in one warning what has no meaning here; one that is wrong does not
+    hide the others, and the status says that there was one."""
+    right, manifest = EXAMPLES / "job.yaml", EXAMPLES / "t9k-manifest.yaml"
+    done = run("validate", right, manifest)
+    assert done.exit_code == 0
+    first, ok, warning, *listed = done.output.splitlines()
+    assert first == f"{right}: ok: digits, 2 worker"
+    assert ok.endswith("ok: digits-ddp, 4 worker")
+    assert "no effect on Slurm" in warning
+    assert [line.strip() for line in listed] == list(load(manifest).meaningless)
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(BROKEN["25-torchrun"].text)
+    done = run("validate", wrong, right, tmp_path / "absent.yaml")
+    assert done.exit_code == 1
+    for message in ("3 problems in", "job.yaml: ok", "cannot read"):
+        assert message in done.output
+
+
+def test_render_prints_what_submit_would_hand_to_sbatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a trace on the disk; the user's table says what a priority becomes. With --yaml: the
+    same job, every default filled in."""
+    (tmp_path / "hydroslurm").mkdir()
+    table = tmp_path / "hydroslurm/config.yaml"
+    table.write_text("priorities: {50: {qos: high, nice: 7}}\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    done = run("render", EXAMPLES / "t9k-manifest.yaml", "--folder", tmp_path / "runs")
+    assert done.exit_code == 0
+    for line in ("job-name=digits-ddp", "partition=low", "qos=high", "nice=7"):
+        assert f"#SBATCH --{line}\n" in done.output
+    assert "priority" not in done.output
+    assert list(tmp_path.iterdir()) == [table.parent]
+    done = run("render", "--yaml", EXAMPLES / "job.yaml")
+    assert "warningSeconds: 120" in done.output
+    assert loads(done.output).job == load(EXAMPLES / "job.yaml").job
+
+
+@pytest.mark.slurm
+def test_render_of_a_script(tmp_path: Path, pause_cluster: DevCluster) -> None:
+    """With the options of submit, whose words are read as submit reads them."""
+    (tmp_path / "train.py").touch()
+    words = ["--folder", "runs", "-p", "low", "--nodes=2", "train.py", "--nodes", "3"]
+    render = [sys.executable, "-m", "hydroslurm.cli", "render", *words]
+    done = captured(render, cwd=tmp_path, env=pause_cluster.child_environ(), timeout=60)
+    assert done.returncode == 0, done.stderr
+    for line in ("partition=low", "nodes=2", "job-name=train"):
+        assert f"#SBATCH --{line}\n" in done.stdout
+    assert "hydroslurm.cli batch --ended" in done.stdout
+    assert not (tmp_path / "runs").exists()

@@ -154,42 +154,41 @@ def test_time_without_ticks_was_not_spent_running(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "meaning", "asked"),
+    ("kind", "data", "asked"),
     [
-        (EventKind.STOP_REQUESTED, None, True),
-        (EventKind.REQUEUE_ASKED, None, True),
-        (EventKind.SIGNAL_PASSED_ON, "stop", True),
-        (EventKind.SIGNAL_PASSED_ON, "user_pause", False),
-        (EventKind.PARKED, None, False),
+        (EventKind.STOP_REQUESTED, {}, True),
+        (EventKind.SIGNAL_PASSED_ON, {"meaning": "stop"}, True),
+        (EventKind.SIGNAL_PASSED_ON, {"meaning": "user_pause"}, False),
     ],
 )
-def test_who_asked(tmp_path: Path, kind: EventKind, meaning: str | None, asked: bool) -> None:
+def test_who_asked(tmp_path: Path, kind: EventKind, data: dict[str, str], asked: bool) -> None:
     """Any rank's or agent's word counts, of this attempt only."""
-    assert not was_stop_requested(tmp_path / "none", since_epoch_ns=0)
     (tmp_path / "rank-00000.jsonl").write_text("torn")
-    log = EventLog(tmp_path / "rank-00001.jsonl")
-    log.append(Event(kind, 5, 1000, rank=1, data={} if meaning is None else {"meaning": meaning}))
-    log.close()
+    tell(tmp_path, 1, kind, 1000, **data)
     assert was_stop_requested(tmp_path, since_epoch_ns=1000) is asked
     assert not was_stop_requested(tmp_path, since_epoch_ns=1001)
+
+
+def tell(
+    folder: Path, rank: int, kind: EventKind, epoch_ns: int, attempt: int = 0, **data: object
+) -> None:
+    """An event of a rank."""
+    log = EventLog(folder / f"rank-{rank:05d}.jsonl")
+    log.append(Event(kind, 5, epoch_ns, rank=rank, restart_count=attempt, data=data))
+    log.close()
 
 
 def test_why(tmp_path: Path) -> None:
     """The first answer of this attempt counts, with the signal; not one of another attempt, and not
     that Slurm could not be asked."""
     stop, reason = EventKind.STOP_REQUESTED, EventKind.STOP_REASON
-    for rank, attempt, epoch_ns, kind, data in (
-        (0, 0, 900, reason, {"reason": "time_limit", "message": "of an attempt before"}),
-        (0, 0, 1001, stop, {"signal": None}),
-        (0, 0, 1003, reason, {"reason": "requeued", "message": "requeued by hand"}),
-        (1, 0, 1000, stop, {"signal": "SIGTERM"}),
-        (1, 0, 1002, reason, {"reason": "preempted", "message": "with a grace"}),
-        (2, 0, 1001, reason, {"reason": "unknown", "message": "Slurm could not be asked"}),
-        (0, 1, 2000, reason, {"reason": "asked", "message": "of the next attempt"}),
-    ):
-        log = EventLog(tmp_path / f"rank-{rank:05d}.jsonl")
-        log.append(Event(kind, 5, epoch_ns, rank=rank, restart_count=attempt, data=data))
-        log.close()
+    tell(tmp_path, 0, reason, 900, reason="time_limit", message="of an attempt before")
+    tell(tmp_path, 0, stop, 1001, signal=None)
+    tell(tmp_path, 0, reason, 1003, reason="requeued", message="requeued by hand")
+    tell(tmp_path, 1, stop, 1000, signal="SIGTERM")
+    tell(tmp_path, 1, reason, 1002, reason="preempted", message="with a grace")
+    tell(tmp_path, 2, reason, 1001, reason="unknown", message="Slurm could not be asked")
+    tell(tmp_path, 0, reason, 2000, 1, reason="asked", message="of the next attempt")
     first = Attempt(2, restart_count=0, began_epoch_ns=1000)
     assert recorded_stop_reason(tmp_path, first) == (
         StopReason.PREEMPTED,
@@ -218,9 +217,6 @@ def test_requeued_by_ranks(
     attempt = Attempt(3, restart_count=1, began_epoch_ns=1000)
     assert not was_requeued_by_ranks(tmp_path / "none", attempt)
     for number in (0, 1):
-        log = EventLog(tmp_path / f"rank-{number:05d}.jsonl")
-        log.append(Event(EventKind.PARKED, 5, 1000, rank=number, restart_count=1))
-        if number == rank:
-            log.append(Event(kind, 6, epoch_ns, rank=number, restart_count=restart_count))
-        log.close()
+        tell(tmp_path, number, EventKind.PARKED, 1000, 1)
+    tell(tmp_path, rank, kind, epoch_ns, restart_count)
     assert was_requeued_by_ranks(tmp_path, attempt) is requeued
