@@ -12,6 +12,7 @@ from processes import Child, child, wait_until
 from zygote import forked
 
 from hydroslurm.core.events import Event, read_events
+from hydroslurm.core.files import write_atomically
 from hydroslurm.core.status import RankStatus, read_status
 
 WORKER = """
@@ -30,8 +31,7 @@ status = StatusWriter(status_of(log.path), every_s=0.0)
 pauses = 0
 
 def record(kind, **data):
-    mono_ns, epoch_ns = clocks()
-    event = Event(kind, mono_ns, epoch_ns, rank=rank, pid=os.getpid(), data=data)
+    event = Event(kind, *clocks(), rank=rank, pid=os.getpid(), data=data)
     log.append(event)
     status.note(event)
     status.write(None, at_once=True)
@@ -104,11 +104,7 @@ class Scene:
 
     @contextlib.contextmanager
     def agent(
-        self,
-        *options: str,
-        name: str = "agent",
-        script: Path | None = None,
-        fresh: bool = False,
+        self, *options: str, name: str = "agent", script: Path | None = None, fresh: bool = False
     ) -> Iterator[Child]:
         """One agent; its workers are gone after the block too. ``fresh``: with its own interpreter,
         where the start of that, or a sitecustomize.py, is what matters."""
@@ -148,16 +144,12 @@ class Scene:
 
     def wait_told(self, rank: int, text: str, *, times: int = 1) -> None:
         """Until a rank has told something so often."""
-        wait_until(
-            lambda: self.told(rank).count(text) >= times,
-            f"rank {rank} tells {text!r} {times} times",
-        )
+        what = f"rank {rank} tells {text!r} {times} times"
+        wait_until(lambda: self.told(rank).count(text) >= times, what)
 
     def leave(self, rank: int, status: int) -> None:
         """Have a rank exit."""
-        temporary = self.folder / f".leave-{rank}"
-        temporary.write_text(str(status))
-        temporary.replace(self.folder / f"leave-{rank}")
+        write_atomically(self.folder / f"leave-{rank}", str(status))
 
     def events(self, kind: str, *, node: int = 0) -> list[Event]:
         """What the agent of a node has written down."""
@@ -172,6 +164,11 @@ class Scene:
         told = (read_status(path) for path in (self.folder / "run/events").glob("rank-*.json"))
         found = {one.pid: one for one in told if one is not None}
         return [found.get(pid) for pid in pids]
+
+    def wait_announced(self, ranks: int = 2, *, times: int = 1) -> None:
+        """Until so many ranks listen."""
+        for rank in range(ranks):
+            self.wait_told(rank, "announced", times=times)
 
     def wait_state(self, state: str, *, node: int = 0, slurm: bool | None = None) -> None:
         """Until all workers of a node are in a state; ``slurm``: and held for Slurm, or not."""

@@ -16,8 +16,8 @@ from processes import Child, free_port, wait_until
 from hydroslurm.jobs.agent import workers as proc
 
 KEEP_ALIVE_S = 2
-SUSPENDED_S = 5.0
-LAST_CALL = ",last_call_timeout=10"
+SUSPENDED_S = 4.0
+LAST_CALL = ",last_call_timeout=6"
 """Long enough for two agents that start together, and what a restart alone waits."""
 
 
@@ -46,8 +46,7 @@ def two_nodes(
         scene.agent(*options, f"{conf},is_host=1", name="a") as a,
         scene.agent(*options, f"{conf},is_host=0", name="b") as b,
     ):
-        for rank in range(2):
-            scene.wait_told(rank, "announced")
+        scene.wait_announced()
         yield (a, b) if _has_children(a.pid, scene.pid(0)) else (b, a)
 
 
@@ -60,7 +59,7 @@ def suspend(pids: list[int]) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("announced", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_suspend_longer_than_the_keep_alive(scene: Scene, announced: bool) -> None:
     """The workers go on in the same processes, and one that fails later is started again, with its
     peer on the other node; also where no SIGTSTP comes before."""
@@ -78,8 +77,7 @@ def test_a_suspend_longer_than_the_keep_alive(scene: Scene, announced: bool) -> 
         time.sleep(KEEP_ALIVE_S)
         assert scene.pids() == before
         scene.leave(0, 3)
-        for rank in range(2):
-            scene.wait_told(rank, "announced", times=2)
+        scene.wait_announced(times=2)
         assert scene.attempts(0) == scene.attempts(1)
         assert len(set(scene.attempts(0))) == 2
         for rank in range(2):
@@ -90,9 +88,7 @@ def test_a_suspend_longer_than_the_keep_alive(scene: Scene, announced: bool) -> 
 def test_a_node_that_goes_first_takes_no_other_with_it(scene: Scene) -> None:
     """The agent with the store is lost while the other node's worker has yet to hear of a stop:
     that one saves undisturbed, and its node leaves with its status."""
-    with two_nodes(scene) as (first, second):
-        with_store = next(a for a in (first, second) if _has_children(a.pid, scene.pid(0)))
-        other = second if with_store is first else first
+    with two_nodes(scene) as (with_store, other):
         scene.leave(0, 75)
         wait_until(lambda: "leaves 75" in scene.told(0), "rank 0 has left")
         with_store.signal(signal.SIGKILL)
@@ -106,13 +102,10 @@ def test_a_node_that_goes_first_takes_no_other_with_it(scene: Scene) -> None:
 
 def test_a_stop_while_the_others_are_waited_for(scene: Scene) -> None:
     """A node whose workers have finished waits for the others; a stop ends that with 0."""
-    with two_nodes(scene) as agents:
-        mine = next(agent for agent in agents if _has_children(agent.pid, scene.pid(0)))
-        worker = scene.pid(0)
-        scene.leave(0, 0)
-        wait_until(lambda: not _has_children(mine.pid, worker), "the agent has seen it end")
-        mine.signal(signal.SIGTERM)
-        assert mine.wait() == 0
+    with two_nodes(scene) as (first, _):
+        _ends(scene, first, 0)
+        first.signal(signal.SIGTERM)
+        assert first.wait() == 0
 
 
 def _has_children(pid: int, child: int) -> bool:
@@ -126,13 +119,19 @@ def _ends(scene: Scene, agent: Child, rank: int) -> None:
     wait_until(lambda: not _has_children(agent.pid, worker), "the agent has seen it end")
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_worker_that_fails_after_the_others_have_ended(scene: Scene, failing: int) -> None:
+@pytest.mark.parametrize(
+    ("failing", "is_stopped"),
+    [(1, False), *(pytest.param(node, True, marks=pytest.mark.long) for node in (0, 1))],
+)
+def test_a_worker_that_fails_after_the_others_have_ended(
+    scene: Scene, failing: int, is_stopped: bool
+) -> None:
     """It is restarted alone, as by stock torchrun; also if its node was stopped for longer than
     the keep-alive. The node that has ended waits for it."""
     with two_nodes(scene, nodes="1:2", conf=LAST_CALL) as agents:
         _ends(scene, agents[1 - failing], 1 - failing)
-        suspend([agents[failing].pid, scene.pid(failing)])
+        if is_stopped:
+            suspend([agents[failing].pid, scene.pid(failing)])
         scene.leave(failing, 3)
         scene.wait_told(0, "announced", times=2)
         assert [place.rpartition(" ")[2] for place in scene.places(0)] == ["2", "1"]
@@ -143,7 +142,12 @@ def test_a_worker_that_fails_after_the_others_have_ended(scene: Scene, failing: 
 
 
 @pytest.mark.parametrize(
-    ("nodes", "restarts", "status"), [("1:2", 2, -signal.SIGKILL), ("1:2", 0, 3), ("2", 2, 3)]
+    ("nodes", "restarts", "status"),
+    [
+        ("1:2", 2, -signal.SIGKILL),
+        pytest.param("1:2", 0, 3, marks=pytest.mark.long),
+        ("2", 2, 3),
+    ],
 )
 def test_a_node_that_ends_badly_does_not_hold_those_that_have_ended(
     scene: Scene, nodes: str, restarts: int, status: int
