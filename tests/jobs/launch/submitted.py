@@ -1,7 +1,5 @@
-"""The function that test_stock_submitit.py submits: `submitted.py FOLDER` runs it by itself.
-
-It makes slow steps until there is a file ``hurry`` in its folder.
-"""
+"""What test_stock_submitit.py submits: `submitted.py FOLDER` runs it by itself. It makes slow steps
+until there is a file ``hurry`` in its folder."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hydroslurm
 from hydroslurm.data import ResumableSampler
 
-EPOCHS = 40
+EPOCHS, STEPS = 40, 1000
 
 
 def train(folder: Path, *, think_s: float = 0.1) -> dict[str, Any]:

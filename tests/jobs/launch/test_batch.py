@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from processes import captured
 from sbatchfiles import SBATCH
+from typer.testing import CliRunner, Result
 
+from hydroslurm.cli import app
 from hydroslurm.jobs.launch.batch import FORWARDED, requeue_if_due
 from hydroslurm.slurm.client import BACKEND_ENV
 
@@ -62,21 +65,11 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     scontrol.chmod(0o755)
     (tmp_path / "calls").touch()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    yield {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "CALLS": str(tmp_path / "calls"),
-        BACKEND_ENV: "commands",
-        "SLURM_JOB_ID": "7",
-        "SLURM_ARRAY_JOB_ID": "2",
-        "SLURM_ARRAY_TASK_ID": "1",
-        "STATE": "RUNNING",
-        "RESTARTS": "0",
-        "VERSION": "22.05.8",
-        "MODE": "REQUEUE",
-        "MOST": "5",
-        "ANSWER": "",
-        "ARRAY": "",
-    }
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
+    job = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "2", "SLURM_ARRAY_TASK_ID": "1"}
+    says = {"STATE": "RUNNING", "RESTARTS": "0", "ANSWER": "", "ARRAY": ""}
+    site = {"VERSION": "22.05.8", "MODE": "REQUEUE", "MOST": "5", BACKEND_ENV: "commands"}
+    yield {**path, **job, **says, **site}
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -85,47 +78,39 @@ def requeues_of(slurm: dict[str, str]) -> list[str]:
     return [line for line in calls if line.startswith("requeue")]
 
 
-@pytest.mark.parametrize("array", ["", "7"])
 @pytest.mark.parametrize(
-    ("status", "state", "restarts", "answer", "requeues"),
+    ("status", "state", "more", "requeues"),
     [
-        (75, "RUNNING", 0, "", 1),
-        (75, GRACE, 0, "", 1),
-        (75, "SIGNALING", 0, "", 1),
-        (75, "RUNNING", 0, "Job is pending execution", 1),
-        (75, "RUNNING", 0, AWAY, 2),
-        (75, "RUNNING", 0, "Requested operation is presently disabled for job 7", 1),
-        (75, "RUNNING", 1, "", 0),
-        (75, "COMPLETING Reason=TimeLimit", 0, "", 1),
-        (75, "COMPLETING", 0, "", 0),
-        (143, GRACE, 0, "", 1),
-        (143, GRACE, 0, AWAY, 2),
-        (143, GRACE, 10, "", 0),
-        (143, "RUNNING PreemptTime=None", 0, "", 0),
-        (143, "COMPLETING PreemptTime=2026-11-26T20:03:08", 0, "", 0),
-        (0, GRACE, 0, "", 0),
-        (1, GRACE, 0, "", 0),
-        (93, GRACE, 0, "", 0),
+        (75, GRACE, {}, 1),
+        (75, GRACE, {"ARRAY": "7"}, 1),
+        (75, "SIGNALING", {}, 1),
+        (75, "RUNNING", {"ANSWER": "Job is pending execution"}, 1),
+        (75, "RUNNING", {"ANSWER": AWAY}, 2),
+        (75, "RUNNING", {"ANSWER": "Requested operation is presently disabled for job 7"}, 1),
+        (75, "RUNNING", {"RESTARTS": "1"}, 0),
+        (75, "COMPLETING Reason=TimeLimit", {}, 1),
+        (75, "COMPLETING", {}, 0),
+        (143, GRACE, {}, 1),
+        (143, GRACE, {"ANSWER": AWAY, "ARRAY": "7"}, 2),
+        (143, GRACE, {"RESTARTS": "10"}, 0),
+        (143, "RUNNING PreemptTime=None", {}, 0),
+        (143, "RUNNING PreemptTime=None", {"ARRAY": "7"}, 0),
+        (143, "COMPLETING PreemptTime=2026-11-26T20:03:08", {}, 0),
+        (1, GRACE, {}, 0),
+        (93, GRACE, {}, 0),
     ],
 )
 def test_the_status_of_the_ranks_becomes_a_requeue(
-    slurm: dict[str, str],
-    status: int,
-    state: str,
-    restarts: int,
-    answer: str,
-    requeues: int,
-    array: str,
+    slurm: dict[str, str], status: int, state: str, more: dict[str, str], requeues: int
 ) -> None:
     """75 asks for a requeue until it is granted, was before, or never will be; 143 only inside a
     grace; an attempt that Slurm has replaced never; the status itself is kept. Of the element of an
     array that has the array's number its own record counts, and it alone is requeued."""
-    slurm |= {"STATE": state, "RESTARTS": str(restarts), "ANSWER": answer, "ARRAY": array}
+    slurm |= {"STATE": state, **more}
     assert requeue_if_due(status, slurm) == status
-    assert requeues_of(slurm) == ["requeue 7_3" if array else "requeue 7"] * requeues
+    assert requeues_of(slurm) == ["requeue 7_3" if slurm["ARRAY"] else "requeue 7"] * requeues
 
 
-@pytest.mark.parametrize("status", [75, 143])
 @pytest.mark.parametrize(
     ("version", "mode", "most", "restarts", "requeues"),
     [
@@ -140,19 +125,14 @@ def test_the_status_of_the_ranks_becomes_a_requeue(
     ],
 )
 def test_what_slurm_requeues_by_itself_is_left_to_it(
-    slurm: dict[str, str],
-    status: int,
-    version: str,
-    mode: str,
-    most: str,
-    restarts: str,
-    requeues: int,
+    slurm: dict[str, str], version: str, mode: str, most: str, restarts: str, requeues: int
 ) -> None:
     """Until it would hold the job instead, at the MaxBatchRequeue-th time."""
     slurm |= {"STATE": GRACE, "VERSION": version, "MODE": mode, "MOST": most}
     slurm |= {"RESTARTS": restarts, "SLURM_RESTART_COUNT": restarts}
-    requeue_if_due(status, slurm)
-    assert requeues_of(slurm) == ["requeue 7"] * requeues
+    for status in (75, 143):
+        requeue_if_due(status, slurm)
+    assert requeues_of(slurm) == ["requeue 7"] * (2 * requeues)
 
 
 def batch(slurm: dict[str, str], *words: str) -> subprocess.Popen[str]:
@@ -214,29 +194,27 @@ def test_what_cannot_run_is_one_line(
 def test_a_script_without_the_verb_says_so(name: str, tmp_path: Path) -> None:
     """In one line, with a status that nothing requeues."""
     environ = {"PATH": "/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    done = subprocess.run(
-        ["bash", str(SBATCH / f"{name}.sbatch")],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = captured(["bash", str(SBATCH / f"{name}.sbatch")], env=environ, timeout=60)
     assert (done.returncode, done.stdout) == (127, "")
     assert done.stderr.startswith("no hydroslurm on the PATH of ")
     assert len(done.stderr.splitlines()) == 1
 
 
-def template(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hydroslurm.cli", "template", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+@pytest.fixture
+def template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """`hydroslurm template`, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: CliRunner().invoke(app, ["template", *words])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_template_runs_the_given_script(name: str, tmp_path: Path) -> None:
+def test_a_template_runs_the_given_script(
+    name: str, template: Callable[..., Result], tmp_path: Path
+) -> None:
     """With its arguments, under its name, in this environment; bash can read it, and nothing of the
     example is left."""
     (tmp_path / "my train.py").touch()
-    text = template(tmp_path, name, "my train.py", "--lr", "$1").stdout
+    text = template(name, "my train.py", "--lr", "$1").output
     assert text.endswith("""'my train.py' --lr '$1' "$@"\n""")
     assert "#SBATCH --job-name=my_train\n" in text
     assert "#SBATCH --output=my_train-%j.out\n" in text
@@ -246,25 +224,25 @@ def test_a_template_runs_the_given_script(name: str, tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
 
-def test_templates_are_listed_and_printed(tmp_path: Path) -> None:
+def test_templates_are_listed_and_printed(template: Callable[..., Result]) -> None:
     """Each with what it is for; one without a script as it stands in sbatch/; examples, too."""
-    listed = [line.split()[0] for line in template(tmp_path).stdout.splitlines()]
+    listed = [line.split()[0] for line in template().output.splitlines()]
     batch_scripts = sorted(p.name for p in SBATCH.iterdir() if p.suffix not in (".md", ".py"))
     assert listed[: len(batch_scripts)] == batch_scripts
     examples = SBATCH.with_name("examples")
     trainings = {path.name for path in examples.glob("train*.py")}
     assert trainings < set(listed[len(batch_scripts) :])
-    assert template(tmp_path, "train_run.py").stdout == (examples / "train_run.py").read_text()
-    for name in ("pause", "partitions", "job_submit.lua"):
-        (path,) = [
-            SBATCH / one for one in listed if one in (name, f"{name}.sbatch", f"{name}.conf")
-        ]
-        assert template(tmp_path, name).stdout == path.read_text()
+    for name, path in (
+        ("train_run.py", examples / "train_run.py"),
+        ("pause", SBATCH / "pause.sbatch"),
+        ("partitions", SBATCH / "partitions.conf"),
+    ):
+        assert template(name).output == path.read_text()
     for words, message in (
         (["paus"], "there is no template 'paus'; there are job_submit.lua, multi-node.sbatch"),
         (["partitions", "a.py"], "partitions.conf runs no script"),
         (["pause", "a.py"], "there is no script 'a.py' here"),
     ):
-        refused = template(tmp_path, *words)
-        assert (refused.returncode, refused.stdout) == (1, "")
-        assert message in refused.stderr
+        refused = template(*words)
+        assert refused.exit_code == 1
+        assert message in f"{refused.output}{refused.exception}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,20 +95,6 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Case:
-    """One spec on its way through Slurm."""
-
-    value: dict[str, Any]
-    told: Path
-    job: SubmittedJob
-
-    @property
-    def template(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.value["replicaSpecs"][0]["template"]
-        return found
-
-
 @pytest.fixture
 def on_cluster(ranks_cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """This process talks to the dev cluster."""
@@ -128,8 +113,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 UNLUCKY = 'it\'s "here" $(touch canary) `touch canary`; ü # *'
 
 
-def written(value: dict[str, Any], place: Path, number: int) -> tuple[Path, Path]:
-    """The spec as a file in a folder of its own; and where its program tells what it got."""
+def submitted(value: dict[str, Any], place: Path, number: int) -> tuple[SubmittedJob, Path]:
+    """The spec as a file in a folder of its own; its job, and where its program tells what it
+    got."""
     folder = place / f"{number} {UNLUCKY}"
     folder.mkdir(exist_ok=True)
     told = folder / "told.jsonl"
@@ -140,14 +126,8 @@ def written(value: dict[str, Any], place: Path, number: int) -> tuple[Path, Path
     (folder / template["workingDirectory"]).mkdir(exist_ok=True)
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(value, sort_keys=False))
-    return path, told
-
-
-def submitted(value: dict[str, Any], place: Path, number: int) -> Case:
-    path, told = written(value, place, number)
-    spec = load(path)
-    job = submit_job(spec, folder=place / f"runs {UNLUCKY}", environ=os.environ)
-    return Case(value, told, job)
+    job = submit_job(load(path), folder=place / f"runs {UNLUCKY}", environ=os.environ)
+    return job, told
 
 
 @settings(
@@ -156,7 +136,7 @@ def submitted(value: dict[str, Any], place: Path, number: int) -> Case:
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-@given(drawn=st.lists(specs(), min_size=8, max_size=8))
+@given(drawn=st.lists(specs(), min_size=5, max_size=5))
 def test_what_is_written_is_what_arrives(
     on_cluster: None, place: Path, drawn: list[dict[str, Any]]
 ) -> None:
@@ -165,36 +145,35 @@ def test_what_is_written_is_what_arrives(
     client = open_client()
     different = {json.dumps(value): value for value in drawn}.values()
     first = len(list(place.iterdir()))
-    cases = [submitted(value, place, number) for number, value in enumerate(different, first)]
+    cases = [(value, *submitted(value, place, n)) for n, value in enumerate(different, first)]
     try:
-        for case in cases:
-            job = client.job(case.job.job_id)
-            assert job.name == case.value["name"]
-            assert job.partition == "low"
-            assert job.comment == f"hydroslurm:{case.job.run.root}"
-        for case in cases:
+        for value, submission, _ in cases:
+            job = client.job(submission.job_id)
+            assert (job.name, job.partition) == (value["name"], "low")
+            assert job.comment == f"hydroslurm:{submission.run.root}"
+        for value, _, path in cases:
             wait_until(
-                lambda case=case: len(_told(case)) == 2,
-                f"both programs of {case.value!r} have run",
+                lambda path=path: len(_told(path)) == 2,
+                f"both programs of {value!r} have run",
                 limit_s=120,
             )
     finally:
-        for case in cases:
-            client.cancel(client.job(case.job.job_id))
-    for case in cases:
-        init, main = _told(case)
-        template = case.template
+        for _, submission, _ in cases:
+            client.cancel(client.job(submission.job_id))
+    for value, _, path in cases:
+        init, main = _told(path)
+        template = value["replicaSpecs"][0]["template"]
         assert init["argv"] == template["init"][0]["args"]
         assert main["argv"] == template["args"]
         for told in (init, main):
-            assert Path(told["cwd"]) == case.told.parent / template["workingDirectory"]
+            assert Path(told["cwd"]) == path.parent / template["workingDirectory"]
             assert {name: told["env"].get(name) for name in template["env"]} == template["env"]
     assert _canaries(place) == []
 
 
-def _told(case: Case) -> list[dict[str, Any]]:
+def _told(path: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in case.told.read_text().splitlines()]
+        return [json.loads(line) for line in path.read_text().splitlines()]
     except (FileNotFoundError, ValueError):
         return []
 
@@ -203,86 +182,26 @@ def _canaries(place: Path) -> list[Path]:
     return list(place.rglob("canary"))
 
 
-WORDS = ["partition", "qos", "account", "reservation"]
-
-
-@pytest.mark.parametrize("field", [*WORDS, "options.constraint", "options.mail-user"])
+@pytest.mark.parametrize(
+    "field", ["partition", "qos", "account", "reservation", "options.constraint", "options"]
+)
 @settings(deadline=None, max_examples=40)
 @given(value=st.sampled_from(NASTY + WILD) | text)
 def test_what_becomes_an_option_of_sbatch_is_one_word(field: str, value: str) -> None:
-    """Anything else is refused before sbatch, with the name of the field."""
+    """Anything else is refused before sbatch, with the name of the field. No name of an option
+    could end early and begin another one."""
     outer, _, inner = field.partition(".")
-    scheduler = {outer: {inner: value} if inner else value}
+    option = {inner: value} if inner else {value: "x"}
+    scheduler = {outer: option if outer == "options" else value}
     spec = {"scheduler": scheduler, "replicaSpecs": [{"template": {"command": ["true"]}}]}
     told = _refusal(spec)
     if told:
-        assert f"scheduler.{field}: " in told
+        assert f"scheduler.{field}" in told
         return
-    job = loads(yaml.safe_dump(spec)).job
-    assert re.fullmatch(r"[A-Za-z0-9_.,:@+*/=()\[\]|&-]+", value)
-    assert value in (getattr(job.scheduler, outer, None), job.scheduler.options.get(inner))
-
-
-@settings(deadline=None, max_examples=100)
-@given(name=st.sampled_from(NASTY + WILD) | text)
-def test_what_names_an_option_of_sbatch_is_one_of_its(name: str) -> None:
-    """No name that could end early and begin another option."""
-    spec = {
-        "scheduler": {"options": {name: "x"}},
-        "replicaSpecs": [{"template": {"command": ["true"]}}],
-    }
-    told = _refusal(spec)
-    assert "scheduler.options" in told if told else re.fullmatch(r"[a-z][a-z0-9_-]*", name)
-
-
-@settings(deadline=None, max_examples=100)
-@given(value=st.sampled_from(NASTY + WILD) | text | st.text(max_size=300))
-def test_every_string_arrives_or_is_refused_by_its_name(value: str) -> None:
-    """All of them at once: those that are refused are named, and without them the rest is as it was
-    written."""
-    strings = {
-        "name": value,
-        "labels.a": value,
-        "replicaSpecs[0].template.image": value,
-        "replicaSpecs[0].template.workingDirectory": value,
-        "replicaSpecs[0].template.init[0].name": value,
-        "tensorboard.host": value,
-        "tensorboard.logDirectory": value,
-        "preemption.checkpointDirectory": value,
-    }
-    told = _refusal(_spec(strings))
-    kept = {field: one for field, one in strings.items() if f": {field}: " not in told}
-    job = loads(yaml.safe_dump(_spec(kept))).job.model_dump(by_alias=True)
-    assert {field: one for field, one in _strings(job).items() if field in kept} == kept
-    assert len(told.splitlines()) in (0, 1 + len(strings) - len(kept))
-
-
-def _spec(strings: dict[str, str]) -> dict[str, Any]:
-    """With these strings and no others."""
-    made: dict[str, Any] = {
-        "labels": {},
-        "tensorboard": {},
-        "preemption": {},
-        "replicaSpecs": [{"template": {"command": ["true"], "init": [{"command": ["true"]}]}}],
-    }
-    for field, value in strings.items():
-        here: Any = made
-        *holders, last = re.findall(r"[A-Za-z]+|[0-9]+", field)
-        for part in holders:
-            here = here[int(part) if part.isdecimal() else part]
-        here[last] = value
-    return made
-
-
-def _strings(value: Any, path: str = "") -> dict[str, Any]:
-    """Each by its path."""
-    if isinstance(value, dict):
-        inner = [(f"{path}.{name}".lstrip("."), one) for name, one in value.items()]
-    elif isinstance(value, (list, tuple)):
-        inner = [(f"{path}[{number}]", one) for number, one in enumerate(value)]
-    else:
-        return {path: value}
-    return {name: one for where, held in inner for name, one in _strings(held, where).items()}
+    word = r"[a-z][a-z0-9_-]*" if field == "options" else r"[A-Za-z0-9_.,:@+*/=()\[\]|&-]+"
+    assert re.fullmatch(word, value)
+    made = loads(yaml.safe_dump(spec)).job.scheduler
+    assert (made.options if outer == "options" else getattr(made, outer)) == scheduler[outer]
 
 
 def _refusal(spec: dict[str, Any]) -> str:
@@ -293,14 +212,13 @@ def _refusal(spec: dict[str, Any]) -> str:
     return ""
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(drawn=specs())
 def test_the_batch_script_is_the_same_but_for_its_words(
     drawn: dict[str, Any],
 ) -> None:
     """Every line that a shell reads is one of ours, whatever the spec holds."""
-    drawn["replicaSpecs"][0]["template"]["command"] = ["python"]
-    drawn["replicaSpecs"][0]["template"]["init"] = []
+    drawn["replicaSpecs"][0]["template"] |= {"command": ["python"], "init": []}
     spec = loads(yaml.safe_dump(drawn), folder=Path("/") / UNLUCKY)
     plain = loads("name: x\nreplicaSpecs:\n- template: {command: [python]}\n")
     assert _shell_lines(spec) == _shell_lines(plain)
@@ -312,20 +230,14 @@ def _shell_lines(spec: JobSpec) -> list[str]:
     return [line for line in script.split("\n") if not line.startswith("#SBATCH ")]
 
 
-@pytest.mark.parametrize("folder", ["a\ntouch canary\n", "%j", "100%", "a\\b", "a\x1b"])
+@pytest.mark.parametrize("folder", ["a\ntouch canary\n", "%j", "a\\b", "a\x1b"])
 def test_run_folders_that_sbatch_would_misread(on_cluster: None, place: Path, folder: str) -> None:
-    """The name of a log file is a pattern to Slurm, and a line of the batch script."""
+    """The name of a log file is a pattern to Slurm, and a line of the batch script. An image that
+    nothing can run is named in one line."""
     (place / "job.yaml").write_text("replicaSpecs:\n- template: {command: [python]}\n")
     with pytest.raises(RunFolderError, match="Choose another folder"):
         submit_job(load(place / "job.yaml"), folder=place / folder, environ=os.environ)
-    assert _canaries(place) == []
-
-
-def test_an_image_is_named_when_nothing_can_run_it(on_cluster: None, place: Path) -> None:
-    """Quoted, and in one line."""
     text = "replicaSpecs:\n- template: {command: [python], image: '$(touch canary) \"x'}\n"
-    (place / "job.yaml").write_text(text)
-    with pytest.raises(LaunchError, match="touch canary") as caught:
-        submit_job(load(place / "job.yaml"), folder=place / "runs", environ=os.environ)
-    assert "\n" not in str(caught.value)
+    with pytest.raises(LaunchError, match=r"^.*touch canary.*$"):
+        submit_job(loads(text), folder=place / "runs", environ=os.environ)
     assert _canaries(place) == []

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import pty
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +14,7 @@ import pytest
 from clusters import Part
 from processes import captured, is_stopped, wait_until
 
-from hydroslurm.core.events import Event, EventKind, read_events
+from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import read_status
 from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
@@ -51,6 +47,7 @@ while not stop.exists():
         stop.with_name("trains-" + os.environ["SLURM_PROCID"]).touch()
 print("done", step > 0)
 """
+LISTENS = SCRIPT.replace("import torch\n", "import torch, hydroslurm\nhydroslurm.install()\n", 1)
 
 
 @pytest.fixture
@@ -112,48 +109,18 @@ def _slurm_state(slurm: SlurmClient, job: PausableJob) -> JobState:
     return slurm.job(int(job.job_id)).state
 
 
-def test_a_run_folder_tells_what_was_submitted(job: PausableJob, slurm: SlurmClient) -> None:
-    """submission.json has the id, job.sbatch is the script, and submitit's signal is out of the
-    way."""
-    written = submission.read(job.run_dir.root)
-    assert written.job_id == job.job_id
-    assert "train.py" in written.command
-    script = job.run_dir.job_sbatch.read_text()
-    assert "--signal=URG@90" in script
-    assert "export SUBMITIT_PREEMPT_SIGNAL=URG" in script
-    assert "srun" in script
-    assert ranks_dir_of(slurm.job(int(job.job_id))) == job.run_dir
-
-
-def test_gang_scheduling_parks_for_an_urgent_job(job: PausableJob, slurm: SlurmClient) -> None:
-    """An urgent job on the same node suspends the job, which goes on when that has ended. Before a
-    person resumes it: Slurm lets urgent jobs run beside it from then on."""
-    node = slurm.job(int(job.job_id)).nodes[0]
-    path = job.run_dir.rank_events(0)
-    before = len(list(read_events(path)))
-    subprocess.run(
-        ["srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "sleep", "1"],
-        check=True,
-        timeout=120,
-    )
-
-    def since() -> list[Event]:
-        return list(read_events(path))[before:]
-
-    wait_until(lambda: EventKind.RESUMED in {e.kind for e in since()}, "resumed")
-    kinds = [event.kind for event in since()]
-    assert kinds.index(EventKind.PARKED) < kinds.index(EventKind.RESUMED)
-    signals = [e.data["signal"] for e in since() if e.kind is EventKind.SIGNAL_RECEIVED]
-    assert signals[0] == "SIGTSTP"
-    assert "SIGCONT" in signals
-
-
 def test_an_unmodified_script_is_suspended_and_resumed(
     job: PausableJob, slurm: SlurmClient
 ) -> None:
     """scontrol suspend parks it before Slurm's SIGSTOP, and resume continues it. A pause that comes
-    while an earlier suspend and resume are under way is not lost."""
+    while an earlier suspend and resume are under way is not lost. submission.json has the id,
+    job.sbatch is the script, and submitit's signal is out of the way."""
+    written, script = submission.read(job.run_dir.root), job.run_dir.job_sbatch.read_text()
+    assert (written.job_id, "train.py" in written.command) == (job.job_id, True)
+    assert "--signal=URG@90" in script
+    assert "export SUBMITIT_PREEMPT_SIGNAL=URG" in script
     described = slurm.job(int(job.job_id))
+    assert ranks_dir_of(described) == job.run_dir
     slurm.suspend(described)
     wait_until(lambda: _state(job.run_dir) == "parked", "parked")
     slurm.resume(described)
@@ -170,32 +137,9 @@ def test_an_unmodified_script_is_suspended_and_resumed(
     rank = read_status(job.run_dir.rank_status(0))
     assert rank is not None
     assert rank.causes == ("slurm",)
-    assert not is_stopped(rank.pid)
     wait_until(lambda: is_stopped(rank.pid), "Slurm's SIGSTOP after its grace")
     resumed = resume_job(slurm, slurm.job(int(job.job_id)))
     assert resumed.how == "scontrol resume"
-    assert [answer.done for answer in resumed.answers] == [True]
-
-
-def test_an_owner_who_may_not_suspend_pauses_by_signal(
-    job: PausableJob, slurm: SlurmClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where scontrol suspend is refused the ranks get USR1, it is said so, and resume finds the way
-    back."""
-
-    def refuse(job_id: int) -> None:
-        raise NotPermitted("only operators")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(slurm, "suspend", refuse)
-        paused = pause_job(slurm, slurm.job(int(job.job_id)))
-    assert "USR1" in paused.how
-    assert "only operators" in paused.how
-    assert [answer.done for answer in paused.answers] == [True]
-    assert _slurm_state(slurm, job) is JobState.RUNNING
-    assert _state(job.run_dir) == "parked"
-    resumed = resume_job(slurm, slurm.job(int(job.job_id)))
-    assert "USR2" in resumed.how
     assert [answer.done for answer in resumed.answers] == [True]
 
 
@@ -218,12 +162,6 @@ def test_two_ranks_on_two_nodes_answer_each(slurm: SlurmClient, folder: Path) ->
     ranks = _seen(slurm, job).ranks
     assert [rank.state for rank in ranks] == ["parked", "parked"]
     assert len({rank.pid for rank in ranks}) == 2
-    assert resume_job(slurm, slurm.job(int(job.job_id))).answers[1].done
-    vacated = pause_job(
-        slurm, slurm.job(int(job.job_id)), vacate=True
-    )  # asked, and without a device
-    assert [answer.done for answer in vacated.answers] == [False, False]
-    assert all("no device memory" in answer.message for answer in vacated.answers)
     assert resume_job(slurm, slurm.job(int(job.job_id))).answers[1].done
     (folder / "stop").touch()
     assert job.results() == [None, None]
@@ -254,39 +192,46 @@ HELPER = "srun --overlap -n1 bash -c 'touch helper; exec sleep 300' & "
     [
         (HELPER + "srun --overlap -n1 {train}", ""),
         ("srun -n1 bash -c '{train}; true'", "would kill bash"),
-        (HELPER + "srun --overlap -n1 {python} -m hydroslurm.cli agent -- {script}", ""),
+        pytest.param(
+            HELPER + "srun --overlap -n1 {python} -m hydroslurm.cli agent -- {script}",
+            "",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["beside a helper", "below a shell", "agent"],
 )
 def test_a_pause_by_signal_touches_only_ranks_that_take_it(
     slurm: SlurmClient, folder: Path, monkeypatch: pytest.MonkeyPatch, command: str, reason: str
 ) -> None:
-    """SIGUSR1 kills who does not know it: a step without ranks never gets it, one in which it would
-    do harm is left alone, and the reason is said."""
+    """Where scontrol suspend is refused the ranks get SIGUSR1, which kills who does not know it: a
+    step without ranks never gets it, one in which it would do harm is left alone, and the reason is
+    said. resume finds the way back."""
 
     def refuse(job_id: int) -> None:
         raise NotPermitted("only operators")
 
-    code = SCRIPT.replace("import torch\n", "import torch, hydroslurm\n", 1)
-    code = code.replace("step = 0", "hydroslurm.install()\nstep = 0")
-    (folder / "listens.py").write_text(code)
+    (folder / "listens.py").write_text(LISTENS)
     script = f"listens.py {folder / 'stop'}"
     train = f"{sys.executable} {script}"
     wrapped = command.format(train=train, script=script, python=sys.executable)
     with _sbatch(slurm, folder, wrapped, "-n2", "-N1", "--no-requeue") as job_id:
         _trains(folder)
-        events = RunDir(folder / "hydroslurm-runs" / str(job_id)).rank_events(0)
+        run = RunDir(folder / "hydroslurm-runs" / str(job_id))
         monkeypatch.setattr(slurm, "suspend", refuse)
         if reason:
             with pytest.raises(TargetError, match=reason):
                 pause_job(slurm, slurm.job(job_id))
-            assert EventKind.SIGNAL_RECEIVED not in {e.kind for e in read_events(events)}
+            seen = {event.kind for event in read_events(run.rank_events(0))}
+            assert EventKind.SIGNAL_RECEIVED not in seen
         else:
             wait_until((folder / "helper").exists, "the helper runs")
             paused = pause_job(slurm, slurm.job(job_id))
             assert [answer.done for answer in paused.answers] == [True]
-            assert f" {job_id}." in paused.how
-            assert resume_job(slurm, slurm.job(job_id)).answers[0].done
+            assert all(word in paused.how for word in ("USR1", "only operators", f" {job_id}."))
+            assert _state(run) == "parked"
+            resumed = resume_job(slurm, slurm.job(job_id))
+            assert "USR2" in resumed.how
+            assert resumed.answers[0].done
             steps = subprocess.run(
                 ["squeue", "--steps", "-h", "-j", str(job_id)], capture_output=True, text=True
             ).stdout
@@ -319,74 +264,44 @@ def test_requeue_of_a_job_that_saves_in_its_own_way(slurm: SlurmClient, folder: 
 
 
 def test_callables_and_arrays(on_cluster: None, folder: Path) -> None:
-    """A callable's value comes back, and each task of an array is pausable and has its own
+    """Each callable's value comes back, and each task of an array is pausable and has its own
     folder."""
     executor = Executor(folder / "runs")
     executor.update_parameters(slurm_partition="low", timeout_min=5)
-    assert executor.submit(pow, 2, 10).result() == 1024
     jobs = executor.map_array(pow, [2, 3], [3, 2])
     assert [job.result() for job in jobs] == [8, 9]
     for index, job in enumerate(jobs):
         kinds = [e.kind for e in read_events(job.run_dir.rank_events(0))]
-        assert kinds[0] is EventKind.INSTALLED
-        assert kinds[-1] is EventKind.UNINSTALLED
+        assert (kinds[0], kinds[-1]) == (EventKind.INSTALLED, EventKind.UNINSTALLED)
         assert job.run_dir.root.name == str(index)
 
 
 def test_what_cannot_be_submitted_is_explained(on_cluster: None, folder: Path) -> None:
-    """Unknown partitions, parameters and scripts give errors that name them, and leave no run
-    folder."""
+    """Unknown parameters and scripts give errors that name them, and leave no run folder. What
+    sbatch says of a partition that is not there stands in one line, with those that are there and,
+    for a queue of T9k's, where it is mapped to one. A spec is as a script."""
     executor = Executor(folder / "runs")
-    with pytest.raises(UsageError, match="partitionn"):
-        executor.update_parameters(partitionn="low")
-    with pytest.raises(UsageError, match="use_srun"):
-        executor.update_parameters(use_srun=False)
-    with pytest.raises(UsageError, match="set by hydroslurm"):
-        executor.update_parameters(comment="mine")
+    for words, wrong in (
+        ({"partitionn": "low"}, "partitionn"),
+        ({"use_srun": False}, "use_srun"),
+        ({"comment": "mine"}, "set by hydroslurm"),
+    ):
+        with pytest.raises(UsageError, match=wrong):
+            executor.update_parameters(**words)
     with pytest.raises(UsageError, match=r"nothing\.py"):
         executor.submit_script(str(folder / "nothing.py"))
     executor.update_parameters(partition="nowhere")
-    (folder / "runs").mkdir()  # and it stays
-    with pytest.raises(LaunchError, match=r"nowhere|partition") as refused:
+    with pytest.raises(LaunchError, match="nowhere"):
         executor.submit_script(str(folder / "train.py"))
-    assert str(folder / "runs") in str(refused.value)
-    assert list((folder / "runs").iterdir()) == []
-
-
-def test_a_refusal_is_said_once(on_cluster: None, folder: Path) -> None:
-    """What sbatch says of a partition that is not there stands in one line, with those that are
-    there and, for a queue of T9k's, where it is mapped to one; no folder is left. A spec is as a
-    script."""
-    spec = {
-        "name": "x",
-        "replicaSpecs": [{"type": "worker", "template": {"command": ["true"]}}],
-        "scheduler": {"partition": "nowhere"},
-    }
-    (folder / "job.yaml").write_text(json.dumps(spec))
+    spec = "replicaSpecs: [{template: {command: ['true']}}]\nscheduler: {partition: nowhere}\n"
+    (folder / "job.yaml").write_text(spec)
     for words in (["-p", "nowhere", "train.py"], ["job.yaml"]):
         done = hydroslurm_submit(folder, *words)
         assert (done.returncode, done.stdout) == (1, "")
         assert len(done.stderr.splitlines()) == 1, done.stderr
         assert done.stderr.count("Invalid partition name") == 1
         assert re.search(r"The partitions here are \w+(, \w+)*; for a queue of a T9k", done.stderr)
-        assert not (folder / "runs").exists()
-
-
-def test_an_answer_that_never_came_leaves_the_folder(
-    on_cluster: None, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a time-out Slurm may have the job: its run folder stays, and how to look is said."""
-    (folder / "bin").mkdir()
-    sbatch = folder / "bin" / "sbatch"  # as that of 22.05 when slurmctld hangs
-    words = "Batch job submission failed: Socket timed out on send/recv operation"
-    sbatch.write_text(f"#!/bin/sh\necho 'sbatch: error: {words}' >&2\nexit 1\n")
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
-    with pytest.raises(LaunchError, match="squeue --me") as refused:
-        Executor(folder / "runs").submit_script(str(folder / "train.py"))
-    (run,) = (folder / "runs").iterdir()
-    assert str(run) in str(refused.value)
-    assert (run / "submission.json").exists()
+    assert not (folder / "runs").exists()
 
 
 def test_a_job_that_can_never_start_is_refused(
@@ -422,44 +337,3 @@ def test_a_job_without_hydroslurm_is_left_alone(slurm: SlurmClient, folder: Path
         with pytest.raises(TargetError, match="left alone"):
             pause_job(slurm, slurm.job(job_id))
         assert slurm.job(job_id).state is JobState.RUNNING
-
-
-@pytest.mark.parametrize("options", [(), ("--pty",)], ids=["srun", "srun --pty"])
-def test_ctrl_z_at_sruns_terminal_does_not_wedge_the_rank(
-    on_cluster: None, folder: Path, options: tuple[str, ...]
-) -> None:
-    """Ctrl-Z typed at srun stops no rank: srun has no job control to continue it with.
-
-    Without --pty the rank hears nothing of it. With --pty its own terminal signals it, in a process
-    group that is orphaned: the kernel's rule is to ignore that, and ours is the same.
-    """
-    code = SCRIPT.replace("import torch\n", "import torch, hydroslurm\n", 1).replace(
-        "step = 0", "hydroslurm.install(run_dir=sys.argv[3])\nstep = 0"
-    )
-    (folder / "own.py").write_text(code)
-    run = RunDir(folder / "own")
-    pid, terminal = pty.fork()
-    if pid == 0:
-        command = ["srun", "--partition=low", *options, sys.executable, str(folder / "own.py")]
-        os.execvp("srun", [*command, str(folder / "stop"), "0", str(run.root)])
-    try:
-        _trains(folder)
-        rank = read_status(run.rank_status(0))
-        assert rank is not None
-        os.write(terminal, b"\x1a")
-        if options:
-            wait_until(
-                lambda: (
-                    EventKind.TERMINAL_STOP_IGNORED
-                    in {event.kind for event in read_events(run.rank_events(0))}
-                ),
-                "the rank has seen Ctrl-Z and ignores it",
-            )
-        assert _state(run) == "running"
-        assert not is_stopped(rank.pid)
-        (folder / "stop").touch()
-        wait_until(lambda: _state(run) == "ended", "the rank's own end")
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.close(terminal)
-        os.waitpid(pid, 0)

@@ -21,11 +21,7 @@ if not int(os.environ.get("SLURM_RESTART_COUNT", 0)):
 print("imported", flush=True)
 """
 SPEC = """\
-name: importing
-replicaSpecs:
-- type: worker
-  replicas: 1
-  template: {command: [python3], args: [train.py]}
+replicaSpecs: [{template: {command: [python3, train.py]}}]
 scheduler: {partition: low, timeLimitMinutes: 10}
 """
 SRUN = "#!/bin/bash\nsrun {} python3 train.py\n"
@@ -37,8 +33,8 @@ SCRIPTS = {
     "the verb": "#!/bin/bash\nexec hydroslurm batch -- srun python3 train.py\n",
     "a template": "",  # printed with this script
     "multi-node.sbatch": multi_node_script("python3 train.py", nodes=1),
+    "the option of sbatch": SRUN.format(""),
 }
-SCRIPTS["the option of sbatch"] = SRUN.format("")
 COMMANDS = {
     "the option of sbatch": ["sbatch", "--preempt=requeue"],
     "a submitted script": ["hydroslurm", "submit", "--partition=low", "train.py"],
@@ -48,7 +44,7 @@ WAYS = (*SCRIPTS, "a submitted script", "a job spec")
 LIMIT_S = 240.0
 
 
-@pytest.fixture(scope="module", params=[20, 0], ids=["in its grace", "without a grace"])
+@pytest.fixture(scope="module", params=[20, pytest.param(0, marks=pytest.mark.long)])
 def preempted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for each way, whose job one urgent job has preempted while it imported."""
     require_slurm()
