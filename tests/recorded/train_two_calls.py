@@ -54,7 +54,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             step += 1
-            time.sleep(args.think_s)
+            if not Path("hurry").exists():
+                time.sleep(args.think_s)
             if step % args.log_every == 0:
                 print(f"epoch {epoch} step {step} loss {loss.item():.4f}", flush=True)
             if hydroslurm.receive_suspend_command():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,16 +33,8 @@ Acts = Mapping[str, list[int | str]]
 
 @dataclass
 class Scene:
-    """One job.
-
-    Attributes:
-        cluster: where it runs.
-        folder: its own; job.yaml, acts.json and the run folder are in it.
-        acts: what its replicas do, see actor.py.
-        job_id, run: once it is submitted.
-        said: what submit has printed, stdout and stderr.
-        seen: what the test wants to remember.
-    """
+    """One job. ``folder`` is its own: job.yaml, acts.json (see actor.py) and the run folder are in
+    it; ``said``: what submit has printed; ``seen``: what the test wants to remember."""
 
     cluster: DevCluster
     folder: Path
@@ -158,6 +151,12 @@ class Scene:
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         for victim in [*([parent] if with_shell else []), pid]:
             os.kill(victim, signal.SIGKILL)
+
+
+def matches(said: str, *lines: str) -> None:
+    """Each of these expressions is a line of it."""
+    for line in lines:
+        assert re.search(rf"^{line}$", said, re.MULTILINE), f"{line}\n{said}"
 
 
 def is_alive(pid: int) -> bool:

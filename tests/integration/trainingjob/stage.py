@@ -4,7 +4,6 @@ job has ended. They run side by side; nearly all of their time is waiting."""
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import shutil
@@ -23,7 +22,6 @@ from hydroslurm.jobs.supervisor.supervise import PEERS_S
 EXAMPLES = HERE.parent.parent.parent / "examples"
 PREEMPTED, SAVING = -2, -1
 """Those of the part's nodes that are preempted, by the scene that does it."""
-DEADLINE_S = 30
 
 
 def replicas(
@@ -40,17 +38,12 @@ def elsewhere(cluster: Part) -> str:
     return f"exclude: '{','.join(cluster.nodes[PREEMPTED:])}'"
 
 
-def played(cluster: Part, folder: Path, acts: dict[str, list[int | str]], spec: str) -> Scene:
-    """A job that nobody does anything to."""
-    scene = Scene(cluster, folder, acts).submit(spec)
-    scene.final_condition()
-    return scene
-
-
 def exit_code_torchrun(cluster: Part, folder: Path) -> Scene:
-    acts: dict[str, list[int | str]] = {"worker-0": ["kill SIGKILL", 1]}
+    """Nobody does anything to it."""
     agent = "torchrunConfig: {enable: true}\nrunPolicy: {backoffLimit: 5}\n"
-    return played(cluster, folder, acts, replicas(cluster, 1, "ExitCode") + agent)
+    scene = Scene(cluster, folder, {"worker-0": ["kill SIGKILL", 1]})
+    scene.submit(replicas(cluster, 1, "ExitCode") + agent).final_condition()
+    return scene
 
 
 def shared_limit(cluster: Part, folder: Path) -> Scene:
@@ -122,35 +115,6 @@ def kinds(events: Path) -> list[EventKind]:
     return [event.kind for event in read_events(events)] if events.exists() else []
 
 
-def deadline(cluster: Part, folder: Path) -> Scene:
-    """Suspended for longer than its deadline; then its srun is killed, as an out-of-memory killer
-    may do it; then it is requeued, and its seconds are over in the third attempt."""
-    scene = Scene(cluster, folder, {"worker-0": ["forever"] * 3})
-    limits = f"runPolicy: {{activeDeadlineSeconds: {DEADLINE_S}, backoffLimit: 0}}\n"
-    scene.submit(replicas(cluster, 1, "Never") + limits)
-    scene.wait_until_playing(1, replicas=1)
-    scene.slurm("scontrol", "suspend", str(scene.job_id))
-    until_s = time.monotonic() + DEADLINE_S + 2.0
-    scene.wait(lambda: time.monotonic() > until_s, "a suspension longer than the deadline")
-    scene.seen["while suspended"] = scene.slurm("squeue", "-h", "-j", str(scene.job_id), "-o", "%T")
-    scene.slurm("scontrol", "resume", str(scene.job_id))
-    pid = scene.attempts[0].srun_pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    scene.wait_until_playing(2, replicas=1)
-    scene.wait(lambda: _active_s(scene) > 5.0, "5 active seconds")
-    scene.slurm("scontrol", "requeue", str(scene.job_id))
-    scene.final_condition()
-    return scene
-
-
-def _active_s(scene: Scene) -> float:
-    try:
-        return float(json.loads(scene.run.active_json.read_text())["active_s"])
-    except (OSError, ValueError):
-        return 0.0
-
-
 def cleaned(cluster: Part, folder: Path, *, policy: str, with_shell: bool) -> Scene:
     """The supervisor is killed, alone or with the shell that would start it again; then the master
     ends, if it still can, while the worker does not."""
@@ -159,24 +123,20 @@ def cleaned(cluster: Part, folder: Path, *, policy: str, with_shell: bool) -> Sc
     scene.wait_until_playing(1, replicas=2)
     scratch = scene.run.scratch / "worker-1"
     (scratch / "kept").touch()
-    found = re.search(r"pid (\d+)", scene.printed(1))
-    assert found is not None
-    worker = int(found[1])
+    worker = int(re.findall(r"pid (\d+)", scene.printed(1))[0])
     scene.kill_supervisor(with_shell=with_shell)
     if not with_shell:
         scene.wait(lambda: "goes on with attempt 1" in scene.supervisor_said(), "a new supervisor")
         scene.touch("go")
-        if policy == "None":
-            scene.wait(lambda: scene.attempts[0].ending is Ending.SUCCEEDED, "the master's end")
-            until_s = time.monotonic() + PEERS_S + 2.0
-            scene.wait(lambda: time.monotonic() > until_s, "more than others are given")
-            scene.seen["worker lived"] = is_alive(worker)
-            scene.touch("end")
+        scene.wait(lambda: scene.attempts[0].ending is Ending.SUCCEEDED, "the master's end")
+        until_s = time.monotonic() + PEERS_S + 2.0
+        scene.wait(lambda: time.monotonic() > until_s, "more than others are given")
+        scene.seen["worker lived"] = is_alive(worker)
+        scene.touch("end")
     scene.final_condition()
     scene.wait(lambda: not is_alive(worker), "end of the worker")
-    janitor = re.search(r"job (\d+) cleans up after it", scene.said)
-    assert janitor is not None
-    log = scene.run.logs / f"{janitor[1]}_0_log.out"
+    janitor = re.findall(r"job (\d+) cleans up after it", scene.said)[0]
+    log = scene.run.logs / f"{janitor}_0_log.out"
     scene.wait(lambda: "cleaned up: " in _text(log), "end of the janitor")
     scene.seen["scratch"] = (scratch / "kept").exists()
     return scene
@@ -190,45 +150,43 @@ def _text(path: Path) -> str:
 
 
 def uneven(cluster: Part, folder: Path) -> Scene:
-    """A master alone on its node, and four workers of two ranks each on two others."""
+    """A master alone on its node, and four workers of two ranks each on two others, of which the
+    last ones do not end by themselves."""
     spec = f"""\
 replicaSpecs:
   - {{type: worker, replicas: 4, template: {{ACTOR, resources: {{nodes: 2, tasks: 2}}}}}}
   - {{type: master, template: {{ACTOR}}}}
 scheduler: {{options: {{{elsewhere(cluster)}}}}}
 """
-    scene = Scene(cluster, folder, {"master-0": ["until go"]}).submit(spec)
+    acts: dict[str, list[int | str]] = {"master-0": ["until go"], "worker-3": ["until end"]}
+    scene = Scene(cluster, folder, acts).submit(spec)
     scene.wait_until_playing(1, replicas=9)
+    (scene.run.scratch / "worker-3/kept").touch()
     scene.touch("go")
     scene.final_condition()
+    workers = [int(re.findall(r"pid (\d+)", scene.printed(task))[0]) for task in (7, 8)]
+    scene.wait(lambda: not any(map(is_alive, workers)), "end of the workers")
     return scene
 
 
-def manifest(cluster: Part, folder: Path, *, torchrun: bool) -> Scene:
-    """T9k's, as it is or with one word changed."""
+def manifest(cluster: Part, folder: Path) -> Scene:
+    """T9k's, as it is."""
     folder.mkdir()
-    shutil.copy(EXAMPLES / "dist_digits.py", folder)
-    text = (EXAMPLES / "t9k-manifest.yaml").read_text()
-    before, enabled, behind = text.partition("torchrunConfig:\n    enable: true")
-    assert enabled
-    changed = f"{before}torchrunConfig:\n    enable: {str(torchrun).lower()}{behind}"
-    (folder / "manifest.yaml").write_text(changed)
-    scene = Scene(cluster, folder).submit_file(folder / "manifest.yaml")
+    for name in ("dist_digits.py", "t9k-manifest.yaml"):
+        shutil.copy(EXAMPLES / name, folder)
+    scene = Scene(cluster, folder).submit_file(folder / "t9k-manifest.yaml")
     scene.final_condition()
     return scene
 
 
 SCENES: dict[str, Callable[[Part, Path], Scene]] = {
     # the longest first
-    "deadline": deadline,
     "preempted": preempted,
     "saved": saved,
     "exit_code_torchrun": exit_code_torchrun,
     "clean_None": functools.partial(cleaned, policy="None", with_shell=False),
-    "clean_Unfinished": functools.partial(cleaned, policy="Unfinished", with_shell=False),
     "clean_All": functools.partial(cleaned, policy="All", with_shell=True),
     "shared_limit": shared_limit,
     "uneven": uneven,
-    "manifest_torchrun": functools.partial(manifest, torchrun=True),
-    "manifest_srun": functools.partial(manifest, torchrun=False),
+    "manifest": manifest,
 }
