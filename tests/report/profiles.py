@@ -1,69 +1,28 @@
-"""nsys profiles made by hand, of the events that a test has made."""
+"""What nsys saw of a rank that was paused and stopped."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from integration.nsys.reportfile import Process, ReportFile
 from report.ranklog import RankLog
 
-from hydroslurm.core.events import Event, EventKind
-from hydroslurm.report.nsys.profile import Profile, ProfiledPause, ProfiledStop
+from hydroslurm.report.nsys.profile import Profile
+from hydroslurm.report.nsys.reader import read_profile
+
+S, MS, US = 10**9, 10**6, 10**3
 
 
-def profile_of(log: RankLog, *, late_ns: int = 7_000, kernels: bool = True) -> Profile:
-    """A profile that saw everything ``late_ns`` after the log, and kernels around each pause."""
-    starts = [event for event in log.events if event.kind is EventKind.GATE_CLOSED]
-    stops = [event for event in log.events if event.kind is EventKind.STOP_REQUESTED][:1]
-    return Profile(
-        path=Path(f"rank-{log.rank}-restart-{log.restart_count}.nsys-rep"),
-        host=log.host,
-        session_epoch_ns=None,
-        pids=(log.pid,),
-        pauses=tuple(_pause(log, event, late_ns, kernels) for event in starts),
-        stops=tuple(_stop(log, event, late_ns) for event in stops),
-        alignment_error_ns=900,
-        missing=() if kernels else ("no CUDA kernels were recorded",),
-        epoch_offset_ns=None,
-        version=None,
-    )
-
-
-def _pause(log: RankLog, closed: Event, late_ns: int, kernels: bool) -> ProfiledPause:
-    stamps = {
-        event.kind: event for event in log.events if event.data.get("pause") == closed.data["pause"]
-    }
-
-    def seen(kind: EventKind) -> int | None:
-        return stamps[kind].mono_ns + late_ns if kind in stamps else None
-
-    resumed = stamps.get(EventKind.RESUMED)
-    asked_ns = resumed.data["requested_mono_ns"] if resumed else None
-    return ProfiledPause(
-        pid=log.pid,
-        tid=1,
-        number=closed.data["pause"],
-        signal=20,
-        requested_mono_ns=closed.data["requested_mono_ns"],
-        parked_mono_ns=seen(EventKind.PARKED),
-        drained_mono_ns=None,
-        last_kernel_end_mono_ns=closed.mono_ns + 20_000 if kernels else None,
-        resume_requested_mono_ns=asked_ns,
-        running_mono_ns=seen(EventKind.FIRST_OPERATOR_RELEASED),
-        first_kernel_mono_ns=asked_ns + 90_000 if kernels and asked_ns else None,
-        error_ns=900,
-    )
-
-
-def _stop(log: RankLog, request: Event, late_ns: int) -> ProfiledStop:
-    asked_ns = request.data["requested_mono_ns"]
-    return ProfiledStop(
-        pid=log.pid,
-        signal=15,
-        requested_mono_ns=asked_ns,
-        saving_mono_ns=asked_ns + 25_000_000 + late_ns,
-        durable_mono_ns=asked_ns + 45_000_000 + late_ns,
-        committed_mono_ns=asked_ns + 50_000_000 + late_ns,
-        requeued_mono_ns=None,
-        step=None,
-        error_ns=900,
-    )
+def profile_of(folder: Path, pid: int, *, kernels: bool = True) -> Profile:
+    """A pause from 4 s to 7 s with kernels around it, parked after 300 us by nsys; a stop at 10 s,
+    committed after 50 ms."""
+    report = ReportFile(folder / "rank-0-restart-0.sqlite")
+    rank = Process(report, pid, offset_ns=RankLog().mono_ns(0))
+    rank.pause(1, 4 * S, until_ns=7 * S, signals=("SIGTSTP", "SIGCONT"))
+    rank.request("stop_request", 10 * S, "SIGTERM")
+    rank.range("saving", 10 * S + 25 * MS, 10 * S + 45 * MS, 40)
+    rank.range("committing", 10 * S + 45 * MS, 10 * S + 50 * MS, 40)
+    if kernels:
+        around = ((3 * S, 4 * S + 32 * US), (7 * S + 90 * US, 7 * S + 95 * US))
+        report.gpu("KERNEL", *((*one, rank.global_pid) for one in around))
+    return read_profile(report.save())

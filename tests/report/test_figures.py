@@ -57,7 +57,7 @@ def test_every_field_is_described_with_its_unit() -> None:
                 assert name.endswith(units), name
 
 
-def test_figures_of_everything_and_of_nothing_are_valid() -> None:
+def test_figures_of_everything_and_of_nothing_are_valid(tmp_path: Path) -> None:
     """What is written is what the schema allows, with every source and with none."""
     validator = jsonschema.Draft202012Validator(schema())
     validator.check_schema(schema())
@@ -68,7 +68,7 @@ def test_figures_of_everything_and_of_nothing_are_valid() -> None:
         SlurmAttempt(7, n, "REQUEUED", *(1_700_000_000 + at for at in moments), suspended_s=1)
         for n, moments in enumerate(((-5, -4, -2, 11), (11, 15, 18, 40)))
     )
-    sources = ExternalSources(Accounting(attempts, 2), (profile_of(log),), ("something",))
+    sources = ExternalSources(Accounting(attempts, 2), (profile_of(tmp_path, 1),), ("something",))
     full = figures_of(history, sources)
     assert full.every_pause[0].nsys is not None
     assert full.stops.every_stop[0].slurm_after is not None
