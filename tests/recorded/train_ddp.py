@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -49,10 +48,9 @@ def make_model(args: argparse.Namespace) -> nn.Module:
         return [nn.Linear(inputs, args.width), *norm, nn.ReLU(), nn.Dropout(args.dropout)]
 
     model = nn.Sequential(nn.Flatten(), *block(64), *block(args.width), nn.Linear(args.width, 10))
-    model.to(device())
     if not args.fsdp:
         return DistributedDataParallel(model)
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
@@ -90,8 +88,8 @@ def train(args: argparse.Namespace) -> None:
         for images, labels, indexes in run.batches(epochs=args.epochs):
             model.train()
             optimizer.zero_grad()
-            outputs = model(images.to(device()))
-            loss = nn.functional.cross_entropy(outputs, labels.to(device()))
+            outputs = model(images)
+            loss = nn.functional.cross_entropy(outputs, labels)
             loss.backward()
             optimizer.step()
             scheduler.step()
@@ -123,12 +121,10 @@ def train(args: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def process_group(args: argparse.Namespace) -> Iterator[None]:
     hydroslurm.set_torch_environment()  # what torchrun would have set, where srun started the ranks
-    if torch.cuda.is_available():
-        torch.cuda.set_device(device())
     # ranks may come seconds apart: a short time-out is for collectives, and not for their meeting
     store, rank, world_size = next(dist.rendezvous("env://"))
     dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo",
+        "gloo",
         store=store,
         rank=rank,
         world_size=world_size,
@@ -140,12 +136,6 @@ def process_group(args: argparse.Namespace) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device("cpu")
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
@@ -170,16 +160,12 @@ class NoisyDigits(Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
         return image + 0.1 * torch.randn_like(image), self.labels[index], number
 
 
-# --- what every rank has trained, step by step
-# ------------------------------------------------------------------------------------------------
-
-
 class Diary:
     """The steps of this rank, over all attempts, in its own file: a line of JSON for each, with its
     exact loss and its samples. ``attempt`` is the same on all ranks."""
 
     def __init__(self, folder: Path) -> None:
-        attempt = torch.tensor([time.time_ns()], device=device())
+        attempt = torch.tensor([time.time_ns()])
         dist.broadcast(attempt, src=0)
         self.place = {"attempt": int(attempt.item()), "rank": dist.get_rank()}
         folder.mkdir(parents=True, exist_ok=True)
