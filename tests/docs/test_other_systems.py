@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import captured, wait_until
+from processes import captured, child, wait_until
+from zygote import forked
 
 from hydroslurm.devcluster import DevCluster
 
@@ -37,46 +38,36 @@ def published(name: str, *, ours: bool = True) -> str:
     return "".join(line[1:] or "\n" for line in text.splitlines(True) if line[:1] != dropped)
 
 
-def start(name: str, folder: Path) -> subprocess.Popen[bytes]:
-    """The example as a script outside of Slurm; what it prints is added to the file ``out``."""
-    (folder / "train.py").write_text(published(name))
-    without = {key: text for key, text in os.environ.items() if not key.startswith("SLURM_")}
-    with (folder / "out").open("ab") as out:
-        return subprocess.Popen(
-            [sys.executable, "train.py"], cwd=folder, stdout=out, stderr=out, env=without
-        )
+@pytest.fixture(autouse=True)
+def _outside_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [one for one in os.environ if one.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize("name", ["hfai-calls", "hfai-lightning"])
 def test_hfai(name: str, tmp_path: Path) -> None:
     """Stopped in the middle and started again: each step once, and the second start ends."""
-    first = start(name, tmp_path)
-    out = tmp_path / "out"
-    wait_until(lambda: "step 20\n" in out.read_text(), "step 20", limit_s=120)
-    first.terminate()
-    assert first.wait(60) == 75, out.read_text()
-    assert start(name, tmp_path).wait(120) == 0, out.read_text()
-    assert [int(step) for step in STEPS.findall(out.read_text())] == list(range(400))
+    with child(published(name), tmp_path) as first:
+        first.expect("step 20")
+        first.signal(signal.SIGTERM)
+        assert first.end() == 75, str(first)
+    with child(published(name), tmp_path) as again:
+        assert again.end() == 0, str(again)
+    steps = STEPS.findall(f"{first}\n{again}")
+    assert [int(step) for step in steps] == list(range(400))
     assert list((tmp_path / "hfai_out").glob("suspended*")) == [], name
 
 
 def test_hydrojobsche(tmp_path: Path) -> None:
     """SIGUSR1 holds it, SIGUSR2 lets it go on."""
-    training = start("hydrojobsche", tmp_path)
-    out = tmp_path / "out"
-
-    def steps() -> int:
-        return len(STEPS.findall(out.read_text()))
-
-    wait_until(lambda: steps() > 3, "the training", limit_s=120)
-    training.send_signal(signal.SIGUSR1)
-    held = -1
-    while held != (held := steps()):  # the first poll without a new step
-        time.sleep(0.5)
-    training.send_signal(signal.SIGUSR2)
-    wait_until(lambda: steps() > held, "steps after the pause")
-    training.kill()
-    training.wait(10)
+    with forked(published("hydrojobsche"), tmp_path) as training:
+        training.expect("step 3")
+        training.signal(signal.SIGUSR1)
+        held = -1
+        while held != (held := len(training.lines)):  # the first poll without a new step
+            time.sleep(0.5)
+        training.signal(signal.SIGUSR2)
+        wait_until(lambda: len(training.lines) > held, "steps after the pause")
 
 
 @pytest.mark.parametrize(
@@ -89,9 +80,9 @@ def test_hydrojobsche(tmp_path: Path) -> None:
 )
 def test_others(name: str, said: str, tmp_path: Path) -> None:
     """The script's own assertions hold, and it prints what its system's would."""
-    status = start(name, tmp_path).wait(200)
-    out = (tmp_path / "out").read_text()
-    assert status == 0, out
+    with forked(published(name), tmp_path) as script:
+        assert script.end() == 0, str(script)
+    out = f"{script}\n"
     assert said in out
     if name == "ffrecord":
         assert [out.count(f"epoch {epoch} batch") for epoch in (5, 6)] == [4, 7]
