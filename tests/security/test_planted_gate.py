@@ -116,6 +116,8 @@ def test_a_planted_library_does_not_run(
     )
     assert "loaded every operator" in done.stdout, done.stdout
     assert not marker.exists()
+    if then is None:  # nothing of ours is put where others could replace it
+        assert [one.name for one in root.iterdir()] == [build.key_of(TORCH)]
     assert done.stdout.count(said.format(uid=stranger.uid, root=root)) == 1
 
 
@@ -160,6 +162,7 @@ def test_a_cache_made_under_an_open_umask_is_used_again(
     (tmp_path / "out").chmod(0o777)
     with pytest.raises(UntrustedFile, match="chmod go-w"):
         build.build(tmp_path / "out", environ=environ, torch=TORCH)
+    assert not any((tmp_path / "out").iterdir())
 
 
 def test_a_temporary_folder_that_all_can_write_is_not_built_in(
