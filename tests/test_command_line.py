@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer
-from processes import captured
+from processes import captured, child
 
 from hydroslurm import cli
 from hydroslurm.errors import UsageError
 from hydroslurm.jobs.spec.script import check_options
 from hydroslurm.slurm.client import open_client
+
+HYDROSLURM = [sys.executable, "-m", "hydroslurm.cli"]
 
 
 class Said(NamedTuple):
@@ -99,32 +101,23 @@ def test_the_first_page_lists_verbs_by_task(capsys: pytest.CaptureFixture[str]) 
     assert sorted([*listed, "help"]) == sorted(typer.main.get_command(cli.app).commands)
     assert said(capsys, "help", "submit") == said(capsys, "submit", "-h")
     assert "hydroslurm submit [OPTIONS] SCRIPT [ARGS]..." in said(capsys, "submit", "--help").out
-    assert (
-        "complete"
-        in captured(
-            [sys.executable, "-m", "hydroslurm.cli", "--show-completion", "bash"], timeout=60
-        ).stdout.lower()
-    )
+    complete = captured([*HYDROSLURM, "--show-completion", "bash"], timeout=60)
+    assert "complete" in complete.stdout.lower()
 
 
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        ("stop 3", "cancel (for good), requeue (save and start again) or pause"),
-        ("kill 3", "cancel"),
-        ("ps", "list, status or top"),
-        ("watch", "top"),
-        ("sumbit x.py", "submit"),
-        ("submit --partiton low x.py", "--partition"),
-        ("pause --vacat 3", "--vacate"),
-    ],
-)
-def test_a_wrong_word_gets_the_right_one(
-    capsys: pytest.CaptureFixture[str], words: str, meant: str
-) -> None:
+MEANT = {
+    "stop 3": "cancel (for good), requeue (save and start again) or pause",
+    "ps": "list, status or top",
+    "sumbit x.py": "submit",
+    "submit --partiton low x.py": "--partition",
+    "pause --vacat 3": "--vacate",
+}
+
+
+def test_a_wrong_word_gets_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
     """Another tool's verb, and a typo of a verb or of an option."""
-    err = refused(capsys, *words.split())
-    assert f"did you mean {meant}" in err
+    for words, meant in MEANT.items():
+        assert f"did you mean {meant}" in refused(capsys, *words.split())
 
 
 SUBMISSIONS = {
@@ -141,49 +134,34 @@ SUBMISSIONS = {
     "--sbatch": ("", "nodes=-1", "signal=TERM", "array=0-3", "nosuch=1", "x y=1", "export=NONE"),
     "--folder": ("/dev/null", "/proc/x", "a\nb", "\udcff%"),
 }
+TOO_LARGE = "{template: {command: [python, train.py], resources: {nodes: 400}}, replicas: 400}"
+SPECS = {
+    "{template: {command: [python, nofile.py]}}": r"template\.command: there is no file .*nofile",
+    "{template: {command: [python, -u, -W, error, no.py]}}": r"no file .*/no\.py",
+    "{template: {command: [./no.sh]}}": r"no file .*/no\.sh",
+    "{template: {command: [python], args: [no.py]}}": r"no file .*/no\.py",
+    "{template: {command: [python, train.py], workingDirectory: gone}}": r"no file .*gone/train",
+    TOO_LARGE: "400 nodes",
+}
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("option", SUBMISSIONS)
 def test_what_no_job_can_have_is_refused(
-    on_cluster: Path, capsys: pytest.CaptureFixture[str], option: str
+    on_cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each value gets a line with the option or Slurm's words; no job, no folder."""
-    for value in SUBMISSIONS[option]:
-        refused(capsys, "submit", "--partition", "low", f"{option}={value}", "train.py")
-
-
-@pytest.mark.slurm
-@pytest.mark.parametrize(
-    ("spec", "why"),
-    [
-        ("command: [python, nofile.py]", r"template\.command: there is no file .*/nofile\.py"),
-        ("command: [python, -u, -W, error, no.py]", r"no file .*/no\.py"),
-        ("command: [./no.sh]", r"no file .*/no\.sh"),
-        ("command: [python], args: [no.py]", r"no file .*/no\.py"),
-        ("command: [python, train.py], workingDirectory: nowhere", r"no file .*nowhere/train\.py"),
-        ("command: [python, train.py], resources: {nodes: 400}}, replicas: 400", "400 nodes"),
-    ],
-)
-def test_a_spec_that_cannot_start_is_refused(
-    on_cluster: Path, capsys: pytest.CaptureFixture[str], spec: str, why: str
-) -> None:
-    """Its script is not there, or no partition is large enough."""
-    end = "" if spec.endswith("400") else "}"
-    (on_cluster / "job.yaml").write_text(f"replicaSpecs: [{{template: {{{spec}{end}}}]\n")
-    assert re.search(why, refused(capsys, "submit", "job.yaml"))
-
-
-@pytest.mark.slurm
-@pytest.mark.parametrize(
-    "words", ["", "no.py", ".", "-m no.such.module", "-m", "no.yaml", "a.yaml"]
-)
-def test_a_script_that_is_not_there_is_refused(
-    on_cluster: Path, capsys: pytest.CaptureFixture[str], words: str
-) -> None:
-    """Nor a folder, nor a module that this Python does not have."""
+    """Each value gets a line with the option or Slurm's words; no job, no folder. So do a script
+    that is not there, a folder, a module that this Python does not have, and a spec whose script
+    is not there or for which no partition is large enough."""
+    for option, values in SUBMISSIONS.items():
+        for value in values:
+            refused(capsys, "submit", "--partition", "low", f"{option}={value}", "train.py")
     (on_cluster / "a.yaml").mkdir()
-    refused(capsys, "submit", *(words.split() if words else [""]))
+    for script in ("", "no.py", ".", "-m", "no.yaml", "a.yaml"):
+        refused(capsys, "submit", script)
+    refused(capsys, "submit", "-m", "no.such.module")
+    for spec, why in SPECS.items():
+        (on_cluster / "job.yaml").write_text(f"replicaSpecs: [{spec}]\n")
+        assert re.search(why, refused(capsys, "submit", "job.yaml")), spec
 
 
 def test_options_after_the_script_are_the_scripts(
@@ -239,21 +217,15 @@ def test_no_option_of_any_verb_ends_in_a_traceback(
     """Every option with every hostile value, and each in the place of what it acts on: one or two
     lines and a failure, whatever is wrong with it."""
     words = WITHOUT_SUBJECT[verb].split()
-    options = [
-        parameter.opts[0]
-        for parameter in VERBS[verb].params
-        if parameter.param_type_name == "option" and not parameter.is_flag
-    ]
+    given = (one for one in VERBS[verb].params if one.param_type_name == "option")
+    options = [one.opts[0] for one in given if not one.is_flag]
     refused(capsys, *verb.split(), *words)
     for value in HOSTILE:
         for option in options:
             refused(capsys, *verb.split(), option, value, *words)
-        if words and not words[0].startswith("-") and (verb, value) not in _FINE:
+        fine = (verb, value) == ("gate trace", "/dev/null")  # a script without operators
+        if words and not words[0].startswith("-") and not fine:
             refused(capsys, *verb.split(), value, *words[1:])
-
-
-_FINE = {("gate trace", "/dev/null")}
-"""A script without operators."""
 
 
 def test_the_executor_checks_as_the_command_does() -> None:
@@ -281,29 +253,16 @@ def test_a_process_that_starts_is_waited_for(tmp_path: Path) -> None:
     that it waits."""
     environ = {name: text for name, text in os.environ.items() if name != "XDG_RUNTIME_DIR"}
     (tmp_path / "of-the-job").mkdir()
-    words = [sys.executable, "-m", "hydroslurm.cli"]
-    with subprocess.Popen(
-        [sys.executable, "-c", STARTS_LATE],
-        env={**environ, "TMPDIR": str(tmp_path / "of-the-job")},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as trains:
-        try:
-            assert trains.stdout.readline() == b"up\n"
-            with subprocess.Popen(
-                [*words, "pause", "--timeout", "600", "--pid", str(trains.pid)],
-                env=environ,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            ) as pauses:
-                assert "is still starting; waiting up to 600 s" in pauses.stderr.readline()
-                trains.stdin.write(b"\n")
-                trains.stdin.flush()
-                assert "parked after" in pauses.stdout.read()
-            assert pauses.returncode == 0
-        finally:
-            trains.kill()
+    elsewhere = {**environ, "TMPDIR": str(tmp_path / "of-the-job")}
+    with child(STARTS_LATE, tmp_path, environ=elsewhere) as trains:
+        trains.expect("up")
+        pause = [*HYDROSLURM, "pause", "--timeout", "600", "--pid", str(trains.pid)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(pause, env=environ, **pipes) as pauses:
+            assert "is still starting; waiting up to 600 s" in pauses.stderr.readline()
+            trains.say("")
+            assert "parked after" in pauses.stdout.read()
+        assert pauses.returncode == 0
 
 
 NOBODY = 54321
@@ -320,7 +279,7 @@ def test_a_user_without_a_name_is_served(on_cluster: Path) -> None:
     environ = {name: os.environ[name] for name in os.environ.keys() - {"HOME", "USER", "LOGNAME"}}
 
     def hydroslurm(*words: str) -> str:
-        command = [*becomes, sys.executable, "-m", "hydroslurm.cli", *words]
+        command = [*becomes, *HYDROSLURM, *words]
         done = captured(command, env=environ, timeout=120)
         assert "Traceback" not in done.stderr
         assert done.returncode == 0 or words == ("doctor",), done.stderr

@@ -70,8 +70,9 @@ def _wait_for_state(cluster: DevCluster, job_id: str, state: str) -> None:
 
 
 @pytest.mark.slurm
-def test_pause(pause_cluster: Part, run: Doctor) -> None:
-    """Where preemption pauses, that is said, and the time limit is what a save has to fit into."""
+def test_pause(pause_cluster: Part, run: Doctor, tmp_path: Path) -> None:
+    """Where preemption pauses, that is said, and the time limit is what a save has to fit into. A
+    run folder tells how long a save takes."""
     answer = _json(run(pause_cluster, "--json", "--save-s", "0.5"))
     assert answer["partition"] == "low"
     assert answer["policy"]["action"] == "pause"
@@ -84,6 +85,11 @@ def test_pause(pause_cluster: Part, run: Doctor) -> None:
     assert table.exit_code == 0
     assert "paused in place" in table.stdout
     assert "scontrol requeue" in table.stdout
+    manifest = tmp_path / "checkpoints/step-000000007/manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text('{"step": 7, "kind": "periodic", "save_s": 40.0, "state_bytes": 1}')
+    result = run(pause_cluster, "--json", "--run", str(tmp_path))
+    assert _json(result)["save"]["save_s"] == 40.0
 
 
 @pytest.mark.slurm
@@ -145,24 +151,6 @@ def test_what_is_said_of_a_script_without_run_is_what_happens(
         assert "Restarts=0" in requeue_cluster.run(["scontrol", "show", "job", job_id]).stdout
     finally:
         requeue_cluster.run(["scancel", job_id])
-
-
-@pytest.mark.slurm
-def test_gang_requeue(gang_requeue_cluster: Part, run: Doctor, tmp_path: Path) -> None:
-    """Gang scheduling: the grace that is configured is not counted on, and the run folder tells how
-    long a save takes."""
-    manifest = tmp_path / "checkpoints/step-000000007/manifest.json"
-    manifest.parent.mkdir(parents=True)
-    manifest.write_text('{"step": 7, "kind": "periodic", "save_s": 6.0, "state_bytes": 1}')
-    result = run(gang_requeue_cluster, "--partition", "gang", "--json", "--run", str(tmp_path))
-    answer = _json(result)
-    assert (answer["policy"]["action"], answer["policy"]["gang"]) == ("requeue", True)
-    assert _severities(answer)["gang"] == "risk"
-    # 6 s would fit into grace and KillWait, not into KillWait alone
-    assert (answer["save"]["save_s"], answer["work_would_be_lost"]) == (6.0, True)
-    assert result.exit_code == 1
-    urgent = _json(run(gang_requeue_cluster, "--partition", "urgent", "--json"))
-    assert urgent["policy"]["action"] == "never"
 
 
 @pytest.mark.slurm
