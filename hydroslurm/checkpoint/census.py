@@ -1,9 +1,6 @@
-"""What changes from step to step in the objects of a script, found by one walk from its roots.
-
-A ``state_dict()`` has the weights. Much else lives from one step to the next: the generator of a
-collate function, the temperature of a data set, a meter, a teacher in a list, the best loss so far.
-The walk sees all of it before the training and at each save; what differs is saved, put back by its
-path in the next attempt, or named where no value of it can be saved.
+"""What changes from step to step in the objects of a script, found by one walk from its roots: the
+generator of a collate function, the temperature of a data set, a meter, the best loss so far. What
+differs from before the training is saved, put back by its path in the next attempt, or named.
 
 Nothing is called that a script has written: attributes are read from ``__dict__`` and
 ``__slots__``, past properties and ``__getattr__``. Nothing is unpickled: a path leads to an object
@@ -13,55 +10,56 @@ that the script has made again, and a value is put there.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import gc
 import itertools
 import os
-import random
-import time
 import types
 import weakref
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from time import thread_time
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
-from hydroslurm.checkpoint import rng
+from hydroslurm.checkpoint import forms, rng
+from hydroslurm.checkpoint.forms import FLAT, NONE, form_of
 from hydroslurm.checkpoint.known import KNOWN, reason
-from hydroslurm.checkpoint.plain import (
-    MANY,
-    equal,
-    form_of,
-    is_dense,
-    is_plain,
-    plain,
-    put,
-    tensors_in,
-)
-from hydroslurm.checkpoint.tree import is_dtensor
+from hydroslurm.core.garbage import without_gc
 
 MOST_OBJECTS, MOST_S = 50_000, 0.5
 """Where a walk ends: objects that were entered, and seconds."""
 _LARGE, _LARGE_BYTES, _SAMPLED = 10_000, 2**20, 512
-_NONE = object()
 _OF_MODULE = frozenset(vars(torch.nn.Module()))
-_GENERATOR = "generator: "
-"""Begins the mark of one, before the name of its class."""
-_SETTINGS = (bool, int, float, str)
 _WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.", "torch.distributed.")
+_ARRAYS = (torch.Tensor, np.ndarray)
+_CONTAINERS = (dict, list, tuple, deque)
+_IN_PLACE = (*_ARRAYS, dict, list, deque, set, *rng.KINDS)
+_CODE = (
+    type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
+)  # fmt: skip
+_NEVER = (
+    type, types.ModuleType, types.BuiltinFunctionType, *_ARRAYS, np.generic, set, frozenset,
+    torch.dtype, torch.device, str, bytes, bytearray, int, float, complex, type(None), *rng.KINDS,
+)  # fmt: skip
+_HEAP_TYPE = 1 << 9
+"""A flag of classes that Python code has made."""
+_LOST = "has changed and cannot be saved: the next attempt begins without that"
+MOVED = "is an iterator that has moved, and nothing can bring it back to its place"
+_LIMIT = "is where the look for state has ended, behind {} objects: what changes in it is not saved"
+_MADE = "says that {} is there, which the next attempt has to make again: it is not saved"
+Write = Callable[[Any, Any], None]
 
 
-@dataclass(frozen=True)
-class Unkept:
-    """State that has changed and that no value can bring back.
-
-    Attributes:
-        path: as a person writes it. kind: the name of its class. why: half a sentence.
-    """
+class Unkept(NamedTuple):
+    """State that has changed and that no value can bring back: its path as a person writes it, the
+    name of its class, and half a sentence."""
 
     path: str
     kind: str
@@ -71,36 +69,73 @@ class Unkept:
         return f"{shown(self.path)} ({self.kind}) {self.why}"
 
 
+@dataclass(frozen=True)
+class Variables:
+    """A root that is the entries of something without attributes, such as the variables of a
+    function: the walk takes them as it takes an object's."""
+
+    entries: Mapping[str, Any]
+    write: Write
+
+
 @dataclass
 class Node:
-    """One object that the walk has entered.
+    """One object that the walk has entered; ``put`` writes one entry.
 
     Attributes:
-        values: what in it can be saved, by name. objects: what else is in it.
-        put: writes one entry.
-        buffers: names of values that are buffers of a module. weights: those that are its own
-            parameters or buffers, and no views of others.
+        values: what in it shows whether it has changed, by name; most can be saved. objects: what
+            cannot. weights: names of values that are a module's own parameters or buffers, and no
+            views of others; buffers: those that are buffers.
     """
 
     path: str
     thing: Any
-    put: Callable[[Any, Any], None]
+    put: Write
     values: dict[Any, Any] = field(default_factory=dict)
     objects: dict[Any, Any] = field(default_factory=dict)
     buffers: Collection[str] = ()
     weights: Collection[str] = ()
 
+    def at(self, name: Any) -> str:
+        """The path of an entry, as a person writes it in Python."""
+        is_attribute = type(name) is str and not isinstance(self.thing, _CONTAINERS)
+        return f"{self.path}.{name}" if is_attribute else f"{self.path}[{forms.shown(name)}]"
 
-class Variables:
-    """Roots that are the entries of something without attributes, such as the variables of a
-    function: the walk takes them as it takes an object's.
+    def form(self, value: Any) -> Any:
+        """What is saved of a value. What is in a tuple comes back only if it changes in place."""
+        is_fixed = self.put is _no_put and not isinstance(value, _IN_PLACE)
+        return NONE if is_fixed else form_of(value)
 
-    Args:
-        entries: by name. write: sets one of them.
+
+@dataclass
+class _Past:
+    """What is known of one path since :meth:`Census.note`.
+
+    Attributes:
+        noted: by what it is seen whether values have changed; None before. same: asks for what they
+            were. objects: names of others. begun: what had changed by the first step.
+        restored: names of what came from a checkpoint; late: those of it that were first set in a
+            step. left_out: what is not saved.
     """
 
-    def __init__(self, entries: Mapping[str, Any], write: Callable[[str, Any], None]) -> None:
-        self.entries, self.write = entries, write
+    noted: dict[Any, Any] | None = None
+    same: dict[Any, Callable[[], Any]] = field(default_factory=dict)
+    objects: Collection[Any] = ()
+    begun: dict[Any, Any] = field(default_factory=dict)
+    restored: set[Any] = field(default_factory=set)
+    late: set[Any] = field(default_factory=set)
+    left_out: set[Any] = field(default_factory=set)
+
+    def note(self, node: Node, values: Mapping[Any, Any]) -> None:
+        if self.noted is None:
+            self.noted, self.objects = _noted(values), set(node.objects)
+            self.same = {k: _same(v) for k, v in values.items() if type(v) not in FLAT}
+        new = node.objects.keys() & node.values.keys() - self.noted.keys()
+        self.noted.update(_noted({name: node.values[name] for name in new}))
+
+    def shows(self, name: Any, value: Any) -> bool:
+        """Whether it is as it was noted."""
+        return self.noted is not None and _is_as(self.noted, name, value)
 
 
 class Census:
@@ -108,15 +143,13 @@ class Census:
 
     Args:
         roots: by name, or what makes them anew at each look.
-        models: modules whose weights and buffers a ``state_dict()`` has; how they are set, their
-            attributes and their other buffers are part of the census.
-        all_buffers: so are those that a ``state_dict()`` has, which may be another rank's.
+        models: modules whose weights and buffers a ``state_dict()`` has; ``all_buffers``: it may
+            have those of another rank.
         saved: objects that somebody else saves, with all that hangs in them.
         known: classes whose objects are not entered, each with the reason; see :data:`KNOWN`.
         without: names of attributes that are left out, by the name of a root or model.
         device: on which tensors are that were not on the CPU and are not there yet.
-        all_generators: whether those are saved, too, that nobody has drawn from: one without a seed
-            is another in each attempt.
+        all_generators: also those that nobody has drawn from: without a seed each is another one.
 
     Attributes:
         optimizers: those that the last look has come across, which are not entered, by their paths.
@@ -134,96 +167,70 @@ class Census:
         all_generators: bool = False,
         all_buffers: bool = False,
     ) -> None:
-        self._all_generators, self._all_buffers = all_generators, all_buffers
+        self.known, self.without, self.all_buffers = known, without, all_buffers
+        self.modes: dict[str, bool] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._roots = roots if callable(roots) else lambda: roots
         self._models = models if callable(models) else lambda: models
-        self._saved, self._known, self._without = saved, known, without
-        self._device = device
-        self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._before: dict[str, dict[Any, Any]] = {}
-        self._at_begin: dict[str, dict[Any, Any]] = {}
-        self._made: dict[str, set[Any]] = {}
-        self._iterators: dict[str, object] = {}
-        self._restored: dict[str, set[Any]] = {}
-        self._late: dict[str, set[Any]] = {}
-        self._left_out: dict[str, set[Any]] = {}
-        self._modes: dict[str, bool] = {}
+        self._saved, self._device, self._all_generators = saved, device, all_generators
+        self._past = defaultdict[str, _Past](_Past)
         self._told: set[tuple[str, str]] = set()
         self._lost: list[Unkept] = []
 
     def note(self) -> None:
         """What does not differ from now on is as the script makes it. Called again it notes only
         objects that it has not seen, such as the variables of a second loop."""
-        walk = self._look()
-        with _no_collection():
-            for path in walk.nodes.keys() - self._before.keys():
-                node = walk.nodes[path]
-                self._before[path] = {name: _noted(value) for name, value in node.values.items()}
-                self._made[path] = set(node.objects)
-        self._iterators = {**walk.iterators, **self._iterators}
+        for node, past in self._look():
+            past.note(node, node.values)
 
     def begin(self) -> None:
         """The first step comes next. What the script has set since :meth:`note`, and leaves alone
         from now on, may be of this process: a time, a folder, its rank."""
-        nodes = self._look().nodes
-        for path in nodes.keys() - self._before.keys():
+        for node, past in self._look():
             # a copy of weights that a hook has made: the next attempt copies others
-            is_copy = isinstance(nodes[path].thing, torch.nn.Module)
-            values = {} if is_copy else nodes[path].values
-            self._before[path] = {name: _noted(value) for name, value in values.items()}
-            self._made[path] = set(nodes[path].objects)
-        self._at_begin = {
-            path: {
-                name: _noted(value)
-                for name, value in node.values.items()
-                if not _shows(self._before.get(path, {}).get(name, _NONE), value)
-            }
-            for path, node in nodes.items()
-        }
+            past.note(node, {} if isinstance(node.thing, torch.nn.Module) else node.values)
+            past.begun = _noted({k: v for k, v in node.values.items() if not past.shows(k, v)})
 
     def state(self) -> dict[str, Any]:
-        """All values that have changed, by the path of the object that has them; empty if none
-        has."""
-        found = {}
-        walk = self._look()
-        self._find_lost(walk)
-        for path, node in walk.nodes.items():
-            if changed := self._changed(node):
-                found[path] = {
-                    name: (_saved_form(value), self._marks(node, name, value))
-                    for name, value in changed.items()
-                }
+        """All values that have changed, by the path of the object that has them."""
+        found: dict[str, Any] = {}
+        for node, past in self._look():
+            for name, value, form in self._changed(node, past):
+                saved = forms.copied(form), self._marks(node, past, name, value)
+                found.setdefault(node.path, {})[name] = saved
         return found
 
     def restore(
         self, state: Mapping[str, Any], *, is_resized: bool = False, new_rank: int | None = None
     ) -> dict[str, Any]:
-        """Put saved values back. A time or a text that was set before the first step, and is set
-        again by now, stays as it is: it is that of this attempt, by the clock of this machine, or a
-        folder of this job.
+        """Put saved values back, and return those for which there is no object yet. A time or text
+        that was set before the first step, and is set again by now, stays that of this attempt.
 
         Args:
-            is_resized: another number of ranks has saved the state: so does everything else that
-                was set before the first step.
-            new_rank: of this process, if it had no part in the save: generators begin streams of
-                their own.
-
-        Returns:
-            The part of the state for which there is no object yet.
+            is_resized: another number of ranks has saved the state: so does all else that was set
+                before the first step.
+            new_rank: this one had no part in the save: generators begin streams of their own.
         """
-        nodes = self._look().nodes
+        rest = dict(state)
         with torch.no_grad():
-            for path in state.keys() & nodes.keys():
-                self._restore_one(nodes[path], state[path], is_resized, new_rank)
-        return {path: saved for path, saved in state.items() if path not in nodes}
+            for node, past in self._look():
+                if saved := rest.pop(node.path, {}):
+                    past.restored |= saved.keys()
+                    past.late = {one for one, (_, marks) in saved.items() if "early" not in marks}
+                for name, (value, marks) in saved.items():
+                    here = node.values.get(name, node.objects.get(name, NONE))
+                    is_set = here is not NONE and not past.shows(name, here)
+                    is_own = is_resized or isinstance(value, forms.OF_PROCESS)
+                    if not ("early" in marks and is_set and is_own):
+                        self._restore_one(node, name, here, value, marks, new_rank)
+        return rest
 
     def unkept(self) -> list[Unkept]:
         """What has changed since :meth:`note` and is not saved; also what :meth:`state` has come
         across. Each once."""
-        walk = self._look()
-        self._find_lost(walk)
-        for node in walk.nodes.values():
-            self._lost += self._flags(node)
+        for node, past in self._look():
+            deque(self._changed(node, past), 0)  # for what is lost
+            self._find_flags(node, past)
         return self.take_lost()
 
     def take_lost(self) -> list[Unkept]:
@@ -234,157 +241,99 @@ class Census:
     # --- inside
     # --------------------------------------------------------------------------------------------
 
-    def _look(self) -> _Walk:
-        walk = _Walk(self._known, self._without, self._modes, all_buffers=self._all_buffers)
-        with _no_collection():  # thousands of small dicts would have all of the heap looked through
+    def _look(self) -> list[tuple[Node, _Past]]:
+        walk = _Walk(self)
+        with without_gc(), torch._C.DisableTorchFunctionSubclass():
             walk.leave_out(self._saved())
             walk.go(self._models(), self._roots())
         self.optimizers = walk.optimizers
-        return walk
+        if walk.limit:
+            self._name(*walk.limit)
+        return [(node, self._past[path]) for path, node in walk.nodes.items()]
 
-    def _find_lost(self, walk: _Walk) -> None:
-        found = list(walk.limits)
-        for path, node in walk.nodes.items():
-            for name, value in node.objects.items():
-                if name in self._before.get(path, ()) and _is_state(value):
-                    at = _joined(path, name, is_item=isinstance(node.thing, _CONTAINERS))
-                    found.append(Unkept(at, _kind(value), _LOST))
-        for path, mark in walk.iterators.items():
-            if not equal(self._iterators.get(path, mark), mark):
-                found.append(Unkept(path, walk.kinds[path], MOVED))
-        fresh = [one for one in found if (one.path, one.why) not in self._told]
-        self._told |= {(one.path, one.why) for one in fresh}
-        self._lost += fresh
+    def _name(self, path: str, what: Any, why: str) -> None:
+        if (path, why) not in self._told:
+            self._told.add((path, why))
+            self._lost.append(Unkept(path, getattr(what, "__name__", str(what)), why))
 
-    def _changed(self, node: Node) -> dict[Any, Any]:
-        path = node.path
-        restored = self._restored.get(path, ())
-        if path not in self._before and not restored:
-            return {}  # an object of this attempt: what has it says so
-        before, left_out = self._before.get(path, {}), self._left_out.get(path, ())
-        return {
-            name: value
-            for name, value in node.values.items()
-            if name not in left_out
-            and (
-                name in restored
-                or (self._all_generators and isinstance(value, rng.KINDS))
-                or not _shows(before.get(name, _NONE), value)
-            )
-            and (not _is_large(value) or is_plain(value))
-        }
-
-    def _marks(self, node: Node, name: Any, value: Any) -> list[str]:
-        """What a restore has to know of a value."""
-        late, begun = self._late.get(node.path, ()), self._at_begin.get(node.path, {})
-        noted = self._before.get(node.path, {}).get(name)
-        marks = {
-            "early": name not in late and _shows(begun.get(name, _NONE), value),
-            "same object": isinstance(noted, _Noted) and noted.same() is value,
-            "buffer": name in node.buffers,
-            "process": type(value) is int and value == os.getpid() and "pid" in str(name),
-            "on device": any(one.device.type != "cpu" for one in tensors_in(value)),
-        }
-        kind = [f"{_GENERATOR}{_kind(value)}"] if isinstance(value, rng.KINDS) else []
-        return [*(mark for mark, holds in marks.items() if holds), *kind]
-
-    def _restore_one(
-        self, node: Node, state: Mapping[Any, Any], is_resized: bool, new_rank: int | None
-    ) -> None:
-        path, before = node.path, self._before.get(node.path, {})
-        self._restored[path] = {*self._restored.get(path, ()), *state}
-        self._late[path] = {name for name, (_, marks) in state.items() if "early" not in marks}
-        for name, (value, marks) in state.items():
-            if "process" in marks:  # whoever compares it makes anew what another process has made
-                value = os.getpid()
-            here = node.values.get(name, node.objects.get(name, _NONE))
-            is_set = here is not _NONE and not _shows(before.get(name, _NONE), here)
-            is_own = is_resized or isinstance(value, (float, str))
-            if "early" in marks and is_set and is_own:
+    def _changed(self, node: Node, past: _Past) -> Iterator[tuple[Any, Any, Any]]:
+        """What is to be saved, by name, with its form. What is lost is named."""
+        noted = past.noted or {}
+        for name in node.objects.keys() & noted - node.values.keys():
+            if not issubclass(kind := type(node.objects[name]), _CODE):
+                self._name(node.at(name), kind, _LOST)
+        if past.noted is None and not past.restored:
+            return  # an object of this attempt: what has it says so
+        for name, value in node.values.items():
+            is_drawn = self._all_generators and isinstance(value, rng.KINDS)
+            is_new = name in past.restored or is_drawn or not past.shows(name, value)
+            if not is_new or name in past.left_out:
                 continue
-            kind = next((one for one in marks if one.startswith(_GENERATOR)), "")
-            if kind and not isinstance(here, rng.KINDS):  # the script makes it when it draws
-                here = rng.made_from(kind.removeprefix(_GENERATOR), value)
-                node.put(name, here)
-            if isinstance(here, rng.KINDS):
-                rng.set_state(here, value)
-                if new_rank is not None:
-                    rng.diverge(here, new_rank)
-                continue
-            device = self._device() if self._device and "on device" in marks else None
-            # who else has the same list sees what is in it; one that took its place is new
-            form = here if "same object" in marks else form_of(here)
-            made = put(None if form is _NONE else form, value, device=device)
-            if "buffer" in marks and name not in node.buffers:
-                node.thing._non_persistent_buffers_set.add(name)
-                node.thing._buffers[name] = made
-            else:
-                node.put(name, made)
-            if name == "training":
-                self._modes[path] = made
+            if (form := node.form(value)) is not NONE:
+                yield name, value, form
+            elif name in noted:
+                kind = type(value)
+                self._name(node.at(name), kind, MOVED if _is_iterator(kind) else _LOST)
 
-    def _flags(self, node: Node) -> Iterator[Unkept]:
+    def _find_flags(self, node: Node, past: _Past) -> None:
         """Flags that a step has set beside an object that it has made: saved, they would keep the
         next attempt from making it again. They are not saved from now on."""
-        path, before = node.path, self._before.get(node.path)
-        made = [
-            name
-            for name, value in node.objects.items()
-            if name not in self._made.get(path, ()) and _is_state(value)
-        ]
-        if before is None or not made or isinstance(node.thing, Variables):
+        new = node.objects.keys() - past.objects
+        made = [name for name in new if not issubclass(type(node.objects[name]), _CODE)]
+        if past.noted is None or not made or isinstance(node.thing, Variables):
             return
-        left_out = self._left_out.setdefault(path, set())
         for name, value in node.values.items():
-            if value is True and before.get(name, False) is False and name not in left_out:
-                left_out.add(name)
-                why = f"says that {made[0]} is there, which the next attempt has to make again: "
-                yield Unkept(_joined(path, name), "True", why + "it is not saved")
+            if value is True and past.noted.get(name, False) is False:
+                past.left_out.add(name)
+                self._name(node.at(name), True, _MADE.format(made[0]))
 
+    def _marks(self, node: Node, past: _Past, name: Any, value: Any) -> list[str]:
+        """What a restore has to know of a value."""
+        marks = {
+            "early": name not in past.late and _is_as(past.begun, name, value),
+            "same object": name in past.same and past.same[name]() is value,
+            "buffer": name in node.buffers,
+            "process": type(value) is int and value == os.getpid() and "pid" in str(name),
+            "on device": any(one.device.type != "cpu" for one in forms.tensors_in(value)),
+        }
+        return [mark for mark, holds in marks.items() if holds]
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    def _restore_one(
+        self, node: Node, name: Any, here: Any, form: Any, marks: Any, new_rank: int | None
+    ) -> None:
+        if "process" in marks:  # whoever compares it makes anew what another process has made
+            form = os.getpid()
+        device = self._device() if self._device and "on device" in marks else None
+        # who else has the same list sees what is in it; one that took its place is new
+        into = here if "same object" in marks else forms.apart(here)
+        made = forms.put(None if into is NONE else into, form, device=device)
+        if new_rank is not None and isinstance(made, rng.KINDS):
+            rng.diverge(made, new_rank)
+        if "buffer" in marks and name not in node.buffers:
+            node.thing._non_persistent_buffers_set.add(name)
+            node.thing._buffers[name] = made
+        elif made is not here:
+            node.put(name, made)
+        if name == "training":
+            self.modes[node.path] = made
 
 
 class _Walk:
-    """One look at everything.
+    """One look: the nodes by path, the optimizers, and where it has ended early."""
 
-    Attributes:
-        nodes: what was entered, by path. iterators: where each stands. kinds: their classes.
-        limits: where the walk has ended early. optimizers: those that it has come across.
-    """
-
-    def __init__(
-        self,
-        known: Mapping[str, str],
-        without: Mapping[str, Collection[str]],
-        modes: dict[str, bool],
-        *,
-        all_buffers: bool,
-    ) -> None:
-        self._all_buffers = all_buffers
+    def __init__(self, census: Census) -> None:
+        self._census = census
         self.nodes: dict[str, Node] = {}
-        self.iterators: dict[str, object] = {}
-        self.kinds: dict[str, str] = {}
-        self.limits: list[Unkept] = []
+        self.limit: tuple[str, type, str] | None = None
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._known, self._without, self._modes = known, without, modes
         self._seen: set[Any] = set(map(id, rng.global_generators()))
         self._weights: set[int] = set()
         self._of_models: set[int] = set()
         self._todo: deque[tuple[str, Any]] = deque()
         self._mode: dict[str, bool] = {}
         self._entered: dict[type, bool] = {}
-        self._shared: list[tuple[Node, Any]] = []
-        """Values that may show weights of a model."""
-        self._ends_s = time.thread_time() + MOST_S
+        self._shared: list[tuple[dict[Any, Any], Any, Any]] = []  # may show weights of a model
+        self._ends_s = thread_time() + MOST_S
 
     def leave_out(self, things: Iterable[Any]) -> None:
         """Somebody else saves these, and what is in them."""
@@ -393,9 +342,8 @@ class _Walk:
         self._seen.update(map(id, left_out.values()))
         for node in self.nodes.values():
             tensors = (v for v in node.values.values() if isinstance(v, torch.Tensor))
-            self._weights.update(_storage(one) for one in tensors)
+            self._weights.update(map(_storage, tensors))
         self.nodes.clear()
-        self.iterators.clear()
 
     def go(self, models: Mapping[str, Any], roots: Mapping[str, Any]) -> None:
         for name, model in models.items():
@@ -403,20 +351,19 @@ class _Walk:
             for module in torch.nn.Module.modules(model):
                 self._of_models.add(id(module))
                 self._weights.update(map(_storage, _saved_tensors(module)))
-            self._offer(str(name), model)
-        for name, thing in roots.items():
-            self._offer(name, thing)
+        for name, thing in (*models.items(), *roots.items()):
+            self._offer(str(name), thing)
         while self._todo:
             count = len(self.nodes)
-            if count > MOST_OBJECTS or (count % 64 == 0 and time.thread_time() > self._ends_s):
+            if count > MOST_OBJECTS or (count % 64 == 0 and thread_time() > self._ends_s):
                 path, thing = self._todo[0]
-                self.limits.append(Unkept(path, _kind(thing), _LIMIT.format(count)))
+                self.limit = (path, type(thing), _LIMIT.format(count))
                 self._todo.clear()
                 break
             self._enter(*self._todo.popleft())
-        for node, name in self._shared:  # by now all weights are known
-            if not self._is_own(node.values[name]):
-                del node.values[name]
+        for entries, name, value in self._shared:  # by now all weights are known
+            if any(_storage(one) in self._weights for one in forms.tensors_in(value)):
+                entries.pop(name, None)  # a list of weights, or a view of one: a state has it
         self._shared.clear()
 
     def _offer(self, path: str, value: Any) -> None:
@@ -424,6 +371,8 @@ class _Walk:
         kind = type(value)
         if issubclass(kind, torch.optim.Optimizer):
             self.optimizers[path] = value
+        elif issubclass(kind, type):
+            self._offer_class(value)
         elif id(value) not in self._seen and self._may_enter(kind):
             self._seen.add(id(value))
             self._todo.append((path, value))
@@ -431,14 +380,28 @@ class _Walk:
     def _may_enter(self, kind: type) -> bool:
         if kind not in self._entered:
             is_ours = kind is Variables or issubclass(kind, torch.nn.Module)
-            is_known = not is_ours and bool(reason(kind, self._known))
+            is_known = not is_ours and bool(reason(kind, self._census.known))
             self._entered[kind] = not issubclass(kind, _NEVER) and not is_known
+            self._offer_class(kind)
         return self._entered[kind]
+
+    def _offer_class(self, kind: type) -> None:
+        """A class of the script may count in attributes of its own."""
+        is_own = kind.__flags__ & _HEAP_TYPE and not reason(kind, self._census.known)
+        if is_own and id(kind) not in self._seen and not issubclass(kind, enum.Enum):
+            self._seen.add(id(kind))
+            self._todo.append((f"{kind.__module__}().{kind.__qualname__}", kind))
+            for base in kind.__bases__:
+                self._offer_class(base)
 
     def _enter(self, path: str, thing: Any) -> None:
         kind = type(thing)
         if kind is Variables:
             self._take(Node(path, thing, thing.write), thing.entries)
+        elif issubclass(kind, type):
+            own = {k: v for k, v in vars(thing).items() if not hasattr(type(v), "__get__")}
+            entries = {name: one for name, one in own.items() if name[:2] != "__"}
+            self._take(Node(path, thing, functools.partial(type.__setattr__, thing)), entries)
         elif issubclass(kind, torch.nn.Module):
             self._enter_module(path, thing)
         elif issubclass(kind, types.FunctionType):
@@ -448,150 +411,107 @@ class _Walk:
             self._offer(f"{path}.{thing.__func__.__name__}", thing.__func__)
         elif issubclass(kind, functools.partial):
             self._offer(f"{path}.func", thing.func)
-            self._take(Node(f"{path}.args", thing, _no_put), dict(enumerate(thing.args)))
+            self._take(Node(f"{path}.args", thing.args, _no_put), dict(enumerate(thing.args)))
             self._take(Node(path, thing, thing.keywords.__setitem__), thing.keywords)
-        elif _is_iterator(kind):
-            self._enter_iterator(path, thing)
-        else:
+        elif not _is_iterator(kind):  # where those stand is noted where they are found
             self._enter_object(path, thing)
 
     def _enter_object(self, path: str, thing: Any) -> None:
         """An object with attributes, a container, or both."""
         kind = type(thing)
         if issubclass(kind, dict):
-            entries = {key: thing[key] for key in _first(dict.keys(thing)) if _is_name(key)}
-            self._take(Node(path, thing, functools.partial(dict.__setitem__, thing)), entries)
-        elif issubclass(kind, (list, deque)):
-            write = functools.partial(kind.__setitem__, thing)
-            self._take(Node(path, thing, write), dict(enumerate(_first(thing))))
-        elif issubclass(kind, tuple):
-            self._take(Node(path, thing, _no_put), dict(enumerate(_first(thing))))
-        own, slots = _vars(thing), _slots(thing)
-        if own is not None or slots:
-            place = f"{path}'s attributes" if isinstance(thing, _CONTAINERS) else path
-            left_out = self._without.get(path, ())
-            entries = {k: v for k, v in {**(own or {}), **slots}.items() if k not in left_out}
-            self._take(Node(place, thing, _writer(thing, own, slots)), entries)
+            first = itertools.islice(dict.keys(thing), _LARGE)
+            keys = {form_of(key): key for key in first if forms.is_name(key)}
+            write: Write = lambda name, value: dict.__setitem__(thing, keys[name], value)  # noqa: E731
+            node = Node(path, thing, write)
+            self._take(node, {name: dict.__getitem__(thing, key) for name, key in keys.items()})
+        elif issubclass(kind, (list, deque, tuple)):
+            is_fixed = issubclass(kind, tuple)
+            write = _no_put if is_fixed else functools.partial(kind.__setitem__, thing)
+            entries = dict(enumerate(itertools.islice(thing, _LARGE)))
+            self._take(Node(path, thing, write), entries)
+        own, write = _attributes(thing)
+        left_out = self._census.without.get(path, ())
+        place = f"{path}'s attributes" if isinstance(thing, _CONTAINERS) else path
+        self._take(Node(place, thing, write), {k: own[k] for k in own if k not in left_out})
 
     def _enter_function(self, path: str, function: Any) -> None:
         """Its closure, the attributes and defaults that it has, and the globals that it names."""
-        closure = function.__closure__ or ()
-        cells = dict(zip(function.__code__.co_freevars, closure, strict=True))
-        own = {name: cell.cell_contents for name, cell in cells.items() if _is_filled(cell)}
-
-        def write(name: str, value: Any) -> None:
-            cells[name].cell_contents = value
-
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        own = {}
+        for name, cell in cells.items():
+            with contextlib.suppress(ValueError):  # empty yet
+                own[name] = cell.cell_contents
+        write: Write = lambda name, value: setattr(cells[name], "cell_contents", value)  # noqa: E731
         self._take(Node(path, function, write), own)
-        if (attributes := _vars(function)) is not None:
-            self._take(Node(f"{path}'s attributes", function, attributes.__setitem__), attributes)
+        attributes, write = _attributes(function)
+        self._take(Node(f"{path}'s attributes", function, write), attributes)
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        for number, one in enumerate(defaults):
-            if not is_plain(one):
-                self._take(Node(f"{path}'s default {number}", function, _no_put), {"value": one})
+        self._take(Node(f"{path}'s defaults", defaults, _no_put), dict(enumerate(defaults)))
         space = function.__globals__
-        if not reason(function, self._known):
+        if not reason(function, self._census.known):
             variables = Variables(space, space.__setitem__)
-            node = Node(f"{space.get('__name__')}()", variables, variables.write)
             names = [name for name in names_in(function.__code__) if name in space]
+            node = Node(f"{space.get('__name__')}()", variables, variables.write)
             self._take(node, {name: space[name] for name in names})
-
-    def _enter_iterator(self, path: str, thing: Any) -> None:
-        """Not moved, but noted where it stands."""
-        mark = _place_of(thing)
-        if mark is not None:
-            self.iterators[path], self.kinds[path] = mark, _kind(thing)
 
     def _enter_module(self, path: str, module: Any) -> None:
         node = Node(path, module, functools.partial(_put_in_module, module))
-        is_saved, own = id(module) in self._of_models, vars(module)
-        root = path.partition(".")[0]
-        is_librarys = bool(reason(module, self._known))
-        left_out = self._without.get(path, ())
+        is_saved, own, left_out = (
+            id(module) in self._of_models, vars(module), self._census.without.get(path, ()),
+        )  # fmt: skip
+        entries = {}
         if hasattr(type(module), "update") and "_defaults" in own:  # a metric of torchmetrics
             entries = {k: own[k] for k in (*own["_defaults"], "_update_count") if k in own}
-        elif not is_librarys:
+        elif not reason(module, self._census.known):
             entries = {k: v for k, v in own.items() if k not in _OF_MODULE and k not in left_out}
         elif is_saved and not type(module).__module__.startswith(_WRAPPERS):
-            entries = {
-                k: v for k, v in own.items() if type(v) in _SETTINGS and not k.startswith("_")
-            }
-        else:
-            entries = {}
-        buffers = own["_buffers"]
-        is_left_out = is_saved and not self._all_buffers
+            kinds = (bool, int, float, str)
+            entries = {k: v for k, v in own.items() if type(v) in kinds and k[:1] != "_"}
+        buffers, parameters = own["_buffers"], own["_parameters"]
+        is_left_out = is_saved and not self._census.all_buffers
         left = own["_non_persistent_buffers_set"] if is_left_out else buffers
-        node.buffers = {name for name in buffers if name in left}
-        entries = {**entries, **{name: buffers[name] for name in sorted(node.buffers)}}
-        node.weights = node.buffers
-        if not is_saved:
-            entries.update(own["_parameters"])
-            node.weights = {*node.buffers, *own["_parameters"]}
+        node.weights = node.buffers = {name for name in buffers if name in left}
+        entries.update({name: buffers[name] for name in sorted(node.buffers)})
+        if is_saved:
+            trained = {k: v.requires_grad for k, v in parameters.items() if v is not None}
+            node.values = {f"{name}.requires_grad": on for name, on in trained.items()}
+        else:
+            entries.update(parameters)
+            node.weights = {*node.buffers, *parameters}
             self._weights.update(map(_storage, _saved_tensors(module)))
         self._take(node, entries)
-        if is_saved:
-            for name, weight in own["_parameters"].items():
-                if weight is not None:
-                    node.values[f"{name}.requires_grad"] = weight.requires_grad
         if "_defaults" not in own:
-            node.values["training"] = self._training(path, root, module)
+            # within a model in evaluation mode the modes are those of an evaluation: what counts is
+            # how they were in the training, at the last look
+            modes = self._census.modes
+            if self._mode.setdefault(path.partition(".")[0], module.training):
+                modes[path] = module.training
+            node.values["training"] = modes.get(path, bool(module.training))
         for name, child in own["_modules"].items():
             if child is not None:
                 self._offer(f"{path}.{name}", child)
-
-    def _training(self, path: str, root: str, module: Any) -> bool:
-        """Within a model in evaluation mode the modes are those of an evaluation: what counts is
-        how they were in the training, at the last look."""
-        if self._mode.setdefault(root, module.training):
-            self._modes[path] = module.training
-        return self._modes.get(path, bool(module.training))
 
     def _take(self, node: Node, entries: Mapping[Any, Any]) -> None:
         """Sort the entries of an object into values and objects."""
         node = self.nodes.setdefault(node.path, node)  # of a module's variables some are known
         for name, value in list(entries.items()):
-            if type(value) in _FLAT:
+            if type(value) in FLAT and node.put is not _no_put:  # nearly all are
                 node.values[name] = value
-            elif isinstance(value, rng.KINDS):
-                if id(value) not in self._seen and not isinstance(value, random.SystemRandom):
-                    self._seen.add(id(value))
-                    node.values[name] = value
-            elif _is_large(value) or is_plain(value):
-                if node.put is not _no_put or isinstance(value, (torch.Tensor, np.ndarray)):
-                    node.values[name] = value
-                    if name not in node.weights and not _is_large(value):
-                        self._shared.append((node, name))
-            else:
+                continue
+            is_known, is_large = id(value) in self._seen, _is_large(value)
+            if isinstance(value, rng.KINDS):
+                if is_known:
+                    continue
+                self._seen.add(id(value))
+            if not is_large and node.form(value) is NONE:
                 node.objects[name] = value
-                is_item = isinstance(node.thing, _CONTAINERS)
-                self._offer(_joined(node.path, name, is_item=is_item), value)
-
-    def _is_own(self, value: Any) -> bool:
-        """Whether nobody else saves it: a list of weights, or a view of one, shows what a state
-        has."""
-        return not any(
-            tensor.numel() and _storage(tensor) in self._weights for tensor in tensors_in(value)
-        )
-
-
-_FLAT = frozenset((bool, int, float, complex, str, type(None)))
-_CODE = (
-    type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
-)  # fmt: skip
-_CONTAINERS = (dict, list, tuple, deque)
-_LOST = "can be saved no more, and the next attempt begins without it"
-MOVED = "is an iterator that has moved, and nothing can bring it back to its place"
-_LIMIT = "is where the look for state has ended, behind {} objects: what changes in it is not saved"
-_NEVER = (
-    type, types.ModuleType, types.BuiltinFunctionType, torch.Tensor, np.ndarray, np.generic,
-    torch.dtype, torch.device, str, bytes, bytearray, int, float, complex, set, frozenset,
-    type(None), *rng.KINDS,
-)  # fmt: skip
-
-
-def _is_state(value: Any) -> bool:
-    """Whether an object may hold what the next steps need; a function or a class does not."""
-    return not issubclass(type(value), _CODE)
+                self._offer(node.at(name), value)
+                if is_known or _looks(value) is NONE:
+                    continue
+            node.values[name] = value
+            if name not in node.weights and (isinstance(value, _ARRAYS) or not is_large):
+                self._shared.append((node.values, name, value))
 
 
 def _put_in_module(module: Any, name: str, value: Any) -> None:
@@ -599,60 +519,37 @@ def _put_in_module(module: Any, name: str, value: Any) -> None:
     own = vars(module)
     if setting == "requires_grad" and weight in own["_parameters"]:
         own["_parameters"][weight].requires_grad_(value)
-    elif name in own["_parameters"] or name in own["_buffers"]:
-        holder = own["_parameters" if name in own["_parameters"] else "_buffers"]
-        here = holder[name]
-        if here is not value and type(here) is torch.nn.Parameter:
-            if here.shape != value.shape:
-                raise ValueError(f"{name} has the shape {list(here.shape)} in this script")
-            here.detach().copy_(value)  # an optimizer may have it
-            return
-        holder[name] = value
+    elif name in own["_parameters"]:  # an optimizer may have it
+        shape = list(own["_parameters"][name].shape)
+        raise ValueError(f"{name} has the shape {shape} in this script")
     else:
-        own[name] = value
+        (own["_buffers"] if name in own["_buffers"] else own)[name] = value
 
 
 def _no_put(name: Any, value: Any) -> None:
     """In a tuple only what is changed in place comes back."""
 
 
-def _vars(thing: Any) -> dict[str, Any] | None:
+def _attributes(thing: Any) -> tuple[dict[str, Any], Write]:
+    """Those in ``__dict__`` and ``__slots__``, and what sets one of them."""
     try:
         own = object.__getattribute__(thing, "__dict__")
     except Exception:  # none, or a proxy of somebody's
-        return None
-    return own if type(own) is dict else None
-
-
-def _slots(thing: Any) -> dict[str, Any]:
-    found = {}
+        own = None
+    found = dict(own) if type(own) is dict else {}
     for kind in type(thing).__mro__:
         for name, slot in vars(kind).items():
             if type(slot) is types.MemberDescriptorType and name[:2] != "__":
-                try:
+                with contextlib.suppress(AttributeError):  # not set yet
                     found[name] = slot.__get__(thing)
-                except AttributeError:  # not set yet
-                    continue
-    return found
 
-
-def _writer(
-    thing: Any, own: dict[str, Any] | None, slots: Mapping[str, Any]
-) -> Callable[[str, Any], None]:
     def write(name: str, value: Any) -> None:
-        if own is not None and name not in slots:
+        if type(own) is dict and (name in own or name not in found):
             own[name] = value
         else:
             object.__setattr__(thing, name, value)
 
-    return write
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not _NONE
-    except ValueError:
-        return False
+    return found, write
 
 
 @functools.lru_cache(maxsize=4096)
@@ -662,66 +559,57 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(itertools.chain(code.co_names, *inner)))
 
 
-def _first(entries: Iterable[Any]) -> list[Any]:
-    return list(itertools.islice(entries, _LARGE))
-
-
-def _is_name(key: Any) -> bool:
-    return type(key) in (str, int, float, bool) or (type(key) is tuple and is_plain(key))
-
-
-def _joined(path: str, name: Any, *, is_item: bool = False) -> str:
-    """As a person writes it in Python."""
-    return f"{path}[{name!r}]" if is_item or type(name) is not str else f"{path}.{name}"
-
-
 def shown(path: str) -> str:
     """Without the function whose variable the path begins with."""
     return path.rpartition("().")[2]
 
 
-def _kind(value: Any) -> str:
-    return type(value).__name__
+def _saved_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters of a module and those of its buffers that are part of its state."""
+    own = vars(module)
+    for name, one in (*own["_parameters"].items(), *own["_buffers"].items()):
+        if one is not None and name not in own["_non_persistent_buffers_set"]:
+            yield one
 
 
-def _place_of(iterator: Any) -> object:
-    """What tells whether an iterator has moved; None of one that a run hands out."""
-    if type(iterator) is types.GeneratorType:
-        frame = iterator.gi_frame
-        if iterator.gi_running or (frame and "hydroslurm" in frame.f_code.co_filename):
-            return None
+def _storage(tensor: torch.Tensor) -> int:
+    with contextlib.suppress(RuntimeError):  # a sparse one has none
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            return tensor.untyped_storage().data_ptr() or id(tensor)
+    return id(tensor)
+
+
+# --- what tells whether something has changed
+# ------------------------------------------------------------------------------------------------
+
+
+def _place_of(value: Any) -> object:
+    """What tells whether an iterator has moved, and what it reads; NONE of a run's own."""
+    if isinstance(value, rng.KINDS):
+        return rng.state_of(value)
+    if isinstance(value, (*_CONTAINERS, set, frozenset)):
+        return id(value), len(value)
+    if not _is_iterator(type(value)):
+        return value if type(value) in FLAT else id(value)
+    if type(value) is types.GeneratorType:
+        frame = value.gi_frame
+        if value.gi_running or (frame and "hydroslurm" in frame.f_code.co_filename):
+            return NONE
         if frame is None:
             return "at its end"
         local = frame.f_locals
-        if any(_is_position(type(value)) for value in local.values()):
-            return None  # what it reads goes on where it stood
-        found = (frame.f_lasti, *(_identity(local[name]) for name in sorted(local)))
+        parts = [frame.f_lasti, *(local[name] for name in sorted(local))]
         if hasattr(local, "clear"):  # before Python 3.13 a copy, which the frame keeps
             local.clear()
-        return found
-    inner = [one for one in gc.get_referents(iterator) if not isinstance(one, type)]
+        # of a loader that a run follows: what is read goes on where it stood
+        kinds = [kind for one in parts for kind in type(one).__mro__]
+        is_ours = any(kind.__module__.startswith("hydroslurm.integrations") for kind in kinds)
+        return NONE if is_ours else tuple(map(_place_of, parts))
+    inner = [one for one in gc.get_referents(value) if not isinstance(one, type)]
     inner += [each for one in inner if type(one) is tuple for each in one]  # of a zip
-    marks = [_identity(one) for one in inner]
-    if any(mark is None and one is not None for mark, one in zip(marks, inner, strict=True)):
-        return None
-    hint = iterator.__length_hint__() if hasattr(iterator, "__length_hint__") else None
-    shown = repr(iterator) if isinstance(iterator, itertools.count) else None
-    return (hint, shown, *marks)
-
-
-def _is_position(kind: type) -> bool:
-    """Whether a run has put a loader that it follows in the place of the script's."""
-    return any(one.__module__.startswith("hydroslurm.integrations") for one in kind.__mro__)
-
-
-def _identity(value: Any) -> object:
-    if _is_iterator(type(value)):
-        return _place_of(value)
-    if isinstance(value, rng.KINDS):
-        return rng.state_of(value)
-    if isinstance(value, _CONTAINERS):
-        return id(value), len(value)
-    return value if type(value) in _FLAT else id(value)
+    places = [_place_of(one) for one in inner]
+    hint = value.__length_hint__() if hasattr(value, "__length_hint__") else None
+    return NONE if any(one is NONE for one in places) else (hint, *places)
 
 
 def _is_iterator(kind: type) -> bool:
@@ -729,97 +617,57 @@ def _is_iterator(kind: type) -> bool:
     return hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
 
 
-def _saved_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters of a module and those of its buffers that are part of its state."""
-    own = vars(module)
-    for name, one in (*own["_parameters"].items(), *own["_buffers"].items()):
-        is_saved = one is not None and name not in own["_non_persistent_buffers_set"]
-        if is_saved and is_dense(one) and one.numel():
-            yield one
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    if is_dtensor(tensor):
-        return id(tensor)
-    return tensor.untyped_storage().data_ptr() or id(tensor)
-
-
-# --- what tells whether a value has changed
-# ------------------------------------------------------------------------------------------------
-
-
 def _is_large(value: Any) -> bool:
-    return isinstance(value, (dict, *MANY)) and len(value) > _LARGE
+    if isinstance(value, _ARRAYS):
+        return form_of(value) is not NONE and value.nbytes > _LARGE_BYTES
+    return isinstance(value, (dict, *forms.MANY)) and len(value) > _LARGE
 
 
-@dataclass(frozen=True)
-class _Noted:
-    """A copy of a value; or of what is too large to be copied, and may never change, a sample.
-
-    Attributes:
-        same: asks for the object that it was.
-    """
-
-    same: Callable[[], Any]
-    copy: Any
-    is_sample: bool = False
-
-
-def _sample(value: Any) -> Any:
+def _looks(value: Any) -> Any:
+    """By what it is seen whether a value has changed: its form; of what is too large to be copied,
+    and may never change, a sample; of what no checkpoint can hold, a mark, or NONE."""
+    is_large = _is_large(value)
+    if not is_large and (form := form_of(value)) is not NONE:
+        return form
     if isinstance(value, torch.Tensor):
-        sample = torch.empty(0)
-        if value.is_contiguous():  # a write through .data is not counted
-            sample = value.detach().view(-1)[:: value.numel() // _SAMPLED].clone()
-        return int(value._version), sample
-    if isinstance(value, np.ndarray):
-        return _sum_of(value) if value.flags.writeable else 0
-    step = max(1, len(value) // _SAMPLED)
-    entries = value.values() if isinstance(value, Mapping) else value
-    sampled = value[::step] if isinstance(value, (list, tuple)) else entries
-    return len(value), [id(one) for one in itertools.islice(sampled, 2 * _SAMPLED)]
+        if is_lazy(value) or value.is_meta:
+            return NONE
+        flat = value.detach().view(-1) if is_large and value.is_contiguous() else torch.empty(0)
+        version = None if value.is_inference() else value._version  # no write through .data counts
+        return id(value), version, flat[:: max(1, flat.numel() // _SAMPLED)]
+    if type(value) is np.ndarray and value.dtype.kind == "O":
+        return tuple(map(id, value.reshape(-1)[:_LARGE]))
+    if type(value) is np.ndarray and not value.dtype.hasobject:
+        return _sum_of(value) if value.flags.writeable else id(value)
+    if is_large:
+        step = max(1, len(value) // _SAMPLED)
+        entries = value.values() if isinstance(value, Mapping) else value
+        sampled = value[::step] if isinstance(value, (list, tuple)) else entries
+        return len(value), [id(one) for one in itertools.islice(sampled, 2 * _SAMPLED)]
+    is_told = isinstance(value, (set, frozenset, enum.Enum)) or _is_iterator(type(value))
+    return _place_of(value) if is_told else NONE
 
 
 def _sum_of(array: Any) -> int:
     """Of all bytes, or of many pieces from one end to the other."""
-    flat = array.reshape(-1).view(np.uint8) if array.flags.c_contiguous else None
-    if flat is None:
-        return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    if flat.nbytes <= 8 * _LARGE_BYTES:
-        return zlib.crc32(flat.data)
-    found, step = 0, flat.nbytes // _SAMPLED
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    step = max(1, flat.nbytes // _SAMPLED)
+    piece, found = 2048 if flat.nbytes > 8 * _LARGE_BYTES else step, 0
     for start in range(0, flat.nbytes, step):
-        found = zlib.crc32(flat[start : start + 2048].data, found)
+        found = zlib.crc32(flat[start : start + piece].data, found)
     return found
 
 
-def _noted(value: Any) -> Any:
-    """By what it will be seen whether this value has changed."""
-    if type(value) in _FLAT:
-        return value
-    is_array = isinstance(value, (torch.Tensor, np.ndarray))
-    same = weakref.ref(value) if is_array else lambda: value
-    if is_array:
-        counts = isinstance(value, np.ndarray) or not value.is_inference()
-        if counts and value.nbytes > _LARGE_BYTES:
-            return _Noted(same, _sample(value), is_sample=True)
-    elif _is_large(value):
-        return _Noted(same, _sample(value), is_sample=True)
-    return _Noted(same, _saved_form(value))
+def _noted(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {k: v if type(v) in FLAT else forms.copied(_looks(v)) for k, v in values.items()}
 
 
-def _shows(noted: Any, value: Any) -> bool:
-    if type(value) in _FLAT:
-        return type(noted) is type(value) and (noted is value or bool(noted == value))
-    if not isinstance(noted, _Noted):
-        return False
-    if noted.is_sample:
-        return noted.same() is value and equal(_sample(value), noted.copy)
-    return equal(_form(value), noted.copy)
+def _same(value: Any) -> Callable[[], Any]:
+    return weakref.ref(value) if isinstance(value, _ARRAYS) else lambda: value
 
 
-def _form(value: Any) -> Any:
-    return rng.state_of(value) if isinstance(value, rng.KINDS) else value
-
-
-def _saved_form(value: Any) -> Any:
-    return plain(_form(value))
+def _is_as(noted: Mapping[Any, Any], name: Any, value: Any) -> bool:
+    before = noted.get(name, NONE)
+    if type(value) in FLAT:
+        return type(before) is type(value) and (before is value or bool(before == value))
+    return before is not NONE and forms.equal(_looks(value), before)

@@ -8,50 +8,41 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-_OWN_PROGRESS = "its framework saves it"
-_OUTSIDE = "what it shows lies outside of this process"
-_DATA = "data, which a training reads"
-_POSITION = "its position is saved"
-_CACHE = "caches and settings of a library"
 ENTERED = ""
 """In the place of a reason: objects of this package are looked into."""
 
-KNOWN: Mapping[str, str] = {
-    "hydroslurm": "the run saves it",
-    "torch": "a state_dict() has it, or it is none",
-    "torch.utils.data": ENTERED,
-    "torch.utils.data.dataloader._BaseDataLoaderIter": _POSITION,
-    "torch.utils.data.dataloader._SingleProcessDataLoaderIter": _POSITION,
-    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": _POSITION,
-    "torch.utils.tensorboard": _OUTSIDE,
-    "torchvision": ENTERED,
-    "torchdata": ENTERED,
-    "torchdata.stateful_dataloader": _POSITION,
-    "torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader": ENTERED,
-    "accelerate": _OWN_PROGRESS,
-    "accelerate.data_loader": ENTERED,
-    "lightning": _OWN_PROGRESS,
-    "lightning_fabric": _OWN_PROGRESS,
-    "pytorch_lightning": _OWN_PROGRESS,
-    "transformers": _OWN_PROGRESS,
-    "transformers.data": ENTERED,
-    "transformers.trainer_utils.RemoveColumnsCollator": ENTERED,
-    "trl": _OWN_PROGRESS,
-    "peft": _OWN_PROGRESS,
-    "peft.tuners.adalora": ENTERED,
-    "deepspeed": _OWN_PROGRESS,
-    "torchmetrics": _OWN_PROGRESS,
-    **dict.fromkeys(("datasets", "pyarrow", "pandas", "polars", "PIL", "h5py", "lmdb"), _DATA),
-    **dict.fromkeys(("cv2", "av", "decord", "webdataset"), _DATA),
-    **dict.fromkeys(("tokenizers", "sentencepiece", "sklearn", "scipy", "numba", "triton"), _CACHE),
-    **dict.fromkeys(("omegaconf", "hydra", "matplotlib", "IPython", "pydantic", "jax"), _CACHE),
-    **dict.fromkeys(("numpy", "_pytest", "pytest", "pluggy", "tensorflow"), _CACHE),
-    **dict.fromkeys(("wandb", "tensorboard", "tensorboardX", "mlflow", "comet_ml"), _OUTSIDE),
-    **dict.fromkeys(("neptune", "aim", "clearml", "swanlab", "loguru", "tqdm", "rich"), _OUTSIDE),
-    **dict.fromkeys(("ray", "dask", "psutil", "pynvml", "fsspec", "boto3", "grpc"), _OUTSIDE),
-    **dict.fromkeys(("requests", "urllib3", "httpx", "aiohttp", "zmq", "redis"), _OUTSIDE),
-    **dict.fromkeys(sys.stdlib_module_names - {"__main__"}, _OUTSIDE),
+_TABLE = {
+    "the run saves it": "hydroslurm",
+    "a state_dict() has it, or it is none": "torch",
+    "its framework saves it": (
+        "accelerate lightning lightning_fabric pytorch_lightning transformers trl peft deepspeed "
+        "torchmetrics"
+    ),
+    "its position is saved": (
+        "torch.utils.data.dataloader._BaseDataLoaderIter "
+        "torch.utils.data.dataloader._SingleProcessDataLoaderIter "
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter "
+        "torchdata.stateful_dataloader"
+    ),
+    "data, which a training reads": (
+        "datasets pyarrow pandas polars PIL h5py lmdb cv2 av decord webdataset"
+    ),
+    "caches and settings of a library": (
+        "tokenizers sentencepiece sklearn scipy numba triton omegaconf hydra matplotlib IPython "
+        "pydantic jax numpy _pytest pytest pluggy tensorflow"
+    ),
+    "what it shows lies outside of this process": (
+        "torch.utils.tensorboard wandb tensorboard tensorboardX mlflow comet_ml neptune aim "
+        "clearml swanlab loguru tqdm rich ray dask psutil pynvml fsspec boto3 grpc requests "
+        f"urllib3 httpx aiohttp zmq redis {' '.join(sys.stdlib_module_names - {'__main__'})}"
+    ),
+    ENTERED: (
+        "torch.utils.data torchvision torchdata accelerate.data_loader transformers.data "
+        "torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader "
+        "transformers.trainer_utils.RemoveColumnsCollator peft.tuners.adalora queue"
+    ),
 }
+KNOWN: Mapping[str, str] = {name: why for why, names in _TABLE.items() for name in names.split()}
 """A package, a module in it or a class -> why nothing in its objects is state of a training. The
 longest name that fits counts."""
 

@@ -14,10 +14,16 @@ nothing is imported, called by name or unpickled. That is why checkpoints can be
 from __future__ import annotations
 
 import base64
+import datetime
 import math
+import pathlib
 import struct
+import uuid
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -33,7 +39,7 @@ MOST_DEPTH = 150
 """Containers inside one another. Each takes up to four levels of JSON, of which a reader accepts a
 limited number."""
 
-_NUMPY_KINDS = "biufcSUmM"
+NUMPY_KINDS = "biufcSUmM"
 """All but object arrays and structured ones."""
 
 FACTORIES: dict[str, Callable[[], Any]] = {
@@ -151,7 +157,7 @@ class _Encoder:
             return value  # type: ignore[no-any-return]
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
+        if isinstance(value, np.generic) and value.dtype.kind in NUMPY_KINDS:
             kind = np.generic
         if kind in _LEAVES:
             tag, to_json, _ = _LEAVES[kind]
@@ -185,7 +191,7 @@ class _Encoder:
             return {"$counter": self._pairs(value, path)}
         if kind is defaultdict:
             return {"$defaultdict": [_factory(value, path), self._pairs(value, path)]}
-        if kind is np.ndarray and value.dtype.kind in _NUMPY_KINDS:
+        if kind is np.ndarray and value.dtype.kind in NUMPY_KINDS:
             raw = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
             return {"$ndarray": [value.dtype.str, list(value.shape), self._tensor(raw, path)]}
         raise _unsavable(value, path)
@@ -307,7 +313,7 @@ def _unsavable(value: Any, path: str) -> UnsavableState:
     return UnsavableState(
         f"{path} is a {name}, which could be saved by pickling only; that is never done, because "
         "reading such a file runs what is in it. Put plain values and tensors there (an enum's "
-        ".value, a Path as str, a dataclass as a dict), or register an object whose state_dict() "
+        ".value, a dataclass as a dict), or register an object whose state_dict() "
         "holds such values"
     )
 
@@ -444,6 +450,34 @@ _LEAVES: dict[type, tuple[str, Callable[[Any], JsonValue], Callable[[Any], Any]]
         lambda value: [value.start, value.stop, value.step],
         lambda body: range(*body),
     ),
+    **{
+        kind: (tag, str, kind)
+        for tag, kind in {
+            "$fraction": Fraction,
+            "$decimal": Decimal,
+            "$uuid": uuid.UUID,
+            "$path": type(pathlib.Path()),
+            "$pure_path": pathlib.PurePosixPath,
+        }.items()
+    },
+    **{
+        kind: (tag, kind.isoformat, kind.fromisoformat)
+        for tag, kind in {
+            "$datetime": datetime.datetime,
+            "$date": datetime.date,
+            "$time": datetime.time,
+        }.items()
+    },
+    datetime.timedelta: (
+        "$timedelta",
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda body: datetime.timedelta(*body),
+    ),
+    array: (
+        "$array",
+        lambda value: [value.typecode, _base64(value.tobytes())],
+        lambda body: array(body[0], base64.b64decode(body[1])),
+    ),
     torch.Size: ("$size", list, torch.Size),
     torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch."), _dtype),
     torch.device: ("$device", str, torch.device),
@@ -454,6 +488,8 @@ _LEAVES: dict[type, tuple[str, Callable[[Any], JsonValue], Callable[[Any], Any]]
     ),
 }
 """Type -> its tag, and the way to JSON and back."""
+LEAVES = frozenset(_LEAVES) - {np.generic} | {bool, str, type(None)}
+"""Types of single values that come back as they are; numpy's as well."""
 
 _FROM_JSON = {tag: from_json for tag, _, from_json in _LEAVES.values()}
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.checkpoint.plain import tensors_in
+from hydroslurm.checkpoint.forms import tensors_in
 from hydroslurm.checkpoint.tree import encode
 from hydroslurm.data.epochs import later_batches
 from hydroslurm.data.position import position_of

@@ -26,8 +26,8 @@ import torch
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.census import Variables
+from hydroslurm.checkpoint.forms import copied, is_plain, tensors_in
 from hydroslurm.checkpoint.known import reason
-from hydroslurm.checkpoint.plain import is_plain, plain, tensors_in
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.framework_run import FrameworkRun, replace
@@ -161,7 +161,9 @@ def _of_result(result: Any) -> dict[str, Any] | None:
 def _values(result: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """Copies of these attributes, as far as they are there: metrics change theirs in place."""
     found = {name: getattr(result, name) for name in names if hasattr(result, name)}
-    return {name: plain(one) for name, one in found.items() if isinstance(one, (torch.Tensor, int))}
+    return {
+        name: copied(one) for name, one in found.items() if isinstance(one, (torch.Tensor, int))
+    }
 
 
 _OF_SEVERAL: dict[str, Callable[[Any], Any]] = {

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from hydroslurm.checkpoint.forms import copied
 from hydroslurm.checkpoint.known import ENTERED, KNOWN, reason
-from hydroslurm.checkpoint.plain import plain
 from hydroslurm.checkpoint.tree import is_dtensor
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.accelerate_loader import PreparedLoader
@@ -100,9 +100,9 @@ class LoopState:
             "epoch": self.epoch,
             "steps_in_epoch": self.steps_in_epoch,
             "is_followed": self.is_followed,
-            "grad_norm": plain(self.grad_norm),
-            "learning_rate": plain(self.learning_rate),
-            "loss": plain(self.loss),
+            "grad_norm": copied(self.grad_norm),
+            "learning_rate": copied(self.learning_rate),
+            "loss": copied(self.loss),
             "is_training": bool(self._trainer.model.training),
             "flags": self._flags_now(),
             "began_at": {n: int(getattr(self._trainer, n, 0)) for n in _BEGAN_AT},

@@ -26,8 +26,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hydroslurm.checkpoint.census import Census, Unkept, Variables, names_in, shown
+from hydroslurm.checkpoint.forms import size_bytes
 from hydroslurm.checkpoint.known import KNOWN
-from hydroslurm.checkpoint.plain import size_bytes
 from hydroslurm.checkpoint.tree import local_of
 from hydroslurm.training.objects import bare
 
@@ -178,6 +178,17 @@ class Contents:
             for some in (*model.parameters(), *model.buffers()):
                 return some.device
         return torch.device("cpu")
+
+
+def names_of(state: Mapping[str, Any], *, without: Collection[str], most: int = 8) -> str:
+    """Of what is saved so, but for what is in the roots of these names."""
+    names = [
+        f"{shown(path)}.{name}".lstrip(".")
+        for path, values in state.get("objects", {}).items()
+        for name in values
+        if path.partition(".")[0] not in without
+    ]
+    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
 
 
 def largest(state: Mapping[str, Any]) -> str | None:

@@ -29,8 +29,8 @@ from torch.optim.optimizer import (
 )
 
 from hydroslurm.checkpoint import rng
+from hydroslurm.checkpoint.forms import copied
 from hydroslurm.checkpoint.outcome import Saved
-from hydroslurm.checkpoint.plain import plain
 from hydroslurm.checkpoint.rng import for_new_rank
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.events import EventKind
@@ -50,6 +50,7 @@ from hydroslurm.gate.protocol import GateState
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller, StopRequest
+from hydroslurm.training.contents import names_of
 from hydroslurm.training.reporting import notice, warning
 from hydroslurm.training.run import Run
 from hydroslurm.training.step_undo import StepUndo
@@ -93,6 +94,7 @@ class ElasticRun(Run):
         self._engine.sum.averages = bool(options.averaging_every)
         self._save_is_asked = False
         self._are_equal = True
+        self._counted_twice = ""
         super().__init__(**arguments)
         self._undo = StepUndo(self._objects, self._engine.sum)
         self._engine.is_paused = lambda: self._controller.state is not GateState.RUNNING
@@ -510,6 +512,14 @@ class ElasticRun(Run):
                 )
             )
         self._step, self._epoch = self._kept_at
+        names = names_of(self._contents.state(), without=self._objects.by_name())
+        if names and names != self._counted_twice:
+            self._counted_twice = names
+            warning(
+                f"step {self._step} is trained again, and what it has changed in objects and "
+                f"variables of the script is not taken back: it may count twice in {names}. What "
+                "has a state_dict() and is given to run.register(name, object) is taken back"
+            )
 
     def _count_step_left_early(self) -> None:
         """One that was dropped counts for nothing, and with its loop left nobody repeats it."""
@@ -530,7 +540,7 @@ class ElasticRun(Run):
     def _keep(self) -> None:
         """Note where the run is, between two steps."""
         own = self._position()
-        registered = {"registered": plain(own["registered"])} if "registered" in own else {}
+        registered = {"registered": copied(own["registered"])} if "registered" in own else {}
         self._kept_own = {**own, **registered}
         self._kept_at = self._step, self._epoch
         self._undo.keep()

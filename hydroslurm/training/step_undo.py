@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hydroslurm.checkpoint.plain import is_plain, plain, put
+from hydroslurm.checkpoint.forms import copied, is_plain, put
 from hydroslurm.elastic.accumulation import Accumulation
 from hydroslurm.elastic.reduction import GradientSum
 from hydroslurm.training.contents import fingerprint
@@ -252,7 +252,7 @@ def _copied(value: Any, before: Any = None) -> Any:
         return {key: _copied(one, known.get(key)) for key, one in value.items()}
     if type(value) is list and type(before) is list and len(before) == len(value):
         return [_copied(one, known) for one, known in zip(value, before, strict=True)]
-    return plain(value)
+    return copied(value)
 
 
 def _is_written(value: Any) -> bool:

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter, OrderedDict, deque, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from hydroslurm.checkpoint import census as census_module
 from hydroslurm.checkpoint.census import Census, Variables
-from hydroslurm.checkpoint.plain import equal
+from hydroslurm.checkpoint.forms import equal
 from hydroslurm.checkpoint.tree import decode, encode
 
 
@@ -204,10 +204,52 @@ PLACES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
         lambda one: (setattr(one["loss"], "count", 1), setattr(one["top1"], "sum", 0.5)),
         "it['loss']: count; it['top1']: sum",
     ),
+    "what a class counts": (
+        lambda: Marked(count=0), lambda _: Marked.seen.append(1), f"{__name__}().Marked: seen",
+    ),
+    "a default": (
+        lambda: functools.partial(kept_by_default, []), lambda one: one(), "it.func's defaults: 0",
+    ),
+    "arguments of a partial": (
+        lambda: functools.partial(list.append, []), lambda one: one(1), "it.args: 0",
+    ),
+    "what is in a tuple": (
+        lambda: Box(pair=(Noise(), {"n": 0})),
+        lambda one: one.pair[1].update(n=1),
+        "it.pair: 1",
+    ),
+    "a member of an enum": (
+        lambda: Box(phase=Phase.WARM), lambda one: setattr(one, "phase", Phase.MAIN), "it: phase",
+    ),
+    "objects by member": (
+        lambda: {Phase.WARM: Slotted()},
+        lambda one: setattr(one[Phase.WARM], "count", 2),
+        "it[WARM]: count",
+    ),
+    "named tuples": (
+        lambda: Box(best=Point(0.5, 1), all=[Point(0.5, Phase.WARM)]),
+        lambda one: (setattr(one, "best", Point(0.2, 3)), one.all.append(Point(1.0, None))),
+        "it: all, best",
+    ),
     "a namespace in a class of dict": (
         lambda: Config(rate=0.1), lambda one: one.update(rate=0.2), "it: rate",
     ),
 }  # fmt: skip
+
+
+class Marked(Box):
+    seen: ClassVar[list[int]] = []
+
+
+class Phase(enum.Enum):
+    WARM, MAIN = 1, 2
+
+
+Point = namedtuple("Point", "loss step")
+
+
+def kept_by_default(more: list[int], all: list[int] = []) -> None:  # noqa: B006
+    all.append(1)
 
 
 class Config(dict):  # type: ignore[type-arg]
@@ -586,11 +628,14 @@ def test_no_storage_is_exported() -> None:
     assert changed(census).keys() == {"free", "seen"}
 
 
-LOST = "can be saved no more, and the next attempt begins without it"
+LOST = "has changed and cannot be saved: the next attempt begins without that"
 MOVED = "is an iterator that has moved, and nothing can bring it back to its place"
 
 # --- what cannot come back
 # ------------------------------------------------------------------------------------------------
+
+
+Local = enum.Enum("Local", "A B", qualname="function.<locals>.Local")
 
 
 def endless() -> Any:
@@ -613,9 +658,12 @@ def waits() -> Any:
         (lambda: Box(it=iter([1, 2])), lambda one: next(one.it), f"(list_iterator) {MOVED}"),
         (lambda: Box(it=zip("ab", "cd", strict=True)), lambda one: next(one.it), f"(zip) {MOVED}"),
         (lambda: Box(it=enumerate("ab")), lambda one: next(one.it), f"(enumerate) {MOVED}"),
-        (lambda: Box(it=itertools.count()), lambda one: next(one.it), f"(count) {MOVED}"),
+        (lambda: Box(it=itertools.cycle("ab")), lambda one: next(one.it), f"(cycle) {MOVED}"),
         (lambda: Box(it=waits()), lambda one: next(one.it), ""),
         (lambda: Box(it=None), lambda one: setattr(one, "it", open), ""),
+        (lambda: Box(it=np.zeros(2, "i4,f4")), lambda one: one.it.fill(1), f"(ndarray) {LOST}"),
+        (lambda: Box(it=torch.eye(2).to_sparse()), lambda one: one.it.mul_(2), f"(Tensor) {LOST}"),
+        (lambda: Box(it=Local.A), lambda one: setattr(one, "it", Local.B), f"(Local) {LOST}"),
     ],
 )
 def test_what_is_named(make: Callable[[], Any], step: Callable[[Any], Any], said: str) -> None:
@@ -635,7 +683,7 @@ def test_a_flag_beside_an_object_that_the_first_step_has_made() -> None:
     census = noted(one)
     one.is_ready, one.file = True, weakref.WeakSet()
     assert [str(each) for each in census.unkept()] == [
-        "it.file (WeakSet) can be saved no more, and the next attempt begins without it",
+        "it.file (WeakSet) has changed and cannot be saved: the next attempt begins without that",
         "it.is_ready (True) says that file is there, which the next attempt has to make again: it "
         "is not saved",
     ]
