@@ -47,7 +47,7 @@ _NO_LINK = (
 _NOTED = 8
 """Checkpoints that are remembered: more than are kept."""
 
-_AT_A_TIME = 1 << 20
+_AT_A_TIME = 1 << 22
 """Numbers of eight bytes that an accelerator mixes at a time, with a few copies of them."""
 
 
