@@ -206,7 +206,7 @@ class MemberAgent(NodeAgent):
         self._asked_s, self._said_step = None, worker_group.group_rank != 0
         self._watch = Watch(self._timing)
         self._look_at_s, self._hang = 0.0, ""
-        self._member.note_progress(None, None)
+        self._member.note_progress(0, None)  # those of before do not count once one has resumed
         self._member.note_pace(0.0, 0.0)  # that of another size is taken for the one of this
         form = self._generations.form
         assert form is not None
