@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from processes import LIMIT_S, wait_until
 from zygote import ForkedChild
 
+from hydroslurm.elastic.coordinator import Coordinator, start
 from hydroslurm.elastic.folder import (
     ELASTIC_ENV,
     MEMBER_ENV,
@@ -61,22 +63,22 @@ BEGIN = """
 """
 """Of each training here: a linear function to learn, whose samples know their number."""
 
-TRAIN = (
+START = (
     BEGIN
     + """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+)
+TRAIN = (
+    START
+    + """
     torch.manual_seed(options.get("seed", 0))
     rest = [] if options.get("plain") else [nn.BatchNorm1d(16), nn.Dropout(0.1)]
     net = nn.Sequential(nn.Linear(8, 16), *rest, nn.ReLU(), nn.Linear(16, 1))
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.9)
-    loader = DataLoader(
-        data,
-        batch_size=options["batch"],
-        sampler=ResumableSampler(data),
-        num_workers=options.get("workers", 0),
-    )
+    loader = DataLoader(data, batch_size=options["batch"], sampler=ResumableSampler(data))
     with hydroslurm.Run(
         model=model, optimizer=optimizer, scheduler=scheduler, loader=loader,
         every_s=0, elastic=True,
@@ -119,6 +121,22 @@ def write_options(folder: ElasticFolder, **options: Any) -> None:
     times = {one.name: options.pop(one.name) for one in fields(Timing) if one.name in options}
     options |= {"size": Size(**sizes), "timing": Timing(**times)}
     folder.write_options(CoordinatorOptions(**options))
+
+
+def formed(folder: ElasticFolder, *names: str, **options: Any) -> Coordinator:
+    """A coordinator in this process; these members have come, and train."""
+    folder.write_options(CoordinatorOptions(host="127.0.0.1", **options))
+    one = start(folder)
+    for name in names:
+        rank, now_s = (name, 0), time.monotonic()
+        new: Any = {"local_size": 1, "node": "n1", "generation": 0, "holding": False}
+        one.act(one.membership.join(rank, **new, now_s=now_s))
+        one.act(one.membership.ready(rank, now_s))
+    assert one.membership.change is not None
+    number = one.membership.change.number
+    for name in names:
+        one.act(one.membership.formed((name, 0), number, True, 0.0, time.monotonic()))
+    return one
 
 
 class ElasticStory:
@@ -259,6 +277,12 @@ class ElasticStory:
         return f"{said}\n--- ledger\n{ledger}"
 
 
+def goes_on(story: ElasticStory, name: str, *, steps: int = 2) -> None:
+    """Until a member has trained so many more."""
+    before = len(story.steps(name))
+    wait_until(lambda: len(story.steps(name)) > before + steps, lambda: f"{name} to go on\n{story}")
+
+
 def steps_of(child: ForkedChild, word: str = "STEP") -> list[dict[str, Any]]:
     """The steps that it has said it trains."""
     told = [line.partition(" ") for line in child.lines]
@@ -369,56 +393,3 @@ def losses(story: ElasticStory) -> dict[tuple[int, str], float]:
                 key = one["step"], shard
                 newest[key] = max(newest.get(key, (0, 0.0)), (one["generation"], loss))
     return {key: loss for key, (_, loss) in newest.items()}
-
-
-# --- a model that each member of two ranks shards
-
-SHARDED = """
-    import json, os, sys, time
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    import hydroslurm
-
-    options = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    own = {}
-    if "store" in options:  # else Slurm says it
-        rank = int(os.environ["LOCAL_RANK"])
-        own = {"store": dist.FileStore(options["store"], 2), "rank": rank, "world_size": 2}
-    dist.init_process_group("gloo", **own)
-    torch.manual_seed(options.get("seed", 0))
-    net = nn.Sequential(nn.Linear(8, 17), nn.ReLU(), nn.Linear(17, 1))
-    mesh = init_device_mesh("cpu", (2,))
-    fully_shard(net[0], mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    state = hydroslurm.elastic.State(model=net, optimizer=optimizer, batch=0)
-
-    @hydroslurm.elastic.run
-    def train(state):
-        while state.batch < options["batches"]:
-            x = torch.randn(24, 8, generator=torch.Generator().manual_seed(state.batch))
-            x = x.chunk(dist.get_world_size())[dist.get_rank()]
-            loss = nn.functional.mse_loss(net(x), x.sum(1, keepdim=True))
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            if options.get("sums"):
-                dist.all_reduce(loss.detach())  # of the script's own, which raises
-            optimizer.step()
-            print("STEP", json.dumps({"step": state.batch, "size": dist.get_world_size()}))
-            time.sleep(0.0 if os.path.exists(options["hurry"]) else 0.05)
-            if state.batch == 200 and dist.get_rank() // 2 == 0:
-                group = mesh.get_group()
-                dcp.save(net.state_dict(), checkpoint_id=options["saved"], process_group=group)
-            state.batch += 1
-            state.commit()
-
-    train(state)
-    weights = [one.full_tensor().double().square().sum().item() for one in net.parameters()]
-    print("DONE", json.dumps({"weights": weights, "node": dist.get_world_size()}))
-"""

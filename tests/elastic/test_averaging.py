@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from elasticstory import (
@@ -24,14 +26,12 @@ EVERY = 8
 APART = (
     TRAIN.replace("import json,", "import hashlib, json,")
     .replace("every_s=0,", "every_steps=5,")
-    .replace("step = run.step\n", f"step = run.step\n            began = {HASH_OF_WEIGHTS}\n")
     .replace(
-        '"step": step,',
-        '"step": step, "began": began, "before": before, "after": sum_of(net),',
+        "step = run.step\n",
+        f"step = run.step\n            before, began = sum_of(net), {HASH_OF_WEIGHTS}\n",
     )
     .replace(
-        "began = ",
-        "before = sum_of(net)\n            began = ",
+        '"step": step,', '"step": step, "began": began, "before": before, "after": sum_of(net),'
     )
     .replace(
         "    with hydroslurm.Run(",
@@ -59,34 +59,26 @@ def test_weights_are_equal_when_it_matters(tmp_path: Path) -> None:
         story.signal("b", signal.SIGKILL)
         ends = [story.done(name) for name in "cd"]
     assert ends[0]["weights"] == ends[1]["weights"], story
-    begun: dict[tuple[int, int], set[str]] = {}
-    for log in story.all_steps():
-        for one in log:
-            begun.setdefault((one["generation"], one["step"]), set()).add(one["began"])
+    begun: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    for one in (one for log in story.all_steps() for one in log):
+        begun[one["generation"], one["step"]].append(one)
     first = {generation: min(s for g, s in begun if g == generation) for generation, _ in begun}
-    for (generation, step), weights in begun.items():
-        if step % EVERY == 0 or step == first[generation]:
-            assert len(weights) == 1, (generation, step)
-    assert any(len(weights) > 1 for weights in begun.values())
+    last = {step: max(g for g, s in begun if s == step) for _, step in begun}  # else it was dropped
+    different = [key for key, of in begun.items() if len({one["began"] for one in of}) > 1]
+    assert different
+    for generation, step in (key for key in different if key[0] == last[key[1]]):
+        assert step % EVERY
+        assert step != first[generation]
     *announced, killed = story.entries("generation")
     assert [one["lost"] for one in announced] == [[]] * 4, story
     assert killed["lost"] == ["b"]
     assert any(first[one["generation"]] % EVERY for one in announced)
-    told = [one for log in story.all_steps() for one in log]
-    for change in announced[1:]:
-        at = first[change["generation"]]
-        old = [
-            one
-            for one in told
-            if (one["generation"], one["step"]) == (change["generation"] - 1, at - 1)
-        ]
-        (new,) = {
-            one["before"]
-            for one in told
-            if (one["generation"], one["step"]) == (change["generation"], at)
-        }
+    for generation in (one["generation"] for one in announced[1:]):
+        at = first[generation]
+        old = [one["after"] for one in begun[generation - 1, at - 1]]
+        (new,) = {one["before"] for one in begun[generation, at]}
         assert len(old) in (2, 3)
-        assert new == pytest.approx(sum(one["after"] for one in old) / len(old), rel=1e-4)
+        assert new == pytest.approx(sum(old) / len(old), rel=1e-4)
     saved = {int(one.name[5:]) for one in (story.folder.run / "checkpoints").glob("step-*")}
     assert saved
     assert all(step % EVERY == 0 or step == ends[0]["step"] for step in saved), saved

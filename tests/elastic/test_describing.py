@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from elasticstory import formed
 from typer.testing import CliRunner
 
 from hydroslurm.cli import app
@@ -15,8 +16,8 @@ from hydroslurm.cli.describe import plain_job_lines
 from hydroslurm.cli.elastic import elastic_lines, member_lines
 from hydroslurm.cli.status import _print_status, size_line
 from hydroslurm.core.rundir import RunDir, comment_for_members
-from hydroslurm.elastic.coordinator import Coordinator, start
-from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
+from hydroslurm.elastic.coordinator import Coordinator
+from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.roster import MemberState, Send, Size
 from hydroslurm.jobs.control.requests import ranks_dir_of
 from hydroslurm.jobs.control.view import JobView
@@ -26,29 +27,18 @@ from hydroslurm.slurm.values import Job, JobState
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     """Of members 124_0 and 124_1, of which the second has left after step 7."""
-    folder = ElasticFolder(run=tmp_path)
-    options = CoordinatorOptions(host="127.0.0.1", size=Size(min=1, max=2, wanted=2))
-    folder.write_options(options)
-    one = start(folder)
-    machine, ranks = one.membership, [("124_0", 0), ("124_1", 0)]
-
-    def change() -> int:
-        assert machine.change is not None
-        return machine.change.number
-
+    ranks = [("124_0", 0), ("124_1", 0)]
+    size = Size(min=1, max=2, wanted=2)
+    one = formed(ElasticFolder(run=tmp_path), "124_0", "124_1", size=size)
+    machine, now_s = one.membership, time.monotonic()
     try:
-        for rank in ranks:
-            known = {"local_size": 1, "node": "n1", "generation": 0, "holding": False}
-            one.act(machine.join(rank, **known, now_s=time.monotonic()))  # type: ignore[arg-type]
-            one.act(machine.ready(rank, time.monotonic()))
-        for rank in ranks:
-            one.act(machine.formed(rank, change(), True, 0.5, time.monotonic()))
-        one.act(machine.leave(ranks[1], "SIGTERM", time.monotonic()))
-        for rank in ranks:
-            one.act(machine.proposed(rank, change(), 7, time.monotonic()))
-        for rank in ranks:
-            one.act(machine.arrived(rank, change(), 7, time.monotonic()))
-        one.act(machine.formed(ranks[0], change(), True, 0.25, time.monotonic()))
+        one.act(machine.leave(ranks[1], "SIGTERM", now_s))
+        assert machine.change is not None
+        number = machine.change.number
+        for tell in (machine.proposed, machine.arrived):
+            for rank in ranks:
+                one.act(tell(rank, number, 7, now_s))
+        one.act(machine.formed(ranks[0], machine.change.number, True, 0.25, now_s))
         one.on_round()
         yield one
     finally:

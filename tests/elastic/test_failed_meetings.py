@@ -7,17 +7,13 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
-from elasticstory import TRAIN, ElasticStory
-from processes import captured, wait_until
+from elasticstory import TRAIN, ElasticStory, goes_on
+from processes import captured
 
-from hydroslurm.elastic.group import MEETING_S, GenerationGroup
-from hydroslurm.elastic.roster import Form
-from hydroslurm.errors import CoordinatorLost, RanksError
+from hydroslurm.elastic.group import MEETING_S
 
 UNREACHABLE = TRAIN.replace(
     "torch.manual_seed(options",
@@ -33,12 +29,12 @@ def test_a_newcomer_with_another_model_ends_with_its_own_error(tmp_path: Path) -
         "*rest, nn.ReLU(), nn.Linear(16, 1)", "nn.ReLU(), nn.Linear(options.get('width', 16), 1)"
     )
     with ElasticStory(tmp_path, program=program, max=2) as story:
-        story.start("a", epochs=4, step_s=0.03)
+        story.start("a", epochs=1000, step_s=0.03)
         story.wait_for_step("a", size=1)
-        story.start("b", epochs=4, width=17)
+        story.start("b", epochs=1000, width=17)
         assert story.ended("b") == 1, story
         assert "Load it into the class that it was saved from" in str(story)
-        story.done("a")
+        goes_on(story, "a")
         assert [one["member"] for one in story.entries("failure")] == ["b"], story
         assert len(story.entries("forming")) <= 3, story
 
@@ -83,7 +79,7 @@ DYING = TRAIN.replace(
 def test_a_newcomer_may_die_before_any_message(tmp_path: Path) -> None:
     """From the moment when it has said where it listens until it has the whole state: the others
     train on at once, without anybody who waits for it."""
-    deaths = [("meeting", n) for n in range(3)] + [("transfer", n) for n in range(6)]
+    deaths = [("meeting", 0), ("meeting", 1), ("meeting", 2), ("transfer", 0), ("transfer", 5)]
     with ElasticStory(tmp_path, program=DYING, max=3) as story:
         story.start_all("ab", epochs=1000, step_s=0.03)
         story.wait_for_step("a", size=2)
@@ -96,49 +92,6 @@ def test_a_newcomer_may_die_before_any_message(tmp_path: Path) -> None:
     assert {len(one["members"]) for one in generations} <= {2, 3}
     assert max(one["pause_s"] for one in generations) < MEETING_S / 2, generations
     assert [one["member"] for one in failures] == [f"c{number}" for number in range(len(deaths))]
-
-
-def goes_on(story: ElasticStory, name: str) -> None:
-    before = len(story.steps(name))
-    wait_until(lambda: len(story.steps(name)) > before + 2, lambda: f"{name} to go on\n{story}")
-
-
-class Nobody:
-    """A member whose others never come."""
-
-    local_rank = 0
-    broken = False
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.waited_s: list[float] = []
-
-    def set_value(self, key: str, value: bytes) -> None:
-        self.asked.append(key)
-
-    def get_values(self, keys: Sequence[str], *, timeout_s: float = 0.0) -> list[bytes]:
-        self.asked += keys
-        self.waited_s.append(timeout_s)
-        raise CoordinatorLost("nobody")
-
-
-def test_a_rank_that_has_failed_to_meet_looks_where_a_new_one_does() -> None:
-    """torch names a group by how many it has tried to make, and begins the keys of its store with
-    that: both would wait for each other, and for half an hour."""
-    member = Nobody()
-    group = GenerationGroup(cast(Any, member), backend="gloo")
-    keys = []
-    for generation in (1, 2):
-        member.asked.clear()
-        form = Form(
-            *(generation, generation, 0, 2, 2, 0),
-            **{"needs": (1,), "fresh": False, "cause": ""},
-        )
-        with pytest.raises(RanksError, match="nobody"):
-            group.form(form)
-        keys.append([key.split("/", 1)[1] for key in member.asked])
-    assert keys[0] == keys[1]
-    assert max(member.waited_s) <= MEETING_S
 
 
 ABORTED = """

@@ -13,15 +13,6 @@ from hydroslurm.elastic.membership import Membership
 from hydroslurm.elastic.roster import Close, Record, Refused, Send, Size
 
 
-def test_a_generation_begins_once_enough_are_there() -> None:
-    """Fewer than ``min`` do not train."""
-    world = gathered(1, min=2, max=3)
-    assert world.membership.generation == 0
-    world.start()
-    world.calm()
-    assert world.membership.current == ("m1", "m2")
-
-
 def test_scaling_down_sends_the_newest_away() -> None:
     """The members that are named go first, then the newest; a size out of bounds is refused."""
     world = gathered(4, max=4)
@@ -32,23 +23,6 @@ def test_scaling_down_sends_the_newest_away() -> None:
         world.membership.scale(5, [], world.now_s)
     with pytest.raises(ValueError, match="no member m9"):
         world.membership.scale(2, ["m9"], world.now_s)
-
-
-def test_a_spare_takes_the_place_of_one_that_goes() -> None:
-    """A member that waits, because no more are wanted, gets the ranks of one that leaves or dies in
-    the same change; those of the others stay."""
-    world = World(1, Size(min=1, max=4, wanted=3))
-    for _ in range(5):
-        world.start()
-    world.calm()
-    assert world.membership.current == ("m1", "m2", "m3")
-    world.act(world.membership.leave(("m2", 0), "preempted", world.now_s))
-    world.calm()
-    assert world.membership.current == ("m1", "m4", "m3")
-    world.kill(("m1", 0))
-    world.calm()
-    assert world.membership.current == ("m5", "m4", "m3")
-    assert world.membership.generation == 3
 
 
 def test_a_rank_that_lives_and_hangs_is_given_up() -> None:
@@ -113,19 +87,6 @@ def test_one_that_does_not_end_is_told_that_others_have() -> None:
     assert membership.tick(now_s + 2) == [Send(("m2", 0), told)]
     membership.beat(("m2", 0), 7, now_s, collectives=41, ended=True)
     assert membership.tick(now_s + 2) == []
-
-
-def test_below_min_the_state_is_saved_before_anyone_goes() -> None:
-    """The last ones that could go on save; then the run waits for more."""
-    world = gathered(2, min=2, max=2)
-    told = world.membership.leave(("m1", 0), "preempted", world.now_s)
-    assert [one.message["type"] for one in told if isinstance(one, Send)] == ["hold", "hold"]
-    world.act(told)
-    world.calm()
-    assert world.membership.state == "Suspended"
-    world.start()
-    world.calm()
-    assert world.membership.current == ("m3", "m2")
 
 
 def test_the_first_failure_is_the_one_that_counts() -> None:
@@ -193,10 +154,12 @@ def test_a_newcomer_that_cannot_be_met_is_left_out_and_has_failed() -> None:
 
 
 def test_one_that_tells_of_every_failure_is_left_out() -> None:
-    """Where all are new; the others wait for more."""
+    """Where all are new; the others wait for more, as many as ``min``."""
     world = World(1, Size(min=2, max=2, wanted=2))
     world.cannot_meet = {"m2"}
     world.start()
+    world.calm()
+    assert world.membership.generation == 0
     world.start()
     world.calm()
     assert "m2" not in world.membership.members

@@ -9,12 +9,54 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from elasticstory import SHARDED, ElasticStory
+from elasticstory import BEGIN, START, ElasticStory
 from torch import nn
 
 from hydroslurm.core.exitcodes import RUN_AGAIN
 
 BATCHES = 400
+SHARDED = (
+    BEGIN
+    + """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    store, rank = dist.FileStore(options["store"], 2), int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    torch.manual_seed(options.get("seed", 0))
+    net = nn.Sequential(nn.Linear(8, 17), nn.ReLU(), nn.Linear(17, 1))
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(net[0], mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    state = hydroslurm.elastic.State(model=net, optimizer=optimizer, batch=0)
+
+    @hydroslurm.elastic.run
+    def train(state):
+        while state.batch < options["batches"]:
+            x = torch.randn(24, 8, generator=torch.Generator().manual_seed(state.batch))
+            x = x.chunk(dist.get_world_size())[dist.get_rank()]
+            loss = nn.functional.mse_loss(net(x), x.sum(1, keepdim=True))
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            if options.get("sums"):
+                dist.all_reduce(loss.detach())  # of the script's own, which raises
+            optimizer.step()
+            print("STEP", json.dumps({"step": state.batch, "size": dist.get_world_size()}))
+            time.sleep(0.0 if os.path.exists(options["hurry"]) else 0.05)
+            if state.batch == 200 and dist.get_rank() // 2 == 0:
+                group = mesh.get_group()
+                dcp.save(net.state_dict(), checkpoint_id=options["saved"], process_group=group)
+            state.batch += 1
+            state.commit()
+
+    train(state)
+    weights = [one.full_tensor().double().square().sum().item() for one in net.parameters()]
+    print("DONE", json.dumps({"weights": weights, "node": dist.get_world_size()}))
+"""
+)
 
 
 @pytest.fixture
@@ -76,16 +118,13 @@ def test_shards_stay_while_members_change(story: ElasticStory, sums: bool) -> No
     assert [one["ranks"] for one in changes][-1] == 4
 
 
-REFUSED = """
-    import torch
-    import torch.distributed as dist
-    from torch import nn
+REFUSED = (
+    START
+    + """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    import hydroslurm
     from hydroslurm.elastic.sharded import Shards
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,))
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     fully_shard(net[0], mesh=mesh)
@@ -99,6 +138,7 @@ REFUSED = """
         except hydroslurm.errors.UsageError as error:
             print("REFUSED", error)
 """
+)
 
 
 def test_what_cannot_be_replicated_is_refused(tmp_path: Path) -> None:

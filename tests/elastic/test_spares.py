@@ -71,8 +71,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     [
         (signal.SIGKILL, 0),
         pytest.param(signal.SIGTERM, 1, marks=pytest.mark.long),
-        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long),
-        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.long),
     ],
 )
 def test_a_spare_goes_on_with_the_same_numbers(

@@ -81,12 +81,12 @@ def test_the_simulation_sees_two_generations_that_train() -> None:
 
 def test_a_change_costs_the_coordinator_no_more_than_its_messages() -> None:
     """Ten times the members cost far less than a hundred times the work; their messages grow at
-    most as n log n, which is 10 ** 1.2 from 50 to 500."""
-    costs = ([_cost_of_changes(n) for _ in range(3)] for n in (50, 500))
+    most as n log n, which is 10 ** 1.25 from 20 to 200."""
+    costs = ([_cost_of_changes(n) for _ in range(2)] for n in (20, 200))
     smaller, larger = (map(min, zip(*of_size, strict=True)) for of_size in costs)
     (seconds, messages), (more_seconds, more_messages) = smaller, larger
     assert more_seconds / seconds < 50
-    assert more_messages / messages <= 10**1.2
+    assert more_messages / messages <= 10**1.25
 
 
 def _cost_of_changes(members: int) -> tuple[float, float]:

@@ -6,23 +6,17 @@ import signal
 from pathlib import Path
 
 import pytest
-from elasticstory import ElasticStory
+from elasticstory import START, ElasticStory
 from processes import wait_until
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.training.attempts import finished_step
 
-TAIL = """
-    import json, os, signal, sys, time
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    import hydroslurm
-
-    options = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+TAIL = (
+    START
+    + """
+    import signal
     torch.manual_seed(options.get("seed", 0))
     net = torch.nn.Linear(8, 1)
     model = DistributedDataParallel(net)
@@ -59,10 +53,12 @@ TAIL = """
     ranks = torch.ones(2, 3)
     dist.all_reduce(ranks, group=dist.new_group())
     if dist.get_rank() == 0:
-        time.sleep(options.get("saves_s", 0.0))
+        while "held" in options and not os.path.exists(options["held"]):
+            time.sleep(0.01)
         torch.save({"ranks": ranks, **net.state_dict()}, options["final"])
     print("DONE", json.dumps({"ranks": int(ranks[0, 0])}))
 """
+)
 
 
 def state_of(folder: ElasticFolder) -> str:
@@ -73,7 +69,7 @@ def state_of(folder: ElasticFolder) -> str:
 def test_all_who_have_trained_do_together_what_follows(tmp_path: Path, shape: str) -> None:
     """They evaluate in one group, in groups of their own, and the first saves the final model,
     which a new coordinator waits for too; whoever comes late does nothing of it."""
-    told = {"shape": shape, "final": str(tmp_path / "final.pt"), "saves_s": 4.0}
+    told = {"shape": shape, "final": str(tmp_path / "final.pt"), "held": str(tmp_path / "go")}
     with ElasticStory(tmp_path, program=TAIL, max=3) as story:
         story.start_all("abc", **told)
         story.wait_for("trained")
@@ -83,6 +79,7 @@ def test_all_who_have_trained_do_together_what_follows(tmp_path: Path, shape: st
         wait_until(lambda: len(story.entries("done")) == 2, str(story))
         story.kill_coordinator()
         story.start_coordinator()
+        (tmp_path / "go").touch()
         assert [story.done(name)["ranks"] for name in "abc"] == [3, 3, 3]
         story.wait_for("finished")
         wait_until(lambda: state_of(story.folder) == "Succeeded", str(story))
