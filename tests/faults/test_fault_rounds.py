@@ -22,7 +22,7 @@ def test_a_round_can_be_drawn_again() -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(one, marks=[pytest.mark.long] if one >= 4 else []) for one in range(ROUNDS)],
+    [pytest.param(one, marks=[pytest.mark.long] if one >= 2 else []) for one in range(ROUNDS)],
 )
 def test_nothing_hangs_and_nothing_is_lost(number: int, player: Player) -> None:
     """Whatever is done to a run: no rank hangs, what was committed is there and whole, the next
