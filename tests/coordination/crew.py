@@ -4,7 +4,6 @@ directory, out: of the run, and where rank 0 writes what it has come to.
 epochs: of 4 steps; every rank takes its share of a batch of 12.
 hold: {"rank": r, "at": place} - that rank waits there until there is a file ``go``
     in the run folder; a place is "step 7" or "end".
-die: the same, and it ends there without a word.
 kind: "run", "job", or "own" for a loop that saves by itself.
 model: "ddp" or "fsdp". vacate: tests/vacate/model.py and its folder, for a kind "run".
 every_steps, every_s: of the Run. timeout_s: of collectives.
@@ -42,15 +41,12 @@ class Diary:
 
 
 def wait_here(options: dict[str, Any], rank: int, place: str) -> None:
-    """Hold or die, where the options say so."""
-    for what in ("hold", "die"):
-        wish = options.get(what)
-        if wish and wish["rank"] in (rank, "all") and wish["at"] == place:
-            os.write(1, f"rank {rank} at {place}\n".encode())
-            if what == "die":
-                os._exit(9)
-            while not (Path(options["directory"]) / "go").exists():
-                os.sched_yield()
+    """Hold, where the options say so."""
+    wish = options.get("hold")
+    if wish and wish["rank"] in (rank, "all") and wish["at"] == place:
+        os.write(1, f"rank {rank} at {place}\n".encode())
+        while not (Path(options["directory"]) / "go").exists():
+            os.sched_yield()
 
 
 class Parts:

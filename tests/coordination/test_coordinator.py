@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.team import KEY, SECRET, Team, all_at_once, coordinator_at, coordinators_at
+from kit.team import KEY, SECRET, Team, all_at_once, coordinator_at
 from processes import cpu_s, wait_until
 
 from hydroslurm.coordination import channel, client
@@ -145,18 +145,6 @@ def test_who_gives_up_fails_it_for_all(team: Team) -> None:
         lambda: first.agree("off", 1, cancel=cancel), lambda: second.agree("off", 2)
     )
     assert [error.withdrawn for error in failed] == [(0,)] * 2
-
-
-def test_a_topic_that_is_being_asked_is_refused(team: Team) -> None:
-    """Twice the same at once is a mistake of the program, told to it."""
-    (first, _) = team.join(2)
-    asking = threading.Thread(target=lambda: all_at_once(lambda: first.agree("t", 1)))
-    asking.start()
-    wait_until(lambda: "t" in first._agreements._open, "the question")
-    with pytest.raises(UsageError, match="used once"):
-        first.agree("t", 2)
-    team.ranks[1].agree("t", 2)
-    asking.join()
 
 
 def test_a_rank_that_is_gone_is_missed_by_all(team: Team) -> None:
@@ -339,29 +327,6 @@ def test_a_stranger_is_refused_with_a_reason(
     assert ask(port, hello(world))[0] == WELCOME
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"[" * 60_000,
-        b'\x00\x00\x00\x2a{"type":"join","rank":Infinity,"incarnation_id":"","cut_off":[]}',
-        b"hydroslurm 1\n" + b"m" + b"\0" * 34,
-        b"hydroslurm 1\n" + b"?" + b"\0" * 34,
-        b"hydroslurm 1\n" + b"k" + b"\0" * 34 + b"\0" * 100_000,
-    ],
-)
-def test_whoever_does_not_know_the_key_is_hung_up_on(
-    raw: bytes, coordinator: tuple[World, int]
-) -> None:
-    """Nothing of what a stranger sends is interpreted; ranks come in as before."""
-    world, port = coordinator
-    with Visitor(port) as visitor:
-        with suppress(ConnectionError):
-            visitor.line.sendall(raw)
-        assert visitor.is_closed()
-    assert ask(port, hello(world))[0] == WELCOME
-
-
 def _said(message: Any) -> Callable[[Sealer], bytes]:
     return lambda sealer: sealer.seal(pack(message))
 
@@ -370,7 +335,17 @@ def _recoded(frame: bytes) -> bytes:
     return frame[:4] + bytes(MAC_BYTES) + frame[4 + MAC_BYTES :]
 
 
-NONSENSE: dict[str, Callable[[Sealer], bytes]] = {
+JSON = b'\x00\x00\x00\x2a{"type":"join","rank":Infinity,"incarnation_id":"","cut_off":[]}'
+GREETING = b"hydroslurm 1\n"
+NONSENSE: dict[str, bytes | Callable[[Sealer], bytes]] = {
+    # of one that does not know the key
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "deep, without the key": b"[" * 60_000,
+    "a message, without the key": JSON,
+    "no credential": GREETING + b"m" + b"\0" * 34,
+    "no way to greet": GREETING + b"?" + b"\0" * 34,
+    "another key, and much": GREETING + b"k" + b"\0" * 34 + b"\0" * 100_000,
+    # of one that does
     "list": _said([1, 2]),
     "nothing": _said(None),
     "agree without words": _said({"type": "agree"}),
@@ -384,25 +359,26 @@ NONSENSE: dict[str, Callable[[Sealer], bytes]] = {
     "endless": lambda sealer: sealer.seal(b'{"type": "join", "rank": Infinity}'),
     "400 digits": lambda sealer: sealer.seal(b"9" * 400),
     "too long": lambda sealer: sealer.seal(b"," * (1 << 21)),
+    # of whoever sits between, and changes a frame
     "changed": lambda sealer: sealer.seal(pack(JOIN))[:-1] + b" ",
     "with another code": lambda sealer: _recoded(sealer.seal(pack(JOIN))),
 }
 
 
 @pytest.mark.parametrize("nonsense", NONSENSE)
-def test_a_rank_out_of_its_mind_ends_its_own_connection(
-    nonsense: str, coordinator: tuple[World, int]
-) -> None:
-    """Who has the key may still send nonsense, before it joins and after; and whoever sits between
-    may change a frame."""
+def test_nonsense_ends_its_own_connection(nonsense: str, coordinator: tuple[World, int]) -> None:
+    """Before it joins and after; ranks come in as before."""
     world, port = coordinator
+    said = NONSENSE[nonsense]
     with Visitor(port) as visitor, Visitor(port) as other:
-        visitor.greet()
-        visitor.line.sendall(NONSENSE[nonsense](visitor.sealer))
-        assert visitor.receive() == []
-        other.greet()
-        other.send(hello(world, rank=0))
-        assert other.receive()[0] == WELCOME
+        if callable(said):
+            visitor.greet()
+            said = said(visitor.sealer)
+        with suppress(ConnectionError):
+            visitor.line.sendall(said)
+        is_greeted = callable(NONSENSE[nonsense])
+        assert visitor.receive() == [] if is_greeted else visitor.is_closed()
+        join(world, other)
         other.send(ask_among([[0, 0], [7, 7]]))
         assert other.receive() == []
     assert ask(port, hello(world))[0] == WELCOME
@@ -438,25 +414,6 @@ def test_a_fault_of_the_coordinators_own_is_told(
     wait_until(lambda: any("ZeroDivisionError" in one for one in team.warned), "the fault")
 
 
-def test_a_silent_connection_keeps_nobody_out_and_nothing_alive(
-    team: Team, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More half-open connections than there are places: ranks join, and the coordinator ends with
-    them."""
-    world = World(rank=0, world_size=2, incarnation_id=team.incarnation_id)
-    port = start_coordinator(world, SECRET)
-    silent = [Visitor(port) for _ in range(600)]
-    ranks = team.join(2)
-    told = all_at_once(lambda: ranks[0].agree("y", 0), lambda: ranks[1].agree("y", 1))
-    assert told == [{0: 0, 1: 1}] * 2
-    for one in ranks:
-        one.done = True
-        one.leave()
-    wait_until(lambda: not coordinators_at(port), "the coordinator to end")
-    for one in silent:
-        one.line.close()
-
-
 @contextmanager
 def coordinator_of_its_own(
     *patches: str, parent_pid: int = os.getpid()
@@ -482,6 +439,17 @@ def coordinator_of_its_own(
         process.stdin.flush()
         yield process, json.loads(process.stdout.readline())["port"]
         process.kill()
+
+
+def test_of_many_silent_connections_the_oldest_go() -> None:
+    """Of more than there are places for; ranks join meanwhile."""
+    with coordinator_of_its_own("server.GREETING_S = 600.0") as (_, port):
+        silent = [Visitor(port) for _ in range(400)]
+        with Visitor(port) as first, Visitor(port) as second:
+            join(World(rank=0, world_size=2, incarnation_id="own"), first, second)
+            assert silent[0].is_closed()
+        for one in silent:
+            one.line.close()
 
 
 def test_a_coordinator_without_descriptors_waits_and_does_not_spin() -> None:

@@ -6,6 +6,7 @@ import pytest
 from coordination.attempts import Story
 from processes import Child, wait_until
 
+import hydroslurm
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.fence import Fence
@@ -50,16 +51,21 @@ def test_saves_by_the_clock_are_of_one_step(
     assert story.out.read_text() == alone.out.read_text()
 
 
+def stop_in_an_epoch(story: Story, world: int, *, rank: int, **options: str) -> None:
+    """All leave when one rank is told."""
+    attempt = story.begin(world, **options, hold={"rank": rank, "at": "step 6"})
+    story.crew.expect(f"rank {rank} at")
+    attempt.signal(rank)
+    story.wait_for(EventKind.STOP_REQUESTED, world=world)
+    story.go()
+    assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
+
+
 @pytest.mark.parametrize(("first", "second"), [(3, 2), (2, 4)])
 def test_another_number_of_ranks(first: int, second: int, story: Story) -> None:
     """A run comes back with fewer or more ranks: every sample of every epoch is seen exactly
     once."""
-    attempt = story.begin(first, hold={"rank": 0, "at": "step 6"})
-    story.crew.expect("rank 0 at")
-    attempt.signal(0)
-    story.wait_for(EventKind.STOP_REQUESTED, world=first)
-    story.go()
-    assert set(attempt.end().codes.values()) == {RUN_AGAIN}, attempt.said
+    stop_in_an_epoch(story, first, rank=0)
     again = story.live(second)
     assert set(again.codes.values()) == {0}, again.said
     seen: dict[int, list[int]] = {}
@@ -68,3 +74,38 @@ def test_another_number_of_ranks(first: int, second: int, story: Story) -> None:
             seen.setdefault(step // 4, []).extend(samples)
     assert sorted(seen) == [0, 1, 2]
     assert all(sorted(samples) == list(range(48)) for samples in seen.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"), [("run", "ddp"), ("run", "fsdp"), ("job", "ddp"), ("own", "ddp")]
+)
+def test_stopped_and_continued(
+    kind: str, model: str, story: Story, crew: Child, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One rank is told to stop in the middle of an epoch: all leave behind one step, and the next
+    attempt ends with the bits of the one that was left alone."""
+    whole = Story(crew, tmp_path_factory.mktemp("whole"))
+    options = {"kind": kind, "model": model}
+    assert set(whole.live(2, **options).codes.values()) == {0}
+    stop_in_an_epoch(story, 2, rank=1, **options)
+    again = story.live(2, **options)
+    assert set(again.codes.values()) == {0}, again.said
+    assert story.out.read_text() == whole.out.read_text()
+    for rank in range(2):
+        assert story.steps(rank) == whole.steps(rank)
+
+
+def test_a_job_ends_where_its_first_rank_says(story: Story) -> None:
+    """A stop signal that is true on rank 0 alone ends the job on all; its checkpoints are of both
+    ranks, and what was one rank's own can be read."""
+    attempt = story.live(2, kind="job", epochs=2)
+    assert set(attempt.codes.values()) == {0}, attempt.said
+    assert attempt.said.count("epochs 2") == 2
+    manager = hydroslurm.MultiNodeCheckpointManager(story.run.root)
+    assert manager.epochs() == (0, 1, 2)
+    found = manager.find(epoch=1)
+    assert found.checkpoint.manifest.world_size == 2
+    assert found.store.load_own(found.checkpoint, 1)["counters"] == {"step": 4, "epoch": 1}
+    again = story.live(2, kind="job", epochs=2)
+    assert set(again.codes.values()) == {0}, again.said
+    assert "it is loaded" in again.said

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hydroslurm.coordination import network
+from hydroslurm.coordination.network import located, rendezvous_environment, set_master_addr
 from hydroslurm.coordination.rendezvous import set_torch_environment
 from hydroslurm.coordination.world import COORDINATOR_PORT_TRIES, FIRST_PORT, KEY_ENV, PORTS, World
 from hydroslurm.core.rundir import RUN_DIR_ENV
-from hydroslurm.errors import UsageError
+from hydroslurm.errors import CoordinatorLost, UsageError
 
 SRUN = {
     "SLURM_JOB_ID": "31",
@@ -165,3 +169,46 @@ def test_what_is_set_stays() -> None:
     set_torch_environment(environ)
     set_torch_environment(chosen)
     assert (environ, chosen["MASTER_PORT"]) == (TORCHRUN, "1234")
+
+
+# --- where the first node is reached whose name nobody can look up
+
+NOWHERE = World(rank=1, world_size=2, host="no-such-node.invalid")
+
+
+@pytest.fixture
+def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nobody to ask, and nothing remembered."""
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "none"))
+    network._look_up.cache_clear()
+    yield
+    network._look_up.cache_clear()
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_a_name_that_leads_nowhere() -> None:
+    """It is an error that says what was seen, and what to set; the first rank listens all the same,
+    for others may find it."""
+    environ: dict[str, str] = {}
+    for ask in (lambda: set_master_addr(NOWHERE, environ), lambda: located(NOWHERE)):
+        with pytest.raises(CoordinatorLost) as raised:
+            ask()
+        for words in ("no-such-node.invalid does not resolve here", "SLURM_CONF", "MASTER_ADDR"):
+            assert words in str(raised.value)
+    assert environ == {}
+    assert located(replace(NOWHERE, rank=0)).host == NOWHERE.host
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_what_a_person_has_set_is_not_looked_up() -> None:
+    """Nor is the node of a process that is alone."""
+    environ = {"MASTER_ADDR": "10.0.0.9"}
+    assert set_master_addr(NOWHERE, environ) == NOWHERE
+    assert set_master_addr(replace(NOWHERE, rank=0, world_size=1), {}).host == NOWHERE.host
+    assert environ == {"MASTER_ADDR": "10.0.0.9"}
+
+
+def test_the_meeting_place() -> None:
+    """On one machine gloo is told which interface to take."""
+    assert rendezvous_environment("10.0.0.7") == {"MASTER_ADDR": "10.0.0.7"}
+    assert rendezvous_environment("127.0.0.1")["GLOO_SOCKET_IFNAME"] == "lo"

@@ -22,8 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from coordination.model.coordinators import Coordinators
-from coordination.model.parked import Rank, State, put, send
-from coordination.model.stories import Groups, Programs
+from coordination.model.parked import Groups, Programs, Rank, State, put, send
 
 Words = tuple[Any, ...]
 

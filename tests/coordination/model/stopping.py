@@ -29,12 +29,14 @@ from coordination.model.members import (
     Habits,
     Rank,
     RealBarriers,
+    State,
     Words,
     begin,
+    is_missed,
     leave,
+    put,
     send,
 )
-from coordination.model.stopped import State, is_missed, put
 
 
 @dataclass(frozen=True, kw_only=True)

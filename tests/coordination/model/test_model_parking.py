@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 from coordination.model.checker import Counterexample, explore
 from coordination.model.coordinators import Coordinators
-from coordination.model.parked import State, read, tidy, write
+from coordination.model.parked import (
+    FOUR,
+    GROUPS,
+    Groups,
+    State,
+    programs_of,
+    read,
+    stories,
+    tidy,
+    write,
+)
 from coordination.model.parking import Parking
-from coordination.model.stories import FOUR, GROUPS, Groups, programs_of, stories
 
 from hydroslurm.coordination.pause_state import PauseState
 from hydroslurm.coordination.state import CoordinatorState

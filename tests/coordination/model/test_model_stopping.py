@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from coordination.model.checker import Counterexample, explore
 from coordination.model.coordinators import Coordinators
-from coordination.model.members import Habits
-from coordination.model.stopped import State, read, write
+from coordination.model.members import Habits, State, read, write
 from coordination.model.stopping import Stopping
 
 from hydroslurm.coordination.state import CoordinatorState
