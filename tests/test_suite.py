@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
 from processes import captured
-from suite import TENTHS
+from suite import TENTHS, _tenth
 
 TESTS = """
 import pytest
@@ -38,28 +40,29 @@ def _run(folder: Path, *options: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
-def test_ten_commits_in_a_row_run_every_long_test(
+def test_ten_commits_in_a_row_have_the_ten_turns(tmp_path: Path) -> None:
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
+    captured(["git", "init", "-q"], cwd=tmp_path, timeout=60)
+    turns = []
+    for number in range(TENTHS):
+        commit = [*git, "commit", "-q", "--allow-empty", "-m", str(number)]
+        captured(commit, cwd=tmp_path, timeout=60)
+        turns.append(_tenth(tmp_path))
+    assert sorted(turns) == list(range(TENTHS))
+
+
+def test_each_long_test_has_one_turn_and_reruns_are_explained_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
-    captured(["git", "init", "-q"], cwd=tmp_path, timeout=60)
-    ran: list[str] = []
-    for number in range(TENTHS):
-        captured(
-            [*git, "commit", "-q", "--allow-empty", "-m", str(number)], cwd=tmp_path, timeout=60
-        )
-        status, said = _run(tmp_path, "--long=tenth", "-vv", "-k", "long")
-        assert status in (0, 5), said  # 5: none of this tenth
-        ran += [line.split()[0] for line in said.splitlines() if "::" in line]
-    assert len(ran) == len(set(ran)) == 40
-
-
-def test_reruns_are_explained_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    status, said = _run(tmp_path, "--most-repeated", "2")
-    assert (status, "40 deselected" in said) == (0, True), said
+    status, said = _run(tmp_path, "--long=tenth", "--most-repeated", "2", "-rp")
+    turn = {n: zlib.crc32(f"test_few.py::test_long[{n}]".encode()) % TENTHS for n in range(40)}
+    mine = [n for n in turn if turn[n] == _tenth(tmp_path)]
+    assert status == 0, said
+    assert [f"test_long[{n}]" for n in mine] == re.findall(r"PASSED .*::(test_long.*)", said)
+    assert f"{40 - len(mine)} deselected" in said
     assert "test_few.py::test_fails_once[1] (call): AssertionError: run 1 of 1" in said
     assert ".  past its budget of 0 s" in said
     status, said = _run(tmp_path, "--most-repeated", "1")
-    assert (status, "2 tests needed a rerun; 1 may" in said) == (1, True), said
+    assert (status, "40 deselected" in said) == (1, True), said
+    assert "2 tests needed a rerun; 1 may" in said
