@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,7 +55,6 @@ def writer(by: str) -> Callable[[], object]:
         "flushed": lambda: print("x", file=sys.stderr, flush=True),
         "tqdm": lambda: bar.update(1),
         "logging": lambda: logger.warning("x"),
-        "warnings": lambda: warnings.warn("x", stacklevel=1),
         "bytes": lambda: sys.stdout.buffer.write(b"x" * 9000),
         "worker": in_worker,
     }[by]

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,70 +14,38 @@ from processes import Child, child, descendants, stat_of, wait_until
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.runtime import client
 
-CHILD = textwrap.dedent(
-    """
-    import contextlib, multiprocessing, os, signal, sys, time
+SPAWNER = """
+    import multiprocessing, os, signal, time
     from hydroslurm.runtime.child_signals import spawns_shielded
 
     def work(pipe):
-        pipe.send("up")
         pipe.send(pipe.recv() + 1)
 
     if __name__ == "__main__":
-        method, shielded = sys.argv[1], sys.argv[2] == "shielded"
-        shield = contextlib.ExitStack()
-        if shielded:
-            signals = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP}
-            shield.enter_context(spawns_shielded(signals))
-        context = multiprocessing.get_context(method)
-        ours, theirs = context.Pipe()
-        child = context.Process(target=work, args=(theirs,))
-        child.start()
-        theirs.close()
-        # signalled from its very first moment on, while it is still importing
-        for _ in range(20):
+        with spawns_shielded({signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP}):
+            context = multiprocessing.get_context("spawn")
+            ours, theirs = context.Pipe()
+            child = context.Process(target=work, args=(theirs,))
+            child.start()
+        for _ in range(20):  # from its very first moment on, while it is still importing
             os.kill(child.pid, signal.SIGUSR1)
             os.kill(child.pid, signal.SIGUSR2)
             time.sleep(0.001)
-        try:
-            assert ours.recv() == "up"
-            ours.send(41)
-            print("answer", ours.recv())
-        except EOFError:
-            print("child died")
-        child.join(20)
+        ours.send(41)
+        print("answer", ours.recv())
+        child.join()
         print("exit", child.exitcode)
-        shield.close()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        print("parent blocks", sorted(mask))
-    """
-)
+        print("parent blocks", sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+"""
 
 
-def _run(tmp_path, method: str, shielded: str) -> str:
-    script = tmp_path / "spawner.py"
-    script.write_text(CHILD)
-    done = subprocess.run(
-        [sys.executable, str(script), method, shielded], capture_output=True, text=True, timeout=90
-    )
-    return done.stdout
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_spawned_child_survives_pause_signals(tmp_path, method: str) -> None:
+def test_spawned_child_survives_pause_signals(tmp_path: Path) -> None:
     """A child that is signalled from its first moment works on and exits 0, and the parent's mask
     is as before."""
-    out = _run(tmp_path, method, "shielded")
-    assert "answer 42" in out
-    assert "exit 0" in out
-    assert "parent blocks []" in out
-
-
-def test_the_shield_is_what_saves_it(tmp_path) -> None:
-    """Without the shield the same spawned child dies of the signal: the test above tests
-    something."""
-    out = _run(tmp_path, "spawn", "bare")
-    assert f"exit {-signal.SIGUSR1}" in out
+    with child(SPAWNER, tmp_path) as spawner:
+        assert spawner.expect("answer") == "42"
+        assert spawner.expect("exit") == "0"
+        assert spawner.expect("parent blocks") == "[]"
 
 
 FAMILY = """

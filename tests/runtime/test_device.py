@@ -15,9 +15,11 @@ from hydroslurm.runtime import device
 from hydroslurm.runtime.device import Drain
 
 
-def _torch(synchronize: Callable[[int], None], *, initialized: bool = True) -> SimpleNamespace:
-    """What device.py uses of torch: two devices, of which this process has used the second."""
-    return SimpleNamespace(
+def _drain(
+    monkeypatch: pytest.MonkeyPatch, synchronize: Callable[[int], None], *, initialized: bool = True
+) -> Drain | None:
+    """With what device.py uses of torch: two devices; this process has used the second."""
+    torch = SimpleNamespace(
         cuda=SimpleNamespace(
             is_available=lambda: True,
             is_initialized=lambda: initialized,
@@ -26,27 +28,23 @@ def _torch(synchronize: Callable[[int], None], *, initialized: bool = True) -> S
         ),
         _C=SimpleNamespace(_cuda_hasPrimaryContext=lambda index: index == 1),
     )
-
-
-def _drain() -> Drain:
-    drain = device.drain(limit_s=30, exempt=contextlib.nullcontext)
-    assert drain is not None
-    return drain
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    return device.drain(limit_s=30, exempt=contextlib.nullcontext)
 
 
 def test_only_the_devices_that_were_used_are_drained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each device with a context is synchronised once, from another thread, and no other."""
-    seen: list[tuple[int, int]] = []
+    """Each device with a context is synchronised once, from another thread, and no other; none
+    where the process has not used CUDA."""
+    seen: list[tuple[int, bool]] = []
 
     def synchronize(index: int) -> None:
-        seen.append((index, threading.get_ident()))
+        seen.append((index, threading.current_thread() is threading.main_thread()))
 
-    monkeypatch.setitem(sys.modules, "torch", _torch(synchronize))
-    result = _drain()
-    assert result.drained
-    assert result.devices == (1,)
-    assert [index for index, _ in seen] == [1]
-    assert seen[0][1] != threading.get_ident()
+    assert _drain(monkeypatch, synchronize, initialized=False) is None
+    result = _drain(monkeypatch, synchronize)
+    assert result is not None
+    assert (result.drained, result.devices) == (True, (1,))
+    assert seen == [(1, False)]
 
 
 def test_a_sick_device_does_not_take_the_rank_down(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,18 +53,7 @@ def test_a_sick_device_does_not_take_the_rank_down(monkeypatch: pytest.MonkeyPat
     def synchronize(index: int) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setitem(sys.modules, "torch", _torch(synchronize))
-    result = _drain()
+    result = _drain(monkeypatch, synchronize)
+    assert result is not None
     assert not result.drained
     assert "illegal memory access" in result.reason
-
-
-def test_cuda_is_never_initialised_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has not used CUDA has nothing to drain, and synchronize is not called."""
-
-    def synchronize(index: int) -> None:
-        raise AssertionError("synchronised")
-
-    monkeypatch.setitem(sys.modules, "torch", _torch(synchronize, initialized=False))
-    assert device.used_devices() == ()
-    assert device.drain(limit_s=1, exempt=contextlib.nullcontext) is None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing.util
+import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from processes import child
+from zygote import forked
 
 import hydroslurm
 from hydroslurm.core import registry
@@ -21,17 +25,15 @@ from hydroslurm.errors import (
     NotInstalled,
     TorchMissing,
     UsageError,
-)
+)  # fmt: skip
 from hydroslurm.gate import GateKind
 from hydroslurm.gate.protocol import GateState
+from hydroslurm.runtime import install as installation
 
 
 def _caught() -> int:
     """The set of signals that this process catches, from the kernel."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("SigCgt:"):
-            return int(line.split()[1], 16)
-    raise AssertionError("no SigCgt in /proc/self/status")
+    return int(Path("/proc/self/status").read_text().partition("SigCgt:")[2].split()[0], 16)
 
 
 def _catches(signo: int) -> bool:
@@ -49,14 +51,23 @@ with_both_gates = pytest.mark.parametrize("gate", ["native", "hooks"])
 
 
 @with_both_gates
-def test_uninstall_restores_every_handler(gate: GateKind) -> None:
-    """The kernel's view of caught signals is the same before install and after uninstall."""
-    before = _caught()
-    hydroslurm.install(gate=gate)
-    assert _catches(signal.SIGUSR1)
-    assert _catches(signal.SIGTSTP)
-    assert hydroslurm.uninstall() == 0
-    assert _caught() == before
+def test_uninstall_leaves_the_process_as_it_was(gate: GateKind) -> None:
+    """The kernel's view of caught signals is as it was, and nobody finds the process any more. The
+    plan may name other signals, which alone are listened to."""
+    before, base = _caught(), registry.folder(os.environ)
+    plan = hydroslurm.SignalPlan(user_pause=signal.SIGRTMIN + 1, user_resume=signal.SIGRTMIN + 2)
+    shown = signal.getsignal(signal.SIGUSR1)  # of a Run that this process has had, it may be ours
+    for signals, pausing in ((None, signal.SIGUSR1), (plan, signal.SIGRTMIN + 1)):
+        hydroslurm.install(gate=gate, signals=signals)
+        assert _catches(pausing)
+        assert _catches(signal.SIGTSTP)
+        entry = registry.find(base, os.getpid())
+        assert entry is not None
+        assert entry.signals["user_pause"] == pausing
+        assert (signals is None) or signal.getsignal(signal.SIGUSR1) is shown
+        assert hydroslurm.uninstall() == 0
+        assert _caught() == before
+        assert list(base.iterdir()) == []
 
 
 def test_a_handler_that_replaced_ours_is_left_alone() -> None:
@@ -74,28 +85,33 @@ def test_a_handler_that_replaced_ours_is_left_alone() -> None:
         signal.signal(signal.SIGUSR2, before)
 
 
-def test_second_install_is_refused() -> None:
-    """Two installs without an uninstall between are an error that says what to use instead."""
-    hydroslurm.install()
-    with pytest.raises(AlreadyInstalled, match=r"hydroslurm\.controller\(\)"):
-        hydroslurm.install()
-    assert hydroslurm.is_installed()
-
-
-def test_nothing_installed_is_said_clearly() -> None:
-    """controller() and uninstall() before install() name the way in."""
+def test_what_comes_twice_or_too_early_is_said_clearly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two installs without an uninstall between, anything before install(), a missing torch, and
+    what is no model: an error that says what to use instead."""
+    before = _caught()
     with pytest.raises(NotInstalled, match=r"hydroslurm\.install\(\)"):
         hydroslurm.controller()
     with pytest.raises(NotInstalled, match="od_execution_wrapper"):
         hydroslurm.uninstall()
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "torch", None)
+        with pytest.raises(TorchMissing, match=r"torch>=2\.4"):
+            hydroslurm.install()
+    assert _caught() == before
+    engine = hydroslurm.od_execution_wrapper(torch.nn.Linear(2, 2))
+    with pytest.raises(AlreadyInstalled, match=r"hydroslurm\.controller\(\)"):
+        hydroslurm.install()
+    with pytest.raises(UsageError, match="wrapped already"):
+        hydroslurm.od_execution_wrapper(engine)
+    with pytest.raises(UsageError, match=r"torch\.nn\.Module"):
+        hydroslurm.od_execution_wrapper("model")
+    with pytest.raises(UsageError, match="run_dir"):
+        hydroslurm.od_execution_wrapper(torch.nn.Linear(2, 2), run_dir="x")
+    assert hydroslurm.od_execution_wrapper(torch.nn.Linear(2, 2)).controller is engine.controller
 
 
 def test_a_failed_install_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the last step fails, handlers and the spawn shield are taken back."""
-    import multiprocessing.util
-
-    from hydroslurm.runtime import install as installation
-
     before, spawn = _caught(), multiprocessing.util.spawnv_passfds
 
     def fail(*_: object) -> None:
@@ -111,117 +127,49 @@ def test_a_failed_install_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     hydroslurm.install()
 
 
-def test_without_torch_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing torch is named, and nothing is half installed."""
-    before = _caught()
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(TorchMissing, match=r"torch>=2\.4"):
-        hydroslurm.install()
-    assert _caught() == before
-
-
-def test_install_from_another_thread_works() -> None:
-    """The native gate needs no main thread to be installed."""
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            hydroslurm.install(gate="native")
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert errors == []
-    assert hydroslurm.is_installed()
-    assert _catches(signal.SIGUSR1)
-
-
-def test_the_process_can_be_found_and_is_gone_after() -> None:
-    """install() announces the process, uninstall() withdraws it."""
-    import os
-
-    hydroslurm.install()
-    base = registry.folder(os.environ)
-    entry = registry.find(base, os.getpid())
-    assert entry is not None
-    assert entry.signals["user_pause"] == signal.SIGUSR1
-    hydroslurm.uninstall()
-    assert list(base.iterdir()) == []
-
-
-def test_signals_can_be_chosen() -> None:
-    """Another plan listens to its own signals only."""
-    plan = hydroslurm.SignalPlan(user_pause=signal.SIGRTMIN + 1, user_resume=signal.SIGRTMIN + 2)
-    before = signal.getsignal(signal.SIGUSR1)  # of a Run that this process has had, it may be ours
-    hydroslurm.install(signals=plan)
-    assert _catches(signal.SIGRTMIN + 1)
-    assert signal.getsignal(signal.SIGUSR1) is before
+def _operate(work: Callable[[], object], step: Callable[[], object]) -> None:
+    """Work in another thread, for as long as it takes this one steps."""
+    with ThreadPoolExecutor(1) as pool:
+        operating = pool.submit(work)
+        while not operating.done():
+            step()
+        operating.result()
 
 
 def test_an_engine_pauses_and_resumes_from_another_thread() -> None:
-    """engine.pause(wait_s) returns when the training thread is parked, resume when it runs."""
-    engine = hydroslurm.od_execution_wrapper(torch.nn.Linear(8, 8))
-    data = torch.randn(4, 8)
-    stop = threading.Event()
-    states: list[GateState] = []
+    """engine.pause(wait_s) returns when the training thread is parked, resume when it runs. One
+    that never reaches an operator is reported as parking, with the causes in force. The native gate
+    needs no main thread to be installed."""
+    with ThreadPoolExecutor(1) as pool:
+        controller = pool.submit(hydroslurm.install, gate="native").result()
+    assert _catches(signal.SIGUSR1)
+    engine, data = hydroslurm.od_execution_wrapper(torch.nn.Linear(8, 8)), torch.randn(4, 8)
 
     def operate() -> None:
-        try:
-            engine.pause(wait_s=10)
-            states.append(engine.controller.state)
-            engine.resume(wait_s=10)
-            states.append(engine.controller.state)
-        finally:
-            stop.set()
+        engine.pause(wait_s=10)
+        assert controller.state is GateState.PARKED
+        engine.resume(wait_s=10)
+        assert controller.state is GateState.RUNNING
 
-    helper = threading.Thread(target=operate)
-    helper.start()
-    while not stop.is_set():
-        engine(data)
-    helper.join()
-    assert states == [GateState.PARKED, GateState.RUNNING]
+    def in_vain() -> None:
+        with pytest.raises(AckTimeout, match=r"parking.*api"):
+            controller.pause(wait_s=0.2)
+        controller.resume()
 
-
-def test_pause_that_does_not_park_in_time_says_what_is_going_on() -> None:
-    """A rank that never reaches an operator is reported as parking, with the causes in force."""
-    running = hydroslurm.install()
-    errors: list[AckTimeout] = []
-
-    def operate() -> None:
-        try:
-            running.pause(wait_s=0.2)
-        except AckTimeout as error:
-            errors.append(error)
-        running.resume()
-
-    helper = threading.Thread(target=operate)
-    helper.start()
-    while helper.is_alive():
-        sum(range(1000))  # pure Python: busy, and no operator in sight
-    assert len(errors) == 1
-    assert "parking" in str(errors[0])
-    assert "api" in str(errors[0])
+    _operate(operate, lambda: engine(data))
+    _operate(in_vain, lambda: sum(range(1000)))  # pure Python: busy, and no operator in sight
 
 
 def test_an_engine_is_the_model_for_everything_else() -> None:
     """Parameters, state_dict, attributes and moves go to the module; moves return the engine."""
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout())
-    engine = hydroslurm.od_execution_wrapper(module)
-    data = torch.randn(5, 3)
-    assert isinstance(engine.module, torch.nn.Module)
-    assert [p is q for p, q in zip(engine.parameters(), module.parameters(), strict=True)] == [
-        True,
-        True,
-    ]
+    engine, data = hydroslurm.od_execution_wrapper(module), torch.randn(5, 3)
+    assert all(p is q for p, q in zip(engine.parameters(), module.parameters(), strict=True))
     assert engine.state_dict().keys() == module.state_dict().keys()
     assert engine.eval() is engine
     assert not module.training
     assert torch.equal(engine(data), module(data))
     assert torch.equal(engine.forward(data), module.forward(data))
-    assert engine.train() is engine
-    assert module.training
     assert engine.to(torch.float64) is engine
     assert next(module.parameters()).dtype is torch.float64
     engine.note = "kept by the module"
@@ -233,19 +181,6 @@ def test_an_engine_is_the_model_for_everything_else() -> None:
     with pytest.raises(AttributeError, match="no_such"):
         _ = engine.no_such
     assert isinstance(copy.deepcopy(engine.module), torch.nn.Sequential)
-
-
-def test_wrapping_wrongly_is_explained() -> None:
-    """An optimizer, an engine, or options that come too late are refused with the reason."""
-    engine = hydroslurm.od_execution_wrapper(torch.nn.Linear(2, 2))
-    with pytest.raises(UsageError, match="wrapped already"):
-        hydroslurm.od_execution_wrapper(engine)
-    with pytest.raises(UsageError, match=r"torch\.nn\.Module"):
-        hydroslurm.od_execution_wrapper("model")
-    with pytest.raises(UsageError, match="run_dir"):
-        hydroslurm.od_execution_wrapper(torch.nn.Linear(2, 2), run_dir="x")
-    second = hydroslurm.od_execution_wrapper(torch.nn.Linear(2, 2))
-    assert second.controller is engine.controller
 
 
 @with_both_gates
@@ -268,11 +203,13 @@ def test_a_forked_child_is_not_installed_and_may_install(gate: GateKind, tmp_pat
                 pass
             hydroslurm.controller().resume()
             hydroslurm.uninstall()
+            if sys.argv[1] == "native":
+                assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
             os._exit(7)
         print("status", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         print("parent", hydroslurm.controller().state.name)
     """
-    with child(code, tmp_path, gate) as parent:
+    with forked(code, tmp_path, gate) as parent:
         assert parent.expect("status") == "7", str(parent)
         assert parent.expect("parent") == "RUNNING"
 
@@ -292,7 +229,7 @@ def test_signals_ignored_at_start_stay_ignored(gate: GateKind, tmp_path: Path) -
         second = hydroslurm.install(signals=plan, gate=sys.argv[1])
         print("then", "SIGUSR1" in second.skipped)
     """
-    with child(code, tmp_path, gate) as program:
+    with forked(code, tmp_path, gate) as program:
         assert "SIGUSR1" in program.expect("skipped")
         assert program.expect("causes") == "0"
         assert program.expect("then") == "False"

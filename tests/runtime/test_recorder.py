@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.gate.protocol import GATE_EVENT_KINDS, Cause, GateEvent, Phase
+from hydroslurm.gate.protocol import Cause, GateEvent, Phase
 from hydroslurm.runtime.recorder import Recorder
 
 
@@ -34,19 +34,4 @@ def test_one_pause_is_told_with_its_latencies() -> None:
     assert parked["park_us"] == pytest.approx(2.0)
     assert opened["parked_s"] == pytest.approx(0.005)
     assert released["resume_us"] == pytest.approx(10.0)
-
-
-def test_pauses_are_counted() -> None:
-    """The second closing is pause 2."""
-    recorder = Recorder()
-    recorder.record(_seen(EventKind.GATE_CLOSED, 1))
-    recorder.record(_seen(EventKind.RESUMED, 2))
-    assert recorder.record(_seen(EventKind.GATE_CLOSED, 3))["pause"] == 2
-
-
-@pytest.mark.parametrize(
-    "kind", [k for k in GATE_EVENT_KINDS if k is not EventKind.HANDLER_REPLACED]
-)
-def test_every_gate_event_has_a_record(kind: EventKind) -> None:
-    """No kind of gate event is lost on the way to the log; the guard tells of handlers."""
-    assert isinstance(Recorder().record(_seen(kind, 1)), dict)
+    assert recorder.record(_seen(EventKind.GATE_CLOSED, 6_000_000))["pause"] == 2

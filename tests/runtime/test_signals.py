@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from hydroslurm.core.signals import signal_name, signal_number
 from hydroslurm.errors import UsageError
 from hydroslurm.gate.protocol import Action, Cause
 from hydroslurm.gate.signals import SignalPlan
@@ -15,29 +14,25 @@ from hydroslurm.gate.signals import SignalPlan
 
 def test_default_table_means_what_the_documentation_says() -> None:
     """TSTP and USR1 pause, CONT and USR2 resume their own kind only, TERM stops, INT ends every
-    pause."""
+    pause; HYDROSLURM_SIGNALS moves a signal and switches one off."""
     table = {rule.signo: rule for rule in SignalPlan().rules()}
-    assert table[signal.SIGTSTP].action is Action.PAUSE
-    assert table[signal.SIGTSTP].causes == Cause.SLURM
-    assert table[signal.SIGUSR1].causes == Cause.USER
+    everything = Cause.SLURM | Cause.USER | Cause.API | Cause.TERMINAL | Cause.PEERS
+    for signo, action, causes in (
+        (signal.SIGTSTP, Action.PAUSE, Cause.SLURM),
+        (signal.SIGUSR1, Action.PAUSE, Cause.USER),
+        (signal.SIGUSR2, Action.RESUME, Cause.USER),
+        (signal.SIGINT, Action.RESUME, everything),
+    ):
+        assert (table[signo].action, table[signo].causes) == (action, causes)
     assert table[signal.SIGCONT].action is Action.RESUME
     assert not table[signal.SIGCONT].causes & Cause.USER
-    assert table[signal.SIGUSR2].causes == Cause.USER
     assert table[signal.SIGTERM].action is Action.STOP
     assert table[signal.SIGTERM].only_if_handled
-    assert table[signal.SIGINT].action is Action.RESUME
-    everything = Cause.SLURM | Cause.USER | Cause.API | Cause.TERMINAL | Cause.PEERS
-    assert table[signal.SIGINT].causes == everything
-
-
-def test_environment_changes_the_plan() -> None:
-    """HYDROSLURM_SIGNALS moves a signal and switches one off."""
-    plan = SignalPlan().with_environment(
+    moved = SignalPlan().with_environment(
         {"HYDROSLURM_SIGNALS": "user_pause=RTMIN+3, user_resume=none"}
     )
-    assert plan.user_pause == signal.SIGRTMIN + 3
-    assert plan.user_resume is None
-    assert plan.slurm_pause == signal.SIGTSTP
+    assert (moved.user_pause, moved.user_resume) == (signal.SIGRTMIN + 3, None)
+    assert moved.slurm_pause == signal.SIGTSTP
 
 
 def test_the_signal_of_submitit_is_the_warning() -> None:
@@ -67,9 +62,3 @@ def test_bad_settings_are_refused_with_the_way_out(text: str, message: str) -> N
     """A bad HYDROSLURM_SIGNALS says what was seen and what may stand there."""
     with pytest.raises(UsageError, match=message):
         SignalPlan().with_environment({"HYDROSLURM_SIGNALS": text})
-
-
-def test_names_and_numbers_are_each_others_inverse() -> None:
-    """Every named signal survives the way through text."""
-    for known in signal.Signals:
-        assert signal_number(signal_name(known)) == known

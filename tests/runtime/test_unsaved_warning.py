@@ -73,7 +73,7 @@ def test_a_look_for_optimizers_disturbs_no_other_thread() -> None:
     """A tuple that somebody else refers to while it is made is a SystemError of Python's."""
     model = torch.nn.Linear(1, 1)
     optimizers = [torch.optim.SGD(model.parameters()), torch.optim.AdamW(model.parameters())]
-    until_s, interval_s = time.monotonic() + 2.0, sys.getswitchinterval()
+    until_s, interval_s = time.monotonic() + 0.5, sys.getswitchinterval()
 
     def look() -> None:
         while time.monotonic() < until_s:

@@ -100,11 +100,3 @@ def test_a_kernel_without_pidfd_open(monkeypatch: pytest.MonkeyPatch) -> None:
     first.kill()
     wandb_keeper._wait_for_either(first.pid, os.getpid())
     assert first.wait() == -signal.SIGKILL
-
-
-def test_without_it_the_signal_ends_the_program(core: Path) -> None:
-    """What the tests above test."""
-    program = subprocess.Popen([core, "--pid", str(os.getpid())])
-    started()
-    program.terminate()
-    assert program.wait(60) == -signal.SIGTERM
