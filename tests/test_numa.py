@@ -5,15 +5,14 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from processes import captured
 
-import hydroslurm
 from hydroslurm import numa
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.core.rundir import RunDir
@@ -57,16 +56,39 @@ def test_lists_are_the_kernels(text: str) -> None:
         parse_list("0-x")
 
 
-def test_nodes_with_holes_and_a_cpuset(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("allowed", "rank", "node", "nodes", "words"),
+    [
+        # all cores of that node that are allowed, whatever its local rank is
+        ("0-12", 0, 1, (1,), "that of its device 0000:3b:00.0"),
+        # the kernel puts it on node -1, or does not know it: shared out evenly, and said
+        ("0-15", 3, -1, (1,), "does not know the node of its device"),
+        ("0-15", 3, None, (1,), "does not know the node of its device"),
+        # the rank stays inside its cpuset, and is told how to get cores beside its device
+        ("0-3", 1, 1, (0,), "allows no core.*--gres-flags=enforce-binding"),
+    ],
+)
+def test_rank_goes_to_the_node_of_its_device(
+    tmp_path: Path, allowed: str, rank: int, node: int | None, nodes: tuple[int], words: str
+) -> None:
     """Each node keeps those of its processors that the cpuset allows; one without any stays known,
     and one of memory alone is none."""
-    found = nodes_of(tmp_path, {**TWO, 2: ""}, allowed="1-2,9,20")
-    assert found == {0: {1, 2, 9}, 1: frozenset()}
-    assert choose(found, local_rank=0, local_world_size=1)[0] == (0,)
+    pci = "0000:3b:00.0"
+    root = machine(tmp_path, {**TWO, 2: ""}, {} if node is None else {pci: node})
+    found = read_nodes(parse_list(allowed), sysfs=root)
+    assert found == {n: parse_list(cpus) & parse_list(allowed) for n, cpus in TWO.items()}
+    known = node_of_device(pci, sysfs=root)
+    assert known == (None if node == -1 else node)
+    chosen, why = choose(found, local_rank=rank, local_world_size=4, device=pci, node=known)
+    assert chosen == nodes
+    assert re.search(words, why, re.DOTALL)
 
 
 def test_without_nodes(tmp_path: Path) -> None:
-    """A kernel that describes no nodes: nothing is bound, and the line says so."""
+    """A kernel that describes no nodes: nothing is bound, and the line says so. Ranks that
+    contradict each other are refused."""
+    with pytest.raises(UsageError, match="contradict"):
+        numa.bind(environ={"RANK": "4", "WORLD_SIZE": "2"})
     before = os.sched_getaffinity(0)
     done = numa.bind(environ={}, sysfs=tmp_path)
     assert done.nodes == ()
@@ -74,45 +96,12 @@ def test_without_nodes(tmp_path: Path) -> None:
     assert os.sched_getaffinity(0) == before
 
 
-def test_rank_goes_to_the_node_of_its_device(tmp_path: Path) -> None:
-    """All cores of that node that are allowed, whatever its local rank is."""
-    found = nodes_of(tmp_path, TWO, allowed="0-12")
-    nodes, why = choose(found, local_rank=0, local_world_size=4, device="0000:3b:00.0", node=1)
-    assert (nodes, found[1]) == ((1,), {4, 5, 6, 7, 12})
-    assert "that of its device 0000:3b:00.0" in why
-
-
-@pytest.mark.parametrize("number", [-1, None])
-def test_device_without_a_node(tmp_path: Path, number: int | None) -> None:
-    """A device that the kernel puts on node -1, or does not know: shared out evenly, and said."""
-    pci = "0000:3b:00.0"
-    root = machine(tmp_path, TWO, {} if number is None else {pci: number})
-    found = read_nodes(range(16), sysfs=root)
-    node = node_of_device(pci, sysfs=root)
-    assert node is None
-    nodes, why = choose(found, local_rank=3, local_world_size=4, device=pci, node=node)
-    assert nodes == (1,)
-    assert "does not know the node of its device" in why
-
-
-def test_cpuset_that_cuts_the_devices_node_off(tmp_path: Path) -> None:
-    """The rank stays inside its cpuset, and is told how to get cores beside its device."""
-    found = nodes_of(tmp_path, TWO, allowed="0-3")
-    nodes, why = choose(found, local_rank=1, local_world_size=2, device="0000:3b:00.0", node=1)
-    assert (nodes, found[0]) == ((0,), {0, 1, 2, 3})
-    assert "allows no core" in why
-    assert "--gres-flags=enforce-binding" in why
-
-
 @pytest.mark.parametrize(
     ("nodes", "ranks", "shares"),
     [
-        (TWO, 2, [(0,), (1,)]),
         (TWO, 4, [(0,), (0,), (1,), (1,)]),
         (TWO, 3, [(0,), (0,), (1,)]),
         (TWO, 1, [(0, 1)]),
-        (EIGHT, 2, [(0, 1, 2, 3), (4, 5, 6, 7)]),
-        (EIGHT, 8, [(n,) for n in range(8)]),
         (EIGHT, 3, [(0, 1), (2, 3, 4), (5, 6, 7)]),
         (EIGHT, 16, [(n // 2,) for n in range(16)]),
     ],
@@ -140,12 +129,6 @@ def test_cores_that_srun_shared_out_already(tmp_path: Path) -> None:
     assert (nodes, found) == ((0, 1), {0: {0}, 1: {4}})
 
 
-def test_bad_arguments() -> None:
-    """What is wrong is named with what would be right."""
-    with pytest.raises(UsageError, match="contradict"):
-        numa.bind(environ={"RANK": "4", "WORLD_SIZE": "2"})
-
-
 def test_a_container_that_forbids_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is changed, the line says why, and the training goes on."""
 
@@ -166,18 +149,14 @@ class _Nvml:
     def __init__(self) -> None:
         self.asked: list[object] = []
         self.nvmlInit_v2 = self.nvmlShutdown = lambda: 0
+        self.nvmlDeviceGetHandleByIndex_v2 = self.nvmlDeviceGetHandleByUUID = self._handle
 
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: object) -> int:
-        self.asked.append(index)
-        return 0
-
-    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: object) -> int:
+    def _handle(self, name: object, handle: object) -> int:
         self.asked.append(name)
         return 0
 
     def nvmlDeviceGetPciInfo_v3(self, handle: object, info: ctypes.Array[ctypes.c_char]) -> int:
-        found = struct.pack("16s5I32s", b"0000:9D:00.0", 0, 0x9D, 0, 0, 0, b"00000000:9D:00.0")
-        info[:] = found
+        info[:] = struct.pack("16s5I32s", b"0000:9D:00.0", 0, 0x9D, 0, 0, 0, b"00000000:9D:00.0")
         return 0
 
 
@@ -204,50 +183,28 @@ def test_the_device_of_a_rank(
     assert nvml.asked == ([] if asked is None else [asked])
 
 
-CHILD = """
-import json, os, threading
+SCRIPT = """
+import os, threading
 started, leave = threading.Event(), threading.Event()
 thread = threading.Thread(target=lambda: (started.set(), leave.wait()))
 thread.start(); started.wait()
-import hydroslurm
-done = hydroslurm.numa.bind()
-print(json.dumps([sorted(os.sched_getaffinity(thread.native_id)), sorted(done.cpus)]))
+import torch; torch.ones(1)
+print(sorted(os.sched_getaffinity(thread.native_id)), flush=True)
 leave.set(); thread.join()
 """
 
 
-def test_on_this_machine() -> None:
-    """All threads run where they may, and one line says what was done."""
-    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    cpus, told = json.loads(done.stdout)
-    assert cpus == told
-    assert set(cpus) <= os.sched_getaffinity(0)
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("hydroslurm: rank 0 bound to NUMA node")
-
-
 def test_for_an_unmodified_script(tmp_path: Path) -> None:
-    """`hydroslurm run --bind-numa` binds when torch comes, and the run's events tell it."""
+    """`hydroslurm run --bind-numa` binds all threads when torch comes, one line says so, and the
+    run's events tell it."""
     command = [sys.executable, "-m", "hydroslurm.cli", "run", "--bind-numa", "--"]
-    done = captured(
-        [*command, sys.executable, "-c", "import torch; torch.ones(1)"],
-        env={**os.environ, "HYDROSLURM_RUN_DIR": str(tmp_path)},
-        timeout=120,
-    )
+    environ = {**os.environ, "HYDROSLURM_RUN_DIR": str(tmp_path)}
+    done = captured([*command, sys.executable, "-c", SCRIPT], env=environ, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("bound to NUMA node") == 1
     log = RunDir(tmp_path).rank_events(0)
     (told,) = [one for one in read_events(log) if one.kind is EventKind.NUMA_BOUND]
     assert told.data["message"] in done.stderr
-    assert parse_list(told.data["cpus"]) <= os.sched_getaffinity(0)
-
-
-def test_after_install_it_is_an_event_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that binds itself later tells its events at once."""
-    monkeypatch.setattr(numa, "bindings", [])
-    monkeypatch.setattr(numa, "read_nodes", lambda *_, **__: {})
-    with hydroslurm.installed(run_dir=tmp_path):
-        numa.bind(environ={})
-    kinds = [one.kind for one in read_events(RunDir(tmp_path).rank_events(0))]
-    assert kinds.count(EventKind.NUMA_BOUND) == 1
+    cpus = parse_list(told.data["cpus"])
+    assert json.loads(done.stdout) == sorted(cpus)
+    assert cpus <= os.sched_getaffinity(0)

@@ -62,10 +62,8 @@ def test_figures_of_a_pause_and_a_stop() -> None:
     assert got["steps_lost_per_preemption"] == 3
     assert got["goodput"] == pytest.approx(0.5)
 
-
-def test_a_save_of_an_epoch_is_none_of_the_stop() -> None:
-    """What the next attempt found was the begin of an epoch, and steps were lost: nothing was saved
-    for the stop."""
+    # what the next attempt found was the begin of an epoch, and steps were lost: nothing was saved
+    # for the stop
     course_attempts = [_attempt(0, (0, 50), signals=((15, 1005 * MS),)), _attempt(9000, (40, 100))]
     strike = drive.Strike(Event(1.0, "requeue"), "RUNNING", 1000 * MS, saves=[1500 * MS])
     course = drive.Course((strike,), 0, 20_000 * MS, ())

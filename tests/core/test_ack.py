@@ -22,241 +22,169 @@ from hydroslurm.core.status import RankStatus, after, fold, read_status
 MS = 1_000_000
 Line = tuple[str, int, dict[str, Any]]
 
-INSTALLED: Line = ("installed", 1, {})
-JOINED: Line = ("ranks_joined", 2, {"world_size": 4})
-CLOSED: Line = ("gate_closed", 10, {"pause": 1, "causes": ["user"], "requested_mono_ns": 10 * MS})
-PARKED: Line = ("parked", 12, {"park_us": 2000.0, "held": 1, "requested_mono_ns": 10 * MS})
-OF_FOUR: Line = ("parked", 12, {**PARKED[2], "world_size": 4})
-ALL: Line = ("all_parked", 18, {"of_ranks": [1], "in_flight": 0, "rounds": 2, "let_through": 0})
+_PARKED = {"park_us": 2000.0, "held": 1, "requested_mono_ns": 10 * MS}
+_ALL = {"of_ranks": [1], "in_flight": 0, "rounds": 2, "let_through": 0}
+_GB = {"moved_bytes": 2 * 10**9}
+LINES: dict[str, Line] = {
+    "installed": ("installed", 1, {}),
+    "joined": ("ranks_joined", 2, {"world_size": 4}),
+    "closed": ("gate_closed", 10, {"pause": 1, "causes": ["user"], "requested_mono_ns": 10 * MS}),
+    "parked": ("parked", 12, _PARKED),
+    "waiting": ("parked", 12, {**_PARKED, "held": 0}),
+    "of_four": ("parked", 12, {**_PARKED, "world_size": 4}),
+    "through": ("let_through", 14, {}),
+    "parked_again": ("parked", 15, {**_PARKED, "world_size": 4, "park_us": 5000.0}),
+    "all": ("all_parked", 18, _ALL),
+    "all_but_two": ("all_parked", 18, {**_ALL, "in_flight": 2}),
+    "cut_off": ("agreement_failed", 16, {"what": "connection"}),
+    "lost": ("coordinator_lost", 14, {"message": "gone"}),
+    "opened": ("resumed", 15, {"causes": []}),
+    "closed_2": ("gate_closed", 15, {"pause": 2, "causes": ["user"]}),
+    "parked_2": ("parked", 16, {**_PARKED, "world_size": 4, "park_us": 1000.0}),
+    "causes": ("causes_changed", 20, {"causes": ["user", "slurm"]}),
+    "peers": ("causes_changed", 20, {"causes": ["peers"]}),
+    "no_cause": ("causes_changed", 13, {"causes": []}),
+    "resumed": ("resumed", 21, {"held": 1, "causes": [], "requested_mono_ns": 21 * MS}),
+    "idle": ("resumed", 21, {"held": 0, "causes": []}),
+    "released": ("first_operator_released", 22, {}),
+    "moved": ("vacated", 40, {**_GB, "vacate_s": 0.35}),
+    "kept": ("not_vacated", 40, {"reason": "no room"}),
+    "asked": ("causes_changed", 20, {"causes": ["vacated"]}),
+    "restored": ("restored", 370, {**_GB, "restore_s": 0.35}),
+    "resumed_late": ("resumed", 371, {"held": 1, "causes": [], "requested_mono_ns": 370 * MS}),
+    "released_late": ("first_operator_released", 372, {"resume_us": 8.0}),
+    "gone": ("restore_failed", 370, {"reason": "no device", "lost": True}),
+    "stop": ("stop_requested", 40, {"requested_mono_ns": 40 * MS}),
+    "saved": ("save_committed", 50, {"checkpoint_step": 7}),
+    "left": ("uninstalled", 60, {}),
+    "requeued": ("requeued", 70, {}),
+    "refused": ("requeue_failed", 70, {"reason": "not yours"}),
+    "finished": ("run_finished", 70, {}),
+}
 
 
-def event(line: Line, *, rank: int = 1) -> Event:
-    kind, at_ms, data = line
+def event(name: str, *, rank: int = 1) -> Event:
+    kind, at_ms, data = LINES[name]
     return Event(EventKind(kind), at_ms * MS, at_ms * MS, rank=rank, pid=9, data=data)
 
 
-def status(*lines: Line, rank: int = 1) -> RankStatus:
+def status(names: str, *, rank: int = 1) -> RankStatus:
     """What these events have come to."""
-    found = fold([event(line, rank=rank) for line in (INSTALLED, *lines)])
+    found = fold([event(name, rank=rank) for name in ("installed", *names.split())])
     assert found is not None
     return found
 
 
-def judged(judge: Judge, before: RankStatus, *lines: Line, late: bool = False) -> Answer | None:
-    """The first answer, when each of these lines is seen by itself, or of the last one only when
+def judged(judge: Judge, before: RankStatus, names: str, *, late: bool = False) -> Answer | None:
+    """The first answer, when each of these events is seen by itself, or of the last one only when
     the time is over."""
     now = before
-    for line in lines:
-        now = after(now, event(line, rank=before.rank))
+    for name in names.split():
+        now = after(now, event(name, rank=before.rank))
         if (answer := judge(before, now, False)) is not None:
             return answer
     return judge(before, now, True) if late else None
 
 
-def test_a_rank_that_is_alone_answers_when_it_is_parked() -> None:
-    """Parked is enough where there are no others; closed is not, and neither is what was before."""
-    assert judged(judge_pause, status(), CLOSED) is None
-    answer = judged(judge_pause, status(), CLOSED, PARKED)
-    assert answer == Answer(1, True, "parked after 2000 us")
-    assert judge_pause(status(CLOSED, PARKED), status(CLOSED, PARKED), True) is None
-    waiting: Line = ("parked", 12, {**PARKED[2], "held": 0})
-    answer = judged(judge_pause, status(), CLOSED, waiting)
-    assert answer is not None
-    assert answer.message == "parked after 2000 us, it was waiting and issues nothing"
-
-
-def test_one_of_several_answers_when_all_are_parked() -> None:
-    """Neither its own parking, nor the news that its peers' cause has joined, nor that it parks
-    again behind a collective is the answer; all ranks parked is, and both latencies are told."""
-    joined: Line = ("causes_changed", 13, {"causes": ["user", "peers"]})
-    again: Line = ("parked", 15, {**OF_FOUR[2], "park_us": 5000.0})
-    lines = (CLOSED, OF_FOUR, joined, ("let_through", 14, {}), again)
-    assert judged(judge_pause, status(JOINED), *lines) is None
-    answer = judged(judge_pause, status(JOINED), *lines, ALL)
-    assert answer is not None
-    assert answer.done
-    assert answer.message == "parked after 2000 us; all 4 ranks at one collective after 8.0 ms"
-
-
-def test_collectives_in_flight_are_told() -> None:
-    """Parked with a collective in flight is done, and the words say what that means."""
-    in_flight: Line = ("all_parked", 18, {**ALL[2], "in_flight": 2})
-    answer = judged(judge_pause, status(JOINED), CLOSED, OF_FOUR, in_flight)
-    assert answer is not None
-    assert answer.done
-    assert "with 2 collectives in flight: a suspend longer than their time-out" in answer.message
-
-
-def test_ranks_that_do_not_come_together() -> None:
-    """A rank that is parked alone when the time is over says so."""
-    assert judged(judge_pause, status(JOINED), late=True) is None
-    answer = judged(judge_pause, status(JOINED), CLOSED, OF_FOUR, late=True)
-    assert answer is not None
-    assert not answer.done
-    assert answer.message.startswith("parked after 2000 us, alone: the other ranks have not come")
+HELD = "joined closed of_four all"
+ON_HOST = "closed parked moved"
+COMMITTED = "=step 7 committed 10 ms after the signal; "
 
 
 @pytest.mark.parametrize(
-    ("line", "words", "late"),
+    ("judge", "before", "events", "done", "words"),
     [
-        (("agreement_failed", 16, {"what": "connection"}), "alone: its connection is gone", False),
-        (("resumed", 16, {"causes": []}), "resumed before all", True),
-        (("stop_requested", 16, {}), "a stop wins over a pause", False),
-        (("uninstalled", 16, {}), "ended before it could answer", False),
+        # parked is enough where there are no others; closed is not
+        (judge_pause, "", "closed", None, ""),
+        (judge_pause, "", "closed parked", True, "=parked after 2000 us"),
+        (judge_pause, "", "closed waiting", True, "us, it was waiting and issues nothing"),
+        # of several neither its own parking, nor that the peers' cause has joined, nor that it
+        # parks again behind a collective; all ranks parked is, and both latencies are told
+        (judge_pause, "joined", "closed of_four causes through parked_again", None, ""),
+        (judge_pause, "joined", "closed of_four causes through parked_again all", True,
+         "=parked after 2000 us; all 4 ranks at one collective after 8.0 ms"),
+        (judge_pause, "joined", "closed of_four all_but_two", True,
+         "with 2 collectives in flight: a suspend longer than their time-out"),
+        # what ends a pause of several: the others are not waited for
+        (judge_pause, "joined", "closed of_four cut_off", False, "alone: its connection is go"),
+        (judge_pause, "joined", "closed of_four stop", False, "a stop wins over a pause"),
+        (judge_pause, "joined", "closed of_four left", False, "ended before it could answer"),
+        # let go when the coordinator is gone is no end: the next one has all ranks parked again
+        (judge_pause, "joined", "closed of_four lost opened closed_2 parked_2 all", True,
+         "all 4 ranks at one collective after 3.0 ms"),
+        # held together with the others, at once; closed by its peers just now, not
+        (judge_pause, HELD, "causes", True, "=held already; causes now: user, slurm"),
+        (judge_pause, "joined closed of_four", "causes", None, ""),
+        # parked is no answer before the memory is on the host, or will not be; a reason of before
+        # is none of now
+        (judge_vacate, "", "closed parked", None, ""),
+        (judge_vacate, "", ON_HOST, True, "=parked after 2000 us; 2.00 GB vacated in 0.35 s"),
+        (judge_vacate, "", "closed parked kept", False, "not vacated: no room"),
+        (judge_vacate, "closed parked kept", "causes moved", True, "2.00 GB vacated in 0.35 s"),
+        # held for its peers only is not held for good
+        (judge_resume, HELD, "peers", None, ""),
+        (judge_resume, HELD, "peers resumed released", True, "=running again after 1000 us"),
+        (judge_resume, HELD, "causes", False, "=still held for: user, slurm"),
+        # a status is some milliseconds old: a pause that it does not tell of yet is no refusal
+        (judge_resume, "", "closed parked", None, ""),
+        (judge_resume, "", "closed parked idle", True, "=running again; no thread was held"),
+        (judge_resume, "", "no_cause", True, "=was running already"),
+        # the answer counts from the request, not from when the vacate itself opened the gate
+        (judge_resume, ON_HOST, "asked restored resumed_late released_late", True,
+         "=running again after 352000 us; 2.00 GB given back in 0.35 s"),
+        (judge_resume, ON_HOST, "asked gone", False, "=its device memory is lost: no device"),
+        # the rank that asks Slurm tells of the requeue; the others when they leave saved
+        (judge_stop, "joined", "stop saved left", True, f"{COMMITTED}left with the others"),
+        (judge_stop, "joined", "stop left", False, ""),
+        (judge_stop, "", "stop saved requeued", True, f"{COMMITTED}requeued"),
+        (judge_stop, "", "stop refused", False, "nothing was left to save; not requeued: not"),
+        (judge_stop, "", "stop finished", False, "finished its training meanwhile"),
+        (judge_stop, "", "stop left", False, "nothing was left to save; it has left, not requeued"),
     ],
-)
-def test_what_ends_a_pause_of_several(line: Line, words: str, late: bool) -> None:
-    """Without its peers, resumed, stopping or gone: the others are not waited for. A rank that was
-    resumed may be parked again by the next coordinator, until the time is over."""
-    lines = (CLOSED, OF_FOUR, line)
-    assert (judged(judge_pause, status(JOINED), *lines) is None) == late
-    answer = judged(judge_pause, status(JOINED), *lines, late=True)
-    assert answer is not None
-    assert not answer.done
-    assert words in answer.message
-
-
-def test_another_coordinator() -> None:
-    """Let go when the coordinator is gone is no end: the next one has all ranks parked again."""
-    lost: Line = ("coordinator_lost", 14, {"message": "gone"})
-    closed: Line = ("gate_closed", 15, {"pause": 2, "causes": ["user"]})
-    again: Line = ("parked", 16, {**OF_FOUR[2], "park_us": 1000.0})
-    resumed: Line = ("resumed", 15, {"causes": []})
-    answer = judged(judge_pause, status(JOINED), CLOSED, OF_FOUR, lost, resumed, closed, again, ALL)
-    assert answer is not None
-    assert answer.message.endswith("all 4 ranks at one collective after 3.0 ms")
-
-
-def test_held_already() -> None:
-    """A rank that is held together with the others answers a second pause at once; one that its
-    peers have closed just now does not."""
-    more: Line = ("causes_changed", 30, {"causes": ["user", "slurm"]})
-    answer = judged(judge_pause, status(JOINED, CLOSED, OF_FOUR, ALL), more)
-    assert answer == Answer(1, True, "held already; causes now: user, slurm")
-    assert judged(judge_pause, status(JOINED, CLOSED, OF_FOUR), more) is None
-
-
-def test_a_pause_that_vacates() -> None:
-    """Parked is no answer before the memory is on the host, or will not be; a reason of before is
-    none of now."""
-    moved: Line = ("vacated", 40, {"moved_bytes": 2 * 10**9, "vacate_s": 0.35})
-    kept: Line = ("not_vacated", 40, {"reason": "no room"})
-    assert judged(judge_vacate, status(), CLOSED, PARKED) is None
-    late = judged(judge_vacate, status(), CLOSED, PARKED, late=True)
-    assert late is not None
-    assert late.message.endswith("its device memory has not been moved yet")
-    answer = judged(judge_vacate, status(), CLOSED, PARKED, moved)
-    message = "parked after 2000 us; 2.00 GB vacated in 0.35 s"
-    assert answer == Answer(1, True, message, vacated_bytes=2 * 10**9)
-    refused = judged(judge_vacate, status(), CLOSED, PARKED, kept)
-    assert refused is not None
-    assert (refused.done, refused.message.endswith("not vacated: no room")) == (False, True)
-    more: Line = ("causes_changed", 50, {"causes": ["user", "api"]})
-    answer = judged(judge_vacate, status(CLOSED, PARKED, kept), more, moved)
-    assert answer is not None
-    assert answer.done
-
-
-def test_a_resumed_rank_waits_for_its_peers() -> None:
-    """Held for its peers only is not held for good: the next line is its release, or the time is
-    over and another rank is named as the reason."""
-    before = status(JOINED, CLOSED, OF_FOUR, ALL)
-    peers: Line = ("causes_changed", 20, {"causes": ["peers"]})
-    assert judged(judge_resume, before, peers) is None
-    late = judged(judge_resume, before, peers, late=True)
-    assert late is not None
-    assert (late.done, "another rank" in late.message) == (False, True)
-    resumed: Line = ("resumed", 21, {"held": 1, "causes": [], "requested_mono_ns": 21 * MS})
-    released: Line = ("first_operator_released", 22, {})
-    answer = judged(judge_resume, before, peers, resumed, released)
-    assert answer == Answer(1, True, "running again after 1000 us")
-    more: Line = ("causes_changed", 20, {"causes": ["user", "peers"]})
-    still = judged(judge_resume, before, more)
-    assert still is not None
-    assert still.message == "still held for: user, peers"
-
-
-def test_a_resume_of_a_rank_whose_pause_is_news() -> None:
-    """A status is some milliseconds old: a pause that it does not tell of yet is no refusal."""
-    assert judged(judge_resume, status(), CLOSED, PARKED) is None
-    resumed: Line = ("resumed", 13, {"held": 0, "causes": []})
-    answer = judged(judge_resume, status(), CLOSED, PARKED, resumed)
-    assert answer == Answer(1, True, "running again; no thread was held")
-    nothing: Line = ("causes_changed", 13, {"causes": []})
-    answer = judged(judge_resume, status(), nothing)
-    assert answer == Answer(1, True, "was running already")
-
-
-def test_a_resume_that_waits_for_the_memory() -> None:
-    """The answer counts from the request, not from when the vacate itself opened the gate, and has
-    the bytes; the time being over, it says what is waited for."""
-    before = status(CLOSED, PARKED, ("vacated", 15, {"moved_bytes": 2 * 10**9, "vacate_s": 0.3}))
-    asked: Line = ("causes_changed", 20, {"causes": ["vacated"]})
-    late = judged(judge_resume, before, asked, late=True)
-    assert late is not None
-    assert late.message == "still held, until its device memory is back"
-    answer = judged(
-        judge_resume,
-        before,
-        asked,
-        ("restored", 370, {"moved_bytes": 2 * 10**9, "restore_s": 0.35}),
-        ("resumed", 371, {"held": 1, "causes": [], "requested_mono_ns": 370 * MS}),
-        ("first_operator_released", 372, {"resume_us": 8.0}),
-    )
-    message = "running again after 352000 us; 2.00 GB given back in 0.35 s"
-    assert answer == Answer(1, True, message)
-    lost: Line = ("restore_failed", 370, {"reason": "no device", "lost": True})
-    answer = judged(judge_resume, before, asked, lost)
-    assert answer == Answer(1, False, "its device memory is lost: no device")
-
-
-def test_one_rank_of_several_is_requeued() -> None:
-    """The rank that asks Slurm tells of the requeue; the others have answered when they leave
-    saved, and not when nothing was saved."""
-    asked: Line = ("stop_requested", 40, {"requested_mono_ns": 40 * MS})
-    saved: Line = ("save_committed", 50, {"checkpoint_step": 7})
-    left: Line = ("uninstalled", 60, {})
-    follower = judged(judge_stop, status(JOINED), asked, saved, left)
-    message = "step 7 committed 10 ms after the signal; left with the others"
-    assert follower == Answer(1, True, message)
-    unsaved = judged(judge_stop, status(JOINED), asked, left)
-    assert unsaved is not None
-    assert not unsaved.done
-    first = judged(judge_stop, status(JOINED, rank=0), asked, saved, ("requeued", 70, {}))
-    assert first == Answer(0, True, "step 7 committed 10 ms after the signal; requeued")
+)  # fmt: skip
+def test_the_answer_to_a_request(
+    judge: Judge, before: str, events: str, done: bool | None, words: str
+) -> None:
+    """None yet, done or refused, in these words, which are all where they begin with ``=``."""
+    answer = judged(judge, status(before, rank=int("requeued" not in events)), events)
+    assert (answer and answer.done) == done
+    if answer is not None:
+        said = answer.message
+        assert said == words[1:] if words.startswith("=") else words in said
+        assert answer.vacated_bytes == (2 * 10**9 if "vacated in" in said else None)
 
 
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    ("judge", "before", "events", "words"),
     [
-        ([("requeue_failed", 70, {"reason": "not yours"})], "nothing was left to save; not req"),
-        ([("run_finished", 70, {})], "finished its training meanwhile"),
-        ([("uninstalled", 70, {})], "nothing was left to save; it has left, not requeued"),
+        (judge_pause, "closed parked", "", ""),
+        (judge_pause, "joined", "", ""),
+        (judge_pause, "joined", "closed of_four", "us, alone: the other ranks have not come"),
+        (judge_pause, "joined", "closed of_four opened", "resumed before all"),
+        (judge_vacate, "", "closed parked", "its device memory has not been moved yet"),
+        (judge_resume, HELD, "peers", "another rank"),
+        (judge_resume, ON_HOST, "asked", "still held, until its device memory is back"),
     ],
 )
-def test_what_is_no_requeue(lines: list[Line], words: str) -> None:
-    """Each of it ends the waiting."""
-    answer = judged(judge_stop, status(), ("stop_requested", 40, {}), *lines)
-    assert answer is not None
-    assert not answer.done
-    assert answer.message.startswith(words)
+def test_when_the_time_is_over(judge: Judge, before: str, events: str, words: str) -> None:
+    """Nothing that would still come is waited for, and it is said what has not."""
+    assert judged(judge, status(before), events) is None
+    answer = judged(judge, status(before), events, late=True)
+    assert (answer is None) == (not words)
+    if answer is not None:
+        assert not answer.done
+        assert words in answer.message
 
 
 def test_the_late_and_the_silent(tmp_path: Path) -> None:
     """When the time is over ranks that are parked alone have answered that, and those that wrote
     nothing, or whose process is another one by now, are absent."""
-    theirs: dict[int, tuple[Line, ...]] = {
-        0: (CLOSED, OF_FOUR, ALL),
-        1: (CLOSED, OF_FOUR),
-        2: (),
-        3: (CLOSED, OF_FOUR, ALL),
-    }
     before = {}
-    for rank, lines in theirs.items():
+    for rank, names in enumerate((HELD, "joined closed of_four", "joined", HELD)):
         path = tmp_path / f"rank-{rank:05d}.json"
-        path.write_text(status(JOINED, *lines, rank=rank).to_json())
+        path.write_text(status(names, rank=rank).to_json())
         pid = 8 if rank == 3 else 9
-        before[rank] = path, RankStatus(rank, "running", status().since, pid=pid, world_size=4)
+        before[rank] = path, RankStatus(rank, "running", status("").since, pid=pid, world_size=4)
     assert read_status(before[0][0]) is not None
     answers = wait_for_answers(before, judge_pause, timeout_s=0.1)
     assert {rank: answer.done for rank, answer in answers.items()} == {0: True, 1: False}

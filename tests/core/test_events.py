@@ -71,18 +71,6 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
     assert [e.kind for e in read_events(log.path)] == [EventKind.INSTALLED, EventKind.PARKED]
 
 
-def test_only_the_kinds_that_are_asked_for(tmp_path: Path) -> None:
-    """They are those that a look at all events finds, also where another one has the same word."""
-    log = EventLog(tmp_path / "events" / "rank-00000.jsonl")
-    for kind in (EventKind.INSTALLED, EventKind.PARKED, EventKind.RESUMED, EventKind.INSTALLED):
-        log.append(Event(kind, 1, 1, data={"word": EventKind.INSTALLED.value}))
-    assert log.path is not None
-    kinds = (EventKind.INSTALLED, EventKind.RESUMED)
-    found = [event for event in read_events(log.path) if event.kind in kinds]
-    assert list(read_events(log.path, kinds=kinds)) == found
-    assert len(found) == 3
-
-
 @contextmanager
 def _no_growth(path: Path, *, most_more: int = 20) -> Iterator[None]:
     """The file may grow no more, as on a full disk."""

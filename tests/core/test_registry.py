@@ -18,7 +18,10 @@ def _entry(pid: int, started: int) -> registry.Entry:
 
 
 def test_a_living_process_is_found(tmp_path: Path) -> None:
-    """What was announced is read back while the process lives."""
+    """What was announced is read back while the process lives. The same pid with another start time
+    is another process."""
+    registry.announce(tmp_path, _entry(os.getpid(), 1))
+    assert registry.find(tmp_path, os.getpid()) is None
     mine = _entry(os.getpid(), registry.start_ticks(os.getpid()) or 0)
     registry.announce(tmp_path, mine)
     assert registry.find(tmp_path, os.getpid()) == mine
@@ -27,17 +30,11 @@ def test_a_living_process_is_found(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_recycled_pid_is_not_taken_for_it(tmp_path: Path) -> None:
-    """The same pid with another start time is another process."""
-    registry.announce(tmp_path, _entry(os.getpid(), 1))
-    assert registry.find(tmp_path, os.getpid()) is None
-
-
 def test_what_dead_processes_left_is_swept(tmp_path: Path) -> None:
     """A killed process's entry and private events go when the next one announces itself."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     registry.announce(tmp_path, _entry(child.pid, registry.start_ticks(child.pid) or 0))
-    (registry.private_events(tmp_path, child.pid) / "events").mkdir(parents=True)
+    registry.private_events(tmp_path, child.pid).mkdir()
     child.kill()
     child.communicate()
     registry.announce(tmp_path, _entry(os.getpid(), registry.start_ticks(os.getpid()) or 0))
@@ -53,7 +50,7 @@ def test_what_another_pid_namespace_has_is_left_alone(
         elsewhere.setattr(registry, "place", lambda: "00000000")
         registry.announce(tmp_path, _entry(os.getpid(), 1))
         theirs = registry.entry_file(tmp_path, os.getpid())
-        (registry.private_events(tmp_path, os.getpid()) / "events").mkdir(parents=True)
+        registry.private_events(tmp_path, os.getpid()).mkdir()
     before = theirs.read_text()
     assert registry.find(tmp_path, os.getpid()) is None
     registry.announce(tmp_path, _entry(os.getpid(), registry.start_ticks(os.getpid()) or 0))

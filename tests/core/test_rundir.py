@@ -11,15 +11,6 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import RunFolderError
 
 
-def test_rank_files_come_back_in_order(tmp_path: Path) -> None:
-    """Event files are found by rank, whatever else lies beside them."""
-    run = RunDir(tmp_path).create()
-    for rank in (10, 2, 123456):
-        run.rank_events(rank).touch()
-    (run.events / "notes.txt").touch()
-    assert list(run.rank_event_files()) == [2, 10, 123456]
-
-
 def test_a_folder_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     """The error names the folder and the way out."""
     (tmp_path / "x").write_text("")

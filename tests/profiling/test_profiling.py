@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from clusters import require_slurm
 from profiling.scripts import LIMIT_S, PROFILING, run_script
-from stories import Stories, stories
+from stories import Stories, marked, stories
 
 sys.path.insert(0, str(PROFILING))
 
@@ -74,10 +74,13 @@ def test_a_script_prints_its_figures(script: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories[dict[str, Any]]]:
-    """Script -> the JSON of its last line. Several run at once: most of their time Slurm waits."""
+def printed(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Stories[dict[str, Any]]]:
+    """Script -> the JSON of its last line, of those that are looked at. Several run at once: most
+    of their time Slurm waits."""
     require_slurm()
-    told = {script: functools.partial(_run, script) for script in ON_SLURM}
+    told = {script: functools.partial(_run, script) for script in marked(request) & {*ON_SLURM}}
     base = tmp_path_factory.mktemp("runs")
     with stories(told, base, clusters=(), at_a_time=3) as under_way:
         yield under_way
@@ -90,7 +93,9 @@ def _run(script: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slurm
 @pytest.mark.long
-@pytest.mark.parametrize("script", ON_SLURM)
+@pytest.mark.parametrize(
+    "script", [pytest.param(one, marks=pytest.mark.scene(one)) for one in ON_SLURM]
+)
 def test_a_script_on_slurm_prints_its_figures(
     script: str, printed: Stories[dict[str, Any]]
 ) -> None:
