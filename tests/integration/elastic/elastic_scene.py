@@ -10,18 +10,25 @@ from typing import Any
 
 from integration.trainingjob.scene import Scene
 
+from hydroslurm.devcluster import DevCluster
 from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder
 
 HERE = Path(__file__).parent
+
+
+def slurmd_of(cluster: DevCluster, node: str) -> int:
+    """The daemon of that node."""
+    (found,) = [one for one in cluster.status().daemons if one.name == f"slurmd-{node}"]
+    return found.pid
+
+
 SPEC = """
 replicaSpecs:
 - template:
     command: [python, {script}]
-    resources: {{tasks: {tasks}}}
     env: {{HYDROSLURM_SAFE_DIRECTORY: {folder}, GLOO_SOCKET_IFNAME: lo}}
 scheduler: {{partition: low, timeLimitMinutes: 10}}
-elastic: {{min: {min}, max: {max}, size: {size}, engine: {engine},
-           base: {{partition: urgent}}{rules}}}
+elastic: {{min: {min}, max: {max}, size: {size}, engine: {engine}, {rules}}}
 {more}
 """
 
@@ -29,28 +36,18 @@ elastic: {{min: {min}, max: {max}, size: {size}, engine: {engine},
 class ElasticScene(Scene):
     """One elastic job whose members train nothing, see member.py."""
 
-    def submit_elastic(
-        self,
-        *,
-        min: int = 1,
-        max: int = 3,
-        size: int = 2,
-        script: str = "member.py",
-        engine: str = "auto",
-        rules: str = "",
-        more: str = "",
-        tasks: int = 1,
-    ) -> ElasticScene:
+    def write_spec(self, *, base: bool = True, rules: str = "", **given: Any) -> None:
         """``script``: with its arguments, as items of a YAML list; ``rules``: further ones of
-        `elastic`, ``more``: further parts of the spec; ``tasks``: ranks of a member."""
+        `elastic`, ``more``: further parts of the spec."""
         self.folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(HERE / "member.py", self.folder)
-        text = SPEC.format(
-            **{"folder": self.folder, "min": min, "max": max, "size": size},
-            **{"script": script, "engine": engine, "more": more, "tasks": tasks},
-            rules=f", {rules}" if rules else "",
-        )
+        told = {"min": 1, "max": 3, "size": 2, "script": "member.py", "engine": "auto", "more": ""}
+        rules = ", ".join(filter(None, ("base: {partition: urgent}" if base else "", rules)))
+        text = SPEC.format(**{"folder": self.folder, "rules": rules, **told, **given})
         (self.folder / "job.yaml").write_text(text)
+
+    def submit_elastic(self, **given: Any) -> ElasticScene:
+        self.write_spec(**given)
         self.submit_file(self.folder / "job.yaml")
         return self
 
@@ -111,8 +108,8 @@ class ElasticScene(Scene):
         (pid,) = self.processes("-u -m hydroslurm.jobs.elastic.main")
         os.kill(pid, signo)
 
-    def member_processes(self, *, script: str = "member.py") -> list[tuple[str, int]]:
-        """The members that run this script on this machine, whatever Slurm knows of them."""
+    def member_processes(self) -> list[tuple[str, int]]:
+        """The members that run on this machine, whatever Slurm knows of them."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -121,15 +118,13 @@ class ElasticScene(Scene):
             except OSError:
                 continue
             variables = dict(one.split("=", 1) for one in text.split("\0") if "=" in one)
-            if script.encode() in line and variables.get(ELASTIC_ENV) == str(self.run.root):
+            if b"member.py" in line and variables.get(ELASTIC_ENV) == str(self.run.root):
                 name = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**variables)
                 found.append((name, int(path.name)))
         return found
 
-    def member_process(self, name: str, *, script: str = "member.py") -> int:
-        """The process of one of them."""
-        processes = self.member_processes(script=script)
-        (found,) = [pid for member, pid in processes if member == name]
+    def member_process(self, name: str) -> int:
+        (found,) = [pid for member, pid in self.member_processes() if member == name]
         return found
 
     def nodes(self) -> dict[str, str]:

@@ -3,16 +3,16 @@ of failure cases, and where each is tested (elastic: tests/elastic, of real proc
 
      1  a member is preempted                 test_elastic_job; here (spare)
      2  the member of rank 0 is preempted     elastic/test_spares, test_storms
-     3  it returns, or is replaced            test_elastic_job; test_restart_job
+     3  it returns, or is replaced            test_elastic_job
      4  two at once                           elastic/test_members (one change)
      5  below min                             here; elastic/test_members (saved)
-     6  kill -9: rank, agent                  here (shards); elastic/test_restart
+     6  kill -9: rank, agent                  test_elastic_job; elastic/test_sharded, test_restart
         slurmstepd, slurmd                    here
      7  a rank hangs                          here; elastic/test_members, test_restart
      8  kill -9 of the coordinator            test_elastic_job; elastic/test_members
      9  its time limit                        here
     10  SIGTERM in evaluation, first step     elastic/test_storms; faults/test_mixed_world
-    11  SIGTERM with loader workers           elastic/test_members; test_fixed_order
+    11  SIGTERM with loader workers           elastic/test_state; faults/test_mixed_world
     12  killed while a checkpoint is written  checkpoint/test_joint
     13  grace shorter than the save           checkpoint/test_deadline, test_stop (of fixed size)
     14  exit statuses                         trainingjob/test_scenes (of fixed size)
@@ -27,24 +27,21 @@ of failure cases, and where each is tested (elastic: tests/elastic, of real proc
     23  cancelled as a whole                  here
     24  it fails at its start, again          here; elastic/test_failed_meetings
     25  a partition that suspends             here
-    26  Lightning                             elastic/test_restart; refused: test_own_loops
+    26  Lightning                             elastic/test_restart; refused: test_members
     27  changes use no restarts               elastic/test_restart
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from clusters import require_slurm
-from elasticstory import SHARDED
-from integration.elastic.elastic_scene import ElasticScene
+from integration.elastic.elastic_scene import ElasticScene, slurmd_of
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
@@ -62,8 +59,8 @@ PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[DevCluster]:
-    """Four nodes of two CPUs, where an urgent job of one node takes the place of a member; one that
-    does not answer for thirty seconds is down, and a busy machine's daemons answer sooner."""
+    """Four nodes of two CPUs, where an urgent job of one node takes the place of a member; a step
+    whose slurmstepd is gone is noticed within thirty seconds."""
     require_slurm()
     spec = ClusterSpec(nodes=4, cpus_per_node=2, partitions=QUICK_TO_GIVE_UP, kill_wait_s=5)
     with DevCluster.up(spec) as running:
@@ -73,7 +70,8 @@ def cluster() -> Iterator[DevCluster]:
 def test_what_befalls_a_job_and_its_members(cluster: DevCluster, tmp_path: Path) -> None:
     """Case 9: its coordinator, warned of its limit, goes back into the queue under its id, and the
     next start hears from the same members. 7: a member hangs: a failure, and its element is
-    cancelled. 6: a slurmstepd is killed: no process is left of an element that has ended."""
+    cancelled. 6: a slurmstepd is killed: no process is left of an element that has ended. 18: up by
+    one, and down by the member of a node that is drained: no step is lost, the others stay."""
     scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=2)
     before = scene.wait_for_size(2)
     scene.slurm("scancel", "--batch", "--signal=URG", str(scene.job_id))
@@ -97,6 +95,23 @@ def test_what_befalls_a_job_and_its_members(cluster: DevCluster, tmp_path: Path)
     scene.wait(lambda: not Path(f"/proc/{process}").exists(), "end of the old process")
     assert [one["member"] for one in scene.entries("ended")] == [hangs, lost]
     assert max(one["steps_lost"] for one in scene.entries("generation")) <= 1
+
+    before, failures = scene.members, scene.entries("failure")
+    assert scene.hydroslurm("scale", str(scene.job_id), "3").returncode == 0
+    scene.wait_for_size(3)
+    drained = scene.extra[0]
+    node = scene.nodes()[drained]
+    scene.slurm("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
+    said = scene.hydroslurm("scale", str(scene.job_id), "2", "--leave", drained)
+    assert said.returncode == 0, said.stderr
+    scene.wait_for_size(2, without=drained)
+    # the coordinator may run on that node, too: it stays, and the node is draining until it ends
+    listed = ("squeue", "--noheader", "--array", "--format=%i")
+    scene.wait(lambda: drained not in scene.slurm(*listed).split(), "end of its element")
+    assert set(before) - {drained} < set(scene.members)
+    assert [one["steps_lost"] for one in scene.entries("generation")][-2:] == [0, 0]
+    assert scene.entries("failure") == failures
+    scene.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
     scene.finish()
 
 
@@ -162,29 +177,6 @@ def test_below_min_the_run_waits_and_goes_on(cluster: DevCluster, tmp_path: Path
     scene.finish()
 
 
-def test_a_drained_node_gives_its_member_back(cluster: DevCluster, tmp_path: Path) -> None:
-    """Case 18: up by one and down by the member of a node that is drained: no step is lost, and the
-    others are the same."""
-    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=2)
-    before = scene.wait_for_size(2)
-    assert scene.hydroslurm("scale", str(scene.job_id), "3").returncode == 0
-    scene.wait_for_size(3)
-    drained = scene.extra[0]
-    node = scene.nodes()[drained]
-    scene.slurm("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
-    said = scene.hydroslurm("scale", str(scene.job_id), "2", "--leave", drained)
-    assert said.returncode == 0, said.stderr
-    scene.wait(lambda: len(scene.members) == 2 and drained not in scene.members, "smaller size")
-    # the coordinator may run on that node, too: it stays, and the node is draining until it ends
-    listed = ("squeue", "--noheader", "--array", "--format=%i")
-    scene.wait(lambda: drained not in scene.slurm(*listed).split(), "end of its element")
-    assert set(before) - {drained} < set(scene.members)
-    assert [one["steps_lost"] for one in scene.entries("generation")] == [0, 0, 0]
-    assert not scene.entries("failure")
-    scene.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
-    scene.finish()
-
-
 def test_a_spare_takes_the_place_of_a_preempted_member(cluster: DevCluster, tmp_path: Path) -> None:
     """In the same change, with its number; a new spare is submitted behind it."""
     scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(max=2, size=2, rules="spares: 1")
@@ -204,22 +196,26 @@ def test_a_spare_takes_the_place_of_a_preempted_member(cluster: DevCluster, tmp_
 
 
 def test_a_killed_slurmd_leaves_no_second_worker(cluster: DevCluster, tmp_path: Path) -> None:
-    """Case 6: its node is down after SlurmdTimeout, another element takes the place, and when the
-    daemon returns nothing runs twice."""
+    """Case 6: its node is down, another element takes the place, and when the daemon returns
+    nothing runs twice."""
     scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=2)
     scene.wait_for_size(2)
     lost = scene.extra[0]
     node, process = scene.nodes()[lost], scene.member_process(lost)
-    (daemon,) = [one for one in cluster.status().daemons if one.name == f"slurmd-{node}"]
-    command = Path(f"/proc/{daemon.pid}/cmdline").read_bytes().split(b"\0")[:-1]
-    variables = Path(f"/proc/{daemon.pid}/environ").read_bytes().split(b"\0")[:-1]
+    daemon = slurmd_of(cluster, node)
+    command = Path(f"/proc/{daemon}/cmdline").read_bytes().split(b"\0")[:-1]
+    variables = Path(f"/proc/{daemon}/environ").read_bytes().split(b"\0")[:-1]
     environ = dict(one.split(b"=", 1) for one in variables)
-    os.kill(daemon.pid, signal.SIGKILL)
+    os.kill(daemon, signal.SIGKILL)
+    # sooner than SlurmdTimeout
+    scene.slurm("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
     ended = scene.wait_for("ended")
     assert (ended["member"], ended["how"]) == (lost, "preemption")
     scene.wait_for_size(2, without=lost)
+    assert Path(f"/proc/{process}").exists()
     returned = subprocess.Popen(command, env=environ)
     try:
+        scene.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
         idle = ("idle", "mixed", "allocated")
         scene.wait(lambda: scene.slurm("sinfo", "-hn", node, "-o", "%T").strip() in idle, "node")
         scene.wait(lambda: not Path(f"/proc/{process}").exists(), "end of the old process")
@@ -230,49 +226,11 @@ def test_a_killed_slurmd_leaves_no_second_worker(cluster: DevCluster, tmp_path: 
         returned.wait()
 
 
-def test_members_that_shard_are_replaced(cluster: DevCluster, tmp_path: Path) -> None:
-    """One is preempted, of its successor one rank is killed: each is replaced, and all ranks end
-    with the same weights."""
-    scene = ElasticScene(cluster, tmp_path / "job")
-    scene.folder.mkdir()
-    (scene.folder / "train.py").write_text(textwrap.dedent(SHARDED))
-    files = {name: str(scene.folder / name) for name in ("hurry", "saved")}
-    told = json.dumps({"batches": 1200, **files})
-    scene.submit_elastic(size=2, max=2, script=f"train.py, '{told}'", engine="in_place", tasks=2)
-    scene.wait_for_size(2)
-    (taken,) = scene.extra
-    scene.slurm("scancel", taken)  # as a preemption: SIGTERM, then SIGKILL
-    scene.wait_for_size(2, without=taken)
-    (killed,) = scene.extra
-    ranks = [pid for name, pid in scene.member_processes(script="train.py") if name == killed]
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
-    scene.wait_for_size(2, without=killed)
-    told = scene.hydroslurm("describe", str(scene.job_id)).stdout
-    assert "Engine:       in_place" in told
-    (scene.folder / "hurry").touch()
-    assert scene.final_condition().type == "Succeeded"
-    ends = [
-        line
-        for path in scene.run.logs.glob("member-*")
-        for line in path.read_text().splitlines()
-        if line.startswith("DONE ")
-    ]
-    assert len(ends) == 4
-    assert len(set(ends)) == 1
-    assert [one["how"] for one in scene.entries("ended")] == ["preemption", "failure"]
-    scene.assert_nothing_is_left()
-
-
 def ancestor(pid: int, name: str) -> int:
     """The process of that name above it."""
     while pid > 1:
-        status = dict(
-            line.split(":\t", 1)
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-            if ":\t" in line
-        )
-        if status["Name"] == name:
+        status = Path(f"/proc/{pid}/status").read_text()
+        if f"Name:\t{name}\n" in status:
             return pid
-        pid = int(status["PPid"])
+        pid = int(status.partition("PPid:\t")[2].split()[0])
     raise AssertionError(f"no {name} above it")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 from clusters import require_slurm
-from integration.elastic.elastic_scene import HERE, SPEC, ElasticScene
+from integration.elastic.elastic_scene import ElasticScene
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
@@ -30,17 +29,9 @@ def limited():
         yield running
 
 
-ONE_PLACE = SPEC.replace("base: {{partition: urgent}}", "")
-
-
 def submitted(scene: ElasticScene, *, size: int, max: int) -> tuple[int, str]:
     """The status of `hydroslurm submit` and its words; nothing is left of what was refused."""
-    scene.folder.mkdir()
-    shutil.copy(HERE / "member.py", scene.folder)
-    sizes = {"min": 1, "max": max, "size": size}
-    rest = {"script": "member.py", "engine": "auto", "rules": "", "more": "", "tasks": 1}
-    text = ONE_PLACE.format(folder=scene.folder, **sizes, **rest)
-    (scene.folder / "job.yaml").write_text(text)
+    scene.write_spec(base=False, size=size, max=max)
     done = scene.hydroslurm("submit", "job.yaml")
     if done.returncode:
         assert not scene.slurm("squeue", "--noheader", "--format=%i").split()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from clusters import require_slurm
+from integration.elastic.elastic_scene import slurmd_of
 from integration.manyranks.acts import COMPARABLE
 from integration.manyranks.rankstraining import EVERY_STEPS, RanksTraining
 
@@ -103,7 +104,7 @@ def test_a_dead_node(
     others = [one.pid(rank, attempt=1) for rank in range(RANKS - 1)]
     # a node without power answers nobody and closes no connection
     os.kill(lost, signal.SIGSTOP)
-    os.kill(slurmd(cluster, node), signal.SIGKILL)
+    os.kill(slurmd_of(cluster, node), signal.SIGKILL)
     one.slurm("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
     one.wait_until(lambda: state(one) == after, f"the job to be {after}")
     assert all(Path(f"/proc/{pid}").exists() for pid in others) == (after == "RUNNING")
@@ -111,9 +112,3 @@ def test_a_dead_node(
     if after != "PENDING":
         one.requeue()
     check_second_attempt(one, undisturbed)
-
-
-def slurmd(cluster: DevCluster, node: str) -> int:
-    """The daemon of that node."""
-    (found,) = [one for one in cluster.status().daemons if one.name == f"slurmd-{node}"]
-    return found.pid
