@@ -36,26 +36,6 @@ def _settings(text: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("profile", ["pause", "requeue", "gang-requeue"])
-def test_everything_is_loopback_private_and_in_the_folder(profile: str) -> None:
-    """Every address is the loopback's, every path is below the cluster's own folder."""
-    spec = ClusterSpec(nodes=2, cpus_per_node=3, profile=profile)  # type: ignore[arg-type]
-    settings = _settings(slurm_conf(spec, PLACE, PORTS))
-    assert settings["SlurmctldHost"] == "SlurmctldHost=host7(127.0.0.1)"
-    assert settings["SlurmctldPort"] == "SlurmctldPort=5001"
-    assert settings["AccountingStorageHost"] == "AccountingStorageHost=127.0.0.1"
-    assert settings["AuthInfo"] == "AuthInfo=socket=/t/x/c/run/munge.sock,cred_expire=5"
-    assert settings["SlurmUser"] == "SlurmUser=ada"
-    for name, port in (("n1", 5003), ("n2", 5004)):
-        assert settings[f"NodeName={name}"] == (
-            f"NodeName={name} NodeHostname=host7 NodeAddr=127.0.0.1 Port={port} CPUs=3 "
-            "RealMemory=2048 State=UNKNOWN"
-        )
-    for line in settings.values():
-        for word in line.partition("=")[2].replace("socket=", "").split(","):
-            assert not word.startswith("/") or word.startswith(("/t/x/c/", "/bin/true"))
-
-
 def test_a_slurm_of_its_own_prefix_brings_its_plugins(tmp_path: Path) -> None:
     """As setup.sh unpacks one for a user without root; the setting has no blank, as Slurm wants."""
     slurm = tmp_path / "a b"
@@ -103,7 +83,7 @@ def test_profiles(profile: str, mode: str, low: str, urgent: str) -> None:
 
 @pytest.mark.parametrize(
     ("hostname", "host"),
-    [("a-b_1", "a-b_1"), ("a.b.c", "a"), ("(none)", "localhost"), ("", "localhost")],
+    [("a-b_1", "a-b_1"), ("(none)", "localhost"), ("", "localhost")],
 )
 def test_an_odd_hostname_does_no_harm(hostname: str, host: str) -> None:
     """A name that slurm.conf could not hold becomes localhost, which Slurm replaces by its own."""
@@ -112,26 +92,7 @@ def test_an_odd_hostname_does_no_harm(hostname: str, host: str) -> None:
     assert f"SlurmctldHost={host}(127.0.0.1)\n" in text
 
 
-def test_the_plugin_is_optional_or_its_absence_explained() -> None:
-    """srun goes on without a plugin that has gone; why there is none is a comment."""
-    assert plugstack_conf(Path("/t/p.so")).splitlines()[-1] == "optional /t/p.so"
-    without = plugstack_conf(None, "no header\nat all").splitlines()
-    assert without[-2:] == ["# no --preempt: no header", "# no --preempt: at all"]
-    assert all(line.startswith("#") for line in without)
-
-
-def test_slurmdbd_reaches_its_database_by_socket_only() -> None:
-    """No password, no port of a database, its own port on the loopback interface."""
-    settings = _settings(slurmdbd_conf(ClusterSpec(), PLACE, PORTS))
-    assert settings["DbdAddr"] == "DbdAddr=127.0.0.1"
-    assert settings["DbdPort"] == "DbdPort=5002"
-    assert settings["StorageHost"] == "StorageHost=localhost"
-    assert not {"StoragePort", "StoragePass"} & settings.keys()
-
-
-@pytest.mark.parametrize(
-    ("release", "plugin"), [((22, 5), "cgroup/v1"), ((23, 2), "cgroup/v1"), ((25, 11), "disabled")]
-)
+@pytest.mark.parametrize(("release", "plugin"), [((22, 5), "cgroup/v1"), ((25, 11), "disabled")])
 def test_no_cgroup_file_system_is_needed(release: tuple[int, int], plugin: str) -> None:
     """slurmd is given a cgroup plugin that starts in a container without cgroups."""
     assert f"CgroupPlugin={plugin}\n" in cgroup_conf(ClusterSpec(), release)
@@ -141,11 +102,9 @@ def test_no_cgroup_file_system_is_needed(release: tuple[int, int], plugin: str) 
     ("values", "words"),
     [
         ({"nodes": 0}, "nodes is 0; it must be a whole number from 1 to 64"),
-        ({"nodes": True}, "nodes is True"),
-        ({"cpus_per_node": 1.5}, "cpus_per_node is 1.5"),
+        ({"cpus_per_node": True}, "cpus_per_node is True"),
         ({"profile": "kill"}, "profile is 'kill'; it must be one of pause, requeue, gang-requeue"),
-        ({"kill_wait_s": 0}, "kill_wait_s is 0"),
-        ({"grace_s": -1}, "grace_s is -1"),
+        ({"constrain_memory": True}, "constrain_memory needs cgroups"),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_right_ones(values: dict[str, Any], words: str) -> None:

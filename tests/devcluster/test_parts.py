@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from clusters import require_slurm
 
-from hydroslurm.devcluster import config, processes, programs
+from hydroslurm.devcluster import ClusterSpec, DevCluster, config, processes, programs
 from hydroslurm.devcluster.layout import Layout, make_link, remove_link
 from hydroslurm.errors import ClusterError
 
@@ -65,37 +65,39 @@ def test_reserved_ports_are_ours_until_a_daemon_takes_them() -> None:
         second.release()
 
 
-@pytest.mark.parametrize(("address", "exposed"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_a_listener_beyond_loopback_is_seen(address: str, exposed: bool) -> None:
+def test_a_listener_beyond_loopback_is_seen() -> None:
     """A port counts as open to others exactly when it listens on another address than loopback."""
-    with socket.socket() as listener:
-        listener.bind((address, 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        assert config.open_to_others([port]) == ([port] if exposed else [])
+    for address, exposed in (("127.0.0.1", False), ("0.0.0.0", True)):
+        with socket.socket() as listener:
+            listener.bind((address, 0))
+            listener.listen()
+            port = listener.getsockname()[1]
+            assert config.open_to_others([port]) == ([port] if exposed else [])
 
 
-def test_missing_programs_are_named_with_package_and_command(tmp_path: Path) -> None:
-    """The message has the program, its Debian package and the command that installs it."""
+def test_missing_programs_are_named_with_package_and_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message has the program, its Debian package and the command that installs it, and no
+    folder is made."""
     with pytest.raises(ClusterError) as caught:
         programs.find_programs(str(tmp_path))
     words = str(caught.value)
     assert "slurmctld (Debian package slurmctld)" in words
     assert "a C compiler (Debian package g++)" in words
     assert "sudo apt-get install -y --no-install-recommends g++ mariadb-server-core munge" in words
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ClusterError, match=r"sinfo \(Debian package slurm-client\)"):
+        DevCluster.up(ClusterSpec(nodes=1, directory=tmp_path / "c"))
+    assert not (tmp_path / "c").exists()
 
 
-def test_daemons_are_looked_for_beyond_an_ordinary_path() -> None:
-    """The places of daemons come after what PATH names, each once."""
+def test_where_programs_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The places of daemons come after what PATH names, each once; a Slurm beside this Python comes
+    first: it is a whole one, and the site's may be of another release."""
     path = programs.search_path("/opt/bin:/usr/sbin").split(":")
     assert path[:2] == ["/opt/bin", "/usr/sbin"]
     assert sorted(path[2:]) == ["/sbin", "/usr/local/sbin"]
-
-
-def test_a_slurm_beside_this_python_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is a whole one, and the site's may be of another release."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "slurmctld").touch()
     path = programs.search_path(f"/opt/bin:{tmp_path}").split(":")
@@ -114,17 +116,12 @@ def test_a_process_is_not_mistaken_for_a_later_one() -> None:
     former.send(9)  # would end the tests
 
 
-@pytest.mark.parametrize(
-    ("required", "outcome"), [("", pytest.skip.Exception), ("1", pytest.fail.Exception)]
-)
 def test_without_slurm_tests_are_skipped_or_fail(
-    required: str,
-    outcome: type[BaseException],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is missing is named, and a machine that must have Slurm does not pass without it."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("HYDROSLURM_REQUIRE_SLURM", required)
-    with pytest.raises(outcome, match=r"a real Slurm is needed; not found: .*slurm-client"):
-        require_slurm()
+    for required, outcome in (("", pytest.skip.Exception), ("1", pytest.fail.Exception)):
+        monkeypatch.setenv("HYDROSLURM_REQUIRE_SLURM", required)
+        with pytest.raises(outcome, match=r"a real Slurm is needed; not found: .*slurm-client"):
+            require_slurm()

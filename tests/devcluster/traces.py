@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
+
+import pytest
+
+from hydroslurm.devcluster import processes
 
 
 def processes_of(mark: str) -> list[str]:
@@ -56,3 +61,9 @@ def _names(place: str) -> list[str]:
         return [entry.name for entry in Path(place).iterdir()]
     except OSError:
         return []
+
+
+def without_environment(patch: pytest.MonkeyPatch, pids: Collection[int]) -> None:
+    """As if these processes had none: Slurm 25.11 empties that of slurmstepd."""
+    asked = processes.environment
+    patch.setattr(processes, "environment", lambda pid: {} if pid in pids else asked(pid))

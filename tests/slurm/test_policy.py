@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from hydroslurm.errors import UsageError
@@ -194,5 +192,6 @@ def test_find_partition() -> None:
 def test_qoses_are_read() -> None:
     """ "cluster" is no mode of its own, GraceTime is a clock, Preempt a list."""
     output = "normal|00:00:00|cluster||\nhigh|00:02:00|requeue|normal,low|00:30:00\n"
-    high = Qos(name="high", grace_time_s=120, preempt_mode="REQUEUE", exempt_s=1800)
-    assert read_qoses(output) == (Qos(name="normal"), replace(high, preempts=("normal", "low")))
+    high = {"grace_time_s": 120, "preempt_mode": "REQUEUE", "exempt_s": 1800}
+    preempts = ("normal", "low")
+    assert read_qoses(output) == (Qos(name="normal"), Qos(name="high", preempts=preempts, **high))

@@ -1,10 +1,12 @@
 """A real Slurm leaves at least as long as the policy says, and tells why, for each kind of stop:
-from the first signal that a stubborn job step got to the last sign of attempt that it gave."""
+from the first signal that a stubborn job step got to the last sign of life that it gave."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,10 @@ from hydroslurm.slurm.values import JobState
 
 pytestmark = pytest.mark.slurm
 
-# the task writes a sign of attempt each 20 ms; a busy machine may be late with one
+# the task writes a sign of life each 20 ms; a busy machine may be late with one
 LATE_S = 0.2
+LOOKS_EVERY_S = 30
+"""How often slurmctld looks for jobs whose time limit is near or over."""
 
 
 @pytest.fixture
@@ -38,9 +42,9 @@ def _client(cluster: DevCluster) -> SlurmClient:
     return open_client(environ=cluster.child_environ(), retry_policy=IN_GRACE)
 
 
-def _policy(cluster: DevCluster, job_id: int) -> SitePolicy:
-    client = _client(cluster)
-    policy = Policies.read(client).of(client.job(job_id))
+def _policy(victim: Victim) -> SitePolicy:
+    client = _client(victim.cluster)
+    policy = Policies.read(client).of(client.job(victim.id))
     assert policy is not None
     return policy
 
@@ -51,46 +55,50 @@ def _ask(victim: Victim, *, after: str = "SIGTERM", limit_s: float = 60.0) -> tu
     return ask_why(_client(victim.cluster), victim.id), told_at
 
 
-def _check(victim: Victim, stop: Stop, told_at: float, *, limit_s: float = 90.0) -> None:
-    policy = _policy(victim.cluster, victim.id)
+def _check(victim: Victim, stop: Stop, told_at: float) -> float:
+    """It lived at least as long as it was told; how long that was."""
+    policy = _policy(victim)
     left_s = stop.time_left_s(policy.kill_after_s)
-    lived_s = victim.wait_for_kill(limit_s=limit_s) - told_at
+    lived_s = victim.wait_for_kill(limit_s=90) - told_at
     assert lived_s >= left_s - LATE_S, f"{lived_s} s, not {left_s}"
     # a bound of zero would hold always
     assert left_s >= policy.kill_after_s - 1
+    return lived_s
 
 
 def test_grace_and_time_limit(requeue_cluster: Part, tmp_path: Path, victims: list[Victim]) -> None:
     """A preemption with grace leaves GraceTime and KillWait; a warning the rest of the time limit
     and KillWait; the time limit itself KillWait. A job may requeue itself inside its grace."""
-    cluster = requeue_cluster
-    limited = Victim(
-        cluster, tmp_path / "b", "-t1", "--signal=URG@10", node=cluster.nodes[1], cpus=1
-    )
-    stubborn = Victim(cluster, tmp_path / "a", node=cluster.nodes[0], cpus=4)
-    clever = Victim(cluster, tmp_path / "c", node=cluster.nodes[0], cpus=4, requeues_itself=True)
+    cluster, (first, second) = requeue_cluster, requeue_cluster.nodes
+    limited = Victim(cluster, tmp_path / "b", "-t5", "--signal=URG@10", node=second, cpus=1)
+    stubborn = Victim(cluster, tmp_path / "a", node=first, cpus=4)
+    clever = Victim(cluster, tmp_path / "c", node=first, cpus=4, requeues_itself=True)
     victims += [limited, stubborn, clever]
-    for victim in (stubborn, clever, limited):
+    for victim in victims:
         victim.wait_for("ready")
-    preempt(cluster, node=cluster.nodes[0])
+    # slurmctld warns when it looks the next time, and ends it when it does the time after that
+    end = time.strftime("%FT%T", time.localtime(time.time() + LOOKS_EVERY_S + 2))
+    cluster.run(["scontrol", "update", f"JobId={limited.id}", f"EndTime={end}"])
+    pool = ThreadPoolExecutor(1)
+    told = pool.submit(
+        lambda: (_ask(limited, after="SIGURG", limit_s=90), _ask(limited, limit_s=90))
+    )
+    pool.shutdown(wait=False)
+    preempt(cluster, node=first)
     stop, told_at = _ask(stubborn)
-    assert stop.reason is StopReason.PREEMPTED
-    assert not stop.pending_again
+    assert (stop.reason, stop.pending_again) == (StopReason.PREEMPTED, False)
     # asked from inside the job step, in its grace
     clever.wait_for("requeue-ended-0")
     job = _client(cluster).job(clever.id)
     assert job.restart_count == 1
     assert job.state in (JobState.COMPLETING, JobState.PENDING)
-    _check(stubborn, stop, told_at)
-    policy = _policy(cluster, stubborn.id)
-    planned = policy.time_left(StopKind.PREEMPTED)
-    assert stubborn.wait_for_kill() - told_at >= planned.seconds - LATE_S
+    planned = _policy(stubborn).time_left(StopKind.PREEMPTED)
+    assert _check(stubborn, stop, told_at) >= planned.seconds - LATE_S
     assert planned.seconds > cluster.spec.grace_s
 
-    warned, warned_at = _ask(limited, after="SIGURG", limit_s=90)
+    (warned, warned_at), (over, over_at) = told.result(150)
     assert warned.reason is StopReason.TIME_LIMIT
     assert (warned.to_end_s or 0.0) > 0.0
-    over, over_at = _ask(limited, limit_s=150)
     assert (over.reason, over.to_end_s) == (StopReason.TIME_LIMIT, 0.0)
     _check(limited, warned, warned_at)
     _check(limited, over, over_at)
@@ -99,13 +107,11 @@ def test_grace_and_time_limit(requeue_cluster: Part, tmp_path: Path, victims: li
 def test_gang(gang_requeue_cluster: Part, tmp_path: Path, victims: list[Victim]) -> None:
     """Gang scheduling requeues at once, whatever GraceTime says, and KillWait is what there is.
     Accounting knows that it was a preemption, which makes no difference to what follows."""
-    cluster = gang_requeue_cluster
-    victims.append(
-        Victim(cluster, tmp_path / "a", node=cluster.nodes[0], cpus=cluster.spec.cpus_per_node)
-    )
-    (victim,) = victims
+    cluster, (node,) = gang_requeue_cluster, gang_requeue_cluster.nodes
+    victim = Victim(cluster, tmp_path / "a", node=node, cpus=cluster.spec.cpus_per_node)
+    victims.append(victim)
     victim.wait_for("ready")
-    preempt(cluster, node=cluster.nodes[0])
+    preempt(cluster, node=node)
     stop, told_at = _ask(victim)
     assert (stop.reason, stop.pending_again) == (StopReason.REQUEUED, True)
     assert stop.message == "requeued, by hand or by a preemption"
@@ -113,35 +119,30 @@ def test_gang(gang_requeue_cluster: Part, tmp_path: Path, victims: list[Victim])
     wait_until(
         lambda: client.history(JobId(victim.id))[0].state is JobState.PREEMPTED, "its record"
     )
-    policy = _policy(cluster, victim.id)
+    policy = _policy(victim)
     assert (policy.action, policy.gang) == (PreemptAction.REQUEUE, True)
     assert policy.grace_s == cluster.spec.grace_s
-    _check(victim, stop, told_at)
-    lived_s = victim.wait_for_kill() - told_at
+    lived_s = _check(victim, stop, told_at)
     assert lived_s < policy.kill_wait_s + policy.grace_s, "the grace was given after all"
 
 
 def test_by_a_person(pause_cluster: Part, tmp_path: Path, victims: list[Victim]) -> None:
     """scancel, scontrol requeue and a signal are told apart; the first two leave KillWait, and who
     cancelled is known. A pause is all that a preemption does here."""
-    kinds = ("cancel", "requeue", "signal")
-    for kind, node in zip(kinds, pause_cluster.nodes, strict=True):
-        victims.append(Victim(pause_cluster, tmp_path / kind, node=node, cpus=1))
+    ways = (["scancel"], ["scontrol", "requeue"], ["scancel", "--signal=TERM"])
+    for number, node in enumerate(pause_cluster.nodes):
+        victims.append(Victim(pause_cluster, tmp_path / str(number), node=node, cpus=1))
     for victim in victims:
         victim.wait_for("ready")
-    cancelled, requeued, asked = victims
-    pause_cluster.run(["scancel", str(cancelled.id)])
-    pause_cluster.run(["scontrol", "requeue", str(requeued.id)])
-    pause_cluster.run(["scancel", "--signal=TERM", str(asked.id)])
+    for way, victim in zip(ways, victims, strict=True):
+        pause_cluster.run([*way, str(victim.id)])
     stops = [_ask(victim) for victim in victims]
-    assert [stop.reason for stop, _ in stops] == [
-        StopReason.CANCELLED,
-        StopReason.REQUEUED,
-        StopReason.ASKED,
-    ]
+    reasons = [StopReason.CANCELLED, StopReason.REQUEUED, StopReason.ASKED]
+    assert [stop.reason for stop, _ in stops] == reasons
     assert stops[0][0].message == f"cancelled by user id {os.getuid()}"
     assert [stop.pending_again for stop, _ in stops] == [False, True, False]
-    _check(cancelled, *stops[0])
-    _check(requeued, *stops[1])
+    for victim, told in zip(victims[:2], stops[:2], strict=True):
+        _check(victim, *told)
+    asked = victims[2]
     assert _client(pause_cluster).job(asked.id).state is JobState.RUNNING
-    assert _policy(pause_cluster, asked.id).action is PreemptAction.PAUSE
+    assert _policy(asked).action is PreemptAction.PAUSE

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import ControllerUnreachable, NoSuchJob
-from hydroslurm.slurm import scontrol_text
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.config import Config
@@ -19,21 +18,38 @@ from hydroslurm.slurm.policy import Policies
 from hydroslurm.slurm.stops import Stop, StopReason, ask_why, requeue, why_stopped
 from hydroslurm.slurm.values import Job, JobState, Partition
 
-RECORDED = Path(__file__).parent / "recorded/22.05/stops"
 URGENT = Partition(name="urgent", priority_tier=10, nodes=("n1",))
+BEGAN = 1795267816
+"""When each of these jobs began, and five seconds before or after it was asked why it was stopped;
+as Slurm 22.05.8 showed them. test_stop_times.py asks a real one."""
 
 
-def _job(name: str) -> Job:
-    (job,) = scontrol_text.read_jobs((RECORDED / f"{name}.txt").read_text())
-    return job
+def _shown(state: JobState, *, end_epoch_s: int | None, **more: Any) -> Job:
+    more = {"start_epoch_s": BEGAN, "time_limit_s": 3600, "flags": frozenset({state.value}), **more}
+    return Job(job_id=1, state=state, partition="low", end_epoch_s=end_epoch_s, **more)
+
+
+JOBS = {
+    "grace": _shown(JobState.RUNNING, end_epoch_s=BEGAN + 7, preempt_epoch_s=BEGAN + 1),
+    # requeued by hand, without a grace, and by gang scheduling; the last at the end of a grace
+    "requeued": _shown(JobState.COMPLETING, end_epoch_s=BEGAN + 3600, restart_count=1),
+    "grace over": _shown(
+        JobState.COMPLETING, start_epoch_s=None, end_epoch_s=None, restart_count=1
+    ),
+    "cancelled": _shown(JobState.COMPLETING, end_epoch_s=BEGAN),
+    "time limit": _shown(
+        JobState.COMPLETING, end_epoch_s=BEGAN + 87, time_limit_s=60, reason="TimeLimit"
+    ),
+    "limited": _shown(JobState.RUNNING, end_epoch_s=BEGAN + 3600),
+}
 
 
 def _attempt(state: JobState, **values: int) -> Job:
-    return Job(job_id=1, state=state, start_epoch_s=1795267000, **values)
+    return Job(job_id=1, state=state, start_epoch_s=BEGAN - 800, **values)
 
 
-def _why(name: str, *, attempt: Job | None = None, now_epoch_s: float = 1795267817.5) -> Stop:
-    return why_stopped(_job(name), now_epoch_s=now_epoch_s, attempt=attempt)
+def _why(name: str, *, attempt: Job | None = None, after_s: float = 1.5) -> Stop:
+    return why_stopped(JOBS[name], now_epoch_s=BEGAN + after_s, attempt=attempt)
 
 
 PREEMPTED, TIME_LIMIT = StopReason.PREEMPTED, StopReason.TIME_LIMIT
@@ -41,25 +57,24 @@ CANCELLED_BY = _attempt(JobState.CANCELLED, cancelled_by_uid=1000)
 
 
 @pytest.mark.parametrize(
-    ("name", "reason", "to_end_s", "now_epoch_s"),
+    ("name", "after_s", "reason", "to_end_s"),
     [
-        ("grace", PREEMPTED, 5.5, 1795267817.5),
-        ("time_limit", TIME_LIMIT, 0.0, 1795267817.5),
-        ("warned", TIME_LIMIT, 50, 1795267993),
-        # the limit has been moved away since: nobody stops the job
-        ("warned", StopReason.ASKED, 3650, 1795267993 - 3600),
-        ("asked", StopReason.ASKED, 3653.5, 1795267817.5),
+        ("grace", 1.5, PREEMPTED, 5.5),
+        ("time limit", 88, TIME_LIMIT, 0.0),
+        ("limited", 3550, TIME_LIMIT, 50),
+        ("limited", 50, StopReason.ASKED, 3550),
+        ("cancelled", 0, StopReason.CANCELLED, 0.0),
         # clocks that differ do not make a cancelled job a requeued one
-        ("cancelled", StopReason.CANCELLED, 0.0, 1795267862 - 240),
+        ("cancelled", -240, StopReason.CANCELLED, 0.0),
     ],
 )
 def test_what_slurmctld_says(
-    name: str, reason: StopReason, to_end_s: float, now_epoch_s: float
+    name: str, after_s: float, reason: StopReason, to_end_s: float
 ) -> None:
     """PreemptTime on a running job: preempted, and EndTime says how long the grace still is. A time
     limit is told by the reason or, of a running job, by its nearness. Nothing wrong with a running
     job: somebody sent the signal. Only who cancelled is for accounting to say."""
-    stop = _why(name, now_epoch_s=now_epoch_s)
+    stop = _why(name, after_s=after_s)
     assert (stop.reason, stop.pending_again) == (reason, False)
     assert stop.to_end_s == pytest.approx(to_end_s)
     assert stop.needs_history is (reason is StopReason.CANCELLED)
@@ -67,11 +82,11 @@ def test_what_slurmctld_says(
 
 def test_an_earlier_warning() -> None:
     """Is recognized where its distance is known."""
-    stop = why_stopped(_job("warned"), now_epoch_s=1795267993 - 500, warning_s=600)
+    stop = why_stopped(JOBS["limited"], now_epoch_s=BEGAN + 3050, warning_s=600)
     assert stop.reason is TIME_LIMIT
 
 
-@pytest.mark.parametrize("name", ["grace_over", "gang"])
+@pytest.mark.parametrize("name", ["grace over", "requeued"])
 @pytest.mark.parametrize(
     ("recorded", "reason"),
     [
@@ -97,21 +112,21 @@ def test_cancelled() -> None:
     assert (known.reason, known.message) == (StopReason.CANCELLED, "cancelled by user id 1000")
     preempted = _why("cancelled", attempt=_attempt(JobState.PREEMPTED))
     assert (preempted.reason, preempted.pending_again) == (PREEMPTED, False)
-    in_its_grace = replace(_job("cancelled"), preempt_epoch_s=1795267860)
-    assert why_stopped(in_its_grace, now_epoch_s=1795267862).needs_history
-    stop = why_stopped(in_its_grace, now_epoch_s=1795267862, attempt=CANCELLED_BY)
+    in_its_grace = replace(JOBS["cancelled"], preempt_epoch_s=BEGAN - 2)
+    assert why_stopped(in_its_grace, now_epoch_s=BEGAN).needs_history
+    stop = why_stopped(in_its_grace, now_epoch_s=BEGAN, attempt=CANCELLED_BY)
     assert stop.reason is StopReason.CANCELLED
 
 
 def test_newer_json_says_it_in_its_flags() -> None:
     """25.11 gives the base state beside COMPLETING: CANCELLED and NODE_FAIL need no accounting."""
-    job = _job("cancelled")
+    job = JOBS["cancelled"]
     flags = frozenset({"CANCELLED", "COMPLETING"})
     stop = why_stopped(replace(job, flags=flags), now_epoch_s=0)
     assert (stop.reason, stop.needs_history) == (StopReason.CANCELLED, False)
     failed = replace(job, flags=frozenset({"NODE_FAIL", "COMPLETING"}))
     assert why_stopped(failed, now_epoch_s=0).reason is StopReason.NODE_FAILING
-    waiting = replace(_job("gang"), flags=frozenset({"PENDING", "COMPLETING"}), end_epoch_s=1)
+    waiting = replace(JOBS["requeued"], flags=frozenset({"PENDING", "COMPLETING"}), end_epoch_s=1)
     assert why_stopped(waiting, now_epoch_s=0).pending_again
 
 
@@ -140,16 +155,12 @@ class Answers(SlurmClient):
 
 @pytest.mark.parametrize(
     ("name", "version", "requeued"),
-    [
-        ("grace", "22.05.8", True),
-        ("grace", "24.11.5", False),
-        ("asked", "24.11.5", True),
-    ],
+    [("grace", "22.05.8", True), ("grace", "24.11.5", False), ("limited", "24.11.5", True)],
 )
 def test_a_job_in_its_grace_is_left_to_a_slurm_that_requeues_it(
     name: str, version: str, requeued: bool
 ) -> None:
-    job = _job(name)
+    job = JOBS[name]
     settings = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
     low = Partition(name=job.partition, preempt_mode="REQUEUE", grace_time_s=60, nodes=("n1",))
     policies = Policies(Config({**settings, "SLURM_VERSION": version}), (low, URGENT), None)
@@ -165,7 +176,7 @@ def test_slurm_that_cannot_be_asked() -> None:
     stop = ask_why(Answers(ControllerUnreachable("nobody there")), 1)
     assert stop.reason is StopReason.UNKNOWN
     assert "nobody there" in stop.message
-    client = Answers(_job("cancelled"), NoSuchJob("Slurm accounting storage is disabled"))
+    client = Answers(JOBS["cancelled"], NoSuchJob("Slurm accounting storage is disabled"))
     stop = ask_why(client, 1, history_within_s=0.0)
     assert (stop.reason, stop.needs_history) == (StopReason.CANCELLED, True)
 
@@ -173,20 +184,20 @@ def test_slurm_that_cannot_be_asked() -> None:
 def test_accounting_that_is_late_is_asked_again() -> None:
     """Until it knows of the end of this attempt; the record of an earlier one does not count. About
     a requeue it is not asked: it may be that of a thousand jobs at once."""
-    running = replace(_attempt(JobState.RUNNING), start_epoch_s=1795268000)
+    running = replace(_attempt(JobState.RUNNING), start_epoch_s=BEGAN)
     preempted = replace(running, state=JobState.PREEMPTED)
     late = replace(running, state=JobState.PENDING)
     client = Answers(
-        _job("cancelled"),
+        JOBS["cancelled"],
         NoSuchJob("not yet"),
         (CANCELLED_BY, running),
         (CANCELLED_BY, late),
         (CANCELLED_BY, preempted),
     )
     assert ask_why(client, 1).reason is PREEMPTED
-    stop = ask_why(Answers(_job("gang"), AssertionError("sacct was run")), 1)
+    stop = ask_why(Answers(JOBS["requeued"], AssertionError("sacct was run")), 1)
     assert (stop.reason, stop.pending_again) == (StopReason.REQUEUED, True)
-    assert stop.job == _job("gang")
+    assert stop.job == JOBS["requeued"]
 
 
 def test_only_a_cancelled_job_is_left_ended() -> None:

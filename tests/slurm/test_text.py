@@ -55,21 +55,12 @@ def test_moments(berlin: None) -> None:
         assert text.parse_moment(words) is None
 
 
-@pytest.mark.parametrize(
-    ("words", "n_bytes"),
-    [
-        ("4Gn", 4 * 2**30),
-        ("2000Mc", 2000 * 2**20),
-        ("2000", 2000 * 2**20),
-        ("62.50G", 67108864000),
-        ("0", None),
-        ("", None),
-        ("UNLIMITED", None),
-    ],
-)
-def test_memory(words: str, n_bytes: int | None) -> None:
+def test_memory() -> None:
     """Memory is read in bytes, megabytes being Slurm's unit, and 0 is "not asked for"."""
-    assert text.parse_memory_bytes(words) == n_bytes
+    read = text.parse_memory_bytes
+    assert (read("4Gn"), read("2000Mc"), read("62.50G")) == (4 * 2**30, 2000 * 2**20, 67108864000)
+    assert read("2000") == 2000 * 2**20
+    assert (read("0"), read(""), read("UNLIMITED")) == (None, None, None)
 
 
 @pytest.mark.parametrize(

@@ -56,25 +56,22 @@ class Victim:
         more = f"{sys.executable} {PACKAGE}" if requeues_itself else ""
         script = folder / "job.sh"
         # not exec: a batch shell of its own, as most people have it
-        script.write_text(
-            f"#!/bin/bash\nsrun python3 {task} {self._out}$SLURM_ARRAY_TASK_ID {more}\n"
-        )
+        script.write_text(f"#!/bin/bash\nsrun python3 {task} {self._out} {more}\n")
         where = ["-w", node, "-n1", f"-c{cpus}", "-D", str(folder), "-o", "log"]
         argv = ["sbatch", "--parsable", *where, *options, str(script)]
         self.id = int(cluster.run(argv).stdout.split(";")[0])
 
-    def heard(self, word: str, *, task: str = "") -> list[float]:
+    def heard(self, word: str) -> list[float]:
         """The moments (epoch, s) of each line of that word."""
-        path = self._out.with_name(f"out{task}")
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = self._out.read_text().splitlines() if self._out.exists() else []
         rows = [line.split() for line in lines]
         return [float(row[1]) for row in rows if len(row) == 2 and row[0] == word]
 
-    def wait_for(self, word: str, *, task: str = "", limit_s: float = 60.0) -> float:
+    def wait_for(self, word: str, *, limit_s: float = 60.0) -> float:
         """The moment of the first line of that word, once it is there."""
         what = f"{word} from job {self.id}"
-        wait_until(lambda: self.heard(word, task=task), what, limit_s=limit_s)
-        return self.heard(word, task=task)[0]
+        wait_until(lambda: self.heard(word), what, limit_s=limit_s)
+        return self.heard(word)[0]
 
     def wait_for_kill(self, *, limit_s: float = 60.0) -> float:
         """The last moment at which the task of the first attempt lived, once it is gone."""

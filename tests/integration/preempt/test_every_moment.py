@@ -20,6 +20,7 @@ from hydroslurm.jobs.plan import Plan, Step, TaskPlan
 from hydroslurm.runtime import client
 
 RANK = Path(__file__).with_name("at_every_moment.py")
+RUN = (sys.executable, "-m", "hydroslurm.cli", "run", "--")
 # what stands before Python: a shell that becomes it
 START = """#!{shell}
 echo $$ > {folder}/pid
@@ -48,6 +49,7 @@ class Rank:
     """The process that is signalled.
 
     Attributes:
+        words: its command line.
         send: how it gets a signal.
         ended: why it cannot come to another moment; None as long as it may.
         status: waits for its end; the exit status that somebody who started it sees.
@@ -55,11 +57,11 @@ class Rank:
 
     def __init__(self, folder: Path, *, shell: str = "/bin/bash") -> None:
         self.folder = folder
-        self.start = folder / "start"
-        text = START.format(shell=shell, folder=folder, python=sys.executable)
-        self.start.write_text(text)
+        start = folder / "start"
+        start.write_text(START.format(shell=shell, folder=folder, python=sys.executable))
+        start.chmod(0o755)
         (folder / "sitecustomize.py").write_text(IMPORT.format(folder=str(folder)))
-        self.start.chmod(0o755)
+        self.words = (str(start), str(RANK), str(folder))
         self.send: Callable[[signal.Signals], None] = lambda signo: os.kill(self.pid, signo)
         self.status: Callable[[], int] = lambda: -1
         self.ended: Callable[[], object] = lambda: None
@@ -161,8 +163,7 @@ def test_a_shell_that_empties_its_mask(tmp_path: Path) -> None:
     it becomes is pausable."""
     rank = Rank(tmp_path, shell="/bin/sh")
     environ = {**os.environ, "HYDROSLURM_RUN_DIR": str(tmp_path / "run")}
-    command = [sys.executable, "-m", "hydroslurm.cli", "run", "--", str(rank.start), str(RANK)]
-    with running(rank, *command, str(tmp_path), environ=environ):
+    with running(rank, *RUN, *rank.words, environ=environ):
         rank.reach("starting")
         for pid in (rank.pid, *descendants(rank.pid)):
             with suppress(ProcessLookupError):  # a child that has ended since
@@ -196,8 +197,7 @@ print("alive")
 def test_torch_imported_by_a_thread(tmp_path: Path) -> None:
     """The main thread goes on holding the signals, and the rank is pausable all the same; after
     uninstall() it does not die of them."""
-    prefix = (sys.executable, "-m", "hydroslurm.cli", "run", "--")
-    with child(IN_A_THREAD, tmp_path, prefix=prefix) as program:
+    with child(IN_A_THREAD, tmp_path, prefix=RUN) as program:
         wait_until(lambda: registry.find(registry.folder(os.environ), program.pid), "installed")
         assert client.pause(program.pid, timeout_s=60).done
         assert client.resume(program.pid, timeout_s=60).done
@@ -226,18 +226,15 @@ def test_the_wrapper_of_a_task(tmp_path: Path, said: str, held: bool) -> None:
     assert [mask & both for mask in masks] == [both if held else 0] * 4, done.stdout
 
 
-@pytest.mark.parametrize("gate", ["native", "hooks"])
-def test_hydroslurm_run(rank: Rank, gate: str) -> None:
-    """Behind `hydroslurm run`, without a Slurm, with either gate."""
+def test_hydroslurm_run(rank: Rank) -> None:
+    """Behind `hydroslurm run`, without a Slurm."""
     environ = {**os.environ, "HYDROSLURM_RUN_DIR": str(rank.folder / "run")}
-    command = [sys.executable, "-m", "hydroslurm.cli", "run", "--"]
-    words = [*command, str(rank.start), str(RANK), str(rank.folder)]
-    with running(rank, *words, environ={**environ, "HYDROSLURM_GATE": gate}):
+    with running(rank, *RUN, *rank.words, environ=environ):
         pause_at_every_moment(rank)
 
 
 @contextmanager
-def below_srun(rank: Rank, cluster: DevCluster, *words: str) -> Iterator[None]:
+def below_srun(rank: Rank, cluster: DevCluster, *words: str, **environ: str) -> Iterator[None]:
     """With srun's options, and the program that they end with; signalled as its owner would."""
     name = rank.folder.name
 
@@ -246,23 +243,23 @@ def below_srun(rank: Rank, cluster: DevCluster, *words: str) -> Iterator[None]:
         cluster.run(["scancel", f"--signal={signo.name[3:]}", job], check=False)
 
     rank.send = send
-    environ = cluster.child_environ({**os.environ, "HYDROSLURM_RUN_DIR": str(rank.folder / "run")})
-    with running(rank, "srun", "-J", name, "-n1", *words, environ=environ):
+    environ = {**os.environ, **environ, "HYDROSLURM_RUN_DIR": str(rank.folder / "run")}
+    argv = ("srun", "-J", name, "-n1", *words)
+    with running(rank, *argv, environ=cluster.child_environ(environ)):
         yield
 
 
 @pytest.mark.slurm
 def test_srun_preempt(rank: Rank, pause_cluster: DevCluster) -> None:
-    """Behind `srun --preempt`: also before the first line of Python."""
-    words = ["--preempt", str(rank.start), str(RANK), str(rank.folder)]
-    with below_srun(rank, pause_cluster, *words):
+    """Behind `srun --preempt`: also before the first line of Python. Here with the other gate."""
+    with below_srun(rank, pause_cluster, "--preempt", *rank.words, HYDROSLURM_GATE="hooks"):
         pause_at_every_moment(rank)
 
 
 @pytest.mark.slurm
 def test_plain_srun(rank: Rank, pause_cluster: DevCluster) -> None:
     """Nobody has asked for it but the script, by its Run: behind that no pause kills it."""
-    with below_srun(rank, pause_cluster, str(rank.start), str(RANK), str(rank.folder)):
+    with below_srun(rank, pause_cluster, *rank.words):
         for moment in ("starting", "importing", "between"):
             rank.reach(moment)
             rank.go(moment)
@@ -276,6 +273,5 @@ def test_agent(rank: Rank, pause_cluster: DevCluster) -> None:
     """A worker of `hydroslurm agent`, which asks for it where nobody else has."""
     agent = [sys.executable, "-m", "hydroslurm.cli", "agent", "--"]
     agent += ["--standalone", "--nproc-per-node=1", "--max-restarts=0", "--no-python"]
-    worker = [str(rank.start), str(RANK), str(rank.folder)]
-    with below_srun(rank, pause_cluster, *agent, *worker):
+    with below_srun(rank, pause_cluster, *agent, *rank.words):
         pause_at_every_moment(rank)

@@ -5,7 +5,6 @@ import math
 import os
 import sys
 import time
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ out_dir = "out"
 data_dir = "data"
 eval_interval = 4
 eval_iters = 2
-log_interval = 1
 batch_size = 4
 block_size = 8
 gradient_accumulation_steps = 2
@@ -29,7 +27,6 @@ min_lr = 1e-3
 warmup_iters = 2
 max_iters = 9
 grad_clip = 1.0
-best_val_loss = 1e9
 pause_s = 0.0  # stands for a larger model
 for word in sys.argv[1:]:
     name, _, value = word.partition("=")
@@ -38,14 +35,10 @@ for word in sys.argv[1:]:
 ddp = "RANK" in os.environ
 if ddp:
     init_process_group("gloo")
-    master_process = int(os.environ["RANK"]) == 0
     gradient_accumulation_steps //= int(os.environ["WORLD_SIZE"])
-else:
-    master_process = True
-if master_process:
-    os.makedirs(out_dir, exist_ok=True)
+master_process = int(os.environ.get("RANK", 0)) == 0
+os.makedirs(out_dir, exist_ok=True)
 torch.manual_seed(1337 + int(os.environ.get("RANK", 0)))
-ctx = nullcontext()
 
 for number, split in enumerate(("train", "val")):  # the text: drawn once, the same everywhere
     path = os.path.join(data_dir, f"{split}.bin")
@@ -114,8 +107,6 @@ def get_lr(it):
 
 # training loop
 X, Y = get_batch("train")  # fetch the very first batch
-t0 = time.time()
-local_iter_num = 0  # number of iterations in the lifetime of this process
 raw_model = model.module if ddp else model  # unwrap DDP container if needed
 running_mfu = -1.0
 while True:
@@ -126,16 +117,12 @@ while True:
     if iter_num % eval_interval == 0 and master_process:
         losses = estimate_loss()
         print(f"step {iter_num}: train {losses['train']:.4f}, val {losses['val']:.4f}", flush=True)
-        if losses["val"] < best_val_loss:
-            best_val_loss = losses["val"]
-            torch.save(raw_model.state_dict(), os.path.join(out_dir, "ckpt.pt"))
 
     for micro_step in range(gradient_accumulation_steps):
         if ddp:
             model.require_backward_grad_sync = micro_step == gradient_accumulation_steps - 1
-        with ctx:
-            logits, loss = model(X, Y)
-            loss = loss / gradient_accumulation_steps
+        logits, loss = model(X, Y)
+        loss = loss / gradient_accumulation_steps
         # immediately async prefetch next batch while model is doing the forward pass on the GPU
         X, Y = get_batch("train")
         # backward pass, with gradient scaling if training in fp16
@@ -147,13 +134,9 @@ while True:
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
 
-    t1 = time.time()
-    dt = t1 - t0
-    t0 = t1
-    if iter_num % log_interval == 0 and master_process:
+    if master_process:
         print(f"iter {iter_num}: loss {loss.item().hex()}", flush=True)
     iter_num += 1
-    local_iter_num += 1
     time.sleep(pause_s)
 
     # termination conditions

@@ -61,15 +61,8 @@ def main() -> None:
     options = parser.parse_args()
 
     set_seed(11)
-    config = GPT2Config(
-        vocab_size=64,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    shape = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    config = GPT2Config(vocab_size=64, **shape, bos_token_id=0, eos_token_id=0)
     trainer = Trainer(
         model=GPT2LMHeadModel(config),
         args=TrainingArguments(
@@ -90,9 +83,8 @@ def main() -> None:
     )
     trainer.train()
     if trainer.is_world_process_zero():
-        weights = b"".join(
-            one.detach().numpy().tobytes() for one in trainer.model.state_dict().values()
-        )
+        state = trainer.model.state_dict().values()
+        weights = b"".join(one.detach().numpy().tobytes() for one in state)
         losses = [repr(log["loss"]) for log in trainer.state.log_history if "loss" in log]
         lines = [*losses, hashlib.sha256(weights).hexdigest()]
         options.output.mkdir(parents=True, exist_ok=True)

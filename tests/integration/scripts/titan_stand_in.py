@@ -69,12 +69,8 @@ class BaseCheckpointManager(Configurable, ABC):
     def _load(self, step: int = -1) -> bool: ...
     @abstractmethod
     def _save(self, curr_step: int, last_step: bool = False) -> bool: ...
-    @abstractmethod
-    def _wait_for_saving(self) -> None: ...
-    @abstractmethod
-    def _maybe_wait_for_staging(self) -> None: ...
-    @abstractmethod
-    def _close(self) -> None: ...
+
+    # and _wait_for_saving(), _maybe_wait_for_staging(), _close()
 
 
 class Loader:
@@ -102,10 +98,8 @@ class Optimizers:
 
 class Schedulers:
     def __init__(self, optimizers: Optimizers) -> None:
-        self.schedulers = [
-            torch.optim.lr_scheduler.LambdaLR(one, lambda n: 1 / (1 + n))
-            for one in optimizers.optimizers
-        ]
+        decay = torch.optim.lr_scheduler.LambdaLR
+        self.schedulers = [decay(one, lambda n: 1 / (1 + n)) for one in optimizers.optimizers]
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_epoch": self.schedulers[0].last_epoch}
@@ -128,11 +122,9 @@ class Trainer(Configurable):
         self.dataloader = Loader()
         self.optimizers = Optimizers(self.model_parts)
         self.lr_schedulers = Schedulers(self.optimizers)
+        parts = ("dataloader", "model_parts", "optimizers", "lr_schedulers")
         self.checkpointer = config.checkpoint.build(
-            dataloader=self.dataloader,
-            model_parts=self.model_parts,
-            optimizers=self.optimizers,
-            lr_schedulers=self.lr_schedulers,
+            **{name: getattr(self, name) for name in parts},
             states={"train_state": self},
             sd_adapter=None,
             base_folder=config.dump_folder,
@@ -152,11 +144,8 @@ class Trainer(Configurable):
         loss = (self.model_parts[0](batch) - batch[:, :1]).square().mean()
         loss.backward()
         self.checkpointer.maybe_wait_for_staging()
-        for optimizer, scheduler in zip(
-            self.optimizers.optimizers, self.lr_schedulers.schedulers, strict=True
-        ):
-            optimizer.step()
-            scheduler.step()
+        for one in (*self.optimizers.optimizers, *self.lr_schedulers.schedulers):
+            one.step()
         self.ntokens_seen += batch.numel()
         print("loss", self.step, self.ntokens_seen, loss.item().hex(), flush=True)
         if self.step == STOP:
@@ -185,10 +174,7 @@ def main(folder: str) -> None:
     trainer = config.build()
     try:
         trainer.train()
-    except Exception:
-        trainer.close()
-        raise
-    else:
+    finally:
         trainer.close()
     weights = [one.double().sum().item().hex() for one in trainer.model_parts[0].parameters()]
     print("weights", weights)

@@ -99,14 +99,10 @@ def made_trainer(options: argparse.Namespace) -> Any:
 
 def result(trainer: Any) -> str:
     """Its losses and what else it has logged, what it has generated, and its weights."""
-    logged = [
-        repr({name: value for name, value in log.items() if "time" not in name})
-        for log in trainer.state.log_history
-        if "loss" in log
-    ]
-    weights = b"".join(
-        one.detach().numpy().tobytes() for one in trainer.model.state_dict().values()
-    )
+    history = [log for log in trainer.state.log_history if "loss" in log]
+    logged = [repr({name: log[name] for name in log if "time" not in name}) for log in history]
+    state = trainer.model.state_dict().values()
+    weights = b"".join(one.detach().numpy().tobytes() for one in state)
     tables = sorted(Path(trainer.args.output_dir).glob("completions/*.parquet"))
     generated = [pandas.read_parquet(one).to_csv() for one in tables]
     return "\n".join([*logged, *generated, hashlib.sha256(weights).hexdigest()])
