@@ -59,15 +59,13 @@ def nothing_is_left(folder: Path) -> None:
     assert links_to(folder) == []
 
 
-def submit_job(cluster: DevCluster) -> str:
-    """Submit JOB."""
-    return cluster.run(["sbatch", "--parsable", "-o", "/dev/null", "--wrap", JOB]).stdout.strip()
-
-
-def wait_for_step(cluster: DevCluster, job: str) -> None:
-    """Wait until the srun of a job has started its job step."""
+def start_job(cluster: DevCluster) -> str:
+    """Submit JOB, and wait until its srun has started a job step."""
+    submit = ["sbatch", "--parsable", "-o", "/dev/null", "--wrap", JOB]
+    job = cluster.run(submit).stdout.strip()
     step = ["squeue", "-s", "-h", "-j", job, "-o", "%i"]
     wait_until(lambda: f"{job}.0" in cluster.run(step, check=False).stdout, "the job step")
+    return job
 
 
 def test_down_leaves_the_logs_and_nothing_else(tmp_path: Path) -> None:
@@ -77,10 +75,8 @@ def test_down_leaves_the_logs_and_nothing_else(tmp_path: Path) -> None:
     spec = ClusterSpec(nodes=2, directory=folder)
     cluster = DevCluster.up(spec)
     try:
-        jobs = [submit_job(cluster), submit_job(cluster)]
-        for job in jobs:
-            wait_for_step(cluster, job)
-        cluster.run(["scontrol", "suspend", jobs[1]])
+        start_job(cluster)
+        cluster.run(["scontrol", "suspend", start_job(cluster)])
         with pytest.raises(ClusterError, match="a cluster is already up in"):
             DevCluster.up(spec)
         assert all(daemon.alive for daemon in cluster.status().daemons)
@@ -95,11 +91,8 @@ def test_down_leaves_the_logs_and_nothing_else(tmp_path: Path) -> None:
         cluster.down()
     cluster.down()
     nothing_is_left(folder)
-    assert sorted(entry.name for entry in folder.iterdir()) == [
-        "THIS-IS-FOR-TESTING-ONLY",
-        "lock",
-        "log",
-    ]
+    left = sorted(entry.name for entry in folder.iterdir())
+    assert left == ["THIS-IS-FOR-TESTING-ONLY", "lock", "log"]
     assert "Allocate JobId=2" in Layout(folder).log("slurmctld").read_text()
     with pytest.raises(ClusterError, match="no cluster is up in"):
         DevCluster.attach(folder)
@@ -162,7 +155,7 @@ def test_a_killed_supervisor_is_cleaned_up_after(
     shell = Child("print('ready', flush=True); input()", tmp_path, environ=cluster.environ())
     try:
         shell.expect("ready")
-        wait_for_step(cluster, submit_job(cluster))
+        start_job(cluster)
         running = Running.read(Layout(cluster.directory))
         assert running is not None
         below = processes.descendants(running.supervisor.pid)

@@ -45,46 +45,36 @@ def _slurm() -> None:
 
 def _run(argv: list[str], folder: Path, **environ: str) -> str:
     """Run a program to its end; its output, with that of a failure in the test's own message."""
-    done = captured(
-        argv,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(PACKAGE_PARENT), **environ},
-        timeout=120,
-    )
+    more = {**os.environ, "PYTHONPATH": str(PACKAGE_PARENT), **environ}
+    done = captured(argv, cwd=folder, env=more, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def _only_root() -> None:
+@pytest.fixture
+def root() -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root, to become somebody else")
 
 
 @pytest.fixture
-def folder_of_nobody() -> Iterator[Path]:
-    """A folder that nobody owns and can reach."""
-    _only_root()
+def for_all(root: None) -> Iterator[Path]:
+    """A folder that everybody can reach, with a copy of the package, since the checkout may lie in
+    a private home, and one in it that belongs to nobody."""
     nobody = pwd.getpwnam("nobody")
     folder = Path(tempfile.mkdtemp(prefix="nobody-", dir="/tmp"))
-    os.chown(folder, nobody.pw_uid, nobody.pw_gid)
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture
-def package_for_all() -> Iterator[Path]:
-    """A copy of the package where everybody can read it: the checkout may lie in a private home."""
-    folder = Path(tempfile.mkdtemp(prefix="package-", dir="/tmp"))
     folder.chmod(0o755)
     shutil.copytree(PACKAGE_PARENT / "hydroslurm", folder / "hydroslurm")
+    (folder / "own").mkdir()
+    os.chown(folder / "own", nobody.pw_uid, nobody.pw_gid)
     yield folder
     shutil.rmtree(folder)
 
 
-def test_an_ordinary_user_can_do_it(folder_of_nobody: Path, package_for_all: Path) -> None:
+def test_an_ordinary_user_can_do_it(for_all: Path) -> None:
     """With no privileges at all, and no home: all daemons are the user's, srun has --preempt, and
     all are gone."""
-    uid = pwd.getpwnam("nobody").pw_uid
+    uid, own = pwd.getpwnam("nobody").pw_uid, for_all / "own"
     as_nobody = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
     # the interpreter of these tests may lie in a folder that only its owner can reach
     python = next(
@@ -92,23 +82,16 @@ def test_an_ordinary_user_can_do_it(folder_of_nobody: Path, package_for_all: Pat
         for p in (sys.executable, "/usr/bin/python3")
         if subprocess.run([*as_nobody, "env", p, "-c", ""], check=False).returncode == 0
     )
-    out = _run(
-        [*as_nobody, python, "-c", TRY],
-        folder_of_nobody,
-        HOME="/nonexistent",
-        PATH="/usr/bin:/bin",
-        PYTHONPATH=str(package_for_all),
-    )
+    environ = {"HOME": "/nonexistent", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(for_all)}
+    out = _run([*as_nobody, python, "-c", TRY], own, **environ)
     assert out == f"n1 n2\n{os.uname().nodename} {uid}\n"
-    owners = {p.stat().st_uid for p in folder_of_nobody.rglob("*")}
-    assert owners == {uid}
-    assert processes_of(str(folder_of_nobody)) == []
-    assert links_to(folder_of_nobody / "c") == []
+    assert {path.stat().st_uid for path in own.rglob("*")} == {uid}
+    assert processes_of(str(own)) == []
+    assert links_to(own / "c") == []
 
 
-def test_a_host_name_that_does_not_resolve_does_no_harm(tmp_path: Path) -> None:
+def test_a_host_name_that_does_not_resolve_does_no_harm(root: None, tmp_path: Path) -> None:
     """On a host whose own name no resolver knows, everything works by the loopback address."""
-    _only_root()
     code = "import socket; socket.sethostname('no-such-host-7'); exec(open('try.py').read())"
     (tmp_path / "try.py").write_text(TRY)
     out = _run(["unshare", "--uts", sys.executable, "-c", code], tmp_path)
@@ -140,8 +123,6 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert ended == f"down: {tmp_path}/.hydroslurm/cluster\n"
     assert cluster("down").startswith("nothing is up: ")
     assert processes_of(str(tmp_path)) == []
-    failed = subprocess.run(
-        [*hydroslurm_program, "status"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    failed = captured([*hydroslurm_program, "status"], cwd=tmp_path, timeout=120)
     assert failed.returncode == 1
     assert "no cluster is up in" in failed.stderr

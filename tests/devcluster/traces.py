@@ -32,33 +32,24 @@ def processes_of(mark: str) -> list[str]:
 
 def links_to(folder: Path) -> list[Path]:
     """Every link that leads to a cluster's folder, in the temporary folders."""
-    places = {Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm")}
-    return [
-        link
-        for place in places
-        if place.is_dir()
-        for private in place.iterdir()
-        if (link := private / "c").is_symlink() and _target(link) == str(folder)
+    links = [
+        private / "c"
+        for place in {tempfile.gettempdir(), "/tmp", "/dev/shm"}
+        for private in map(Path, _names(place))
     ]
-
-
-def _target(link: Path) -> str:
-    try:
-        return str(link.readlink())
-    except OSError:  # another cluster that is just ending
-        return ""
+    return [link for link in links if link.is_symlink() and os.path.realpath(link) == str(folder)]
 
 
 def system_files() -> set[str]:
     """What lies where Slurm, munge and MariaDB keep their files unless told otherwise."""
     places = ("/run", "/run/munge", "/run/mysqld", "/var/spool", "/var/log", "/var/lib", "/var/tmp")
-    names = {f"{place}/{name}" for place in places for name in _names(place)}
+    names = {name for place in places for name in _names(place)}
     return {n for n in names if any(w in n for w in ("slurm", "munge", "mysql", "mariadb"))}
 
 
 def _names(place: str) -> list[str]:
     try:
-        return [entry.name for entry in Path(place).iterdir()]
+        return [entry.path for entry in os.scandir(place)]
     except OSError:
         return []
 

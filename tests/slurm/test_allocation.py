@@ -9,23 +9,13 @@ from hydroslurm.slurm.allocation import Allocation
 
 # what Slurm 22.05.8 sets for a rank of `srun` in a requeued task of an array
 RANK = {
-    "SLURM_JOB_ID": "15",
-    "SLURM_ARRAY_JOB_ID": "10",
-    "SLURM_ARRAY_TASK_ID": "0",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NTASKS": "8",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_NODEID": "1",
-    "SLURM_JOB_NODELIST": "n[1-4]",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_RESTART_COUNT": "2",
-    "SLURM_JOB_NAME": "sweep",
-    "SLURM_JOB_PARTITION": "low",
-    "SLURM_SUBMIT_DIR": "/home/ada",
-    "SLURM_CLUSTER_NAME": "probe",
-}
+    "SLURM_JOB_ID": "15", "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "0",
+    "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_RESTART_COUNT": "2", "SLURM_JOB_NAME": "sweep", "SLURM_JOB_PARTITION": "low",
+    "SLURM_SUBMIT_DIR": "/home/ada", "SLURM_CLUSTER_NAME": "probe",
+}  # fmt: skip
 
 
 def test_a_rank() -> None:

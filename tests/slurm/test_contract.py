@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -302,14 +301,3 @@ def test_batch_script(client: SlurmClient, jobs: Jobs) -> None:
     job = client.job(jobs.interactive())
     assert client.batch_script(job) is None
     assert (job.qos, job.gres, job.work_dir) == ("normal", "", str(Path.cwd()))
-
-
-def test_ambient_environment_is_not_read(
-    pause_cluster: DevCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client leads to the cluster of its own environ, whatever os.environ says."""
-    monkeypatch.setenv("SLURM_CONF", os.devnull)
-    monkeypatch.setenv("SQUEUE_FORMAT", "%i")
-    client = open_client(environ=pause_cluster.child_environ())
-    assert client.backend == "commands"
-    assert {partition.name for partition in client.partitions()} >= {"low", "urgent"}

@@ -41,10 +41,15 @@ class Stage:
         self._now_s = 0.0
         (root / "bin").mkdir()
 
-    def stand_in(self, program: str, script: str) -> None:
+    def stand_in(self, program: str, script: str, *, from_call: int = 1) -> None:
+        """``from_call``: which call is the first to go beyond this line of the script."""
         path = self.root / "bin" / program
+        script = script.replace("@later", f'[ $(wc -l < "{self.root}/calls") -ge {from_call} ] &&')
         path.write_text(f'#!/bin/sh\necho "{program} $*" >> "{self.root}/calls"\n{script}\n')
         path.chmod(0o755)
+
+    def refuses(self, program: str, words: str, *, status: int = 1) -> None:
+        self.stand_in(program, f'echo "{words}" >&2; exit {status}')
 
     def client(self, *, call_timeout_s: float = 20, **environ: str) -> SlurmClient:
         retry_policy = RetryPolicy(
@@ -57,10 +62,10 @@ class Stage:
         path = f"{self.root}/bin:{os.defpath}"
         return SlurmClient({"PATH": path, **environ}, retry_policy=retry_policy)
 
-    @property
-    def calls(self) -> list[str]:
+    def calls(self, program: str = "") -> list[str]:
         path = self.root / "calls"
-        return path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line for line in lines if line.startswith(program)]
 
     def _sleep(self, seconds: float) -> None:
         self.slept_s.append(seconds)
@@ -76,6 +81,9 @@ def _recorded(name: str) -> str:
     return f"cat {RECORDED / name}"
 
 
+SHOW_JOB = _recorded("22.05/show_job.txt")
+
+
 def job(job_id: int, state: JobState = JobState.RUNNING) -> Job:
     """As slurmctld has described it."""
     return Job(job_id=job_id, state=state)
@@ -85,10 +93,9 @@ def test_controller_away(stage: Stage) -> None:
     """A question is asked again, with growing pauses, until slurmctld is back; in the end it is an
     error that says how often and for how long it was tried."""
     away = f'echo "slurm_load_jobs error: {AWAY}" >&2; exit 1'
-    back = f'[ $(wc -l < "{stage.root}/calls") -ge 4 ] && exec {_recorded("22.05/show_job.txt")}'
-    stage.stand_in("scontrol", f"{back}\n{away}")
+    stage.stand_in("scontrol", f"@later exec {SHOW_JOB}\n{away}", from_call=4)
     assert stage.client().job(12).state == "SUSPENDED"
-    assert len(stage.calls) == 4
+    assert len(stage.calls()) == 4
     assert stage.slept_s == [0.375, 0.75, 1.5]
     stage.stand_in("scontrol", away)
     with pytest.raises(ControllerUnreachable, match=r"attempts: 8, in 26\.\d s"):
@@ -98,14 +105,11 @@ def test_controller_away(stage: Stage) -> None:
 
 def test_requeue_retried_and_already_pending_is_success(stage: Stage) -> None:
     """A requeue whose answer was lost finds the job pending when it is repeated: done."""
-    stage.stand_in(
-        "scontrol",
-        f'[ $(wc -l < "{stage.root}/calls") -ge 2 ] && '
-        '{ echo "Job is pending execution for job 5" >&2; exit 1; }\n'
-        'echo "Unable to contact slurm controller (receive failure) for job 5" >&2; exit 1',
-    )
+    pending = '{ echo "Job is pending execution for job 5" >&2; exit 1; }'
+    lost = 'echo "Unable to contact slurm controller (receive failure) for job 5" >&2; exit 1'
+    stage.stand_in("scontrol", f"@later {pending}\n{lost}", from_call=2)
     stage.client().requeue(job(5))
-    assert stage.calls == ["scontrol requeue 5"] * 2
+    assert stage.calls() == ["scontrol requeue 5"] * 2
 
 
 def test_requeue_is_repeated_after_a_time_out(stage: Stage) -> None:
@@ -113,17 +117,15 @@ def test_requeue_is_repeated_after_a_time_out(stage: Stage) -> None:
     which is not harmless twice, is not repeated. The program that does not end is ended, and the
     error says that the outcome is not known."""
     pid_file = stage.root / "pid"
-    stage.stand_in(
-        "scontrol",
-        f'[ $(wc -l < "{stage.root}/calls") -ge 2 ] && exit 0\necho $$ > {pid_file}; exec sleep 60',
-    )
+    hangs = f"echo $$ > {pid_file}; exec sleep 60"
+    stage.stand_in("scontrol", f"@later exit 0\n{hangs}", from_call=2)
     client = stage.client(call_timeout_s=0.5)
     client.requeue(job(5))
-    assert stage.calls == ["scontrol requeue 5"] * 2
+    assert stage.calls() == ["scontrol requeue 5"] * 2
     (stage.root / "calls").unlink()
     with pytest.raises(SlurmTimeout, match=r"scontrol suspend 5: no answer within 0\.5 s"):
         client.suspend(job(5))
-    assert stage.calls == ["scontrol suspend 5"]
+    assert stage.calls() == ["scontrol suspend 5"]
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
 
@@ -134,19 +136,16 @@ def test_requeue_is_repeated_after_a_time_out(stage: Stage) -> None:
 def test_signal_is_not_sent_twice(stage: Stage, sentence: str, n_calls: int) -> None:
     """A signal is repeated only when the first one cannot have been heard."""
     words = f"Kill job error on job id 5: Unable to contact slurm controller {sentence}"
-    stage.stand_in("scancel", f'echo "scancel: error: {words}" >&2; exit 8')
-    stage.stand_in("scontrol", _recorded("22.05/show_job.txt"))
+    stage.refuses("scancel", f"scancel: error: {words}", status=8)
     with pytest.raises(ControllerUnreachable):
         stage.client().signal(job(9), "USR1")
-    assert stage.calls == ["scancel --signal=10 9"] * n_calls
+    assert stage.calls() == ["scancel --signal=10 9"] * n_calls
 
 
 def test_a_complaint_with_status_0(stage: Stage) -> None:
     """What a program complains of on stderr counts, even when it exits with 0; a question that was
     answered stays answered, whatever a plugin complains of on the way."""
-    stage.stand_in(
-        "scancel", 'echo "scancel: error: Kill job error on job id 9: Invalid job id specified" >&2'
-    )
+    stage.refuses("scancel", f"{KILL} 9: Invalid job id specified", status=0)
     with pytest.raises(NoSuchJob, match="scancel 9"):
         stage.client().cancel(job(9))
     answer = _recorded("22.05/show_config.txt")
@@ -159,20 +158,17 @@ def test_a_complaint_with_status_0(stage: Stage) -> None:
     [
         (f'echo "slurm_load_jobs error: {AWAY}" >&2; exit 1', ControllerUnreachable),
         ('echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1', NoSuchJob),
-        (_recorded("22.05/show_job.txt"), SlurmError),
+        (SHOW_JOB, SlurmError),
     ],
 )
 def test_a_sentence_that_says_nothing(stage: Stage, answer: str, error: type[SlurmError]) -> None:
     """ "Unexpected message received" stands for several causes; the right one is found out."""
-    stage.stand_in(
-        "scontrol",
-        f'case "$1" in show) {answer};; *) '
-        'echo "Unexpected message received for job 9" >&2; exit 1;; esac',
-    )
+    says = 'echo "Unexpected message received for job 9" >&2; exit 1'
+    stage.stand_in("scontrol", f'case "$1" in show) {answer};; *) {says};; esac')
     with pytest.raises(SlurmError) as caught:
         stage.client().suspend(job(9))
     assert type(caught.value) is error
-    assert stage.calls[:2] == ["scontrol suspend 9", "scontrol show job 9"]
+    assert stage.calls()[:2] == ["scontrol suspend 9", "scontrol show job 9"]
 
 
 REFUSALS = {
@@ -198,13 +194,13 @@ def test_refusals(
     stage: Stage, error: type[SlurmError], program: str, words: str, act: str
 ) -> None:
     """Each of Slurm's sentences is the error that it means, and stands in the message."""
-    stage.stand_in("scontrol", _recorded("22.05/show_job.txt"))
-    stage.stand_in(program, f'echo "{words}" >&2; exit 1')
+    stage.stand_in("scontrol", SHOW_JOB)
+    stage.refuses(program, words)
     call: Callable[[Job], None] = getattr(stage.client(), act)
     with pytest.raises(SlurmError, match=words[-15:]) as caught:
         call(job(9))
     assert type(caught.value) is error
-    assert len([call for call in stage.calls if call.startswith(program)]) == 1
+    assert len(stage.calls(program)) == 1
 
 
 def test_garbage_answers(stage: Stage) -> None:
@@ -224,7 +220,7 @@ def test_garbage_answers(stage: Stage) -> None:
 
 def test_without_json_scontrol_is_asked(stage: Stage) -> None:
     """A Slurm built without JSON, and the empty list of 22.05's errors, lead to scontrol."""
-    stage.stand_in("scontrol", _recorded("22.05/show_job.txt"))
+    stage.stand_in("scontrol", SHOW_JOB)
     for squeue in (
         "echo 'squeue: fatal: Unable to find json plugin' >&2; exit 1",
         _recorded("22.05/squeue_controller_away.json"),
@@ -239,31 +235,22 @@ def test_jobs_are_chosen_from_one_answer(stage: Stage) -> None:
     client = stage.client()
     assert [j.job_id for j in client.jobs(ids=[JobId(12), JobId(10), JobId(4711)])] == [15, 12, 10]
     assert client.jobs(user="ada") == ()
-    assert len(stage.calls) == 2
+    assert len(stage.calls()) == 2
     assert client.jobs(ids=[]) == ()
-    assert len(stage.calls) == 2
+    assert len(stage.calls()) == 2
 
 
 def test_the_environment_of_the_programs(stage: Stage) -> None:
     """The user's formatting and filters do not reach the programs; SLURM_CLUSTERS does."""
-    stage.stand_in("scontrol", _recorded("22.05/show_job.txt"))
     stage.stand_in("scancel", f'env > "{stage.root}/env"')
-    ambient = {
-        "SCANCEL_USER": "eve",
-        "SQUEUE_FORMAT": "%i",
-        "SLURM_TIME_FORMAT": "relative",
-        "LC_ALL": "de_DE.UTF-8",
-        "SLURM_CLUSTERS": "other",
-        "SLURM_JOB_ID": "7",
-    }
-    stage.client(**ambient).cancel(job(9))
-    seen = dict(
-        line.split("=", 1) for line in (stage.root / "env").read_text().splitlines() if "=" in line
-    )
-    assert "SCANCEL_USER" not in seen
-    assert "SQUEUE_FORMAT" not in seen
+    formats = {"SCANCEL_USER": "eve", "SQUEUE_FORMAT": "%i", "SLURM_TIME_FORMAT": "relative"}
+    where = {"SLURM_CLUSTERS": "other", "SLURM_JOB_ID": "7"}
+    stage.client(**formats, **where, LC_ALL="de_DE.UTF-8").cancel(job(9))
+    lines = (stage.root / "env").read_text().splitlines()
+    seen = dict(line.split("=", 1) for line in lines if "=" in line)
+    assert not {"SCANCEL_USER", "SQUEUE_FORMAT"} & seen.keys()
     assert (seen["LC_ALL"], seen["SLURM_TIME_FORMAT"]) == ("C", "%s")
-    assert (seen["SLURM_CLUSTERS"], seen["SLURM_JOB_ID"]) == ("other", "7")
+    assert where.items() <= seen.items()
 
 
 NO_CONF = """\
@@ -306,24 +293,19 @@ def test_bad_ids_never_reach_a_command_line(stage: Stage, job_id: int) -> None:
     client = stage.client()
     with pytest.raises(UsageError, match="not a job id"):
         client.job(job_id)
-    assert stage.calls == []
+    assert stage.calls() == []
 
 
 def test_signals_by_name_and_number(stage: Stage) -> None:
     """Names with and without SIG, numbers and members mean the same; others are refused. A
     suspended job gets SIGKILL, and only that."""
-    stage.stand_in("scontrol", _recorded("22.05/show_job.txt"))
     stage.stand_in("scancel", "")
     client = stage.client()
     client.signal(job(9), "USR1")
     client.signal(job(9), "sigusr1", step=0)
     client.signal(job(9), signal.SIGUSR1)
-    assert [call for call in stage.calls if call.startswith("scancel")] == [
-        "scancel --signal=10 9",
-        "scancel --signal=10 9.0",
-        "scancel --signal=10 9",
-    ]
     with pytest.raises(UsageError, match="'FOO' is not a signal"):
         client.signal(job(9), "FOO")
     client.signal(job(12, JobState.SUSPENDED), "KILL")
-    assert stage.calls[-1] == "scancel --signal=9 12"
+    sent = ["--signal=10 9", "--signal=10 9.0", "--signal=10 9", "--signal=9 12"]
+    assert stage.calls() == [f"scancel {words}" for words in sent]

@@ -6,13 +6,12 @@ show that each then runs exactly once more.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from clusters import require_slurm
-from processes import wait_until
+from processes import captured, wait_until
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.devcluster.programs import find_programs, search_path
@@ -67,13 +66,13 @@ def expected_attempts(mode: str, way: str) -> int:
 def _partitions(jobs: list[tuple[str, str]]) -> str:
     """Of each PreemptMode one whose jobs get a grace of 60 s, and one that preempts them all."""
     nodes = ",".join(f"n{number}" for number in range(1, len(jobs) + 1))
-    common = f"Nodes={nodes} MaxTime=INFINITE DefaultTime=01:00:00 State=UP"
-    lines = ["PreemptType=preempt/partition_prio", "PreemptMode=REQUEUE"]
-    for name, mode in (("low", "REQUEUE"), ("cancel", "CANCEL")):
-        grace = f"PriorityTier=1 PreemptMode={mode} GraceTime=60"
-        lines.append(f"PartitionName={name} {common} {grace}")
-    lines.append(f"PartitionName=urgent {common} PriorityTier=10 PreemptMode=OFF")
-    return "\n".join(lines)
+    common = f"Nodes={nodes} MaxTime=INFINITE DefaultTime=01:00:00 State=UP PriorityTier"
+    return f"""PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=REQUEUE {common}=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=CANCEL {common}=1 PreemptMode=CANCEL GraceTime=60
+PartitionName=urgent {common}=10 PreemptMode=OFF
+"""
 
 
 @pytest.fixture(scope="module")
@@ -94,27 +93,20 @@ def started(
         environ = cluster.child_environ({**os.environ, "OMP_NUM_THREADS": "1"})
 
         def slurm(*words: str) -> str:
-            return subprocess.run(
-                words, env=environ, cwd=base, check=True, capture_output=True, text=True
-            ).stdout
+            done = captured(words, env=environ, cwd=base, timeout=120)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
 
         logs = {job: base / f"{job[0]}-{job[1]}".replace(" ", "-") for job in jobs}
-        for number, (mode, way) in enumerate(jobs, 1):
-            log = logs[mode, way]
+        for number, ((mode, way), log) in enumerate(logs.items(), 1):
             fields = {"log": log, "leave": WAYS[way], "python": sys.executable, "script": TWO_CALLS}
             attempt, batch = log.with_suffix(".attempt"), log.with_suffix(".sbatch")
             attempt.write_text((TRAINING if way == "training" else ATTEMPT).format(**fields))
             attempt.chmod(0o755)
             verb = "hydroslurm batch --" if way == "training" else ""
             batch.write_text(BATCH.format(verb=verb, attempt=attempt))
-            partition = "low" if mode == "REQUEUE" else "cancel"
-            where = (
-                f"--nodelist=n{number}",
-                f"--output={log}.out",
-                "--requeue",
-                "--open-mode=append",
-            )
-            slurm("sbatch", f"--partition={partition}", *where, str(batch))
+            where = (f"--partition={mode}", f"--nodelist=n{number}", f"--output={log}.out")
+            slurm("sbatch", *where, "--requeue", "--open-mode=append", str(batch))
         trainings = [Path(f"{log}.out") for (_, way), log in logs.items() if way == "training"]
         wait_until(lambda: all(log.exists() for log in logs.values()), "all jobs run")
         wait_until(lambda: all(map(_has_begun, trainings)), "the trainings have begun")

@@ -279,30 +279,36 @@ def asked_in_between(*arguments, **options):
     return set_up(*arguments, **options)
 
 set_up, before = place._set_up, hydroslurm.controller()
-if sys.argv[1] == "meanwhile":
-    try:
-        hydroslurm.install(alone=True, gate="none")
-    except ValueError:
-        print("refused", autoload.came)
+when, options = sys.argv[1], eval(sys.argv[2])
+if when == "meanwhile":
     place._set_up = asked_in_between
 else:
     os.kill(os.getpid(), signal.SIGUSR1)
-    print(hydroslurm.install() is before, *causes())
-print(hydroslurm.install(alone=True) is before, *causes())
-os.kill(os.getpid(), signal.SIGUSR2)
-print("then", *causes())
+try:
+    print(hydroslurm.install(**options) is before, *causes())
+    os.kill(os.getpid(), signal.SIGUSR2)
+    print("then", *causes())
+except ValueError:
+    print("refused", autoload.came)
 """
 
 
 @pytest.mark.parametrize(
-    ("paused", "first"), [("before", "True user"), ("meanwhile", "refused None")]
+    ("paused", "options", "said"),
+    [
+        ("before", "{}", "True user, then"),
+        ("before", "{'alone': True}", "False user, then"),
+        ("meanwhile", "{'alone': True}", "False user, then"),
+        ("before", "{'alone': True, 'gate': 'none'}", "refused None"),
+    ],
 )
-def test_a_call_of_the_scripts_own(paused: str, first: str) -> None:
+def test_a_call_of_the_scripts_own(paused: str, options: str, said: str) -> None:
     """Without other options it returns the controller that is there. With them it has its own, and
     a pause that is on stays on, as one does that comes between the two installations. No list of
     these outlives a call that fails."""
-    done = python("-c", CALLS, paused, **ASKED, RANK="0", WORLD_SIZE="2")
-    assert done.stdout.splitlines() == [first, "False user", "then"], done.stderr
+    ranks = {} if options == "{}" else {"RANK": "0", "WORLD_SIZE": "2"}
+    done = python("-c", CALLS, paused, options, **ASKED, **ranks)
+    assert done.stdout.splitlines() == said.split(", "), done.stderr
 
 
 @pytest.mark.parametrize("mode", ["pause", "requeue"])
