@@ -26,7 +26,8 @@ from integrations.stockjobs import ALONE, SCRIPTS, StockJob, steps_of_attempt  #
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster  # noqa: E402
 
-IMAGES = ROOT / "docs/images"
+DOCS = ROOT / "docs"
+IMAGES = DOCS / "images"
 NODE = "n1"
 STEPS = 5
 """So many at least in each attempt: fewer cannot be seen."""
@@ -41,7 +42,7 @@ BY_SRUN = ("lightning_digits.py", "fabric_digits.py")
 
 @dataclass(frozen=True)
 class Picture:
-    """A run to be drawn: a script of tests/integration/scripts, and how it is stopped."""
+    """A run to be drawn: a script, of this folder or of the tests, and how it is stopped."""
 
     script: str
     arguments: str
@@ -85,7 +86,7 @@ PICTURES = {
 
 def submitted(picture: Picture, cluster: DevCluster, folder: Path, *, by_agent: bool) -> StockJob:
     """The script on one node. That with a ``get_batch()`` is changed as its page says."""
-    path = SCRIPTS / picture.script
+    path = next(p for place in (DOCS, SCRIPTS) if (p := place / picture.script).exists())
     if picture.script == "get_batch.py":
         path = folder.with_suffix(".py")
         path.write_text(changed((SCRIPTS / picture.script).read_text(), "own-loop.md"))

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from processes import child, descendants, wait_until
+from processes import captured, child, descendants, wait_until
 
 from hydroslurm.core import registry
 from hydroslurm.core.status import read_status
@@ -211,16 +211,13 @@ def test_the_wrapper_of_a_task(tmp_path: Path, said: str, held: bool) -> None:
     """What it becomes has the pauses blocked and ignored, and an init step before it too; a task
     that is not to be preemptible finds them as ever."""
     argv = ("grep", "-E", "Sig(Blk|Ign)", "/proc/self/status")
-    task = TaskPlan(
-        "worker-0", 0, argv, (("HYDROSLURM_PREEMPT", said),), str(tmp_path),
-        init=(Step("first", argv),),
-    )  # fmt: skip
-    (tmp_path / "plan.json").write_text(Plan(1, 1, None, 0, (task,)).dumps())
-    done = subprocess.run(
-        [sys.executable, "-m", "hydroslurm.jobs.task", str(tmp_path / "plan.json")],
-        env={**os.environ, "HYDROSLURM_PREEMPT": "pause", "SLURM_PROCID": "0"},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    environ, init = (("HYDROSLURM_PREEMPT", said),), (Step("first", argv),)
+    task = TaskPlan("worker-0", 0, argv, environ, str(tmp_path), init=init)
+    plan = tmp_path / "plan.json"
+    plan.write_text(Plan(1, 1, None, 0, (task,)).dumps())
+    asked = {**os.environ, "HYDROSLURM_PREEMPT": "pause", "SLURM_PROCID": "0"}
+    command = [sys.executable, "-m", "hydroslurm.jobs.task", plan]
+    done = captured(command, env=asked, timeout=120)
     masks = [int(line.split()[1], 16) for line in done.stdout.splitlines()]
     both = 1 << (signal.SIGUSR1 - 1) | 1 << (signal.SIGUSR2 - 1)
     assert [mask & both for mask in masks] == [both if held else 0] * 4, done.stdout

@@ -84,11 +84,9 @@ class Slow(L.Callback):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--accumulate", type=int, default=1)
+    counts = {"epochs": 4, "devices": 1, "nodes": 1, "workers": 2, "accumulate": 1}
+    for name, default in counts.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--pause-s", type=float, default=0.0)
     args = parser.parse_args()
 

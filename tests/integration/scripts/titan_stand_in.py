@@ -73,22 +73,26 @@ class BaseCheckpointManager(Configurable, ABC):
     # and _wait_for_saving(), _maybe_wait_for_staging(), _close()
 
 
-class Loader:
-    """Its position is its state."""
+class Stateful:
+    """Its state is some of its attributes."""
 
-    def __init__(self) -> None:
-        self.at = 0
+    state: tuple[str, ...]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class Loader(Stateful):
+    state = ("at",)
+    at = 0
 
     def __iter__(self) -> Any:
         while True:
             self.at += 1
             yield torch.full((4, 3), float(self.at))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
 
 
 class Optimizers:
@@ -109,7 +113,9 @@ class Schedulers:
             one.last_epoch = state["last_epoch"]
 
 
-class Trainer(Configurable):
+class Trainer(Configurable, Stateful):
+    state = ("step", "ntokens_seen")
+
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         dump_folder: str = "./outputs"
@@ -155,12 +161,6 @@ class Trainer(Configurable):
 
     def should_continue_training(self) -> bool:
         return self.step < STEPS
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "ntokens_seen": self.ntokens_seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.ntokens_seen = state["step"], state["ntokens_seen"]
 
     def close(self) -> None:
         self.checkpointer.close()
