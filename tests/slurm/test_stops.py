@@ -20,7 +20,7 @@ from hydroslurm.slurm.values import Job, JobState, Partition
 
 URGENT = Partition(name="urgent", priority_tier=10, nodes=("n1",))
 BEGAN = 1795267816
-"""When each of these jobs began, as Slurm 22.05.8 shows them; test_stop_times.py asks a real one."""
+"""When each of these jobs began, as Slurm 22.05.8 shows it; test_stop_times.py asks a real one."""
 
 
 def _shown(state: JobState, *, end_epoch_s: int | None, **more: Any) -> Job:
