@@ -6,8 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -98,25 +96,6 @@ def test_down_leaves_the_logs_and_nothing_else(tmp_path: Path) -> None:
         DevCluster.attach(folder)
     with DevCluster.up(spec) as again:
         assert [node.state for node in again.status().nodes] == ["idle", "idle"]
-
-
-def test_two_clusters_side_by_side() -> None:
-    """Started at the same moment, each has its own key, ports and jobs; the end of one does not
-    disturb the other, and a temporary folder goes with its cluster."""
-    specs = [ClusterSpec(nodes=1), ClusterSpec(nodes=1, profile="requeue")]
-    with ThreadPoolExecutor() as pool, ExitStack() as stack:
-        starting = [pool.submit(DevCluster.up, spec) for spec in specs]
-        first, second = [stack.enter_context(one.result()) for one in starting]
-        keys = [c.directory / "conf" / "munge.key" for c in (first, second)]
-        assert keys[0].read_bytes() != keys[1].read_bytes()
-        for cluster, mode in ((first, "GANG,SUSPEND"), (second, "REQUEUE")):
-            assert mode in cluster.run(["scontrol", "show", "config"]).stdout
-            assert cluster.run(["srun", "echo", "here"]).stdout == "here\n"
-        second.down()
-        nothing_is_left(second.directory)
-        assert not second.directory.exists()
-        assert first.run(["srun", "echo", "still"]).stdout == "still\n"
-    assert not first.directory.exists()
 
 
 def test_the_end_of_the_caller_is_the_end_of_all(tmp_path: Path) -> None:

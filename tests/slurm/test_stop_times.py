@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slurm
 
 # the task writes a sign of life each 20 ms; a busy machine may be late with one
 LATE_S = 0.2
+Limited = tuple[Victim, "Future[list[tuple[Stop, float]]]"]
 LOOKS_EVERY_S = 30
 """How often slurmctld looks for jobs whose time limit is near or over."""
 
@@ -66,25 +67,37 @@ def _check(victim: Victim, stop: Stop, told_at: float) -> float:
     return lived_s
 
 
-def test_grace_and_time_limit(requeue_cluster: Part, tmp_path: Path, victims: list[Victim]) -> None:
-    """A preemption with grace leaves GraceTime and KillWait; a warning the rest of the time limit
-    and KillWait; the time limit itself KillWait. A job may requeue itself inside its grace."""
-    cluster, (first, second) = requeue_cluster, requeue_cluster.nodes
-    limited = Victim(cluster, tmp_path / "b", "-t5", "--signal=URG@10", node=second, cpus=1)
-    stubborn = Victim(cluster, tmp_path / "a", node=first, cpus=4)
-    clever = Victim(cluster, tmp_path / "c", node=first, cpus=4, requeues_itself=True)
-    victims += [limited, stubborn, clever]
+@pytest.fixture(scope="module")
+def limited(requeue_cluster: Part, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
+    """Is under way while other tests wait for other things."""
+    cluster, folder = requeue_cluster, tmp_path_factory.mktemp("limited") / "job"
+    options = ("-t5", "--signal=URG@10")
+    victim = Victim(cluster, folder, *options, node=cluster.nodes[1], cpus=1)
+
+    def to_its_limit() -> list[tuple[Stop, float]]:
+        victim.wait_for("ready")
+        # slurmctld warns when it looks the next time, and ends it when it does the time after that
+        end = time.strftime("%FT%T", time.localtime(time.time() + LOOKS_EVERY_S + 2))
+        cluster.run(["scontrol", "update", f"JobId={victim.id}", f"EndTime={end}"])
+        return [_ask(victim, after=signal, limit_s=90) for signal in ("SIGURG", "SIGTERM")]
+
+    with ThreadPoolExecutor(1) as pool:
+        yield victim, pool.submit(to_its_limit)
+    victim.end()
+
+
+def test_grace(
+    requeue_cluster: Part, tmp_path: Path, victims: list[Victim], limited: Limited
+) -> None:
+    """A preemption with grace leaves GraceTime and KillWait. A job may requeue itself inside its
+    grace."""
+    cluster, node = requeue_cluster, requeue_cluster.nodes[0]
+    stubborn = Victim(cluster, tmp_path / "a", node=node, cpus=4)
+    clever = Victim(cluster, tmp_path / "c", node=node, cpus=4, requeues_itself=True)
+    victims += [stubborn, clever]
     for victim in victims:
         victim.wait_for("ready")
-    # slurmctld warns when it looks the next time, and ends it when it does the time after that
-    end = time.strftime("%FT%T", time.localtime(time.time() + LOOKS_EVERY_S + 2))
-    cluster.run(["scontrol", "update", f"JobId={limited.id}", f"EndTime={end}"])
-    pool = ThreadPoolExecutor(1)
-    told = pool.submit(
-        lambda: (_ask(limited, after="SIGURG", limit_s=90), _ask(limited, limit_s=90))
-    )
-    pool.shutdown(wait=False)
-    preempt(cluster, node=first)
+    preempt(cluster, node=node)
     stop, told_at = _ask(stubborn)
     assert (stop.reason, stop.pending_again) == (StopReason.PREEMPTED, False)
     # asked from inside the job step, in its grace
@@ -95,13 +108,6 @@ def test_grace_and_time_limit(requeue_cluster: Part, tmp_path: Path, victims: li
     planned = _policy(stubborn).time_left(StopKind.PREEMPTED)
     assert _check(stubborn, stop, told_at) >= planned.seconds - LATE_S
     assert planned.seconds > cluster.spec.grace_s
-
-    (warned, warned_at), (over, over_at) = told.result(150)
-    assert warned.reason is StopReason.TIME_LIMIT
-    assert (warned.to_end_s or 0.0) > 0.0
-    assert (over.reason, over.to_end_s) == (StopReason.TIME_LIMIT, 0.0)
-    _check(limited, warned, warned_at)
-    _check(limited, over, over_at)
 
 
 def test_gang(gang_requeue_cluster: Part, tmp_path: Path, victims: list[Victim]) -> None:
@@ -146,3 +152,14 @@ def test_by_a_person(pause_cluster: Part, tmp_path: Path, victims: list[Victim])
     asked = victims[2]
     assert _client(pause_cluster).job(asked.id).state is JobState.RUNNING
     assert _policy(asked).action is PreemptAction.PAUSE
+
+
+def test_time_limit(limited: Limited) -> None:
+    """A warning leaves the rest of the time limit and KillWait; the time limit itself KillWait."""
+    victim, asked = limited
+    (warned, warned_at), (over, over_at) = asked.result(200)
+    assert warned.reason is StopReason.TIME_LIMIT
+    assert (warned.to_end_s or 0.0) > 0.0
+    assert (over.reason, over.to_end_s) == (StopReason.TIME_LIMIT, 0.0)
+    _check(victim, warned, warned_at)
+    _check(victim, over, over_at)

@@ -1,4 +1,4 @@
-/* Drives the SPANK plugin as Slurm does, with an environment of its own behind spank_getenv() and spank_setenv().
+/* Drives the SPANK plugin as Slurm does, with an environment of the task's own behind spank_getenv() and spank_setenv().
  *
  *   spank_driver CONTEXT OPTION [NAME=VALUE ...]
  *
@@ -20,10 +20,12 @@ extern int slurm_spank_init(spank_t, int, char **);
 extern int slurm_spank_init_post_opt(spank_t, int, char **);
 extern int slurm_spank_task_init(spank_t, int, char **);
 
-static spank_context_t context = S_CTX_LOCAL;
+static const struct { const char *word; spank_context_t context; } contexts[] = {
+    {"local", S_CTX_LOCAL}, {"allocator", S_CTX_ALLOCATOR}, {"remote", S_CTX_REMOTE},
+    {"slurmd", S_CTX_SLURMD}, {"script", S_CTX_JOB_SCRIPT},
+};
+static spank_context_t context;
 static struct spank_option *option;
-static char *names[64], *values[64];
-static int n_vars;
 
 spank_context_t spank_context(void) { return context; }
 
@@ -36,34 +38,32 @@ spank_err_t spank_option_register(spank_t spank, struct spank_option *opt)
     return ESPANK_SUCCESS;
 }
 
+/* the task's variables, in our own environment */
+static const char *task_name(const char *name)
+{
+    static char buffer[200];
+    snprintf(buffer, sizeof buffer, "TASK_%s", name);
+    return buffer;
+}
+
 spank_err_t spank_getenv(spank_t spank, const char *var, char *buf, int len)
 {
     (void)spank;
-    for (int i = 0; i < n_vars; i++)
-        if (strcmp(names[i], var) == 0) {
-            if ((int)strlen(values[i]) >= len)
-                return ESPANK_NOSPACE;
-            strcpy(buf, values[i]);
-            return ESPANK_SUCCESS;
-        }
-    return ESPANK_ENV_NOEXIST;
+    const char *value = getenv(task_name(var));
+    if (!value)
+        return ESPANK_ENV_NOEXIST;
+    if ((int)strlen(value) >= len)
+        return ESPANK_NOSPACE;
+    strcpy(buf, value);
+    return ESPANK_SUCCESS;
 }
 
 spank_err_t spank_setenv(spank_t spank, const char *var, const char *val, int overwrite)
 {
     (void)spank;
-    (void)overwrite;
     if (getenv("DRIVER_REFUSES_ENV"))
         return ESPANK_ERROR;
-    for (int i = 0; i < n_vars; i++)
-        if (strcmp(names[i], var) == 0) {
-            free(values[i]);
-            values[i] = strdup(val);
-            return ESPANK_SUCCESS;
-        }
-    names[n_vars] = strdup(var);
-    values[n_vars++] = strdup(val);
-    return ESPANK_SUCCESS;
+    return setenv(task_name(var), val, overwrite) == 0 ? ESPANK_SUCCESS : ESPANK_ERROR;
 }
 
 spank_err_t spank_get_item(spank_t spank, spank_item_t item, ...)
@@ -88,24 +88,16 @@ void slurm_error(const char *format, ...)
     fputc('\n', stderr);
 }
 
-static spank_context_t context_of(const char *word)
-{
-    if (strcmp(word, "local") == 0) return S_CTX_LOCAL;
-    if (strcmp(word, "allocator") == 0) return S_CTX_ALLOCATOR;
-    if (strcmp(word, "remote") == 0) return S_CTX_REMOTE;
-    if (strcmp(word, "slurmd") == 0) return S_CTX_SLURMD;
-    return S_CTX_JOB_SCRIPT;
-}
-
 int main(int argc, char **argv)
 {
     if (argc < 3) return 2;
-    context = context_of(argv[1]);
-    for (int i = 3; i < argc && n_vars < 64; i++) {
+    for (size_t i = 0; i < sizeof contexts / sizeof *contexts; i++)
+        if (strcmp(argv[1], contexts[i].word) == 0) context = contexts[i].context;
+    for (int i = 3; i < argc; i++) {
         char *equals = strchr(argv[i], '=');
         if (!equals) return 2;
-        names[n_vars] = strndup(argv[i], (size_t)(equals - argv[i]));
-        values[n_vars++] = strdup(equals + 1);
+        *equals = 0;
+        setenv(task_name(argv[i]), equals + 1, 1);
     }
     int rc = slurm_spank_init(NULL, 0, NULL);
     if (strcmp(argv[2], "none") != 0 && option) {
@@ -127,9 +119,5 @@ int main(int argc, char **argv)
     int blocked = sigismember(&mask, SIGUSR1) + sigismember(&mask, SIGUSR2);
     int ignored = (first.sa_handler == SIG_IGN) + (second.sa_handler == SIG_IGN);
     if (getenv("DRIVER_STEP")) puts(blocked == 2 && ignored == 2 ? "held" : blocked + ignored ? "half" : "free");
-    for (int i = 0; i < n_vars; i++) {
-        free(names[i]);
-        free(values[i]);
-    }
     return rc != ESPANK_SUCCESS;
 }

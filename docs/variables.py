@@ -1,10 +1,10 @@
 """Print the SLURM_* variables that the product reads, with their values in a job of the Slurm here.
 
-    python tests/slurm/print_variables.py
-    tests/slurms.sh sid .venv/bin/python tests/slurm/print_variables.py
+    python docs/variables.py
+    tests/slurms.sh sid .venv/bin/python docs/variables.py
 
 One row for each variable: in a batch script of two nodes, element 3 of an array, after a requeue;
-in the second task of a job step there; in what salloc starts. docs/partitions.md has the table.
+in the second task of a job step there; in what salloc starts. partitions.md has the table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 READ = re.compile(r"""(?:["'$]|\$\{)(SLURM_[A-Z_]+[A-Z])\b""")
 SCRIPT = """\
 #!/bin/bash
