@@ -29,6 +29,7 @@ ENDS_WITHIN_S = 900.0
 Stage = Stories[Story]
 BE = """
 import runpy, sys, warnings
+from pathlib import Path
 warnings.simplefilter("error")
 del sys.argv[0]
 sys.path.insert(0, str(Path(sys.argv[0]).parent))
