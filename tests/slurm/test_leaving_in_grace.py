@@ -25,7 +25,8 @@ REQUEUE = {
     "requeue, stay": "scontrol requeue $SLURM_JOB_ID; sleep 60",
 }
 WAYS = {**LEAVE, **REQUEUE, "training": ""}
-MODES = ("REQUEUE", "CANCEL")
+MODES = {"REQUEUE": "low", "CANCEL": "cancel"}
+"""PreemptMode -> its partition."""
 JOBS = [(mode, way) for mode in MODES for way in WAYS]
 TWO_CALLS = Path(__file__).parents[2] / "tests" / "recorded" / "train_two_calls.py"
 
@@ -69,8 +70,8 @@ def _partitions(jobs: list[tuple[str, str]]) -> str:
     common = f"Nodes={nodes} MaxTime=INFINITE DefaultTime=01:00:00 State=UP PriorityTier"
     return f"""PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=REQUEUE {common}=1 PreemptMode=REQUEUE GraceTime=60
-PartitionName=CANCEL {common}=1 PreemptMode=CANCEL GraceTime=60
+PartitionName=low {common}=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=cancel {common}=1 PreemptMode=CANCEL GraceTime=60
 PartitionName=urgent {common}=10 PreemptMode=OFF
 """
 
@@ -105,7 +106,7 @@ def started(
             attempt.chmod(0o755)
             verb = "hydroslurm batch --" if way == "training" else ""
             batch.write_text(BATCH.format(verb=verb, attempt=attempt))
-            where = (f"--partition={mode}", f"--nodelist=n{number}", f"--output={log}.out")
+            where = (f"--partition={MODES[mode]}", f"--nodelist=n{number}", f"--output={log}.out")
             slurm("sbatch", *where, "--requeue", "--open-mode=append", str(batch))
         trainings = [Path(f"{log}.out") for (_, way), log in logs.items() if way == "training"]
         wait_until(lambda: all(log.exists() for log in logs.values()), "all jobs run")
