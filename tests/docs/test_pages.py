@@ -1,19 +1,22 @@
-"""README, docs/ and CONTRIBUTING against the code: links, names, messages and tables are true."""
+"""The site builds, strictly; README, docs/ and CONTRIBUTING say of the code what is true."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from processes import captured
 from typer.testing import CliRunner
 
 import hydroslurm
 from hydroslurm.cli import app
+from hydroslurm.core.events import EventKind
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "sbatch/README.md")
@@ -86,8 +89,9 @@ def test_every_link_and_anchor_resolves() -> None:
 def test_what_the_pages_name_is_there() -> None:
     """What CONTRIBUTING and the architecture call a file, a folder or a module is one; in
     CONTRIBUTING's tables each row names a file, and functions or classes that are in it; every
-    folder of the package has its row in the architecture, and nothing else has; and each name in
-    environment.md's tree of a run folder stands in core/rundir.py too."""
+    folder of the package has its row in the architecture, and nothing else has; each name in
+    environment.md's tree of a run folder stands in core/rundir.py too, and each event that
+    several-ranks.md lists is one."""
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     architecture = (ROOT / "docs/architecture.md").read_text()
     roots = "hydroslurm|tests|profiling|docs|examples|sbatch"
@@ -113,6 +117,10 @@ def test_what_the_pages_name_is_there() -> None:
     spelled = (ROOT / "hydroslurm/core/rundir.py").read_text()
     assert len(names) > 15
     assert [name for name in names if name not in spelled] == []
+    ranks = (ROOT / "docs/several-ranks.md").read_text().partition("In the event log: ")[2]
+    kinds = re.findall(r"`(\w+)`", ranks.partition("\n\n")[0])
+    assert len(kinds) > 8
+    assert set(kinds) <= {kind.value for kind in EventKind}
 
 
 def test_every_variable_is_described() -> None:
@@ -180,3 +188,22 @@ def test_the_figures_are_those_of_the_results() -> None:
     ):
         text = (ROOT / page).read_text()
         assert TABLES.replace_between(text, block) == text
+
+
+def test_the_site_is_whole_and_stands_alone(tmp_path: Path) -> None:
+    """The API's page has an entry for each public name, with its text; no page needs a network: no
+    font, script or style is of another host."""
+    done = captured(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    api = (tmp_path / "api.html").read_text()
+    entries = set(re.findall(r'id="hydroslurm[\w.]*\.(\w+)"', api))
+    assert set(hydroslurm.__all__) - {"data"} <= entries
+    assert "One training over all its" in api
+    loaded = r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"'
+    for page in ("index.html", "cli.html", "api.html"):
+        assert re.findall(loaded, (tmp_path / page).read_text()) == []

@@ -1,17 +1,22 @@
-"""Dev cluster, registry and nsys exports that another user has made beforehand."""
+"""A dev cluster, a registry, an nsys export, a gate library: another user made them beforehand."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from gate.test_build import FakeCompiler
+from security.planting import python
 from zygote import forked
 
 from hydroslurm.core import registry
@@ -20,6 +25,9 @@ from hydroslurm.devcluster.cluster import end_cluster
 from hydroslurm.devcluster.layout import Layout, make_link, remove_link
 from hydroslurm.devcluster.processes import ProcessId, Running, to_json
 from hydroslurm.errors import NsysMissing, RunFolderError, TargetError, UntrustedFile
+from hydroslurm.gate import build
+from hydroslurm.gate.compiler import SITE_DIR_ENV, find_compiler, installed_torch
+from hydroslurm.gate.native_gate import NativeGate
 from hydroslurm.report.nsys import export
 from hydroslurm.runtime import client
 
@@ -196,3 +204,177 @@ def test_a_planted_export_is_not_read(
     monkeypatch.setattr(export, "find_nsys", lambda: None)
     with export.as_sqlite(report) as made:
         assert (made, made.read_text()) == (beside, "real")
+
+
+TORCH = installed_torch()
+LOAD = """
+    from hydroslurm.gate.native_gate import NativeGate
+    print("loaded", NativeGate().granularity)
+"""
+EVIL = """
+#include <stdio.h>
+__attribute__((constructor)) static void run(void) {
+    FILE *file = fopen("MARKER", "w");
+    if (file) fclose(file);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def good_library() -> Path:
+    """A gate that works, from the user's cache."""
+    return NativeGate().path
+
+
+@pytest.fixture
+def environ(tmp_path: Path, good_library: Path) -> dict[str, str]:
+    """A compiler that "compiles" by copying: a build takes no ten seconds."""
+    return {"CXX": str(FakeCompiler(tmp_path / "bin", good_library).path)}
+
+
+@pytest.fixture(scope="module")
+def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What planted code makes when it runs, in a folder that only its victim can write."""
+    return tmp_path_factory.mktemp("victim") / "ran-as-the-owner"
+
+
+@pytest.fixture(scope="module")
+def evil(marker: Path, stranger: Stranger) -> Path:
+    """The attacker's library, which does run where somebody loads it."""
+    source, library = stranger.home / "evil.c", stranger.home / "evil.so"
+    source.write_text(EVIL.replace("MARKER", str(marker)))
+    command = [*find_compiler(os.environ), "-x", "c", "-shared", "-fPIC"]
+    subprocess.run([*command, "-o", str(library), str(source)], check=True)
+    load = f"import ctypes; ctypes.CDLL({str(library)!r})"
+    subprocess.run([sys.executable, "-c", load], check=True)
+    assert marker.exists()
+    marker.unlink()
+    return library
+
+
+def _plant(stranger: Stranger, evil: Path, root: Path) -> None:
+    """With the right name, manifest and checksum, all of which everybody can compute."""
+    folder = root / build.key_of(TORCH)
+    manifest = {"sha256": hashlib.sha256(evil.read_bytes()).hexdigest()}
+    stranger.plant(folder / "hs_gate.json", json.dumps(manifest))
+    stranger.run("cp", str(evil), str(folder / "hs_gate.so"))
+    assert build.is_whole(folder)
+
+
+@pytest.mark.parametrize(
+    ("place", "mode", "then", "said"),
+    [
+        ("XDG_CACHE_HOME", None, None, "belongs to uid {uid}"),
+        ("XDG_CACHE_HOME", 0o777, None, "others can write {root}"),
+        ("XDG_CACHE_HOME", 0o777, 0o700, "belongs to uid {uid}"),
+        (SITE_DIR_ENV, None, None, f"{SITE_DIR_ENV} is passed over"),
+    ],
+    ids=["a cache of theirs", "one that all can write", "one that was closed later", "a site's"],
+)
+def test_a_planted_library_does_not_run(
+    place: str,
+    mode: int | None,
+    then: int | None,
+    said: str,
+    scratch: Path,
+    tmp_path: Path,
+    evil: Path,
+    marker: Path,
+    environ: dict[str, str],
+    stranger: Stranger,
+) -> None:
+    """Whoever made the folder: one warning says what is wrong with it, and a gate of our own is
+    loaded from elsewhere."""
+    root = scratch if place == SITE_DIR_ENV else scratch / "hydroslurm" / "gate"
+    if mode is not None:
+        root.mkdir(parents=True)
+        root.chmod(mode)
+    _plant(stranger, evil, root)
+    if then is not None:
+        root.chmod(then)
+    done = python(
+        LOAD, **environ, **{"XDG_CACHE_HOME": str(tmp_path / "cache"), place: str(scratch)}
+    )
+    assert "loaded every operator" in done.stdout, done.stdout
+    assert not marker.exists()
+    if then is None:  # nothing of ours is put where others could replace it
+        assert [one.name for one in root.iterdir()] == [build.key_of(TORCH)]
+    assert done.stdout.count(said.format(uid=stranger.uid, root=root)) == 1
+
+
+def test_a_sites_own_account_is_believed(
+    tmp_path: Path, good_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who owns the installed package decides already what runs: their gate is loaded from
+    HYDROSLURM_GATE_DIR, and not from a cache of the user's."""
+    real = Path.stat
+
+    def stat(path: Path, **options: Any) -> Any:
+        owned = SimpleNamespace(st_uid=4711)
+        return owned if str(path) == build.__file__ else real(path, **options)
+
+    site = tmp_path / "site"
+    shutil.copytree(good_library.parent, site / build.key_of(TORCH))
+    for path in (site, *site.rglob("*")):
+        os.chown(path, 4711, 4711)
+    monkeypatch.setattr(Path, "stat", stat)
+    found = build.find({SITE_DIR_ENV: str(site)}, torch=TORCH)
+    assert found is not None
+    assert found.origin == "site"
+    (tmp_path / "cache" / "hydroslurm").mkdir(parents=True)
+    site.rename(tmp_path / "cache" / "hydroslurm" / "gate")
+    assert build.find({"XDG_CACHE_HOME": str(tmp_path / "cache")}, torch=TORCH) is None
+
+
+def test_a_cache_made_under_an_open_umask_is_used_again(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    """What we build is nobody else's to write whatever the umask is, so that it is found again.
+    `hydroslurm gate build --out` refuses a folder from which nobody would load it."""
+    environ = {**environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    before = os.umask(0)
+    try:
+        first, second = (build.ensure(environ, torch=TORCH) for _ in range(2))
+    finally:
+        os.umask(before)
+    assert (first.origin, second.origin) == ("cache", "cache")
+    assert second.built_s is None
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out").chmod(0o777)
+    with pytest.raises(UntrustedFile, match="chmod go-w"):
+        build.build(tmp_path / "out", environ=environ, torch=TORCH)
+    assert not any((tmp_path / "out").iterdir())
+
+
+def test_a_temporary_folder_that_all_can_write_is_not_built_in(
+    tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no cache and a TMPDIR without the sticky bit, where a neighbour could exchange the
+    library between its test and its loading, another place is taken."""
+    open_tmp = tmp_path / "tmp"
+    open_tmp.mkdir()
+    open_tmp.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(open_tmp))
+    (tmp_path / "file").write_text("")
+    environ = {**environ, "XDG_CACHE_HOME": str(tmp_path / "file")}
+    with pytest.warns(RuntimeWarning, match="cannot be kept"):
+        built = build.ensure(environ, torch=TORCH)
+    assert built.origin == "private"
+    assert not built.path.is_relative_to(open_tmp)
+    shutil.rmtree(built.path.parent.parent)
+
+
+def test_the_self_test_imports_nothing_from_the_working_directory(
+    scratch: Path,
+    marker: Path,
+    good_library: Path,
+    stranger: Stranger,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A gate is tested in a child of ours; modules that a stranger has put into the folder that a
+    job was submitted from are not what it imports."""
+    for name in ("torch", "hydroslurm", "json", "runpy"):
+        stranger.plant(scratch / f"{name}.py", f"open({str(marker)!r}, 'w')")
+    monkeypatch.chdir(scratch)
+    build.self_test_in_child(good_library)
+    assert not marker.exists()

@@ -8,9 +8,8 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from hydroslurm.cli.describe import _row, plain_job_lines
 from hydroslurm.core import rundir
 from hydroslurm.core.ack import judge_pause, wait_for_answers
 from hydroslurm.core.files import clean
-from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import NEVER, RankStatus
 from hydroslurm.errors import NoSuchJob, RunFolderError, TargetError
@@ -35,6 +33,7 @@ from hydroslurm.jobs.supervisor.tensorboard import read_address
 from hydroslurm.observe.metrics import JobCollector
 from hydroslurm.observe.table import layout
 from hydroslurm.observe.watcher import Watcher
+from hydroslurm.report import lines
 from hydroslurm.report.figures import Report
 from hydroslurm.report.reading import read_history
 from hydroslurm.report.trace import trace_of
@@ -60,38 +59,20 @@ def run(request: pytest.FixtureRequest, home: Path) -> RunDir:
     return RunDir(folder_of(home, request.param))
 
 
-@dataclass
-class Slurm:
+def slurm(*jobs: Job) -> Any:
     """Answers with these jobs, whoever asks, and obeys."""
-
-    answer: tuple[Job, ...]
-
-    def jobs(
-        self, *, user: str | None = None, ids: Collection[JobId] | None = None
-    ) -> tuple[Job, ...]:
-        return self.answer
-
-    def history(self, job_id: JobId) -> tuple[Job, ...]:
-        return ()
-
-    def jobs_of(self, job_id: JobId) -> tuple[Job, ...]:
-        return tuple(job for job in self.answer if job.is_named(job_id))
-
-    def suspend(self, job: Job) -> None:
-        """It does nothing."""
+    return SimpleNamespace(
+        jobs=lambda **_: jobs,
+        history=lambda _: (),
+        jobs_of=lambda job_id: tuple(job for job in jobs if job.is_named(job_id)),
+        suspend=lambda _: None,
+    )
 
 
 def _job(run: RunDir, job_id: int = 7) -> Job:
-    return Job(
-        job_id=job_id,
-        name="n",
-        user="u",
-        partition="low",
-        state=JobState.RUNNING,
-        start_epoch_s=1,
-        comment=rundir.comment_for(run),
-        nodes=("n1", "n2"),
-    )
+    given: Any = {"name": "n", "user": "u", "partition": "low", "nodes": ("n1", "n2")}
+    given |= {"state": JobState.RUNNING, "start_epoch_s": 1, "comment": rundir.comment_for(run)}
+    return Job(job_id=job_id, **given)
 
 
 def test_status(run: RunDir, tmp_path: Path) -> None:
@@ -111,7 +92,7 @@ def test_status(run: RunDir, tmp_path: Path) -> None:
         else:
             assert read() == ()
     assert read_address(run.tensorboard_json) is None
-    assert my_jobs(Slurm((_job(run),)), "u") == ()  # type: ignore[arg-type]
+    assert my_jobs(slurm(_job(run)), "u") == ()
     with pytest.raises(RunFolderError):
         submission.read(run.root)
     store = CheckpointStore(run.checkpoints)
@@ -122,20 +103,20 @@ def test_status(run: RunDir, tmp_path: Path) -> None:
     for path in run.root.iterdir():
         if path.name != run.job_yaml.name:
             (tmp_path / path.name).symlink_to(path)
-    slurm: Any = Slurm((_job(RunDir(tmp_path)),))
-    without_spec = view_of(slurm, "7")
+    answers = slurm(_job(RunDir(tmp_path)))
+    without_spec = view_of(answers, "7")
     assert not without_spec.has_spec
     lines = [clean(line) for line in plain_job_lines(without_spec)]
     assert lines[0] == "Name:         n"
     assert all(line.isprintable() for line in lines)
-    for listed in my_jobs(slurm, "u"):
+    for listed in my_jobs(answers, "u"):
         assert (_row(listed)[1], _row(listed)[5]) == ("n", "0")  # without a limit
 
 
 def test_top_and_metrics(home: Path) -> None:
     """All of them at once, and each has its line."""
     jobs = tuple(_job(RunDir(folder_of(home, kind)), n) for n, kind in enumerate(KINDS, start=1))
-    watcher = Watcher(Slurm(jobs), user=None, policies=False)  # type: ignore[arg-type]
+    watcher = Watcher(slurm(*jobs), user=None, policies=False)
     for _ in range(2):
         view = watcher.look()
         assert {row.job.job_id for row in view.rows} == set(range(1, len(KINDS) + 1))
@@ -154,7 +135,7 @@ def test_logs_and_pauses_are_not_waited_for(run: RunDir) -> None:
         with pytest.raises(RunFolderError, match="where a regular file was expected"):
             list(follow_files([log]))
     try:
-        answer = pause_job(Slurm(()), _job(run), timeout_s=0.05)  # type: ignore[arg-type]
+        answer = pause_job(slurm(), _job(run), timeout_s=0.05)
     except TargetError:
         return
     assert answer.silent or answer.answers
@@ -163,8 +144,9 @@ def test_logs_and_pauses_are_not_waited_for(run: RunDir) -> None:
     assert wait_for_answers({0: (path, before)}, judge_pause, timeout_s=0.05) == {}
 
 
-def test_report(run: RunDir, tmp_path: Path) -> None:
+def test_report(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures, tables, page, trace and picture of whatever can be read."""
+    monkeypatch.setattr(lines, "_MOST_BYTES", 1 << 26)  # of a GiB, for the endless one
     if run.root.name in NO_FILES:
         with pytest.raises(RunFolderError, match="cannot read"):
             read_history(run.root)
@@ -207,7 +189,7 @@ def test_no_such_folder_at_all(tmp_path: Path) -> None:
     for root in (tmp_path / "file" / "run", tmp_path / ("x" * 5000), tmp_path / "gone"):
         found = JobView(RunDir(root), _job(RunDir(root))).seen
         assert found.ranks == ()
-        watcher = Watcher(Slurm((_job(RunDir(root)),)), user=None, policies=False)  # type: ignore[arg-type]
+        watcher = Watcher(slurm(_job(RunDir(root))), user=None, policies=False)
         assert len(watcher.look().rows) == 1
         assert clean(str(found.problem)).isprintable()
         with pytest.raises((RunFolderError, NoSuchJob)):
