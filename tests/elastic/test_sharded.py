@@ -61,7 +61,7 @@ SHARDED = (
 
 @pytest.fixture
 def story(tmp_path: Path) -> Iterator[ElasticStory]:
-    with ElasticStory(tmp_path, program=SHARDED, max=3) as one:
+    with ElasticStory(tmp_path, program=SHARDED, max=3, gather_s=0.2) as one:
         yield one
 
 

@@ -119,8 +119,8 @@ KEEPS_MUCH = (
     ("place", "parts", "clips", "at", "comes"),
     [
         pytest.param("before backward", 0, False, 5, False, marks=pytest.mark.long),
-        ("before step", 0, True, 5, False),
-        ("in step", 0, False, 5, True),
+        pytest.param("before step", 0, True, 5, False, marks=pytest.mark.long),
+        ("in step", 0, True, 5, True),
         ("before backward", 2, False, 0, False),
         pytest.param("before step", 2, False, 5, False, marks=pytest.mark.long),
     ],
