@@ -14,7 +14,7 @@ from torch import nn
 
 from hydroslurm.core.exitcodes import RUN_AGAIN
 
-BATCHES = 400
+BATCHES = 250
 SHARDED = (
     BEGIN
     + """
@@ -45,8 +45,8 @@ SHARDED = (
                 dist.all_reduce(loss.detach())  # of the script's own, which raises
             optimizer.step()
             print("STEP", json.dumps({"step": state.batch, "size": dist.get_world_size()}))
-            time.sleep(0.0 if os.path.exists(options["hurry"]) else 0.05)
-            if state.batch == 200 and dist.get_rank() // 2 == 0:
+            time.sleep(0.0 if os.path.exists(options["hurry"]) else 0.1)
+            if state.batch == 100 and dist.get_rank() // 2 == 0:
                 group = mesh.get_group()
                 dcp.save(net.state_dict(), checkpoint_id=options["saved"], process_group=group)
             state.batch += 1
