@@ -1,19 +1,219 @@
 """What becomes of TrainingJobs on a real Slurm: how their replicas end, what they save, and what is
-cleaned up."""
+cleaned up. One function for each job, which comes back when that has ended; nearly all of its time
+is waiting."""
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zygote
-from integration.trainingjob.scene import HERE, Scene
+from clusters import Part
+from integration.trainingjob.scene import HERE, Scene, is_alive
+from stories import Stories, marked, result_of, stories
 
 from hydroslurm.core.events import EventKind, read_events
 from hydroslurm.jobs.supervisor.attempts import Ending
+from hydroslurm.jobs.supervisor.supervise import PEERS_S
 from hydroslurm.report.reading import read_history
+
+EXAMPLES = HERE.parents[2] / "examples"
+SUBMITTED = HERE.parents[1] / "jobs/launch/submitted.py"
+PREEMPTED, SAVING = -2, -1
+"""Those of the part's nodes that are preempted, by the scene that does it."""
+
+
+def replicas(
+    cluster: Part, count: int, policy: str = "OnFailure", *, node: int | None = None
+) -> str:
+    """A spec's only kind of replica, on a node of its own or where nobody is preempted."""
+    one = f"{{replicas: {count}, restartPolicy: {policy}, template: {{ACTOR}}}}"
+    where = elsewhere(cluster) if node is None else f"nodelist: {cluster.nodes[node]}"
+    return f"replicaSpecs: [{one}]\nscheduler: {{options: {{{where}}}}}\n"
+
+
+def elsewhere(cluster: Part) -> str:
+    """Where nobody is preempted."""
+    return f"exclude: '{','.join(cluster.nodes[PREEMPTED:])}'"
+
+
+def exit_code_torchrun(cluster: Part, folder: Path) -> Scene:
+    """Nobody does anything to it."""
+    agent = "torchrunConfig: {enable: true}\nrunPolicy: {backoffLimit: 5}\n"
+    scene = Scene(cluster, folder, {"worker-0": ["kill SIGKILL", 1]})
+    scene.submit(replicas(cluster, 1, "ExitCode") + agent).final_condition()
+    return scene
+
+
+def shared_limit(cluster: Part, folder: Path) -> Scene:
+    """Four failures: two spend the limit, a worker's is not followed by a restart, and the job is
+    over with the master's."""
+    acts: dict[str, list[int | str]] = {
+        "worker-0": ["forever", "forever", "forever"],
+        "worker-1": [3, "forever", 5],
+        "worker-2": ["forever", 4, "forever"],
+    }
+    scene = Scene(cluster, folder, acts)
+    scene.submit(replicas(cluster, 3) + "runPolicy: {backoffLimit: 2}\n")
+    scene.wait_until_playing(3, replicas=3)
+    scene.wait(lambda: "exit code 5" in _text(scene.run.srun_log(3)), "the worker's failure")
+    master = re.findall(r"pid (\d+)", scene.printed(0))[-1]
+    os.kill(int(master), signal.SIGKILL)
+    scene.final_condition()
+    return scene
+
+
+def preempted(cluster: Part, folder: Path) -> Scene:
+    """Preempted, then its master leaves with 75 unasked, then it is preempted once too often."""
+    ends: list[int | str] = ["forever"] * 3
+    scene = Scene(cluster, folder, {"worker-0": ["forever", 75, "forever"], "worker-1": ends})
+    spec = replicas(cluster, 2, node=PREEMPTED)
+    scene.submit(spec + "runPolicy: {backoffLimit: 1, preemptionLimit: 1}\n")
+    for attempt in (1, 3):
+        scene.wait_until_playing(attempt, replicas=2)
+        scene.preempt([cluster.nodes[PREEMPTED]])
+    scene.final_condition()
+    return scene
+
+
+def saved(cluster: Part, folder: Path) -> Scene:
+    """A script with a Run: when it has saved twice a person has its ranks save and leave, then it
+    is preempted."""
+    folder.mkdir()
+    shutil.copy(SUBMITTED, folder)
+    file = folder / "saved.yaml"
+    file.write_text(
+        f"""\
+replicaSpecs: [{{template: {{command: [python, submitted.py, ".", "0.3"]}}}}]
+scheduler: {{options: {{nodelist: {cluster.nodes[SAVING]}}}}}
+runPolicy: {{backoffLimit: 0}}
+preemption: {{checkpointDirectory: kept here, saveEverySeconds: 1, attemptsWithoutProgress: 7}}
+"""
+    )
+    scene = Scene(cluster, folder).submit_file(file)
+    scene.wait(lambda: _kinds(scene).count(EventKind.SAVE_COMMITTED) >= 2, "two periodic saves")
+    scene.slurm("scancel", "--signal=TERM", str(scene.job_id))
+    scene.wait(lambda: _kinds(scene).count(EventKind.FIRST_STEP) >= 2, "a second attempt")
+    scene.preempt([cluster.nodes[SAVING]])
+    scene.touch("hurry")
+    scene.final_condition()
+    return scene
+
+
+def _kinds(scene: Scene) -> list[EventKind]:
+    """Of the first rank's events."""
+    path = scene.run.rank_events(0)
+    return [event.kind for event in read_events(path)] if path.exists() else []
+
+
+def cleaned(cluster: Part, folder: Path, *, policy: str, with_shell: bool) -> Scene:
+    """The supervisor is killed, alone or with the shell that would start it again; then the master
+    ends, if it still can, while the worker does not."""
+    scene = Scene(cluster, folder, {"worker-0": ["until go"], "worker-1": ["until end"]})
+    scene.submit(replicas(cluster, 2) + f"runPolicy: {{cleanPolicy: {policy}}}\n")
+    scene.wait_until_playing(1, replicas=2)
+    scratch = scene.run.scratch / "worker-1"
+    (scratch / "kept").touch()
+    worker = int(re.findall(r"pid (\d+)", scene.printed(1))[0])
+    scene.kill_supervisor(with_shell=with_shell)
+    if not with_shell:
+        scene.wait(lambda: "goes on with attempt 1" in scene.supervisor_said(), "a new supervisor")
+        scene.touch("go")
+        scene.wait(lambda: scene.attempts[0].ending is Ending.SUCCEEDED, "the master's end")
+        until_s = time.monotonic() + PEERS_S + 2.0
+        scene.wait(lambda: time.monotonic() > until_s, "more than others are given")
+        scene.seen["worker lived"] = is_alive(worker)
+        scene.touch("end")
+    scene.final_condition()
+    scene.wait(lambda: not is_alive(worker), "end of the worker")
+    janitor = re.findall(r"job (\d+) cleans up after it", scene.said)[0]
+    log = scene.run.logs / f"{janitor}_0_log.out"
+    scene.wait(lambda: "cleaned up: " in _text(log), "end of the janitor")
+    scene.seen["scratch"] = (scratch / "kept").exists()
+    return scene
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def uneven(cluster: Part, folder: Path) -> Scene:
+    """A master alone on its node, and four workers of two ranks each on two others, of which the
+    last ones do not end by themselves."""
+    spec = f"""\
+replicaSpecs:
+  - {{type: worker, replicas: 4, template: {{ACTOR, resources: {{nodes: 2, tasks: 2}}}}}}
+  - {{type: master, template: {{ACTOR}}}}
+scheduler: {{options: {{{elsewhere(cluster)}}}}}
+"""
+    acts: dict[str, list[int | str]] = {"master-0": ["until go"], "worker-3": ["until end"]}
+    scene = Scene(cluster, folder, acts).submit(spec)
+    scene.wait_until_playing(1, replicas=9)
+    (scene.run.scratch / "worker-3/kept").touch()
+    scene.touch("go")
+    scene.final_condition()
+    workers = [int(re.findall(r"pid (\d+)", scene.printed(task))[0]) for task in (7, 8)]
+    scene.wait(lambda: not any(map(is_alive, workers)), "end of the workers")
+    return scene
+
+
+def manifest(cluster: Part, folder: Path) -> Scene:
+    """T9k's, as it is."""
+    folder.mkdir()
+    for name in ("dist_digits.py", "t9k-manifest.yaml"):
+        shutil.copy(EXAMPLES / name, folder)
+    scene = Scene(cluster, folder).submit_file(folder / "t9k-manifest.yaml")
+    scene.final_condition()
+    return scene
+
+
+SCENES: dict[str, Callable[[Part, Path], Scene]] = {
+    # the longest first
+    "preempted": preempted,
+    "saved": saved,
+    "exit_code_torchrun": exit_code_torchrun,
+    "clean_None": functools.partial(cleaned, policy="None", with_shell=False),
+    "clean_All": functools.partial(cleaned, policy="All", with_shell=True),
+    "shared_limit": shared_limit,
+    "uneven": uneven,
+    "manifest": manifest,
+}
+
+
+AT_A_TIME = 8
+ENDS_WITHIN_S = 600.0
+
+
+@pytest.fixture(scope="session")
+def scenes(
+    request: pytest.FixtureRequest, jobs_cluster: Part, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stories[Scene]]:
+    """All that the tests of this session look at, side by side, under way."""
+    wanted = marked(request)
+    told = {
+        name: functools.partial(act, jobs_cluster) for name, act in SCENES.items() if name in wanted
+    }
+    base = tmp_path_factory.mktemp("jobs")
+    with stories(told, base, clusters=(jobs_cluster,), at_a_time=AT_A_TIME) as scenes:
+        yield scenes
+
+
+@pytest.fixture
+def scene(request: pytest.FixtureRequest, scenes: Stories[Scene]) -> Scene:
+    """The job that the test's mark names, ended."""
+    return result_of(request, scenes, ENDS_WITHIN_S)
+
 
 pytestmark = pytest.mark.slurm
 
@@ -146,7 +346,7 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(scene: Scene, tmp_path: Path
     assert (asked.reason, preempted.reason) == ("Asked", "Preempted")
     # the next attempt's supervisor writes it down where the job's end was faster than this one's
     assert "SIGTERM received: Slurm names no cause" in asked.message
-    alone = zygote.ran([HERE.parents[1] / "jobs/launch/submitted.py", tmp_path])
+    alone = zygote.ran([SUBMITTED, tmp_path])
     assert json.loads(scene.printed(0).splitlines()[-1]) == json.loads(alone.stdout)
     # pausable from the start, then by its Run: one attempt of a report each
     attempts = read_history(scene.run.root).attempts

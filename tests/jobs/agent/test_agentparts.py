@@ -29,6 +29,7 @@ from hydroslurm.jobs.agent.workers import (
     are_leaving,
     failure_status,
     node_status,
+    what_is_missing,
 )
 
 TERM = -int(signal.SIGTERM)
@@ -76,6 +77,12 @@ def test_node_status(
     together the one that says most."""
     assert node_status(codes, stop_asked=stop_asked) == node
     assert failure_status(codes, stop_asked=stop_asked) == failure
+
+
+def test_a_module_is_not_looked_for() -> None:
+    """That would import its parents."""
+    assert what_is_missing("no.such", is_program=False, is_module=True) is None
+    assert what_is_missing("no.such", is_program=False, is_module=False) is not None
 
 
 def _step(**values: str) -> dict[str, str]:

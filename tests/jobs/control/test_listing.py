@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ RECORDED = Path(__file__).parents[2] / "slurm/recorded/22.05"
     ids=["never", "all-seen", "one-unseen", "none-seen", "nobody-looks"],
 )
 def test_preemptions(
+    programs: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     restarts: int,
@@ -53,9 +55,7 @@ def test_preemptions(
     job |= {"restart_cnt": restarts, "start_time": int(time.time()) - 60}
     answer["jobs"] = [{**answer["jobs"][0], **job}]
     (tmp_path / "answer").write_text(json.dumps(answer))
-    (tmp_path / "squeue").write_text(f"#!/bin/sh\nexec cat {tmp_path}/answer\n")
-    (tmp_path / "squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    programs(squeue=f"exec cat {tmp_path}/answer")
     monkeypatch.setenv("HYDROSLURM_SLURM_BACKEND", "commands")
     monkeypatch.delenv("SLURM_CONF", raising=False)
     header, line = CliRunner().invoke(app, ["list"], catch_exceptions=False).output.splitlines()

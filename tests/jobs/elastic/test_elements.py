@@ -184,6 +184,11 @@ def test_fewer_are_wanted() -> None:
     of.want(1, base, trains)
     assert of.cancelled == [waits, starts]
     assert of.elements.failures == of.elements.preemptions == 0
+    of = Ledger(base=1)
+    base, other = of.want(2)
+    of.seen(row(base, PENDING, ""), row(other))
+    of.want(1)
+    assert of.cancelled == [other]
 
 
 def test_one_that_is_still_going_is_not_taken_for_a_new_one() -> None:

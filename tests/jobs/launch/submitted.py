@@ -1,5 +1,5 @@
-"""What test_stock_submitit.py submits: `submitted.py FOLDER` runs it by itself. It makes slow steps
-until there is a file ``hurry`` in its folder."""
+"""What test_stock_submitit.py submits: `submitted.py FOLDER [SECONDS]` runs it by itself. It makes
+slow steps until there is a file ``hurry`` in its folder."""
 
 from __future__ import annotations
 
@@ -48,4 +48,5 @@ def train(folder: Path, *, think_s: float = 0.1) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(train(Path(sys.argv[1]), think_s=0.0)))
+    where, think_s = [*sys.argv[1:], "0"][:2]
+    print(json.dumps(train(Path(where), think_s=float(think_s))))

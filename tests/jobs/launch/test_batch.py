@@ -57,15 +57,13 @@ SCRIPTS = [path.stem for path in sorted(SBATCH.glob("*.sbatch"))]
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+def slurm(programs: Callable[..., Path], tmp_path: Path) -> Iterator[dict[str, str]]:
     """The environment of a batch script below the fake. Its array variables are those of an array
     whose element has submitted the job."""
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(SCONTROL)
-    scontrol.chmod(0o755)
+    programs(scontrol=SCONTROL, scancel='echo "scancel $*" >> "$CALLS"')
     (tmp_path / "calls").touch()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
+    path = {"PATH": os.environ["PATH"], "CALLS": str(tmp_path / "calls")}
     job = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "2", "SLURM_ARRAY_TASK_ID": "1"}
     says = {"STATE": "RUNNING", "RESTARTS": "0", "ANSWER": "", "ARRAY": ""}
     site = {"VERSION": "22.05.8", "MODE": "REQUEUE", "MOST": "5", BACKEND_ENV: "commands"}
@@ -145,9 +143,6 @@ def batch(slurm: dict[str, str], *words: str) -> subprocess.Popen[str]:
 def test_signals_reach_the_ranks_and_not_the_command(slurm: dict[str, str]) -> None:
     """Each goes to the job's steps, by Slurm; the command lives on, and gives its own status. It
     starts with an empty mask, and with the default action of what Python ignores."""
-    scancel = Path(slurm["CALLS"]).with_name("scancel")
-    scancel.write_text('#!/bin/bash\necho "scancel $*" >> "$CALLS"\n')
-    scancel.chmod(0o755)
     masks = "grep -E '^Sig(Blk|Ign)' /proc/self/status"
     with batch(slurm, "--", "bash", "-c", f"{masks}; sleep 60 & echo $!; wait; exit 3") as verb:
         assert verb.stdout is not None

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from clusters import Part
 from processes import captured, is_stopped, wait_until
 
 from hydroslurm.core.events import EventKind, read_events
@@ -20,7 +19,7 @@ from hydroslurm.core.status import read_status
 from hydroslurm.errors import LaunchError, NotPermitted, TargetError, UsageError
 from hydroslurm.jobs import submission
 from hydroslurm.jobs.control.requests import pause_job, ranks_dir_of, requeue_job, resume_job
-from hydroslurm.jobs.control.view import JobView, RankViews
+from hydroslurm.jobs.control.view import JobView
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
 from hydroslurm.slurm.client import JobState, SlurmClient, open_client
 
@@ -68,32 +67,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _submitted(folder: Path, **parameters: object) -> PausableJob:
-    """SCRIPT, which ends once there is a file ``stop``."""
-    executor = Executor(folder / "runs")
-    executor.update_parameters(**{"partition": "low", "timeout_min": 5, **parameters})
-    job = executor.submit_script(str(folder / "train.py"), str(folder / "stop"))
-    assert PausableJob(folder / "runs", job.job_id).run_dir == job.run_dir
-    return job
-
-
-@pytest.fixture(scope="module")
-def job(pause_cluster: Part, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PausableJob]:
-    """One of one rank that makes steps. The last of its tests kills it."""
-    folder = tmp_path_factory.mktemp("job")
-    (folder / "train.py").write_text(SCRIPT)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("XDG_RUNTIME_DIR", str(folder))
-        for name, value in pause_cluster.environ().items():
-            patched.setenv(name, value)
-        job = _submitted(folder, timeout_min=60)
-    try:
-        _trains(folder)
-        yield job
-    finally:
-        pause_cluster.run(["scancel", job.job_id], check=False)
-
-
 def _state(run: RunDir, rank: int = 0) -> str:
     found = read_status(run.rank_status(rank))
     return found.state if found else "absent"
@@ -105,71 +78,50 @@ def _trains(folder: Path, ranks: int = 1) -> None:
         wait_until((folder / f"trains-{rank}").exists, f"rank {rank} makes steps")
 
 
-def _slurm_state(slurm: SlurmClient, job: PausableJob) -> JobState:
-    return slurm.job(int(job.job_id)).state
+def test_an_unmodified_script_is_suspended_and_resumed(slurm: SlurmClient, folder: Path) -> None:
+    """scontrol suspend parks its two ranks before Slurm's SIGSTOP, and resume continues them. A
+    pause that comes while an earlier suspend and resume are under way is not lost. After scancel
+    --signal=KILL the status says killed, though the ranks wrote nothing of it."""
+    executor = Executor(folder / "runs")
+    executor.update_parameters(partition="low", timeout_min=5, nodes=2, tasks_per_node=1)
+    submitted = executor.submit_script(str(folder / "train.py"), str(folder / "stop"))
+    run, number = submitted.run_dir, int(submitted.job_id)
+    assert PausableJob(folder / "runs", submitted.job_id).run_dir == run
+    _trains(folder, ranks=2)
 
-
-def test_an_unmodified_script_is_suspended_and_resumed(
-    job: PausableJob, slurm: SlurmClient
-) -> None:
-    """scontrol suspend parks it before Slurm's SIGSTOP, and resume continues it. A pause that comes
-    while an earlier suspend and resume are under way is not lost. submission.json has the id,
-    job.sbatch is the script, and submitit's signal is out of the way."""
-    written, script = submission.read(job.run_dir.root), job.run_dir.job_sbatch.read_text()
-    assert (written.job_id, "train.py" in written.command) == (job.job_id, True)
+    written, script = submission.read(run.root), run.job_sbatch.read_text()
+    assert (written.job_id, "train.py" in written.command) == (submitted.job_id, True)
     assert "--signal=URG@90" in script
-    assert "export SUBMITIT_PREEMPT_SIGNAL=URG" in script
-    described = slurm.job(int(job.job_id))
-    assert ranks_dir_of(described) == job.run_dir
-    slurm.suspend(described)
-    wait_until(lambda: _state(job.run_dir) == "parked", "parked")
-    slurm.resume(described)
+    assert "export SUBMITIT_PREEMPT_SIGNAL=URG" in script  # submitit's is out of the way
+    job = slurm.job(number)
+    assert ranks_dir_of(job) == run
+
+    slurm.suspend(job)
+    wait_until(lambda: _state(run) == "parked", "parked")
+    slurm.resume(job)
     time.sleep(0.5)  # slurmd looks once a second whether the suspend is over
-    paused = pause_job(slurm, slurm.job(int(job.job_id)))
+    paused = pause_job(slurm, slurm.job(number))
     assert paused.how == "scontrol suspend"
-    assert [answer.done for answer in paused.answers] == [True]
-    assert _slurm_state(slurm, job) is JobState.SUSPENDED
+    assert [(answer.rank, answer.done) for answer in paused.answers] == [(0, True), (1, True)]
+    job = slurm.job(number)
+    assert job.state is JobState.SUSPENDED
+    ranks = JobView(run, job).seen.ranks
+    assert [(rank.state, "slurm" in rank.causes) for rank in ranks] == [("parked", True)] * 2
+    assert len({rank.pid for rank in ranks}) == 2
     wait_until(
-        lambda: job.get_info(mode="force").get("State") == "SUSPENDED",
+        lambda: submitted.get_info(mode="force").get("State") == "SUSPENDED",
         "sacct says that it is suspended",
     )
-    assert not job.done(force_check=True)
-    rank = read_status(job.run_dir.rank_status(0))
-    assert rank is not None
-    assert rank.causes == ("slurm",)
-    wait_until(lambda: is_stopped(rank.pid), "Slurm's SIGSTOP after its grace")
-    resumed = resume_job(slurm, slurm.job(int(job.job_id)))
+    assert not submitted.done(force_check=True)
+    wait_until(lambda: is_stopped(ranks[0].pid), "Slurm's SIGSTOP after its grace")
+    resumed = resume_job(slurm, job)
     assert resumed.how == "scontrol resume"
-    assert [answer.done for answer in resumed.answers] == [True]
+    assert [answer.done for answer in resumed.answers] == [True, True]
 
-
-def test_a_killed_rank_is_not_said_to_run(job: PausableJob, slurm: SlurmClient) -> None:
-    """After scancel --signal=KILL the status says killed, though the rank wrote nothing of it."""
-    slurm.signal(slurm.job(int(job.job_id)), "KILL")
-    wait_until(lambda: slurm.job(int(job.job_id)).state.has_ended, "Slurm has seen its end")
-    assert [rank.state for rank in _seen(slurm, job).ranks] == ["killed"]
-
-
-def test_two_ranks_on_two_nodes_answer_each(slurm: SlurmClient, folder: Path) -> None:
-    """Every rank of a job writes its own events and acknowledges its own pause; the script comes to
-    its own end."""
-    job = _submitted(folder, nodes=2, tasks_per_node=1)
-    _trains(folder, ranks=2)
-    paused = pause_job(slurm, slurm.job(int(job.job_id)))
-    assert [answer.rank for answer in paused.answers] == [0, 1]
-    assert not paused.silent
-    assert slurm.job(int(job.job_id)).state is JobState.SUSPENDED
-    ranks = _seen(slurm, job).ranks
-    assert [rank.state for rank in ranks] == ["parked", "parked"]
-    assert len({rank.pid for rank in ranks}) == 2
-    assert resume_job(slurm, slurm.job(int(job.job_id))).answers[1].done
-    (folder / "stop").touch()
-    assert job.results() == [None, None]
-    assert "done True" in (job.stdout() or "")
-
-
-def _seen(slurm: SlurmClient, job: PausableJob) -> RankViews:
-    return JobView(job.run_dir, slurm.job(int(job.job_id))).seen
+    slurm.signal(slurm.job(number), "KILL")
+    wait_until(lambda: slurm.job(number).state.has_ended, "Slurm has seen its end")
+    ranks = JobView(run, slurm.job(number)).seen.ranks
+    assert [rank.state for rank in ranks] == ["killed", "killed"]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -235,25 +236,16 @@ os.execvp(rest[1], rest[1:])
 """
 
 
-def program(folder: Path, name: str, text: str) -> Path:
-    """A fake executable; its contract stands above its text."""
-    folder.mkdir(exist_ok=True)
-    path = folder / name
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
-
-
-def test_runtime_is_found_on_the_path(tmp_path: Path) -> None:
+def test_runtime_is_found_on_the_path(programs: Callable[..., Path]) -> None:
     """pyxis where srun says so, else Apptainer, else Singularity, else none."""
-    path = {"PATH": f"{tmp_path}:/bin"}
+    path = {"PATH": f"{programs()}:/bin"}
     for name, text, runtime in (
-        ("srun", "#!/bin/sh\n", None),
+        ("srun", "", None),
         ("singularity", APPTAINER, Runtime.APPTAINER),
         # as `srun --help` of a Slurm with pyxis
-        ("srun", "#!/bin/sh\necho '  --container-image=[USER@]IMAGE[:TAG]|PATH'", Runtime.PYXIS),
+        ("srun", "echo '  --container-image=[USER@]IMAGE[:TAG]|PATH'", Runtime.PYXIS),
     ):
-        program(tmp_path, name, text)
+        programs(**{name: text})
         assert find_runtime(path) is runtime
 
 
@@ -307,15 +299,14 @@ def contained(folder: Path, runtime: str | None) -> Plan:
     return Plan(1, 1, None, 0, (task,), runtime=runtime)
 
 
-def test_task_becomes_apptainer(tmp_path: Path) -> None:
+def test_task_becomes_apptainer(programs: Callable[..., Path], tmp_path: Path) -> None:
     """The task's program and its init steps run in the image, where the job does, with the spec's
     variables; on a node without Apptainer the task says so and fails."""
     (tmp_path / "plan.json").write_text(contained(tmp_path, "apptainer").dumps())
-    program(tmp_path / "bin", "apptainer", APPTAINER)
+    programs(apptainer=APPTAINER)
     command = [sys.executable, "-m", "hydroslurm.jobs.task", str(tmp_path / "plan.json")]
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
     environ = {**os.environ, **slurm, "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "n1"}
-    environ["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     done = captured(command, env=environ, timeout=60)
     assert done.returncode == 0, done.stderr
     exec_in = f"apptainer exec --bind {tmp_path} --pwd {tmp_path} docker://{REFERENCE} "

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ def test_a_submitted_function_outlives_its_preemptions(
     assert "Caught signal" not in (job.stderr() or "") + (job.stdout() or "")
 
 
+@pytest.mark.long
 def test_submitits_own_tests_with_our_executor(tmp_path: Path) -> None:
     """All of those of Slurm and of AutoExecutor pass, but for the few that are known to differ.
     They run in a copy of submitit, because one of them writes beside itself."""
@@ -194,14 +196,9 @@ def test_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks.results() == [[7, True, folder, "2", str(rank)] for rank in range(2)]
 
 
-def test_interrupt_means_stop_and_not_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_means_stop_and_not_resume(programs: Callable[..., Path], tmp_path: Path) -> None:
     """Where submitit sends its USR2, which ends a pause here, our job sends the warning."""
-    said, scancel = tmp_path / "said", tmp_path / "scancel"
-    scancel.write_text(f'#!/bin/sh\necho "$@" >> {said}\n')  # as scancel: ids and --signal NAME
-    scancel.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    said = programs(scancel='echo "$@" >> "$0.said"') / "scancel.said"
     job: PausableJob = PausableJob(folder=tmp_path, job_id="12")
     job._interrupt()
     job._interrupt(timeout=True)
@@ -221,14 +218,12 @@ printf 'JobID|State|NodeList\\n1|%s|n1\\n' "$state"
 
 
 def test_each_job_is_looked_up_in_its_own_slurm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    programs: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Job 1 of the new cluster runs, although job 1 of the old one has ended, and the old one's
     has ended, although ``SLURM_CONF`` names the new cluster by now. One sacct asks for all jobs of
     a Slurm, also where no configuration is named."""
-    (tmp_path / "sacct").write_text(SACCT)
-    (tmp_path / "sacct").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    programs(sacct=SACCT)
     jobs = {}
     for name in ("old", "new"):
         monkeypatch.setenv("SLURM_CONF", str(tmp_path / name / "slurm.conf"))

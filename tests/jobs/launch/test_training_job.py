@@ -36,12 +36,11 @@ exit 3
 
 
 def test_a_job_that_cannot_be_recorded_keeps_its_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    programs: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm has it: an error would make people submit it again. It inherits nothing that says which
     task, element or restart of another job has submitted it."""
-    program(tmp_path / "sbatch", SBATCH)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    programs(sbatch=SBATCH)
     monkeypatch.setenv("RUNS", str(tmp_path / "runs"))
     inherited = ("SBATCH_WAIT", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     for name in inherited:
@@ -77,18 +76,13 @@ TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on sen
 
 @pytest.mark.parametrize("fails", ["sbatch", "the record", "its answer"])
 def test_a_job_of_submitit_that_slurm_has_is_named(
-    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fails: str, programs: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever fails after sbatch has taken it: the run folder stays, and the id is said. After a
     time-out, as of 22.05 when slurmctld hangs, Slurm may have it: how to look is said."""
     answer = f'echo "Submitted batch job 41"; exit {3 * (fails == "sbatch")}'
-    for name, script in (
-        ("sbatch", f"echo '{TIMED_OUT}' >&2; exit 1" if fails == "its answer" else answer),
-        ("srun", ""),
-        ("squeue", 'echo "squeue: error" >&2; exit 1'),
-    ):
-        program(tmp_path / name, script)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    sbatch = f"echo '{TIMED_OUT}' >&2; exit 1" if fails == "its answer" else answer
+    programs(sbatch=sbatch, srun="", squeue='echo "squeue: error" >&2; exit 1')
     executor = Executor(tmp_path / "runs")
     if fails == "its answer":
         with pytest.raises(LaunchError, match="squeue --me") as refused:
@@ -104,12 +98,6 @@ def test_a_job_of_submitit_that_slurm_has_is_named(
     assert (run / "submission.json").exists()
 
 
-def program(path: Path, script: str) -> None:
-    """A fake one of Slurm's."""
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-
-
 def raising(error: Exception) -> Callable[..., NoReturn]:
     def fail(*_: object) -> NoReturn:
         raise error
@@ -118,13 +106,10 @@ def raising(error: Exception) -> Callable[..., NoReturn]:
 
 
 def test_a_shell_reads_nothing_in_the_name_of_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    programs: Callable[..., Path], tmp_path: Path
 ) -> None:
     """The script of a submitted function names its run folder to the ranks, as it is."""
-    (tmp_path / "bin").mkdir()
-    for name, does in (("sbatch", "Submitted batch job 7"), ("srun", f"$(printenv {RUN_DIR_ENV})")):
-        program(tmp_path / "bin" / name, f'echo "{does}"')
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    programs(sbatch='echo "Submitted batch job 7"', srun=f'echo "$(printenv {RUN_DIR_ENV})"')
     folder = tmp_path / "it's $(touch owned)"
     assert Executor(folder).submit(int, 3).job_id == "7"
     (script,) = folder.glob("*/logs/7_submission.sh")

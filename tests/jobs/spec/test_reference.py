@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
-from jobs.spec.broken_specs import BROKEN, Broken
 from processes import captured
 from typer.testing import CliRunner, Result
 
 from hydroslurm.cli import app
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.jobs.spec.reading import dumps, load, loads
+from hydroslurm.errors import SpecError
+from hydroslurm.jobs.spec.reading import dumps, load, loads, read
 from hydroslurm.jobs.spec.schema import reference, schema, schema_text
+from hydroslurm.jobs.spec.source import OF_A_FILE, parse_source
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCHEMA = schema()
@@ -31,6 +33,35 @@ BEYOND_A_SCHEMA = {
     # YAML cannot say it, or says it to us alone
     "06-key-twice",
 }  # fmt: skip
+
+
+FILE = Path(__file__).with_name("broken_specs.txt")
+"""A row is its name, its text and the answer, which begins with the file's name or the number of
+problems. `python test_reference.py` records what is said now, to be read as its user would."""
+_CASE = re.compile(
+    r"=== (\S+)\n(.*?)^((?:\d+ problems? in )?\1\.yaml:.*?)(?=^=== |\Z)", re.DOTALL | re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """One of them."""
+
+    name: str
+    text: str
+    recorded: str
+
+    def answer(self) -> str:
+        """What is said of it now."""
+        try:
+            source = parse_source(self.text, name=f"{self.name}.yaml", bounds=OF_A_FILE)
+            read(source, folder=Path())
+        except SpecError as error:
+            return f"{error}\n"
+        return f"{self.name}.yaml: is a job spec\n"
+
+
+BROKEN = {name: Broken(name, text, told) for name, text, told in _CASE.findall(FILE.read_text())}
 
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
@@ -145,3 +176,8 @@ def test_render_of_a_script(tmp_path: Path, pause_cluster: DevCluster) -> None:
         assert f"#SBATCH --{line}\n" in done.stdout
     assert "hydroslurm.cli batch --ended" in done.stdout
     assert not (tmp_path / "runs").exists()
+
+
+if __name__ == "__main__":
+    rows = (f"=== {one.name}\n{one.text}{one.answer()}" for one in BROKEN.values())
+    FILE.write_text("".join(rows))

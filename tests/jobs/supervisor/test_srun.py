@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,8 @@ def test_lines(line: str, ends: list[tuple[int, int]]) -> None:
 SRUN = """#!/bin/bash
 # Fake srun, with the messages of 22.05.8: the first one starts its task and is killed, the second
 # one waits for a job step, for ever.
-echo called >> "$CALLS"
-if [ "$(wc -l < "$CALLS")" = 1 ]; then
+echo called >> "$0.calls"
+if [ "$(wc -l < "$0.calls")" = 1 ]; then
     echo "srun: launching StepId=7.4 on host n1, 1 tasks: 0"
     kill -KILL $$
 fi
@@ -155,7 +156,7 @@ exec sleep 1000
 
 GONE = """#!/bin/bash
 # Fake srun: writes down that it was called, and starts no task, as one whose nodes are gone.
-echo called >> "$CALLS"
+echo called >> "$0.calls"
 exit 1
 """
 
@@ -186,79 +187,80 @@ class Client:
         self.asked.append(("may requeue", allowed))
 
 
-def supervised(
-    spec: str, srun: str, client: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[RunDir, supervise.Outcome]:
+class Supervised:
     """A supervisor from its begin to its end, with a srun of our own."""
-    program = folder / "srun"
-    program.write_text(srun)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setenv("CALLS", str(folder / "calls"))
-    run, job = RunDir(folder / "run").create(), loads(spec).job
-    supervisor = supervise.Supervisor(
-        run,
-        plan_job(job, folder=folder, python="python"),
-        client=client,
-        allocation=Allocation(job_id=7, nodes=("n1",)),
-        environ=dict(os.environ),
-        log=lambda _: None,
-    )
-    return run, supervisor.supervise()
+
+    def __init__(self, programs: Callable[..., Path], folder: Path) -> None:
+        self._programs, self._folder = programs, folder
+        self.client = Client()
+        self.run = RunDir(folder / "run").create()
+        self.calls = programs() / "srun.calls"
+
+    def end(self, spec: str, srun: str) -> supervise.Outcome:
+        self._programs(srun=srun)
+        return supervise.Supervisor(
+            self.run,
+            plan_job(loads(spec).job, folder=self._folder, python="python"),
+            client=self.client,  # type: ignore[arg-type]
+            allocation=Allocation(job_id=7, nodes=("n1",)),
+            environ=dict(os.environ),
+            log=lambda _: None,
+        ).supervise()
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        return Attempts(self.run.starts_jsonl).all()
+
+    def conditions(self) -> list[tuple[str, str]]:
+        return [(one.type, one.reason) for one in read_conditions(self.run.conditions_jsonl)]
+
+
+@pytest.fixture
+def of(
+    programs: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Supervised:
+    monkeypatch.setattr(supervise, "STEP_WITHIN_S", 0.3)
+    return Supervised(programs, tmp_path)
 
 
 NEVER = "replicaSpecs: [{restartPolicy: Never, template: {command: [python, a.py]}}]\n"
 
 
-def test_neither_is_a_failure_of_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neither_is_a_failure_of_the_training(of: Supervised) -> None:
     """What is left of the job step of a killed srun is ended and started again, also where nothing
     that fails may be; where Slurm makes no job step in time the job goes back into the queue."""
-    monkeypatch.setattr(supervise, "STEP_WITHIN_S", 0.3)
-    spec, client = NEVER + "runPolicy: {backoffLimit: 0}\n", Client()
-    run, outcome = supervised(spec, SRUN, client, tmp_path, monkeypatch)
-    assert client.asked == [("signal", 7, 9, 4), ("requeue", 7)]
+    outcome = of.end(NEVER + "runPolicy: {backoffLimit: 0}\n", SRUN)
+    assert of.client.asked == [("signal", 7, 9, 4), ("requeue", 7)]
     assert outcome.status == RUN_AGAIN
-    attempts = Attempts(run.starts_jsonl).all()
-    assert [one.ending for one in attempts] == [Ending.LOST, Ending.PREEMPTED]
-    said = [(one.type, one.reason) for one in read_conditions(run.conditions_jsonl)]
+    assert [one.ending for one in of.attempts] == [Ending.LOST, Ending.PREEMPTED]
     started = ("Running", "Started")
     again = [("Restarting", "SrunKilled"), started, ("Preempted", "StepCannotStart")]
-    assert said == [started, *again]
+    assert of.conditions() == [started, *again]
     assert "(Requested nodes are busy)" in outcome.message
     # the srun that waited is not left behind
-    pid = attempts[1].srun_pid
+    pid = of.attempts[1].srun_pid
     assert pid is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
-def test_a_job_ends_when_its_active_seconds_are_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_ends_when_its_active_seconds_are_over(of: Supervised) -> None:
     """Those of the attempts before this one count, and it is not for Slurm to start it again."""
-    srun = (
-        '#!/bin/bash\necho "srun: launching StepId=7.4 on host n1, 1 tasks: 0"\nexec sleep 1000\n'
-    )
-    (tmp_path / "run").mkdir(mode=0o700)
-    RunDir(tmp_path / "run").active_json.write_text('{"active_s": 3599.5}')
-    spec, client = NEVER + "runPolicy: {activeDeadlineSeconds: 3600}\n", Client()
-    run, outcome = supervised(spec, srun, client, tmp_path, monkeypatch)
+    of.run.active_json.write_text('{"active_s": 3599.5}')
+    srun = 'echo "srun: launching StepId=7.4 on host n1, 1 tasks: 0"\nexec sleep 1000'
+    outcome = of.end(NEVER + "runPolicy: {activeDeadlineSeconds: 3600}\n", srun)
     assert outcome.status == MUST_NOT_RUN_AGAIN
     assert "activeDeadlineSeconds (3600)" in outcome.message
-    (attempt,) = Attempts(run.starts_jsonl).all()
-    assert attempt.ending is Ending.DEADLINE
-    assert read_conditions(run.conditions_jsonl)[-1].reason == "DeadlineExceeded"
-    assert client.asked[0] == ("may requeue", False)
+    assert [one.ending for one in of.attempts] == [Ending.DEADLINE]
+    assert of.conditions()[-1] == ("Failed", "DeadlineExceeded")
+    assert of.client.asked[0] == ("may requeue", False)
 
 
 def test_a_full_disk_keeps_no_job_from_its_requeue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    of: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Conditions and the end of an attempt cannot be written: an attempt without one was ended by
     Slurm, and the next start of the job says so."""
-    monkeypatch.setattr(supervise, "STEP_WITHIN_S", 0.3)
     end = Attempts.end
 
     def full(*_: Any, **__: Any) -> None:
@@ -269,21 +271,17 @@ def test_a_full_disk_keeps_no_job_from_its_requeue(
 
     monkeypatch.setattr(supervise, "add_condition", full)
     monkeypatch.setattr(Attempts, "end", end_or_not)
-    client = Client()
-    assert supervised(NEVER, SRUN, client, tmp_path, monkeypatch)[1].status == RUN_AGAIN
-    assert client.asked[-1] == ("requeue", 7)
+    assert of.end(NEVER, SRUN).status == RUN_AGAIN
+    assert of.client.asked[-1] == ("requeue", 7)
 
 
-def test_it_ends_and_leaves_the_living_attempt_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_ends_and_leaves_the_living_attempt_alone(of: Supervised) -> None:
     """Its job step is gone: it starts no other one, in what would be the living attempt's nodes,
     requeues nothing, forbids nothing, and says nothing about how the job has ended."""
-    spec = "replicaSpecs: [{replicas: 1, template: {command: [python, a.py]}}]"
-    client = Client(restart_count=1, start_epoch_s=1 << 40)  # started once more, since just now
-    run, outcome = supervised(spec, GONE, client, tmp_path, monkeypatch)
+    of.client = Client(restart_count=1, start_epoch_s=1 << 40)  # started once more, since just now
+    outcome = of.end("replicaSpecs: [{template: {command: [python, a.py]}}]", GONE)
     assert outcome.status == MUST_NOT_RUN_AGAIN
     assert "is left alone" in outcome.message
-    assert (tmp_path / "calls").read_text() == "called\n"
-    assert client.asked == []
-    assert [one.type for one in read_conditions(run.conditions_jsonl)] == ["Running"]
+    assert of.calls.read_text() == "called\n"
+    assert of.client.asked == []
+    assert [kind for kind, _ in of.conditions()] == ["Running"]
