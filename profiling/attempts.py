@@ -16,12 +16,7 @@ from pathlib import Path
 
 
 class AttemptLog:
-    """Written by the job, one ``write`` per line.
-
-    Args:
-        folder: of the files of all attempts.
-        begin: the steps that were done when this one began.
-    """
+    """Written by the job, one ``write`` per line."""
 
     def __init__(self, folder: Path, begin: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -152,11 +152,7 @@ class EventTail:
         self._pending: list[Event] = []
 
     def until(self, *kinds: EventKind, limit_s: float = 30.0) -> Event:
-        """The next event of one of these kinds; the ones before it are let go.
-
-        Raises:
-            TimeoutError: it did not come.
-        """
+        """The next event of one of these kinds; the ones before it are let go."""
         deadline = time.monotonic() + limit_s
         while True:
             while self._pending:
@@ -200,11 +196,7 @@ class Slurm:
         )
 
     def run(self, *command: str) -> str:
-        """What it printed.
-
-        Raises:
-            RuntimeError: it failed, with what it said.
-        """
+        """What it printed."""
         return finished(self.start(*command))
 
     def submit(self, *words: str) -> str:

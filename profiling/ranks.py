@@ -63,11 +63,7 @@ class Attempt:
         self._tails = [EventTail(self._run.rank_events(rank)) for rank in range(world)]
 
     def end(self, *, status: int) -> None:
-        """Wait until all ranks have ended.
-
-        Raises:
-            RuntimeError: one of them ended with another status.
-        """
+        """Wait until all ranks have ended."""
         found = set(forkedranks.wait_for_end(self._crew, len(self._pids)).values())
         if found != {status}:
             raise RuntimeError(f"ranks ended with {found}, wanted {status}")

@@ -88,11 +88,7 @@ def headlines(results: Results) -> str:
 
 
 def replace_between(text: str, block: str, *, begin: str = BEGIN, end: str = END) -> str:
-    """``text`` with what is between the two markers replaced.
-
-    Raises:
-        ValueError: the markers are not there, once each and in order.
-    """
+    """``text`` with what is between the two markers replaced."""
     head, begins, rest = text.partition(begin)
     _, ends, tail = rest.partition(end)
     if not begins or not ends or begin in rest or end in tail:

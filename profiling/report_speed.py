@@ -96,11 +96,7 @@ def _save(log: RankLog, chance: random.Random, at_s: float) -> None:
 
 def report(folder: Path, *, look: bool = False) -> tuple[float, float]:
     """Seconds and peak MB (10^6 bytes) of one ``hydroslurm report``: of all its processes together,
-    what they share counted once (PSS), looked at every 0.1 s. Looking takes time of its own.
-
-    Raises:
-        RuntimeError: it failed; with what it said.
-    """
+    what they share counted once (PSS), looked at every 0.1 s. Looking takes time of its own."""
     argv = [sys.executable, "-m", "hydroslurm.cli", "report", "--no-slurm", str(folder)]
     peak_bytes = 0
     with tempfile.TemporaryFile() as said:

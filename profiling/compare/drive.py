@@ -110,11 +110,7 @@ class Course:
 def through(
     peer: Peer, place: Place, folder: Path, *, events: Sequence[Event], epochs: int, limit_s: float
 ) -> Course:
-    """Train to the end, with all events on the way.
-
-    Args:
-        limit_s: for everything after the first step; then it is given up.
-    """
+    """Train to the end, with all events on the way."""
     submitted_ns = time.monotonic_ns()
     job = Job(peer, place, folder, epochs=epochs)
     strikes: list[Strike] = []

@@ -28,13 +28,7 @@ _WITNESS = Path(__file__).with_name("witness.py")
 
 
 class Observer(TorchDispatchMode):
-    """Stamps the operators and steps of one attempt of a training.
-
-    Args:
-        folder: of the files of all attempts.
-        begin: the steps that were done when this attempt began.
-        environ: where ``COMPARE_CORE`` names the core to stay on.
-    """
+    """Stamps the operators and steps of one attempt of a training."""
 
     def __init__(
         self, folder: Path, begin: int, *, environ: Mapping[str, str] = os.environ

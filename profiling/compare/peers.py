@@ -38,11 +38,7 @@ class Peer:
     preempt: bool = False
 
     def version(self) -> str:
-        """The versions of what it is made of.
-
-        Raises:
-            PackageNotFoundError: one of them is missing.
-        """
+        """The versions of what it is made of."""
         found = [f"{name} {importlib.metadata.version(name)}" for name in self.versions]
         return ", ".join(found) or self.otherwise
 

@@ -55,11 +55,7 @@ PartitionName=urgent {everywhere} PriorityTier=10 PreemptMode=OFF
 
 @dataclass(frozen=True)
 class Place:
-    """Where a peer trains: a node of the cluster, and the one core it stays on.
-
-    Attributes:
-        width: of the network.
-    """
+    """Where a peer trains: a node of the cluster, and the one core it stays on."""
 
     cluster: DevCluster
     node: str
@@ -68,11 +64,7 @@ class Place:
 
 
 class Job:
-    """A peer's training, over requeues and over submissions by hand.
-
-    Args:
-        folder: of this training alone; made here.
-    """
+    """A peer's training, over requeues and over submissions by hand."""
 
     def __init__(self, peer: Peer, place: Place, folder: Path, *, epochs: int) -> None:
         self.peer, self.place, self.folder, self.epochs = peer, place, folder, epochs

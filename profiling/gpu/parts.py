@@ -76,11 +76,7 @@ class Result:
 
 
 class Child(processes.Child):
-    """A training that speaks in lines of JSON; it is not there after the block.
-
-    Args:
-        what: the module with its ``main``; the folder below is its working directory.
-    """
+    """A training that speaks in lines of JSON; it is not there after the block."""
 
     stderr = None  # the part's: what a library writes there must not fall into a line
 
@@ -92,11 +88,7 @@ class Child(processes.Child):
         self.seen: dict[str, Any] = {}
 
     def told(self, key: str, *, limit_s: float = START_S) -> Any:
-        """The value of the next line that has this key; all are kept in ``seen``.
-
-        Args:
-            limit_s: for each line.
-        """
+        """The value of the next line that has this key; all are kept in ``seen``."""
         while True:
             line = json.loads('{"' + self.expect('{"', limit_s=limit_s))
             self.seen |= line
