@@ -63,12 +63,9 @@ def test_which_jobs_an_id_means(asked: str, names: list[str]) -> None:
         Job(job_id=51, state=JobState.RUNNING, het_job_id=50, het_component=1),
     ]
     assert [str(job.id) for job in jobs if job.is_named(JobId.parse(asked))] == names
-
-
-def test_the_last_element_that_waits_is_named_alone() -> None:
-    """26.05 prints it as a set of one, with the array's throttle."""
-    job = Job(job_id=44, state=JobState.PENDING, array_job_id=44, array_tasks="2%1")
-    assert job.id == JobId.parse("44_2")
+    # 26.05 prints the last element that waits as a set of one, with the array's throttle
+    last = Job(job_id=44, state=JobState.PENDING, array_job_id=44, array_tasks="2%1")
+    assert last.id == JobId.parse("44_2")
 
 
 def test_what_two_ids_share() -> None:

@@ -233,7 +233,7 @@ def test_heartbeat(tmp_path: Path) -> None:
     texts = {"": 10.0, "0": 0.0, "-3": 0.0, "nan": 10.0, "x": 10.0, "2": 2.0}
     assert {text: interval_s({HEARTBEAT_ENV: text}) for text in texts} == texts
     path = tmp_path / "events" / "rank-00003.json"
-    writer = StatusWriter(path, every_s=0.1)
+    writer = StatusWriter(path, every_s=0.1, look=lambda step: {"stands_at": f"step {step}"})
 
     def wait() -> None:
         time.sleep(writer.wait_s() or 0.0)
@@ -254,6 +254,7 @@ def test_heartbeat(tmp_path: Path) -> None:
     writer.write(9)
     told = load_status(path)
     assert (told.step, told.heartbeat_s, told.state) == (9, 0.1, "running")
+    assert told.stands_at == "step 9"
     assert told.steps_per_s is not None
     assert 0 < told.steps_per_s <= 50
     writer.write(10)  # too soon
@@ -265,25 +266,6 @@ def test_heartbeat(tmp_path: Path) -> None:
     assert later.as_of > told.as_of
     writer.close(step=9)
     assert load_status(path) == later
-
-
-def test_a_heartbeat_says_more(tmp_path: Path) -> None:
-    """It is asked for with each heartbeat, and makes one for a rank without a step."""
-    path = tmp_path / "rank-00003.json"
-    somewhere = {"collectives": 12, "collective_timeout_s": 600.0, "stands_at": "train.py:7 in f"}
-    said = [{"collectives": None, "collective_timeout_s": None, "stands_at": ""}, somewhere, {}]
-    writer = StatusWriter(path, every_s=0.1, look=lambda _: said[-1])
-    writer.note(PAUSED[0])
-    writer.write(None, at_once=True)
-    before = load_status(path)
-    for expected in (before, replace(before, **said[1]), replace(before, **said[0])):
-        time.sleep(writer.wait_s() or 0.0)
-        writer.write(None)
-        told = load_status(path)
-        assert replace(told, as_of=before.as_of, heartbeat_s=None) == replace(
-            expected, heartbeat_s=None
-        )
-        said.pop()
 
 
 def test_a_full_disk_has_room_for_the_status(

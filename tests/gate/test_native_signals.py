@@ -7,7 +7,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from processes import Child, wait_until
 from zygote import forked
 
 from hydroslurm.gate.native_gate import NativeGate
@@ -57,23 +56,6 @@ def program(code: str) -> str:
     return PRELUDE + textwrap.dedent(code)
 
 
-def pause(rank: Child) -> None:
-    rank.signal(signal.SIGUSR1)
-    rank.expect("PARKED")
-
-
-def resume(rank: Child) -> None:
-    rank.signal(signal.SIGUSR2)
-    rank.expect("FIRST_OPERATOR_RELEASED")
-
-
-def said(rank: Child, start: str, n: int = 1) -> None:
-    """Wait for the n-th such line, wherever it stands: two threads of the child write."""
-    wait_until(
-        lambda: sum(line.startswith(start) for line in rank.lines) >= n, f"{start} in {rank}"
-    )
-
-
 BACKWARD = """
 start()
 torch.manual_seed(0)
@@ -110,7 +92,8 @@ def test_parks_inside_a_long_backward(tmp_path: Path) -> None:
             rank.signal(signal.SIGUSR1)
             assert " BACKWARD " in rank.expect("FIRST_OPERATOR_HELD")
             rank.expect("PARKED")
-            resume(rank)
+            rank.signal(signal.SIGUSR2)
+            rank.expect("FIRST_OPERATOR_RELEASED")
         assert rank.expect("same") == "True"
         assert rank.wait() == 0
 
@@ -129,85 +112,6 @@ def test_no_handler_of_ours_interrupts_another(tmp_path: Path) -> None:
     with forked(program(code), tmp_path) as rank:
         rank.expect("read")
         assert [line for line in rank.lines if line in ("True", "False")] == ["True"] * 5
-
-
-def test_python_handler_runs_while_parked(tmp_path: Path) -> None:
-    """A stop signal opens the gate, so that a Python handler that was there before us runs in a
-    main thread that was parked; a pause signal calls the old handler, too."""
-    code = """
-    class Leave(BaseException):
-        pass
-    def leave(signo, frame):
-        raise Leave
-    signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGUSR1, lambda signo, frame: print("old", signo))
-    start()
-    print("ready")
-    try:
-        while True:
-            step()
-    except Leave:
-        print("left")
-        sys.stdin.readline()
-    """
-    with forked(program(code), tmp_path) as rank:
-        rank.expect("ready")
-        pause(rank)
-        resume(rank)
-        said(rank, "old")
-        pause(rank)
-        rank.signal(signal.SIGTERM)
-        said(rank, "left")
-        said(rank, "STOP_REQUESTED")
-        said(rank, "RESUMED", 2)
-
-
-GLOO = """
-import torch.distributed as dist
-n = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=n, world_size=2)
-start()
-print("ready")
-parts = [torch.zeros(4096) for _ in range(2)]
-for round in range(3):
-    sys.stdin.readline()
-    work = dist.all_gather(parts, torch.full((4096,), float(n + 1)), async_op=True)
-    print("issued")
-    if n == 1:
-        work.wait()
-        print("gathered", float(sum(part.sum() for part in parts)))
-    else:
-        while "go on" not in sys.stdin.readline():
-            pass
-        step()
-        work.wait()
-        print("gathered", float(sum(part.sum() for part in parts)))
-sys.stdin.readline()
-"""
-
-
-def test_collective_in_flight_ends_while_held(tmp_path: Path) -> None:
-    """gloo's own threads pass: with one rank held at an operator, the all_gather that it issued
-    before ends for its peer."""
-    store = str(tmp_path / "store")
-    folders = [tmp_path / "0", tmp_path / "1"]
-    for folder in folders:
-        folder.mkdir()
-    code = program(GLOO)
-    with forked(code, folders[0], "0", store) as zero, forked(code, folders[1], "1", store) as one:
-        zero.expect("ready")
-        one.expect("ready")
-        for n in range(1, 4):
-            zero.say("issue")
-            zero.expect("issued")
-            pause(zero)  # quiet: it waits for a line
-            zero.say("go on")
-            zero.expect("LATE_OPERATOR_HELD")
-            one.say("issue")
-            assert one.expect("gathered") == str(4096.0 * 3)
-            assert sum(line.startswith("FIRST_OPERATOR_RELEASED") for line in zero.lines) == n - 1
-            resume(zero)
-            said(zero, f"gathered {4096.0 * 3}", n)
 
 
 def test_exit_while_a_daemon_thread_is_held(tmp_path: Path) -> None:

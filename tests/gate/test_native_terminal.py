@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import stat_of, wait_until
 
 from hydroslurm.gate.native_gate import NativeGate
 
@@ -126,26 +125,6 @@ def test_ctrl_z_gives_the_shell_back_and_fg_continues(script: Path) -> None:
         tty.type("bg\n")
         tty.expect("<RESUMED>")
         tty.type("kill -KILL %1; wait; echo go''ne\n")
-        tty.expect("gone")
-
-
-def test_ctrl_z_in_a_script_stops_the_job(script: Path) -> None:
-    """The same when the rank is started by a script of the interactive shell, one process further
-    away from the one that does job control."""
-    wrapper = script.with_name("job.sh")
-    wrapper.write_text(f"{sys.executable} -u {script}\ntrue\n")
-    with contextlib.closing(Terminal(SHELL, script.parent)) as tty:
-        tty.type(f"bash {wrapper}\n")
-        rank = tty.expect_rank()
-        tty.type("\x1a")
-        tty.expect("Stopped")
-        # the shell says so when its own child, the script, has stopped; the rank parks first
-        wait_until(lambda: stat_of(rank)[0] == "T", "the rank to stop", limit_s=LIMIT_S)
-        tty.type("fg\n")
-        tty.expect("<RESUMED>")
-        tty.type("\x1a")
-        tty.expect("Stopped")
-        tty.type("kill -KILL -- -$(jobs -p); wait; echo go''ne\n")
         tty.expect("gone")
 
 

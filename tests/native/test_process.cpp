@@ -48,46 +48,6 @@ TEST(handlers_are_chained_and_restored) {
     CHECK(installed(SIGTERM).sa_handler == SIG_DFL);
 }
 
-/* A line that asks for it does not call the old handler, and restores it all the same. */
-TEST(no_chain) {
-    install(SIGUSR1, plain_handler);
-    std::vector<hs_signal> table = {line(SIGUSR1, HS_ACTION_PAUSE, HS_CAUSE_USER, HS_SIGNAL_NO_CHAIN)};
-    CHECK_EQ(start(table), 0);
-    raise(SIGUSR1);
-    until_event(HS_EVENT_GATE_CLOSED);
-    CHECK_EQ(plain_calls.load(), 0);
-    hs_gate_stop();
-    CHECK(installed(SIGUSR1).sa_handler == plain_handler);
-}
-
-static struct sigaction saved_by_other;
-static void other_that_chains(int signo, siginfo_t *info, void *context) {
-    ++info_calls;
-    saved_by_other.sa_sigaction(signo, info, context);
-}
-
-/* Somebody who saved our address may call it after a stop, and after the next start, without going round in circles. */
-TEST(chain_that_leads_back_ends) {
-    install(SIGUSR1, plain_handler);
-    start_usual();
-    saved_by_other = installed(SIGUSR1);
-    install_info(SIGUSR1, other_that_chains);
-    CHECK_EQ(hs_gate_stop(), 1);
-    raise(SIGUSR1);
-    CHECK_EQ(info_calls.load(), 1);
-    CHECK_EQ(plain_calls.load(), 1);
-    start_usual();
-    raise(SIGUSR1);
-    CHECK_EQ(info_calls.load(), 2);
-    until_event(HS_EVENT_GATE_CLOSED);
-    hs_gate_stop();
-    std::vector<hs_signal> another = {line(SIGUSR2, HS_ACTION_PAUSE, HS_CAUSE_USER)};
-    CHECK_EQ(start(another), 0);
-    raise(SIGUSR1);
-    CHECK_EQ(info_calls.load(), 3);
-    hs_gate_stop();
-}
-
 /* A handler leaves errno as it was. */
 TEST(errno_is_kept) {
     install(SIGUSR1, [](int) { errno = ENOENT; });

@@ -105,26 +105,6 @@ TEST(signals_from_many_threads) {
     hs_gate_stop();
 }
 
-/* The sender of a signal is told; a request has none, and signal number 0. */
-TEST(sender_and_stamp) {
-    start_usual();
-    const int64_t before = hs::mono_ns();
-    raise(SIGUSR1);
-    const hs_event &signal = until_event(HS_EVENT_SIGNAL_RECEIVED);
-    CHECK_EQ(signal.signo, SIGUSR1);
-    CHECK_EQ(signal.sender_pid, getpid());
-    CHECK(signal.mono_ns >= before && signal.mono_ns <= hs::mono_ns());
-    CHECK_EQ(strcmp(signal.text, "pause"), 0);
-    const int64_t stamp = signal.mono_ns;
-    CHECK_EQ(until_event(HS_EVENT_GATE_CLOSED).value_ns, stamp);
-    hs_gate_request(HS_ACTION_RESUME, HS_CAUSE_USER);
-    const hs_event &request = until_event(HS_EVENT_SIGNAL_RECEIVED, 2);
-    CHECK_EQ(request.signo, 0);
-    CHECK_EQ(request.sender_pid, 0);
-    CHECK_EQ(strcmp(request.text, "resume"), 0);
-    hs_gate_stop();
-}
-
 /* A reader that never comes costs the newest events, which are counted. */
 TEST(full_queue_counts_what_it_drops) {
     start_usual();

@@ -78,20 +78,6 @@ TEST(park_and_open_races) {
     CHECK(!fake.armed.load());
 }
 
-/* A gate that is stopped lets everybody go. */
-TEST(stop_releases_the_held) {
-    for (int i = 1; i <= 10; ++i) {
-        start_usual();
-        Trainer trainer("pt_autograd_0");
-        pause_now();
-        until_event(HS_EVENT_FIRST_OPERATOR_HELD, i);
-        hs_gate_stop();
-        const int64_t then = trainer.issued;
-        until([&] { return trainer.issued > then; });
-        read_events();
-    }
-}
-
 /* Slots are used again, so that threads that come and go cost no memory for ever. */
 TEST(slots_are_reused) {
     start_usual();
@@ -123,7 +109,7 @@ TEST(trace_counts) {
     CHECK_EQ(hs_gate_trace_count(), 10);
     CHECK_EQ(hs_gate_trace_stop(kept, 8), -EINVAL);
     Trainer one("worker"), two("worker");
-    for (int i = 0; i < 100; ++i) {
+    for (int i = 0; i < 20; ++i) {
         CHECK_EQ(hs_gate_trace_start(i), 0);
         until([] { return hs_gate_trace_count() > 20; });
         CHECK(hs_gate_trace_stop(kept, 8) == (i < 8 ? i : 8));

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -16,27 +15,20 @@ import venv
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from processes import wait_until
+from processes import captured, wait_until
 
 from hydroslurm.devcluster import DevCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _done(command: Sequence[str | Path], **options: object) -> str:
-    done = subprocess.run(
-        [str(word) for word in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-        **options,  # type: ignore[call-overload]
-    )
-    assert done.returncode == 0, done.stdout
-    return str(done.stdout)
+def _done(command: Sequence[str | Path], **options: Any) -> str:
+    done = captured(list(command), timeout=300, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +96,7 @@ def test_the_wheel_walks_the_tutorial(
     assert "train_run.py" in newcomer("hydroslurm", "template")
     (tmp_path / "train.py").write_text(newcomer("hydroslurm", "template", "train_run.py"))
     submit = ("hydroslurm", "submit", "--partition", "low", "train.py")
-    told = newcomer(*submit, "--epochs", "60", "--think-s", "0.02", environ=environ)
+    told = newcomer(*submit, "--epochs", "40", "--think-s", "0.02", environ=environ)
     job, run = re.search(r"job (\d+) .*?(/\S+)", told).groups()  # type: ignore[union-attr]
 
     def logged(words: str) -> bool:

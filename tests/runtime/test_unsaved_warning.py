@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from submitit.core.job_environment import SignalHandler
 
@@ -22,8 +23,9 @@ from hydroslurm.runtime.unsaved_warning import (
 from hydroslurm.slurm.policy import PreemptAction, SitePolicy
 
 
-def test_only_where_a_preemption_stops_the_job() -> None:
-    """One that pauses, or never comes, costs nothing."""
+def test_only_where_a_preemption_stops_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that pauses, or never comes, costs nothing. A script with a handler of its own may save
+    there; submitit's does nothing of the kind."""
     said = {
         one: what_is_lost(SitePolicy(action=one, action_why="X"), JobId(7)) for one in PreemptAction
     }
@@ -31,6 +33,9 @@ def test_only_where_a_preemption_stops_the_job() -> None:
     assert str(said[PreemptAction.CANCEL]).startswith("a preemption ends this job for good (X), ")
     assert "requeues it (X)" in str(said[PreemptAction.REQUEUE])
     assert all("\n" not in str(words) for words in said.values())
+    for handler in (signal.SIG_DFL, signal.SIG_IGN, SignalHandler.bypass, lambda *_: None):
+        monkeypatch.setattr(signal, "getsignal", lambda _, handler=handler: handler)
+        assert handles_sigterm() == (getattr(handler, "__name__", "") == "<lambda>")
 
 
 def test_only_who_trains_is_warned() -> None:
@@ -51,22 +56,6 @@ def test_only_who_trains_is_warned() -> None:
         optimizer.step()
         training.look()
     assert training.updates == 1 + UPDATES
-
-
-def test_a_script_with_a_handler_of_its_own_is_left_alone() -> None:
-    """It may save there; submitit's handler does nothing of the kind."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        for handler, handles in (
-            (signal.SIG_DFL, False),
-            (signal.SIG_IGN, False),
-            (SignalHandler.bypass, False),
-            (lambda *_: None, True),
-        ):
-            signal.signal(signal.SIGTERM, handler)
-            assert handles_sigterm() is handles
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_look_for_optimizers_disturbs_no_other_thread() -> None:
