@@ -119,7 +119,7 @@ class _Past:
     """
 
     noted: dict[Any, Any] | None = None
-    same: dict[Any, Callable[[], Any]] = field(default_factory=dict)
+    same: dict[Any, Any] = field(default_factory=dict)
     objects: Collection[Any] = ()
     begun: dict[Any, Any] = field(default_factory=dict)
     restored: set[Any] = field(default_factory=set)
@@ -129,7 +129,10 @@ class _Past:
     def note(self, node: Node, values: Mapping[Any, Any]) -> None:
         if self.noted is None:
             self.noted, self.objects = _noted(values), set(node.objects)
-            self.same = {k: _same(v) for k, v in values.items() if type(v) not in FLAT}
+            kept = {k: v for k, v in values.items() if type(v) not in FLAT}
+            self.same = {
+                k: weakref.ref(v) if isinstance(v, _ARRAYS) else v for k, v in kept.items()
+            }
         new = node.objects.keys() & node.values.keys() - self.noted.keys()
         self.noted.update(_noted({name: node.values[name] for name in new}))
 
@@ -217,12 +220,12 @@ class Census:
                 if saved := rest.pop(node.path, {}):
                     past.restored |= saved.keys()
                     past.late = {one for one, (_, marks) in saved.items() if "early" not in marks}
-                for name, (value, marks) in saved.items():
+                for name, (form, marks) in saved.items():
                     here = node.values.get(name, node.objects.get(name, NONE))
                     is_set = here is not NONE and not past.shows(name, here)
-                    is_own = is_resized or isinstance(value, forms.OF_PROCESS)
+                    is_own = is_resized or isinstance(form, forms.OF_PROCESS)
                     if not ("early" in marks and is_set and is_own):
-                        self._restore_one(node, name, here, value, marks, new_rank)
+                        self._restore_one(node, name, here, form, marks, new_rank)
         return rest
 
     def unkept(self) -> list[Unkept]:
@@ -242,16 +245,14 @@ class Census:
     # --------------------------------------------------------------------------------------------
 
     def _look(self) -> list[tuple[Node, _Past]]:
-        walk = _Walk(self)
+        walk, self.optimizers = _Walk(self), {}
         with without_gc(), torch._C.DisableTorchFunctionSubclass():
             walk.leave_out(self._saved())
             walk.go(self._models(), self._roots())
-        self.optimizers = walk.optimizers
-        if walk.limit:
-            self._name(*walk.limit)
         return [(node, self._past[path]) for path, node in walk.nodes.items()]
 
-    def _name(self, path: str, what: Any, why: str) -> None:
+    def name(self, path: str, what: Any, why: str) -> None:
+        """What is lost, once."""
         if (path, why) not in self._told:
             self._told.add((path, why))
             self._lost.append(Unkept(path, getattr(what, "__name__", str(what)), why))
@@ -261,7 +262,7 @@ class Census:
         noted = past.noted or {}
         for name in node.objects.keys() & noted - node.values.keys():
             if not issubclass(kind := type(node.objects[name]), _CODE):
-                self._name(node.at(name), kind, _LOST)
+                self.name(node.at(name), kind, _LOST)
         if past.noted is None and not past.restored:
             return  # an object of this attempt: what has it says so
         for name, value in node.values.items():
@@ -273,7 +274,7 @@ class Census:
                 yield name, value, form
             elif name in noted:
                 kind = type(value)
-                self._name(node.at(name), kind, MOVED if _is_iterator(kind) else _LOST)
+                self.name(node.at(name), kind, MOVED if _is_iterator(kind) else _LOST)
 
     def _find_flags(self, node: Node, past: _Past) -> None:
         """Flags that a step has set beside an object that it has made: saved, they would keep the
@@ -285,13 +286,13 @@ class Census:
         for name, value in node.values.items():
             if value is True and past.noted.get(name, False) is False:
                 past.left_out.add(name)
-                self._name(node.at(name), True, _MADE.format(made[0]))
+                self.name(node.at(name), True, _MADE.format(made[0]))
 
     def _marks(self, node: Node, past: _Past, name: Any, value: Any) -> list[str]:
         """What a restore has to know of a value."""
         marks = {
             "early": name not in past.late and _is_as(past.begun, name, value),
-            "same object": name in past.same and past.same[name]() is value,
+            "same object": _is_same(past.same.get(name, NONE), value),
             "buffer": name in node.buffers,
             "process": type(value) is int and value == os.getpid() and "pid" in str(name),
             "on device": any(one.device.type != "cpu" for one in forms.tensors_in(value)),
@@ -319,13 +320,11 @@ class Census:
 
 
 class _Walk:
-    """One look: the nodes by path, the optimizers, and where it has ended early."""
+    """One look: the nodes by path."""
 
     def __init__(self, census: Census) -> None:
         self._census = census
         self.nodes: dict[str, Node] = {}
-        self.limit: tuple[str, type, str] | None = None
-        self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._seen: set[Any] = set(map(id, rng.global_generators()))
         self._weights: set[int] = set()
         self._of_models: set[int] = set()
@@ -340,9 +339,8 @@ class _Walk:
         left_out = {f"saved {n}": one for n, one in enumerate(things)}
         self.go({}, left_out)
         self._seen.update(map(id, left_out.values()))
-        for node in self.nodes.values():
-            tensors = (v for v in node.values.values() if isinstance(v, torch.Tensor))
-            self._weights.update(map(_storage, tensors))
+        values = [one for node in self.nodes.values() for one in node.values.values()]
+        self._weights.update(_storage(one) for one in values if isinstance(one, torch.Tensor))
         self.nodes.clear()
 
     def go(self, models: Mapping[str, Any], roots: Mapping[str, Any]) -> None:
@@ -357,7 +355,7 @@ class _Walk:
             count = len(self.nodes)
             if count > MOST_OBJECTS or (count % 64 == 0 and thread_time() > self._ends_s):
                 path, thing = self._todo[0]
-                self.limit = (path, type(thing), _LIMIT.format(count))
+                self._census.name(path, type(thing), _LIMIT.format(count))
                 self._todo.clear()
                 break
             self._enter(*self._todo.popleft())
@@ -370,7 +368,7 @@ class _Walk:
         """Look into this object, once, if that is worth while."""
         kind = type(value)
         if issubclass(kind, torch.optim.Optimizer):
-            self.optimizers[path] = value
+            self._census.optimizers[path] = value
         elif issubclass(kind, type):
             self._offer_class(value)
         elif id(value) not in self._seen and self._may_enter(kind):
@@ -430,10 +428,30 @@ class _Walk:
             write = _no_put if is_fixed else functools.partial(kind.__setitem__, thing)
             entries = dict(enumerate(itertools.islice(thing, _LARGE)))
             self._take(Node(path, thing, write), entries)
-        own, write = _attributes(thing)
+        is_container = isinstance(thing, _CONTAINERS)
+        self._enter_attributes(f"{path}'s attributes" if is_container else path, thing)
+
+    def _enter_attributes(self, path: str, thing: Any) -> None:
+        """Those in ``__dict__`` and ``__slots__``."""
+        try:
+            own = object.__getattribute__(thing, "__dict__")
+        except Exception:  # none, or a proxy of somebody's
+            own = None
+        found = dict(own) if type(own) is dict else {}
+        for kind in type(thing).__mro__:
+            for name, slot in vars(kind).items():
+                if type(slot) is types.MemberDescriptorType and name[:2] != "__":
+                    with contextlib.suppress(AttributeError):  # not set yet
+                        found[name] = slot.__get__(thing)
+
+        def write(name: str, value: Any) -> None:
+            if type(own) is dict and (name in own or name not in found):
+                own[name] = value
+            else:
+                object.__setattr__(thing, name, value)
+
         left_out = self._census.without.get(path, ())
-        place = f"{path}'s attributes" if isinstance(thing, _CONTAINERS) else path
-        self._take(Node(place, thing, write), {k: own[k] for k in own if k not in left_out})
+        self._take(Node(path, thing, write), {k: found[k] for k in found if k not in left_out})
 
     def _enter_function(self, path: str, function: Any) -> None:
         """Its closure, the attributes and defaults that it has, and the globals that it names."""
@@ -444,8 +462,7 @@ class _Walk:
                 own[name] = cell.cell_contents
         write: Write = lambda name, value: setattr(cells[name], "cell_contents", value)  # noqa: E731
         self._take(Node(path, function, write), own)
-        attributes, write = _attributes(function)
-        self._take(Node(f"{path}'s attributes", function, write), attributes)
+        self._enter_attributes(f"{path}'s attributes", function)
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         self._take(Node(f"{path}'s defaults", defaults, _no_put), dict(enumerate(defaults)))
         space = function.__globals__
@@ -528,28 +545,6 @@ def _put_in_module(module: Any, name: str, value: Any) -> None:
 
 def _no_put(name: Any, value: Any) -> None:
     """In a tuple only what is changed in place comes back."""
-
-
-def _attributes(thing: Any) -> tuple[dict[str, Any], Write]:
-    """Those in ``__dict__`` and ``__slots__``, and what sets one of them."""
-    try:
-        own = object.__getattribute__(thing, "__dict__")
-    except Exception:  # none, or a proxy of somebody's
-        own = None
-    found = dict(own) if type(own) is dict else {}
-    for kind in type(thing).__mro__:
-        for name, slot in vars(kind).items():
-            if type(slot) is types.MemberDescriptorType and name[:2] != "__":
-                with contextlib.suppress(AttributeError):  # not set yet
-                    found[name] = slot.__get__(thing)
-
-    def write(name: str, value: Any) -> None:
-        if type(own) is dict and (name in own or name not in found):
-            own[name] = value
-        else:
-            object.__setattr__(thing, name, value)
-
-    return found, write
 
 
 @functools.lru_cache(maxsize=4096)
@@ -658,12 +653,12 @@ def _sum_of(array: Any) -> int:
     return found
 
 
+def _is_same(before: Any, value: Any) -> bool:
+    return (before() if isinstance(before, weakref.ref) else before) is value
+
+
 def _noted(values: Mapping[Any, Any]) -> dict[Any, Any]:
     return {k: v if type(v) in FLAT else forms.copied(_looks(v)) for k, v in values.items()}
-
-
-def _same(value: Any) -> Callable[[], Any]:
-    return weakref.ref(value) if isinstance(value, _ARRAYS) else lambda: value
 
 
 def _is_as(noted: Mapping[Any, Any], name: Any, value: Any) -> bool:
