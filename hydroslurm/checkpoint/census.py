@@ -55,6 +55,7 @@ MOVED = "is an iterator that has moved, and nothing can bring it back to its pla
 _LIMIT = "is where the look for state has ended, behind {} objects: what changes in it is not saved"
 _MADE = "says that {} is there, which the next attempt has to make again: it is not saved"
 Write = Callable[[Any, Any], None]
+Roots = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
 class Unkept(NamedTuple):
@@ -80,21 +81,15 @@ class Variables:
 
 @dataclass
 class Node:
-    """One object that the walk has entered; ``put`` writes one entry.
-
-    Attributes:
-        values: what in it shows whether it has changed, by name; most can be saved. objects: what
-            cannot. weights: names of values that are a module's own parameters or buffers, and no
-            views of others; buffers: those that are buffers.
-    """
+    """One object that the walk has entered."""
 
     path: str
     thing: Any
     put: Write
-    values: dict[Any, Any] = field(default_factory=dict)
-    objects: dict[Any, Any] = field(default_factory=dict)
-    buffers: Collection[str] = ()
-    weights: Collection[str] = ()
+    values: dict[Any, Any] = field(default_factory=dict)  # what shows whether it has changed
+    objects: dict[Any, Any] = field(default_factory=dict)  # what no checkpoint can hold
+    buffers: Collection[str] = ()  # names of values that are those of a module
+    weights: Collection[str] = ()  # and its parameters, which are no views of others
 
     def at(self, name: Any) -> str:
         """The path of an entry, as a person writes it in Python."""
@@ -109,22 +104,15 @@ class Node:
 
 @dataclass
 class _Past:
-    """What is known of one path since :meth:`Census.note`.
+    """What is known of one path since :meth:`Census.note`, by the names of its entries."""
 
-    Attributes:
-        noted: by what it is seen whether values have changed; None before. same: asks for what they
-            were. objects: names of others. begun: what had changed by the first step.
-        restored: names of what came from a checkpoint; late: those of it that were first set in a
-            step. left_out: what is not saved.
-    """
-
-    noted: dict[Any, Any] | None = None
-    same: dict[Any, Any] = field(default_factory=dict)
-    objects: Collection[Any] = ()
-    begun: dict[Any, Any] = field(default_factory=dict)
+    noted: dict[Any, Any] | None = None  # by what it is seen whether values have changed
+    same: dict[Any, Any] = field(default_factory=dict)  # the values, or references to them
+    objects: Collection[Any] = ()  # that were there
+    begun: dict[Any, Any] = field(default_factory=dict)  # what had changed by the first step
     restored: set[Any] = field(default_factory=set)
-    late: set[Any] = field(default_factory=set)
-    left_out: set[Any] = field(default_factory=set)
+    late: set[Any] = field(default_factory=set)  # of these, what was first set in a step
+    left_out: set[Any] = field(default_factory=set)  # from what is saved
 
     def note(self, node: Node, values: Mapping[Any, Any]) -> None:
         if self.noted is None:
@@ -141,41 +129,24 @@ class _Past:
         return self.noted is not None and _is_as(self.noted, name, value)
 
 
+@dataclass
 class Census:
-    """What is reached from some roots, and what of it has changed since :meth:`note`.
+    """What is reached from some roots, and what of it has changed since :meth:`note`. Roots and
+    models are given by name, or as what makes them anew at each look."""
 
-    Args:
-        roots: by name, or what makes them anew at each look.
-        models: modules whose weights and buffers a ``state_dict()`` has; ``all_buffers``: it may
-            have those of another rank.
-        saved: objects that somebody else saves, with all that hangs in them.
-        known: classes whose objects are not entered, each with the reason; see :data:`KNOWN`.
-        without: names of attributes that are left out, by the name of a root or model.
-        device: on which tensors are that were not on the CPU and are not there yet.
-        all_generators: also those that nobody has drawn from: without a seed each is another one.
+    roots: Roots
+    models: Roots = field(default_factory=dict)  # whose weights and buffers a state_dict() has
+    all_buffers: bool = False  # also those that it has, which may be another rank's
+    saved: Callable[[], Iterable[Any]] = tuple  # by somebody else, with all that hangs in it
+    known: Mapping[str, str] = field(default_factory=lambda: KNOWN)  # what is not entered, and why
+    without: Mapping[str, Collection[str]] = field(default_factory=dict)  # attributes, by the root
+    device: Callable[[], torch.device] | None = None  # of tensors that were not on the CPU
+    all_generators: bool = False  # also undrawn: one without a seed is another in each attempt
+    modes: dict[str, bool] = field(default_factory=dict, init=False)
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict, init=False)
+    """Those that the last look has come across, which are not entered, by their paths."""
 
-    Attributes:
-        optimizers: those that the last look has come across, which are not entered, by their paths.
-    """
-
-    def __init__(
-        self,
-        roots: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
-        *,
-        models: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = types.MappingProxyType({}),
-        saved: Callable[[], Iterable[Any]] = tuple,
-        known: Mapping[str, str] = KNOWN,
-        without: Mapping[str, Collection[str]] = types.MappingProxyType({}),
-        device: Callable[[], torch.device] | None = None,
-        all_generators: bool = False,
-        all_buffers: bool = False,
-    ) -> None:
-        self.known, self.without, self.all_buffers = known, without, all_buffers
-        self.modes: dict[str, bool] = {}
-        self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._roots = roots if callable(roots) else lambda: roots
-        self._models = models if callable(models) else lambda: models
-        self._saved, self._device, self._all_generators = saved, device, all_generators
+    def __post_init__(self) -> None:
         self._past = defaultdict[str, _Past](_Past)
         self._told: set[tuple[str, str]] = set()
         self._lost: list[Unkept] = []
@@ -247,8 +218,8 @@ class Census:
     def _look(self) -> list[tuple[Node, _Past]]:
         walk, self.optimizers = _Walk(self), {}
         with without_gc(), torch._C.DisableTorchFunctionSubclass():
-            walk.leave_out(self._saved())
-            walk.go(self._models(), self._roots())
+            walk.leave_out(self.saved())
+            walk.go(*(one() if callable(one) else one for one in (self.models, self.roots)))
         return [(node, self._past[path]) for path, node in walk.nodes.items()]
 
     def name(self, path: str, what: Any, why: str) -> None:
@@ -266,7 +237,7 @@ class Census:
         if past.noted is None and not past.restored:
             return  # an object of this attempt: what has it says so
         for name, value in node.values.items():
-            is_drawn = self._all_generators and isinstance(value, rng.KINDS)
+            is_drawn = self.all_generators and isinstance(value, rng.KINDS)
             is_new = name in past.restored or is_drawn or not past.shows(name, value)
             if not is_new or name in past.left_out:
                 continue
@@ -304,7 +275,7 @@ class Census:
     ) -> None:
         if "process" in marks:  # whoever compares it makes anew what another process has made
             form = os.getpid()
-        device = self._device() if self._device and "on device" in marks else None
+        device = self.device() if self.device and "on device" in marks else None
         # who else has the same list sees what is in it; one that took its place is new
         into = here if "same object" in marks else forms.apart(here)
         made = forms.put(None if into is NONE else into, form, device=device)

@@ -18,12 +18,7 @@ _TABLE = {
         "accelerate lightning lightning_fabric pytorch_lightning transformers trl peft deepspeed "
         "torchmetrics"
     ),
-    "its position is saved": (
-        "torch.utils.data.dataloader._BaseDataLoaderIter "
-        "torch.utils.data.dataloader._SingleProcessDataLoaderIter "
-        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter "
-        "torchdata.stateful_dataloader"
-    ),
+    "its position is saved": ("torch.utils.data.dataloader torchdata.stateful_dataloader"),
     "data, which a training reads": (
         "datasets pyarrow pandas polars PIL h5py lmdb cv2 av decord webdataset"
     ),
@@ -37,7 +32,8 @@ _TABLE = {
         f"urllib3 httpx aiohttp zmq redis {' '.join(sys.stdlib_module_names - {'__main__'})}"
     ),
     ENTERED: (
-        "torch.utils.data torchvision torchdata accelerate.data_loader transformers.data "
+        "torch.utils.data torch.utils.data.dataloader.DataLoader torchvision torchdata "
+        "accelerate.data_loader transformers.data "
         "torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader "
         "transformers.trainer_utils.RemoveColumnsCollator peft.tuners.adalora queue"
     ),
