@@ -266,7 +266,7 @@ class Census:
             "same object": _is_same(past.same.get(name, NONE), value),
             "buffer": name in node.buffers,
             "process": type(value) is int and value == os.getpid() and "pid" in str(name),
-            "on device": any(one.device.type != "cpu" for one in forms.tensors_in(value)),
+            "on device": any(str(one.device) != "cpu" for one in _tensors_in(value)),
         }
         return [mark for mark, holds in marks.items() if holds]
 
@@ -331,7 +331,7 @@ class _Walk:
                 break
             self._enter(*self._todo.popleft())
         for entries, name, value in self._shared:  # by now all weights are known
-            if any(_storage(one) in self._weights for one in forms.tensors_in(value)):
+            if any(_storage(one) in self._weights for one in _tensors_in(value)):
                 entries.pop(name, None)  # a list of weights, or a view of one: a state has it
         self._shared.clear()
 
@@ -622,6 +622,10 @@ def _sum_of(array: Any) -> int:
     for start in range(0, flat.nbytes, step):
         found = zlib.crc32(flat[start : start + piece].data, found)
     return found
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [one for one in forms.arrays_in(value) if isinstance(one, torch.Tensor)]
 
 
 def _is_same(before: Any, value: Any) -> bool:

@@ -17,7 +17,7 @@ import sys
 import types
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -188,17 +188,10 @@ def _like(value: Any, entries: Any) -> Any:
     return next((kind(entries) for kind in kinds if isinstance(value, kind)), entries)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All of them in a plain value; of arrays one."""
-    for one in tree_leaves(value, is_leaf=_is_flat):
-        if isinstance(one, (torch.Tensor, np.ndarray)):
-            yield one if isinstance(one, torch.Tensor) else torch.empty(0)
-
-
-def size_bytes(value: Any) -> int:
-    """The bytes of its tensors and arrays."""
+def arrays_in(value: Any) -> list[Any]:
+    """All tensors and arrays in a plain value."""
     leaves = tree_leaves(value, is_leaf=_is_flat)
-    return sum(one.nbytes for one in leaves if isinstance(one, (torch.Tensor, np.ndarray)))
+    return [one for one in leaves if isinstance(one, (torch.Tensor, np.ndarray))]
 
 
 def put(here: Any, value: Any, *, device: torch.device | None) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.checkpoint.forms import tensors_in
+from hydroslurm.checkpoint.forms import arrays_in
 from hydroslurm.checkpoint.tree import encode
 from hydroslurm.data.epochs import later_batches
 from hydroslurm.data.position import position_of
@@ -245,7 +245,7 @@ def is_saved(first: Any) -> bool:
         state = packed(first)
     except UnsavableState:
         return False
-    return sum(one.nbytes for one in tensors_in(state)) <= MOST_BYTES
+    return sum(one.nbytes for one in arrays_in(state)) <= MOST_BYTES
 
 
 def packed(batch: Any) -> dict[str, Any]:
@@ -262,7 +262,9 @@ def packed(batch: Any) -> dict[str, Any]:
                 f"a batch is a {type(batch).__name__}, which cannot be made anew from its items"
             )
     encode(state, prefix="batch")
-    for one in tensors_in(state):
+    for one in arrays_in(state):
+        if not isinstance(one, torch.Tensor):
+            continue
         if one.device.type != "cpu" or one.requires_grad or type(one) is not torch.Tensor:
             raise UnsavableState(
                 f"a batch holds a {type(one).__name__} on {one.device} (requires_grad="

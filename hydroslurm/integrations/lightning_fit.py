@@ -26,7 +26,7 @@ import torch
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.census import Variables
-from hydroslurm.checkpoint.forms import copied, is_plain, tensors_in
+from hydroslurm.checkpoint.forms import arrays_in, copied, is_plain
 from hydroslurm.checkpoint.known import reason
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import StateMismatch
@@ -90,7 +90,7 @@ def without_of(trainer: Any) -> dict[str, Any]:
 
 def _words(thing: Any) -> dict[str, Any]:
     found = {name: value for name, value in vars(thing).items() if is_plain(value)}
-    return {name: value for name, value in found.items() if next(tensors_in(value), None) is None}
+    return {name: value for name, value in found.items() if not arrays_in(value)}
 
 
 class RankMetrics:

@@ -26,7 +26,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hydroslurm.checkpoint.census import Census, Unkept, Variables, names_in, shown
-from hydroslurm.checkpoint.forms import size_bytes
+from hydroslurm.checkpoint.forms import arrays_in
 from hydroslurm.checkpoint.known import KNOWN
 from hydroslurm.checkpoint.tree import local_of
 from hydroslurm.training.objects import bare
@@ -198,7 +198,7 @@ def largest(state: Mapping[str, Any]) -> str | None:
         f"{shown(path)}.{name}": size
         for path, values in state.get("objects", {}).items()
         for name, (value, _) in values.items()
-        if (size := size_bytes(value))
+        if (size := sum(one.nbytes for one in arrays_in(value)))
     }
     if (total := sum(sizes.values())) < _MUCH_BYTES:
         return None
