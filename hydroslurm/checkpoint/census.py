@@ -564,7 +564,9 @@ def _place_of(value: Any) -> object:
         if frame is None:
             return "at its end"
         local = frame.f_locals
-        parts = [frame.f_lasti, *(local[name] for name in sorted(local))]
+        parts = [frame.f_lasti, value.gi_yieldfrom, *(local[name] for name in sorted(local))]
+        inner = (*gc.get_referents(value), *gc.get_referents(frame))
+        parts += [one for one in inner if _is_iterator(type(one))]
         if hasattr(local, "clear"):  # before Python 3.13 a copy, which the frame keeps
             local.clear()
         # of a loader that a run follows: what is read goes on where it stood

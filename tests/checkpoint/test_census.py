@@ -644,6 +644,16 @@ def endless() -> Any:
         yield next(numbers)
 
 
+def passing() -> Any:
+    while True:
+        yield from range(100)
+
+
+def mapping() -> Any:
+    for _ in range(100):
+        yield random.random()
+
+
 def waits() -> Any:
     while True:
         yield random.random()
@@ -655,6 +665,8 @@ def waits() -> Any:
         (lambda: Box(it=["a"]), lambda one: setattr(one, "it", object()), f"(object) {LOST}"),
         (lambda: Box(it={1}), lambda one: one.it.add(object()), f"(set) {LOST}"),
         (lambda: Box(it=endless()), lambda one: next(one.it), f"(generator) {MOVED}"),
+        (lambda: Box(it=passing()), lambda one: next(one.it), f"(generator) {MOVED}"),
+        (lambda: Box(it=mapping()), lambda one: next(one.it), f"(generator) {MOVED}"),
         (lambda: Box(it=iter([1, 2])), lambda one: next(one.it), f"(list_iterator) {MOVED}"),
         (lambda: Box(it=zip("ab", "cd", strict=True)), lambda one: next(one.it), f"(zip) {MOVED}"),
         (lambda: Box(it=enumerate("ab")), lambda one: next(one.it), f"(enumerate) {MOVED}"),
