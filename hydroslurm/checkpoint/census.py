@@ -39,6 +39,7 @@ _LARGE, _LARGE_BYTES, _SAMPLED = 10_000, 2**20, 512
 _OF_MODULE = frozenset(vars(torch.nn.Module()))
 _WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.", "torch.distributed.")
 _ARRAYS = (torch.Tensor, np.ndarray)
+_NAMES = (str, int, float, tuple, enum.Enum)
 _CONTAINERS = (dict, list, tuple, deque)
 _IN_PLACE = (*_ARRAYS, dict, list, deque, set, *rng.KINDS)
 _CODE = (
@@ -390,7 +391,8 @@ class _Walk:
         kind = type(thing)
         if issubclass(kind, dict):
             first = itertools.islice(dict.keys(thing), _LARGE)
-            keys = {form_of(key): key for key in first if forms.is_name(key)}
+            keys = {form_of(key): key for key in first if isinstance(key, _NAMES)}
+            keys.pop(NONE, None)
             write: Write = lambda name, value: dict.__setitem__(thing, keys[name], value)  # noqa: E731
             node = Node(path, thing, write)
             self._take(node, {name: dict.__getitem__(thing, key) for name, key in keys.items()})
@@ -414,15 +416,9 @@ class _Walk:
                 if type(slot) is types.MemberDescriptorType and name[:2] != "__":
                     with contextlib.suppress(AttributeError):  # not set yet
                         found[name] = slot.__get__(thing)
-
-        def write(name: str, value: Any) -> None:
-            if type(own) is dict and (name in own or name not in found):
-                own[name] = value
-            else:
-                object.__setattr__(thing, name, value)
-
         left_out = self._census.without.get(path, ())
-        self._take(Node(path, thing, write), {k: found[k] for k in found if k not in left_out})
+        node = Node(path, thing, functools.partial(object.__setattr__, thing))
+        self._take(node, {name: found[name] for name in found if name not in left_out})
 
     def _enter_function(self, path: str, function: Any) -> None:
         """Its closure, the attributes and defaults that it has, and the globals that it names."""
@@ -445,10 +441,8 @@ class _Walk:
 
     def _enter_module(self, path: str, module: Any) -> None:
         node = Node(path, module, functools.partial(_put_in_module, module))
-        is_saved, own, left_out = (
-            id(module) in self._of_models, vars(module), self._census.without.get(path, ()),
-        )  # fmt: skip
-        entries = {}
+        is_saved, own = id(module) in self._of_models, vars(module)
+        left_out, entries = self._census.without.get(path, ()), {}
         if hasattr(type(module), "update") and "_defaults" in own:  # a metric of torchmetrics
             entries = {k: own[k] for k in (*own["_defaults"], "_update_count") if k in own}
         elif not reason(module, self._census.known):

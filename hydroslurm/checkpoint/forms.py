@@ -89,11 +89,6 @@ def is_plain(value: Any) -> bool:
     return form_of(value) is value
 
 
-def is_name(key: Any) -> bool:
-    """Whether a key of a dict names an entry."""
-    return isinstance(key, (str, int, float, tuple, enum.Enum)) and form_of(key) is not NONE
-
-
 def shown(name: Any) -> str:
     """The form of a key, as a person writes it."""
     return str(name[2][1] if _is_tagged(name) else repr(name))
