@@ -108,7 +108,7 @@ class _Past:
     """What is known of one path since :meth:`Census.note`, by the names of its entries."""
 
     noted: dict[Any, Any] | None = None  # by what it is seen whether values have changed
-    same: dict[Any, Any] = field(default_factory=dict)  # the values, or references to them
+    same: dict[Any, Callable[[], Any]] = field(default_factory=dict)  # what these were
     objects: Collection[Any] = ()  # that were there
     begun: dict[Any, Any] = field(default_factory=dict)  # what had changed by the first step
     restored: set[Any] = field(default_factory=set)
@@ -118,10 +118,8 @@ class _Past:
     def note(self, node: Node, values: Mapping[Any, Any]) -> None:
         if self.noted is None:
             self.noted, self.objects = _noted(values), set(node.objects)
-            kept = {k: v for k, v in values.items() if type(v) not in FLAT}
-            self.same = {
-                k: weakref.ref(v) if isinstance(v, _ARRAYS) else v for k, v in kept.items()
-            }
+            things = {name: one for name, one in values.items() if type(one) not in FLAT}
+            self.same = {name: _reference(one) for name, one in things.items()}
         new = node.objects.keys() & node.values.keys() - self.noted.keys()
         self.noted.update(_noted({name: node.values[name] for name in new}))
 
@@ -264,7 +262,7 @@ class Census:
         """What a restore has to know of a value."""
         marks = {
             "early": name not in past.late and _is_as(past.begun, name, value),
-            "same object": _is_same(past.same.get(name, NONE), value),
+            "same object": name in past.same and past.same[name]() is value,
             "buffer": name in node.buffers,
             "process": type(value) is int and value == os.getpid() and "pid" in str(name),
             "on device": any(str(one.device) != "cpu" for one in _tensors_in(value)),
@@ -397,9 +395,9 @@ class _Walk:
             node = Node(path, thing, write)
             self._take(node, {name: dict.__getitem__(thing, key) for name, key in keys.items()})
         elif issubclass(kind, (list, deque, tuple)):
-            is_fixed = issubclass(kind, tuple)
-            write = _no_put if is_fixed else functools.partial(kind.__setitem__, thing)
-            entries = dict(enumerate(itertools.islice(thing, _LARGE)))
+            base: Any = next(one for one in (list, deque, tuple) if issubclass(kind, one))
+            write = _no_put if base is tuple else functools.partial(base.__setitem__, thing)
+            entries = dict(enumerate(itertools.islice(base.__iter__(thing), _LARGE)))
             self._take(Node(path, thing, write), entries)
         is_container = isinstance(thing, _CONTAINERS)
         self._enter_attributes(f"{path}'s attributes" if is_container else path, thing)
@@ -624,8 +622,8 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
     return [one for one in forms.arrays_in(value) if isinstance(one, torch.Tensor)]
 
 
-def _is_same(before: Any, value: Any) -> bool:
-    return (before() if isinstance(before, weakref.ref) else before) is value
+def _reference(value: Any) -> Callable[[], Any]:
+    return weakref.ref(value) if isinstance(value, _ARRAYS) else lambda: value
 
 
 def _noted(values: Mapping[Any, Any]) -> dict[Any, Any]:
