@@ -557,8 +557,8 @@ def _place_of(value: Any) -> object:
             return "at its end"
         local = frame.f_locals
         parts = [frame.f_lasti, value.gi_yieldfrom, *(local[name] for name in sorted(local))]
-        inner = (*gc.get_referents(value), *gc.get_referents(frame))
-        parts += [one for one in inner if _is_iterator(type(one))]
+        held = (*gc.get_referents(value), *gc.get_referents(frame))
+        parts += [one for one in held if _is_iterator(type(one))]
         if hasattr(local, "clear"):  # before Python 3.13 a copy, which the frame keeps
             local.clear()
         # of a loader that a run follows: what is read goes on where it stood

@@ -208,7 +208,7 @@ def put(here: Any, value: Any, *, device: torch.device | None) -> Any:
             return here.copy_(value)
         return value.to(here.device)
     if _is_tagged(value):
-        return _made(here, *value[1:], device)
+        return _made(here, value[1], value[2], device)
     if isinstance(value, Mapping):
         into = here if isinstance(here, dict) else _like(value, {})
         # a key that is not here yet has what a defaultdict makes for it, such as a bounded deque

@@ -453,21 +453,24 @@ _LEAVES: dict[type, tuple[str, Callable[[Any], JsonValue], Callable[[Any], Any]]
     **{
         kind: (tag, str, kind)
         for tag, kind in {
-            "$fraction": Fraction,
             "$decimal": Decimal,
             "$uuid": uuid.UUID,
             "$path": type(pathlib.Path()),
             "$pure_path": pathlib.PurePosixPath,
         }.items()
     },
-    **{
-        kind: (tag, kind.isoformat, kind.fromisoformat)
-        for tag, kind in {
-            "$datetime": datetime.datetime,
-            "$date": datetime.date,
-            "$time": datetime.time,
-        }.items()
-    },
+    Fraction: (
+        "$fraction",
+        lambda value: [hex(value.numerator), hex(value.denominator)],
+        lambda body: Fraction(*(int(one, 16) for one in body)),
+    ),
+    datetime.datetime: (
+        "$datetime",
+        datetime.datetime.isoformat,
+        datetime.datetime.fromisoformat,
+    ),
+    datetime.date: ("$date", datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: ("$time", datetime.time.isoformat, datetime.time.fromisoformat),
     datetime.timedelta: (
         "$timedelta",
         lambda value: [value.days, value.seconds, value.microseconds],

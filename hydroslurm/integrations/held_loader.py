@@ -245,7 +245,7 @@ def is_saved(first: Any) -> bool:
         state = packed(first)
     except UnsavableState:
         return False
-    return sum(one.nbytes for one in arrays_in(state)) <= MOST_BYTES
+    return bool(sum(one.nbytes for one in arrays_in(state)) <= MOST_BYTES)
 
 
 def packed(batch: Any) -> dict[str, Any]:
