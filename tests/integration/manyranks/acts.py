@@ -4,7 +4,6 @@ has ended. The tests look at what it has left behind."""
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusters import Part
-from integration.manyranks.rankstraining import AGENT, FSDP, RanksTraining
+from integration.manyranks.rankstraining import FSDP_BELOW_AGENTS, RanksTraining
 
 from hydroslurm.devcluster import DevCluster
 
-PREEMPTIONS = 2
-"""How often one is suspended and preempted. Loading torch for four ranks takes two cores 10 s."""
-SEED = 20261121
 COLLECTIVE_TIMEOUT_S = 3
 SUSPENDED_S = 10 * COLLECTIVE_TIMEOUT_S
 WORLDS = (4, 2, 3)
@@ -39,38 +35,25 @@ class Story:
 
 
 def ddp(cluster: Part, folder: Path) -> Story:
-    """Suspended and preempted in turn, at random steps."""
+    """Suspended past SIGSTOP and preempted; the next attempt is suspended for ten times the
+    time-out of its collectives."""
     nodes = cluster.nodes[PREEMPTED]
-    training = RanksTraining(cluster, folder)
-    training.submit(f"--nodelist={','.join(nodes)}")
-    moments = sorted(random.Random(SEED).sample(range(5, 180), 2 * PREEMPTIONS))
-    for attempt, (pause, stop) in enumerate(zip(moments[::2], moments[1::2], strict=True), start=1):
-        training.wait_for_ranks(attempt)
-        training.wait_for_step(pause)
-        training.suspend(attempt, until_stopped=attempt % 2 == 1)
-        training.wait_for_step(stop)
-        training.preempt(nodes)
-    training.wait_for_end()
-    return Story(training)
-
-
-def fsdp(cluster: Part, folder: Path) -> Story:
-    """Suspended for ten times the time-out of its collectives, and then requeued."""
     options = (f"--collective-timeout-s={COLLECTIVE_TIMEOUT_S}",)
-    training = RanksTraining(cluster, folder, command=FSDP, options=options)
-    training.submit(f"--nodelist={','.join(cluster.nodes[SHARED])}")
+    training = RanksTraining(cluster, folder, options=options)
+    training.submit(f"--nodelist={','.join(nodes)}")
     training.wait_for_ranks(1)
-    training.wait_for_step(10)
-    training.suspend(1, until_stopped=True, meanwhile=lambda: time.sleep(SUSPENDED_S))
-    training.requeue()
+    training.wait_for_step(23)
+    training.suspend(1, until_stopped=True)
+    training.preempt(nodes)
     training.wait_for_ranks(2)
+    training.suspend(2, until_stopped=True, meanwhile=lambda: time.sleep(SUSPENDED_S))
     training.wait_for_end()
     return Story(training)
 
 
 def agent(cluster: DevCluster, folder: Path, *, nodes: Sequence[str]) -> Story:
-    """Four ranks below the agents of two nodes: suspended past SIGSTOP, resumed, requeued."""
-    training = RanksTraining(cluster, folder, command=AGENT, nodes=2)
+    """FSDP2 in four ranks below the agents of two nodes: suspended past SIGSTOP, requeued."""
+    training = RanksTraining(cluster, folder, command=FSDP_BELOW_AGENTS, nodes=2)
     training.submit(f"--nodelist={','.join(nodes)}")
     training.wait_for_ranks(1)
     training.wait_for_step(20)
@@ -102,7 +85,7 @@ def worlds(cluster: Part, folder: Path) -> Story:
     return story
 
 
-ACTS: dict[str, Callable[[Part, Path], Story]] = {"ddp": ddp, "fsdp": fsdp, "worlds": worlds}
+ACTS: dict[str, Callable[[Part, Path], Story]] = {"ddp": ddp, "worlds": worlds}
 """Those on the nodes of one part, in the order in which they begin."""
 
 

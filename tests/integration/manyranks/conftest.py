@@ -1,6 +1,6 @@
 """Fixtures of the trainings of several ranks on a real Slurm.
 
-The trainings run side by side, three at a time, from the first test on that looks at one: nearly
+The trainings run side by side, from the first test on that looks at one: nearly
 all of their time is Slurm's own waiting and the import of torch. Only those that are asked for run.
 """
 
@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 from clusters import CGROUP, Part
-from integration.manyranks.acts import ACTS, COMPARABLE, SHARED, Story, agent
+from integration.manyranks.acts import ACTS, SHARED, Story, agent
 from integration.manyranks.rankstraining import CURTAIN, EPOCHS, script_options
 from processes import free_port
 from stories import Stories, marked, result_of, stories
@@ -81,34 +80,27 @@ def story(request: pytest.FixtureRequest, stage: Stage) -> Story:
 
 
 @pytest.fixture(scope="session")
-def ddp_alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
     """What comes of the same training when nobody stops it."""
-    return trained_alone(tmp_path_factory.mktemp("ddp"))
 
+    @functools.cache
+    def trained(*options: str, world: int = 4) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("alone")
+        out = folder / "out.json"
+        words = [str(RECORDED / "train_ddp.py"), *script_options(out, epochs=EPOCHS), *options]
+        place = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        with contextlib.ExitStack() as stack:
+            ranks = []
+            for rank in map(str, range(world)):
+                own = folder / rank
+                own.mkdir()
+                more = {"RANK": rank, "LOCAL_RANK": rank, "GLOO_SOCKET_IFNAME": "lo"}
+                words_of_run = (*words, f"--directory={folder / 'run'}")
+                started = forked(BE, own, *words_of_run, environ={**place, **more})
+                ranks.append(stack.enter_context(started))
+            ended = [rank.wait(limit_s=ALONE_LIMIT_S) for rank in ranks]
+            assert ended == [0] * world, str(ranks[0])
+        return dict(json.loads(out.read_text()))
 
-@pytest.fixture(scope="session")
-def fsdp_alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return trained_alone(tmp_path_factory.mktemp("fsdp"), "--fsdp")
-
-
-@pytest.fixture(scope="session")
-def comparable_alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of one rank all the time."""
-    return trained_alone(tmp_path_factory.mktemp("comparable"), *COMPARABLE, world=1)
-
-
-def trained_alone(folder: Path, *options: str, world: int = 4) -> dict[str, Any]:
-    out = folder / "out.json"
-    words = [str(RECORDED / "train_ddp.py"), *script_options(out, epochs=EPOCHS), *options]
-    place = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in range(world):
-            own = folder / str(rank)
-            own.mkdir()
-            environ = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            started = forked(BE, own, *words, f"--directory={folder / 'run'}", environ=environ)
-            ranks.append(stack.enter_context(started))
-        assert [rank.wait(limit_s=ALONE_LIMIT_S) for rank in ranks] == [0] * world, str(ranks[0])
-    return dict(json.loads(out.read_text()))
+    return trained

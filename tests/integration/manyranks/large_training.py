@@ -1,6 +1,6 @@
-"""A training whose state is most of its memory: 8 x 26 MB of weights, and three moments of each.
+"""A training whose state is most of its memory: 8 x 17 MB of weights, and three moments of each.
 
-    python large_training.py OUT.json STEPS [RUN_FOLDER]
+    python large_training.py OUT.json EVERY_STEPS [RUN_FOLDER]
 
 Writes a hash of what it has come to, and how much memory it used before anything was saved.
 """
@@ -20,20 +20,20 @@ import hydroslurm
 sys.path.append(str(Path(__file__).resolve().parents[3] / "examples"))
 from demo_digits import hash_tree
 
-WIDTH = 2560
-EVERY_STEPS = 8
+WIDTH = 2048
+STEPS = 10
 
 
-def main(out: Path, steps: int, folder: Path | None) -> None:
+def main(out: Path, every_steps: int, folder: Path | None) -> None:
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8)))
     # one moment more than Adam: the state is two thirds of all
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, amsgrad=True)
-    batches = torch.randn(4 * steps, WIDTH).split(4)
+    batches = torch.randn(4 * STEPS, WIDTH).split(4)
     own_bytes = 0
     with hydroslurm.Run(
-        model=model, optimizer=optimizer, loader=batches, directory=folder, every_steps=EVERY_STEPS
+        model=model, optimizer=optimizer, loader=batches, directory=folder, every_steps=every_steps
     ) as run:
         run.resume()
         for batch in run.batches(epochs=1):

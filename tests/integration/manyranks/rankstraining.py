@@ -25,10 +25,8 @@ EVERY_STEPS = 60
 CURTAIN = threading.Event()
 """Nobody wants to know any more."""
 AS_IT_IS = MULTI_NODE
-FSDP = AS_IT_IS.replace("train_ddp.py", "train_ddp.py --fsdp")
-AGENT = AS_IT_IS.replace(
-    "-u",
-    "-m hydroslurm.cli agent -- --nproc-per-node=2 --local-addr=127.0.0.1",
+FSDP_BELOW_AGENTS = AS_IT_IS.replace("train_ddp.py", "train_ddp.py --fsdp").replace(
+    "-u", "-m hydroslurm.cli agent -- --nproc-per-node=2 --local-addr=127.0.0.1"
 )
 # what torchrun's ranks need to write line by line
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
@@ -59,20 +57,10 @@ class RanksTraining(Training):
         (self.folder / "examples").symlink_to(RECORDED)
         script = self.folder / "job.sbatch"
         script.write_text(multi_node_script(self.command, nodes=self.nodes))
-        self.job_id = self.slurm(
-            "sbatch",
-            "--parsable",
-            *sbatch_options,
-            str(script),
-            *script_options(self.out, epochs=self.epochs),
-            "--log-every=2",
-            f"--think-s={self.think_s}",
-            *self.options,
-        )
+        options = script_options(self.out, epochs=self.epochs)
+        options += ["--log-every=2", f"--think-s={self.think_s}", *self.options]
+        self.job_id = self.slurm("sbatch", "--parsable", *sbatch_options, str(script), *options)
         return self
-
-    # --- what has happened
-    # --------------------------------------------------------------------------------------------
 
     def events_of(self, rank: int, *kinds: EventKind, attempt: int | None = None) -> list[Event]:
         """Of one rank, in one attempt or in all. A start that was over before its attempt began
@@ -95,13 +83,6 @@ class RanksTraining(Training):
         """The newest in the log."""
         shown = re.findall(r"^epoch \d+ step (\d+)", self.log(), flags=re.MULTILINE)
         return int(shown[-1]) if shown else 0
-
-    def is_stopped(self, rank: int, *, attempt: int) -> bool:
-        """Whether SIGSTOP has come, or the freezer."""
-        return is_stopped(self.pid(rank, attempt=attempt))
-
-    # --- waiting
-    # --------------------------------------------------------------------------------------------
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
         """As long as anybody wants to know."""
@@ -128,16 +109,9 @@ class RanksTraining(Training):
         """Until its log shows this step; it may be some steps further by then."""
         self.wait_until(lambda: self.last_step() >= step, f"step {step}")
 
-    def wait_for_steps(self, number: int) -> None:
-        """Until it has made so many more."""
-        self.wait_for_step(self.last_step() + number)
-
     def wait_for_end(self) -> dict[str, Any]:
         self.wait_until(self.run.finished_json.exists, "the finished marker")
         return self.result
-
-    # --- what is done to it
-    # --------------------------------------------------------------------------------------------
 
     def suspend(
         self, attempt: int, *, until_stopped: bool, meanwhile: Callable[[], object] | None = None
@@ -155,10 +129,8 @@ class RanksTraining(Training):
             self.wait_for(rank, EventKind.SIGNAL_RECEIVED, attempt=attempt)
         if until_stopped:
             for rank in range(self.world):
-                self.wait_until(
-                    lambda rank=rank: self.is_stopped(rank, attempt=attempt),
-                    f"SIGSTOP to rank {rank}",
-                )
+                pid = self.pid(rank, attempt=attempt)
+                self.wait_until(lambda pid=pid: is_stopped(pid), f"SIGSTOP to rank {rank}")
         if meanwhile is not None:
             meanwhile()
         self.slurm("scontrol", "resume", self.job_id)
@@ -166,7 +138,7 @@ class RanksTraining(Training):
             self.wait_for(rank, EventKind.RESUMED, attempt=attempt)
         # within the two seconds before SIGSTOP Slurm only notes a resume, and a requeue that comes
         # then kills the job step without a word: a suspended one gets no signal
-        self.wait_for_steps(10)
+        self.wait_for_step(self.last_step() + 10)
 
     def preempt(self, nodes: Iterable[str]) -> None:
         """An urgent job for its nodes."""
@@ -180,12 +152,8 @@ class RanksTraining(Training):
 
 def script_options(out: Path, *, epochs: int) -> list[str]:
     """The same for a training that is stopped and the one that is compared with it."""
-    return [
-        f"--epochs={epochs}",
-        f"--batch-size={BATCH_SIZE}",
-        f"--every-steps={EVERY_STEPS}",
-        f"--out={out}",
-    ]
+    how = [f"--epochs={epochs}", f"--batch-size={BATCH_SIZE}", f"--every-steps={EVERY_STEPS}"]
+    return [*how, f"--out={out}"]
 
 
 def _of_attempt(events: list[Event], attempt: int) -> list[Event]:

@@ -5,53 +5,48 @@ another number of nodes, with each sample once."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from integration.manyranks.acts import PREEMPTIONS, SUSPENDED_S, WORLDS, Story
+from integration.manyranks.acts import COMPARABLE, SUSPENDED_S, WORLDS, Story
 from training.trainings import steps_lost
 
 from hydroslurm.core.events import EventKind
 
 pytestmark = pytest.mark.slurm
+Alone = Callable[..., dict[str, Any]]
 
 
 @pytest.mark.scene("ddp")
-def test_ddp_ends_with_the_same_bits(ddp_alone: dict[str, Any], story: Story) -> None:
-    """Two preemptions and two suspends: weights, optimizer, and on every rank the loss and the
-    samples of each step are those of the run that nobody stops; no step is lost or trained
-    twice."""
-    _ends_like(story, ddp_alone, attempts=PREEMPTIONS + 1, suspends=PREEMPTIONS)
-
-
-@pytest.mark.scene("fsdp")
-def test_fsdp_ends_with_the_same_bits(fsdp_alone: dict[str, Any], story: Story) -> None:
-    """The same of FSDP2, requeued once after a suspend of ten times the time-out of its
-    collectives: all ranks were parked, and went on in the same processes."""
-    _ends_like(story, fsdp_alone, attempts=2, suspends=1)
-    training = story.training
+def test_ddp_ends_with_the_same_bits(alone: Alone, story: Story) -> None:
+    """A suspend and a preemption, and a suspend of ten times the time-out of its collectives in the
+    next attempt: weights, optimizer, and on every rank the loss and the samples of each step are
+    those of the run that nobody stops; no step is lost or trained twice."""
+    _ends_like(story, alone(), suspends=2)
     for rank in range(4):
-        (resumed,) = training.events_of(rank, EventKind.RESUMED)
+        (resumed,) = story.training.events_of(rank, EventKind.RESUMED, attempt=2)
         assert resumed.data["parked_s"] >= SUSPENDED_S
-        assert not training.events_of(rank, EventKind.AGREEMENT_FAILED)
+        assert not story.training.events_of(rank, EventKind.AGREEMENT_FAILED)
 
 
 @pytest.mark.scene("agent")
-def test_below_agents_it_ends_with_the_same_bits(ddp_alone: dict[str, Any], story: Story) -> None:
-    """Two agents with two ranks each, of which Slurm signals the agents only where it has cgroups:
-    suspended past SIGSTOP or by the freezer and resumed in the same processes, requeued, and equal
-    to the run that had no agents."""
-    _ends_like(story, ddp_alone, attempts=2, suspends=1)
+def test_fsdp_below_agents_ends_with_the_same_bits(alone: Alone, story: Story) -> None:
+    """FSDP2 below two agents with two ranks each, of which Slurm signals the agents only where it
+    has cgroups: suspended past SIGSTOP or by the freezer and resumed in the same processes,
+    requeued, and equal to the run that had no agents."""
+    _ends_like(story, alone("--fsdp"), suspends=1)
     for rank in range(4):
         pids = {event.pid for event in story.training.events_of(rank, attempt=1)}
         assert len(pids) == 1
 
 
-def _ends_like(story: Story, alone: dict[str, Any], *, attempts: int, suspends: int) -> None:
+def _ends_like(story: Story, alone: dict[str, Any], *, suspends: int) -> None:
+    """In two attempts."""
     training = story.training
     made = training.attempts()
     endings = Counter(attempt.ending for attempt in made)
-    assert len(made) == attempts, training.log()
+    assert len(made) == 2, training.log()
     assert endings["finished"] == 1
     assert endings["error"] == endings[None] == 0
     assert steps_lost(made) == 0, made
@@ -70,9 +65,7 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.scene("worlds")
-def test_every_sample_once_in_worlds_of_4_2_and_3_ranks(
-    comparable_alone: dict[str, Any], story: Story
-) -> None:
+def test_every_sample_once_in_worlds_of_4_2_and_3_ranks(alone: Alone, story: Story) -> None:
     """Each attempt has as many ranks as the job has nodes and goes on where the last one stopped.
     Every sample comes once, and the mean loss of each step is that of a single rank."""
     training = story.training
@@ -89,7 +82,8 @@ def test_every_sample_once_in_worlds_of_4_2_and_3_ranks(
     result = training.result
     assert (result["steps_trained_twice"], result["steps_missing"]) == (0, [])
     assert all(result["every_sample_once"])
-    losses = zip(result["mean_losses"], comparable_alone["mean_losses"], strict=True)
+    one_rank = alone(*COMPARABLE, world=1)
+    losses = zip(result["mean_losses"], one_rank["mean_losses"], strict=True)
     assert max(abs(one - other) for one, other in losses) < TOLERANCE
 
 
