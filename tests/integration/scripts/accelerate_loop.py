@@ -32,10 +32,8 @@ class Points(torch.utils.data.Dataset):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=Path)
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--items", type=int, default=50)
-    parser.add_argument("--pause-s", type=float, default=0.0)
+    for name, default in (("workers", 0), ("accumulate", 1), ("items", 50), ("pause-s", 0.0)):
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     options = parser.parse_args()
 
     set_seed(5)

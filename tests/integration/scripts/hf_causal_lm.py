@@ -52,11 +52,9 @@ class Slow(TrainerCallback):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=Path)
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--items", type=int, default=66)
-    parser.add_argument("--pause-s", type=float, default=0.0)
+    numbers = {"workers": 0, "accumulate": 1, "epochs": 2, "items": 66, "pause-s": 0.0}
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--jit", action="store_true")
     options = parser.parse_args()
 

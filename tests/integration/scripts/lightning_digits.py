@@ -91,21 +91,16 @@ def main() -> None:
     args = parser.parse_args()
 
     L.seed_everything(42, workers=True)
+    callbacks = [
+        ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True),
+        EarlyStopping("val_loss", patience=3),
+        *([Slow(args.pause_s)] if args.pause_s else []),
+    ]
     trainer = L.Trainer(
-        accelerator="cpu",
-        devices=args.devices,
-        num_nodes=args.nodes,
-        max_epochs=args.epochs,
-        accumulate_grad_batches=args.accumulate,
-        logger=CSVLogger("logs"),
-        log_every_n_steps=1,
-        callbacks=[
-            ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True),
-            EarlyStopping("val_loss", patience=3),
-            *([Slow(args.pause_s)] if args.pause_s else []),
-        ],
-        enable_progress_bar=False,
-    )
+        accelerator="cpu", devices=args.devices, num_nodes=args.nodes, max_epochs=args.epochs,
+        accumulate_grad_batches=args.accumulate, logger=CSVLogger("logs"), log_every_n_steps=1,
+        callbacks=callbacks, enable_progress_bar=False,
+    )  # fmt: skip
     model = Classifier()
     trainer.fit(model, datamodule=Digits(batch_size=16, workers=args.workers))
     if trainer.is_global_zero:

@@ -27,13 +27,9 @@ def main() -> None:
         data, 8, sampler=DistributedSampler(data, num_replicas=1, rank=0), num_workers=1
     )
     trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=4,
-        logger=False,
-        callbacks=[ModelCheckpoint("checkpoints", save_last=True)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+        accelerator="cpu", max_epochs=4, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[ModelCheckpoint("checkpoints", save_last=True)],
+    )  # fmt: skip
     trainer.fit(Regression(), loader, ckpt_path="last")
 
 

@@ -25,20 +25,12 @@ class Model(torch.nn.Module):
 def main() -> None:
     set_seed(11)
     inputs = torch.randn(64, 8)
-    trainer = Trainer(
-        Model(),
-        TrainingArguments(
-            output_dir="output",
-            num_train_epochs=2,
-            per_device_train_batch_size=4,
-            enable_jit_checkpoint=True,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-        ),
-        train_dataset=[{"inputs": row, "labels": row.sum(0, keepdim=True)} for row in inputs],
-    )
+    arguments = TrainingArguments(
+        output_dir="output", num_train_epochs=2, per_device_train_batch_size=4, report_to="none",
+        enable_jit_checkpoint=True, save_strategy="no", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    rows = [{"inputs": row, "labels": row.sum(0, keepdim=True)} for row in inputs]
+    trainer = Trainer(Model(), arguments, train_dataset=rows)
     last = get_last_checkpoint("output") if os.path.isdir("output") else None
     trainer.train(resume_from_checkpoint=last)
 

@@ -25,9 +25,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("framework", choices=("lightning", "own"))
 parser.add_argument("place")
 parser.add_argument("output", type=Path)
-parser.add_argument("--workers", type=int, default=0)
-parser.add_argument("--devices", type=int, default=1)
-parser.add_argument("--nodes", type=int, default=1)
+for name, default in (("workers", 0), ("devices", 1), ("nodes", 1)):
+    parser.add_argument(f"--{name}", type=int, default=default)
 options = parser.parse_args()
 options.output.mkdir(parents=True, exist_ok=True)
 FORWARDS = options.output / "forwards"

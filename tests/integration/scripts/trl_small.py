@@ -52,19 +52,11 @@ def made_trainer(options: argparse.Namespace) -> Any:
         "callbacks": [Slow(options.pause_s)],
     }
     shared = {
-        "output_dir": str(options.output),
-        "num_train_epochs": 2,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": options.accumulate,
-        "dataloader_num_workers": options.workers,
-        "learning_rate": 1e-3,
-        "logging_steps": 2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-    }
+        "output_dir": str(options.output), "num_train_epochs": 2, "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": options.accumulate, "learning_rate": 1e-3,
+        "dataloader_num_workers": options.workers, "logging_steps": 2, "save_strategy": "no",
+        "report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False,
+    }  # fmt: skip
     if options.method == "sft":
         data = Dataset.from_dict({"text": texts})
         return SFTTrainer(args=SFTConfig(max_length=16, **shared), train_dataset=data, **common)
@@ -112,12 +104,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=Path)
     parser.add_argument("--method", choices=("sft", "grpo", "dpo"), default="sft")
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--generations", type=int, default=2)
+    numbers = {"workers": 0, "accumulate": 1, "generations": 2, "items": 42, "pause-s": 0.0}
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--moving-reference", action="store_true")
-    parser.add_argument("--items", type=int, default=42)
-    parser.add_argument("--pause-s", type=float, default=0.0)
     options = parser.parse_args()
     set_seed(11)
     trainer = made_trainer(options)
