@@ -4,6 +4,7 @@ worker hangs or keeps the others waiting."""
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import time
 from dataclasses import replace
@@ -17,6 +18,7 @@ from hydroslurm.core.registry import Entry
 from hydroslurm.core.status import Moment, RankStatus
 from hydroslurm.elastic.roster import Awaited, Timing
 from hydroslurm.jobs.agent import rendezvous
+from hydroslurm.jobs.agent.node import Interrupted, SignalPipe
 from hydroslurm.jobs.agent.progress import Progress, Use, Watch, meeting_s
 from hydroslurm.jobs.agent.rendezvous import (
     Rendezvous,
@@ -137,6 +139,31 @@ def test_what_was_not_said_is_filled_in(given: dict[str, object]) -> None:
     }  # fmt: skip
     assert _filled(rdzv_conf="join_timeout=9", **given) == {**found, **given}
     assert _filled(rank=0, **given)["rdzv_conf"] == "is_host=1"
+
+
+def test_signals_are_told_in_their_order() -> None:
+    """To another thread, and end nothing; the handlers of before come back."""
+    before = signal.getsignal(signal.SIGUSR1)
+    box = SignalPipe([signal.SIGUSR1, signal.SIGUSR2], stops=[signal.SIGUSR2])
+    box.open()
+    try:
+        for signo in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR2):
+            os.kill(os.getpid(), signo)
+        assert box.wait(10.0) == [signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR2]
+        assert box.wait(0.0) == []
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        box.open()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert box.wait(10.0) == [signal.SIGUSR1]
+        with box.interruptible():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(Interrupted), box.interruptible():
+            signal.raise_signal(signal.SIGUSR2)
+    finally:
+        box.close()
+    assert box.wait(10.0) is not None  # what had come before
+    assert box.wait(10.0) is None
+    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 class _Holder:
