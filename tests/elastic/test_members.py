@@ -73,7 +73,7 @@ def test_members_come_and_go(tmp_path: Path, program: str) -> None:
     in a newcomer, which has its state from a peer and reads no checkpoint. No step is lost but the
     one in which a member is killed. Every sample comes once; with keep_global the mean loss of each
     step, and the weights, differ from those of one member alone by the order of sums only."""
-    told = {"plain": True, "epochs": 4}
+    told = {"plain": True, "epochs": 4, "hurry": str(tmp_path / "hurry")}
     for name in ("alone", "together"):
         (tmp_path / name).mkdir()
     with (
@@ -81,7 +81,7 @@ def test_members_come_and_go(tmp_path: Path, program: str) -> None:
         ElasticStory(tmp_path / "alone", program=program, wanted=1) as alone,
     ):
         alone.start("x", **told, step_s=0.0)
-        story.start_all("abcd", **told, step_s=0.08)
+        story.start_all("abcd", **told, step_s=0.3)
         story.wait_for_step("a", size=4)
         story.signal("b", signal.SIGTSTP)
         story.signal("c", signal.SIGTERM)
@@ -91,9 +91,10 @@ def test_members_come_and_go(tmp_path: Path, program: str) -> None:
         story.kill_coordinator()
         goes_on(story, "a", steps=5)
         story.start_coordinator()
-        story.start("e", **told, step_s=0.08, seed=11)
+        story.start("e", **told, step_s=0.3, seed=11)
         story.wait_for_step("e", size=3)
         story.signal("d", signal.SIGKILL)
+        (tmp_path / "hurry").touch()
         ends = [story.done(name) for name in "ae"]
         fixed = alone.done("x")
     _, left, joined, killed = generations = story.entries("generation")

@@ -58,12 +58,10 @@ class Explored(Generic[S]):
     """All of a model, or what was seen until something was wrong.
 
     Attributes:
-        states: all that can be reached.
         ends: those in which nothing goes on by itself.
         counterexample: None when nothing is wrong.
     """
 
-    states: tuple[S, ...]
     ends: tuple[S, ...]
     counterexample: Counterexample | None
 
@@ -103,7 +101,7 @@ def _explore(model: Model[S], max_states: int) -> Explored[S]:
     def wrong(message: str, number: int) -> Explored[S]:
         story = _story(parents, number)
         example = Counterexample(message=message, story=story)
-        return Explored(states=tuple(states), ends=tuple(ends), counterexample=example)
+        return Explored(ends=tuple(ends), counterexample=example)
 
     for start in model.starts():
         meet(start, -1, ())
@@ -125,7 +123,7 @@ def _explore(model: Model[S], max_states: int) -> Explored[S]:
     circle = _circle(edges)
     if circle is not None:
         return wrong("goes round in a circle", circle)
-    return Explored(states=tuple(states), ends=tuple(ends), counterexample=None)
+    return Explored(ends=tuple(ends), counterexample=None)
 
 
 def _story(parents: list[tuple[int, Words]], number: int) -> tuple[str, ...]:
