@@ -47,7 +47,7 @@ WAYS: dict[str, Any] = {
     "one behind the other": lambda first, *_: ([one] for one in first),
     # what is not given
     "loader": lambda first, second, *_: zip(first, second, strict=False),
-    **dict.fromkeys(("optimizer", "scheduler", "scaler"), now_and_then_of_two),
+    **dict.fromkeys(("module", "optimizer", "scheduler", "scaler"), now_and_then_of_two),
 }
 
 
@@ -68,9 +68,12 @@ def train(scene: str, how: str) -> None:
         for count in (23, 17, 10)
     )
     things = [model, optimizer, first, second, validation]
-    forgotten = {"optimizer": 1, "loader": 3}.get(scene)
+    forgotten = {"module": 0, "optimizer": 1, "loader": 3}.get(scene)
+    unchecked: dict[str, Any] = {"check": False} if "unchecked" in how else {}
     given = [n for n in range(5) if n != forgotten]
-    for n, one in zip(given, prepare(accelerator, *(things[n] for n in given)), strict=True):
+    for n, one in zip(
+        given, prepare(accelerator, *(things[n] for n in given), **unchecked), strict=True
+    ):
         things[n] = one
     model, optimizer, first, second, validation = things
     if scene == "scheduler":

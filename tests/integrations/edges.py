@@ -4,7 +4,10 @@ name -> exit statuses and what was shown."""
 from __future__ import annotations
 
 import atexit
+import functools
+import importlib
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -12,10 +15,12 @@ from typing import Any
 
 from attempts import STOPPED, attempts, begin, printed
 
-from hydroslurm.errors import StateMismatch
+from hydroslurm.errors import StateMismatch, UsageError
+from hydroslurm.prove.updates import PROVE_ENV
 
 
 class Lightning:
+    used = ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop", "advance")
     by = ("max_epochs 1 3", "max_steps 15 22")
 
     def __init__(self) -> None:
@@ -35,6 +40,7 @@ class Lightning:
 
 
 class Transformers:
+    used = ("transformers.trainer", "skip_first_batches")
     by = ("num_train_epochs 2 3", "max_steps 5 10")
 
     def __init__(self) -> None:
@@ -58,9 +64,23 @@ def main(name: str, folder: Path) -> None:
     framework: Any = {"lightning": Lightning, "transformers": Transformers}[name]()
     found: dict[str, Any] = {}
 
-    def play(shown: str, call: Any, *stops: str, place: str = "") -> None:
-        exits, lines = attempts(call, "", folder / (place or shown), stops, notes="out-*")
+    def play(shown: str, call: Any, *stops: str, place: str = "", scene: str = "") -> None:
+        exits, lines = attempts(call, scene, folder / (place or shown), stops, notes="out-*")
         found[shown] = exits, printed(lines)
+
+    def another_version(_: str, place: Path, stop: str) -> None:
+        """Without what hydroslurm uses of it, as one is before that came and after it has gone."""
+        begin(place, stop)
+        module, *path, last = framework.used
+        owner = functools.reduce(getattr, path, importlib.import_module(module))
+        own = getattr(owner, last)
+        delattr(owner, last)
+        try:
+            framework.train()
+        except UsageError as error:
+            note(place, f"refused: {error}")
+        setattr(owner, last, own)
+        framework.train()
 
     def another_model(_: str, place: Path, stop: str) -> None:
         """The second attempt has a wider one."""
@@ -70,12 +90,20 @@ def main(name: str, folder: Path) -> None:
         except StateMismatch as error:
             note(place, f"refused: {error}")
 
-    def whole_process(_: str, place: Path, stop: str) -> None:
+    def whole_process(scene: str, place: Path, stop: str) -> None:
         """With what Python does at its end, where a run is marked as finished."""
         begin(place, stop)
-        framework.scenes.main("plain")
+        framework.scenes.main(scene)
         atexit._run_exitfuncs()
 
+    def bare(scene: str, place: Path, stop: str) -> None:
+        """As the framework does it without us."""
+        os.environ.pop(PROVE_ENV)
+        os.dup2(os.open(place / "out-0", os.O_WRONLY | os.O_CREAT), 1)
+        os.chdir(place)
+        framework.scenes.main(scene)
+
+    play("another version", another_version, "")
     play("another model", another_model, "step:3", "")
     for by in framework.by:
         option, short, long = by.split()
@@ -90,7 +118,10 @@ def main(name: str, folder: Path) -> None:
         play(option, longer, short, "")
         play(f"{option}, whole", longer, "")
     for shown in ("finished", "finished again"):
-        play(shown, whole_process, "", place="finished")
+        play(shown, whole_process, "", place="finished", scene="plain")
+    if name == "transformers":
+        for shown, call in (("own checkpoint", whole_process), ("own checkpoint, bare", bare)):
+            play(shown, call, "", scene="own checkpoint")
     print(json.dumps(found))
 
 

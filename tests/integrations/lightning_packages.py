@@ -22,7 +22,7 @@ import torch
 
 OURS = "hydroslurm.compat.hfai"
 ORDERS = (
-    (OURS, "pytorch_lightning"),
+    (OURS, "lightning.pytorch"),
     ("lightning.pytorch", OURS, "pytorch_lightning"),
     ("lightning.pytorch", "pytorch_lightning", OURS),
 )

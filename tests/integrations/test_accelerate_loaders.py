@@ -26,6 +26,10 @@ NOT_KEPT = {
     ),
 }
 NOT_GIVEN = {
+    "module": (
+        "AdamW (of parameters of shape [4, 2], [4], [4] and 3 more) trains 6 parameters that are",
+        "Give the module that has them to prepare(accelerator, ..., module)",
+    ),
     "optimizer": ("AdamW (of parameters of", "Give it to prepare(accelerator, ..., optimizer)."),
     "scheduler": (
         "a scheduler sets the learning rate of AdamW (of parameters of shape",
@@ -54,6 +58,12 @@ def test_what_cannot_be_kept(scene: str, tmp_path: Path) -> None:
     assert said.startswith(f"= {seen}")
     assert remedy in said
     assert said.endswith("prepare(accelerator, ..., check=False)")
+
+
+def test_nobody_looks(tmp_path: Path) -> None:
+    """With check=False the loop is as the script has it."""
+    play(Row("accelerate_loaders.py optimizer; unchecked", ACCELERATE, ""), tmp_path)
+    assert printed(tmp_path / "whole" / "out-0")[-1].startswith("= 40 ")
 
 
 def test_a_part_of_an_epoch_that_is_repeated(tmp_path: Path) -> None:

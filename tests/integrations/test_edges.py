@@ -41,6 +41,12 @@ make_preemptible(trainer, directory="run", every_steps=1).train()
 Found: TypeAlias = dict[str, tuple[list[int], list[str]]]
 
 
+KNOWN = {
+    "lightning": "trainer.fit_loop.epoch_loop.advance; hydroslurm knows 2.4 to 2.6",
+    "transformers": "transformers.trainer.skip_first_batches; hydroslurm knows 4.57 to 5",
+}
+
+
 def played(framework: str, folder: Path) -> Found:
     """Name -> exit statuses and notes of all attempts."""
     loads = LIGHTNING if framework == "lightning" else TRANSFORMERS
@@ -58,9 +64,15 @@ def edges(
     return request.param, played(request.param, tmp_path_factory.mktemp("edges"))
 
 
-def test_a_checkpoint_of_another_model(edges: tuple[str, Found]) -> None:
-    """It is refused with the step."""
-    exits, notes = edges[1]["another model"]
+def test_another_version_and_another_model(edges: tuple[str, Found]) -> None:
+    """A framework that is not known: one line that names what is missing, and it trains when that
+    is there. A checkpoint of another model is refused with the step."""
+    framework, found = edges
+    exits, notes = found["another version"]
+    assert exits == [0]
+    assert KNOWN[framework] in notes[0]
+    assert notes[-1].startswith(("weights", "end 12"))
+    exits, notes = found["another model"]
     assert exits == [75, 0]
     assert "refused: step 3 of this run does not fit the model (" in notes[-1]
     assert "size mismatch" in notes[-1]
@@ -84,11 +96,13 @@ def test_a_run_that_had_come_to_its_end_is_trained_longer(edges: tuple[str, Foun
         assert longer[-1] == whole[-1]
 
 
-def test_a_finished_run(edges: tuple[str, Found]) -> None:
-    """A restart exits with 0 and trains nothing."""
+def test_a_finished_run_and_one_that_transformers_has_saved(edges: tuple[str, Found]) -> None:
+    """A restart of the one exits with 0 and trains nothing; the other goes on within its second
+    epoch, whose order is another one, with the same steps as without us."""
     _, found = edges
     assert found["finished"][0] == found["finished again"][0] == [0]
     assert found["finished again"][1] == found["finished"][1]
+    assert found.get("own checkpoint, bare") == found.get("own checkpoint")
 
 
 def test_a_transformers_that_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import itertools
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,8 @@ def test_what_is_equal_is_found(always: None, inner: nn.Module, name: str) -> No
     [
         (models.UnbiasedNorm(WIDTH), "is equal"),
         (models.Attention(WIDTH, 4, LENGTH, dropout=0.1), "draws other random numbers"),
+        (models.KeptAttention(WIDTH, 4, LENGTH), "other parts"),
+        (models.WindowAttention(WIDTH, 4, LENGTH), "known ways"),
         (models.CountingAttention(WIDTH, 4, LENGTH), "sets attributes"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
@@ -105,6 +108,27 @@ def test_what_is_not_equal_is_left_alone(always: None, inner: nn.Module, reason:
     assert not row.applied
     assert reason in row.reason or "another result" in row.reason
     assert "forward" not in vars(inner)
+
+
+def eager_attention_forward() -> None:
+    """As in transformers, where a name in the forward says that there is a fused one as well."""
+
+
+class OfTransformers(models.KeptAttention):
+    config = SimpleNamespace(_attn_implementation="eager")
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) if eager_attention_forward else None
+
+
+def test_what_its_caller_can_have_fused() -> None:
+    """Where the weights of an attention are returned, the row says how to do without them."""
+    for inner, reason in (
+        (nn.MultiheadAttention(WIDTH, 4), "fused where it is called with need_weights=False"),
+        (OfTransformers(WIDTH, 4, LENGTH), "model.set_attn_implementation('sdpa') is fused"),
+    ):
+        (row,) = hydroslurm.optimize_modules(nn.ModuleList([inner]))
+        assert row.reason.endswith(reason)
 
 
 def test_a_hook_inside_an_attention_keeps_being_called(always: None) -> None:
@@ -188,6 +212,17 @@ def test_a_setting_that_is_changed_later(monkeypatch: pytest.MonkeyPatch) -> Non
         x = x.to(inner.weight.dtype)
         assert torch.equal(inner(x), own(inner, x))
         inner.eps = 1e-6
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_in_bfloat16(always: None, autocast: bool) -> None:
+    """The same modules are equal to what is fused, to the precision that they have."""
+    model, tokens = models.GPT(), torch.randint(65, (2, 33))
+    if not autocast:
+        model.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        table = hydroslurm.optimize_modules(model, (tokens[:, :-1], tokens[:, 1:]))
+        assert [len(row.names) for row in table.applied] == [5, 2, 2], str(table)
 
 
 def test_speed_is_measured() -> None:

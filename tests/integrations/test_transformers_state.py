@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.sharded import is_sharded, why_not
-from hydroslurm.integrations.transformers_train import remember
+from hydroslurm.integrations.transformers_train import OtherModules, other_modules, remember
 from hydroslurm.training.contents import Contents
 
 
@@ -66,6 +68,25 @@ def test_what_is_lost_is_named() -> None:
     one.buffer, one.count, one.name, one.flag = [object()], 3, "a", True
     one.optimizer, one.later = object(), object()
     assert [one.path for one in contents.unkept()] == ["trainer.buffer"]
+
+
+def test_modules_beside_the_model() -> None:
+    """One that changes is saved from then on, in later attempts too; a frozen one is not. One that
+    this script does not have is named."""
+    before, after = (
+        trainer(moving=torch.nn.Linear(2, 2), frozen=torch.nn.Linear(2, 2)) for _ in range(2)
+    )
+    saved, loaded = (OtherModules(functools.partial(other_modules, one)) for one in (before, after))
+    saved.remember()
+    assert saved.state_dict() == {}
+    before.moving.weight.data.zero_()
+    loaded.remember()
+    loaded.load_state_dict(saved.state_dict())
+    assert not after.moving.weight.any()
+    assert after.frozen.weight.any()
+    assert loaded.state_dict().keys() == {"moving"}
+    with pytest.raises(StateMismatch, match="state of moving, which this script does not have"):
+        OtherModules(lambda: other_modules(trainer())).load_state_dict(saved.state_dict())
 
 
 @pytest.mark.parametrize(

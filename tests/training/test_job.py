@@ -3,6 +3,7 @@ its checkpoints."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from hydroslurm import (
     JobRunner,
     LocalSession,
     MultiNodeCheckpointManager,
+    Run,
     Task,
     TaskGroup,
     epoch_limiter,
@@ -213,6 +215,23 @@ def test_a_compiled_job_travels(tmp_path: Path) -> None:
     assert done.stdout.decode().splitlines() == ["total 106 True", "3"] * 2, done.stderr.decode()
 
 
+def test_a_folder_in_use_does_not_end_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a manager it has a temporary one, into which a thread may still write."""
+    late: list[Path] = []
+    remove = os.rmdir
+
+    def removed_too_soon(path: Any, **more: Any) -> None:
+        if Path(path).is_absolute():
+            late.append(Path(path, "late"))
+            late[-1].touch()
+        remove(path, **more)
+
+    job, _, _ = counting()
+    monkeypatch.setattr(os, "rmdir", removed_too_soon)
+    assert JobRunner(job).run() == 3
+    assert late
+
+
 # --- how it is put together, and what it refuses
 # ------------------------------------------------------------------------------------------------
 
@@ -364,6 +383,17 @@ def test_epochs_without_steps_and_a_damaged_one(tmp_path: Path) -> None:
     assert (manager.epochs(), found.step) == ((0, 1, 2), 2)
     (found.path / "part-00000.json").write_text("{}")
     assert [manager.cp_accessible(epoch) for epoch in range(4)] == [True, True, False, False]
+
+
+def test_of_a_run_without_a_job(tmp_path: Path) -> None:
+    """The checkpoints of a plain Run are read in the same way."""
+    with Run(model=torch.nn.Linear(2, 1), directory=tmp_path) as run:
+        run.resume()
+        run.step = 7
+        run.save()
+        manager = CheckpointManager(run)
+    assert (manager.epochs(), manager.last_epoch()) == ((), None)
+    assert list(manager.load(step=7).shared) == ["model"]
 
 
 def test_no_directory_outside_of_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from training.loop import ask_for_stop
 
 import hydroslurm
+from hydroslurm.checkpoint import manifest
 from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.data import ResumableSampler
 from hydroslurm.errors import StateMismatch
+from hydroslurm.training.objects import Composition, Loading, changes
 
 # what torch's load_state_dict recasts to bfloat16, makes anew from a generator, or fails at
 ODD: dict[str, Any] = {
@@ -51,6 +53,14 @@ class Own(torch.optim.SGD):
             for param in group["params"]:
                 for name, make in ODD.items():
                     self.state[param].setdefault(name, make())
+
+
+class Looking(Own):
+    """One that does something of its own when it is loaded, and leaves the rest to torch."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.was_loaded = True
 
 
 class Expanded(nn.Module):
@@ -112,20 +122,43 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) or one != one
 
 
+@pytest.mark.parametrize("kind", [Own, Looking])
 def test_the_state_of_an_optimizer_comes_back_as_it_was(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: type[Own], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of bfloat16 weights, as float32, float64 and whole numbers, and in any container; also where
     torch's own load_state_dict fails."""
 
     def make() -> Any:
         model = nn.Linear(3, 2).bfloat16()
-        return model, Own(model.parameters(), lr=0.1), {}
+        return model, kind(model.parameters(), lr=0.1), {}
 
     _, (model, optimizer) = saved_and_resumed(tmp_path, make)
     for param in model.parameters():
         assert same(dict(optimizer.state[param]), {key: make() for key, make in ODD.items()})
+    assert hasattr(optimizer, "was_loaded") == (kind is Looking)
     assert "is not what it was" not in caplog.text
+
+
+def test_an_optimizer_that_is_saved_in_another_form_is_left_to_it(tmp_path: Path) -> None:
+    """Somebody's hooks halve its momentum on the way out, and double it on the way in."""
+
+    def scaled(state: Any, factor: float) -> Any:
+        values = {
+            number: {key: (value * factor).to(torch.float64) for key, value in one.items()}
+            for number, one in state["state"].items()
+        }
+        return {**state, "state": values}
+
+    def make() -> Any:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.register_state_dict_post_hook(lambda _, state: scaled(state, 0.5))
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: scaled(state, 2.0))
+        return model, optimizer, {}
+
+    made = saved_and_resumed(tmp_path, make)
+    assert same(*(one.state[model.weight]["momentum_buffer"] for model, one in made))
 
 
 class Forgetful:
@@ -320,3 +353,17 @@ def test_another_batch_size(kind: str, tmp_path: Path, caplog: pytest.LogCapture
     attempt(6, epochs=1 if cut else 2)
     assert sorted(seen) == sorted([*range(24)] * (1 if cut else 2))
     assert [one for one in caplog.messages if "batch_size was 4, and is 6: from here" in one]
+
+
+def test_other_ranks_are_one_line() -> None:
+    """Each with its share of the batch; whether the place in the data fits them the loader says."""
+    was = Composition({}, Loading("RandomSampler", 8, 24)).to_meta()
+    header = manifest.begun(step=5, epoch=0, kind="stop", meta=was, torch_version="2")
+    inside = {"begun": True, "finished": False, "strategy": "replay", "epoch": 0, "batches": 5}
+    now = Loading("RandomSampler", 4, 24)
+    (line,) = changes(header, now, world_size=2, data=inside)
+    assert "step 5 was saved by 1 rank, and goes on with 2 ranks" in line
+    _, line = changes(header, now, world_size=4, data=inside)
+    assert "the batch of all ranks was 8, and is 16" in line
+    nothing = manifest.begun(step=5, epoch=0, kind="stop", meta={}, torch_version="2")
+    assert not list(changes(nothing, now, world_size=1, data=inside)), "written by an older release"
