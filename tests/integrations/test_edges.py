@@ -107,7 +107,7 @@ def test_a_finished_run_and_one_that_transformers_has_saved(edges: tuple[str, Fo
 
 def test_a_transformers_that_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line that names what is missing, and nothing half installed; Lightning's is in
-    test_lightning_strategies.py."""
+    test_lightning.py."""
     trainer = transformers.Trainer(
         model=torch.nn.Linear(1, 1), args=transformers.TrainingArguments(str(tmp_path))
     )

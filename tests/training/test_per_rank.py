@@ -1,4 +1,5 @@
-"""What each rank registers for itself comes back to that rank, and a new rank gets its share."""
+"""What each rank registers for itself comes back to that rank, and a new rank gets its share; what
+comes back to none is told."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from forkedranks import start, wait_for_end
 from processes import Child
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from training.loop import Pole
 from zygote import forked
+
+from hydroslurm.training.gradients import BucketOrders
 
 TESTS = Path(__file__).resolve().parents[1]
 RANKS = f"""
@@ -64,3 +69,17 @@ def test_each_rank_its_own(tmp_path: Path) -> None:
     assert [more[rank] for rank in (0, 1)] == [again[rank] for rank in (0, 1)]
     assert more[2][:2] == ["2", "20.0"]
     assert len({more[rank][2] for rank in range(3)}) == 3
+
+
+def test_a_static_graph_is_told(tmp_path: Path) -> None:
+    """DDP remembers more of its first backward than the order, which no checkpoint can bring
+    back."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
+        model(torch.ones(1, 2)).sum().backward()
+        assert BucketOrders(lambda: [model], world_size=3).has_static_graph()
+        assert BucketOrders(lambda: [model], world_size=3).state() == []
+        assert not BucketOrders(lambda: [model], world_size=2).has_static_graph()
+    finally:
+        dist.destroy_process_group()

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import captured, wait_until
+from processes import wait_until
+from training.trainings import Training
 
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.devcluster import DevCluster
@@ -41,12 +42,7 @@ def test_each_training_of_a_job_resumes_its_own(
     the requeue waits for the one that is slower to save."""
     (tmp_path / "job.sh").write_text(JOB)
 
-    environ = {**requeue_cluster.child_environ(), "OMP_NUM_THREADS": "1"}
-
-    def slurm(*command: str) -> str:
-        done = captured(command, cwd=tmp_path, env=environ, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+    slurm = Training(requeue_cluster, tmp_path, 0).slurm
 
     def log(name: str) -> str:
         path = tmp_path / name

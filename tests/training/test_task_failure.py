@@ -3,13 +3,13 @@ preemption has, and nobody may take it for one."""
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 import pytest
-from processes import captured, wait_until
+from processes import wait_until
 from sbatchfiles import multi_node_script
+from training.trainings import Training
 
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.slurm.client import JobState, open_client
@@ -59,21 +59,15 @@ def test_a_failed_rank_is_no_preemption(
     would be requeued, and fail again, for ever."""
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "job.sh").write_text(multi_node_script("python3 -u train.py", nodes=2))
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-    submitted = captured(
-        ["sbatch", "--parsable", "--output=out", "job.sh"],
-        env=requeue_cluster.child_environ(environ),
-        cwd=tmp_path,
-        timeout=60,
-    )
-    job_id = int(submitted.stdout.split(";")[0])
+    job = Training(requeue_cluster, tmp_path, 0, environ={"MASTER_ADDR": "127.0.0.1"})
+    job_id = int(job.slurm("sbatch", "--parsable", "--output=out", "job.sh"))
     client = open_client("commands", environ=requeue_cluster.child_environ())
     out = tmp_path / "out"
 
     def over() -> bool:
-        job = client.job(job_id)
-        assert job.restart_count == 0, out.read_text()
-        return job.state.has_ended
+        seen = client.job(job_id)
+        assert seen.restart_count == 0, out.read_text()
+        return seen.state.has_ended
 
     try:
         wait_until(over, "the end of the job", limit_s=60)
