@@ -56,7 +56,11 @@ class Parts:
         self.second(torch.rand(4, 3)).sum().backward()
         self.second_optimizer.step()
 
-    def windows(self) -> Iterator[Any]:
+    def learn_with(self, tensor: torch.Tensor) -> Callable[[], Any]:
+        self.optimizer.add_param_group({"params": [tensor]})
+        return self.learn
+
+    def endless(self) -> Iterator[Any]:
         while True:
             yield from self.loader
 
@@ -69,47 +73,17 @@ def steps_of(
         body()
 
 
-def optimizer(parts: Parts) -> Any:
-    return {"optimizer": None}, parts.learn
-
-
-def second_optimizer(parts: Parts) -> Any:
-    return {"extra": {"second": parts.second}}, parts.learn_both
-
-
-def weights(parts: Parts) -> Any:
-    return {"extra": {"second_optimizer": parts.second_optimizer}}, parts.learn_both
-
-
-def tensor_of_no_module(parts: Parts) -> Any:
-    parts.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
-    return {}, parts.learn
-
-
-def scheduler(parts: Parts) -> Any:
+def scheduled(parts: Parts, **extra: Any) -> Any:
     made = torch.optim.lr_scheduler.StepLR(parts.optimizer, 1)
-    return {}, lambda: (parts.learn(), made.step())
+    learn = parts.learn_both if extra else parts.learn
+    return {"extra": extra}, lambda: (learn(), made.step())
 
 
-def scheduler_of_another(parts: Parts) -> Any:
-    made, other = (
-        torch.optim.lr_scheduler.StepLR(one, 1) for one in (parts.optimizer, parts.second_optimizer)
-    )
-    extra = {"m": parts.second, "o": parts.second_optimizer, "s": other}
-    return {"extra": extra}, lambda: (parts.learn_both(), made.step())
+def batches_of(parts: Parts, batches: Iterator[Any], **options: Any) -> Any:
+    return options, lambda: parts.learn(next(batches)[0])
 
 
-def iterator(parts: Parts) -> Any:
-    batches = iter(parts.loader)
-    return {}, lambda: parts.learn(next(batches)[0])
-
-
-def iterator_from_the_first_step(parts: Parts) -> Any:
-    batches = parts.windows()
-    return {"loader": parts.loader}, lambda: parts.learn(next(batches)[0])
-
-
-def scaler(parts: Parts) -> Any:
+def scaled(parts: Parts) -> Any:
     made = torch.amp.GradScaler("cpu", init_scale=1024.0)
     learn = lambda: made.scale(parts.loss()).backward()  # noqa: E731
     return {"loader": parts.loader}, lambda: (learn(), made.step(parts.optimizer), made.update())
@@ -121,42 +95,50 @@ def iterator_of_its_own(parts: Parts) -> Any:
     return {}, lambda: (parts.learn(), next(numbers), next(drawn))
 
 
+FORGOTTEN: dict[str, Callable[[Parts], Any]] = {
+    "optimizer": lambda parts: ({"optimizer": None}, parts.learn),
+    "second optimizer": lambda parts: ({"extra": {"second": parts.second}}, parts.learn_both),
+    "weights": lambda parts: ({"extra": {"other": parts.second_optimizer}}, parts.learn_both),
+    "tensor": lambda parts: ({}, parts.learn_with(torch.zeros(1, requires_grad=True))),
+    "scheduler": scheduled,
+    "scheduler of one of two": lambda parts: scheduled(
+        parts, m=parts.second, o=parts.second_optimizer,
+        s=torch.optim.lr_scheduler.StepLR(parts.second_optimizer, 1),
+    ),
+    "iterator": lambda parts: batches_of(parts, iter(parts.loader)),
+    "endless iterator": lambda parts: batches_of(parts, parts.endless(), loader=parts.loader),
+    "scaler": scaled,
+    "its own iterator": iterator_of_its_own,
+}  # fmt: skip
+"""Parts -> the options of a run, and the body of its loop."""
 BATCH = "a batch was taken from an iterator over a DataLoader, which has no position that is saved"
 HAND_OUT = "Let the run hand them out: Run(loader=loader) and `for batch in run.batches(epochs=...)"
-MODULE = (
-    'run.register("model_2", module) for each further one, torch.nn.ParameterList([tensor]) for'
-)
+MODULE = 'run.register("model_2", module) for each further one, torch.nn.ParameterList('
 
 
 @pytest.mark.parametrize(
     ("forgotten", "said", "remedy"),
     [
-        (optimizer, f"{ADAM} has stepped and is not part of this run", "Give it: Run(optimizer="),
-        (second_optimizer, f"{SGD} has stepped", 'run.register("optimizer_2", optimizer) for each'),
-        (weights, f"{SGD} trains 2 parameters that are not part of this run, the first of", MODULE),
-        (tensor_of_no_module, "Adam", "trains 1 parameters that are not part of this run"),
-        (scheduler, f"a scheduler sets the learning rate of {ADAM}, and none is", "Run(scheduler="),
-        (scheduler_of_another, f"a scheduler sets the learning rate of {ADAM}", '"scheduler_2"'),
-        (iterator, BATCH, HAND_OUT),
-        (iterator_from_the_first_step, BATCH, HAND_OUT),
-        (scaler, "a GradScaler (scale 1024) has scaled this step and is not part of this run", ""),
-        (
-            iterator_of_its_own,
-            "body.numbers (generator) is an iterator that has moved, and",
-            HAND_OUT,
-        ),
+        ("optimizer", f"{ADAM} has stepped and is not part of this run", "it: Run(optimizer=...)"),
+        ("second optimizer", f"{SGD} has stepped", 'run.register("optimizer_2", optimizer) for'),
+        ("weights", f"{SGD} trains 2 parameters that are not part of this run, the first", MODULE),
+        ("tensor", "Adam", "trains 1 parameters that are not part of this run"),
+        ("scheduler", f"a scheduler sets the learning rate of {ADAM}, and none", "Run(scheduler="),
+        ("scheduler of one of two", f"a scheduler sets the learning rate of {ADAM}", "scheduler_2"),
+        ("iterator", BATCH, HAND_OUT),
+        ("endless iterator", BATCH, HAND_OUT),
+        ("scaler", "a GradScaler (scale 1024) has scaled this step and is not part of this", ""),
+        ("its own iterator", "body.numbers (generator) is an iterator that has moved", HAND_OUT),
     ],
 )
-def test_what_was_not_given(
-    forgotten: Callable[[Parts], Any], said: str, remedy: str, tmp_path: Path
-) -> None:
+def test_what_was_not_given(forgotten: str, said: str, remedy: str, tmp_path: Path) -> None:
     """The first step ends with it and with what to write; nothing was saved, and no hook stays."""
     parts = Parts()
-    options, body = forgotten(parts)
+    options, body = FORGOTTEN[forgotten](parts)
     run = parts.run(tmp_path, **options)
     hooks = len(_global_optimizer_post_hooks)
     following = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
-    over_batches = forgotten is scaler
+    over_batches = forgotten == "scaler"
     with pytest.raises(UsageError) as found, run:
         steps_of(run, body, over_batches=over_batches)
     assert str(found.value).startswith(said)
@@ -200,8 +182,13 @@ def test_what_is_no_mistake(tmp_path: Path) -> None:
         parts.optimizer, [lr.StepLR(parts.optimizer, 1), lr.StepLR(parts.optimizer, 2)], [1]
     )
 
+    scaler = torch.amp.GradScaler("cpu")
+
     def body() -> None:
         parts.learn_both()
+        scaler.scale(parts.loss()).backward()
+        scaler.step(parts.optimizer)
+        scaler.update()
         scheduler.step()
         for (x,) in parts.loader:
             parts.model(x)
@@ -210,7 +197,7 @@ def test_what_is_no_mistake(tmp_path: Path) -> None:
                 if parts.model(x).isfinite().all():
                     break
 
-    run = parts.run(tmp_path / "a", extra={"agent": Agent(), "chain": chain})
+    run = parts.run(tmp_path / "a", extra={"agent": Agent(), "chain": chain, "scaler": scaler})
     steps_of(run, body)
     run.close()
     parts = Parts()
