@@ -17,7 +17,12 @@ from hydroslurm.checkpoint.tree import decode, encode
 from hydroslurm.errors import StateMismatch, UnsavableState
 from hydroslurm.integrations.held_loader import MOST_BYTES, is_saved, packed, unpacked
 from hydroslurm.integrations.sharded import is_sharded, why_not
-from hydroslurm.integrations.transformers_train import OtherModules, other_modules, remember
+from hydroslurm.integrations.transformers_train import (
+    LoopState,
+    OtherModules,
+    other_modules,
+    remember,
+)
 from hydroslurm.training.contents import Contents
 
 
@@ -64,6 +69,15 @@ def test_tensors_go_to_the_device_they_were_on() -> None:
     here.model.to("meta")
     remembered(here).restore(state)
     assert [here.kept[0]["ids"].device.type, here.own[0].device.type] == ["meta", "cpu"]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_the_mode_of_the_model(is_training: bool) -> None:
+    """Models that are loaded are in evaluation mode; one that trains is not."""
+    before, loaded = trainer(), LoopState(trainer())
+    before.model.train(is_training)
+    loaded.load_state_dict(LoopState(before).state_dict())
+    assert loaded.is_training is is_training
 
 
 def test_what_is_lost_is_named() -> None:

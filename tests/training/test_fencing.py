@@ -4,11 +4,11 @@ harms nothing. Real processes, and a real Slurm for what concerns requeues."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from processes import Child, child, wait_until
@@ -29,30 +29,25 @@ from hydroslurm.training.attempts import AttemptLog
 from hydroslurm.training.resuming import require_own
 
 ATTEMPT = f"""
-import os, sys, time
+import sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT / "tests")!r})
 from training.loop import Training
 
-directory, epochs, hold_at = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-training = Training(directory, keep=1)
+training = Training(Path(sys.argv[1]), keep=1)
 with training.run as run:
     run.resume()
-    print("resumed", run.step, flush=True)
-    for batch in run.batches(epochs=epochs):
+    for batch in run.batches(epochs=int(sys.argv[2])):
         training.step(batch)
         print("step", run.step, flush=True)
-        time.sleep(0.01)  # a step of some length, so that no attempt gets to its end
-    if hold_at == "end":
-        print("holds", flush=True)
-        sys.stdin.readline()
+        time.sleep(0.01)  # a step of some length, so that no long attempt gets to its end
+    print("holds", flush=True)
+    sys.stdin.readline()
 """
-LONG = 100_000
 DEMO = ROOT / "examples" / "demo_train.py"
 
 
-class Begin(Protocol):
-    def __call__(self, *, epochs: int = LONG, hold_at: str = "") -> Child: ...
+Begin = Callable[..., Child]
 
 
 @pytest.fixture
@@ -66,11 +61,11 @@ def begin(run: RunDir, tmp_path: Path) -> Iterator[Begin]:
     with ExitStack() as stack:
         folders = iter(tmp_path / f"attempt{n}" for n in range(9))
 
-        def start(*, epochs: int = LONG, hold_at: str = "") -> Child:
+        def start(epochs: int = 100_000) -> Child:
             folder = next(folders)
             folder.mkdir()
+            given = (str(run.root), str(epochs))
             environ = {"OMP_NUM_THREADS": "1"}
-            given = (str(run.root), str(epochs), hold_at)
             return stack.enter_context(forked(ATTEMPT, folder, *given, environ=environ))
 
         yield start
@@ -132,7 +127,7 @@ def test_an_attempt_that_is_done_too_late_does_not_finish_the_run(
     begin: Begin, run: RunDir
 ) -> None:
     """It has trained to the end, and a newer one trains, whose restart the marker would end."""
-    old = begin(epochs=1, hold_at="end")
+    old = begin(epochs=1)
     old.expect("holds")
     new = begin()
     reach(new, further=8)
@@ -205,10 +200,8 @@ def test_slurms_count_of_restarts_tells_a_dead_attempt(
 ) -> None:
     """A process is of a dead attempt when the job was started again since it began."""
     allocation = Allocation(job_id=7, restart_count=restart_count)
-    if not stale:
-        check_newest(seen, allocation, began_epoch_s=began_epoch_s)
-        return
-    with pytest.raises(StaleAttempt, match="is left alone"):
+    left_alone = pytest.raises(StaleAttempt, match="is left alone")
+    with left_alone if stale else nullcontext():
         check_newest(seen, allocation, began_epoch_s=began_epoch_s)
 
 
