@@ -2,7 +2,7 @@
 how its attempts ended and what they have noted, as JSON: ``hfai_scenes.py FOLDER``.
 
 A stop is ``train:N`` or ``val:N``: at global step N, in the training batch or in the second batch
-of the validation; ``kill:N``: as the first, and killed in the middle of the save.
+of the validation; ``train:N killed``: there, and killed in the middle of the save.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCENES: dict[str, tuple[float | int, tuple[str, ...]]] = {
     "undisturbed": (1.0, ("none",)),
     "end_of_epoch": (1.0, ("train:5", "none")),
     "in_validation": (1.0, ("val:6", "none")),
-    "killed_in_the_save": (1.0, ("train:1", "kill:3", "none")),
+    "killed_in_the_save": (1.0, ("train:1", "train:3 killed", "none")),
     "undisturbed_often": (3, ("none",)),
     "often": (3, ("train:0", "train:2", "val:3", "val:12", "none")),
 }
@@ -49,7 +49,7 @@ class Module(pl.LightningModule):
             print(*what, file=file)
 
     def stop_here(self, where: str) -> None:
-        if self.stop == f"{where}:{self.global_step}":
+        if self.stop.partition(" ")[0] == f"{where}:{self.global_step}":
             os.kill(os.getpid(), signal.SIGTERM)
             while not install.controller().stop_request:
                 time.sleep(0.001)
@@ -57,7 +57,6 @@ class Module(pl.LightningModule):
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         self.note("step", self.global_step, "of epoch", self.current_epoch)
         self.stop_here("train")
-        self.stop_here("kill")
         return self.net(batch[0]).square().mean()
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -87,25 +86,17 @@ def attempt(name: str, place: Path, stop: str) -> None:
     checkpoint = ModelCheckpointHF(dirpath=place)
     suspended = place / f"{checkpoint.CHECKPOINT_NAME_SUSPEND}.ckpt"
     trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        val_check_interval=SCENES[name][0],
-        callbacks=[checkpoint],
-        plugins=[KilledIO()] if stop.startswith("kill") else [],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+        accelerator="cpu", max_epochs=2, val_check_interval=SCENES[name][0], logger=False,
+        callbacks=[checkpoint], plugins=[KilledIO()] if "killed" in stop else [],
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
     torch.manual_seed(0)
     module = Module(stop, place / "notes")
     if suspended.exists():
         module.note("file", hashlib.sha256(suspended.read_bytes()).hexdigest())
-    trainer.fit(
-        module,
-        DataLoader(TensorDataset(torch.randn(6, 4)), batch_size=1),
-        DataLoader(TensorDataset(torch.randn(3, 4)), batch_size=1),
-        ckpt_path=suspended if suspended.exists() else None,
-    )
+    data, validated = (DataLoader(TensorDataset(torch.randn(n, 4)), batch_size=1) for n in (6, 3))
+    path = suspended if suspended.exists() else None
+    trainer.fit(module, data, validated, ckpt_path=path)
     module.note("done", trainer.global_step, trainer.fit_loop.epoch_loop._batches_that_stepped)
     module.note("left", sorted(path.name for path in place.glob("suspended*")))
 
