@@ -27,7 +27,7 @@ NOT_KEPT = {
 }
 NOT_GIVEN = {
     "module": (
-        "AdamW (of parameters of shape [4, 2], [4], [4] and 3 more) trains 6 parameters that are",
+        "AdamW (of parameters of shape [4, 2], [4] and 4 more) trains 6 parameters that are not",
         "Give the module that has them to prepare(accelerator, ..., module)",
     ),
     "optimizer": ("AdamW (of parameters of", "Give it to prepare(accelerator, ..., optimizer)."),
