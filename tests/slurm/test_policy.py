@@ -96,21 +96,22 @@ def test_by_qos() -> None:
     assert "accounting could not be asked" in away.unknown[0]
 
 
+BATCH = {"is_batch": True, "may_requeue": True}
+
+
 @pytest.mark.parametrize(
-    ("settings", "job", "may", "why"),
+    ("default", "job", "may", "why"),
     [
-        (REQUEUE, None, True, "JobRequeue=1"),
-        ({**REQUEUE, "JobRequeue": "0"}, None, False, "JobRequeue=0"),
-        ({**REQUEUE, "JobRequeue": "0"}, _job(is_batch=True, may_requeue=True), True, "Requeue=1"),
-        (REQUEUE, _job(is_batch=True, may_requeue=False), False, "--no-requeue"),
-        (REQUEUE, _job(is_batch=False, may_requeue=True), False, "srun or salloc"),
+        ("1", None, True, "JobRequeue=1"),
+        ("0", None, False, "JobRequeue=0"),
+        ("0", BATCH, True, "Requeue=1"),
+        ("1", {**BATCH, "may_requeue": False}, False, "--no-requeue"),
+        ("1", {**BATCH, "is_batch": False}, False, "srun or salloc"),
     ],
 )
-def test_who_may_be_requeued(
-    settings: dict[str, str], job: Job | None, may: bool, why: str
-) -> None:
+def test_who_may_be_requeued(default: str, job: dict[str, bool], may: bool, why: str) -> None:
     """Batch jobs that were not submitted with --no-requeue; others are killed by a preemption."""
-    policy = _policy(settings, job=job)
+    policy = _policy({**REQUEUE, "JobRequeue": default}, job=_job(**job) if job else None)
     assert policy.may_requeue is may
     assert why in policy.requeue_why
     assert policy.action is (PreemptAction.REQUEUE if may else PreemptAction.CANCEL)
