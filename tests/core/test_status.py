@@ -95,12 +95,15 @@ def test_what_is_shown() -> None:
 
 
 def test_a_long_history_makes_no_long_status(tmp_path: Path) -> None:
-    """Whatever has happened before, the file is small, and says the same as all events do."""
+    """Whatever has happened before, the file is small, and says the same as all events do, which
+    are written together, a moment later."""
     log = tmp_path / "rank-00003.jsonl"
     writer = StatusWriter(status_of(log), every_s=0.0)
     events = [PAUSED[0], *(_event(EventKind.CAUSES_CHANGED, at, causes=[]) for at in range(5_000))]
     for event in (*events, *PAUSED[2:]):
         writer.note(event)
+    assert 0.0 < (writer.wait_s() or 0.0) < 0.1
+    assert not status_of(log).exists()
     writer.close(step=None)
     assert status_of(log).stat().st_size < 2048
     status = load_status(status_of(log))

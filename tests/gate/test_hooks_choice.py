@@ -20,14 +20,6 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_native_is_what_one_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a compiler or a built gate, auto is native and says nothing."""
-    monkeypatch.delenv(GATE_ENV, raising=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert open_gate().name == "native"
-
-
 def test_without_a_compiler_hooks_with_one_warning(no_compiler: None) -> None:
     """auto falls back, and one warning says what is lost and how to get it back."""
     with pytest.warns(RuntimeWarning) as caught:
@@ -49,7 +41,12 @@ def test_several_ranks_need_the_native_gate(no_compiler: None) -> None:
 
 
 def test_the_environment_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HYDROSLURM_GATE wins over the argument; a wrong word names the right ones."""
+    """HYDROSLURM_GATE wins over the argument; a wrong word names the right ones. With a built gate,
+    auto is native and says nothing."""
+    monkeypatch.delenv(GATE_ENV, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_gate().name == "native"
     assert open_gate("native", environ={GATE_ENV: "hooks"}).name == "hooks"
     assert open_gate("hooks", environ={GATE_ENV: ""}).name == "hooks"
     with pytest.raises(UsageError, match="auto, native, hooks"):

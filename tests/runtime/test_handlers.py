@@ -245,32 +245,6 @@ def test_what_was_shown_before_comes_back(tmp_path: Path) -> None:
         assert program.lines == ["mine SIGUSR2", "mine SIGUSR2", "alive"]
 
 
-AFTER_A_RUN = """
-import os, signal
-import torch
-import hydroslurm
-
-model = torch.nn.Linear(1, 1)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for name in ("first", "second"):
-    with hydroslurm.Run(model=model, optimizer=optimizer, directory=name, every_steps=0) as run:
-        for step in run.steps(2):
-            model(torch.ones(1)).backward()
-            optimizer.step()
-    for signo in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG, signal.SIGCONT):
-        os.kill(os.getpid(), signo)
-    print("alive", flush=True)
-os.kill(os.getpid(), signal.SIGTERM)
-"""
-
-
-def test_a_pause_that_comes_behind_a_run_kills_nobody(tmp_path: Path) -> None:
-    """Outside of a job, and without --preempt; SIGTERM ends the process as ever."""
-    with forked(AFTER_A_RUN, tmp_path) as program:
-        assert program.wait() == -signal.SIGTERM, str(program)
-        assert program.lines.count("alive") == 2
-
-
 CHAINED = """
 import faulthandler, json, os, signal
 from pathlib import Path
