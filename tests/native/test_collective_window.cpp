@@ -139,11 +139,13 @@ TEST(quiet_thread_goes_on_to_its_collective) {
         CHECK_EQ(status().quiet, 2); /* and the main thread */
         CHECK_EQ(rank.issued.load(), then + 1);
         CHECK_EQ(status().allowance, 2);
+        CHECK_EQ(hs_gate_let_through(2), 0); /* adds up */
+        until([] { return status().allowance == 4; });
         rank.waits.store(false);
-        until([&] { return rank.issued == then + 3 && status().state == HS_STATE_PARKED && status().held == 1; });
+        until([&] { return rank.issued == then + 5 && status().state == HS_STATE_PARKED && status().held == 1; });
         read_events();
         CHECK_EQ(seen().back().kind, HS_EVENT_PARKED);
-        CHECK_EQ(seen().back().count, 3);
+        CHECK_EQ(seen().back().count, 5);
         CHECK_EQ(seen().back().held, 1);
     });
 }

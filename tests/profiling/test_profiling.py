@@ -65,7 +65,10 @@ def _check(script: str, result: dict[str, Any], expected: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize(
     "script",
-    [one if one == "save" else pytest.param(one, marks=pytest.mark.long) for one in EXPECTED],
+    [
+        one if one == "fused_modules" else pytest.param(one, marks=pytest.mark.long)
+        for one in EXPECTED
+    ],
 )
 def test_a_script_prints_its_figures(script: str, tmp_path: Path) -> None:
     """Each figure of the table is there, and what depends on no machine is as it should be."""
