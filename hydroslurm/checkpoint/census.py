@@ -590,11 +590,12 @@ def _looks(value: Any) -> Any:
     if not is_large and (form := form_of(value)) is not NONE:
         return form
     if isinstance(value, torch.Tensor):
-        if is_lazy(value) or value.is_meta:
-            return NONE
-        flat = value.detach().view(-1) if is_large and value.is_contiguous() else torch.empty(0)
-        version = None if value.is_inference() else value._version  # no write through .data counts
-        return id(value), version, flat[:: max(1, flat.numel() // _SAMPLED)]
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_lazy(value) or value.is_meta:
+                return NONE
+            flat = value.detach().view(-1) if is_large and value.is_contiguous() else torch.empty(0)
+            version = None if value.is_inference() else value._version  # without .data's writes
+            return id(value), version, flat[:: max(1, flat.numel() // _SAMPLED)]
     if type(value) is np.ndarray and value.dtype.kind == "O":
         return tuple(map(id, value.reshape(-1)[:_LARGE]))
     if type(value) is np.ndarray and not value.dtype.hasobject:

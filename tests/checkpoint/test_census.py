@@ -85,6 +85,12 @@ class Hidden:
     __hash__ = None  # type: ignore[assignment]
 
 
+class Asked(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise AssertionError("user code was called")
+
+
 # --- where state lives: how it is made, what a step does, what to look at, and the path
 # ------------------------------------------------------------------------------------------------
 
@@ -187,6 +193,11 @@ PLACES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     ),
     "an object that must not be asked": (
         Hidden, lambda one: vars(one).update(count=1), "it: count",
+    ),
+    "a tensor that must not be asked": (
+        lambda: Box(odd=torch.zeros(2).as_subclass(Asked), n=0),
+        lambda one: setattr(one, "n", 1),
+        "it: n",
     ),
     "teachers in a list and a dict": (
         teachers, follow, "it.by_name['ema']: running_mean; it.hidden[0]: weight",
