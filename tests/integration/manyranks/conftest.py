@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from clusters import CGROUP, Part
-from integration.manyranks.acts import ACTS, SHARED, Story, agent
+from integration.manyranks.acts import ACTS, COMPARABLE, SHARED, Story, agent
 from integration.manyranks.rankstraining import CURTAIN, EPOCHS, script_options
 from processes import free_port
 from stories import Stories, marked, result_of, stories
@@ -104,3 +104,12 @@ def alone(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
         return dict(json.loads(out.read_text()))
 
     return trained
+
+
+@pytest.fixture
+def undisturbed(request: pytest.FixtureRequest, alone: Callable[..., dict[str, Any]]) -> Any:
+    """That for the training that the test's mark names. A test asks for it first: it is made while
+    that one is under way."""
+    options = {"ddp": (), "agent": ("--fsdp",), "worlds": COMPARABLE}
+    name = request.node.get_closest_marker("scene").args[0]
+    return alone(*options[name], world=1 if name == "worlds" else 4)

@@ -5,25 +5,24 @@ another number of nodes, with each sample once."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from integration.manyranks.acts import COMPARABLE, SUSPENDED_S, WORLDS, Story
+from integration.manyranks.acts import SUSPENDED_S, WORLDS, Story
 from training.trainings import steps_lost
 
 from hydroslurm.core.events import EventKind
 
 pytestmark = pytest.mark.slurm
-Alone = Callable[..., dict[str, Any]]
+Result = dict[str, Any]
 
 
 @pytest.mark.scene("ddp")
-def test_ddp_ends_with_the_same_bits(alone: Alone, story: Story) -> None:
+def test_ddp_ends_with_the_same_bits(undisturbed: Result, story: Story) -> None:
     """A suspend and a preemption, and a suspend of ten times the time-out of its collectives in the
     next attempt: weights, optimizer, and on every rank the loss and the samples of each step are
     those of the run that nobody stops; no step is lost or trained twice."""
-    _ends_like(story, alone(), suspends=2)
+    _ends_like(story, undisturbed, suspends=2)
     for rank in range(4):
         (resumed,) = story.training.events_of(rank, EventKind.RESUMED, attempt=2)
         assert resumed.data["parked_s"] >= SUSPENDED_S
@@ -31,17 +30,17 @@ def test_ddp_ends_with_the_same_bits(alone: Alone, story: Story) -> None:
 
 
 @pytest.mark.scene("agent")
-def test_fsdp_below_agents_ends_with_the_same_bits(alone: Alone, story: Story) -> None:
+def test_fsdp_below_agents_ends_with_the_same_bits(undisturbed: Result, story: Story) -> None:
     """FSDP2 below two agents with two ranks each, of which Slurm signals the agents only where it
     has cgroups: suspended past SIGSTOP or by the freezer and resumed in the same processes,
     requeued, and equal to the run that had no agents."""
-    _ends_like(story, alone("--fsdp"), suspends=1)
+    _ends_like(story, undisturbed, suspends=1)
     for rank in range(4):
         pids = {event.pid for event in story.training.events_of(rank, attempt=1)}
         assert len(pids) == 1
 
 
-def _ends_like(story: Story, alone: dict[str, Any], *, suspends: int) -> None:
+def _ends_like(story: Story, undisturbed: Result, *, suspends: int) -> None:
     """In two attempts."""
     training = story.training
     made = training.attempts()
@@ -53,7 +52,7 @@ def _ends_like(story: Story, alone: dict[str, Any], *, suspends: int) -> None:
     result = training.result
     assert result["steps_trained_twice"] == 0
     assert all(result["every_sample_once"])
-    assert result == alone
+    assert result == undisturbed
     for rank in range(4):
         parked = training.events_of(rank, EventKind.ALL_PARKED)
         assert [event.data["in_flight"] for event in parked] == [0] * suspends
@@ -65,7 +64,7 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.scene("worlds")
-def test_every_sample_once_in_worlds_of_4_2_and_3_ranks(alone: Alone, story: Story) -> None:
+def test_every_sample_once_in_worlds_of_4_2_and_3_ranks(undisturbed: Result, story: Story) -> None:
     """Each attempt has as many ranks as the job has nodes and goes on where the last one stopped.
     Every sample comes once, and the mean loss of each step is that of a single rank."""
     training = story.training
@@ -82,8 +81,7 @@ def test_every_sample_once_in_worlds_of_4_2_and_3_ranks(alone: Alone, story: Sto
     result = training.result
     assert (result["steps_trained_twice"], result["steps_missing"]) == (0, [])
     assert all(result["every_sample_once"])
-    one_rank = alone(*COMPARABLE, world=1)
-    losses = zip(result["mean_losses"], one_rank["mean_losses"], strict=True)
+    losses = zip(result["mean_losses"], undisturbed["mean_losses"], strict=True)
     assert max(abs(one - other) for one, other in losses) < TOLERANCE
 
 
