@@ -173,9 +173,8 @@ class Rounds:
         if NOT_SAVED in told:
             assert there == old, f"{name}: not saved, and there"
         assert not self.leftovers() or ended[victim] == SIGKILLED, f"{name}: {self.leftovers()}"
-        if there == old:  # the run goes on
+        if there == old:  # the run goes on, and the next look is at this one
             saved(self.folder, new, ranks=self.ranks)
-            assert look(self.folder, new) == new
         CheckpointStore(self.folder).prune(Retention(keep=2))
         assert not self.leftovers() or self.ranks > 1, f"{name}: {self.leftovers()}"
         self.old = new
@@ -210,11 +209,11 @@ def kills_alone(folder: Path) -> int:
 
 
 def kills_at_calls(folder: Path) -> int:
-    """SIGKILL at every I/O call of one rank; at every second one where there are many."""
+    """SIGKILL at every I/O call of one rank; at every third one where there are many."""
     rounds = Rounds(folder / "checkpoints")
     for rank in (0, 1):
         total = rounds.calls_of(rank)
-        for at in range(1, total + 1, 1 if total < 40 else 2):
+        for at in range(1, total + 1, 1 if total < 40 else 3):
             rounds.fault(f"kill at {at}", rank, lambda _, at=at: killing(at))
     return rounds.count
 
@@ -236,7 +235,7 @@ def broken_disks(folder: Path) -> int:
     rounds = Rounds(folder / "checkpoints")
     for rank, number, first in ((0, errno.ENOSPC, 2), (1, errno.ENOSPC, 3), (1, errno.EIO, 5)):
         # the last fsync of the parent folder fails when the checkpoint is there
-        for at in range(first, rounds.calls_of(rank), 4):
+        for at in range(first, rounds.calls_of(rank), 5):
             name = f"{errno.errorcode[number]} at {at}"
             rounds.fault(name, rank, lambda _, at=at, n=number: failing(at, n, for_good=True))
     return rounds.count

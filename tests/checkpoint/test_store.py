@@ -20,12 +20,18 @@ from checkpoint.faulty import CountingStorage
 from checkpoint.pipepeers import PipePeers, together
 from checkpoint.states import copy_of, holds, newest_in, same, state_of, write
 
-from hydroslurm.checkpoint import folders
+from hydroslurm.checkpoint import folders, layout
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
-from hydroslurm.errors import CheckpointCorrupt, CheckpointMissing, UnsavableState, UsageError
+from hydroslurm.errors import (
+    CheckpointCorrupt,
+    CheckpointMissing,
+    StateMismatch,
+    UnsavableState,
+    UsageError,
+)
 
 FILES = ("manifest.json", "part-00000.json", "part-00000.safetensors", "shared.json")
 
@@ -343,3 +349,13 @@ def test_mistakes_touch_nothing(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=f"{[*keep][-1]}=0"):
             store.prune(Retention(**keep))
     assert storage.calls == []
+
+
+def test_other_layouts_are_named() -> None:
+    """Missing, unexpected and reshaped keys are named, the first few of them, and counted."""
+    saved_state = {f"old.{n}": torch.zeros(1) for n in range(8)} | {"head": torch.zeros(3, 2)}
+    target = {"new": torch.zeros(1), "head": torch.zeros(2, 2)}
+    wanted = r"has 'old\.0'.* and 3 more.* lacks 'new'.*'head' is \[3, 2\] in .* and \[2, 2\] here"
+    with pytest.raises(StateMismatch, match=wanted):
+        layout.check_layout("model", saved_state, target)
+    layout.check_layout("model", target, dict(target))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 import torch
+from checkpoint.states import same
 from torch.utils.data import Dataset, IterableDataset
 
 from hydroslurm.checkpoint import rng
@@ -153,17 +154,6 @@ def run(make: Callable[[], Any], *stops: str) -> tuple[list[Any], bytes]:
             assert stop is None, f"this attempt never came to {stop!r}"
         log += attempt.log
     return log, attempt.save()
-
-
-def same(a: Any, b: Any) -> bool:
-    """Bit for bit, through nested tuples, lists and mappings."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
 
 
 def assert_same(expected: tuple[list[Any], bytes], found: tuple[list[Any], bytes]) -> None:

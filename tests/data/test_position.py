@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset
-from torchdata.stateful_dataloader import StatefulDataLoader
-
-from hydroslurm.data import ResumableSampler, SeededDataset, position_of
-from hydroslurm.errors import StateMismatch, UnsavableState, UsageError
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from loops import (
+from checkpoint.states import same
+from data.loops import (
     BATCH,
     EPOCHS,
     SAMPLES,
@@ -32,9 +23,13 @@ from loops import (
     CountedStream,
     assert_same,
     run,
-    same,
     samples,
 )
+from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from hydroslurm.data import ResumableSampler, SeededDataset, position_of
+from hydroslurm.errors import StateMismatch, UnsavableState, UsageError
 
 # torchdata 0.11 still calls it
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -83,27 +83,6 @@ def test_what_is_written_and_read(
         assert file.read_batch(wanted) == [samples[n] for n in wanted]
 
 
-def test_one_pass_through_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sample once, in the order of the file; the kernel has heard of it all before."""
-    calls: list[tuple[int, int]] = []
-
-    def counted(fd: int, length: int, start: int) -> bytes:
-        calls.append((start, length))
-        return pread(fd, length, start)
-
-    def advised(_fd: int, start: int, length: int, advice: int) -> None:
-        assert advice == os.POSIX_FADV_WILLNEED
-        calls.append((start, length))
-
-    pread = os.pread
-    with RecordFile(put(tmp_path / "a.ffr", ffrecord([bytes([n]) * 10 for n in range(9)]))) as file:
-        monkeypatch.setattr(os, "pread", counted)
-        monkeypatch.setattr(os, "posix_fadvise", advised)
-        file.read_batch([8, 3, 0, 4, 3, 2])
-    begin = 12 + 9 * 12
-    assert calls == 2 * [(begin + 10 * n, 10) for n in (0, 2, 3, 4, 8)]
-
-
 def test_every_byte_is_covered(tmp_path: Path) -> None:
     """A byte that is another one, or the end that is missing, is noticed and named; without
     verification CRCs are not looked at, sizes are, also of a file that becomes shorter."""

@@ -7,14 +7,14 @@ import itertools
 import json
 import pickle
 import random
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from checkpoint.states import same
+from data.loops import Augmented, AugmentedStream
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
@@ -22,10 +22,6 @@ from torch.utils.data import DataLoader, DistributedSampler, default_collate
 from hydroslurm.checkpoint import rng
 from hydroslurm.data import ResumableSampler, SampleIndex, SeededDataset, position_of
 from hydroslurm.errors import StateMismatch, UsageError
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from loops import Augmented, AugmentedStream, same
 
 lengths = st.integers(0, 200)
 worlds = st.integers(1, 7)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from vacate.model import FAULTS, STEPS, state_of
 
 from hydroslurm.vacate.communicators import Communicators
 from hydroslurm.vacate.cuda_checkpoint import (
@@ -24,9 +25,6 @@ from hydroslurm.vacate.cuda_checkpoint import (
 )
 from hydroslurm.vacate.helper import CudaApi, Refused, serve
 from hydroslurm.vacate.round import Limits, VacateRound
-
-sys.path.insert(0, str(Path(__file__).parent))
-from model import FAULTS, STEPS, state_of
 
 SHORT = Limits(
     lock_s=0.3, state_s=5.0, move_s=0.3, floor_bytes_per_s=1e12, agree_s=5.0, retry_s=0.01
