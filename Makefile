@@ -23,11 +23,11 @@ demo:
 	@$(PY) hydroslurm/examples/demo.py $(ARGS)
 
 test: setup
-	@$(PY) -m pytest -n 2 $(ARGS)
+	@$(PY) -m pytest -n 3 $(ARGS)
 
 # whoever closes an issue that touches one of them writes its result into tests/LONG.md
 test-long: setup
-	@$(PY) -m pytest -n 2 --long=all -m 'long and not slurms' $(ARGS)
+	@$(PY) -m pytest -n 3 --long=all -m 'long and not slurms' $(ARGS)
 
 # each in a mount namespace of its own: nothing is installed
 test-slurms: setup
