@@ -264,6 +264,7 @@ class Census:
             "early": name not in past.late and _is_as(past.begun, name, value),
             "same object": name in past.same and past.same[name]() is value,
             "buffer": name in node.buffers,
+            "parameter": name in node.weights and name not in node.buffers,
             "process": type(value) is int and value == os.getpid() and "pid" in str(name),
             "on device": any(str(one.device) != "cpu" for one in _tensors_in(value)),
         }
@@ -283,6 +284,8 @@ class Census:
         if "buffer" in marks and name not in node.buffers:
             node.thing._non_persistent_buffers_set.add(name)
             node.thing._buffers[name] = made
+        elif "parameter" in marks and name not in node.weights:
+            _add_parameter(node.thing, name, torch.nn.Parameter(made, made.is_floating_point()))
         elif made is not here:
             node.put(name, made)
         if name == "training":
@@ -504,6 +507,16 @@ def _put_in_module(module: Any, name: str, value: Any) -> None:
         raise ValueError(f"{name} has the shape {shape} in this script")
     else:
         (own["_buffers"] if name in own["_buffers"] else own)[name] = value
+
+
+def _add_parameter(module: Any, name: str, made: torch.nn.Parameter) -> None:
+    """One that the script adds while it trains. torch's containers count theirs themselves."""
+    if isinstance(module, torch.nn.ParameterList):
+        module.append(made)
+    elif isinstance(module, torch.nn.ParameterDict):
+        module[name] = made
+    else:
+        module.register_parameter(name, made)
 
 
 def _no_put(name: Any, value: Any) -> None:

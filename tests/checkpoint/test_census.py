@@ -501,6 +501,32 @@ def test_modules_of_the_scripts_own() -> None:
     assert values_of(census) == {"model.1": {"pointer": 5}}
 
 
+@pytest.mark.parametrize("kind", [torch.nn.ParameterDict, torch.nn.ParameterList, torch.nn.Module])
+def test_parameters_that_a_module_of_no_state_dict_gets_later(kind: Any) -> None:
+    """Prototypes that a loop adds to its own memory."""
+
+    def add(module: Any, value: float) -> None:
+        made = torch.nn.Parameter(torch.full((2,), value))
+        if kind is torch.nn.ParameterList:
+            module.append(made)
+        elif kind is torch.nn.ParameterDict:
+            module[f"class {value:g}"] = made
+        else:
+            module.register_parameter(f"class {value:g}", made)
+
+    before, after = kind(), kind()
+    for one in (before, after):
+        add(one, 1.0)
+    census, again = noted(before), noted(after)
+    add(before, 2.0)
+    add(before, 3.0)
+    assert again.restore(census.state()) == {}
+    expected = {name: one.tolist() for name, one in before.named_parameters()}
+    assert {name: one.tolist() for name, one in after.named_parameters()} == expected
+    if kind is not torch.nn.Module:
+        assert len(after) == len(before) == 3
+
+
 def test_tensors_come_back_to_the_device_of_the_model() -> None:
     """A list of losses that were on the device: it is not there yet in the next attempt."""
     one = Box(losses=[])
