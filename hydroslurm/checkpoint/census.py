@@ -19,13 +19,14 @@ import types
 import weakref
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from time import thread_time
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hydroslurm.checkpoint import forms, rng
@@ -36,21 +37,19 @@ from hydroslurm.core.garbage import without_gc
 MOST_OBJECTS, MOST_S = 50_000, 0.5
 """Where a walk ends: objects that were entered, and seconds."""
 _LARGE, _LARGE_BYTES, _SAMPLED = 10_000, 2**20, 512
-_OF_MODULE = frozenset(vars(torch.nn.Module()))
+_OF_MODULE = frozenset(vars(nn.Module()))
 _WRAPPERS = ("torch.nn.parallel.", "torch._dynamo.", "torch.distributed.")
 _ARRAYS = (torch.Tensor, np.ndarray)
 _NAMES = (str, int, float, tuple, enum.Enum)
 _CONTAINERS = (dict, list, tuple, deque)
+_GROWING = (dict, list, deque, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _IN_PLACE = (*_ARRAYS, dict, list, deque, set, *rng.KINDS)
-_CODE = (
-    type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
-)  # fmt: skip
+_CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _NEVER = (
     type, types.ModuleType, types.BuiltinFunctionType, *_ARRAYS, np.generic, set, frozenset,
     torch.dtype, torch.device, str, bytes, bytearray, int, float, complex, type(None), *rng.KINDS,
 )  # fmt: skip
-_HEAP_TYPE = 1 << 9
-"""A flag of classes that Python code has made."""
+_HEAP_TYPE = 1 << 9  # a flag of classes that Python code has made
 _LOST = "has changed and cannot be saved: the next attempt begins without that"
 MOVED = "is an iterator that has moved, and nothing can bring it back to its place"
 _LIMIT = "is where the look for state has ended, behind {} objects: what changes in it is not saved"
@@ -109,7 +108,7 @@ class _Past:
 
     noted: dict[Any, Any] | None = None  # by what it is seen whether values have changed
     same: dict[Any, Callable[[], Any]] = field(default_factory=dict)  # what these were
-    objects: Collection[Any] = ()  # that were there
+    objects: Set[Any] = frozenset()  # that were there when the first step began
     begun: dict[Any, Any] = field(default_factory=dict)  # what had changed by the first step
     restored: set[Any] = field(default_factory=set)
     late: set[Any] = field(default_factory=set)  # of these, what was first set in a step
@@ -118,8 +117,7 @@ class _Past:
     def note(self, node: Node, values: Mapping[Any, Any]) -> None:
         if self.noted is None:
             self.noted, self.objects = _noted(values), set(node.objects)
-            things = {name: one for name, one in values.items() if type(one) not in FLAT}
-            self.same = {name: _reference(one) for name, one in things.items()}
+            self.same = {k: _reference(v) for k, v in values.items() if type(v) not in FLAT}
         new = node.objects.keys() & node.values.keys() - self.noted.keys()
         self.noted.update(_noted({name: node.values[name] for name in new}))
 
@@ -161,8 +159,9 @@ class Census:
         from now on, may be of this process: a time, a folder, its rank."""
         for node, past in self._look():
             # a copy of weights that a hook has made: the next attempt copies others
-            past.note(node, {} if isinstance(node.thing, torch.nn.Module) else node.values)
+            past.note(node, {} if isinstance(node.thing, nn.Module) else node.values)
             past.begun = _noted({k: v for k, v in node.values.items() if not past.shows(k, v)})
+            past.objects = set(node.objects)
 
     def state(self) -> dict[str, Any]:
         """All values that have changed, by the path of the object that has them."""
@@ -199,8 +198,7 @@ class Census:
         return rest
 
     def unkept(self) -> list[Unkept]:
-        """What has changed since :meth:`note` and is not saved; also what :meth:`state` has come
-        across. Each once."""
+        """What has changed since :meth:`note` and is not saved; each once."""
         for node, past in self._look():
             deque(self._changed(node, past), 0)  # for what is lost
             self._find_flags(node, past)
@@ -210,9 +208,6 @@ class Census:
         """What :meth:`state` has come across since it was asked last."""
         found, self._lost = self._lost, []
         return found
-
-    # --- inside
-    # --------------------------------------------------------------------------------------------
 
     def _look(self) -> list[tuple[Node, _Past]]:
         walk, self.optimizers = _Walk(self), {}
@@ -235,6 +230,10 @@ class Census:
                 self.name(node.at(name), kind, _LOST)
         if past.noted is None and not past.restored:
             return  # an object of this attempt: what has it says so
+        if isinstance(node.thing, _GROWING):
+            gone = noted.keys() - node.values.keys() - node.objects.keys()
+            if gone or node.objects.keys() != past.objects:
+                self.name(node.path, type(node.thing), _LOST)
         for name, value in node.values.items():
             is_drawn = self.all_generators and isinstance(value, rng.KINDS)
             is_new = name in past.restored or is_drawn or not past.shows(name, value)
@@ -285,7 +284,7 @@ class Census:
             node.thing._non_persistent_buffers_set.add(name)
             node.thing._buffers[name] = made
         elif "parameter" in marks and name not in node.weights:
-            _add_parameter(node.thing, name, torch.nn.Parameter(made, made.is_floating_point()))
+            _add_parameter(node.thing, name, nn.Parameter(made, made.is_floating_point()))
         elif made is not here:
             node.put(name, made)
         if name == "training":
@@ -319,7 +318,7 @@ class _Walk:
     def go(self, models: Mapping[str, Any], roots: Mapping[str, Any]) -> None:
         for name, model in models.items():
             self._mode[str(name)] = model.training
-            for module in torch.nn.Module.modules(model):
+            for module in nn.Module.modules(model):
                 self._of_models.add(id(module))
                 self._weights.update(map(_storage, _saved_tensors(module)))
         for name, thing in (*models.items(), *roots.items()):
@@ -350,7 +349,7 @@ class _Walk:
 
     def _may_enter(self, kind: type) -> bool:
         if kind not in self._entered:
-            is_ours = kind is Variables or issubclass(kind, torch.nn.Module)
+            is_ours = kind is Variables or issubclass(kind, nn.Module)
             is_known = not is_ours and bool(reason(kind, self._census.known))
             self._entered[kind] = not issubclass(kind, _NEVER) and not is_known
             self._offer_class(kind)
@@ -373,7 +372,7 @@ class _Walk:
             own = {k: v for k, v in vars(thing).items() if not hasattr(type(v), "__get__")}
             entries = {name: one for name, one in own.items() if name[:2] != "__"}
             self._take(Node(path, thing, functools.partial(type.__setattr__, thing)), entries)
-        elif issubclass(kind, torch.nn.Module):
+        elif issubclass(kind, nn.Module):
             self._enter_module(path, thing)
         elif issubclass(kind, types.FunctionType):
             self._enter_function(path, thing)
@@ -399,18 +398,17 @@ class _Walk:
             self._take(node, {name: dict.__getitem__(thing, key) for name, key in keys.items()})
         elif issubclass(kind, (list, deque, tuple)):
             base: Any = next(one for one in (list, deque, tuple) if issubclass(kind, one))
-            write = _no_put if base is tuple else functools.partial(base.__setitem__, thing)
+            put = _no_put if base is tuple else functools.partial(_put_in_list, base, thing)
             entries = dict(enumerate(itertools.islice(base.__iter__(thing), _LARGE)))
-            self._take(Node(path, thing, write), entries)
+            self._take(Node(path, thing, put), entries)
         is_container = isinstance(thing, _CONTAINERS)
         self._enter_attributes(f"{path}'s attributes" if is_container else path, thing)
 
     def _enter_attributes(self, path: str, thing: Any) -> None:
         """Those in ``__dict__`` and ``__slots__``."""
-        try:
+        own: Any = None
+        with contextlib.suppress(Exception):  # none, or a proxy of somebody's
             own = object.__getattribute__(thing, "__dict__")
-        except Exception:  # none, or a proxy of somebody's
-            own = None
         found = dict(own) if type(own) is dict else {}
         for kind in type(thing).__mro__:
             for name, slot in vars(kind).items():
@@ -471,9 +469,10 @@ class _Walk:
             if self._mode.setdefault(path.partition(".")[0], module.training):
                 modes[path] = module.training
             node.values["training"] = modes.get(path, bool(module.training))
-        for name, child in own["_modules"].items():
-            if child is not None:
-                self._offer(f"{path}.{name}", child)
+        children = {name: one for name, one in own["_modules"].items() if one is not None}
+        node.objects.update({} if is_saved else children)
+        for name, child in children.items():
+            self._offer(f"{path}.{name}", child)
 
     def _take(self, node: Node, entries: Mapping[Any, Any]) -> None:
         """Sort the entries of an object into values and objects."""
@@ -509,14 +508,22 @@ def _put_in_module(module: Any, name: str, value: Any) -> None:
         (own["_buffers"] if name in own["_buffers"] else own)[name] = value
 
 
-def _add_parameter(module: Any, name: str, made: torch.nn.Parameter) -> None:
+def _add_parameter(module: Any, name: str, made: nn.Parameter) -> None:
     """One that the script adds while it trains. torch's containers count theirs themselves."""
-    if isinstance(module, torch.nn.ParameterList):
+    if isinstance(module, nn.ParameterList):
         module.append(made)
-    elif isinstance(module, torch.nn.ParameterDict):
+    elif isinstance(module, nn.ParameterDict):
         module[name] = made
     else:
         module.register_parameter(name, made)
+
+
+def _put_in_list(base: Any, thing: Any, number: int, value: Any) -> None:
+    """Also behind the end; where objects before it are missing it has no place."""
+    if number < base.__len__(thing):
+        base.__setitem__(thing, number, value)
+    elif number == base.__len__(thing):
+        base.append(thing, value)
 
 
 def _no_put(name: Any, value: Any) -> None:
@@ -535,23 +542,18 @@ def shown(path: str) -> str:
     return path.rpartition("().")[2]
 
 
-def _saved_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+def _saved_tensors(module: nn.Module) -> list[torch.Tensor]:
     """The parameters of a module and those of its buffers that are part of its state."""
     own = vars(module)
-    for name, one in (*own["_parameters"].items(), *own["_buffers"].items()):
-        if one is not None and name not in own["_non_persistent_buffers_set"]:
-            yield one
+    found, left_out = {**own["_parameters"], **own["_buffers"]}, own["_non_persistent_buffers_set"]
+    return [one for name, one in found.items() if one is not None and name not in left_out]
 
 
 def _storage(tensor: torch.Tensor) -> int:
     with contextlib.suppress(RuntimeError):  # a sparse one has none
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        if type(tensor) in (torch.Tensor, nn.Parameter):
             return tensor.untyped_storage().data_ptr() or id(tensor)
     return id(tensor)
-
-
-# --- what tells whether something has changed
-# ------------------------------------------------------------------------------------------------
 
 
 def _place_of(value: Any) -> object:

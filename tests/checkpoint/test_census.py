@@ -527,6 +527,36 @@ def test_parameters_that_a_module_of_no_state_dict_gets_later(kind: Any) -> None
         assert len(after) == len(before) == 3
 
 
+@pytest.mark.parametrize(
+    ("make", "change", "named"),
+    [
+        (lambda: [Box(), 1], lambda it: it.append(2), False),
+        (lambda: [Box(), 1], lambda it: it.pop(), True),
+        (lambda: [Box()], lambda it: it.append(Box()), True),
+        (lambda: deque([Box()]), lambda it: it.clear(), True),
+        (lambda: {"a": Box(), "b": 1}, lambda it: it.pop("b"), True),
+        (lambda: {"a": Box()}, lambda it: it.update(b=Box()), True),
+        (lambda: torch.nn.ModuleList([torch.nn.ReLU()]), lambda it: it.append(it[0]), True),
+        (lambda: torch.nn.ModuleDict({"a": torch.nn.ReLU()}), lambda it: it.pop("a"), True),
+        (lambda: torch.nn.ParameterDict({"a": torch.ones(1)}), lambda it: it.pop("a"), True),
+    ],
+)
+def test_what_is_put_into_collections_of_objects(
+    make: Callable[[], Any], change: Callable[[Any], Any], named: bool
+) -> None:
+    """The next attempt has the objects that the script makes: those that are more or fewer are
+    named, and a value behind them comes back."""
+    before, after = make(), make()
+    census, again = noted(before), noted(after)
+    census.begin()
+    change(before)
+    saved = census.state()
+    said = [str(one) for one in census.unkept()]
+    assert [one.rpartition(") ")[2] for one in said] == [census_module._LOST] * named, said
+    assert again.restore(saved) == {}
+    assert named or after[1:] == before[1:]
+
+
 def test_tensors_come_back_to_the_device_of_the_model() -> None:
     """A list of losses that were on the device: it is not there yet in the next attempt."""
     one = Box(losses=[])
