@@ -140,7 +140,8 @@ void wait_for_device(Queue &queue, int64_t bound_ns) noexcept {
     const int64_t poll_ns = std::clamp(bound_ns / (4 * kSlicesInBound), kShortestPoll_ns, kLongestPoll_ns);
     const int64_t began_ns = mono_ns();
     void *gil = gil_give_up();
-    while (must_wait(queue, bound_ns) && gate.closed.load() == 0 && ahead.bound_ns.load() != 0) {
+    /* a gate that is closed and not armed yet holds nobody: launches would run away until it is */
+    while (must_wait(queue, bound_ns) && !(gate.closed.load() != 0 && gate.armed.load()) && ahead.bound_ns.load() != 0) {
         pthread_mutex_unlock(&ahead.lock);
         futex_wait(gate.closed, 0, poll_ns);
         pthread_mutex_lock(&ahead.lock);
