@@ -114,9 +114,10 @@ class Child:
 
     def _pump(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
-            self._queue.put(line.rstrip("\n"))
+        with contextlib.suppress(ValueError):  # closed, while an orphan has the other end
+            for line in self.process.stdout:
+                self.lines.append(line.rstrip("\n"))
+                self._queue.put(line.rstrip("\n"))
         self._queue.put(None)
 
     def close(self) -> None:

@@ -80,6 +80,8 @@ class _Zygote:
                 [sys.executable, "-u", __file__, str(theirs.fileno()), *loads],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                # what a test asks of its child would begin in this process
+                env={k: v for k, v in os.environ.items() if not k.startswith("HYDROSLURM_")},
             )
         self._socket = ours
         self._new: queue.SimpleQueue[_Forked] = queue.SimpleQueue()
