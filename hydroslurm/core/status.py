@@ -373,10 +373,10 @@ def _with_ranks(status: RankStatus, event: Event) -> RankStatus:
     kind = event.kind
     if kind in (EventKind.RANKS_JOINED, EventKind.PARKED):
         return replace(status, world_size=event.data.get("world_size", status.world_size))
-    if kind is EventKind.AGREEMENT_FAILED and event.data.get("what") == "connection":
-        return replace(status, world_size=1)
-    if kind is EventKind.COORDINATOR_LOST:
-        return replace(status, all_parked=None)
+    if kind in (EventKind.AGREEMENT_FAILED, EventKind.COORDINATOR_LOST):
+        is_alone = event.data.get("what") == "connection"
+        world_size = 1 if is_alone else status.world_size
+        return replace(status, world_size=world_size, all_parked=None)
     if kind is EventKind.ALL_PARKED:
         in_flight = event.data.get("in_flight")
         return replace(status, all_parked=Moment.of(event), in_flight=in_flight)

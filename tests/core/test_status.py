@@ -46,6 +46,7 @@ ALL_PARKED = _event(EventKind.ALL_PARKED, 8, of_ranks=[3], in_flight=0)
 RESUMED = _event(EventKind.RESUMED, 9, pause=1, causes=[])
 BEHIND = _event(EventKind.PARKED, 6, pause=1, park_us=900.0, causes=["user", "peers"], held=1)
 LOST = _event(EventKind.AGREEMENT_FAILED, 9, what="connection", message="gone")
+NOT_AGREED = _event(EventKind.AGREEMENT_FAILED, 9, what="park", message="late")
 NOT_COPIED = _event(EventKind.SAVE_NOT_COPIED, 2, reason="there is no memory")
 
 
@@ -64,6 +65,7 @@ NOT_COPIED = _event(EventKind.SAVE_NOT_COPIED, 2, reason="there is no memory")
         ([INSTALLED, JOINED, *PAUSED[1:], ALL_PARKED], "parked", 4, True),
         ([*PAUSED, ALL_PARKED, RESUMED], "running", 9, False),
         ([INSTALLED, JOINED, LOST], "running", 1, False),
+        ([INSTALLED, JOINED, *PAUSED[1:], ALL_PARKED, NOT_AGREED], "parked", 4, False),
         # the line of a closing may follow that of the agreement which came of it
         ([INSTALLED, ALL_PARKED, CLOSED, PARK], "parked", 4, True),
     ],
