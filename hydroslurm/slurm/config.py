@@ -89,9 +89,10 @@ class Config(Mapping[str, str]):
 
     @property
     def kill_wait_s(self) -> int:
-        """Seconds between SIGTERM and SIGKILL when a job is ended."""
+        """Seconds between SIGTERM and SIGKILL when a job is ended, as slurmd applies it: at least
+        5 (_rpc_terminate_job in req.c)."""
         found = re.match(r"\d+", self.get("KillWait", ""))
-        return int(found[0]) if found else 30
+        return max(5, int(found[0])) if found else 30
 
     @property
     def cred_expire_s(self) -> int:

@@ -13,8 +13,6 @@ from hydroslurm.errors import SlurmError, UsageError
 from hydroslurm.slurm.client import Config, SlurmClient
 from hydroslurm.slurm.values import Job, Partition, Qos
 
-LEAST_KILL_WAIT_S = 5
-"""slurmd raises a smaller KillWait to this (_rpc_terminate_job in req.c)."""
 KILL_COMES_EARLY_S = 0.4
 """slurmd sleeps 0.67 s of KillWait and counts it as 1 (_pause_for_job_completion), so SIGKILL
 comes 0.33 s before KillWait is over. Measured with 1, 5, 6 and 10 s."""
@@ -97,7 +95,7 @@ class SitePolicy:
     @property
     def kill_after_s(self) -> float:
         """The least time from the final SIGTERM to SIGKILL."""
-        return kill_after_s(self.kill_wait_s)
+        return self.kill_wait_s - KILL_COMES_EARLY_S
 
     def time_left(self, kind: StopKind, *, warning_s: float = 0.0) -> TimeLeft:
         """The least time that a stop yet to come leaves, from the first signal on.
@@ -127,11 +125,6 @@ class SitePolicy:
         return TimeLeft(self.kill_after_s, f"{causes[kind]}; {wait}")
 
 
-def kill_after_s(kill_wait_s: int) -> float:
-    """What slurmd makes of KillWait."""
-    return max(kill_wait_s, LEAST_KILL_WAIT_S) - KILL_COMES_EARLY_S
-
-
 def site_policy(
     config: Config,
     partition: Partition,
@@ -154,7 +147,7 @@ def site_policy(
     never = SitePolicy(
         action=PreemptAction.NEVER,
         exempt_s=config.exempt_s,
-        kill_wait_s=max(config.kill_wait_s, LEAST_KILL_WAIT_S),
+        kill_wait_s=config.kill_wait_s,
         may_requeue=may_requeue,
         requeue_why=requeue_why,
     )
@@ -228,7 +221,7 @@ class Policies:
     @property
     def kill_after_s(self) -> float:
         """As :attr:`SitePolicy.kill_after_s`, which is the same for all jobs."""
-        return kill_after_s(self._config.kill_wait_s)
+        return self._config.kill_wait_s - KILL_COMES_EARLY_S
 
     def of(self, job: Job) -> SitePolicy | None:
         """None for a job of a partition that is new since then."""

@@ -54,7 +54,6 @@ void after_fork_in_child() {
     gate.quiet.store(0);
     gate.stale_callback.store(gate.armed.exchange(false) || gate.stale_callback.load());
     gate.quit.store(false);
-    window_clear();
     hold_after_fork();
     trace_after_fork();
     ahead_after_fork();

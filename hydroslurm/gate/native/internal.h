@@ -165,7 +165,7 @@ struct CollectiveWindow {
 /* May a training thread, met at this operator of a closed gate, go on? Counts it if so. */
 bool window_admits(uint32_t closing, const char *name, bool backward_node) noexcept;
 bool window_has_moved() noexcept; /* has somebody gone on, or may, since all were found at rest? */
-void window_clear() noexcept; /* while the gate is open, or in a forked child */
+void window_clear() noexcept; /* while the gate is open */
 
 struct Gate {
     std::atomic<pid_t> owner{0};  /* the process that started it; 0: stopped */
