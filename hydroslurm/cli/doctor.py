@@ -120,8 +120,8 @@ def _print(facts: Facts, found: tuple[Finding, ...]) -> None:
     console = Console(highlight=False)
     console.print(_headline(facts), markup=False)
     times = Table("stop", "seconds", "because", box=None, pad_edge=False)
-    for kind, left in facts.stops():
-        times.add_row(LABELS[kind], f"{left.seconds:.1f}", left.why)
+    for reason, left in facts.stops():
+        times.add_row(LABELS[reason], f"{left.seconds:.1f}", left.why)
     console.print()
     console.print("Minimum time from the first signal to SIGKILL:")
     console.print(times)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hydroslurm.checkpoint.deadline import SAFETY
 from hydroslurm.observe.folder import RunFacts
-from hydroslurm.slurm.policy import PreemptAction, SitePolicy, StopKind
+from hydroslurm.slurm.policy import PreemptAction, SitePolicy, StopReason
 from hydroslurm.slurm.values import Job, JobState
 
 STUCK_S = 60.0
@@ -232,7 +232,7 @@ def loss_now(
         return WorkAtRisk("this site's grace is not known", unsaved.steps, unsaved.seconds)
     if facts.save_s is None:
         return WorkAtRisk("how long a save takes is not known yet", unsaved.steps, unsaved.seconds)
-    left_s = policy.time_left(StopKind.PREEMPTED).seconds
+    left_s = policy.time_left(StopReason.PREEMPTED).seconds
     if policy.action is PreemptAction.NEVER:
         left_s = policy.kill_after_s  # an operator may stop it: the least that any stop leaves
     needs_s = _step_s(facts) + SAFETY * facts.save_s

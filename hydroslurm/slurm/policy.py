@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.errors import SlurmError, UsageError
 from hydroslurm.slurm.client import Config, SlurmClient
 from hydroslurm.slurm.values import Job, Partition, Qos
@@ -36,15 +37,33 @@ _ACTIONS = {
 }
 
 
-class StopKind(str, Enum):
-    """What may end a job's processes; it determines how long they have."""
+class StopReason(str, Enum):
+    """Why a job's processes end; it determines how long they have."""
 
     PREEMPTED = "preempted"
-    TIME_LIMIT_WARNED = "time_limit_warned"
     TIME_LIMIT = "time_limit"
     CANCELLED = "cancelled"
     REQUEUED = "requeued"
-    NODE_FAILURE = "node_failure"
+    """The job is already pending again: an operator's requeue, or a preemption without grace, which
+    only accounting can tell from one."""
+    NODE_FAILING = "node_failing"
+    ASKED = "asked"
+    """A user or a program sent the signal; Slurm would let the job continue."""
+    UNKNOWN = "unknown"
+
+    @property
+    def requeue(self) -> bool:
+        """Whether to ask Slurm to start the job again; "already pending" is success.
+
+        A cancelled job must not be requeued: Slurm would do it while its processes live (measured),
+        and override the user.
+        """
+        return self is not StopReason.CANCELLED
+
+    @property
+    def exit_code(self) -> int:
+        """The status to exit with once the state is saved."""
+        return RUN_AGAIN if self.requeue else CANCELLED
 
 
 @dataclass(frozen=True)
@@ -97,32 +116,33 @@ class SitePolicy:
         """The least time from the final SIGTERM to SIGKILL."""
         return self.kill_wait_s - KILL_COMES_EARLY_S
 
-    def time_left(self, kind: StopKind, *, warning_s: float = 0.0) -> TimeLeft:
+    def time_left(self, reason: StopReason, *, warning_s: float = 0.0) -> TimeLeft:
         """The least time that a stop yet to come leaves, from the first signal on.
 
         Args:
-            warning_s: the T of ``--signal=X@T``, for TIME_LIMIT_WARNED.
+            reason: neither ASKED nor UNKNOWN, after which nothing needs to follow.
+            warning_s: the T of ``--signal=X@T``, for TIME_LIMIT; 0 without one.
         """
         wait = f"KillWait={self.kill_wait_s}, of which slurmd uses all but {KILL_COMES_EARLY_S:g} s"
-        if kind is StopKind.NODE_FAILURE:
+        if reason is StopReason.NODE_FAILING:
             return TimeLeft(0.0, "a node that fails gives no notice")
-        if kind is StopKind.TIME_LIMIT_WARNED:
+        if reason is StopReason.TIME_LIMIT and warning_s:
             early = f"--signal comes {warning_s:g} s before the time limit or earlier"
             return TimeLeft(warning_s + self.kill_after_s, f"{early}; {wait}")
-        if kind is StopKind.PREEMPTED and self.grace_s and not self.gang:
+        if reason is StopReason.PREEMPTED and self.grace_s and not self.gang:
             # Slurm counts the grace in whole seconds, including the one under way
             seconds = self.grace_s - 1 + self.kill_after_s
             return TimeLeft(seconds, f"{self.grace_why}, then {wait}")
         ignored = f", which ignores {self.grace_why}" if self.grace_s else ""
         causes = {
-            StopKind.PREEMPTED: f"gang scheduling preempts here{ignored}"
+            StopReason.PREEMPTED: f"gang scheduling preempts here{ignored}"
             if self.gang
             else self.grace_why,
-            StopKind.TIME_LIMIT: "SIGTERM comes when the time limit is over",
-            StopKind.CANCELLED: "scancel ends the job at once",
-            StopKind.REQUEUED: "scontrol requeue ends the job at once",
+            StopReason.TIME_LIMIT: "SIGTERM comes when the time limit is over",
+            StopReason.CANCELLED: "scancel ends the job at once",
+            StopReason.REQUEUED: "scontrol requeue ends the job at once",
         }
-        return TimeLeft(self.kill_after_s, f"{causes[kind]}; {wait}")
+        return TimeLeft(self.kill_after_s, f"{causes[reason]}; {wait}")
 
 
 def site_policy(

@@ -19,14 +19,12 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import KW_ONLY, dataclass, replace
-from enum import Enum
 
-from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import SlurmError, StaleAttempt
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.policy import WARNING_EARLY_S, Policies, read_policies
+from hydroslurm.slurm.policy import WARNING_EARLY_S, Policies, StopReason, read_policies
 from hydroslurm.slurm.refusals import RetryPolicy
 from hydroslurm.slurm.values import Job, JobState
 
@@ -36,35 +34,6 @@ IN_GRACE = RetryPolicy(
 """For the client that asks within the grace, where every second is lost to the save."""
 USUAL_WARNING_S = 120.0
 """An earlier warning of the time limit is recognized only if ``warning_s`` is given."""
-
-
-class StopReason(str, Enum):
-    """Why a rank was told to stop."""
-
-    PREEMPTED = "preempted"
-    TIME_LIMIT = "time_limit"
-    CANCELLED = "cancelled"
-    REQUEUED = "requeued"
-    """The job is already pending again: an operator's requeue, or a preemption without grace, which
-    only accounting can tell from one."""
-    NODE_FAILING = "node_failing"
-    ASKED = "asked"
-    """A user or a program sent the signal; Slurm would let the job continue."""
-    UNKNOWN = "unknown"
-
-    @property
-    def requeue(self) -> bool:
-        """Whether to ask Slurm to start the job again; "already pending" is success.
-
-        A cancelled job must not be requeued: Slurm would do it while its processes live (measured),
-        and override the user.
-        """
-        return self is not StopReason.CANCELLED
-
-    @property
-    def exit_code(self) -> int:
-        """The status to exit with once the state is saved."""
-        return RUN_AGAIN if self.requeue else CANCELLED
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from processes import has_ended, wait_until
 
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.slurm.client import JobState, RetryPolicy, open_client
-from hydroslurm.slurm.stops import IN_GRACE, StopReason, ask_why
+from hydroslurm.slurm.policy import StopReason
+from hydroslurm.slurm.stops import IN_GRACE, ask_why
 
 pytestmark = pytest.mark.slurm
 

@@ -13,7 +13,7 @@ import pytest
 from hydroslurm.errors import NoSuchJob
 from hydroslurm.slurm import limit_warning
 from hydroslurm.slurm.limit_warning import LimitWarning, requested_warnings, why_warned
-from hydroslurm.slurm.stops import StopReason
+from hydroslurm.slurm.policy import StopReason
 from hydroslurm.slurm.values import Job, JobState
 
 SCRIPT = "#!/bin/bash\n#SBATCH --signal=USR1@90 --requeue\nsrun python a.py --signal=HUP@1\n"

@@ -11,7 +11,7 @@ from hydroslurm.slurm.policy import (
     KILL_COMES_EARLY_S,
     PreemptAction,
     SitePolicy,
-    StopKind,
+    StopReason,
     find_partition,
     site_policy,
 )
@@ -123,24 +123,24 @@ def test_time_left() -> None:
     kill_s = 30 - KILL_COMES_EARLY_S
     assert policy.kill_after_s == kill_s
     bounds = {
-        StopKind.PREEMPTED: 59 + kill_s,
-        StopKind.TIME_LIMIT: kill_s,
-        StopKind.CANCELLED: kill_s,
-        StopKind.REQUEUED: kill_s,
-        StopKind.NODE_FAILURE: 0,
+        StopReason.PREEMPTED: 59 + kill_s,
+        StopReason.TIME_LIMIT: kill_s,
+        StopReason.CANCELLED: kill_s,
+        StopReason.REQUEUED: kill_s,
+        StopReason.NODE_FAILING: 0,
     }
     for kind, seconds in bounds.items():
         left = policy.time_left(kind)
         assert left.seconds == seconds
         assert left.why
-    warned = policy.time_left(StopKind.TIME_LIMIT_WARNED, warning_s=90)
+    warned = policy.time_left(StopReason.TIME_LIMIT, warning_s=90)
     assert warned.seconds == 90 + kill_s
 
 
 def test_what_shortens_or_lengthens_it() -> None:
     """KillWait is all there is under gang scheduling, and the sentence says so; KillWait=1 is 5 to
     slurmd."""
-    left = _policy(GANG, _low(grace_s=60)).time_left(StopKind.PREEMPTED)
+    left = _policy(GANG, _low(grace_s=60)).time_left(StopReason.PREEMPTED)
     assert left.seconds == 30 - KILL_COMES_EARLY_S
     assert "ignores GraceTime=60 of partition low" in left.why
     policy = _policy({**REQUEUE, "KillWait": "1 sec"})

@@ -17,8 +17,8 @@ from slurm.victims import Victim, preempt
 from hydroslurm.core.jobid import JobId
 from hydroslurm.devcluster import DevCluster
 from hydroslurm.slurm.client import SlurmClient, open_client
-from hydroslurm.slurm.policy import Policies, PreemptAction, SitePolicy, StopKind
-from hydroslurm.slurm.stops import IN_GRACE, Stop, StopReason, ask_why
+from hydroslurm.slurm.policy import Policies, PreemptAction, SitePolicy, StopReason
+from hydroslurm.slurm.stops import IN_GRACE, Stop, ask_why
 from hydroslurm.slurm.values import JobState
 
 pytestmark = pytest.mark.slurm
@@ -105,7 +105,7 @@ def test_grace(
     job = _client(cluster).job(clever.id)
     assert job.restart_count == 1
     assert job.state in (JobState.COMPLETING, JobState.PENDING)
-    planned = _policy(stubborn).time_left(StopKind.PREEMPTED)
+    planned = _policy(stubborn).time_left(StopReason.PREEMPTED)
     assert _check(stubborn, stop, told_at) >= planned.seconds - LATE_S
     assert planned.seconds > cluster.spec.grace_s
 

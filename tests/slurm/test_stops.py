@@ -14,8 +14,8 @@ from hydroslurm.errors import ControllerUnreachable, NoSuchJob
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.policy import Policies
-from hydroslurm.slurm.stops import Stop, StopReason, ask_why, requeue, why_stopped
+from hydroslurm.slurm.policy import Policies, StopReason
+from hydroslurm.slurm.stops import Stop, ask_why, requeue, why_stopped
 from hydroslurm.slurm.values import Job, JobState, Partition
 
 URGENT = Partition(name="urgent", priority_tier=10, nodes=("n1",))

@@ -11,7 +11,7 @@ from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import RankStatus
 from hydroslurm.jobs.supervisor.attempts import Attempt, condition_reason, recorded_stop_reason
 from hydroslurm.jobs.supervisor.conditions import Condition, ConditionType, final_condition
-from hydroslurm.slurm.stops import StopReason
+from hydroslurm.slurm.policy import StopReason
 from hydroslurm.slurm.values import Job, JobState
 
 _BEFORE_NS = 5 * 10**9

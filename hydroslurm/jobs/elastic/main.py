@@ -43,7 +43,8 @@ from hydroslurm.jobs.supervisor.conditions import (
 from hydroslurm.jobs.supervisor.main import clean, log, trusted_plan
 from hydroslurm.jobs.supervisor.tensorboard import tensorboard
 from hydroslurm.slurm.client import open_client
-from hydroslurm.slurm.stops import IN_GRACE, StopReason, ask_why
+from hydroslurm.slurm.policy import StopReason
+from hydroslurm.slurm.stops import IN_GRACE, ask_why
 
 LEAVE_S = 60.0
 """So long members of a run that has failed may take to save and go; a cancelled job's coordinator

@@ -23,7 +23,8 @@ from hydroslurm.errors import HydroslurmError, StaleAttempt, UsageError, WrongJo
 from hydroslurm.runtime.autoload import PREEMPT_ENV, say
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import JobState, RetryPolicy, SlurmClient, open_client
-from hydroslurm.slurm.stops import IN_GRACE, StopReason, requeue, why_stopped
+from hydroslurm.slurm.policy import StopReason
+from hydroslurm.slurm.stops import IN_GRACE, requeue, why_stopped
 
 ONCE = RetryPolicy(give_up_after_s=0.0)
 PATIENCE = RetryPolicy(first_delay_s=1.0, give_up_after_s=31.0)

@@ -36,7 +36,8 @@ from hydroslurm.jobs.supervisor.exit_policy import (
     Action,
     ExitDecision,
 )
-from hydroslurm.slurm.stops import Stop, StopReason
+from hydroslurm.slurm.policy import StopReason
+from hydroslurm.slurm.stops import Stop
 
 _MOST_BYTES = 16 << 20
 """An attempt takes about 500 bytes."""

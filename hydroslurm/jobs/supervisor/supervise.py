@@ -62,7 +62,8 @@ from hydroslurm.jobs.supervisor.job_step import (
 )
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
-from hydroslurm.slurm.stops import Stop, StopReason, ask_why, check_newest, requeue
+from hydroslurm.slurm.policy import StopReason
+from hydroslurm.slurm.stops import Stop, ask_why, check_newest, requeue
 from hydroslurm.slurm.values import Job
 
 PEERS_S = 10.0

@@ -7,7 +7,7 @@ from enum import Enum
 
 from hydroslurm.observe.doctor.script import ScriptOptions
 from hydroslurm.slurm.config import Config
-from hydroslurm.slurm.policy import PreemptAction, SitePolicy, StopKind, TimeLeft
+from hydroslurm.slurm.policy import PreemptAction, SitePolicy, StopReason, TimeLeft
 from hydroslurm.slurm.values import Job, Partition
 
 
@@ -115,16 +115,15 @@ class Facts:
             return True
         return self.job.end_epoch_s is not None or self.job.time_limit_s is not None
 
-    def stops(self) -> tuple[tuple[StopKind, TimeLeft], ...]:
-        """Each kind of stop that can happen here and the time it leaves, in the report's order."""
+    def stops(self) -> tuple[tuple[StopReason, TimeLeft], ...]:
+        """Each stop that can happen here and the time it leaves, in the report's order."""
         script = self.script
         warns = script is not None and script.saves_at_warning
         warning_s = script.warning.before_s if warns and script and script.warning else 0.0
-        kinds = [StopKind.PREEMPTED] if self.is_preempted_to_stop else []
-        if self.has_time_limit:
-            kinds.append(StopKind.TIME_LIMIT_WARNED if warns else StopKind.TIME_LIMIT)
-        kinds += [StopKind.REQUEUED, StopKind.CANCELLED, StopKind.NODE_FAILURE]
-        return tuple((kind, self.policy.time_left(kind, warning_s=warning_s)) for kind in kinds)
+        reasons = [StopReason.PREEMPTED] if self.is_preempted_to_stop else []
+        reasons += [StopReason.TIME_LIMIT] if self.has_time_limit else []
+        reasons += [StopReason.REQUEUED, StopReason.CANCELLED, StopReason.NODE_FAILING]
+        return tuple((each, self.policy.time_left(each, warning_s=warning_s)) for each in reasons)
 
 
 class Severity(str, Enum):

@@ -13,7 +13,7 @@ from typing import Any
 
 from hydroslurm.observe.doctor import clocks, manyranks, risks
 from hydroslurm.observe.doctor.facts import Facts, Finding, Saver, Severity
-from hydroslurm.slurm.policy import PreemptAction, StopKind
+from hydroslurm.slurm.policy import PreemptAction, StopReason
 
 VERSION = 1
 """Raised when a field is removed or changes its meaning; fields may be added at any time."""
@@ -92,11 +92,11 @@ def as_json(facts: Facts, findings: tuple[Finding, ...]) -> dict[str, Any]:
         },
         "time_left": [
             {
-                "kind": kind.value,
+                "kind": reason.value,
                 "seconds": left.seconds if math.isfinite(left.seconds) else None,
                 "why": left.why,
             }
-            for kind, left in facts.stops()
+            for reason, left in facts.stops()
         ],
         "saver": facts.saver.value,
         "save": asdict(facts.save) if facts.save else None,
@@ -182,10 +182,10 @@ def _without_run(facts: Facts, preemption: str, because: str) -> Finding:
 
 def _save_fits(facts: Facts) -> Finding:
     """Compare a save with the shortest stop: first of those by Slurm itself, then of all."""
-    own = {StopKind.PREEMPTED, StopKind.TIME_LIMIT, StopKind.TIME_LIMIT_WARNED}
+    own = {StopReason.PREEMPTED, StopReason.TIME_LIMIT}
     if facts.script is None:
-        own.discard(StopKind.TIME_LIMIT)  # it may ask for a warning; we cannot see
-    stops = [(kind, left) for kind, left in facts.stops() if kind is not StopKind.NODE_FAILURE]
+        own.discard(StopReason.TIME_LIMIT)  # it may ask for a warning; we cannot see
+    stops = [stop for stop in facts.stops() if stop[0] is not StopReason.NODE_FAILING]
     left = min((left for _, left in stops), key=lambda left: left.seconds)
     least = f"{left.seconds:.1f} s ({left.why})"
     if facts.save is None:
@@ -194,7 +194,7 @@ def _save_fits(facts: Facts) -> Finding:
         return Finding("save", Severity.NOTE, "save time not known", text, fix)
     save_s = facts.save.save_s
     took = f"A save takes {save_s:.1f} s ({facts.save.source})"
-    own_s = min((left.seconds for kind, left in stops if kind in own), default=math.inf)
+    own_s = min((left.seconds for reason, left in stops if reason in own), default=math.inf)
     if save_s > own_s:
         text = f"{took}; {_WANTED} {least}. All steps since the last periodic save would be lost."
         return Finding("save", Severity.LOSS, "a save does not fit", text, save_fix(facts))
@@ -221,11 +221,10 @@ def save_fix(facts: Facts) -> str:
 
 
 LABELS = {
-    StopKind.PREEMPTED: "preempted",
-    StopKind.TIME_LIMIT_WARNED: "time limit, warned",
-    StopKind.TIME_LIMIT: "time limit, no warning",
-    StopKind.CANCELLED: "scancel",
-    StopKind.REQUEUED: "scontrol requeue",
-    StopKind.NODE_FAILURE: "node failure",
+    StopReason.PREEMPTED: "preempted",
+    StopReason.TIME_LIMIT: "time limit",
+    StopReason.CANCELLED: "scancel",
+    StopReason.REQUEUED: "scontrol requeue",
+    StopReason.NODE_FAILING: "node failure",
 }
-"""Each kind of stop, in words."""
+"""Each reason of a stop, in words."""

@@ -29,7 +29,7 @@ from hydroslurm.jobs.supervisor.attempts import (
 )
 from hydroslurm.jobs.supervisor.conditions import FORMAT, add_condition, read_conditions
 from hydroslurm.jobs.supervisor.exit_policy import Action, ExitDecision
-from hydroslurm.slurm.stops import StopReason
+from hydroslurm.slurm.policy import StopReason
 
 
 def test_attempts_are_numbered_over_requeues(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_pause(pause_cluster: Part, run: Doctor, tmp_path: Path) -> None:
     assert answer["policy"]["suspend_grace_s"] == 2
     assert _severities(answer)["gres"] == "note"
     assert [row["kind"] for row in answer["time_left"]] == [
-        "time_limit", "requeued", "cancelled", "node_failure",
+        "time_limit", "requeued", "cancelled", "node_failing",
     ]  # fmt: skip
     table = run(pause_cluster)
     assert table.exit_code == 0
@@ -109,7 +109,7 @@ def test_requeue_with_a_running_job(requeue_cluster: Part, run: Doctor, tmp_path
         assert answer["work_would_be_lost"] is False
         left = {row["kind"]: row["seconds"] for row in answer["time_left"]}
         assert left["preempted"] > left["requeued"] == left["cancelled"] > 0
-        assert left["time_limit_warned"] > 30
+        assert left["time_limit"] > 30
         # it runs, and nobody in it has announced itself
         assert _severities(answer) == {"preemption": "risk", "save": "ok"}
         assert answer["saver"] == "nobody"

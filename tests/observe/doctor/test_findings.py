@@ -15,7 +15,7 @@ from hydroslurm.observe.doctor.gather import last_save, why_untrusted
 from hydroslurm.observe.doctor.script import ScriptOptions, read_script
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.limit_warning import LimitWarning
-from hydroslurm.slurm.policy import StopKind, site_policy
+from hydroslurm.slurm.policy import StopReason, site_policy
 from hydroslurm.slurm.values import Job, JobState, Partition
 
 OK, NOTE, RISK, LOSS = Severity.OK, Severity.NOTE, Severity.RISK, Severity.LOSS
@@ -197,8 +197,8 @@ def test_only_a_warning_that_makes_the_ranks_save_gives_them_time(
 ) -> None:
     """Any other leaves what the time limit leaves, KillWait."""
     facts = _warned(option, signals=signals)
-    kinds = {kind for kind, _ in facts.stops()}
-    assert (StopKind.TIME_LIMIT_WARNED in kinds) is saves
+    left = dict(facts.stops())[StopReason.TIME_LIMIT]
+    assert ("--signal" in left.why) is saves
     assert _found(facts)["save"].severity is (RISK if saves else LOSS)
 
 
