@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from hydroslurm.checkpoint.catalog import EPOCH
-from hydroslurm.checkpoint.newest import Found, Load
+from hydroslurm.checkpoint.newest import Found
 from hydroslurm.checkpoint.outcome import Saved
-from hydroslurm.checkpoint.store import Checkpoint, State
+from hydroslurm.checkpoint.store import Checkpoint
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress
 from hydroslurm.compat.tasks import Client, LocalSession, TaskGroup
 from hydroslurm.core import rundir
 from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
 from hydroslurm.training.reporting import notice, warning
-from hydroslurm.training.run import Run
+from hydroslurm.training.session import Session
 
 
 class JobRunner:
@@ -121,7 +121,7 @@ class JobRunner:
             elif rundir.from_environment(os.environ) is None:
                 directory = stack.enter_context(_folder_for_now())
             run = JobRun(self, client, directory=directory, origin=origin)
-            stack.enter_context(run)  # writes the marker of a finished run at its end
+            stack.enter_context(run.ending())  # writes the marker of a finished run at its end
             stack.enter_context(self.job.running(run))
             run.train(at_least_one=at_least_one)
         if manager is not None:
@@ -169,11 +169,8 @@ def _folder_for_now() -> Iterator[Path]:
         yield Path(folder)
 
 
-class JobRun(Run):
+class JobRun:
     """What ``job.run`` is: one attempt of a job, whose groups a client runs in order.
-
-    Functions of a job use ``step``, ``epoch``, :meth:`epoch_batches`, :meth:`safe_point`,
-    :meth:`check_stop`, :meth:`save`, ``stop_requested`` and :meth:`request_stop`.
 
     Attributes:
         epoch: the current epoch, from 0; between two, the number of completed epochs.
@@ -189,22 +186,62 @@ class JobRun(Run):
     ) -> None:
         """``origin``: what to start from while the run has no checkpoint of its own."""
         self._job, self._client, self._manager = runner.job, client, runner.checkpoint_manager
-        self._origin = origin
         self._retrieved = runner.resume_from_epoch if origin else None
-        self._unsaved: str | None = None
-        if self._manager is None:
-            self._unsaved = "nothing is saved, because the JobRunner has no checkpoint_manager"
         options = self._manager or CheckpointManager(every_steps=0, every_s=0)
-        self._keep_epochs = options.keep
-        super().__init__(directory=directory, **options.run_options)
         self._progress = Progress()
-        self._objects.add(PROGRESS, self._progress)
+        self._session = Session(
+            (),
+            owner="JobRunner",
+            directory=directory,
+            keep_epochs=options.keep,
+            origin=origin,
+            **options.run_options,
+        )
+        self._session.on_finished = self._load_finished
+        if self._manager is None:
+            nothing = "nothing is saved, because the JobRunner has no checkpoint_manager"
+            self._session.saves.refused = nothing
+        self._session.objects.add(PROGRESS, self._progress)
         self._epoch_is_committed = False  # the completed one
         self._has_just_loaded = False  # no function of the epoch group has run since
         self._was_finished = False  # before this attempt, which has loaded the last epoch
 
     # --- for the functions of a job
     # --------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Training steps completed. Settable, for loops without :meth:`epoch_batches`."""
+        return self._session.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._session.step = step
+
+    @property
+    def epoch(self) -> int:
+        return self._session.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._session.epoch = epoch
+
+    def safe_point(self) -> None:
+        """As :meth:`Run.safe_point`."""
+        self._session.safe_point()
+
+    def check_stop(self) -> None:
+        """As :meth:`Run.check_stop`."""
+        self._session.check_stop()
+
+    @property
+    def stop_requested(self) -> bool:
+        """As :attr:`Run.stop_requested`."""
+        return self._session.rank_group.stop_wanted()
+
+    def request_stop(self) -> None:
+        """As :meth:`Run.request_stop`."""
+        self._session.controller.request_stop()
 
     def epoch_batches(self, *, accumulate: int = 1) -> Iterator[Any]:
         """Yield the remaining batches of this epoch; each is one step, followed by a safe point.
@@ -218,16 +255,16 @@ class JobRun(Run):
         Raises:
             UsageError: the job has no loader, or this is the second call in one function.
         """
-        if self._cursor.position is None:
+        if self._session.cursor.position is None:
             raise UsageError("epoch_batches() needs a loader; set job.loader in the build group")
         if accumulate < 1:
             raise UsageError(f"epoch_batches(accumulate={accumulate}): wanted 1 or more")
-        if self._cursor.in_epoch:
+        if self._session.cursor.in_epoch:
             raise UsageError(
                 "this function has already iterated over its batches, and a stop in a second pass "
                 "could not be resumed; make that pass a function of its own in the epoch group"
             )
-        yield from self._left_of_epoch(accumulate)
+        yield from self._session.batches_left(accumulate)
 
     def batches(self, **_: Any) -> Iterator[Any]:
         """Not available in a job, which counts its epochs itself.
@@ -246,9 +283,10 @@ class JobRun(Run):
         Raises:
             UsageError: in ``download``, ``build``, ``init`` and ``exit``, and without a manager.
         """
-        if self._unsaved is not None:
-            raise UsageError(f"save() does nothing here: {self._unsaved}")
-        return super().save(kind=kind)
+        refused = self._session.saves.refused
+        if refused is not None:
+            raise UsageError(f"save() does nothing here: {refused}")
+        return self._session.save(kind=kind)
 
     # --- the groups
     # --------------------------------------------------------------------------------------------
@@ -261,9 +299,9 @@ class JobRun(Run):
         self._run_unsaved(job.fetch_group, f"what was fetched stays; {nothing}")
         self._run_unsaved(job.build_group, nothing)
         for name in job.names():
-            self._objects.add(name, job[name])
+            self._session.objects.add(name, job[name])
         if job.loader is not None:
-            self._use(job.loader)
+            self._session.use(job.loader)
         job.seal()
         if not self._resume_job():
             again = "an interrupted init leaves nothing behind; the next attempt starts it over"
@@ -292,7 +330,9 @@ class JobRun(Run):
         return self._has_just_loaded
 
     def _load_job(self) -> None:
-        self._has_just_loaded = self.resume()
+        self._has_just_loaded = self._session.resume()
+        if self._has_just_loaded:
+            self._session.cursor.restore_between()
         signals = self._job.signal_outputs()
         for place, value in self._progress.outputs.items():
             if place in signals:  # its function has run and is not called again
@@ -334,7 +374,7 @@ class JobRun(Run):
             self._has_just_loaded = False
             if self.step == progress.first_step:  # its step identifies a checkpoint
                 self.step += 1
-                self._controller.step = self.step
+                self._session.controller.step = self.step
             self.epoch += 1
             progress.begun, progress.done = False, 0
             self._agree_to_end(self._job.ask_stop_signals)
@@ -351,17 +391,19 @@ class JobRun(Run):
                 task(self._job)
             if str(number) in signals:
                 self._progress.outputs[str(number)] = signals[str(number)]()
-            self._cursor.restore_rng()
-            if self._cursor.step_has_begun:  # it left its loop early, with a batch trained on
-                self._cursor.count_step()
+            self._session.cursor.restore_rng()
+            if (
+                self._session.cursor.step_has_begun
+            ):  # it left its loop early, with a batch trained on
+                self._session.cursor.count_step()
                 self.step += 1
-            self._cursor.in_epoch = False  # the next one may iterate over the data again
+            self._session.cursor.in_epoch = False  # the next one may iterate over the data again
             self._progress.done += 1
 
     def _agree_to_end(self, ask: Callable[[], bool]) -> None:
         """Agree on whether a stop signal is true: the first rank decides for all."""
         with self._explained(f"a stop signal after epoch {self.epoch - 1}"):
-            answers = self._rank_group.exchange("stop signals", ask())
+            answers = self._session.rank_group.exchange("stop signals", ask())
             self._progress.ended = bool(answers[min(answers)])
 
     # --- saves
@@ -382,9 +424,9 @@ class JobRun(Run):
                 "job.run.save() saves the current state"
             )
         if self._manager is not None:
-            super().save(kind=EPOCH)
-            with self._leaving_when_stale():
-                self._saver.poll()
+            self._session.save(kind=EPOCH)
+            with self._session.leaving_when_stale():
+                self._session.saver.poll()
             self._epoch_is_committed = True
 
     def _save_completed(self) -> None:
@@ -417,12 +459,13 @@ class JobRun(Run):
     def _without_saves(self, why: str) -> Iterator[None]:
         """Disable saving inside: a stop exits with ``why`` as its message, and periodic saves are
         off. For a state that cannot be resumed from, or that is already saved."""
-        before = self._unsaved
-        self._unsaved = before or why
+        saves = self._session.saves
+        before = saves.refused
+        saves.refused = before or why
         try:
             yield
         finally:
-            self._unsaved = before
+            saves.refused = before
 
     # --- messages
     # --------------------------------------------------------------------------------------------
@@ -453,69 +496,52 @@ class JobRun(Run):
 
     def _newest_committed(self) -> Checkpoint | None:
         """The newest checkpoint by its manifest, after the save in flight has ended."""
-        self._saver.wait()
+        self._session.saver.wait()
         if self._manager is None:
             return None
         try:
-            return next(reversed(self._store.committed()), None)
+            return next(reversed(self._session.store.committed()), None)
         except CheckpointError:  # called while reporting another error
             return None
 
-    # --- Run's seams
+    # --- the end
     # --------------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Around the whole job: finish the run, or record the error.
+
+        The exit group is part of the run. So its end counts at once where the last epoch is
+        committed: a restart has that for the code after the JobRunner.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._session.fail(error)
+            raise
         if self._was_finished:
-            self._cursor.restore_rng()
-            self._leave()
-        else:
-            super().finish()
-
-    def _newest(self, load: Load | None) -> Found | None:
-        if self._manager is None:
-            return None
-        found = super()._newest(load)
-        if found is None and self._origin is not None:
-            if load is not None:
-                load(self._origin)
-            return self._origin
-        return found
-
-    def _go_on_finished(self, step: int) -> bool:
-        """Load the last epoch, for the code after the JobRunner: it may not have run yet, and must
-        not work on untrained objects."""
-        newest = self._load_newest() if self._manager is not None else None
-        if newest is not None:
-            self._take_over(*newest)
-        if newest is None or self._step != step or not self._progress.ended:
-            has = "no checkpoint" if newest is None else f"no checkpoint after step {self._step}"
-            self._log_once(
-                f"{self.dir.checkpoints} has {has}: what follows the JobRunner would not have what "
-                f"was trained until step {step}, so the process ends here"
-            )
-            return super()._go_on_finished(step)
-        self._was_finished = True
-        self._log_once(
-            f"this job has finished at step {step}; it is loaded ({self.dir.root})", notice
+            self._session.cursor.restore_rng()
+            self._session.leave()
+            return
+        self._session.finish(
+            is_saved=self._epoch_is_committed or self._manager is None,
+            rest_is_redone=not self._epoch_is_committed,
         )
-        return True
 
-    def _is_saved(self) -> bool:
-        return self._epoch_is_committed or self._manager is None
-
-    def _rest_is_redone(self) -> bool:
-        """The exit group is part of the run. So its end counts at once where the last epoch is
-        committed: a restart has that for the code after the JobRunner."""
-        return not self._epoch_is_committed
-
-    def _apply(self, state: State, *, source: str) -> None:
-        super()._apply(state, source=source)
-        if "data" not in state.own:
-            # between two functions of a job: there is no iterator to wait for
-            self._cursor.restore_rng()
-
-    def _is_due(self) -> bool:
-        return self._unsaved is None and super()._is_due()
-
-    def _save_by(self, deadline_mono_s: float) -> str:
-        return super()._save_by(deadline_mono_s) if self._unsaved is None else self._unsaved
+    def _load_finished(self, step: int) -> bool:
+        """Load the last epoch, for the code after the JobRunner: it may not have run yet, and must
+        not work on untrained objects. Returns whether it is there."""
+        session = self._session
+        is_loaded = self._manager is not None and session.load_newest()
+        if is_loaded and self.step == step and self._progress.ended:
+            self._was_finished = True
+            session.log_once(
+                f"this job has finished at step {step}; it is loaded ({session.dir.root})", notice
+            )
+            return True
+        has = f"no checkpoint after step {self.step}" if is_loaded else "no checkpoint"
+        session.log_once(
+            f"{session.dir.checkpoints} has {has}: what follows the JobRunner would not have what "
+            f"was trained until step {step}, so the process ends here"
+        )
+        return False

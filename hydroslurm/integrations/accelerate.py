@@ -35,7 +35,7 @@ import torch
 from hydroslurm.checkpoint import rng
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.accelerate_loader import PreparedLoader
-from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit
+from hydroslurm.integrations.framework import FrameworkSession, directory_of_fit
 from hydroslurm.integrations.held_loader import StandIn
 from hydroslurm.integrations.known import environ_of, require_known_accelerate
 from hydroslurm.training.checks import Remedies
@@ -194,7 +194,7 @@ class Loop:
         self._is_finished = False
         environ = environ_of(rank=accelerator.process_index, world_size=accelerator.num_processes)
         place = directory_of_fit(options.get("directory"), environ).root
-        self.run = FrameworkRun(
+        self.run = FrameworkSession(
             "accelerate", dict, environ=environ, **{**options, "directory": place}
         )
         self._models: list[Any] = []
@@ -213,7 +213,7 @@ class Loop:
 
     def prepare(self, objects: tuple[Any, ...]) -> Any:
         for number, one in enumerate(one for one in objects if isinstance(one, rng.KINDS)):
-            self.run.register(f"generator {number}", one)
+            self.run.session.register(f"generator {number}", one)
         made = self._accelerator.prepare(*objects)
         prepared = list(made) if len(objects) > 1 else [made]
         places = [place for place, one in enumerate(prepared) if _is_loader(one)]
@@ -233,12 +233,12 @@ class Loop:
         for place in places:
             prepared[place] = self._take(prepared[place])
         if self._checks:
-            self.run.check_first_step(_REMEDIES)
+            self.run.session.remedies = _REMEDIES
         self._finish_at_end_training()
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
     def epochs(self, count: int) -> Iterator[int]:
-        for epoch in range(self.run.epoch, count):
+        for epoch in range(self.run.session.epoch, count):
             self._epoch, self._is_last_epoch = epoch, epoch + 1 == count
             self._is_entered = False
             self._leading, self._led = None, []
@@ -272,7 +272,7 @@ class Loop:
         found = [one for one in prepared if not _is_loader(one) and isinstance(one, Stateful)]
         things = [*found, *extra, *([] if scaler is None else [scaler])]
         for number, thing in enumerate(map(_unwrapped, things)):
-            self.run.register(f"{number} {type(thing).__name__}", thing)
+            self.run.session.register(f"{number} {type(thing).__name__}", thing)
 
     def _take(self, own: Any) -> StandIn:
         """What the script is given in this loader's place, of which nothing happens before it asks
@@ -337,11 +337,11 @@ class Loop:
         """The first batch of a step, or of a part of one whose gradients are accumulated."""
         before = self._updates()
         try:
-            with self.run.body():
+            with self.run.session.body():
                 yield batch
         except GeneratorExit:  # the loop was left
             if self._leading in (None, one.loader) and self._updates() != before:
-                self.run.count_step_left()
+                self.run.session.step += 1  # no safe point
             raise
         finally:
             self._handed_out.clear()  # all is used

@@ -16,7 +16,7 @@ import torch
 
 from hydroslurm.data.epochs import samplers
 from hydroslurm.data.loader_state import LoaderState
-from hydroslurm.integrations.framework_run import FrameworkRun
+from hydroslurm.integrations.framework import FrameworkSession
 from hydroslurm.integrations.held_loader import HeldLoader
 
 
@@ -34,7 +34,7 @@ class PreparedLoader:
             from a loader of this process, which is held in its place.
     """
 
-    def __init__(self, run: FrameworkRun, own: Any, *, name: str = "train") -> None:
+    def __init__(self, run: FrameworkSession, own: Any, *, name: str = "train") -> None:
         self.own = self.to_iterate = own
         self._run, self._name = run, name
         base = getattr(own, "base_dataloader", None)

@@ -72,7 +72,7 @@ class Preemptible(LightningBase):
             self._prepare(trainer)
 
     def _prepare(self, trainer: Any) -> None:
-        from hydroslurm.integrations.framework_run import directory_of_fit
+        from hydroslurm.integrations.framework import directory_of_fit
         from hydroslurm.integrations.lightning_fit import Fit
         from hydroslurm.integrations.loggers import Loggers
 

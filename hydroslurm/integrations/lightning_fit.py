@@ -28,9 +28,8 @@ from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.census import Variables
 from hydroslurm.checkpoint.forms import arrays_in, copied, is_plain
 from hydroslurm.checkpoint.known import reason
-from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import StateMismatch
-from hydroslurm.integrations.framework_run import FrameworkRun, replace
+from hydroslurm.integrations.framework import FrameworkSession, replace
 from hydroslurm.integrations.held_loader import HeldLoader
 from hydroslurm.integrations.known import (
     environ_of_lightning,
@@ -178,7 +177,7 @@ class LoaderRequest:
     """What the script saw when it was asked for the training loader: the epoch, the random numbers,
     and what it had counted. Saved for each rank."""
 
-    def __init__(self, trainer: Any, run: FrameworkRun) -> None:
+    def __init__(self, trainer: Any, run: FrameworkSession) -> None:
         self._trainer, self._run = trainer, run
         self._seen: Mapping[str, Any] = {}
 
@@ -187,12 +186,12 @@ class LoaderRequest:
         progress = self._trainer.fit_loop.epoch_progress.current
         saved = self._run.own_loaded.get("request")
         if not saved:
-            script = self._run.contents.state()
+            script = self._run.session.contents.state()
             self._seen = {"epoch": progress.processed, "rng": rng.capture(), "script": script}
             return own()
         self._seen = saved
         rng.restore(saved["rng"])
-        self._run.contents.restore(saved["script"])
+        self._run.session.contents.restore(saved["script"])
         epoch, progress.processed = progress.processed, saved["epoch"]
         try:
             return own()
@@ -253,7 +252,7 @@ class Fit:
         self._resumed_epoch: int | None = None  # that other ranks had begun
         self._resumed_loaders: list[HeldLoader] = []
         self._shards = shards_of(trainer)
-        self.run = FrameworkRun(
+        self.run = FrameworkSession(
             "lightning",
             self._capture,
             directory=directory,
@@ -301,8 +300,8 @@ class Fit:
     def fail(self, error: BaseException) -> None:
         """The fit ends with an exception."""
         self._undo.close()
-        if not isinstance(error, ExitForRequeue) and not self._is_finished:
-            self.run.__exit__(type(error), error, error.__traceback__)
+        if not self._is_finished:
+            self.run.session.fail(error)
 
     # --- in the place of Lightning's own
     # --------------------------------------------------------------------------------------------
@@ -526,7 +525,7 @@ class Fit:
         own()
         if self._callback in self._trainer.callbacks:
             self._ended = True
-            self.run.check_stop()
+            self.run.session.check_stop()
             self.run.finish()
             self._is_finished = True
 

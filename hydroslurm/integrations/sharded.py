@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hydroslurm.errors import StateMismatch, UsageError
-from hydroslurm.integrations.framework_run import FrameworkRun
+from hydroslurm.integrations.framework import FrameworkSession
 from hydroslurm.training.contents import fingerprint
 from hydroslurm.training.objects import bare
 from hydroslurm.training.readback import load_optimizer
@@ -81,11 +81,11 @@ class Distributed:
         """What this rank has of the model: name -> tensor."""
         return self._trainer.lightning_module.state_dict()  # type: ignore[no-any-return]
 
-    def join(self, run: FrameworkRun) -> None:
+    def join(self, run: FrameworkSession) -> None:
         """Make them part of a run, which is resumed after this. The strategy is set up."""
-        run.register("model", self._trainer.lightning_module)
+        run.session.register("model", self._trainer.lightning_module)
         for number, optimizer in enumerate(self._trainer.optimizers):
-            run.register(f"optimizer {number}", optimizer)
+            run.session.register(f"optimizer {number}", optimizer)
 
 
 class FlatShards:
@@ -115,7 +115,7 @@ class FlatShards:
                     found[f"{prefix}.{name}"] = tensor
         return found
 
-    def join(self, run: FrameworkRun) -> None:
+    def join(self, run: FrameworkSession) -> None:
         """Make them part of a run, which is resumed after this."""
         run.own[FLAT_SHARDS] = self
 
@@ -202,7 +202,7 @@ class Sharded:
     transformers itself for an ``evaluate()`` that comes before, and ``train()`` finds them ready.
     """
 
-    def __init__(self, trainer: Any, run: FrameworkRun) -> None:
+    def __init__(self, trainer: Any, run: FrameworkSession) -> None:
         """Raises:
         UsageError: the optimizer has other parameters than the model: those of before.
         """
@@ -216,8 +216,8 @@ class Sharded:
         self._prepared = (trainer.model, trainer.optimizer)
         self._settings: list[dict[str, Any]] = []
         _require_own(trainer)
-        run.register("model", bare(trainer.model))
-        run.register("optimizer", trainer.optimizer.optimizer)
+        run.session.register("model", bare(trainer.model))
+        run.session.register("optimizer", trainer.optimizer.optimizer)
 
     def prepare_for_training(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own, to which what is prepared is not given to accelerate once more: that

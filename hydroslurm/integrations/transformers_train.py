@@ -30,7 +30,7 @@ from hydroslurm.checkpoint.known import ENTERED, KNOWN, reason
 from hydroslurm.checkpoint.tree import is_dtensor
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.accelerate_loader import PreparedLoader
-from hydroslurm.integrations.framework_run import FrameworkRun, directory_of_fit, replace
+from hydroslurm.integrations.framework import FrameworkSession, directory_of_fit, replace
 from hydroslurm.integrations.known import environ_of, require_known_trainer
 from hydroslurm.integrations.loggers import (
     LoggedRows,
@@ -163,7 +163,7 @@ class OtherModules:
                 ) from error
 
 
-def remember(trainer: Any, run: FrameworkRun) -> None:
+def remember(trainer: Any, run: FrameworkSession) -> None:
     """Have a run save what the Trainer and the script's callbacks keep, and those callbacks of
     transformers that export a state. Flags of the Trainer say where train() is, which sets them.
 
@@ -224,7 +224,7 @@ class Train:
         args = trainer.args
         environ = environ_of(rank=args.process_index, world_size=args.world_size)
         place = directory_of_fit(options.get("directory"), environ).root
-        self.run = FrameworkRun(
+        self.run = FrameworkSession(
             "transformers",
             self._capture,
             environ=environ,
@@ -242,17 +242,24 @@ class Train:
         """Run ``own``, the Trainer's train(), with these arguments."""
         self._modules.remember()
         self._ignore_keys = given.get("ignore_keys_for_eval")
-        with self.run, self._undo, tempfile.TemporaryDirectory(prefix="hydroslurm-") as folder:
-            if self.run.resume():
-                if given.get("resume_from_checkpoint"):
-                    self._say(
-                        f"this run goes on from its own step {self.run.step}; "
-                        f"resume_from_checkpoint={given['resume_from_checkpoint']!r} is left out"
-                    )
-                self._resume_from(Path(folder))
-                given = {**given, "resume_from_checkpoint": folder}
-            self._take_places()
-            return own(**given)
+        try:
+            with self._undo, tempfile.TemporaryDirectory(prefix="hydroslurm-") as folder:
+                if self.run.resume():
+                    if given.get("resume_from_checkpoint"):
+                        self._say(
+                            f"this run goes on from its own step {self.run.step}; "
+                            f"resume_from_checkpoint={given['resume_from_checkpoint']!r} is left "
+                            "out"
+                        )
+                    self._resume_from(Path(folder))
+                    given = {**given, "resume_from_checkpoint": folder}
+                self._take_places()
+                result = own(**given)
+        except BaseException as error:
+            self.run.session.fail(error)
+            raise
+        self.run.finish()
+        return result
 
     def _resume_from(self, folder: Path) -> None:
         """Have the Trainer resume from this folder, in which there is nothing but its own state:

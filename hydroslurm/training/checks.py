@@ -35,7 +35,7 @@ from hydroslurm.training.objects import inside
 
 if TYPE_CHECKING:
     from hydroslurm.runtime.controller import Controller
-    from hydroslurm.training.run import Run
+    from hydroslurm.training.session import Session
 
 _GIVE = 'Give it: Run({0}=...) for one, run.register("{0}_2", {0}) for each further one.'
 _OTHERWISE = "If what you register saves it in another form: {loop}"
@@ -467,7 +467,7 @@ def recompiles(model: Any, loader: Any) -> str | None:
 # --- one per process
 # ------------------------------------------------------------------------------------------------
 
-_open: tuple[int, weakref.ref[Run], weakref.ref[Controller]] | None = None
+_open: tuple[int, weakref.ref[Session], weakref.ref[Controller]] | None = None
 
 
 def require_place() -> None:
@@ -492,22 +492,22 @@ def require_place() -> None:
         )
 
 
-def opened(run: Run, controller: Controller) -> None:
+def opened(session: Session, controller: Controller) -> None:
     """This is the one of the process, until it is closed."""
     global _open
-    _open = os.getpid(), weakref.ref(run), weakref.ref(controller)
+    _open = os.getpid(), weakref.ref(session), weakref.ref(controller)
 
 
-def closed(run: object) -> None:
+def closed(session: Session) -> None:
     """There may be another one now."""
     global _open
-    if _open is not None and _open[1]() is run:
+    if _open is not None and _open[1]() is session:
         _open = None
 
 
-def _first() -> Run | None:
+def _first() -> Session | None:
     """The open one; a forked child has none, nor has a process whose signals were given back."""
     if _open is None or _open[0] != os.getpid() or not installation.is_installed():
         return None
-    _, run, controller = _open
-    return run() if controller() is installation.controller() else None
+    _, session, controller = _open
+    return session() if controller() is installation.controller() else None

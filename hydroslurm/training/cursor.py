@@ -97,6 +97,12 @@ class Cursor:
                 self.position.loader_state.put(self._loaded["objects"])
             self._loaded = None
 
+    def restore_between(self) -> None:
+        """As :meth:`restore_rng`, for a state that was saved between two epochs: no iterator is to
+        be waited for."""
+        if self._loaded is not None and "data" not in self._loaded:
+            self.restore_rng()
+
     # --- the way through an epoch
     # --------------------------------------------------------------------------------------------
 
@@ -111,7 +117,6 @@ class Cursor:
         """A loop without a position hands out a step, whose batches are the script's own."""
         self._accumulate = self._handed_out = 1
 
-    @property
     def samples_per_step(self) -> int | None:
         """Of all ranks together, in a step of full batches; None where the loader does not say."""
         known = self._samples_per_batch

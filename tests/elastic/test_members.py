@@ -25,7 +25,7 @@ from hydroslurm.elastic import coordinator
 from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder
 from hydroslurm.elastic.member import LOOK_AFTER_S, Member
 from hydroslurm.errors import UsageError
-from hydroslurm.integrations.framework_run import FrameworkRun
+from hydroslurm.integrations.framework import FrameworkSession
 
 IN_GROUPS = TRAIN.replace(
     "step = run.step\n",
@@ -248,5 +248,5 @@ def test_a_framework_is_refused_in_an_elastic_job(
 ) -> None:
     """Its members would each train alone, without a word."""
     monkeypatch.setenv(ELASTIC_ENV, str(tmp_path))
-    with pytest.raises(UsageError, match=r"FrameworkRun trains with a fixed .*engine: restart"):
-        FrameworkRun("lightning", dict)
+    with pytest.raises(UsageError, match=r"lightning trains with a fixed .*engine: restart"):
+        FrameworkSession("lightning", dict)

@@ -33,13 +33,13 @@ from kit.team import coordinator_of
 from torch.utils.data import DataLoader
 
 import hydroslurm
-import hydroslurm.training.run as session_run
 from hydroslurm.checkpoint import commit, save
 from hydroslurm.coordination.agreements import PendingAgreements
 from hydroslurm.core.events import EventLog
 from hydroslurm.data import SeededDataset
 from hydroslurm.errors import AgreementFailed, CoordinatorLost
 from hydroslurm.runtime.controller import Controller
+from hydroslurm.training import session
 
 SELF_SIGNALS = {
     "term": (signal.SIGTERM,),
@@ -126,8 +126,8 @@ def watch(moments: Moments) -> None:
 
     EventLog.append = append_and_tell  # type: ignore[method-assign]
     PendingAgreements.agree = agree_and_tell  # type: ignore[method-assign]
-    around(session_run.Run, "safe_point", before=lambda: moments.reach("step"))
-    around(session_run.Run, "check_stop", before=lambda: moments.reach("check"))
+    around(session.Session, "safe_point", before=lambda: moments.reach("step"))
+    around(session.Session, "check_stop", before=lambda: moments.reach("check"))
     around(Controller, "claim_stops", after=lambda: moments.reach("claimed"))
     around(dist, "init_process_group", after=lambda: moments.reach("group"))
     around(commit, "put", after=lambda: moments.reach("rename"))

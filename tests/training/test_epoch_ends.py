@@ -142,9 +142,9 @@ def test_a_periodic_save_of_the_very_state_is_not_made_again(
 ) -> None:
     """A stop behind the last step of an epoch, before anybody could change anything."""
     training = Training(tmp_path, every_steps=STEPS_PER_EPOCH)
-    start = training.run._saver.start
+    start = training.run._session.saver.start
     then_ask = lambda *args, **options: (start(*args, **options), ask_for_stop(training.run))[0]  # noqa: E731
-    monkeypatch.setattr(training.run._saver, "start", then_ask)
+    monkeypatch.setattr(training.run._session.saver, "start", then_ask)
     with pytest.raises(SystemExit):
         training.train(epochs=2)
     (only,) = training.run.dir.checkpoints.iterdir()
@@ -177,7 +177,7 @@ def test_a_folder_that_is_moved_away_is_told_once(
         for number, batch in enumerate(training.run.batches(epochs=1)):
             training.step(batch)
             if number == 4:
-                training.run._saver.wait()  # or that save fails, which is told besides
+                training.run._session.saver.wait()  # or that save fails, which is told besides
                 (tmp_path / "run").rename(tmp_path / "renamed")
     training.run.close()
     said = [line for line in caplog.messages if "renamed or removed while this run trains" in line]

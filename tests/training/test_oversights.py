@@ -314,7 +314,7 @@ import hydroslurm
 model = torch.nn.Linear(2, 2)
 run = hydroslurm.Run(model=model, directory="run", every_steps=0)
 run.resume()
-gate, cycle = run._controller.gate, [run]
+gate, cycle = run._session.controller.gate, [run]
 cycle.append(cycle)
 run.step += 1
 run.safe_point()

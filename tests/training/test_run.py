@@ -149,7 +149,7 @@ def test_a_stop_that_is_obeyed_at_once(moment: str, tmp_path: Path) -> None:
     if moment == "before the first step":
         ask_for_stop(training.run)
     else:
-        training.run._controller._on_stop.clear()
+        training.run._session.controller._on_stop.clear()
     assert stopped(training, after=2) == RUN_AGAIN
     assert len(training.losses.values) == (0 if moment == "before the first step" else 2)
 
@@ -200,7 +200,7 @@ def test_a_failed_periodic_save_is_reported_at_the_next_safe_point(tmp_path: Pat
     failing.run.resume()
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     learn = failing.learn
-    failing.learn = lambda batch: (learn(batch), failing.run._saver.wait())  # type: ignore[method-assign,return-value]
+    failing.learn = lambda batch: (learn(batch), failing.run._session.saver.wait())  # type: ignore[method-assign,return-value]
     with pytest.raises(SaveFailed):
         failing.train(epochs=EPOCHS)
 

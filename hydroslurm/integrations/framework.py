@@ -1,14 +1,13 @@
-"""The Run of a loop that belongs to a framework.
+"""The Session of a loop that belongs to a framework.
 
 What every adapter needs and no framework has: the state is handed over when the framework asks for
 it, each rank has a state of its own beside the shared one, and loaders keep their positions.
-Saves, commits, stops, requeues and reports are those of :class:`hydroslurm.training.run.Run`.
+Saves, commits, stops, requeues and reports are the :class:`~hydroslurm.training.session.Session`'s.
 
-An adapter makes one, calls :meth:`FrameworkRun.resume`, and, if there was something to resume from,
-gives :attr:`FrameworkRun.loaded` to the framework and :meth:`FrameworkRun.hold` its loaders. When
-all is built and the next thing to happen is the first step, it calls :meth:`FrameworkRun.begin`.
-Behind each optimizer step it calls :meth:`FrameworkRun.complete_step`, and at the end
-:meth:`FrameworkRun.finish`.
+An adapter makes one, calls :meth:`resume`, and, if there was something to resume from, gives
+:attr:`loaded` to the framework and :meth:`hold` its loaders. When all is built and the next thing
+to happen is the first step, it calls :meth:`begin`. Behind each optimizer step it calls
+:meth:`complete_step`, and at the end :meth:`finish`.
 """
 
 from __future__ import annotations
@@ -18,26 +17,24 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.checkpoint.store import State
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch
 from hydroslurm.integrations.held_loader import HeldLoader
 from hydroslurm.training.arguments import run_directory
-from hydroslurm.training.checks import Remedies
 from hydroslurm.training.contents import Contents
 from hydroslurm.training.gradients import BucketOrders, Gradients, Models
 from hydroslurm.training.objects import Stateful
-from hydroslurm.training.run import Run
+from hydroslurm.training.session import Session
 
 _fits: Counter[Path] = Counter()
 """How many trainings this process has begun in a folder; each has one of its own."""
 
 
-class FrameworkRun(Run):
+class FrameworkSession:
     """See the module.
 
     Args:
@@ -46,7 +43,9 @@ class FrameworkRun(Run):
         options: those of a Run.
 
     Attributes:
+        session: the one that this holds.
         own: what each rank saves for itself, by name. It is loaded by :meth:`begin`.
+        pending: all that was saved of this rank, until :meth:`begin`; None for a new run.
         loaded: the framework's state as it was saved, until :meth:`begin`; None for a new run.
         trains: whether :meth:`begin` was called.
     """
@@ -60,8 +59,6 @@ class FrameworkRun(Run):
         environ: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        environ = os.environ if environ is None else environ
-        self._framework = name
         self._capture = capture
         self.loaded: Mapping[str, Any] | None = None
         self._frozen: Mapping[str, Any] | None = None
@@ -69,13 +66,15 @@ class FrameworkRun(Run):
         self.own: dict[str, Stateful] = {}
         self._models: Models = tuple
         self._loaders: dict[str, HeldLoader] = {}
-        self._pending: Mapping[str, Any] | None = None
+        self.pending: Mapping[str, Any] | None = None
         self.trains = False
         self._resumed_at = -1
-        super().__init__(
-            extra={name: self},
+        self.session = Session(
+            [(name, self)],
+            owner=name,
             directory=directory,
             environ=environ,
+            adapter=self,
             **options,
         )
 
@@ -83,9 +82,23 @@ class FrameworkRun(Run):
     # --------------------------------------------------------------------------------------------
 
     @property
+    def step(self) -> int:
+        """Optimizer steps completed."""
+        return self.session.step
+
+    def resume(self) -> bool:
+        """Load the newest checkpoint, as :meth:`Run.resume`; whether there is one."""
+        resumed = self.session.resume()
+        if resumed:
+            self._resumed_at = self.step
+        where = f"step {self.step} is committed" if resumed else "nothing was saved"
+        self.session.saves.refused = f"the training had not begun in this attempt; {where}"
+        return resumed
+
+    @property
     def own_loaded(self) -> Mapping[str, Any]:
         """What this rank has saved for itself, by name, until :meth:`begin`."""
-        own: Mapping[str, Any] = (self._pending or {}).get("own", {})
+        own: Mapping[str, Any] = (self.pending or {}).get("own", {})
         return own
 
     def hold(
@@ -103,14 +116,14 @@ class FrameworkRun(Run):
         Raises:
             UsageError: as :func:`hydroslurm.data.position.position_of`.
         """
-        group = self._rank_group
+        group = self.session.rank_group
         held = HeldLoader(
             loader,
             epoch=epoch,
             fetched_ahead=fetched_ahead,
             rank=group.rank,
             world_size=group.world_size,
-            resumed=(self._pending or {}).get("loaders", {}).get(name),
+            resumed=(self.pending or {}).get("loaders", {}).get(name),
         )
         self._loaders[name] = held
         return held
@@ -119,8 +132,9 @@ class FrameworkRun(Run):
         """Sum the gradients of these models in one order in all attempts; before
         :meth:`remember`, which saves what each rank has of them beside the shared state."""
         self._models = models
-        self._bucket_orders = BucketOrders(models, world_size=self._rank_group.world_size)
-        self._gradients = Gradients(lambda: {str(n): one for n, one in enumerate(models())})
+        session = self.session
+        session.bucket_orders = BucketOrders(models, world_size=session.rank_group.world_size)
+        session.gradients = Gradients(lambda: {str(n): one for n, one in enumerate(models())})
 
     def remember(self, roots: Callable[[], Mapping[str, Any]], **options: Any) -> None:
         """Save what changes from now on in the script's own objects, and in how the modules of the
@@ -131,32 +145,21 @@ class FrameworkRun(Run):
         Args:
             roots, options: as of :class:`Contents`.
         """
-        world_size = self._rank_group.world_size
-        self._contents = Contents(
+        world_size = self.session.rank_group.world_size
+        self.session.contents = Contents(
             lambda: {f"model {n}" if n else "model": one for n, one in enumerate(self._models())},
             roots,
             world_size=world_size,
             all_buffers=world_size > 1,
             **options,
         )
-        self._contents.note()
-
-    @property
-    def contents(self) -> Contents:
-        """What the script's objects have counted since :meth:`remember`."""
-        return self._contents
+        self.session.contents.note()
 
     def enter_loop(self) -> None:
         """The script iterates in a loop of its own: its variables count, and those that were saved
         are put back."""
-        self._contents.enter_loop()
-        self._contents.restore_waiting()
-
-    def check_first_step(self, remedies: Remedies) -> None:
-        """Find out at the first step of this attempt what the script uses and a resumed run would
-        lack: for a framework that leaves the loop to it, and hands batches out within :meth:`body`.
-        """
-        self._remedies = remedies
+        self.session.contents.enter_loop()
+        self.session.contents.restore_waiting()
 
     def begin(self) -> None:
         """All is built, iterators included, and the first step comes next: the random numbers and
@@ -165,16 +168,17 @@ class FrameworkRun(Run):
         Raises:
             StateMismatch: an own state that nobody takes, or that does not fit.
         """
-        pending, self._pending = self._pending, None
-        self.loaded = None
+        pending, self.pending = self.pending, None
+        self.loaded = self.session.saves.refused = None
         self.trains = True
         if pending is not None:
             self._put_back(pending)
-        self._gradients.begin()
-        self._contents.begin()
+        self.session.gradients.begin()
+        self.session.contents.begin()
 
     def _put_back(self, pending: Mapping[str, Any]) -> None:
-        known = {*self.own, *self._cursor.registered.names()}
+        cursor = self.session.cursor
+        known = {*self.own, *cursor.registered.names()}
         for name in (*pending["own"], *pending.get("registered", {})):
             if name not in known:
                 raise StateMismatch(
@@ -183,24 +187,20 @@ class FrameworkRun(Run):
                 )
         for name, state in pending["own"].items():
             self.own[name].load_state_dict(state)
-        self._apply_own(pending)
-        self._cursor.restore_rng()  # nothing is left to open
+        self.session.put_back(pending)
+        cursor.restore_rng()  # nothing is left to open
 
     # --- on the way
     # --------------------------------------------------------------------------------------------
 
-    def body(self) -> AbstractContextManager[None]:
-        """Around what the script does with a batch."""
-        return self._body()
-
     @contextlib.contextmanager
     def handing_out(self) -> Iterator[None]:
-        """Around the fetching of a batch within :meth:`body` whose position is saved."""
-        self._first_step.passes_over = True
+        """Around the fetching of a batch, in the body of a step, whose position is saved."""
+        self.session.first_step.passes_over = True
         try:
             yield
         finally:
-            self._first_step.passes_over = False
+            self.session.first_step.passes_over = False
 
     def complete_step(self, step: int, *, epoch: int) -> None:
         """An optimizer step is complete, and the state is consistent: a safe point.
@@ -210,17 +210,12 @@ class FrameworkRun(Run):
 
         Raises:
             SystemExit, SaveFailed, UnsavableState: as :meth:`Run.safe_point`.
-            UsageError: as :meth:`check_first_step` wants it.
+            UsageError: the script uses what a resumed run would lack, and the session has remedies.
         """
-        if self._remedies is not None:
-            self._require_all_given(self._remedies)
-        self._step, self._epoch = step, epoch
-        self._saves.behind_batches = False
-        self.safe_point()
-
-    def count_step_left(self) -> None:
-        """A loop was left in the body of a step that is trained: it counts, with no safe point."""
-        self._step += 1
+        self.session.require_all_given()
+        self.session.step, self.session.epoch = step, epoch
+        self.session.saves.behind_batches = False
+        self.session.safe_point()
 
     def begin_evaluation(self, fingerprint: Callable[[], object]) -> None:
         """What follows does not change what is saved, and is repeated after a stop within it; see
@@ -233,12 +228,12 @@ class FrameworkRun(Run):
         self._frozen = self._capture()  # tensors are not copied
         before = fingerprint()
         self._is_unchanged = functools.cache(lambda: before == fingerprint())
-        self._saves.evaluation = self._own_state()
+        self.session.saves.evaluation = self.session.own_state()
 
     def end_evaluation(self) -> None:
         """The evaluation is over, if there was one."""
-        if self._saves.evaluation is not None:
-            self._saves.evaluation = None
+        if self.session.saves.evaluation is not None:
+            self.session.saves.evaluation = None
             self._frozen = None
             self._is_unchanged = lambda: False
 
@@ -252,9 +247,9 @@ class FrameworkRun(Run):
         Raises:
             SystemExit: as :meth:`Run.safe_point`.
         """
-        may_leave = not self.trains or self._saves.behind_batches or self._is_unchanged()
-        if may_leave:
-            self.check_stop()
+        behind = self.session.saves.behind_batches
+        if not self.trains or behind or self._is_unchanged():
+            self.session.check_stop()
 
     def end_steps(self) -> None:
         """The last step is done: what follows is repeated if the attempt ends within it, from the
@@ -263,23 +258,23 @@ class FrameworkRun(Run):
         Raises:
             SaveFailed: it is not committed.
         """
-        if self._saves.evaluation is None:
-            self._save_behind_batches(since=self._resumed_at)
-            return
-        with self._leaving_when_stale():
-            step = self._completed_step()
-            self._saver.save(
-                self._state(), step=step, epoch=self._epoch, kind="manual", meta=self._made_of()
-            )
-        self._saves.began()
-        self._saves.behind_batches = True
+        session = self.session
+        if session.saves.evaluation is None:
+            session.save_behind_batches(since=self._resumed_at)
+        else:
+            session.save_as_begun()
+            session.saves.behind_batches = True
 
     def finish(self) -> None:
-        if self._pending is not None:  # there was nothing left to train
+        """The training is done; see :meth:`Run.finish`."""
+        if self.pending is not None:  # there was nothing left to train
             self.begin()
-            self._saves.unchanged = True
+            self.session.saves.unchanged = True
         self.end_evaluation()
-        super().finish()
+        self.session.finish()
+
+    # --- what the session asks for
+    # --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> Mapping[str, Any]:
         """What is saved of the framework: what was loaded, until the training has begun; within an
@@ -290,44 +285,18 @@ class FrameworkRun(Run):
         """As a checkpoint has it."""
         self.loaded = state
 
-    # --- Run's seams
-    # --------------------------------------------------------------------------------------------
-
-    def _given(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        objects, states = super()._given()
-        del objects[self._framework]
-        own = {name: thing.state_dict() for name, thing in self.own.items()}
-        return {**objects, **self.own}, {**states, **own}
-
-    def _remember_script(self) -> None:
-        """The framework's adapter does, by :meth:`remember`."""
-
-    def _samples_of_step(self) -> int | None:
-        found = [held.samples_taken() for held in self._loaders.values()]
-        known = [one for one in found if one is not None]
-        return sum(known) * self._rank_group.world_size or None
-
-    def _apply(self, state: State, *, source: str) -> None:
-        self._objects.load(state.shared, source=source)
-        counters = state.own["counters"]
-        self._step, self._epoch = counters["step"], counters["epoch"]
-        self._pending = state.own
-        self._resumed_at = self._step
-
-    def _own_state(self) -> Mapping[str, Any]:
-        if self._pending is not None:
-            return self._pending
+    def own_states(self) -> Mapping[str, Any]:
+        """What each rank saves besides."""
         return {
-            **super()._own_state(),
             "loaders": {name: held.state() for name, held in self._loaders.items()},
             "own": {name: thing.state_dict() for name, thing in self.own.items()},
         }
 
-    def _save_by(self, deadline_mono_s: float) -> str:
-        if self.trains or not self._has_begun:
-            return super()._save_by(deadline_mono_s)
-        where = f"step {self._step} is committed" if self._pending else "nothing was saved"
-        return f"the training had not begun in this attempt; {where}"
+    def samples_per_step(self) -> int | None:
+        """Of all ranks together; None where no loader says."""
+        counts = [held.samples_taken() for held in self._loaders.values()]
+        known = [count for count in counts if count is not None]
+        return sum(known) * self.session.rank_group.world_size or None
 
 
 def replace(undo: ExitStack, thing: Any, name: str, ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""``Run`` in an elastic run: members come and go between two steps, in the same processes.
+"""One rank of an elastic run: members come and go between two steps, in the same processes.
 
     model = DistributedDataParallel(model)          # each member builds it alone
     with hydroslurm.Run(model=model, optimizer=optimizer, loader=loader, elastic=True) as run:
@@ -16,10 +16,10 @@ comes back to: the position, random numbers, and the copies of
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -30,7 +30,6 @@ from torch.optim.optimizer import (
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.forms import copied
-from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.rng import for_new_rank
 from hydroslurm.checkpoint.store import State
 from hydroslurm.core.events import EventKind
@@ -49,45 +48,47 @@ from hydroslurm.errors import HydroslurmError, RanksError, UsageError
 from hydroslurm.gate.protocol import GateState
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime import install as installation
-from hydroslurm.runtime.controller import Controller, StopRequest
+from hydroslurm.runtime.controller import Controller
 from hydroslurm.training.contents import names_of
 from hydroslurm.training.reporting import notice, warning
-from hydroslurm.training.run import Run
 from hydroslurm.training.step_undo import StepUndo
 
+if TYPE_CHECKING:
+    from hydroslurm.training.session import Session
 
-class ElasticRun(Run):
-    """One rank of an elastic run; see :class:`Run`, which makes it for ``elastic=True``.
 
-    At a change it meets the others of a new generation, gets the state or hands it over, saves for
-    all, or departs.
+class ElasticRank:
+    """What an elastic run adds to the :class:`Session` of one of its ranks, which calls this at the
+    places where it matters who trains. At a change the rank meets the others of a new generation,
+    gets the state or hands it over, saves for all, or departs.
+
+    Args:
+        model: of the run.
+
+    Raises:
+        UsageError: this process belongs to no elastic run, or the model is sharded.
     """
 
-    _is_elastic = True
-
-    def __init__(self, **arguments: Any) -> None:
-        environ = arguments.get("environ") or os.environ
-        self._elastic_folder = folder_of(environ)
-        if sharded_modules([arguments.get("model")]):
+    def __init__(self, model: Any, environ: Mapping[str, str]) -> None:
+        self._folder = folder_of(environ)
+        if sharded_modules([model]):
             raise UsageError(
                 "this model is sharded (fully_shard), and a Run that changes its size in place has "
                 "one rank save for all: say `elastic: {engine: restart}` in the job spec, which "
                 "saves and starts the ranks anew, or use hydroslurm.elastic.State, which shards "
                 "within a member, replicates over members, and saves nothing by itself"
             )
-        self._engine = InPlaceEngine(environ, things=[arguments.get("model")], warn=warning)
+        self._engine = InPlaceEngine(environ, things=[model], warn=warning)
         self._member = self._engine.member
         self._is_replaced = bool(environ.get(SUPERVISED_ENV))
-        if arguments.get("directory") is None:
-            arguments["directory"] = self._elastic_folder.run
-        self._generation_rank = -1
+        self._rank = -1  # in the generation
         self._attempt_number = 0
         self._is_done = False
         self._kept_own: Mapping[str, Any] = {}
         self._kept_at = (0, 0)  # step and epoch
         self._step_began_s = 0.0
         self._samples = 0
-        options = self._elastic_folder.options()
+        options = self._options = self._folder.options()
         self._in_order = options.summation == "fixed_order"
         self._shard_steps = ShardSteps(self._engine) if self._in_order else None
         self._average_every = options.averaging_every
@@ -95,9 +96,6 @@ class ElasticRun(Run):
         self._save_is_asked = False
         self._are_equal = True
         self._counted_twice = ""
-        super().__init__(**arguments)
-        self._undo = StepUndo(self._objects, self._engine.sum)
-        self._engine.is_paused = lambda: self._controller.state is not GateState.RUNNING
         needs_replicas = options.size.spares and not self._in_order
         self._replicas = PeerReplicas(tell=notice) if needs_replicas else None
         self._scaled = ScaledLearningRate(
@@ -105,7 +103,45 @@ class ElasticRun(Run):
             full=self._engine.local_size * options.size.max,
             warmup_steps=options.lr_warmup_steps,
         )
-        for thing in self._objects.by_name().values():
+
+    # --- the beginning and the end
+    # --------------------------------------------------------------------------------------------
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the run keeps its checkpoints, unless the script says."""
+        return self._folder.run
+
+    @property
+    def generation(self) -> int:
+        """How often the members of this run have changed, from 1."""
+        return self._member.generation
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank saves for all."""
+        return self._rank == 0
+
+    def install(self, environ: Mapping[str, str]) -> tuple[Controller, bool]:
+        """The controller of this process, and whether it was installed for this run.
+
+        Signals and events are this rank's alone; it has a folder of its own for these. A suspend is
+        a leave: the others would wait for a rank that is parked."""
+        if installation.is_installed() and not installation.gives_way():
+            return installation.controller(), False
+        name = self._engine.name.replace("/", "_").replace(":", "_")
+        folder = self._folder.root / "members" / f"{name}-{self._engine.local_rank}"
+        RunDir(folder).claim()
+        signals = SignalPlan(suspend_stops=True)
+        made = installation.install(run_dir=folder, signals=signals, alone=True, environ=environ)
+        return made, True
+
+    def join(self, session: Session) -> None:
+        """The session is made; it has all objects that were given to it."""
+        self._session = session
+        self._undo = StepUndo(session.objects, self._engine.sum)
+        self._engine.is_paused = lambda: session.controller.state is not GateState.RUNNING
+        for thing in session.objects.by_name().values():
             if isinstance(thing, Optimizer):
                 self._scaled.watch(thing)
         # of all optimizers: one that the run does not know must not step by what is no gradient
@@ -114,75 +150,67 @@ class ElasticRun(Run):
             register_optimizer_step_post_hook(lambda *_: self._undo.after_optimizer()),
         ]
 
-    @property
-    def generation(self) -> int:
-        """How often the members of this run have changed, from 1."""
-        return self._member.generation
-
-    # --- the beginning and the end
-    # --------------------------------------------------------------------------------------------
-
-    def _install(self, environ: Mapping[str, str]) -> tuple[Controller, bool]:
-        """Signals and events are this rank's alone; it has a folder of its own for these. A suspend
-        is a leave: the others would wait for a rank that is parked."""
-        if installation.is_installed() and not installation.gives_way():
-            return installation.controller(), False
-        name = self._engine.name.replace("/", "_").replace(":", "_")
-        folder = self._elastic_folder.root / "members" / f"{name}-{self._engine.local_rank}"
-        RunDir(folder).claim()
-        signals = SignalPlan(suspend_stops=True)
-        made = installation.install(run_dir=folder, signals=signals, alone=True, environ=environ)
-        return made, True
-
-    def _begin(self, *, may_load: bool, seen: str) -> bool:
-        self._remember_script()
+    def begin(self, *, may_load: bool, seen: str) -> bool:
+        """Meet the others, and resume or get the state; see :meth:`Session.claim`."""
+        session = self._session
         self._member.start()
-        directive = self._member.begin(stop=self._stop_seen)
+        directive = self._member.begin(stop=self._is_stop_wanted)
         self._may_load, self._seen = may_load, seen
         self._obey(directive)
         if self._is_done:
             notice("this run has finished; nothing to do")
-            self.close()
+            session.close()
             self._engine.close()
             raise ExitForRequeue.finished()
-        self._has_begun = True
-        return self._step > 0
+        session.has_begun = True
+        return session.step > 0
 
     def close(self) -> None:
+        """No hook stays behind; unless the run is done, this rank leaves the group."""
         for hook in self._hooks:
             hook.remove()
-        super().close()
         if not self._is_done:
             self._engine.close()
 
-    def finish(self) -> None:
-        """Wait until all members have trained to the end; the first of them saves. The default
-        group stays that of these members, for what follows."""
-        self._require_begun("the run is to be finished", may_load=False)
-        self._count_step_left_early()
+    def wait_for_finish(self) -> None:
+        """Wait until all members have trained to the end. The default group stays that of these
+        members, for what follows."""
+        self._session.count_step_left_early()
         while not self._is_done:
-            directive = self._member.safe_point(self._step, final=True, stop=self._stop_seen)
+            directive = self._member.safe_point(
+                self._session.step, final=True, stop=self._is_stop_wanted
+            )
             assert directive is not None
             self._obey(directive)
-        if self._is_first:
-            super().finish()
-        else:
-            self._attempt.record(EventKind.RUN_FINISHED)
-            self._leave()
+
+    def remain(self) -> None:
+        """This rank is done, and keeps what its process needs until it ends."""
         self._engine.remain()
 
-    def _others_have_ended(self) -> bool:
+    def all_are_done(self) -> bool:
+        """Asked as this process ends: whether the others have ended well."""
         return self._member.done(of_all=True)
 
-    def _use(self, loader: Any) -> None:
-        options = self._elastic_folder.options()
+    def share_batches(self, loader: Any) -> None:
+        """Have the ranks share the batches of this loader."""
         share_batches(
             loader,
-            ranks=self._engine.local_size * options.size.max,
-            batch=options.batch,
+            ranks=self._engine.local_size * self._options.size.max,
+            batch=self._options.batch,
             in_shards=self._in_order,
         )
-        super()._use(loader)
+
+    def require_no_order(self, name: str) -> None:
+        """
+        Raises:
+            UsageError: this is a state of each rank's own, and sums have a fixed order.
+        """
+        if self._in_order:
+            raise UsageError(
+                f"register({name!r}): what each rank has for itself depends on the number of "
+                "ranks, and `summation: fixed_order` promises the same bits for each. Draw from "
+                "the global generators, which are the shard's within run.shards(batch)"
+            )
 
     # --- directives
     # --------------------------------------------------------------------------------------------
@@ -199,7 +227,7 @@ class ElasticRun(Run):
             elif isinstance(directive, Average):
                 # now, and not at the next multiple: a suspend leaves two seconds
                 self._average()
-                after = self._member.safe_point(self._step, stop=self._stop_seen)
+                after = self._member.safe_point(self._session.step, stop=self._is_stop_wanted)
                 if after is None:
                     return
                 directive = after
@@ -209,7 +237,7 @@ class ElasticRun(Run):
                 return
             else:
                 self._depart(directive)
-            directive = self._member.again(stop=self._stop_seen)
+            directive = self._member.again(stop=self._is_stop_wanted)
 
     def _average(self) -> None:
         """Make the weights equal. If a rank is gone, all find out at the next step, which is
@@ -220,11 +248,12 @@ class ElasticRun(Run):
             if self._undo.is_kept:
                 self._undo.keep()
         except (RuntimeError, ValueError) as error:
-            warning(f"step {self._step}: the weights are not averaged, for a rank is gone: {error}")
+            step = self._session.step
+            warning(f"step {step}: the weights are not averaged, for a rank is gone: {error}")
 
     def _meet(self, form: Form) -> bool:
         """Form a generation; whether it was formed."""
-        began_step = self._step
+        began_step = self._session.step
         try:
             self._form(form)
         except RanksError as error:
@@ -232,8 +261,8 @@ class ElasticRun(Run):
             warning(f"generation {form.generation} is not formed: {error}")
             self._member.formed(form, ok=False, error=str(error))
             return False
-        self._member.formed(form, ok=True, step=self._step)
-        self._moved, self._undo.is_kept = True, False
+        self._member.formed(form, ok=True, step=self._session.step)
+        self._session.moved, self._undo.is_kept = True, False
         self._tell_generation(form, began_step)
         return True
 
@@ -246,11 +275,12 @@ class ElasticRun(Run):
         if self._replicas is not None:
             self._replicas.settle(form)
         self._engine.group.form(form)
-        self._generation_rank = form.rank
-        if form.fresh and form.rank == form.source and not self._has_begun:
-            super()._begin(may_load=self._may_load, seen=self._seen)
-            self._attempt_number = self._attempt.number or 0
-            self._kept_own = self._position()
+        self._rank = form.rank
+        session = self._session
+        if form.fresh and form.rank == form.source and not session.has_begun:
+            session.claim(may_load=self._may_load, seen=self._seen)
+            self._attempt_number = session.attempt.number or 0
+            self._kept_own = session.position()
         if self._average_every and not form.fresh:
             with meeting():
                 self._engine.average(without=form.needs, rank=form.rank)
@@ -276,20 +306,20 @@ class ElasticRun(Run):
         if got is not None:
             self._take(got, form, former)
         else:
-            self._cursor.load(self._kept_own)
+            self._session.cursor.load(self._kept_own)
 
     def _tell_generation(self, form: Form, began_step: int) -> None:
-        self._attempt.record(
+        self._session.attempt.record(
             EventKind.GENERATION,
             generation=form.generation,
             of_rank=form.rank,
             world_size=form.world_size,
             cause=form.cause,
-            step=self._step,
+            step=self._session.step,
             pause_s=time.monotonic() - form.since_s,
         )
         if form.rank == 0:
-            steps = "" if self._step == began_step else f", {self._step} steps done"
+            steps = "" if self._session.step == began_step else f", {self._session.step} steps done"
             notice(
                 f"generation {form.generation}: {form.members} members, {form.world_size} ranks"
                 f"{steps} ({form.cause})"
@@ -297,8 +327,8 @@ class ElasticRun(Run):
 
     def _to_hand_over(self) -> Mapping[str, Any]:
         return {
-            "shared": self._objects.states(),
-            "own": self._with_script(self._kept_own),
+            "shared": self._session.objects.states(),
+            "own": self._session.with_script(self._kept_own),
             "attempt": self._attempt_number,
             "learning_rate": self._scaled.state_dict(),
         }
@@ -319,174 +349,169 @@ class ElasticRun(Run):
         if not form.fresh:
             self._scaled.load_state_dict(dict(state["learning_rate"]))
         source = f"the state of rank {form.source}"
-        self._apply(State(shared=dict(state["shared"]), own=own), source=source)
+        self._session.apply(State(shared=dict(state["shared"]), own=own), source=source)
         self._kept_own = own
 
     def _take_first(self, form: Form) -> None:
         """The first rank writes the run's folder from here on."""
-        if form.rank == 0 and self._attempt.number is None:
-            self._fence.hold(self._fence.claim())
-            self._store.revoke_others()
-            self._attempt.number = self._attempt_number
-            self._last_save_s = time.monotonic()
+        session = self._session
+        if form.rank == 0 and session.attempt.number is None:
+            session.fence.hold(session.fence.claim())
+            session.store.revoke_others()
+            session.attempt.number = self._attempt_number
+            session.last_save_s = time.monotonic()
 
     def _save_for_all(self) -> None:
         """Too few members can go on: save before they go."""
+        session = self._session
+        step = session.step
         try:
-            if not self._is_first:
-                self._fence.hold(self._fence.claim())
-                self._store.revoke_others()
-            self._cursor.load(self._kept_own)
-            self._saver.save(
-                State(shared=self._objects.states(), own=self._with_script(self._kept_own)),
-                step=self._step,
-                epoch=self._epoch,
+            if not self.is_first:
+                session.fence.hold(session.fence.claim())
+                session.store.revoke_others()
+            session.cursor.load(self._kept_own)
+            own = session.with_script(self._kept_own)
+            session.saver.save(
+                State(shared=session.objects.states(), own=own),
+                step=step,
+                epoch=session.epoch,
                 kind="stop",
-                meta=self._made_of(),
+                meta=session.made_of(),
             )
-            warning(f"too few members can go on; step {self._step} is saved")
+            warning(f"too few members can go on; step {step} is saved")
         except HydroslurmError as error:
-            warning(f"too few members can go on, and step {self._step} could not be saved: {error}")
+            warning(f"too few members can go on, and step {step} could not be saved: {error}")
 
     def _depart(self, depart: Depart) -> NoReturn:
         """The others go on without this rank."""
         self._engine.group.destroy()
-        reason = depart.reason or "asked to leave"
+        step, reason = self._session.step, depart.reason or "asked to leave"
         if depart.failed:
-            warning(f"this member ends behind step {self._step}: {reason}")
+            warning(f"this member ends behind step {step}: {reason}")
             leaving = ExitForRequeue(FAILED)
-        elif self._controller.stop_request is not None:
-            leaving = self._stopping.leave_to_others(
-                f"this member leaves behind step {self._step}, which the others have",
+        elif self._is_stop_wanted():
+            leaving = self._session.stopping.leave_to_others(
+                f"this member leaves behind step {step}, which the others have",
                 is_replaced=self._is_replaced,
             )
         else:
-            notice(f"this member leaves behind step {self._step}: {reason}")
+            notice(f"this member leaves behind step {step}: {reason}")
             leaving = ExitForRequeue(RUN_AGAIN if depart.again else 0)
         self._member.close()
         raise leaving
-
-    def _stop_seen(self) -> bool:
-        return self._controller.stop_request is not None
-
-    @property
-    def _is_first(self) -> bool:
-        return self._generation_rank == 0
 
     # --- a fixed order of sums
     # --------------------------------------------------------------------------------------------
 
     def shards(self, batch: Any) -> Iterator[Any]:
+        """See :meth:`Run.shards`."""
         if self._shard_steps is None:
             yield batch
         else:
             yield from self._shard_steps.shards(batch, self._undo.kept_of)
 
-    def _add(self, name: str, thing: Any, *, per_rank: bool = False) -> None:
-        super()._add(name, thing, per_rank=per_rank)
-        if self._in_order and self._cursor.registered.names():
-            raise UsageError(
-                f"register({name!r}): what each rank has for itself depends on the number of "
-                "ranks, and `summation: fixed_order` promises the same bits for each. Draw from "
-                "the global generators, which are the shard's within run.shards(batch)"
-            )
-
     # --- safe points
     # --------------------------------------------------------------------------------------------
 
-    def _complete_step(self) -> None:
+    def begin_loop(self) -> None:
+        """A loop of the script begins."""
+        self._undo.is_kept = False
+
+    def keep_once(self) -> None:
+        """Note where the run is, if that was not done since the last step."""
+        if not self._undo.is_kept:
+            self._keep()
+
+    def batches_left(self, accumulate: int) -> Iterator[Any]:
+        """See :meth:`Session.batches_left`; also of the shares that this rank gets later."""
+        session = self._session
+        while True:
+            session.moved = False
+            if not (self._undo.is_kept and self._undo.accumulates()):
+                self._keep()
+            for batch in session.batches_until_moved(accumulate):
+                mine, total = session.cursor.share_of_batch()
+                self._engine.sum.weight = mine / total
+                self._samples = total
+                if self._shard_steps is not None:
+                    self._shard_steps.hand_out(batch)
+                yield batch
+            if not session.moved:
+                return
+
+    def complete_step(self) -> None:
+        """A step is trained, or a rank is gone and it is dropped; then the members may change."""
+        session = self._session
         if self._shard_steps is not None:
             self._shard_steps.require_summed("the step ended")
         self._engine.sum.is_sending = False
-        self._cursor.count_step()
+        session.cursor.count_step()
         # a window of accumulated batches is one step here: dropped, held behind and saved as one
         accumulates = self._undo.accumulates()
         failed = self._engine.failed or (accumulates and self._member.broken)
         if failed:
             self._drop_step()
         else:
-            self._step += 1
+            session.step += 1
             self._scaled.step()
             self._are_equal = not self._average_every
-            if self._average_every and self._step % self._average_every == 0:
+            if self._average_every and session.step % self._average_every == 0:
                 self._average()
             if not accumulates:
                 self._undo.completed()
                 self._keep()
             if self._replicas is not None:
                 self._replicas.exchange(self._kept_own)
-        self._look_for_stop()
+        self.announce_stop()
         if accumulates and not failed:
             return
         directive = self._member.safe_point(
-            self._step, failed=failed, equal=self._are_equal, stop=self._stop_seen
+            session.step, failed=failed, equal=self._are_equal, stop=self._is_stop_wanted
         )
         if directive is not None:
             self._obey(directive)
         if not failed:
-            super().safe_point()
+            session.safe_point()
 
-    def _left_of_epoch(self, accumulate: int) -> Iterator[Any]:
-        while True:
-            self._moved = False
-            if not (self._undo.is_kept and self._undo.accumulates()):
-                self._keep()
-            for batch in super()._left_of_epoch(accumulate):
-                mine, total = self._cursor.share_of_batch()
-                self._engine.sum.weight = mine / total
-                self._samples = total
-                if self._shard_steps is not None:
-                    self._shard_steps.hand_out(batch)
-                yield batch
-            if not self._moved:
-                return
-
-    def _arrive(self) -> StopRequest | None:
-        self._look_for_stop()
-        return None
-
-    def _look_for_stop(self) -> None:
+    def announce_stop(self) -> None:
         """A stop that was requested is announced: the others are told, and this rank trains on
         until they hold together."""
-        request = self._controller.stop_request
+        request = self._session.controller.stop_request
         if request is not None:
             self._member.leave(request.message)
+
+    def _is_stop_wanted(self) -> bool:
+        return self._session.controller.stop_request is not None
 
     # --- saving: the first rank does, for all have the same
     # --------------------------------------------------------------------------------------------
 
-    def save(self, *, kind: str = "manual") -> Saved:
-        """As of any run, on all ranks: the first one saves, the others return at once.
+    def defers_save(self, step: int) -> str:
+        """Why this rank does not save now; "" if it does.
 
         In the body of a step that is repeated nothing is saved, for it comes again. With
         ``averaging`` the ranks' weights differ within the loop: the save follows behind the next
-        step at which they are averaged, and what is returned says so.
+        step at which they are averaged.
         """
-        self._require_begun("save() was called", may_load=False)
-        step = self._completed_step()
-        later = ""
         if self._engine.failed:
-            later = f"a rank is gone: step {step} is repeated, and saves then"
-        elif self._average_every and (not self._are_equal or self._cursor.step_has_begun):
+            return f"a rank is gone: step {step} is repeated, and saves then"
+        if self._average_every and (not self._are_equal or self._session.cursor.step_has_begun):
             self._save_is_asked = True
-            later = f"it is saved behind the next average, one of every {self._average_every} steps"
-        elif self._is_first:
-            return super().save(kind=kind)
-        reason = later or "the first rank saves for all"
-        return Saved(step=step, is_committed=False, checkpoint=None, steps_at_risk=0, reason=reason)
+            return f"it is saved behind the next average, one of every {self._average_every} steps"
+        return "" if self.is_first else "the first rank saves for all"
 
-    def _is_due(self) -> bool:
-        if not (self._is_first and self._are_equal):
+    def takes_save(self) -> bool | None:
+        """Whether to save behind this step; None: that is for the first rank's clock to say."""
+        if not (self.is_first and self._are_equal):
             return False
         asked, self._save_is_asked = self._save_is_asked, False
-        return asked or super()._is_due()
+        return asked or None
 
-    def _save_behind_batches(self, *, since: int) -> None:
+    def saves_behind_batches(self) -> bool:
+        """Whether this rank saves the state behind the last batch, which all make equal."""
         if not self._are_equal:
             self._average()
-        if self._is_first:
-            super()._save_behind_batches(since=since)
-        self._saves.behind_batches = True
+        return self.is_first
 
     # --- a step that cannot be completed
     # --------------------------------------------------------------------------------------------
@@ -511,38 +536,28 @@ class ElasticRun(Run):
                     again=True,
                 )
             )
-        self._step, self._epoch = self._kept_at
-        names = names_of(self._contents.state(), without=self._objects.by_name())
+        self._session.step, self._session.epoch = self._kept_at
+        names = names_of(self._session.contents.state(), without=self._session.objects.by_name())
         if names and names != self._counted_twice:
             self._counted_twice = names
             warning(
-                f"step {self._step} is trained again, and what it has changed in objects and "
-                f"variables of the script is not taken back: it may count twice in {names}. What "
-                "has a state_dict() and is given to run.register(name, object) is taken back"
+                f"step {self._session.step} is trained again, and what it has changed in objects "
+                f"and variables of the script is not taken back: it may count twice in {names}. "
+                "What has a state_dict() and is given to run.register(name, object) is taken back"
             )
 
-    def _count_step_left_early(self) -> None:
-        """One that was dropped counts for nothing, and with its loop left nobody repeats it."""
-        if self._engine.failed and self._cursor.step_has_begun:
-            self._cursor.count_step()
+    def drop_step_left(self) -> None:
+        """A step that was dropped counts for nothing, and with its loop left nobody repeats it."""
+        if self._engine.failed and self._session.cursor.step_has_begun:
+            self._session.cursor.count_step()
             self._drop_step()
-        super()._count_step_left_early()
-
-    def _one_step(self) -> Iterator[int]:
-        if not self._undo.is_kept:
-            self._keep()
-        yield from super()._one_step()
-
-    def _begin_loop(self, name: str) -> None:
-        super()._begin_loop(name)
-        self._undo.is_kept = False
 
     def _keep(self) -> None:
         """Note where the run is, between two steps."""
-        own = self._position()
+        own = self._session.position()
         registered = {"registered": copied(own["registered"])} if "registered" in own else {}
         self._kept_own = {**own, **registered}
-        self._kept_at = self._step, self._epoch
+        self._kept_at = self._session.step, self._session.epoch
         self._undo.keep()
         now_s = time.monotonic()
         took_s = now_s - self._step_began_s
