@@ -33,8 +33,7 @@ from hydroslurm.jobs.control.requests import pause_job, resume_job
 from hydroslurm.jobs.launch.executor import Executor, PausableJob
 from hydroslurm.report.figures import Report
 from hydroslurm.report.reading import read_history
-from hydroslurm.report.run_tables import pauses_table
-from hydroslurm.report.tables import in_terminal
+from hydroslurm.report.views import in_terminal, pauses_table
 from hydroslurm.report.writing import write_figures, write_timeline
 from hydroslurm.runtime import client
 from hydroslurm.slurm.client import Job, JobState, SlurmClient, open_client
@@ -181,7 +180,7 @@ def _conclude(trained: Sequence[Trained]) -> bool:
         report = Report(history)
         console.print()
         console.print(f"[bold]{one.title}[/]")
-        console.print(in_terminal(pauses_table(history, report.pauses_in_time)))
+        console.print(in_terminal(pauses_table(report)))
         write_figures(report.figures, one.run.figures_json)
         pictures.append(write_timeline(history, one.run.timeline_png))
         pauses += sum(len(attempt.pauses) for attempt in history.attempts)

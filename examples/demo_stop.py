@@ -40,9 +40,7 @@ from hydroslurm.jobs.launch.executor import Executor, PausableJob
 from hydroslurm.report.figures import Report
 from hydroslurm.report.history import History
 from hydroslurm.report.reading import read_history
-from hydroslurm.report.run_tables import stops_table
-from hydroslurm.report.tables import in_terminal
-from hydroslurm.report.views import stop_sentences
+from hydroslurm.report.views import in_terminal, stop_sentences, stops_table
 from hydroslurm.report.writing import write_figures, write_timeline
 from hydroslurm.slurm.client import open_client
 
@@ -267,7 +265,7 @@ def _show(one: Trained, history: History) -> Path:
     report = Report(history)
     console.print()
     console.print(f"[bold]{one.title}[/]")
-    console.print(in_terminal(stops_table(history, report.stops_in_time)))
+    console.print(in_terminal(stops_table(report)))
     for sentence in stop_sentences(report):
         console.print(sentence)
     write_figures(report.figures, one.run.figures_json)

@@ -80,7 +80,7 @@ def nsys() -> str:
     Slurm is a failure: setup.sh brings both."""
     from clusters import REQUIRE_ENV
 
-    from hydroslurm.report.nsys.export import find_nsys
+    from hydroslurm.report.nsys import find_nsys
 
     found = find_nsys()
     if found is None:

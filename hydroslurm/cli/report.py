@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hydroslurm.core.rundir import RunDir
     from hydroslurm.report.external_sources import Accounting
     from hydroslurm.report.history import History
-    from hydroslurm.report.nsys.profile import Profile
+    from hydroslurm.report.nsys import Profile
 
 Paths = Annotated[
     list[Path] | None,
@@ -63,7 +63,7 @@ def report(
     from hydroslurm.errors import UsageError
 
     if schema or markdown:
-        from hydroslurm.report.schema import reference, schema_text
+        from hydroslurm.report.figures import reference, schema_text
 
         typer.echo(reference() if markdown else schema_text(), nl=False)
         return
@@ -81,8 +81,8 @@ def report(
 
 
 def _report_profiles(paths: Sequence[Path], as_json: bool) -> None:
-    from hydroslurm.report.nsys.profile import profile_figures, profile_view
-    from hydroslurm.report.nsys.reader import read_profile
+    from hydroslurm.report.nsys import profile_figures, read_profile
+    from hydroslurm.report.views import profile_view
 
     for path in paths:
         profile = read_profile(path)
@@ -105,7 +105,7 @@ def _report_run(
     pictures = None if no_picture else start_pictures(history, run)
     from hydroslurm.report.external_sources import ExternalSources
     from hydroslurm.report.figures import Report
-    from hydroslurm.report.nsys.export import profiles_in
+    from hydroslurm.report.nsys import profiles_in
     from hydroslurm.report.views import report_view
 
     profiles, missing = _read_profiles([*profiles_in(run.profile), *given])
@@ -159,7 +159,7 @@ def _read_profiles(paths: Sequence[Path]) -> tuple[tuple[Profile, ...], tuple[st
     """The profiles that can be read, and why the others cannot; the report goes on without
     those."""
     from hydroslurm.errors import HydroslurmError
-    from hydroslurm.report.nsys.reader import read_profile
+    from hydroslurm.report.nsys import read_profile
 
     profiles: list[Profile] = []
     missing: list[str] = []

@@ -4,8 +4,8 @@ Timestamps are CLOCK_MONOTONIC, which each boot of each host counts from its own
 also carries the date (CLOCK_REALTIME). Two errors arise on the way to a common time:
 
 - Within one attempt: the date may be set, or may have been read late.
-  :mod:`~hydroslurm.report.datewatch` measures by how much the difference of the two clocks changed.
-  Setting the date moves nothing: the attempts of one boot share one CLOCK_MONOTONIC.
+  :class:`~hydroslurm.report.attempts.DateWatch` measures by how much the difference of the two
+  clocks changed. Setting the date moves nothing: the attempts of one boot share CLOCK_MONOTONIC.
 - Between hosts: their dates may differ. Joint actions of the ranks bound the difference: no rank
   learns that all have parked before the last one has, none commits before all have copied their
   shards. Where these bounds contradict the dates, a host is shifted to the middle of the bounds.
@@ -17,28 +17,25 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hydroslurm.report.attempts import Attempt
-from hydroslurm.report.datewatch import SET_NS
+from hydroslurm.report.attempts import SET_NS, Attempt
 from hydroslurm.report.lines import spelled
+from hydroslurm.report.tables import figure, required
 
 
 @dataclass(frozen=True)
 class HostClock:
-    """The date of one host against the first rank's.
+    """The date of one host against the first rank's."""
 
-    Attributes:
-        host: its name.
-        shift_ns: subtracted from its dates; 0 where the dates are consistent.
-        error_ns: the largest remaining error; None where no joint action of ranks bounds it.
-        bounds: how many such actions were found.
-        contradictory: no single shift satisfies them: a date was set during the run.
-    """
-
-    host: str
-    shift_ns: int = 0
-    error_ns: int | None = None
-    bounds: int = 0
-    contradictory: bool = False
+    # fmt: off
+    host: str = required("Its name.")
+    shift_ns: int = figure(
+        "Subtracted from its dates; 0 where the dates are consistent.", default=0)
+    error_ns: int | None = figure(
+        "The largest remaining error; null where no joint action of ranks bounds it.")
+    bounds: int = figure("How many such actions were found.", default=0)
+    contradictory: bool = figure(
+        "No single shift satisfies them: a date was set during the run.", default=False)
+    # fmt: on
 
 
 @dataclass(frozen=True)

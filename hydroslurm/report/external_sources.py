@@ -1,4 +1,5 @@
-"""What is known of a run besides its event log: Slurm's accounting, and nsys profiles.
+"""What is known of a run besides its event log, Slurm's accounting and nsys profiles, and how it is
+joined to the log's pauses and stops.
 
 Slurm's timestamps are whole seconds of the controller's date. An attempt in Slurm's accounting and
 one in the event log are the same when the former contains the latter's first event: job ids alone
@@ -7,17 +8,21 @@ are not enough, because another cluster counts the same ones.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from hydroslurm.core.files import clean
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import NoSuchJob, SlurmError, SlurmMissing
 from hydroslurm.report.attempts import Attempt, StopRequest
 from hydroslurm.report.history import History
-from hydroslurm.report.nsys.profile import Profile, ProfiledPause, ProfiledStop
-from hydroslurm.report.pauses import Pause
+from hydroslurm.report.lines import span
+from hydroslurm.report.nsys import Profile, ProfiledPause, ProfiledStop
+from hydroslurm.report.pauses import PEERS, Pause, Profiled
+from hydroslurm.report.stops import SlurmAttempt, Stop, Stopped
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.values import Job, JobState
 
@@ -25,33 +30,6 @@ _SLACK_S = 2.0
 """Slurm's moments are cut off to whole seconds, and its date may be another one's."""
 _MOST = 200
 """Characters of what Slurm's programs say for themselves."""
-
-
-@dataclass(frozen=True)
-class SlurmAttempt:
-    """One attempt of a job in Slurm's accounting; seconds since 1970, None where unknown.
-
-    Attributes:
-        job_id: its own number, as its processes know it.
-        number: earlier attempts, as far as accounting has them.
-        state: how it ended (``REQUEUED``, ``PREEMPTED`` ...), or its current state.
-        submit_epoch_s: when it was submitted, or requeued.
-        eligible_epoch_s: when it became eligible to start.
-        start_epoch_s: when its nodes were allocated.
-        end_epoch_s: when they were released; None while it runs.
-        suspended_s: how long it was suspended in total.
-        name: what Slurm calls the job: ``44_3`` for an element of an array.
-    """
-
-    job_id: int
-    number: int
-    state: str
-    submit_epoch_s: int | None = None
-    eligible_epoch_s: int | None = None
-    start_epoch_s: int | None = None
-    end_epoch_s: int | None = None
-    suspended_s: int | None = None
-    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -208,3 +186,155 @@ def _holds(attempt: SlurmAttempt, moment_s: float) -> bool:
     if attempt.start_epoch_s is None or moment_s < attempt.start_epoch_s - _SLACK_S:
         return False
     return attempt.end_epoch_s is None or moment_s <= attempt.end_epoch_s + _SLACK_S
+
+
+# --- joined to the log ----------------------------------------------------------------------------
+
+
+class PauseRow(NamedTuple):
+    """A pause with its attempt, and what other sources add to it."""
+
+    attempt: Attempt
+    pause: Pause
+    at_s: float | None
+    asked_us: float | None
+    stopped_us: float | None
+    nsys: Profiled | None
+
+    @property
+    def joined(self) -> Pause:
+        """The pause with all of it."""
+        return replace(
+            self.pause,
+            at_s=self.at_s,
+            asked_us=self.asked_us,
+            stopped_us=self.stopped_us,
+            nsys=self.nsys,
+        )
+
+
+def pause_rows(history: History, sources: ExternalSources) -> list[PauseRow]:
+    """All pauses of a run, in order of rank, then of time."""
+    asked = _Asked(history)
+    return [
+        PauseRow(
+            attempt,
+            pause,
+            None
+            if pause.begin_mono_ns is None
+            else history.since_begin_s(attempt, pause.begin_mono_ns),
+            asked.before_us(attempt, pause),
+            _stopped_us(pause, sources.accounting.suspend_grace_s),
+            _profiled(pause, sources.profiled_pause(attempt, pause)),
+        )
+        for attempt in history.attempts
+        for pause in attempt.pauses
+    ]
+
+
+def joined_stop(history: History, sources: ExternalSources, stopped: Stopped) -> Stop:
+    """A stop with all that other sources know of it."""
+    attempt, following, stop = stopped.attempt, stopped.following, stopped.stop
+    before = sources.accounting.of(attempt)
+    after = sources.accounting.of(following) if following else None
+    if after is None and before is not None:
+        after = sources.accounting.after(before)  # waiting still, or without an event yet
+    seen = sources.profiled_stop(attempt, attempt.stops[0] if attempt.stops else None)
+    end_s = before.end_epoch_s if before else None
+    eligible_s = after.eligible_epoch_s if after else None
+    started_s = after.start_epoch_s if after else None
+    first_s = _by_slurms_date(following, started_s) if following else None
+    per_step, lost = attempt.progress.samples_per_step, stop.steps_lost
+
+    def nsys_ms(name: str) -> float | None:
+        return span(seen.requested_mono_ns, getattr(seen, f"{name}_mono_ns"), 1e6) if seen else None
+
+    return replace(
+        stop,
+        at_s=history.since_begin_s(attempt, stopped.begin_mono_ns),
+        left_s=span(stop.requested_mono_ns, attempt.last_mono_ns, 1e9),
+        slurm_before=before,
+        slurm_after=after if after != before else None,
+        eligible_s=_later_s(end_s, eligible_s, within_s=stop.waited_s),
+        queued_s=_later_s(eligible_s, started_s, within_s=stop.waited_s),
+        start_s=_later_s(started_s, first_s),
+        samples_lost=None if lost is None or per_step is None else lost * per_step,
+        nsys_saving_ms=nsys_ms("saving"),
+        nsys_durable_ms=nsys_ms("durable"),
+        nsys_committed_ms=nsys_ms("committed"),
+        nsys_requeued_ms=nsys_ms("requeued"),
+    )
+
+
+def _stopped_us(pause: Pause, grace_s: int | None) -> float | None:
+    """Nothing in a stopped process can see the moment; slurmstepd counts from its SIGTSTP."""
+    if grace_s is None or "slurm" not in pause.causes or pause.signal != "SIGTSTP":
+        return None
+    held_us = span(pause.requested_mono_ns, pause.resume_requested_mono_ns, 1e3)
+    if held_us is not None and held_us < grace_s * 1e6:
+        return None
+    return grace_s * 1e6
+
+
+def _profiled(pause: Pause, seen: ProfiledPause | None) -> Profiled | None:
+    if seen is None:
+        return None
+    begin_ns, resume_ns = pause.requested_mono_ns, pause.resume_requested_mono_ns
+    park_us = span(begin_ns, seen.parked_mono_ns, 1e3)
+    resume_us = span(resume_ns, seen.running_mono_ns, 1e3)
+    both = ((park_us, pause.park_us), (resume_us, pause.resume_us))
+    apart = [abs(ours - theirs) for ours, theirs in both if ours is not None and theirs is not None]
+    return Profiled(
+        park_us=park_us,
+        drain_us=span(seen.parked_mono_ns, seen.drained_mono_ns, 1e3),
+        resume_us=resume_us,
+        last_kernel_us=span(begin_ns, seen.last_kernel_end_mono_ns, 1e3),
+        first_kernel_us=span(resume_ns, seen.first_kernel_mono_ns, 1e3),
+        difference_us=max(apart, default=None),
+        error_us=None if seen.error_ns is None else seen.error_ns / 1e3,
+    )
+
+
+class _Asked:
+    """Finds, for a rank that was held with another, that other one's request."""
+
+    def __init__(self, history: History) -> None:
+        self._requests: dict[tuple[int | None, int], list[tuple[int, int]]] = {}
+        for attempt in history.attempts:
+            requests = self._requests.setdefault((attempt.job_id, attempt.restart_count), [])
+            for pause in attempt.pauses:
+                begin_ns = pause.requested_mono_ns
+                if pause.main_cause not in (None, PEERS) and begin_ns is not None:
+                    end_ns = pause.resumed_mono_ns or attempt.last_mono_ns
+                    requests.append((attempt.epoch_ns(begin_ns), attempt.epoch_ns(end_ns)))
+        for requests in self._requests.values():
+            requests.sort()
+
+    def before_us(self, attempt: Attempt, pause: Pause) -> float | None:
+        if pause.main_cause != PEERS or pause.requested_mono_ns is None:
+            return None
+        learned_ns = attempt.epoch_ns(pause.requested_mono_ns)
+        requests = self._requests.get((attempt.job_id, attempt.restart_count), [])
+        at = bisect.bisect_right(requests, (learned_ns, 1 << 63))
+        # several may be in force: the first of them was it
+        covering = [begin for begin, end in requests[max(0, at - 8) : at] if learned_ns <= end]
+        return (learned_ns - covering[0]) / 1e3 if covering else None
+
+
+def _by_slurms_date(attempt: Attempt, started_s: float | None) -> float:
+    """Its first event. Where the date of its host was set, the controller's may have been the same
+    one: the one nearest to Slurm's start time is used."""
+    at_ns = attempt.epoch_ns(attempt.first_mono_ns)
+    found = (at_ns / 1e9, (at_ns + attempt.date_ahead_ns) / 1e9)
+    return found[0] if started_s is None else min(found, key=lambda one: abs(one - started_s))
+
+
+def _later_s(
+    begin_s: float | None, end_s: float | None, *, within_s: float | None = None
+) -> float | None:
+    """0 where whole seconds make it a little less. None where it runs backwards, or lasts longer
+    than the time between two processes that it is a part of: a date was set meanwhile."""
+    if begin_s is None or end_s is None or end_s < begin_s - 2:
+        return None
+    later_s = max(0.0, float(end_s - begin_s))
+    return None if within_s is not None and later_s > within_s + 2 else later_s

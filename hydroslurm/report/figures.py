@@ -1,8 +1,7 @@
 """What a run's pauses and stops cost, in numbers: the model of ``report/figures.json``.
 
-docs/figures.md describes every field, and ``hydroslurm report --schema`` prints the JSON Schema;
-:mod:`hydroslurm.report.schema` makes both from this model. A latency that nobody measured is absent
-from its summary, never 0.
+The JSON Schema (``hydroslurm report --schema``) and the reference in docs/figures.md are made from
+it. A latency that nobody measured is absent from its summary, never 0.
 """
 
 from __future__ import annotations
@@ -11,190 +10,166 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
 
 from hydroslurm.report.clocks import HostClock
-from hydroslurm.report.external_sources import ExternalSources, SlurmAttempt
+from hydroslurm.report.external_sources import ExternalSources, PauseRow, joined_stop, pause_rows
 from hydroslurm.report.goodput import Goodput, goodput_of
 from hydroslurm.report.history import History, Summary, summary
-from hydroslurm.report.nsys.profile import Profile
-from hydroslurm.report.pauses import Outcome, Pause
-from hydroslurm.report.rows import (
-    PauseRow,
-    Profiled,
-    StopFigures,
-    StopRow,
-    fields_of,
-    pause_rows,
-    stop_rows,
-)
-from hydroslurm.report.stops import KILLED, steps_lost_total
+from hydroslurm.report.nsys import Profile
+from hydroslurm.report.pauses import Pause
+from hydroslurm.report.stops import KILLED, SlurmAttempt, Stop, Stopped, steps_lost_total
+from hydroslurm.report.tables import figure, required
 
 MOST_ROWS = 10_000
 """Of ``every_pause`` and ``every_stop``, so that the file can still be opened."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class CauseFigures(_Part):
+@dataclass(frozen=True, kw_only=True)
+class CauseFigures:
     """The pauses of one cause."""
 
-    pauses: Annotated[int, "how many."]
-    park_us: Annotated[Summary, "request -> parked, µs."]
-    resume_us: Annotated[Summary, "resume request -> running, µs."]
-    parked_s: Annotated[Summary, "parked time, s."]
+    # fmt: off
+    pauses: int = required("How many.")
+    park_us: Summary = required("Request -> parked, µs.")
+    resume_us: Summary = required("Resume request -> running, µs.")
+    parked_s: Summary = required("Parked time, s.")
+    # fmt: on
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PauseFigures(Pause):
-    """One pause of one rank with its whole chain.
-
-    Attributes:
-        outcome: what became of it; `withdrawn`: resumed before it had parked.
-        at_s: from the run's first event to the request; null without any timestamp.
-        pid: of the rank.
-        asked_us: signal of the rank that was signalled -> this rank was told, µs, by aligned dates;
-            null for a rank that had a cause of its own.
-        stopped_us: request -> SIGSTOP, µs, according to the site's suspend grace; null where Slurm
-            did not suspend, or the resume came sooner.
-        nsys: the same pause in an nsys profile.
-    """
-
-    outcome: Outcome = field()
-    at_s: float | None
-    pid: int
-    asked_us: float | None
-    stopped_us: float | None
-    nsys: Profiled | None
-
-
-class StopsFigures(_Part):
+@dataclass(frozen=True, kw_only=True)
+class StopsFigures:
     """The stops of a run."""
 
-    count: Annotated[
-        int, "stops of all ranks, including killed attempts that were followed by another."
-    ]
-    incomplete: Annotated[int, "those with events missing from the log."]
-    killed: Annotated[int, "those that ended without any event."]
-    by_reason: Annotated[
-        dict[str, int], "what ended them -> number; how they left, where Slurm gave no reason."
-    ]
-    safe_point_ms: Annotated[Summary, "request -> end of the step in progress, ms."]
-    staged_ms: Annotated[Summary, "request -> the state is copied, ms."]
-    written_ms: Annotated[Summary, "request -> the files are on the disk, ms."]
-    durable_ms: Annotated[Summary, "request -> committed, ms."]
-    requeued_ms: Annotated[Summary, "request -> in Slurm's queue again, ms."]
-    eligible_s: Annotated[Summary, "end of the job's attempt -> eligible, s, by Slurm."]
-    queued_s: Annotated[Summary, "eligible -> started, s, by Slurm."]
-    start_s: Annotated[Summary, "started by Slurm -> the process's first event, s."]
-    waited_s: Annotated[Summary, "last event -> the next attempt's first event, s."]
-    first_step_s: Annotated[Summary, "that first event -> end of its first step, s."]
-    steps_lost_total: Annotated[int, "steps repeated, of the rank that lost the most."]
-    samples_lost_total: Annotated[int | None, "samples of these; null: unknown."]
-    at_least: Annotated[bool, "true where more may have been lost."]
-    every_stop: Annotated[
-        tuple[StopFigures, ...], "one object per stop, by rank, then time; at most 10,000."
-    ]
-    every_stop_left_out: Annotated[int, "stops beyond those."]
+    # fmt: off
+    count: int = required(
+        "Stops of all ranks, including killed attempts that were followed by another.")
+    incomplete: int = required("Those with events missing from the log.")
+    killed: int = required("Those that ended without any event.")
+    by_reason: dict[str, int] = required(
+        "What ended them -> number; how they left, where Slurm gave no reason.")
+    safe_point_ms: Summary = required("Request -> end of the step in progress, ms.")
+    staged_ms: Summary = required("Request -> the state is copied, ms.")
+    written_ms: Summary = required("Request -> the files are on the disk, ms.")
+    durable_ms: Summary = required("Request -> committed, ms.")
+    requeued_ms: Summary = required("Request -> in Slurm's queue again, ms.")
+    eligible_s: Summary = required("End of the job's attempt -> eligible, s, by Slurm.")
+    queued_s: Summary = required("Eligible -> started, s, by Slurm.")
+    start_s: Summary = required("Started by Slurm -> the process's first event, s.")
+    waited_s: Summary = required("Last event -> the next attempt's first event, s.")
+    first_step_s: Summary = required("That first event -> end of its first step, s.")
+    steps_lost_total: int = required("Steps repeated, of the rank that lost the most.")
+    samples_lost_total: int | None = required("Samples of these; null: unknown.")
+    at_least: bool = required("True where more may have been lost.")
+    every_stop: tuple[Stop, ...] = required(
+        "One object per stop, by rank, then time; at most 10,000.")
+    every_stop_left_out: int = required("Stops beyond those.")
+    # fmt: on
 
 
-class ClockFigures(_Part):
+@dataclass(frozen=True, kw_only=True)
+class ClockFigures:
     """How times of several processes were aligned."""
 
-    error_ns: Annotated[int | None, "of any two moments of the run; null: unknown."]
-    within_ns: Annotated[int | None, "of two moments of one process; null: too few events to tell."]
-    between_ns: Annotated[
-        int | None, "of two hosts' dates; null with one host, or where nothing bounds it."
-    ]
-    hosts: Annotated[tuple[HostClock, ...], "hosts other than the first rank's."]
-    message: Annotated[str, "the same, for people."]
+    # fmt: off
+    error_ns: int | None = required("Of any two moments of the run; null: unknown.")
+    within_ns: int | None = required("Of two moments of one process; null: too few events to tell.")
+    between_ns: int | None = required(
+        "Of two hosts' dates; null with one host, or where nothing bounds it.")
+    hosts: tuple[HostClock, ...] = required("Hosts other than the first rank's.")
+    message: str = required("The same, for people.")
+    # fmt: on
 
 
-class SlurmFigures(_Part):
+@dataclass(frozen=True, kw_only=True)
+class SlurmFigures:
     """What Slurm's accounting knows."""
 
-    suspend_grace_s: Annotated[int | None, "between SIGTSTP and SIGSTOP on this site."]
-    attempts: Annotated[
-        tuple[SlurmAttempt, ...], "those of the run's jobs; empty where Slurm was not asked."
-    ]
+    # fmt: off
+    suspend_grace_s: int | None = required("Between SIGTSTP and SIGSTOP on this site.")
+    attempts: tuple[SlurmAttempt, ...] = required(
+        "Those of the run's jobs; empty where Slurm was not asked.")
+    # fmt: on
 
 
-class ProfileFigures(_Part):
+@dataclass(frozen=True, kw_only=True)
+class ProfileFigures:
     """One nsys report."""
 
-    path: Annotated[str, "where it was read."]
-    host: Annotated[str | None, "where it was made."]
-    pids: Annotated[tuple[int, ...], "processes with marks of hydroslurm."]
-    pauses: Annotated[int, "pauses in it."]
-    stops: Annotated[int, "stops in it."]
-    error_us: Annotated[float | None, "of its clock against the log's, µs."]
+    # fmt: off
+    path: str = required("Where it was read.")
+    host: str | None = required("Where it was made.")
+    pids: tuple[int, ...] = required("Processes with marks of hydroslurm.")
+    pauses: int = required("Pauses in it.")
+    stops: int = required("Stops in it.")
+    error_us: float | None = required("Of its clock against the log's, µs.")
+    # fmt: on
 
 
-class NsysFigures(_Part):
+@dataclass(frozen=True, kw_only=True)
+class NsysFigures:
     """What nsys recorded."""
 
-    profiles: Annotated[tuple[ProfileFigures, ...], "the reports that were read."]
-    joined: Annotated[int, "pauses that are in the log and in a profile."]
-    park_us: Annotated[Summary, "request -> the last thread was put to sleep, µs."]
-    resume_us: Annotated[Summary, "resume request -> the first thread ran, µs."]
-    last_kernel_us: Annotated[Summary, "request -> end of the last kernel before it, µs."]
-    first_kernel_us: Annotated[Summary, "resume request -> first kernel after it, µs."]
-    difference_us: Annotated[Summary, "largest difference to the log's latencies, µs."]
+    # fmt: off
+    profiles: tuple[ProfileFigures, ...] = required("The reports that were read.")
+    joined: int = required("Pauses that are in the log and in a profile.")
+    park_us: Summary = required("Request -> the last thread was put to sleep, µs.")
+    resume_us: Summary = required("Resume request -> the first thread ran, µs.")
+    last_kernel_us: Summary = required("Request -> end of the last kernel before it, µs.")
+    first_kernel_us: Summary = required("Resume request -> first kernel after it, µs.")
+    difference_us: Summary = required("Largest difference to the log's latencies, µs.")
+    # fmt: on
 
 
-class Figures(_Part):
+@dataclass(frozen=True, kw_only=True)
+class Figures:
     """All figures of one run."""
 
-    schema_version: Annotated[Literal[3], "version of this format."] = Field(
-        default=3, serialization_alias="schema"
-    )
-    run: Annotated[str, "name of the run folder."]
-    job_ids: Annotated[tuple[int, ...], "Slurm's; empty outside of a job."]
-    ranks: Annotated[int, "ranks that wrote events."]
-    attempts: Annotated[int, "processes over all ranks and requeues."]
-    restarts: Annotated[int, "how often the job was requeued."]
-    begin_epoch_s: Annotated[float, "the run's first event, seconds since 1970."]
-    observed_s: Annotated[float, "from the first event to the last."]
-    events: Annotated[int, "lines that were read."]
-    pauses: Annotated[int, "pauses, including incomplete ones."]
-    incomplete: Annotated[int, "those with events missing from the log."]
-    stop_requests: Annotated[int, "requests to save and leave; two for one preemption are normal."]
-    parked_total_s: Annotated[float, "parked time of all ranks added up."]
-    in_flight: Annotated[
-        int, "pauses in which collectives were in flight when all ranks were parked."
-    ]
-    park_us: Annotated[Summary, "request -> parked, µs."]
-    all_parked_us: Annotated[Summary, "request -> all ranks parked, µs; several ranks only."]
-    drain_us: Annotated[Summary, "parked -> devices idle, µs; accelerators only."]
-    resume_us: Annotated[Summary, "resume request -> running, µs."]
-    parked_s: Annotated[Summary, "parked time, s."]
-    asked_us: Annotated[Summary, "signal of one rank -> another rank was told, µs."]
-    save_ms: Annotated[Summary, "start of a save -> committed, ms."]
-    by_cause: Annotated[
-        dict[str, CauseFigures],
-        "cause -> its pauses. A pause counts under its first cause; under `peers` only if it has "
-        "no other, and under `unknown` if that was lost.",
-    ]
-    every_pause: Annotated[
-        tuple[PauseFigures, ...], "one object per pause, by rank, then time; at most 10,000."
-    ]
-    every_pause_left_out: Annotated[int, "pauses beyond those."]
-    stops: Annotated[StopsFigures, "the attempts that were stopped, and how the run continued."]
-    goodput: Annotated[Goodput | None, "where the time went; null without events."]
-    clocks: Annotated[ClockFigures, "how times of several processes were aligned."]
-    slurm: Annotated[SlurmFigures, "what Slurm's accounting knows."]
-    nsys: Annotated[NsysFigures | None, "what nsys recorded; null without a profile."]
-    missing: Annotated[tuple[str, ...], "what could not be read or learned, in sentences."]
+    # fmt: off
+    schema: Literal[3] = figure("Version of this format.", default=3)
+    run: str = required("Name of the run folder.")
+    job_ids: tuple[int, ...] = required("Slurm's; empty outside of a job.")
+    ranks: int = required("Ranks that wrote events.")
+    attempts: int = required("Processes over all ranks and requeues.")
+    restarts: int = required("How often the job was requeued.")
+    begin_epoch_s: float = required("The run's first event, seconds since 1970.")
+    observed_s: float = required("From the first event to the last.")
+    events: int = required("Lines that were read.")
+    pauses: int = required("Pauses, including incomplete ones.")
+    incomplete: int = required("Those with events missing from the log.")
+    stop_requests: int = required("Requests to save and leave; two for one preemption are normal.")
+    parked_total_s: float = required("Parked time of all ranks added up.")
+    in_flight: int = required(
+        "Pauses in which collectives were in flight when all ranks were parked.")
+    park_us: Summary = required("Request -> parked, µs.")
+    all_parked_us: Summary = required("Request -> all ranks parked, µs; several ranks only.")
+    drain_us: Summary = required("Parked -> devices idle, µs; accelerators only.")
+    resume_us: Summary = required("Resume request -> running, µs.")
+    parked_s: Summary = required("Parked time, s.")
+    asked_us: Summary = required("Signal of one rank -> another rank was told, µs.")
+    save_ms: Summary = required("Start of a save -> committed, ms.")
+    by_cause: dict[str, CauseFigures] = required(
+        "Cause -> its pauses. A pause counts under its first cause; under `peers` only if it has "
+        "no other, and under `unknown` if that was lost.")
+    every_pause: tuple[Pause, ...] = required(
+        "One object per pause, by rank, then time; at most 10,000.")
+    every_pause_left_out: int = required("Pauses beyond those.")
+    stops: StopsFigures = required("The attempts that were stopped, and how the run continued.")
+    goodput: Goodput | None = required("Where the time went; null without events.")
+    clocks: ClockFigures = required("How times of several processes were aligned.")
+    slurm: SlurmFigures = required("What Slurm's accounting knows.")
+    nsys: NsysFigures | None = required("What nsys recorded; null without a profile.")
+    missing: tuple[str, ...] = required("What could not be read or learned, in sentences.")
+    # fmt: on
 
     def as_dict(self) -> dict[str, Any]:
         """What is written: an object that json can encode."""
-        return self.model_dump(by_alias=True)
+        made: dict[str, Any] = msgspec.to_builtins(self)
+        return made
 
 
 @dataclass(frozen=True)
@@ -210,19 +185,22 @@ class Report:
         return pause_rows(self.history, self.sources)
 
     @cached_property
-    def stops(self) -> list[StopRow]:
-        """In order of rank, then of time."""
-        return stop_rows(self.history, self.sources)
-
-    @cached_property
     def pauses_in_time(self) -> list[PauseRow]:
         """Those that can be placed, all ranks together."""
         placed = [row for row in self.pauses if row.at_s is not None]
-        return sorted(placed, key=lambda row: (row.at_s or 0.0, row.attempt.rank))
+        return sorted(placed, key=lambda row: (row.at_s or 0.0, row.pause.rank))
 
     @cached_property
-    def stops_in_time(self) -> list[StopRow]:
-        return sorted(self.stops, key=lambda row: (row.at_s, row.rank))
+    def stopped(self) -> list[Stopped]:
+        """The stops with their attempts, in order of rank, then of time."""
+        return [
+            replace(one, stop=joined_stop(self.history, self.sources, one))
+            for one in self.history.stopped
+        ]
+
+    @cached_property
+    def stopped_in_time(self) -> list[Stopped]:
+        return sorted(self.stopped, key=lambda one: (one.stop.at_s, one.stop.rank))
 
     @cached_property
     def figures(self) -> Figures:
@@ -231,6 +209,7 @@ class Report:
 
 def _figures(report: Report) -> Figures:
     history, sources, pauses = report.history, report.sources, report.history.pauses
+    clocks, accounting = history.alignment, sources.accounting
     return Figures(
         run=history.name,
         job_ids=history.job_ids,
@@ -249,12 +228,20 @@ def _figures(report: Report) -> Figures:
         asked_us=summary(row.asked_us for row in report.pauses),
         save_ms=summary(save.save_ms for save in history.saves),
         by_cause=_by_cause(pauses),
-        every_pause=tuple(_pause(row) for row in report.pauses[:MOST_ROWS]),
+        every_pause=tuple(row.joined for row in report.pauses[:MOST_ROWS]),
         every_pause_left_out=max(0, len(report.pauses) - MOST_ROWS),
-        stops=_stops(report.stops),
+        stops=_stops([one.stop for one in report.stopped]),
         goodput=goodput_of(history, sources),
-        clocks=ClockFigures.model_validate(history.alignment, from_attributes=True),
-        slurm=SlurmFigures.model_validate(sources.accounting, from_attributes=True),
+        clocks=ClockFigures(
+            error_ns=clocks.error_ns,
+            within_ns=clocks.within_ns,
+            between_ns=clocks.between_ns,
+            hosts=clocks.hosts,
+            message=clocks.message,
+        ),
+        slurm=SlurmFigures(
+            suspend_grace_s=accounting.suspend_grace_s, attempts=accounting.attempts
+        ),
         nsys=_nsys(report.pauses, sources),
         missing=tuple(sources.sentences(history)),
     )
@@ -281,13 +268,13 @@ def _object(value: Mapping[str, Any], indent: str) -> str:
 
 
 def _summaries(
-    model: type[BaseModel], values: Sequence[object], *, but: Collection[str] = ()
+    model: Any, values: Sequence[object], *, but: Collection[str] = ()
 ) -> dict[str, Any]:
     """A summary for each field of a model that is one, of what these values have by its name."""
     return {
         name: summary(getattr(value, name) for value in values)
-        for name, described in model.model_fields.items()
-        if described.annotation is Summary and name not in but
+        for name, kind in get_type_hints(model).items()
+        if kind is Summary and name not in but
     }
 
 
@@ -296,27 +283,12 @@ def _by_cause(pauses: Iterable[Pause]) -> dict[str, CauseFigures]:
     for pause in pauses:
         groups.setdefault(pause.main_cause or "unknown", []).append(pause)
     return {
-        cause: CauseFigures(
-            pauses=len(group),
-            **_summaries(CauseFigures, group),
-        )
+        cause: CauseFigures(pauses=len(group), **_summaries(CauseFigures, group))
         for cause, group in sorted(groups.items())
     }
 
 
-def _pause(row: PauseRow) -> PauseFigures:
-    return PauseFigures(
-        **fields_of(row.pause),
-        outcome=row.pause.outcome,
-        at_s=row.at_s,
-        pid=row.attempt.pid,
-        asked_us=row.asked_us,
-        stopped_us=row.stopped_us,
-        nsys=row.profiled,
-    )
-
-
-def _stops(rows: list[StopRow]) -> StopsFigures:
+def _stops(rows: Sequence[Stop]) -> StopsFigures:
     per_rank: dict[int, int] = {}
     for row in rows:
         per_rank[row.rank] = per_rank.get(row.rank, 0) + (row.samples_lost or 0)
@@ -338,9 +310,9 @@ def _stops(rows: list[StopRow]) -> StopsFigures:
 def _nsys(rows: list[PauseRow], sources: ExternalSources) -> NsysFigures | None:
     if not sources.profiles:
         return None
-    seen = [row.profiled for row in rows if row.profiled is not None]
+    seen = [row.nsys for row in rows if row.nsys is not None]
     return NsysFigures(
-        profiles=tuple(_profile(profile) for profile in sources.profiles),
+        profiles=tuple(map(_profile, sources.profiles)),
         joined=len(seen),
         **_summaries(NsysFigures, seen),
     )
@@ -356,3 +328,72 @@ def _profile(profile: Profile) -> ProfileFigures:
         stops=len(profile.stops),
         error_us=None if error_ns is None else error_ns / 1e3,
     )
+
+
+# --- the schema, and the reference page -----------------------------------------------------------
+
+Schema = dict[str, Any]
+
+
+def schema() -> Schema:
+    """JSON Schema (2020-12) of figures.json: every field of an object is written, and no other."""
+    parts: dict[str, Schema] = msgspec.json.schema(Figures)["$defs"]
+    for kind in _kinds(Figures):
+        part = parts[kind.__name__]
+        made = part["properties"]
+        part["properties"] = {
+            one.name: {
+                **{key: value for key, value in made[one.name].items() if key != "default"},
+                "description": one.metadata["meaning"],
+            }
+            for one in fields(kind)
+        }
+        part["required"] = list(made)
+    for part in parts.values():
+        part["additionalProperties"] = False
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    whole = {**parts.pop("Figures"), "title": "figures.json"}
+    return {"$schema": dialect, **whole, "$defs": parts}
+
+
+def _kinds(kind: Any) -> set[Any]:
+    """All dataclasses that the values of a type can hold."""
+    inner = get_type_hints(kind).values() if is_dataclass(kind) else get_args(kind)
+    own = {kind} if is_dataclass(kind) else set()
+    return own.union(*map(_kinds, inner))
+
+
+def schema_text() -> str:
+    """The schema as it is printed."""
+    return json.dumps(schema(), indent=2) + "\n"
+
+
+def reference() -> str:
+    """The fields as Markdown; docs/figures.md ends with it."""
+    whole = schema()
+    parts = [_table("figures.json", whole["properties"])]
+    parts += [_table(name, part["properties"]) for name, part in sorted(whole["$defs"].items())]
+    return "\n".join(parts)
+
+
+def _table(title: str, properties: dict[str, Schema]) -> str:
+    lines = [f"## {title}", "", "| field | type | meaning |", "| --- | --- | --- |"]
+    for name, part in properties.items():
+        description = part["description"].replace("|", "\\|")
+        lines.append(f"| `{name}` | {_type(part)} | {description} |")
+    return "\n".join([*lines, ""])
+
+
+def _type(part: Schema) -> str:
+    if "$ref" in part:
+        name = part["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in part:
+        return " or ".join(_type(one) for one in part["anyOf"])
+    if "const" in part:
+        return f"`{json.dumps(part['const'])}`"
+    if "enum" in part:
+        return ", ".join(f"`{json.dumps(one)}`" for one in part["enum"])
+    if part.get("type") == "array":
+        return f"list of {_type(part['items'])}" if "items" in part else "list"
+    return str(part.get("type", "object"))

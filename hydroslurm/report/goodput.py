@@ -29,49 +29,48 @@ from typing import Literal
 from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.history import History
+from hydroslurm.report.tables import figure
 
 Span = tuple[float, float]
 
 
 @dataclass
 class Goodput:
-    """Seconds of one run, of its first rank.
+    """Seconds of one run, of its first rank."""
 
-    Attributes:
-        of_allocated: productive ÷ allocated time; None where no steps were recorded.
-        of_wall: productive time ÷ wall clock; None where no steps were recorded.
-        at_most: True where more steps than known may have been repeated.
-        allocated_from: source of the allocated time; ``both``: Slurm does not know some attempts.
-        wall_s: from the submission, or the first event, to the end, or the last event.
-        allocated_s: the job held its nodes, including suspended time.
-        productive_s: steps that counted.
-        made_again_s: steps that a later attempt repeated.
-        saving_s: waiting for a copy of the state, or for a save in the foreground.
-        parked_s: from each pause's request until the rank ran again.
-        starting_s: from the start of the allocation to the end of an attempt's first step.
-        leaving_s: from a stop's safe point, or the training's end, to the end of the allocation.
-        unknown_s: after the last event of a killed process; all, if no steps were recorded.
-        queued_s: between allocations, and before the first.
-        steps: how many counted.
-        step_s: mean seconds of a step.
-    """
-
-    of_allocated: float | None = None
-    of_wall: float | None = None
-    at_most: bool = False
-    allocated_from: Literal["slurm", "events", "both"] = "events"
-    wall_s: float = 0.0
-    allocated_s: float = 0.0
-    productive_s: float = 0.0
-    made_again_s: float = 0.0
-    saving_s: float = 0.0
-    parked_s: float = 0.0
-    starting_s: float = 0.0
-    leaving_s: float = 0.0
-    unknown_s: float = 0.0
-    queued_s: float = 0.0
-    steps: int = 0
-    step_s: float | None = None
+    # fmt: off
+    of_allocated: float | None = figure(
+        "Productive ÷ allocated time; null where no steps were recorded.")
+    of_wall: float | None = figure(
+        "Productive time ÷ wall clock; null where no steps were recorded.")
+    at_most: bool = figure(
+        "True where more steps than known may have been repeated.", default=False)
+    allocated_from: Literal["slurm", "events", "both"] = figure(
+        "Source of the allocated time; `both`: Slurm does not know some attempts.",
+        default="events")
+    wall_s: float = figure(
+        "From the submission, or the first event, to the end, or the last event.", default=0.0)
+    allocated_s: float = figure("The job held its nodes, including suspended time.", default=0.0)
+    productive_s: float = figure("Steps that counted.", "steps that counted", default=0.0)
+    made_again_s: float = figure(
+        "Steps that a later attempt repeated.", "steps repeated", default=0.0)
+    saving_s: float = figure(
+        "Waiting for a copy of the state, or for a save in the foreground.",
+        "waiting for saves", default=0.0)
+    parked_s: float = figure(
+        "From each pause's request until the rank ran again.", "parked", default=0.0)
+    starting_s: float = figure(
+        "From the start of the allocation to the end of an attempt's first step.",
+        "starting up", default=0.0)
+    leaving_s: float = figure(
+        "From a stop's safe point, or the training's end, to the end of the allocation.",
+        "saving and leaving", default=0.0)
+    unknown_s: float = figure(
+        "After the last event of a killed process; all, if no steps were recorded.",
+        "unknown", default=0.0)
+    queued_s: float = figure("Between allocations, and before the first.", default=0.0)
+    steps: int = figure("How many counted.", default=0)
+    step_s: float | None = figure("Mean seconds of a step.")
 
 
 def goodput_of(history: History, sources: ExternalSources) -> Goodput | None:

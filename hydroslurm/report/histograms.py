@@ -8,7 +8,7 @@ because a pause inside a long operator takes a hundred times as long as the medi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from hydroslurm.report.history import LATENCIES, History, percentile
+from hydroslurm.report.history import LATENCIES, History, Kind, percentile
 from hydroslurm.report.lines import spelled
 
 _BINS = 24
@@ -47,11 +47,14 @@ class Histogram:
 def histograms_of(history: History) -> list[Histogram]:
     """One for each latency that was measured often enough and is not always the same."""
     found = []
-    for latency in LATENCIES:
-        values_s = latency.measured_s(history)
-        if len(values_s) >= _LEAST_VALUES and values_s[0] < values_s[-1]:
-            title = f"{latency.kind}: {latency.label}"
-            found.append(Histogram(title, tuple(values_s), *_LOOKS[latency.kind]))
+    measured: Mapping[Kind, Sequence[object]]
+    measured = {"pause": history.pauses, "save": history.saves, "stop": history.stops}
+    for kind, records in measured.items():
+        for latency in LATENCIES[kind]:
+            values_s = latency.measured_s(records)
+            if len(values_s) >= _LEAST_VALUES and values_s[0] < values_s[-1]:
+                title = f"{kind}: {latency.label}"
+                found.append(Histogram(title, tuple(values_s), *_LOOKS[kind]))
     return found
 
 

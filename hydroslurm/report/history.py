@@ -6,18 +6,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal
 
+from msgspec import Meta
 from typing_extensions import NotRequired, TypedDict
 
 from hydroslurm.report.attempts import Attempt, StopRequest
 from hydroslurm.report.clocks import Alignment
-from hydroslurm.report.pauses import Pause
+from hydroslurm.report.pauses import Pause, Profiled
 from hydroslurm.report.progress import Save
 from hydroslurm.report.stops import Stop, Stopped, stops_of
+from hydroslurm.report.tables import Latency, latencies_of
 
 
 @dataclass(frozen=True)
@@ -129,19 +131,18 @@ class History:
 
 
 class Summary(TypedDict):
-    """The distribution of one latency.
+    """The distribution of one latency."""
 
-    Attributes:
-        count: values that were measured. With 0 the others are absent.
-        p50: median, by nearest rank: a value that was measured.
-        p99: 99th percentile; of fewer than 100 values the largest.
-        max: largest.
-    """
-
-    count: int
-    p50: NotRequired[float]
-    p99: NotRequired[float]
-    max: NotRequired[float]
+    count: Annotated[
+        int, Meta(description="Values that were measured. With 0 the others are absent.")
+    ]
+    p50: NotRequired[
+        Annotated[float, Meta(description="Median, by nearest rank: a value that was measured.")]
+    ]
+    p99: NotRequired[
+        Annotated[float, Meta(description="99th percentile; of fewer than 100 values the largest.")]
+    ]
+    max: NotRequired[Annotated[float, Meta(description="Largest.")]]
 
 
 def summary(values: Iterable[float | None]) -> Summary:
@@ -162,60 +163,11 @@ def percentile(ordered: Sequence[float], percent: int) -> float:
     return ordered[max(0, math.ceil(percent * len(ordered) / 100) - 1)]
 
 
-# --- the latencies of a run, declared once for tables, histograms and summaries -------------------
-
 Kind = Literal["pause", "nsys", "save", "stop"]
-
-_UNITS = {"us": ("µs", 1e-6), "ms": ("ms", 1e-3), "s": ("s", 1.0)}
-
-
-class Latency(NamedTuple):
-    """One latency.
-
-    Attributes:
-        kind: what has it.
-        key: its name in ``figures.json``; the suffix is its unit.
-        label: the two moments.
-        spec: how a value is printed.
-    """
-
-    kind: Kind
-    key: str
-    label: str
-    spec: str
-
-    @property
-    def unit(self) -> str:
-        return _UNITS[self.key.rpartition("_")[2]][0]
-
-    def measured_s(self, history: History) -> list[float]:
-        """The values that the event log holds, in seconds, smallest first."""
-        moments: dict[str, Sequence[object]]
-        moments = {"pause": history.pauses, "save": history.saves, "stop": history.stops}
-        unit_s = _UNITS[self.key.rpartition("_")[2]][1]
-        values = (getattr(one, self.key, None) for one in moments.get(self.kind, ()))
-        return sorted(value * unit_s for value in values if value is not None)
-
-
-LATENCIES = (
-    Latency("pause", "park_us", "signal → parked", ",.0f"),
-    Latency("pause", "all_parked_us", "signal → all ranks parked", ",.0f"),
-    Latency("pause", "drain_us", "parked → devices idle", ",.0f"),
-    Latency("pause", "parked_s", "parked", ",.3f"),
-    Latency("pause", "resume_us", "resume → running", ",.0f"),
-    Latency("nsys", "park_us", "signal → parked", ",.0f"),
-    Latency("nsys", "last_kernel_us", "signal → last kernel's end", ",.0f"),
-    Latency("nsys", "resume_us", "resume → running", ",.0f"),
-    Latency("nsys", "first_kernel_us", "resume → first kernel", ",.0f"),
-    Latency("nsys", "difference_us", "difference to the log, at most", ",.0f"),
-    Latency("save", "save_ms", "start → committed", ",.1f"),
-    Latency("stop", "safe_point_ms", "signal → safe point", ",.1f"),
-    Latency("stop", "written_ms", "signal → files written", ",.1f"),
-    Latency("stop", "durable_ms", "signal → committed", ",.1f"),
-    Latency("stop", "requeued_ms", "signal → requeued", ",.1f"),
-    Latency("stop", "eligible_s", "end → eligible", ",.0f"),
-    Latency("stop", "queued_s", "eligible → started", ",.0f"),
-    Latency("stop", "start_s", "started → first event", ",.1f"),
-    Latency("stop", "waited_s", "end → next attempt", ",.2f"),
-    Latency("stop", "first_step_s", "next attempt → first step", ",.2f"),
-)
+LATENCIES: Mapping[Kind, tuple[Latency, ...]] = {
+    "pause": latencies_of(Pause),
+    "nsys": latencies_of(Profiled),
+    "save": (Latency("save_ms", "start → committed", ",.1f"),),
+    "stop": latencies_of(Stop),
+}
+"""Those whose distribution is shown, for tables and histograms."""

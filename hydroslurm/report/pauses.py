@@ -26,88 +26,170 @@ from hydroslurm.report.lines import (
     step_of,
     text,
 )
+from hydroslurm.report.tables import UNKNOWN, figure, required
+from hydroslurm.report.tables import number as decimal
 
 PEERS, VACATED = "peers", "vacated"
 
 Outcome = Literal["complete", "withdrawn", "not resumed", "not parked", "incomplete"]
 
 
+_ASKED, _PARK, _RESUME = "requested_mono_ns", "signal → parked", "resume → running"
+
+
+def _causes(pause: Pause) -> str:
+    """Its own; that peers joined them goes without saying."""
+    own = [cause for cause in pause.causes if cause != PEERS]
+    return "+".join(own or pause.causes) or UNKNOWN
+
+
+def _all_parked(pause: Pause) -> str | None:
+    """Marked where collectives were in flight."""
+    text = decimal(pause.all_parked_us, ",.1f", 1e3)
+    return f"{text or UNKNOWN} !" if pause.in_flight else text
+
+
+def _vacated_gb(pause: Pause) -> str | None:
+    """A dash where the pause was to vacate and did not."""
+    return decimal(pause.vacated_bytes, ",.2f", 1e9) or (UNKNOWN if pause.not_vacated else None)
+
+
+def _sigstop(pause: Pause) -> str | None:
+    return None if pause.stopped_us is None else f"≈ {pause.stopped_us / 1e6:.0f}"
+
+
+def _held_at(pause: Pause) -> str:
+    """Where the rank was held, or what is wrong with this pause."""
+    if pause.outcome == "incomplete":
+        return f"lost: {', '.join(pause.missing)}"
+    if not pause.complete:
+        return pause.outcome
+    if pause.operator is None:
+        return "(quiet)"
+    # autograd names its own "autograd::engine::evaluate_function: AddmmBackward0"
+    operator = pause.operator.rpartition(": ")[2]
+    return f"{operator} (backward)" if pause.phase == "backward" else operator
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """A pause as nsys saw it; null where its report lacks it."""
+
+    # fmt: off
+    park_us: float | None = required(
+        "As that of the log.", "parked, nsys (µs)", ",.0f", label=_PARK, more=True)
+    last_kernel_us: float | None = required(
+        "From the request to the end of the last kernel before the pause.",
+        "last kernel (µs)", ",.0f", label="signal → last kernel's end", more=True)
+    drain_us: float | None = required(
+        "As that of the log.", "drained, nsys (µs)", ",.0f", more=True)
+    resume_us: float | None = required(
+        "As that of the log.", "runs, nsys (µs)", ",.0f", label=_RESUME, more=True)
+    first_kernel_us: float | None = required(
+        "From the resume request to the start of the first kernel after it.",
+        "first kernel (µs)", ",.0f", label="resume → first kernel", more=True)
+    difference_us: float | None = required(
+        "The largest of the differences to the log's own.",
+        "largest difference (µs)", ",.0f", label="difference to the log, at most", more=True)
+    error_us: float | None = required(
+        "By how much moments that nsys timed may be wrong.", "nsys clock ± (µs)", ",.0f", more=True)
+    # fmt: on
+
+
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """One pause of one rank, as far as its events tell.
+    """One pause of one rank with its whole chain, as far as its events and other sources tell.
 
-    Attributes:
-        rank: global rank.
-        number: 1, 2, ... within one attempt.
-        restart_count: how often the job had been requeued before this attempt.
-        causes: why, in order of appearance: ``slurm``, ``user``, ``api``, ``terminal``; ``peers``:
-            because another rank of the job was paused.
-        signal: the signal that asked for it, None for a call of ``pause()``.
-        step: training step when the gate closed, None if unknown.
-        requested_mono_ns: the signal handler's stamp, or that of the call.
-        closed_mono_ns: the gate was armed.
-        held_mono_ns: the first operator was held; None when the rank was quiet.
-        parked_mono_ns: no training thread issues anything any more, for the first time. A rank that
-            is let through to a collective of its peers parks again.
-        all_parked_mono_ns: every rank learned that all of them are parked, at the same
-            collectives; None for a rank that is alone, and where that was not reached.
-        drained_mono_ns: the devices have finished what was launched; None without devices.
-        resume_requested_mono_ns: the stamp of the request that opened the gate; of a pause that
-            vacated, of the one that has its memory given back first.
-        resumed_mono_ns: the gate was opened.
-        released_mono_ns: the first thread that was held runs again.
-        park_us: from the request to parked.
-        all_parked_us: from the request, at this rank, until all ranks were parked.
-        in_flight: collectives that were in flight then; or when the ranks gave up coming together.
-        let_through: collectives that this rank was let through on its way.
-        drain_us: how long the devices took to finish what was launched.
-        undrained_s: how long they were waited for in vain; None when they drained or there are
-            none.
-        vacated_mono_ns, restored_mono_ns: device memory was on the host, and back; None where it
-            was not moved.
-        vacated_bytes: how much.
-        vacate_s, restore_s: how long that took, in the rank's own words.
-        not_vacated: why a pause that was to vacate did not.
-        parked_s: from parked to the opening of the gate.
-        resume_us: from the request to the first thread that runs; when no thread was held, to the
-            open gate.
-        operator: the first operator that was held, such as ``aten::linear``.
-        phase: ``forward`` or ``backward``: where that operator was met.
-        missing: the events that this pause should have and that the log does not hold.
+    Where only the log was read, what needs more is null: ``at_s``, ``asked_us``, ``stopped_us`` and
+    ``nsys``.
     """
 
-    rank: int
-    number: int
-    restart_count: int = 0
-    causes: tuple[str, ...] = ()
-    signal: str | None = None
-    step: int | None = None
-    requested_mono_ns: int | None = None
-    closed_mono_ns: int | None = None
-    held_mono_ns: int | None = None
-    parked_mono_ns: int | None = None
-    all_parked_mono_ns: int | None = None
-    drained_mono_ns: int | None = None
-    resume_requested_mono_ns: int | None = None
-    resumed_mono_ns: int | None = None
-    released_mono_ns: int | None = None
-    park_us: float | None = None
-    all_parked_us: float | None = None
-    in_flight: int | None = None
-    let_through: int = 0
-    drain_us: float | None = None
-    undrained_s: float | None = None
-    vacated_mono_ns: int | None = None
-    restored_mono_ns: int | None = None
-    vacated_bytes: int | None = None
-    vacate_s: float | None = None
-    restore_s: float | None = None
-    not_vacated: str | None = None
-    parked_s: float | None = None
-    resume_us: float | None = None
-    operator: str | None = None
-    phase: str | None = None
-    missing: tuple[str, ...] = ()
+    # fmt: off
+    at_s: float | None = required(
+        "From the run's first event to the request; null without any timestamp.", "at\n(s)", ",.2f")
+    rank: int = required("Global rank.", "rank", "d")
+    number: int = required("1, 2, ... within one attempt.", "pause", "d")
+    restart_count: int = required("How often the job had been requeued before this attempt.")
+    pid: int = required("Of the rank.")
+    causes: tuple[str, ...] = figure(
+        "Why, in order of appearance: `slurm`, `user`, `api`, `terminal`; `peers`: because "
+        "another rank of the job was paused.",
+        "cause", cell=_causes, left=True, default=())
+    signal: str | None = figure(
+        "The signal that asked for it, null for a call of `pause()`.",
+        "signal", left=True, more=True)
+    step: int | None = figure(
+        "Training step when the gate closed, null if unknown.", "step", ",d", more=True)
+    requested_mono_ns: int | None = figure("The signal handler's stamp, or that of the call.")
+    asked_us: float | None = figure(
+        "Signal of the rank that was signalled -> this rank was told, µs, by aligned dates; null "
+        "for a rank that had a cause of its own.",
+        "asked (ms)", ".2f", unit=1e3, more=True)
+    closed_mono_ns: int | None = figure(
+        "The gate was armed.", "closed (µs)", ",.0f", unit=1e3, since=_ASKED, more=True)
+    held_mono_ns: int | None = figure(
+        "The first operator was held; null when the rank was quiet.",
+        "held (µs)", ",.0f", unit=1e3, since=_ASKED, more=True)
+    parked_mono_ns: int | None = figure(
+        "No training thread issues anything any more, for the first time. A rank that is let "
+        "through to a collective of its peers parks again.")
+    park_us: float | None = figure(
+        "From the request to parked.", "signal →\nparked\n(µs)", ",.0f", label=_PARK)
+    all_parked_mono_ns: int | None = figure(
+        "Every rank learned that all of them are parked, at the same collectives; null for a rank "
+        "that is alone, and where that was not reached.")
+    all_parked_us: float | None = figure(
+        "From the request, at this rank, until all ranks were parked.",
+        "all\nparked\n(ms)", ",.0f", label="signal → all ranks parked", cell=_all_parked,
+        optional=True)
+    in_flight: int | None = figure(
+        "Collectives that were in flight then; or when the ranks gave up coming together.")
+    let_through: int = figure("Collectives that this rank was let through on its way.", default=0)
+    drained_mono_ns: int | None = figure(
+        "The devices have finished what was launched; null without devices.")
+    drain_us: float | None = figure(
+        "How long the devices took to finish what was launched.",
+        "drained (µs)", ",.0f", label="parked → devices idle", more=True)
+    undrained_s: float | None = figure(
+        "How long they were waited for in vain; null when they drained or there are none.")
+    vacated_mono_ns: int | None = figure(
+        "Device memory was on the host; null where it was not moved.")
+    vacated_bytes: int | None = figure(
+        "How much.", "vacated\n(GB)", cell=_vacated_gb, optional=True)
+    vacate_s: float | None = figure(
+        "How long that took, in the rank's own words.", "vacate\n(s)", ",.2f", optional=True)
+    not_vacated: str | None = figure("Why a pause that was to vacate did not.")
+    stopped_us: float | None = figure(
+        "Request -> SIGSTOP, µs, according to the site's suspend grace; null where Slurm did not "
+        "suspend, or the resume came sooner.",
+        "SIGSTOP (s)", cell=_sigstop, more=True)
+    parked_s: float | None = figure(
+        "From parked to the opening of the gate.", "parked\n(s)", ",.3f", label="parked")
+    resume_requested_mono_ns: int | None = figure(
+        "The stamp of the request that opened the gate; of a pause that vacated, of the one that "
+        "has its memory given back first.",
+        "resume (s)", ",.3f", unit=1e9, since=_ASKED, more=True)
+    restored_mono_ns: int | None = figure("Device memory was back; null where it was not moved.")
+    restore_s: float | None = figure(
+        "How long that took, in the rank's own words.", "restore\n(s)", ",.2f", optional=True)
+    resumed_mono_ns: int | None = figure(
+        "The gate was opened.",
+        "opened (µs)", ",.0f", unit=1e3, since="resume_requested_mono_ns", more=True)
+    released_mono_ns: int | None = figure("The first thread that was held runs again.")
+    resume_us: float | None = figure(
+        "From the request to the first thread that runs; when no thread was held, to the open "
+        "gate.",
+        "resume →\nrunning\n(µs)", ",.0f", label=_RESUME)
+    operator: str | None = figure(
+        "The first operator that was held, such as `aten::linear`.",
+        "held at", cell=_held_at, left=True)
+    phase: str | None = figure("`forward` or `backward`: where that operator was met.")
+    outcome: Outcome = figure(
+        "What became of it; `withdrawn`: resumed before it had parked.", default="complete")
+    missing: tuple[str, ...] = figure(
+        "The events that this pause should have and that the log does not hold.", default=())
+    nsys: Profiled | None = figure("The same pause in an nsys profile.")
+    # fmt: on
 
     def __reduce__(self) -> tuple[type[Pause], tuple[object, ...]]:
         """Pickled by the hundred thousand: what dataclass generates takes three times as long."""
@@ -124,18 +206,6 @@ class Pause:
             if cause != PEERS:
                 return cause
         return self.causes[0] if self.causes else None
-
-    @property
-    def outcome(self) -> Outcome:
-        """What became of it; a ``withdrawn`` pause was resumed before it had parked."""
-        parked, resumed = self.parked_mono_ns is not None, self.resumed_mono_ns is not None
-        if self.complete:
-            return "complete"
-        if resumed and not parked:
-            return "withdrawn"
-        if not resumed:
-            return "not resumed" if parked else "not parked"
-        return "incomplete"
 
     @property
     def begin_mono_ns(self) -> int | None:
@@ -276,7 +346,7 @@ def _add_by_time(events: Iterable[Event], draft: _PauseBuilder) -> None:
 
 
 def _pause(draft: _PauseBuilder) -> Pause:
-    seen = draft.events
+    seen, missing = draft.events, _missing(draft)
     anyone = next(iter(seen.values()))
     held = seen.get(EventKind.FIRST_OPERATOR_HELD) or seen.get(EventKind.LATE_OPERATOR_HELD)
     parked, resumed = seen.get(EventKind.PARKED), seen.get(EventKind.RESUMED)
@@ -292,9 +362,11 @@ def _pause(draft: _PauseBuilder) -> Pause:
         resume_requested_ns, reported = draft.let_go.mono_ns, None
     on = released if released is not None else (None if _waited(draft) else resumed)
     return Pause(
+        at_s=None,
         rank=anyone.rank,
         number=draft.number,
         restart_count=anyone.restart_count,
+        pid=anyone.pid,
         causes=_shared(tuple(draft.causes)),
         signal=_shared(_signal(draft, requested_ns)),
         step=step_of(anyone),
@@ -325,7 +397,8 @@ def _pause(draft: _PauseBuilder) -> Pause:
         resume_us=_measured(reported, "resume_us", resume_requested_ns, stamp_of(on)),
         operator=_shared(text(data_of(held), "operator")),
         phase=_shared(text(data_of(held), "phase")),
-        missing=_missing(draft),
+        outcome=_outcome(missing, parked=parked is not None, resumed=resumed is not None),
+        missing=missing,
     )
 
 
@@ -334,6 +407,16 @@ def _shared(value: Any) -> Any:
     """One object for equal values: of a hundred thousand pauses hardly any are held at operators of
     their own."""
     return value
+
+
+def _outcome(missing: tuple[str, ...], *, parked: bool, resumed: bool) -> Outcome:
+    if not missing:
+        return "complete"
+    if resumed and not parked:
+        return "withdrawn"
+    if not resumed:
+        return "not resumed" if parked else "not parked"
+    return "incomplete"
 
 
 def _missing(draft: _PauseBuilder) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from hydroslurm.core.events import EventKind
 from hydroslurm.report.attempts import Attempt
 from hydroslurm.report.lines import span
 from hydroslurm.report.progress import Progress
+from hydroslurm.report.tables import figure, required
 
 KILLED = "killed"
 """It left no further events, and another attempt followed."""
@@ -27,66 +28,142 @@ _REQUEUES = frozenset({"preempted", "time_limit", "requeued", "asked"})
 
 
 @dataclass(frozen=True)
-class Stop:
-    """One stop of one rank, as far as its events tell.
+class SlurmAttempt:
+    """One attempt of a job in Slurm's accounting; seconds since 1970, null where unknown."""
 
-    Attributes:
-        rank: global rank.
-        restart_count: how often the job had been requeued before the attempt that was stopped.
-        attempt: its number in attempts.jsonl, from 1; None when its first lines are lost.
-        signal: the first that asked it to stop; None when it was killed, asked by its program, or
-            told by another rank.
-        of_rank: that other rank.
-        reason: why, as Slurm said: ``preempted``, ``time_limit``, ``requeued``, ``cancelled`` ...
-        message: the same, for people.
-        requested_mono_ns: the signal handler's stamp.
-        step: steps complete when it left.
-        step_from: how that is known. By ``last_event`` it is the least that it can have been.
-        safe_point_ms: from the request to the end of the step that was being made.
-        staged_ms: from the request until the state was copied; None where none was, as a stop
-            writes the state itself.
-        written_ms: from the request until the rank's files were on the disk.
-        durable_ms: from the request to the commit; 0 where that state was
-            committed already.
-        requeued_ms: from the request until Slurm had the job in its queue again.
-        requeue_error: why it has not.
-        state_bytes: size of the state that was committed.
-        left: how it ended: a word of attempts.jsonl, ``killed``, ``left`` or ``no more events``.
-        waited_s: from its last event to the first of the next attempt; by CLOCK_REALTIME where that
-            one has another host. Slurm's wait and the start of Python.
-        first_step_s: from that first event to the end of the next attempt's first step: imports,
-            the load, and one step.
-        followed: another attempt of the rank came after it.
-        next_step: the step that this one began with.
-        steps_lost: made in this attempt, but not in the state that the next one began with. If
-            ``step_from`` is ``last_event``, at least this many.
-        missing: the events that this stop should have and that the log does not hold.
+    # fmt: off
+    job_id: int = required("Its own number, as its processes know it.")
+    number: int = required("Earlier attempts, as far as accounting has them.")
+    state: str = required("How it ended (`REQUEUED`, `PREEMPTED` ...), or its current state.")
+    submit_epoch_s: int | None = figure("When it was submitted, or requeued.")
+    eligible_epoch_s: int | None = figure("When it became eligible to start.")
+    start_epoch_s: int | None = figure("When its nodes were allocated.")
+    end_epoch_s: int | None = figure("When they were released; null while it runs.")
+    suspended_s: int | None = figure("How long it was suspended in total.")
+    name: str = figure("What Slurm calls the job: `44_3` for an element of an array.", default="")
+    # fmt: on
+
+
+def _why(stop: Stop) -> str:
+    """Slurm's reason, and how the attempt ended where that differs."""
+    if stop.left == KILLED:
+        return f"{stop.reason}, killed" if stop.reason else KILLED
+    if stop.reason in (None, "unknown"):
+        told = stop.left if stop.of_rank is None else f"rank {stop.of_rank}"
+        return stop.signal or told
+    return f"{stop.reason}, {stop.left}" if stop.left == "finished" else str(stop.reason)
+
+
+def _step(stop: Stop) -> str | None:
+    if stop.step is None:
+        return None
+    return f"{'≥ ' if stop.step_from == 'last_event' else ''}{stop.step:,}"
+
+
+def _lost(stop: Stop) -> str | None:
+    """A lower bound is shown as one."""
+    if stop.steps_lost is None:
+        return None
+    return f"{'' if stop.steps_lost_exactly else '≥ '}{stop.steps_lost:,}"
+
+
+def _not_in_the_log(stop: Stop) -> str | None:
+    return ", ".join(stop.missing) or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """One stop of one rank with its whole chain, as far as its events and other sources tell.
+
+    Where only the log was read, what needs more is null: ``at_s``, ``left_s`` and what Slurm or
+    nsys know.
     """
 
-    rank: int
-    restart_count: int = 0
-    attempt: int | None = None
-    signal: str | None = None
-    of_rank: int | None = None
-    reason: str | None = None
-    message: str | None = None
-    requested_mono_ns: int | None = None
-    step: int | None = None
-    step_from: Literal["safe_point", "last_event"] | None = None
-    safe_point_ms: float | None = None
-    staged_ms: float | None = None
-    written_ms: float | None = None
-    durable_ms: float | None = None
-    requeued_ms: float | None = None
-    requeue_error: str | None = None
-    state_bytes: int | None = None
-    left: str = SILENT
-    waited_s: float | None = None
-    first_step_s: float | None = None
-    followed: bool = False
-    next_step: int | None = None
-    steps_lost: int | None = None
-    missing: tuple[str, ...] = ()
+    # fmt: off
+    at_s: float = figure("Since the run's first event.", "at\n(s)", ",.1f", default=0.0)
+    rank: int = required("Global rank.", "rank", "d")
+    restart_count: int = figure(
+        "How often the job had been requeued before the attempt that was stopped.", default=0)
+    attempt: int | None = figure(
+        "Its number in attempts.jsonl, from 1; null when its first lines are lost.", "attempt", "d")
+    reason: str | None = figure(
+        "Why, as Slurm said: `preempted`, `time_limit`, `requeued`, `cancelled` ...",
+        "stopped by", cell=_why, left=True)
+    message: str | None = figure("The same, for people.")
+    signal: str | None = figure(
+        "The first that asked it to stop; null when it was killed, asked by its program, or told "
+        "by another rank.",
+        "signal", left=True, more=True)
+    of_rank: int | None = figure("That other rank.")
+    requested_mono_ns: int | None = figure("The signal handler's stamp.")
+    safe_point_ms: float | None = figure(
+        "From the request to the end of the step that was being made.",
+        "safe\npoint\n(ms)", ",.0f", label="signal → safe point")
+    nsys_saving_ms: float | None = figure(
+        "From the request to the start of the snapshot, by nsys.",
+        "saving, nsys (ms)", ",.1f", more=True)
+    staged_ms: float | None = figure(
+        "From the request until the state was copied; null where none was, as a stop writes the "
+        "state itself.")
+    written_ms: float | None = figure(
+        "From the request until the rank's files were on the disk.",
+        "written (ms)", ",.0f", label="signal → files written", more=True)
+    nsys_durable_ms: float | None = figure(
+        "From the request to parts on disk, or to the save's failure, by nsys.")
+    durable_ms: float | None = figure(
+        "From the request to the commit; 0 where that state was committed already.",
+        "saved\n(ms)", ",.0f", label="signal → committed")
+    nsys_committed_ms: float | None = figure(
+        "From the request to the commit, by nsys.", "saved, nsys (ms)", ",.1f", more=True)
+    requeued_ms: float | None = figure(
+        "From the request until Slurm had the job in its queue again.",
+        "re-\nqueued\n(ms)", ",.0f", label="signal → requeued")
+    nsys_requeued_ms: float | None = figure(
+        "From the request until Slurm had the job again, by nsys.",
+        "requeued, nsys (ms)", ",.1f", more=True)
+    requeue_error: str | None = figure("Why it has not.")
+    left: str = figure(
+        "How it ended: a word of attempts.jsonl, `killed`, `left` or `no more events`.",
+        default=SILENT)
+    left_s: float | None = figure(
+        "From the request to the last event.", "left (ms)", ",.0f", unit=1e-3, more=True)
+    slurm_before: SlurmAttempt | None = figure(
+        "The attempt that was stopped, in Slurm's accounting.")
+    slurm_after: SlurmAttempt | None = figure("The one that followed.")
+    eligible_s: float | None = figure(
+        "From the end of the attempt to the moment when the next one might start.",
+        "eligible (s)", ",.0f", label="end → eligible", more=True)
+    queued_s: float | None = figure(
+        "From then to its start.", "start (s)", ",.0f", label="eligible → started", more=True)
+    start_s: float | None = figure(
+        "From its start to the process's first event: srun, Python, imports.",
+        "runs (s)", ",.1f", label="started → first event", more=True)
+    waited_s: float | None = figure(
+        "From its last event to the first of the next attempt; by CLOCK_REALTIME where that one "
+        "has another host. Slurm's wait and the start of Python.",
+        "next\nbegan\n(s)", ",.1f", label="end → next attempt")
+    first_step_s: float | None = figure(
+        "From that first event to the end of the next attempt's first step: imports, the load, "
+        "and one step.",
+        "first\nstep\n(s)", ",.1f", label="next attempt → first step")
+    followed: bool = figure("Another attempt of the rank came after it.", default=False)
+    step: int | None = figure("Steps complete when it left.", "at\nstep", cell=_step)
+    step_from: Literal["safe_point", "last_event"] | None = figure(
+        "How that is known. By `last_event` it is the least that it can have been.")
+    next_step: int | None = figure("The step that the next attempt began with.")
+    steps_lost: int | None = figure(
+        "Made in this attempt, but not in the state that the next one began with. If `step_from` "
+        "is `last_event`, at least this many.",
+        "steps\nlost", cell=_lost)
+    samples_lost: int | None = figure(
+        "With the steps; null where the loader does not record how many a step has.",
+        "samples lost", ",d", more=True)
+    state_bytes: int | None = figure(
+        "Size of the state that was committed.", "state (MB)", ",.1f", unit=1e6, more=True)
+    missing: tuple[str, ...] = figure(
+        "The events that this stop should have and that the log does not hold.",
+        "not in the log", cell=_not_in_the_log, left=True, more=True, default=())
+    # fmt: on
 
     @property
     def complete(self) -> bool:
@@ -154,7 +231,7 @@ def _stop(attempt: Attempt, following: Attempt | None) -> Stop:
     since_ns = None if request is None else request.requested_mono_ns
     seen = attempt.progress
     left = _left(attempt, following)
-    step, step_from = _step(seen)
+    step, step_from = _step_of(seen)
     after = following.progress if following else Progress()
     return Stop(
         rank=attempt.rank,
@@ -192,7 +269,7 @@ def _left(attempt: Attempt, following: Attempt | None) -> str:
     return SILENT if following is None else KILLED
 
 
-def _step(seen: Progress) -> tuple[int | None, Literal["safe_point", "last_event"] | None]:
+def _step_of(seen: Progress) -> tuple[int | None, Literal["safe_point", "last_event"] | None]:
     if seen.safe_step is not None:
         return seen.safe_step, "safe_point"
     return seen.last_step, None if seen.last_step is None else "last_event"

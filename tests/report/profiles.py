@@ -7,8 +7,7 @@ from pathlib import Path
 from integration.nsys.reportfile import Process, ReportFile
 from report.ranklog import RankLog
 
-from hydroslurm.report.nsys.profile import Profile
-from hydroslurm.report.nsys.reader import read_profile
+from hydroslurm.report.nsys import Profile, read_profile
 
 S, MS, US = 10**9, 10**6, 10**3
 

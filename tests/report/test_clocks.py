@@ -6,12 +6,12 @@ import pytest
 from report.ranklog import RankLog
 
 from hydroslurm.core.events import EventKind
-from hydroslurm.report.attempts import Attempt, attempts_of
+from hydroslurm.report.attempts import Attempt, DateWatch, attempts_of
 from hydroslurm.report.clocks import Alignment, align
-from hydroslurm.report.datewatch import DateWatch
-from hydroslurm.report.external_sources import Accounting, ExternalSources, SlurmAttempt
+from hydroslurm.report.external_sources import Accounting, ExternalSources
 from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.history import History
+from hydroslurm.report.stops import SlurmAttempt
 
 S = 10**9
 

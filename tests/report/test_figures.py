@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 from hydroslurm.cli import app
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.report.external_sources import Accounting, ExternalSources, SlurmAttempt
+from hydroslurm.report.external_sources import Accounting, ExternalSources
+from hydroslurm.report.figures import reference, schema, schema_text
 from hydroslurm.report.history import History, summary
 from hydroslurm.report.reading import read_history
-from hydroslurm.report.schema import reference, schema, schema_text
+from hydroslurm.report.stops import SlurmAttempt
 
 ROOT = Path(__file__).resolve().parents[2]
 

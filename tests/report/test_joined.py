@@ -13,10 +13,11 @@ from report.views import figures_of, history_of, shown, tells
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.jobid import JobId
 from hydroslurm.errors import NoSuchJob, SlurmMissing
-from hydroslurm.report.external_sources import Accounting, ExternalSources, SlurmAttempt, ask_slurm
+from hydroslurm.report.external_sources import Accounting, ExternalSources, ask_slurm
 from hydroslurm.report.figures import Report
 from hydroslurm.report.goodput import Goodput, goodput_of
-from hydroslurm.report.run_tables import pauses_table, stops_table
+from hydroslurm.report.stops import SlurmAttempt
+from hydroslurm.report.views import pauses_table, stops_table
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.values import Job, JobState
 
@@ -59,13 +60,17 @@ class Answers:
 def test_a_stop_up_to_the_next_start() -> None:
     """Eligible, queue, and start of the process come from Slurm's two attempts; of a job whose next
     one is in the queue what is known of it."""
-    (row,) = Report(history_of(*requeued()), ExternalSources(Accounting(ATTEMPTS, 2))).stops
+    (row,) = Report(
+        history_of(*requeued()), ExternalSources(Accounting(ATTEMPTS, 2))
+    ).figures.stops.every_stop
     assert (row.slurm_before, row.slurm_after) == ATTEMPTS
     assert (row.eligible_s, row.queued_s) == (6.0, 11.0)
     assert row.start_s == pytest.approx(2.0)
     assert row.left_s == pytest.approx(0.1)
     waiting = (ATTEMPTS[0], dataclasses.replace(ATTEMPTS[1], state="PENDING", start_epoch_s=None))
-    (row,) = Report(history_of(requeued()[0]), ExternalSources(Accounting(waiting, 2))).stops
+    (row,) = Report(
+        history_of(requeued()[0]), ExternalSources(Accounting(waiting, 2))
+    ).figures.stops.every_stop
     assert (row.eligible_s, row.queued_s, row.start_s) == (6.0, None, None)
 
 
@@ -96,11 +101,11 @@ def test_nsys_beside_the_log(tmp_path: Path) -> None:
     profile = profile_of(tmp_path, 1)
     sources = ExternalSources(Accounting(ATTEMPTS, 2), profiles=(profile,))
     rows = Report(history, sources)
-    (row,), (stop,) = rows.pauses, rows.stops
-    assert row.profiled is not None
-    assert row.profiled.difference_us == pytest.approx(220, abs=2)
-    assert row.profiled.park_us == pytest.approx(300, abs=2)
-    kernels_us = (row.profiled.last_kernel_us, row.profiled.first_kernel_us)
+    (row,), (stop,) = rows.pauses, [one.stop for one in rows.stopped]
+    assert row.nsys is not None
+    assert row.nsys.difference_us == pytest.approx(220, abs=2)
+    assert row.nsys.park_us == pytest.approx(300, abs=2)
+    kernels_us = (row.nsys.last_kernel_us, row.nsys.first_kernel_us)
     assert kernels_us == pytest.approx((32, 90), abs=2)
     assert stop.nsys_committed_ms == pytest.approx(50, abs=0.01)
     nsys = figures_of(history, sources).nsys
@@ -108,9 +113,9 @@ def test_nsys_beside_the_log(tmp_path: Path) -> None:
     lines = shown(history, sources)
     assert any("The same pauses by nsys" in line for line in lines)
     assert not any("…" in line or len(line) > 80 for line in lines)
-    table = pauses_table(history, rows.pauses, wide=True)
+    table = pauses_table(rows, wide=True)
     cells = dict(zip(table.headings, table.rows[0], strict=True))
-    table = stops_table(history, rows.stops, wide=True)
+    table = stops_table(rows, wide=True)
     cells |= dict(zip(table.headings, table.rows[0], strict=True))
     told = [float(cells[f"{name}"]) for name in ("parked, nsys (µs)", "largest difference (µs)")]
     assert told == pytest.approx([300, 220], abs=2)

@@ -1,4 +1,4 @@
-"""A dev cluster, a registry, an nsys export, a gate library: another user made them beforehand."""
+"""A dev cluster, a registry, an nsys nsys, a gate library: another user made them beforehand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hydroslurm.errors import NsysMissing, RunFolderError, TargetError, Untruste
 from hydroslurm.gate import build
 from hydroslurm.gate.compiler import SITE_DIR_ENV, find_compiler, installed_torch
 from hydroslurm.gate.native_gate import NativeGate
-from hydroslurm.report.nsys import export
+from hydroslurm.report import nsys
 from hydroslurm.runtime import client
 
 if TYPE_CHECKING:
@@ -192,17 +192,19 @@ def test_a_planted_export_is_not_read(
     os.utime(report, (1, 1))
     beside = lab / "rank-0.sqlite"
     stranger.plant(beside, "forged")
-    monkeypatch.setattr(export, "find_nsys", lambda: None)
-    with pytest.raises(NsysMissing), export.as_sqlite(report):
+    monkeypatch.setattr(nsys, "find_nsys", lambda: None)
+    with pytest.raises(NsysMissing), nsys.as_sqlite(report):
         pass
-    nsys = tmp_path / "nsys"
-    nsys.write_text('#!/bin/sh\nwhile [ "$1" != --output ]; do shift; done\nprintf real > "$2"\n')
-    nsys.chmod(0o755)
-    monkeypatch.setattr(export, "find_nsys", lambda: str(nsys))
-    with export.as_sqlite(report) as made:
+    program = tmp_path / "nsys"
+    program.write_text(
+        '#!/bin/sh\nwhile [ "$1" != --output ]; do shift; done\nprintf real > "$2"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(nsys, "find_nsys", lambda: str(program))
+    with nsys.as_sqlite(report) as made:
         assert made.read_text() == "real"
-    monkeypatch.setattr(export, "find_nsys", lambda: None)
-    with export.as_sqlite(report) as made:
+    monkeypatch.setattr(nsys, "find_nsys", lambda: None)
+    with nsys.as_sqlite(report) as made:
         assert (made, made.read_text()) == (beside, "real")
 
 

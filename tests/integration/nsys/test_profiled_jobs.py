@@ -17,9 +17,7 @@ from hydroslurm.jobs.control.requests import JobAnswer, requeue_job
 from hydroslurm.report.external_sources import Accounting, ExternalSources, ask_slurm
 from hydroslurm.report.figures import Report
 from hydroslurm.report.goodput import goodput_of
-from hydroslurm.report.nsys.export import profiles_in
-from hydroslurm.report.nsys.profile import Profile, ProfiledPause
-from hydroslurm.report.nsys.reader import read_profile
+from hydroslurm.report.nsys import Profile, ProfiledPause, profiles_in, read_profile
 from hydroslurm.report.reading import read_history
 from hydroslurm.slurm.client import JobState, open_client
 
@@ -206,7 +204,7 @@ def test_the_report_of_the_requeued_and_cancelled_job(job: Job, cluster: DevClus
     found = [accounting.of(attempt) for attempt in history.attempts]
     assert found == list(accounting.attempts)
     sources = ExternalSources(accounting)
-    first, _ = Report(history, sources).stops
+    first, _ = Report(history, sources).figures.stops.every_stop
     assert first.samples_lost == 0  # the loader told how many a step has
     parts_s = [
         part for part in (first.eligible_s, first.queued_s, first.start_s) if part is not None

@@ -19,10 +19,15 @@ from integration.nsys.reportfile import EPOCH_NS, Process, ReportFile
 from rich.console import Console
 
 from hydroslurm.errors import NsysMissing, ProfileError
-from hydroslurm.report.nsys.clock import Timebase
-from hydroslurm.report.nsys.export import find_nsys, profiles_in
-from hydroslurm.report.nsys.profile import profile_figures, profile_view
-from hydroslurm.report.nsys.reader import BLOCK, read_profile
+from hydroslurm.report.nsys import (
+    BLOCK,
+    Timebase,
+    find_nsys,
+    profile_figures,
+    profiles_in,
+    read_profile,
+)
+from hydroslurm.report.views import profile_view
 
 MS, S = 1_000_000, 1_000_000_000
 SUSPEND = ("SIGTSTP", "SIGCONT")

@@ -1,16 +1,30 @@
-"""Read one report of nsys from its export to SQLite: tables, marks, and what becomes of them.
+"""One report of nsys: its pauses and stops in the job's own clock, and how they are shown.
 
-nsys makes a table when it has its first row, so that on a machine without a GPU there is none of
-kernels. The schema is described in nsys's user guide ("SQLite Schema Reference"); seen here are
-schema 3.0.0 of nsys 2022.4 and what later ones have added to it. What each mark of hydroslurm means
-is written in ``hydroslurm/gate/native/marks.h``.
+nsys itself exports a report to SQLite, and makes a table when it has its first row: on a machine
+without a GPU there is none of kernels. Its user guide has the schema ("SQLite Schema Reference");
+seen here are schema 3.0.0 of nsys 2022.4 and what later ones have added. What each mark of
+hydroslurm means is written in ``hydroslurm/gate/native/marks.h``.
+
+Every timestamp of a :class:`Profile` is CLOCK_MONOTONIC of the profiled host, as in the event log.
+A pause here and one in the log are the same when ``pid`` and ``requested_mono_ns`` are equal, to
+the nanosecond: the NVTX mark carries the signal handler's own timestamp. What nsys timed itself is
+accurate to ``error_ns``.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import math
+import os
+import shutil
 import sqlite3
+import stat
+import statistics
+import subprocess
+import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,46 +32,125 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydroslurm.core.files import clean
-from hydroslurm.errors import ProfileError
-from hydroslurm.report.nsys.clock import Timebase
-from hydroslurm.report.nsys.export import as_sqlite
-from hydroslurm.report.nsys.profile import Profile, ProfiledPause, ProfiledStop
+from hydroslurm.core.signals import signal_name
+from hydroslurm.core.trust import is_trusted
+from hydroslurm.errors import NsysMissing, ProfileError
+from hydroslurm.report.tables import Column, Table, number, table_of
 
 DOMAIN = "hydroslurm"
 CLOCK = "clock"
 REQUESTS = ("pause_request", "resume_request", "stop_request")
 MOMENTS = ("gate_closed", "at_rest", "gate_opened")
 RANGES = (
-    "pausing",
-    "parked",
-    "resuming",
-    "draining",
-    "saving",
-    "committing",
-    "requeueing",
-    "vacating",
+    "pausing", "parked", "resuming", "draining", "saving", "committing", "requeueing", "vacating",
     "restoring",
-)
-
+)  # fmt: skip
 _MARK, _DOMAIN_CREATE = 34, 75
-
-
-TID_BITS = 24
+"""Event types, where the report does not name them."""
+_TID_BITS = 24
 """globalTid = ... pid << 24 | tid; globalPid the same with a tid of 0."""
-_LOW = (1 << TID_BITS) - 1
+_LOW = (1 << _TID_BITS) - 1
+TABLES = {
+    "CUPTI_ACTIVITY_KIND_KERNEL": "kernels",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": "copies",
+    "CUPTI_ACTIVITY_KIND_MEMSET": "memsets",
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "graphs",
+}
+"""The last: graphs as a whole. Traced node by node they stand among the kernels."""
+BLOCK = 8192
+"""Rows that SQLite summarizes together."""
+EXPORT_TIMEOUT_S = 1800
+"""Minutes are usual for a report of gigabytes."""
+REPORT_SUFFIX, SQLITE_SUFFIX, _RAW_SUFFIX = ".nsys-rep", ".sqlite", ".qdstrm"
+
+_NEIGHBOURS = 8
+"""Marks on each side that are looked at."""
+_DRIFT_MAX, _DRIFT_MIN = 500e-6, 10e-6
+"""The first is what the kernel slews CLOCK_MONOTONIC by at most."""
+_CLOSE_NS = 10_000_000
+"""Closer marks measure each other's delay; the drift is no more than 5 us in this time."""
+_APART_NS = 1_000_000_000
+"""Marks further apart than this measure the drift."""
 
 
-def pid_of(global_id: int) -> int:
-    """Of a globalTid or a globalPid."""
-    return global_id >> TID_BITS & _LOW
+@dataclass(frozen=True)
+class ProfiledPause:
+    """One pause of one process. None: the report does not hold it."""
+
+    pid: int
+    tid: int | None
+    """The thread that was parked last; None when no thread had to be held."""
+    number: int | None
+    """Of the pause, counted in its process."""
+    signal: int
+    """0: asked for by the program or by another rank."""
+    requested_mono_ns: int | None
+    """When the signal handler ran."""
+    parked_mono_ns: int | None
+    """When the last thread was put to sleep."""
+    drained_mono_ns: int | None
+    """When the accelerator had finished what was launched before."""
+    last_kernel_end_mono_ns: int | None
+    """End of the last kernel, copy or memset of before; earlier than the request where the device
+    was idle by then."""
+    resume_requested_mono_ns: int | None
+    """None also where a stop ended the pause."""
+    running_mono_ns: int | None
+    """When the first thread ran again."""
+    first_kernel_mono_ns: int | None
+    """Start of the first kernel, copy or memset after that."""
+    error_ns: int | None
+    """What the moments that nsys timed may be wrong by; None: the clocks could not be joined."""
+
+    @property
+    def unparked_mono_ns(self) -> int | None:
+        """When the pause ended: the resume was requested, else the first thread ran."""
+        return self.resume_requested_mono_ns or self.running_mono_ns
 
 
-def tid_of(global_tid: int) -> int:
-    return global_tid & _LOW
+@dataclass(frozen=True)
+class ProfiledStop:
+    """One stop of one process. None: the report does not hold it."""
+
+    pid: int
+    signal: int
+    """0: asked for by the program or by another rank."""
+    requested_mono_ns: int | None
+    saving_mono_ns: int | None
+    """When the snapshot began."""
+    durable_mono_ns: int | None
+    """When its parts were on disk, or the save had failed."""
+    committed_mono_ns: int | None
+    requeued_mono_ns: int | None
+    """When Slurm had answered."""
+    step: int | None
+    """That was saved."""
+    error_ns: int | None
+    """What the moments that nsys timed may be wrong by; None: the clocks could not be joined."""
 
 
-def global_pid_of(global_tid: int) -> int:
-    return global_tid & ~_LOW
+@dataclass(frozen=True)
+class Profile:
+    """One nsys report."""
+
+    path: Path
+    host: str | None
+    session_epoch_ns: int | None
+    """Wall clock of the moment that nsys counts from."""
+    pids: tuple[int, ...]
+    """Processes with marks of hydroslurm."""
+    pauses: tuple[ProfiledPause, ...]
+    """By process, then in order."""
+    stops: tuple[ProfiledStop, ...]
+    """By process."""
+    alignment_error_ns: int | None
+    """The largest ``error_ns`` of the above."""
+    missing: tuple[str, ...]
+    """What the report does not hold and a reader would look for; plain sentences."""
+    epoch_offset_ns: int | None
+    """Added to CLOCK_MONOTONIC it gives the wall clock, as it was when nsys began."""
+    version: str | None
+    """Of the nsys that wrote it."""
 
 
 def read_profile(path: Path) -> Profile:
@@ -109,6 +202,221 @@ def _absent(processes: Sequence[ProcessMarks], clocks: Sequence[object], gpu: Gp
         yield "no kernels, copies or memsets: profiled without --trace=cuda, or no GPU was used"
     elif idle:
         yield f"no kernels, copies or memsets of process {', '.join(idle)}"
+
+
+# --- one report alone, for a terminal and as JSON ------------------------------------------------
+
+_US, _MS, _S = 1e3, 1e6, 1e9
+
+
+class _Latency(NamedTuple):
+    """From one moment of a pause or stop to another, in JSON by its key and as a column."""
+
+    key: str
+    begin: str
+    end: str
+    heading: str
+    unit_ns: float
+    spec: str
+    optional: bool = False
+
+    def between(self, one: object) -> int | None:
+        begin_ns, end_ns = (getattr(one, f"{name}_mono_ns") for name in (self.begin, self.end))
+        return None if begin_ns is None or end_ns is None else end_ns - begin_ns
+
+    @property
+    def column(self) -> Column:
+        return Column(
+            self.heading,
+            lambda one: number(self.between(one), self.spec, self.unit_ns),
+            optional=self.optional,
+        )
+
+
+_ASKED, _RESUME = "requested", "resume_requested"
+_OF_PAUSES = (
+    _Latency("park_ns", _ASKED, "parked", "request →\nparked\n(µs)", _US, ",.0f"),
+    _Latency("drain_ns", _ASKED, "drained", "→ device\nidle\n(µs)", _US, ",.0f", True),
+    _Latency("last_kernel_ns", _ASKED, "last_kernel_end", "→ last\nkernel end\n(µs)", _US, ",.0f",
+             True),
+    _Latency("parked_ns", "parked", "unparked", "parked\n\n(s)", _S, ".3f"),
+    _Latency("resume_ns", _RESUME, "running", "resume →\nrunning\n(µs)", _US, ",.0f"),
+    _Latency("first_kernel_ns", _RESUME, "first_kernel", "→ first\nkernel\n(µs)", _US, ",.0f",
+             True),
+)  # fmt: skip
+_OF_STOPS = (
+    _Latency("saving_ns", _ASKED, "saving", "request →\nsaving\n(ms)", _MS, ",.1f"),
+    _Latency("durable_ns", _ASKED, "durable", "→ durable\n\n(ms)", _MS, ",.1f"),
+    _Latency("committed_ns", _ASKED, "committed", "→ commit-\nted\n(ms)", _MS, ",.1f"),
+    _Latency("requeued_ns", _ASKED, "requeued", "→ requeue\nanswered\n(ms)", _MS, ",.1f"),
+)
+
+
+def profile_figures(profile: Profile) -> dict[str, Any]:
+    """All of it for JSON: moments as they are, latencies as ``*_ns``; null where not known."""
+
+    def rows(found: Iterable[object], latencies: Sequence[_Latency]) -> list[dict[str, Any]]:
+        return [{**vars(one), **{of.key: of.between(one) for of in latencies}} for one in found]
+
+    return {
+        "report": str(profile.path),
+        "nsys_version": profile.version,
+        "host": profile.host,
+        "session_epoch_ns": profile.session_epoch_ns,
+        "epoch_offset_ns": profile.epoch_offset_ns,
+        "alignment_error_ns": profile.alignment_error_ns,
+        "pids": list(profile.pids),
+        "pauses": rows(profile.pauses, _OF_PAUSES),
+        "stops": rows(profile.stops, _OF_STOPS),
+        "missing": list(profile.missing),
+    }
+
+
+def profile_tables(profile: Profile, *, most: int) -> list[Table]:
+    """A table of pauses and one of stops, where there are any."""
+    tables = (
+        ("pause", "number", _OF_PAUSES, profile.pauses),
+        ("step", "step", _OF_STOPS, profile.stops),
+    )
+    return [
+        table_of(
+            "",
+            [
+                Column("process", lambda one: str(one.pid)),
+                Column(counted, lambda one, key=key: number(getattr(one, key), "d")),  # type: ignore[misc]
+                # 0 was asked for by the program or by another rank
+                Column("signal", lambda one: signal_name(one.signal) if one.signal else "none",
+                       left=True),
+                *(latency.column for latency in latencies),
+                Column("error\n\n(±µs)", lambda one: number(one.error_ns, ",.1f", _US)),
+            ],
+            records[:most],
+            left_out=max(0, len(records) - most),
+        )
+        for counted, key, latencies, records in tables
+        if records
+    ]  # fmt: skip
+
+
+def profile_sentences(profile: Profile) -> list[str]:
+    """What stands below the tables: the error of the clocks, and what is missing."""
+    said = []
+    if profile.pids and not profile.pauses and not profile.stops:
+        said.append("Nothing was paused or stopped while nsys recorded.")
+    if profile.alignment_error_ns is not None:
+        said.append(
+            "nsys's clock is joined to CLOCK_MONOTONIC, the clock of the event log, to within "
+            f"{profile.alignment_error_ns / _US:,.1f} µs; requests carry the stamp of the "
+            "signal's handler and have no such error."
+        )
+    return [*said, *(f"Missing: {sentence}." for sentence in profile.missing)]
+
+
+def profile_heading(profile: Profile) -> str:
+    parts = [profile.path.name]
+    if profile.host:
+        parts.append(f"host {profile.host}")
+    if profile.pids:
+        plural = "es" if len(profile.pids) > 1 else ""
+        parts.append(f"process{plural} {', '.join(map(str, profile.pids))}")
+    if profile.version:
+        parts.append(f"nsys {profile.version}")
+    return " · ".join(parts)
+
+
+# --- .nsys-rep -> SQLite, by nsys itself: its own format is not documented ------------------------
+
+
+def find_nsys() -> str | None:
+    """The program: of PATH, else beside this Python, where setup.sh puts it."""
+    return shutil.which("nsys") or shutil.which("nsys", path=str(Path(sys.executable).parent))
+
+
+def profiles_in(folder: Path) -> tuple[Path, ...]:
+    """The reports in a folder, by name; of one that was exported already only the report."""
+    found = {}
+    for suffix in (SQLITE_SUFFIX, REPORT_SUFFIX):
+        for path in folder.glob(f"*{suffix}"):
+            found[path.name.removesuffix(suffix)] = path
+    return tuple(path for _, path in sorted(found.items()))
+
+
+@contextlib.contextmanager
+def as_sqlite(path: Path) -> Iterator[Path]:
+    """``path`` itself, or what it is exported to: beside it where that can be written, else in a
+    temporary folder that is gone afterwards. An export that is newer than its report is used again,
+    if nobody could have made it who could not have written the report.
+
+    Raises:
+        NsysMissing: it has to be exported, and there is no ``nsys``.
+        ProfileError: no such file, or nsys cannot export it.
+    """
+    if not path.is_file():
+        raise ProfileError(f"{path}: no such file; wanted a report of nsys, or its SQLite export")
+    if path.suffix == _RAW_SUFFIX:
+        raise ProfileError(
+            f"{path}: what nsys recorded and could not finish, because it was killed or has no "
+            "importer; turn it into a report with the QdstrmImporter of the same nsys: "
+            f"QdstrmImporter -i {path.name}"
+        )
+    if path.suffix != REPORT_SUFFIX:
+        yield path
+        return
+    beside = path.with_suffix(SQLITE_SUFFIX)
+    is_newer = beside.is_file() and beside.stat().st_mtime_ns >= path.stat().st_mtime_ns
+    if is_newer and _is_as_good_as(path, beside):
+        yield beside
+        return
+    nsys = find_nsys()
+    if nsys is None:
+        raise NsysMissing(
+            f"{path}: only nsys can read it, and there is none on PATH; on a machine that has it "
+            f"run `nsys export --type sqlite {path.name}` and give {beside.name} instead"
+        )
+    try:
+        beside_it = path.parent if is_trusted(path.parent, shared=True) else None
+        temporary = tempfile.TemporaryDirectory(prefix=".nsys-export-", dir=beside_it)
+    except OSError:  # another user's report, or a full disk
+        temporary = tempfile.TemporaryDirectory(prefix=".nsys-export-")
+    with temporary as folder:
+        made = Path(folder, beside.name)
+        _export(nsys, path, made)
+        with contextlib.suppress(OSError):
+            made = made.replace(beside) if made.parent.parent == path.parent else made
+        yield made
+
+
+def _is_as_good_as(report: Path, beside: Path) -> bool:
+    """Whether an export can be believed as far as its report: it lies in the same folder, so that
+    only its owner and its mode can make a difference."""
+    status = beside.lstat()
+    owners = {os.getuid(), 0, report.stat().st_uid}
+    others = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != report.stat().st_gid else 0)
+    return stat.S_ISREG(status.st_mode) and status.st_uid in owners and not status.st_mode & others
+
+
+def _export(nsys: str, report: Path, made: Path) -> None:
+    """Raises ProfileError: with what nsys said."""
+    argv = [nsys, "export", "--type", "sqlite", "--force-overwrite", "true"]
+    try:
+        done = subprocess.run(
+            [*argv, "--output", str(made), str(report)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=EXPORT_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ProfileError(f"{report}: nsys could not export it: {error}") from None
+    if done.returncode != 0 or not made.is_file():
+        said = [line for line in done.stdout.replace("\r", "\n").splitlines() if line.strip()]
+        raise ProfileError(
+            f"{report}: `{nsys} export` ended with {done.returncode}: "
+            f"{' '.join(said[-3:]) or 'it said nothing'}; a report that was cut off, or of a newer "
+            "nsys, has to be exported by the nsys that wrote it"
+        )
 
 
 # --- the file ------------------------------------------------------------------------------------
@@ -216,18 +524,6 @@ def open_database(path: Path) -> Iterator[Database]:
                 "`nsys export --type sqlite` writes"
             )
         yield Database(connection, tables, size_bytes=path.stat().st_size)
-
-
-TABLES = {
-    "CUPTI_ACTIVITY_KIND_KERNEL": "kernels",
-    "CUPTI_ACTIVITY_KIND_MEMCPY": "copies",
-    "CUPTI_ACTIVITY_KIND_MEMSET": "memsets",
-    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "graphs",
-}
-"""The last: graphs as a whole. Traced node by node they stand among the kernels."""
-
-
-BLOCK = 8192
 
 
 class _Block(NamedTuple):
@@ -346,10 +642,7 @@ def read_marks(database: Database) -> tuple[list[ProcessMarks], list[tuple[int, 
     clocks in common: nsys's time, and CLOCK_MONOTONIC read just before. Without any process the
     database's ``missing`` says why."""
     domains = _domains(database)
-    by_pid = {
-        pid_of(global_pid): ProcessMarks(pid_of(global_pid), global_pid)
-        for global_pid, _ in domains
-    }
+    processes = {one: ProcessMarks(one >> _TID_BITS & _LOW, one) for one, _ in domains}
     clocks: list[tuple[int, int]] = []
     if not domains:
         return [], clocks
@@ -369,21 +662,21 @@ def read_marks(database: Database) -> tuple[list[ProcessMarks], list[tuple[int, 
     for start, end, kind, signal, global_tid, text_id, domain, payload in sorted(
         rows, key=lambda row: row[0]
     ):
-        name = ids[text_id]
-        if (global_pid_of(global_tid), domain) not in domains:
+        name, global_pid = ids[text_id], global_tid & ~_LOW
+        if (global_pid, domain) not in domains:
             continue
-        process = by_pid[pid_of(global_tid)]
+        process = processes[global_pid]
         if kind != mark and name in RANGES:
             # nsys ends what was not ended with its recording
             end_ns = None if end == last_ns else end
-            process.ranges[name].append(Range(start, end_ns, payload, tid_of(global_tid)))
+            process.ranges[name].append(Range(start, end_ns, payload, global_tid & _LOW))
         elif kind == mark and name == CLOCK:
             clocks.append((start, payload))
         elif kind == mark:
             process.marks[name].append(
                 Mark(start, payload, (signal or 0) if name in REQUESTS else 0)
             )
-    return [by_pid[pid] for pid in sorted(by_pid)], clocks
+    return sorted(processes.values(), key=lambda one: one.pid), clocks
 
 
 def _domains(database: Database) -> set[tuple[int, int]]:
@@ -414,7 +707,7 @@ def _created_domains(database: Database) -> set[tuple[int, int]]:
     create = database.event_type("NvtxDomainCreate", _DOMAIN_CREATE)
     sql = "SELECT globalTid, domainId, text, textId FROM NVTX_EVENTS WHERE eventType = ?"
     return {
-        (global_pid_of(global_tid), domain)
+        (global_tid & ~_LOW, domain)
         for global_tid, domain, text, text_id in database.rows(
             sql, (create,), what="NVTX domains", integers=(0, 1)
         )
@@ -464,10 +757,14 @@ def stops_of(marks: ProcessMarks, timebase: Timebase) -> list[ProfiledStop]:
     first = requests[0] if requests else None
     # a save that was under way is waited for, or the state is saved anew: the last one counts
     since_ns = first.nsys_ns if first else 0
-    saving = _last([r for r in marks.ranges["saving"] if r.end_ns is None or r.end_ns >= since_ns])
-    committing = _last([r for r in marks.ranges["committing"] if saving and _same(r, saving)])
+    saving = _last(r for r in marks.ranges["saving"] if r.end_ns is None or r.end_ns >= since_ns)
+    committing = _last(
+        r
+        for r in marks.ranges["committing"]
+        if saving and r.payload == saving.payload and r.begin_ns >= saving.begin_ns
+    )
+    requeued = _last(r for r in requeueing if r.begin_ns >= since_ns)
     convert = _Converter(timebase)
-    requeued = _last([r for r in requeueing if r.begin_ns >= since_ns])
     return [
         ProfiledStop(
             pid=marks.pid,
@@ -483,12 +780,8 @@ def stops_of(marks: ProcessMarks, timebase: Timebase) -> list[ProfiledStop]:
     ]
 
 
-def _same(one: Range, other: Range) -> bool:
-    return one.payload == other.payload and one.begin_ns >= other.begin_ns
-
-
-def _last(ranges: list[Range]) -> Range | None:
-    return ranges[-1] if ranges else None
+def _last(ranges: Iterable[Range]) -> Range | None:
+    return next(reversed(list(ranges)), None)
 
 
 def _pauses(marks: ProcessMarks) -> list[_Between]:
@@ -503,7 +796,7 @@ def _pauses(marks: ProcessMarks) -> list[_Between]:
     ordered = sorted(by_number.items())
     begins_ns = [_begin(ranges) for _, ranges in ordered]
     ends_ns = [*begins_ns[1:], math.inf]
-    for (number, ranges), begin_ns, end_ns in zip(ordered, begins_ns, ends_ns, strict=False):
+    for (which, ranges), begin_ns, end_ns in zip(ordered, begins_ns, ends_ns, strict=False):
         closed, at_rest, opened = (
             [mark for mark in marks.marks[name] if begin_ns <= mark.nsys_ns < end_ns]
             for name in MOMENTS
@@ -513,7 +806,7 @@ def _pauses(marks: ProcessMarks) -> list[_Between]:
         if opened and opened[0].stamp_mono_ns not in stops:
             resumed = _request_of(opened[0], marks.marks["resume_request"])
         last = at_rest[-1] if at_rest else None
-        pauses.append(_Between(number, asked, last, resumed, ranges))
+        pauses.append(_Between(which, asked, last, resumed, ranges))
         since_ns = resumed.nsys_ns if resumed else begin_ns
     if not pauses or pauses[-1].resumed:
         # the recording ends before the gate had closed
@@ -599,3 +892,73 @@ def _running(pause: _Between, timebase: Timebase) -> int | None:
     if ends:
         return min(ends)
     return pause.ranges["resuming"][-1].end_ns if pause.ranges["resuming"] else None
+
+
+# --- nsys's clock ---------------------------------------------------------------------------------
+#
+# nsys counts from the start of its recording, by a clock of its own: beside CLOCK_MONOTONIC, which
+# NTP slews, it drifts by microseconds in a second. The job emits marks ``clock`` whose payload is
+# CLOCK_MONOTONIC, read just before. nsys stamps such a mark late, by as long as the thread was held
+# up in between, and never early: so CLOCK_MONOTONIC minus nsys's time is never below what a mark
+# says, and of the marks around a moment the one that says most is the best.
+
+
+class Timebase:
+    """The two clocks of one report, which all its processes share."""
+
+    def __init__(self, marks: Sequence[tuple[int, int]]) -> None:
+        """``marks``: nsys's time and the CLOCK_MONOTONIC of each, in any order."""
+        ordered = sorted(marks)
+        self._times = [nsys_ns for nsys_ns, _ in ordered]
+        self._offsets = [mono_ns - nsys_ns for nsys_ns, mono_ns in ordered]
+        self._drift = self._measure_drift()
+        self._late_ns = self._measure_lateness()
+
+    def mono(self, nsys_ns: int) -> tuple[int, int] | None:
+        """CLOCK_MONOTONIC at a moment of nsys's time, and what it may be wrong by.
+
+        None: there are fewer than two marks, so that nothing says how late they are.
+        """
+        if len(self._times) < 2:
+            return None
+        at = bisect.bisect_left(self._times, nsys_ns)
+        near = range(max(0, at - _NEIGHBOURS), min(len(self._times), at + _NEIGHBOURS))
+        lowest = sorted(
+            (self._offsets[i] - self._drift * abs(self._times[i] - nsys_ns), i) for i in near
+        )
+        (second, _), (first, best) = lowest[-2:]
+        away_ns = self._drift * abs(self._times[best] - nsys_ns)
+        # the best one is late too, by about as much as it is earlier than the next best
+        late_ns = first - second if self._late_ns is None else min(first - second, self._late_ns)
+        return nsys_ns + self._offsets[best], round(away_ns + late_ns) + 1
+
+    def nsys(self, mono_ns: int) -> int | None:
+        """The reverse of :meth:`mono`, for bounds."""
+        if not self._times:
+            return None
+        at = bisect.bisect_left(self._times, mono_ns - self._offsets[0])
+        return mono_ns - self._offsets[min(at, len(self._times) - 1)]
+
+    def epoch_offset_ns(self, session_epoch_ns: int | None) -> int | None:
+        """What makes a wall clock of CLOCK_MONOTONIC, as both were when nsys began."""
+        start = self.mono(0)
+        return None if start is None or session_epoch_ns is None else session_epoch_ns - start[0]
+
+    def _measure_lateness(self) -> float | None:
+        """What nine of ten marks differ by from one that is close in time."""
+        ordered = itertools.pairwise(zip(self._times, self._offsets, strict=True))
+        close = sorted(abs(b[1] - a[1]) for a, b in ordered if b[0] - a[0] < _CLOSE_NS)
+        return close[len(close) * 9 // 10] if close else None
+
+    def _measure_drift(self) -> float:
+        """Per nanosecond: the steepest between the best marks of groups a second apart."""
+        groups: list[tuple[int, int]] = []
+        for nsys_ns, offset in zip(self._times, self._offsets, strict=True):
+            if groups and nsys_ns - groups[-1][0] < _APART_NS:
+                groups[-1] = (groups[-1][0], max(groups[-1][1], offset))
+            else:
+                groups.append((nsys_ns, offset))
+        slopes = [abs((b[1] - a[1]) / (b[0] - a[0])) for a, b in itertools.pairwise(groups)]
+        if not slopes:
+            return _DRIFT_MAX
+        return min(_DRIFT_MAX, max(_DRIFT_MIN, statistics.median(slopes)))

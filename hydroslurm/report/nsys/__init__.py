@@ -1,1 +1,0 @@
-"""Read what nsys recorded of a job: its export to SQLite, the NVTX marks in it, and their clock."""
