@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "jobs": ELASTIC | {"runtime", "vacate"},
     "report": BASE | {"slurm"},
     "observe": BASE
-    | {"elastic.folder", "slurm", "checkpoint", "training.attempts", "jobs", "vacate"}
+    | {"elastic.folder", "slurm", "checkpoint", "training.cadence", "jobs", "vacate"}
     | {"gate.signals"},
     "devcluster": {
         "errors",

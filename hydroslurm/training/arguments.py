@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from hydroslurm.core import rundir
@@ -17,43 +16,28 @@ from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import Controller
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
+from hydroslurm.training.cadence import Cadence
 
 DEFAULT_EVERY_S = 600.0
-"""Seconds between two periodic saves when nothing was said: what a crash may cost."""
+"""What a crash may cost when nothing was said, in seconds."""
 
 
-@dataclass(frozen=True)
-class Cadence:
-    """How often a run saves while it trains; 0 is never."""
+def cadence_of(
+    every_steps: int | None, every_s: float | None, environ: Mapping[str, str]
+) -> Cadence:
+    """From the arguments, None for what was not said, and HYDROSLURM_SAVE_EVERY_S.
 
-    every_steps: int
-    every_s: float
-
-    @classmethod
-    def of(
-        cls, every_steps: int | None, every_s: float | None, environ: Mapping[str, str]
-    ) -> Cadence:
-        """From the arguments, None for what was not said, and HYDROSLURM_SAVE_EVERY_S.
-
-        Raises:
-            UsageError: a negative one; a variable that is no number.
-        """
-        if environ.get(SAVE_EVERY_ENV):
-            every_s = _seconds(environ, SAVE_EVERY_ENV)
-        for name, value in (("every_steps", every_steps), ("every_s", every_s)):
-            if value is not None and value < 0:
-                raise UsageError(f"{name}={value}: wanted 0 (never) or more")
-        if every_steps is None and every_s is None:
-            return cls(0, DEFAULT_EVERY_S)
-        return cls(every_steps or 0, every_s or 0.0)
-
-    def is_due_by_step(self, step: int) -> bool:
-        """The same on all ranks."""
-        return bool(self.every_steps) and step % self.every_steps == 0
-
-    def is_due_by_clock(self, last_save_mono_s: float) -> bool:
-        """Sooner on one rank than on another. Reads a clock only with ``every_s``."""
-        return bool(self.every_s) and time.monotonic() - last_save_mono_s >= self.every_s
+    Raises:
+        UsageError: a negative one; a variable that is no number.
+    """
+    if environ.get(SAVE_EVERY_ENV):
+        every_s = _seconds(environ, SAVE_EVERY_ENV)
+    for name, value in (("every_steps", every_steps), ("every_s", every_s)):
+        if value is not None and not 0 <= value < math.inf:
+            raise UsageError(f"{name}={value}: wanted 0 (never) or a finite number above it")
+    if every_steps is None and every_s is None:
+        return Cadence(0, DEFAULT_EVERY_S)
+    return Cadence(every_steps or 0, every_s or 0.0)
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float:

@@ -15,6 +15,7 @@ the marker everything after the training would run again.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
@@ -128,7 +129,7 @@ class AttemptRecord:
         step: where it began.
         job_id, restart_count: Slurm's; None and 0 outside of a job.
         ending: None while it runs, or when it died.
-        end_step: where it ended; None with ``ending``.
+        end_step, ended_epoch_ns: where and when it ended; None with ``ending``.
         token: random; of two that took one number, the first in the file has it.
     """
 
@@ -139,6 +140,7 @@ class AttemptRecord:
     restart_count: int = 0
     ending: str | None = None
     end_step: int | None = None
+    ended_epoch_ns: int | None = None
     token: str = field(default="", compare=False)
 
 
@@ -272,13 +274,35 @@ def check_limits(attempts: Sequence[AttemptRecord], limits: Limits, *, step: int
         )
 
 
+def losses(history: Sequence[AttemptRecord], *, now_epoch_ns: int) -> tuple[int, float]:
+    """Count the attempts that lost work; and for how long all have run, in seconds. Pure.
+
+    An attempt lost work if it died, or if the next one resumed from an earlier step than its last.
+    When one died is unknown: it counts as running until the next one began.
+    """
+    lost, ran_ns = 0, 0
+    for before, after in itertools.pairwise(history):
+        # one that begins at step 0 may be meant to (resume=False)
+        lost += before.end_step is None or 0 < after.step < before.end_step
+        ran_ns += max(0, (before.ended_epoch_ns or after.began_epoch_ns) - before.began_epoch_ns)
+    if history:
+        ran_ns += max(0, now_epoch_ns - history[-1].began_epoch_ns)
+    return lost, ran_ns / 1e9
+
+
 def _fold(found: dict[int, AttemptRecord], line: bytes) -> None:
     try:
         row = parse_json(line)
         number, step = _whole(row["attempt"]), _whole(row["step"])
         if "ended" in row:
+            ended_ns = row.get("ended_epoch_ns")
             if number in found:
-                found[number] = replace(found[number], ending=str(row["ended"]), end_step=step)
+                found[number] = replace(
+                    found[number],
+                    ending=str(row["ended"]),
+                    end_step=step,
+                    ended_epoch_ns=ended_ns if type(ended_ns) is int else None,
+                )
             return
         job_id = row.get("job_id")
         record = AttemptRecord(
@@ -328,6 +352,7 @@ class CurrentAttempt:
         self._fence = fence
         self._allocation = allocation
         self._at_least = at_least
+        self._history: tuple[AttemptRecord, ...] = ()
         self._has_stepped = False
         self._marks_steps = Emit.STEPS in controller.marks.emitting
         self._stepping = NO_RANGE
@@ -341,15 +366,22 @@ class CurrentAttempt:
         """
         self._check_fence("the start")
         self._log.set_aside_foreign()
-        check_limits(self._log.attempts(), self._limits, step=step)
+        earlier, now_epoch_ns = self._log.attempts(), time.time_ns()
+        check_limits(earlier, self._limits, step=step)
         allocation = self._allocation
-        return self._log.begin(
+        number = self._log.begin(
             step,
-            now_epoch_ns=time.time_ns(),
+            now_epoch_ns=now_epoch_ns,
             job_id=allocation.job_id if allocation else None,
             restart_count=allocation.restart_count if allocation else 0,
             at_least=self._at_least,
         )
+        self._history = *earlier, AttemptRecord(number, now_epoch_ns, step)
+        return number
+
+    def losses(self) -> tuple[int, float]:
+        """:func:`losses` of this run until now, on the rank that recorded the attempt."""
+        return losses(self._history, now_epoch_ns=time.time_ns())
 
     def begin(self, number: int, step: int) -> None:
         """Begin, on this rank, the attempt that was entered."""

@@ -19,7 +19,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from hydroslurm.checkpoint import rng
@@ -48,7 +48,7 @@ from hydroslurm.runtime import install as installation
 from hydroslurm.runtime.controller import StopRequest
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.training.arguments import Cadence, controller_for, fence_of, run_directory
+from hydroslurm.training.arguments import cadence_of, controller_for, fence_of, run_directory
 from hydroslurm.training.attempts import (
     CurrentAttempt,
     Limits,
@@ -59,6 +59,7 @@ from hydroslurm.training.attempts import (
     require_unfinished,
     write_finished,
 )
+from hydroslurm.training.cadence import Cadence
 from hydroslurm.training.checks import (
     FirstStep,
     FolderWatch,
@@ -196,7 +197,7 @@ class Session:
             )
         require_place()
         allocation = Allocation.from_environ(environ)
-        self._cadence = Cadence.of(every_steps, every_s, environ)
+        self._cadence = cadence_of(every_steps, every_s, environ)
         self.dir = run_directory(directory, environ)
         if directory is None:  # a script makes the same runs, in the same order, in each attempt
             run_folders.warn_of_doubt(self.dir)
@@ -461,6 +462,7 @@ class Session:
             self.log_once(message)
         self.saves.periodic_step = found.checkpoint.step
         self.saver.continues_from(found.checkpoint)
+        self._space_saves(stall_s=Cadence.of(found.checkpoint.manifest.meta).stall_s)
         self.apply(state, source=str(found.checkpoint.path))
 
     def apply(self, state: State, *, source: str) -> None:
@@ -748,7 +750,7 @@ class Session:
         return saved
 
     def _save_periodically(self) -> None:
-        self.last_save_s = time.monotonic()
+        begin_s = self.last_save_s = time.monotonic()
         step = self.completed_step()
         if self.saves.takes_periodic(step):
             took_s = self.saver.start(
@@ -756,6 +758,17 @@ class Session:
             )
             if took_s > 0:
                 self.saves.began(periodic_step=step)
+                self._space_saves(stall_s=time.monotonic() - begin_s)
+
+    def _space_saves(self, *, stall_s: float) -> None:
+        """Follow what a save costs and how often this run loses work. With several ranks it is the
+        first one's clock that calls for a save, so its measurements count."""
+        before = self._cadence
+        losses, ran_s = self.attempt.losses()
+        save_s = self.saver.expect_s()
+        self._cadence = replace(before, stall_s=stall_s, save_s=save_s, losses=losses, ran_s=ran_s)
+        if self._cadence.interval_s < before.interval_s == before.every_s:
+            self.log_once(self._cadence.reason(), notice)
 
     def _save_by(self, deadline_mono_s: float) -> str:
         """Save for a stop; return what came of it, as a message."""
@@ -817,8 +830,9 @@ class Session:
         return {**own, "script": state} if state else own
 
     def made_of(self) -> dict[str, Any]:
-        """What the run consists of, for the manifest."""
-        return Composition(self.objects.classes(), self.cursor.loading).to_meta()
+        """What the run consists of and how often it saves, for the manifest."""
+        made_of = Composition(self.objects.classes(), self.cursor.loading).to_meta()
+        return {**made_of, **self._cadence.to_meta()}
 
     def completed_step(self) -> int:
         """The step that the state stands for; see :meth:`Cursor.completed`."""

@@ -114,6 +114,11 @@ class Story:
         found = read_events(self.run.rank_events(rank))
         return [event for event in found if not kinds or event.kind in kinds]
 
+    def committed(self, rank: int) -> set[int]:
+        """The steps that the rank has seen committed, over all attempts."""
+        events = self.events(rank, EventKind.SAVE_COMMITTED)
+        return {event.data["checkpoint_step"] for event in events}
+
     def steps(self, rank: int) -> list[list[Any]]:
         """[step, loss, samples] in the order in which the rank trained them, over all attempts."""
         path = self.run.root / f"diary-{rank}"

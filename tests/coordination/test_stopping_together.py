@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from coordination.attempts import Story
 from processes import Child, wait_until
@@ -10,6 +12,7 @@ import hydroslurm
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.fence import Fence
+from hydroslurm.observe.doctor.gather import last_save
 
 WORLD = 3
 
@@ -42,13 +45,34 @@ def test_saves_by_the_clock_are_of_one_step(
     for run, options in ((alone, {}), (story, {"every_s": 0.01})):
         ended = run.live(WORLD, **options)
         assert set(ended.codes.values()) == {0}, ended.said
-    saved = [
-        {event.data["checkpoint_step"] for event in story.events(rank, EventKind.SAVE_COMMITTED)}
-        for rank in range(WORLD)
-    ]
-    assert saved[0]
-    assert saved[0] == saved[1] == saved[2]
+    assert story.committed(0)
+    assert story.committed(0) == story.committed(1) == story.committed(2)
     assert story.out.read_text() == alone.out.read_text()
+
+
+def test_a_run_that_loses_work_saves_more_often(story: Story) -> None:
+    """Killed after its saves were measured, it does not wait for every_s: all ranks save behind one
+    step, the log has the reason, and the doctor reads it from the checkpoint. A stop is no loss."""
+    attempt = story.begin_training(WORLD, every_s=0.05, epochs=9999)
+    story.wait_for(EventKind.SAVE_COMMITTED, world=WORLD, times=3)
+    for rank in range(WORLD):
+        attempt.signal(rank, signal.SIGKILL)
+    attempt.end()
+    for _ in range(2):
+        before = [story.committed(rank) for rank in range(WORLD)]
+        again = story.begin(WORLD, every_s=3600, epochs=9999)
+        wait_until(lambda known=before[0]: story.committed(0) > known, "a save by the clock")
+        again.signal(1)
+        assert set(again.end().codes.values()) == {RUN_AGAIN}, again.said
+        assert " 1 loss of work in " in again.said
+        assert "every_s bounds it at 1 h" in again.said
+        first, *others = (story.committed(rank) - before[rank] for rank in range(WORLD))
+        assert others == [first, first]
+    save = last_save(story.run.root)
+    assert save is not None
+    assert save.cadence is not None
+    assert (save.cadence.losses, save.cadence.every_s) == (1, 3600)
+    assert save.cadence.interval_s < 3600
 
 
 def stop_in_an_epoch(story: Story, world: int, *, rank: int, **options: str) -> None:

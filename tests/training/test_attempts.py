@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,9 @@ from hydroslurm.training.attempts import (
     check_limits,
     least_number,
     limits_of,
+    losses,
 )
+from hydroslurm.training.cadence import Cadence
 
 
 def test_what_was_begun_and_ended_is_read_back(tmp_path: Path) -> None:
@@ -31,7 +35,7 @@ def test_what_was_begun_and_ended_is_read_back(tmp_path: Path) -> None:
     log.end(first, "preempted", step=12, now_epoch_ns=6)
     assert log.begin(12, now_epoch_ns=7, job_id=7, restart_count=1) == 2
     assert log.attempts() == (
-        AttemptRecord(1, 5, 0, 7, 0, "preempted", 12),
+        AttemptRecord(1, 5, 0, 7, 0, "preempted", 12, 6),
         AttemptRecord(2, 7, 12, 7, 1, None, None),
     )
     (tmp_path / "other.jsonl").mkdir()
@@ -65,6 +69,79 @@ def test_a_spent_limit_ends_the_run(limits: Limits, attempts: list[str], said: s
     spent = pytest.raises(RunEnded, match=said) if said else contextlib.nullcontext()
     with spent:
         check_limits(tuple(made), limits, step=9)
+
+
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [
+        ([], (0, 0.0)),
+        (["0 0"], (0, 90.0)),
+        (["0 0 died"], (0, 90.0)),  # by no means certain: it is the present one
+        # each began at that second and step, and ended at those; the last one runs until second 90
+        (["0 0 preempted 30 50", "60 50"], (0, 60.0)),
+        (["0 0 preempted 30 50", "60 40"], (1, 60.0)),  # its last save was not in time
+        (["0 0 error 30 50", "60 40"], (1, 60.0)),
+        (["0 0 cancelled 30 50", "60 0"], (0, 60.0)),  # begun anew
+        (["0 0 died", "60 0 died", "80 0"], (2, 90.0)),
+    ],
+)
+def test_what_lost_work_is_counted(history: list[str], expected: tuple[int, float]) -> None:
+    """A death, or a next attempt that resumes from before the last step; a stop that saved not."""
+    made = []
+    for number, one in enumerate(history, 1):
+        began_s, step, *rest = one.split()
+        ended = rest if len(rest) == 3 else (None, None, None)
+        ending, ended_s, end_step = ended
+        made.append(
+            AttemptRecord(
+                number,
+                int(began_s) * 10**9,
+                int(step),
+                ending=ending,
+                end_step=None if end_step is None else int(end_step),
+                ended_epoch_ns=None if ended_s is None else int(ended_s) * 10**9,
+            )
+        )
+    assert losses(made, now_epoch_ns=90 * 10**9) == expected
+
+
+@pytest.mark.parametrize(
+    ("measured", "every_s", "words"),
+    [
+        # sqrt(2 * 0.8 s * 48,000 s) = 277 s
+        ({"stall_s": 0.8, "save_s": 12, "losses": 3, "ran_s": 144_000}, 277.1, "3 losses of"),
+        (
+            {"stall_s": 0.8, "save_s": 12, "losses": 1, "ran_s": 144_000},
+            480.0,
+            "a save every 8 min",
+        ),
+        ({"stall_s": 8.0, "save_s": 12, "losses": 3, "ran_s": 144_000}, 600.0, "bounds it at 10"),
+        (
+            {"stall_s": 0.001, "save_s": 12, "losses": 9, "ran_s": 4_000},
+            120.0,
+            "stalls the training 1 ms",
+        ),
+        (
+            {"stall_s": 0.8, "save_s": 12, "losses": 0, "ran_s": 144_000},
+            600.0,
+            "0 losses of work in 40 h",
+        ),
+        ({"losses": 3, "ran_s": 144_000}, 600.0, "a save every 10 min"),
+    ],
+)
+def test_the_time_between_saves(measured: dict[str, Any], every_s: float, words: str) -> None:
+    """Young's optimum of what was measured, a tenth of the time writing at most, and every_s."""
+    cadence = Cadence(every_s=600, **measured)
+    assert cadence.interval_s == pytest.approx(every_s, rel=1e-3)
+    assert words in cadence.reason()
+    assert Cadence.of(cadence.to_meta()) == cadence
+    assert replace(cadence, every_s=0).interval_s == 0
+
+
+@pytest.mark.parametrize("meta", [None, [], {"cadence": 3}, {"cadence": {"stall_s": -1}}])
+def test_a_forged_cadence_counts_for_nothing(meta: object) -> None:
+    """What is read from a manifest is checked: a negative time would end the training."""
+    assert Cadence.of(meta) == Cadence()
 
 
 def test_the_environment_has_its_say_about_limits() -> None:

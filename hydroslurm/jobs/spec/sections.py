@@ -61,8 +61,8 @@ class Preemption(Part):
     """Where a hydroslurm.Run in the script saves; relative to the folder of the spec. Default:
     checkpoints in the run folder."""
     save_every_seconds: Whole | None = None
-    """How long such a Run trains between two saves; 0: it saves only when it is stopped. [seconds]
-    Default: the script's, else 600."""
+    """The most that such a Run trains between two saves; 0: it saves only when it is stopped.
+    [seconds] Default: the script's, else 600."""
     attempts_without_progress: Count | None = None
     """End the job after so many attempts of such a Run in a row that begin at the same step.
     [attempts] Default: the script's, else 5."""

@@ -9,6 +9,7 @@ from hydroslurm.observe.doctor.script import ScriptOptions
 from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.policy import PreemptAction, SitePolicy, StopReason, TimeLeft
 from hydroslurm.slurm.values import Job, Partition
+from hydroslurm.training.cadence import Cadence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +19,13 @@ class SaveFacts:
     Attributes:
         save_s: from the start of a save to its commit.
         source: where the figure comes from, in words.
+        cadence: how often the run saved when it wrote that checkpoint.
     """
 
     save_s: float
     state_bytes: int | None = None
     source: str = "--save-s"
+    cadence: Cadence | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
     checks: tuple[Callable[[Facts], Finding | None], ...] = (
         _preemption,
         _save_fits,
+        _cadence,
         risks.short_grace,
         risks.gang_ignores_grace,
         risks.no_requeue,
@@ -203,6 +204,17 @@ def _save_fits(facts: Facts) -> Finding:
         return Finding("save", Severity.RISK, "a save barely fits", text, save_fix(facts))
     text = f"{took}, and every stop leaves at least {least}."
     return Finding("save", Severity.OK, "a save fits", text)
+
+
+def _cadence(facts: Facts) -> Finding | None:
+    cadence = facts.save.cadence if facts.save else None
+    if cadence is None or not cadence.stall_s or not cadence.every_s:
+        return None
+    text = (
+        f"{cadence.reason()}. Only crashes, kills and node failures lose work: a stop saves, and "
+        "does not count."
+    )
+    return Finding("cadence", Severity.OK, "how often to save", text)
 
 
 def save_fix(facts: Facts) -> str:

@@ -22,6 +22,7 @@ from hydroslurm.slurm.munge import Munge, MungeError, socket_of
 from hydroslurm.slurm.policy import find_partition, site_policy
 from hydroslurm.slurm.run_folders import run_dirs_of
 from hydroslurm.slurm.values import Job, JobState
+from hydroslurm.training.cadence import Cadence
 
 
 def gather(
@@ -166,6 +167,7 @@ def last_save(run: Path) -> SaveFacts | None:
                 save_s=float(row["save_s"]),
                 state_bytes=int(row["state_bytes"]),
                 source=clean(f"the {row['kind']} checkpoint of step {row['step']}"),
+                cadence=Cadence.of(row.get("meta")),
             )
         except (OSError, ValueError, ArithmeticError, KeyError, TypeError):
             continue

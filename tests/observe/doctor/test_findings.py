@@ -17,6 +17,7 @@ from hydroslurm.slurm.config import Config
 from hydroslurm.slurm.limit_warning import LimitWarning
 from hydroslurm.slurm.policy import StopReason, site_policy
 from hydroslurm.slurm.values import Job, JobState, Partition
+from hydroslurm.training.cadence import Cadence
 
 OK, NOTE, RISK, LOSS = Severity.OK, Severity.NOTE, Severity.RISK, Severity.LOSS
 URGENT = Partition(name="urgent", priority_tier=10, nodes=("n1",))
@@ -102,6 +103,13 @@ def _vacates(
         measured = VacateFacts(device_bytes=moved, bytes_per_s=per_s, source="measured")
     facts = _facts(job=job, **{"PreemptParameters": "suspend_grace_time=2", **config})
     return replace(facts, vacate=measured, no_vacate="no driver")
+
+
+def _spaced(**measured: Any) -> Facts:
+    """A job whose run has measured a save, and what it lost."""
+    known = {"every_s": 600.0, "stall_s": 0.8, "save_s": 2.0, "losses": 3, "ran_s": 144e3}
+    cadence = Cadence(**{**known, **measured})
+    return replace(_facts(), save=SaveFacts(save_s=2.0, cadence=cadence))
 
 
 def _warned(option: str, *, signals: str = "") -> Facts:
@@ -253,6 +261,8 @@ def test_only_a_warning_that_makes_the_ranks_save_gives_them_time(
         (_saved_by(Saver.UNKNOWN), "preemption", OK, "last checkpoint if the script uses"),
         (_saved_by(Saver.NO_RUN), "preemption", RISK, "have not created a hydroslurm.Run yet"),
         (_saved_by(Saver.NOBODY), "preemption", RISK, "None of its ranks has reported"),
+        (_spaced(), "cadence", OK, "3 losses of work in 40 h -> a save every 4.62 min; every_s"),
+        (_spaced(losses=0), "cadence", OK, "0 losses of work in 40 h -> a save every 10 min"),
         # a state and a copy of it; each node of several holds a part
         (_copies(600, memory_per_node_bytes=2**30), "memory", NOTE, "takes 629 MB of that"),
         (_copies(600, memory_per_node_bytes=2**30), "memory", NOTE, "sbatch: --mem=1624M"),
@@ -313,6 +323,8 @@ def test_what_is_found(facts: Facts, key: str, severity: Severity, words: str) -
         (_copies(600, memory_per_node_bytes=4 * 2**30), "memory"),
         (_copies(800, **TWO_NODES), "memory"),
         (_facts(job=_job()), "vacate"),
+        (_spaced(stall_s=0.0), "cadence"),
+        (_spaced(every_s=0.0), "cadence"),
         (_facts(RANKS), "ranks_key"),
         (replace(_facts(replace(RANKS, tasks=1)), no_munge="none"), "ranks_key"),
     ],
@@ -400,7 +412,9 @@ def test_last_save(tmp_path: Path) -> None:
         path.write_text(text)
     (tmp_path / "checkpoints/step-000000060").mkdir()
     save = last_save(tmp_path)
-    assert save == SaveFacts(save_s=2.5, state_bytes=9, source="the stop checkpoint of step 20")
+    assert save == SaveFacts(
+        save_s=2.5, state_bytes=9, source="the stop checkpoint of step 20", cadence=Cadence()
+    )
 
 
 def test_json_keeps_its_names() -> None:
@@ -420,7 +434,9 @@ def test_json_keeps_its_names() -> None:
     assert {tuple(sorted(row)) for row in answer["findings"]} == {
         ("explanation", "fix", "key", "severity", "title")
     }
-    assert answer["save"] == {"save_s": 95.0, "state_bytes": None, "source": "--save-s"}
+    assert answer["save"] == {
+        "save_s": 95.0, "state_bytes": None, "source": "--save-s", "cadence": None
+    }  # fmt: skip
     assert answer["work_would_be_lost"] is True
 
 
