@@ -32,8 +32,8 @@ from typing import Any
 from hydroslurm.compat.suspend import go_suspend, receive_suspend_command
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.fused.modules import optimize_modules
-from hydroslurm.integrations.known import signals_stand_down
 from hydroslurm.integrations.lightning import Preemptible
+from hydroslurm.integrations.lightning_fit import signals_stand_down
 from hydroslurm.integrations.lightning_strategies import (
     PACKAGES,
     HydroslurmEnvironment,

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,9 +36,8 @@ import torch
 from hydroslurm.checkpoint import rng
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.accelerate_loader import PreparedLoader
-from hydroslurm.integrations.framework import FrameworkSession, directory_of_fit
+from hydroslurm.integrations.framework import FrameworkSession, directory_of_fit, environ_of
 from hydroslurm.integrations.held_loader import StandIn
-from hydroslurm.integrations.known import environ_of, require_known_accelerate
 from hydroslurm.training.checks import Remedies
 from hydroslurm.training.objects import Stateful, bare
 from hydroslurm.training.reporting import warning
@@ -281,7 +281,7 @@ class Loop:
         Raises:
             UsageError: this accelerate is not known.
         """
-        require_known_accelerate(own, self._accelerator.gradient_state)
+        _require_known(own, self._accelerator.gradient_state)
         number = len(self._loaders)
         loader = Loader(PreparedLoader(self.run, own, name=str(number)), number)
         self._loaders.append(loader)
@@ -527,6 +527,27 @@ class Loop:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing is left to do: it was needed before."""
+
+
+_OF_ACCELERATE = ("iteration", "end_of_dataloader", "remainder", "end", "base_dataloader")
+"""What is used of a loader that accelerate has prepared."""
+
+
+def _require_known(loader: Any, state: Any) -> None:
+    """Whether this is what is known of accelerate's loaders, and of its state of gradients.
+
+    Raises:
+        UsageError: names what is not there.
+    """
+    missing = [f"{type(loader).__name__}.{n}" for n in _OF_ACCELERATE if not hasattr(loader, n)]
+    if not hasattr(state, "dataloader_references"):
+        missing.append("GradientState.dataloader_references")
+    if missing:
+        version = sys.modules["accelerate"].__version__
+        raise UsageError(
+            f"accelerate {version} has no {', '.join(missing)}; hydroslurm knows 1.10 to 1.15. "
+            "Install one of those, or save and resume with accelerate"
+        )
 
 
 def _loop_of(accelerator: Any) -> Loop:

@@ -21,8 +21,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from hydroslurm.coordination.world import World
 from hydroslurm.core.rundir import RunDir
-from hydroslurm.errors import StateMismatch
+from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.held_loader import HeldLoader
 from hydroslurm.training.arguments import run_directory
 from hydroslurm.training.contents import Contents
@@ -324,3 +325,39 @@ def directory_of_fit(given: str | os.PathLike[str] | None, environ: Mapping[str,
     _fits[found.root] += 1
     number = _fits[found.root]
     return found if number == 1 else run_directory(found.root / f"fit-{number}", environ)
+
+
+def environ_of(*, rank: int, world_size: int) -> Mapping[str, str]:
+    """The variables by which the ranks of a training with accelerate find each other: Slurm's or
+    torchrun's.
+
+    Raises:
+        UsageError: Slurm has started several tasks, and each trains alone.
+    """
+    if not is_launched(
+        world_size,
+        f"each trains with a world size of {world_size}: accelerate looks for RANK, WORLD_SIZE, "
+        "LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Call hydroslurm.set_torch_environment() before "
+        "anything else, or start one task per node: srun --ntasks-per-node=1 hydroslurm agent -- "
+        "--nproc-per-node=N train.py",
+    ):
+        raise UsageError(
+            f"this is rank {rank} of {world_size}, but neither srun nor torchrun has started it: "
+            "there is no way to agree with the other ranks on a stop. Use one of those"
+        )
+    return os.environ
+
+
+def is_launched(world_size: int, seen: str) -> bool:
+    """Whether srun or torchrun has started all of these ranks.
+
+    Args:
+        seen: of what they have started instead, what the training knows, and what to do.
+
+    Raises:
+        UsageError: they have started several ranks, but not this number.
+    """
+    launched = World.from_environ(os.environ).world_size
+    if launched not in (1, world_size):
+        raise UsageError(f"{launched} tasks were started, and {seen}")
+    return launched == world_size

@@ -91,7 +91,7 @@ class Preemptible(LightningBase):
         if not self._is_wanted(trainer):
             return
         if stage != "fit":  # of test(), predict() or validate()
-            from hydroslurm.integrations.known import OUTSIDE, signals_stand_down
+            from hydroslurm.integrations.lightning_fit import OUTSIDE, signals_stand_down
 
             self._give_back = signals_stand_down(trainer, why=OUTSIDE)
             return

@@ -44,7 +44,7 @@ def make_preemptible(trainer: T, **options: Any) -> T:
             supported; at ``train()``: tasks of Slurm that train alone each, or no folder to save
             into. The trainer is as it was.
     """
-    from hydroslurm.integrations.known import require_known_trainer
+    from hydroslurm.integrations.transformers_train import require_known_trainer
 
     require_known_trainer(trainer)
     _stand_down_jit(trainer)

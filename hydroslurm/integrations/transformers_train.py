@@ -28,17 +28,21 @@ import torch
 from hydroslurm.checkpoint.forms import copied
 from hydroslurm.checkpoint.known import ENTERED, KNOWN, reason
 from hydroslurm.checkpoint.tree import is_dtensor
-from hydroslurm.errors import StateMismatch
+from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.accelerate_loader import PreparedLoader
-from hydroslurm.integrations.framework import FrameworkSession, directory_of_fit, replace
-from hydroslurm.integrations.known import environ_of, require_known_trainer
+from hydroslurm.integrations.framework import (
+    FrameworkSession,
+    directory_of_fit,
+    environ_of,
+    replace,
+)
 from hydroslurm.integrations.loggers import (
     LoggedRows,
     continue_callbacks,
     hide_from_board,
     runs_of_callbacks,
 )
-from hydroslurm.integrations.sharded import Sharded, is_sharded
+from hydroslurm.integrations.sharded import Sharded, is_sharded, why_not
 from hydroslurm.training.contents import fingerprint
 from hydroslurm.training.objects import bare
 from hydroslurm.training.reporting import warning
@@ -571,3 +575,55 @@ def _loss_in_loop(trainer: Any) -> torch.Tensor | None:
         frame = frame.f_back
     found = None if frame is None else frame.f_locals.get("tr_loss")
     return found if isinstance(found, torch.Tensor) else None
+
+
+# --- what of transformers is known
+# ------------------------------------------------------------------------------------------------
+
+_OF_TRAINER = (
+    "set_initial_training_values",
+    "get_train_dataloader",
+    "get_batch_samples",
+    "prediction_step",
+    "_maybe_log_save_evaluate",
+    "_evaluate",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_load_callback_state",
+    "_load_rng_state",
+)
+"""What is used of a Trainer's inside."""
+
+
+def require_known_trainer(trainer: Any) -> None:
+    """Whether this is a Trainer whose loop is known, and a training that can be saved.
+
+    Raises:
+        UsageError: names what is not there, or what is not supported.
+    """
+    module = _module_of(trainer)
+    missing = [f"Trainer.{name}" for name in _OF_TRAINER if not hasattr(trainer, name)]
+    if not hasattr(module, "skip_first_batches"):
+        missing.append("transformers.trainer.skip_first_batches")
+    if missing:
+        version = sys.modules["transformers"].__version__
+        raise UsageError(
+            f"transformers {version} has no {', '.join(missing)}; hydroslurm knows 4.57 to 5. The "
+            "trainer is as it was. Install one of those, or unset HYDROSLURM_PREEMPT"
+        )
+    found = {
+        "DeepSpeed": getattr(trainer, "is_deepspeed_enabled", False),
+        "XLA's FSDP": getattr(trainer, "is_fsdp_xla_enabled", False),
+        "tensor parallelism": getattr(trainer, "is_tp_enabled", False),
+        "auto_find_batch_size": trainer.args.auto_find_batch_size,
+    }
+    odd = [name for name, is_on in found.items() if is_on]
+    if is_sharded(trainer) and (reason := why_not(trainer)):
+        odd.append(reason)
+    if odd:
+        raise UsageError(
+            f"a Trainer with {' and '.join(odd)} cannot be made preemptible yet; wanted one on a "
+            "single device, with DistributedDataParallel or FSDP2, and a fixed batch size. The "
+            "trainer is as it was. Change that, or unset HYDROSLURM_PREEMPT"
+        )

@@ -25,7 +25,7 @@ from lightning.pytorch.loops import _TrainingEpochLoop
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from hydroslurm.integrations import lightning_strategies
-from hydroslurm.integrations.known import require_known_lightning
+from hydroslurm.integrations.lightning_fit import require_known_lightning
 from hydroslurm.integrations.lightning_strategies import strategy_class
 
 RESIZED = Path(__file__).with_name("lightning_resized.py")
