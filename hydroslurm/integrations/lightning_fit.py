@@ -25,9 +25,8 @@ from typing import Any
 import torch
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.checkpoint.census import Variables
+from hydroslurm.checkpoint.census import Variables, reason
 from hydroslurm.checkpoint.forms import arrays_in, copied, is_plain
-from hydroslurm.checkpoint.known import reason
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.framework import FrameworkSession, is_launched, replace
 from hydroslurm.integrations.held_loader import HeldLoader

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from hydroslurm.checkpoint.census import ENTERED, KNOWN, reason
 from hydroslurm.checkpoint.forms import copied
-from hydroslurm.checkpoint.known import ENTERED, KNOWN, reason
 from hydroslurm.checkpoint.tree import is_dtensor
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.accelerate_loader import PreparedLoader

@@ -4,22 +4,18 @@ A run that forgets an optimizer, a scheduler or a position resumes without an er
 with other numbers. So the first step of each attempt is watched, by hooks that are removed behind
 it: later steps cost nothing. What lives in objects and variables of the script is part of the run
 by itself (:mod:`hydroslurm.checkpoint.census`). Beside that: that a run has to go on from its
-checkpoint, that steps have to be counted, that a run's folder stays where it is, and that a process
-has one run.
+checkpoint, and that steps have to be counted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -30,12 +26,7 @@ from torch.utils.data import dataloader as torch_dataloader
 
 from hydroslurm.checkpoint.tree import local_of
 from hydroslurm.errors import UsageError
-from hydroslurm.runtime import install as installation
 from hydroslurm.training.objects import inside
-
-if TYPE_CHECKING:
-    from hydroslurm.runtime.controller import Controller
-    from hydroslurm.training.session import Session
 
 _GIVE = 'Give it: Run({0}=...) for one, run.register("{0}_2", {0}) for each further one.'
 _OTHERWISE = "If what you register saves it in another form: {loop}"
@@ -331,7 +322,7 @@ def _place(tensor: torch.Tensor) -> Any:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape
 
 
-# --- a loop of one's own, and its folder
+# --- a loop of one's own
 # ------------------------------------------------------------------------------------------------
 
 
@@ -406,34 +397,6 @@ class LoopWatch:
         self._hooks.clear()
 
 
-class FolderWatch:
-    """Whether the folder of a run is still the one that it began in."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._began_in = _identity(root)
-
-    def look(self) -> str:
-        """What a person has to know, once; else empty. Saves make a missing folder anew."""
-        now = _identity(self._root)
-        if now == self._began_in or self._began_in is None:
-            return ""
-        self._began_in = None
-        return (
-            f"{self._root} was renamed or removed while this run trains. It is made anew, and what "
-            "is saved from now on goes there; what was saved before is not in it. Let a folder be "
-            "until its run has ended"
-        )
-
-
-def _identity(root: Path) -> tuple[int, int] | None:
-    try:
-        found = root.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
 # --- graphs that a resume compiles in another order
 # ------------------------------------------------------------------------------------------------
 
@@ -462,52 +425,3 @@ def recompiles(model: Any, loader: Any) -> str | None:
     except (TypeError, AttributeError):  # a stream
         return None
     return _RECOMPILES.format(last=last, whole=whole) if last else None
-
-
-# --- one per process
-# ------------------------------------------------------------------------------------------------
-
-_open: tuple[int, weakref.ref[Session], weakref.ref[Controller]] | None = None
-
-
-def require_place() -> None:
-    """Whether a Run may be made here and now.
-
-    Raises:
-        UsageError: not in the main thread; or another one is open, which is named.
-    """
-    thread = threading.current_thread()
-    if thread is not threading.main_thread():
-        raise UsageError(
-            f"Run(...) was called in thread {thread.name!r}; wanted the main thread, where Python "
-            "handles the signals that stop a run. Make it there, train there, and leave the other "
-            "work to threads"
-        )
-    first = _first()
-    if first is not None:
-        raise UsageError(
-            f"this process has a Run already, in {first.dir.root}, which is not closed: both would "
-            "answer one SIGTERM, and the process can leave once. Put what belongs together into "
-            "one, Run(extra={name: object}); of two in sequence close() the first"
-        )
-
-
-def opened(session: Session, controller: Controller) -> None:
-    """This is the one of the process, until it is closed."""
-    global _open
-    _open = os.getpid(), weakref.ref(session), weakref.ref(controller)
-
-
-def closed(session: Session) -> None:
-    """There may be another one now."""
-    global _open
-    if _open is not None and _open[1]() is session:
-        _open = None
-
-
-def _first() -> Session | None:
-    """The open one; a forked child has none, nor has a process whose signals were given back."""
-    if _open is None or _open[0] != os.getpid() or not installation.is_installed():
-        return None
-    _, session, controller = _open
-    return session() if controller() is installation.controller() else None

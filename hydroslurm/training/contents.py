@@ -25,9 +25,8 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.parameter import is_lazy
 
-from hydroslurm.checkpoint.census import Census, Unkept, Variables, names_in, shown
+from hydroslurm.checkpoint.census import KNOWN, Census, Unkept, Variables, names_in, shown
 from hydroslurm.checkpoint.forms import arrays_in
-from hydroslurm.checkpoint.known import KNOWN
 from hydroslurm.checkpoint.tree import local_of
 from hydroslurm.training.objects import bare
 

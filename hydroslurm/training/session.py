@@ -17,9 +17,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from hydroslurm.checkpoint import rng
@@ -62,13 +65,9 @@ from hydroslurm.training.attempts import (
 from hydroslurm.training.cadence import Cadence
 from hydroslurm.training.checks import (
     FirstStep,
-    FolderWatch,
     LoopWatch,
     Remedies,
-    closed,
-    opened,
     recompiles,
-    require_place,
 )
 from hydroslurm.training.contents import Contents, largest
 from hydroslurm.training.cursor import Cursor
@@ -195,7 +194,7 @@ class Session:
                 "starts its ranks anew at each change, put hydroslurm.Run around a loop of your "
                 "own, or leave `elastic:` out of the job spec"
             )
-        require_place()
+        _require_place()
         allocation = Allocation.from_environ(environ)
         self._cadence = cadence_of(every_steps, every_s, environ)
         self.dir = run_directory(directory, environ)
@@ -203,7 +202,7 @@ class Session:
             run_folders.warn_of_doubt(self.dir)
             self.dir = next_unfinished(self.dir).claim()
         require_unfinished(self.dir)
-        self._folder = FolderWatch(self.dir.root)
+        self._folder = _identity(self.dir.root)
         self._adapter, self._elastic, self._origin = adapter, elastic, origin
         self.step = self.epoch = 0
         self._generation = int(environ.get(GENERATION_ENV) or 0)
@@ -268,9 +267,18 @@ class Session:
             )
             self.controller.claim_stops(self.stopping.note_request)
             undo.pop_all()
-        opened(self, self.controller)
+        global _newest
+        self._pid, _newest = os.getpid(), weakref.ref(self)
         if elastic is not None:
             elastic.join(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Not closed yet, nor forked from another process, nor without the signals' handlers."""
+        is_here = not self._is_closed and self._pid == os.getpid()
+        return (
+            is_here and installation.is_installed() and installation.controller() is self.controller
+        )
 
     @property
     def generation(self) -> int:
@@ -799,8 +807,14 @@ class Session:
             return f"nothing was saved, and nothing is lost: {error}"
 
     def _state(self) -> State:
-        if self.rank_group.rank == 0 and (message := self._folder.look()):
-            warning(message)
+        looks = self._folder is not None and self.rank_group.rank == 0
+        if looks and _identity(self.dir.root) != self._folder:
+            self._folder = None  # saves make a missing one anew; it is said once
+            warning(
+                f"{self.dir.root} was renamed or removed while this run trains. It is made anew, "
+                "and what is saved from now on goes there; what was saved before is not in it. Let "
+                "a folder be until its run has ended"
+            )
         own = self.saves.evaluation or self.own_state()
         states = self.objects.states()
         self.objects.require_resumable(states)
@@ -913,7 +927,6 @@ class Session:
     def close(self) -> None:
         """See :meth:`Run.close`."""
         self._is_closed = True
-        closed(self)
         self.stopping.stand_down()
         self.watch.close()
         self.first_step.close()
@@ -977,3 +990,38 @@ class Session:
         """One rank speaks for all."""
         if self.rank_group.rank == 0:
             log(message)
+
+
+def _identity(root: Path) -> tuple[int, int] | None:
+    """What tells a folder from another one in its place."""
+    try:
+        found = root.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+_newest: weakref.ref[Session] | None = None
+"""Of this process, which has one open at a time."""
+
+
+def _require_place() -> None:
+    """Whether a Session may be made here and now.
+
+    Raises:
+        UsageError: not in the main thread; or another one is open, which is named.
+    """
+    thread = threading.current_thread()
+    if thread is not threading.main_thread():
+        raise UsageError(
+            f"Run(...) was called in thread {thread.name!r}; wanted the main thread, where Python "
+            "handles the signals that stop a run. Make it there, train there, and leave the other "
+            "work to threads"
+        )
+    other = None if _newest is None else _newest()
+    if other is not None and other.is_open:
+        raise UsageError(
+            f"this process has a Run already, in {other.dir.root}, which is not closed: both would "
+            "answer one SIGTERM, and the process can leave once. Put what belongs together into "
+            "one, Run(extra={name: object}); of two in sequence close() the first"
+        )
