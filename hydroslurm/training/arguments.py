@@ -18,9 +18,6 @@ from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.training.cadence import Cadence
 
-DEFAULT_EVERY_S = 600.0
-"""What a crash may cost when nothing was said, in seconds."""
-
 
 def cadence_of(
     every_steps: int | None, every_s: float | None, environ: Mapping[str, str]
@@ -30,21 +27,17 @@ def cadence_of(
     Raises:
         UsageError: a negative one; a variable that is no number.
     """
-    if environ.get(SAVE_EVERY_ENV):
-        every_s = _seconds(environ, SAVE_EVERY_ENV)
+    if text := environ.get(SAVE_EVERY_ENV):
+        try:
+            every_s = float(text)
+        except ValueError:
+            raise UsageError(f"{SAVE_EVERY_ENV}={text!r}: wanted seconds, such as 600") from None
     for name, value in (("every_steps", every_steps), ("every_s", every_s)):
         if value is not None and not 0 <= value < math.inf:
             raise UsageError(f"{name}={value}: wanted 0 (never) or a finite number above it")
     if every_steps is None and every_s is None:
-        return Cadence(0, DEFAULT_EVERY_S)
+        return Cadence()
     return Cadence(every_steps or 0, every_s or 0.0)
-
-
-def _seconds(environ: Mapping[str, str], name: str) -> float:
-    try:
-        return float(environ[name])
-    except ValueError:
-        raise UsageError(f"{name}={environ[name]!r}: wanted seconds, such as 600") from None
 
 
 def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir:

@@ -127,20 +127,17 @@ class AttemptRecord:
     Attributes:
         number: from 1.
         step: where it began.
-        job_id, restart_count: Slurm's; None and 0 outside of a job.
         ending: None while it runs, or when it died.
-        end_step, ended_epoch_ns: where and when it ended; None with ``ending``.
+        end_step, ended_epoch_ns: where and when it ended; None and 0 with ``ending``.
         token: random; of two that took one number, the first in the file has it.
     """
 
     number: int
     began_epoch_ns: int
     step: int
-    job_id: int | None = None
-    restart_count: int = 0
     ending: str | None = None
     end_step: int | None = None
-    ended_epoch_ns: int | None = None
+    ended_epoch_ns: int = 0
     token: str = field(default="", compare=False)
 
 
@@ -280,14 +277,11 @@ def losses(history: Sequence[AttemptRecord], *, now_epoch_ns: int) -> tuple[int,
     An attempt lost work if it died, or if the next one resumed from an earlier step than its last.
     When one died is unknown: it counts as running until the next one began.
     """
-    lost, ran_ns = 0, 0
+    lost, ran_ns = 0, sum(now_epoch_ns - one.began_epoch_ns for one in history[-1:])
     for before, after in itertools.pairwise(history):
-        # one that begins at step 0 may be meant to (resume=False)
-        lost += before.end_step is None or 0 < after.step < before.end_step
-        ran_ns += max(0, (before.ended_epoch_ns or after.began_epoch_ns) - before.began_epoch_ns)
-    if history:
-        ran_ns += max(0, now_epoch_ns - history[-1].began_epoch_ns)
-    return lost, ran_ns / 1e9
+        lost += before.end_step is None or 0 < after.step < before.end_step  # 0: resume=False
+        ran_ns += (before.ended_epoch_ns or after.began_epoch_ns) - before.began_epoch_ns
+    return lost, max(0, ran_ns) / 1e9
 
 
 def _fold(found: dict[int, AttemptRecord], line: bytes) -> None:
@@ -295,22 +289,14 @@ def _fold(found: dict[int, AttemptRecord], line: bytes) -> None:
         row = parse_json(line)
         number, step = _whole(row["attempt"]), _whole(row["step"])
         if "ended" in row:
-            ended_ns = row.get("ended_epoch_ns")
-            if number in found:
-                found[number] = replace(
-                    found[number],
-                    ending=str(row["ended"]),
-                    end_step=step,
-                    ended_epoch_ns=ended_ns if type(ended_ns) is int else None,
-                )
+            ending, at_ns = str(row["ended"]), _whole(row.get("ended_epoch_ns", 0))
+            if begun := found.get(number):
+                found[number] = replace(begun, ending=ending, end_step=step, ended_epoch_ns=at_ns)
             return
-        job_id = row.get("job_id")
         record = AttemptRecord(
             number=number,
             began_epoch_ns=_whole(row["began_epoch_ns"]),
             step=step,
-            job_id=job_id if type(job_id) is int else None,
-            restart_count=_whole(row.get("restart_count", 0)),
             token=str(row.get("token", "")),
         )
         found.setdefault(number, record)
@@ -331,6 +317,7 @@ class CurrentAttempt:
     Attributes:
         number: from 1; None before it has begun.
         step: the last one that is complete.
+        history: all attempts of the run, this one last; only on the rank that records them.
     """
 
     def __init__(
@@ -352,7 +339,7 @@ class CurrentAttempt:
         self._fence = fence
         self._allocation = allocation
         self._at_least = at_least
-        self._history: tuple[AttemptRecord, ...] = ()
+        self.history: tuple[AttemptRecord, ...] = ()
         self._has_stepped = False
         self._marks_steps = Emit.STEPS in controller.marks.emitting
         self._stepping = NO_RANGE
@@ -366,22 +353,17 @@ class CurrentAttempt:
         """
         self._check_fence("the start")
         self._log.set_aside_foreign()
-        earlier, now_epoch_ns = self._log.attempts(), time.time_ns()
-        check_limits(earlier, self._limits, step=step)
+        check_limits(self._log.attempts(), self._limits, step=step)
         allocation = self._allocation
         number = self._log.begin(
             step,
-            now_epoch_ns=now_epoch_ns,
+            now_epoch_ns=time.time_ns(),
             job_id=allocation.job_id if allocation else None,
             restart_count=allocation.restart_count if allocation else 0,
             at_least=self._at_least,
         )
-        self._history = *earlier, AttemptRecord(number, now_epoch_ns, step)
+        self.history = self._log.attempts()
         return number
-
-    def losses(self) -> tuple[int, float]:
-        """:func:`losses` of this run until now, on the rank that recorded the attempt."""
-        return losses(self._history, now_epoch_ns=time.time_ns())
 
     def begin(self, number: int, step: int) -> None:
         """Begin, on this rank, the attempt that was entered."""

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any
 
 import msgspec
 
-_META = "cadence"
-_WRITING = 0.1
-"""At most this share of the time is spent writing: others use the file system, too."""
-
-_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+from hydroslurm.coordination.messages import Count, Number
 
 
 @dataclass(frozen=True)
@@ -24,31 +19,25 @@ class Cadence:
     Attributes:
         every_steps: 0: never by steps.
         every_s: upper bound: the most work that a crash may cost; 0: never by the clock.
-        stall_s: how long the last periodic save held up the training; 0 until measured.
-        save_s: how long a save takes until it is committed.
-        losses: attempts of this run that lost work. A stop saves, so it is none.
-        ran_s: how long all attempts have run.
+        stall_s, save_s: how long the last save held up the training, and took; 0: not measured.
+        losses, ran_s: how many attempts lost work, and how long all have run.
     """
 
-    every_steps: int = 0
-    every_s: _Seconds = 0.0
-    stall_s: _Seconds = 0.0
-    save_s: _Seconds = 0.0
-    losses: Annotated[int, msgspec.Meta(ge=0)] = 0
-    ran_s: _Seconds = 0.0
+    every_steps: Count = 0
+    every_s: Number = 600.0
+    stall_s: Number = 0.0
+    save_s: Number = 0.0
+    losses: Count = 0
+    ran_s: Number = 0.0
 
     @cached_property
     def interval_s(self) -> float:
-        """Seconds between two saves: Young's optimum, sqrt(2 * stall * mean time between losses),
-        within what the disk and ``every_s`` allow."""
+        """Seconds between two saves: Young's optimum, as far as the disk and ``every_s`` allow."""
         if not (self.losses and self.stall_s):
             return self.every_s
         best_s = math.sqrt(2 * self.stall_s * self.ran_s / self.losses)
-        return min(self.every_s, max(best_s, self.save_s / _WRITING))
-
-    def is_due_by_step(self, step: int) -> bool:
-        """The same on all ranks."""
-        return bool(self.every_steps) and step % self.every_steps == 0
+        # at most a tenth of the time is spent writing: others use the file system, too
+        return min(self.every_s, max(best_s, 10 * self.save_s))
 
     def is_due_by_clock(self, last_save_mono_s: float) -> bool:
         """Sooner on one rank than on another. Reads a clock only with ``every_s``."""
@@ -56,28 +45,16 @@ class Cadence:
 
     def reason(self) -> str:
         """One sentence for people, with what was measured."""
-        plural = "" if self.losses == 1 else "es"
         return (
-            f"a save stalls the training {_time(self.stall_s)} and is written in "
-            f"{_time(self.save_s)}; {self.losses} loss{plural} of work in {_time(self.ran_s)} -> "
-            f"a save every {_time(self.interval_s)}; every_s bounds it at {_time(self.every_s)}"
+            f"a save stalls the training {self.stall_s:.2g} s and takes {self.save_s:.2g} s; "
+            f"losses of work in {self.ran_s / 3600:.3g} h: {self.losses} (a stop saves, and is "
+            f"none) -> a save every {self.interval_s:.3g} s; every_s={self.every_s:g} bounds it"
         )
 
-    def to_meta(self) -> dict[str, Any]:
-        """For a manifest."""
-        return {_META: asdict(self)}
-
     @classmethod
-    def of(cls, meta: Any) -> Cadence:
-        """That of a checkpoint's writer, from its manifest; empty where it is not known."""
+    def of(cls, meta: object) -> Cadence:
+        """Read the ``meta`` of a manifest; empty where it does not say."""
         try:
-            return msgspec.convert(msgspec.convert(meta, dict[str, Any])[_META], cls)
+            return msgspec.convert(msgspec.convert(meta, dict)["cadence"], cls)
         except (msgspec.ValidationError, KeyError):
             return cls()
-
-
-def _time(seconds: float) -> str:
-    for unit, unit_s in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if seconds >= unit_s:
-            return f"{seconds / unit_s:.3g} {unit}"
-    return f"{1e3 * seconds:.2g} ms"

@@ -54,11 +54,10 @@ class Run:
         directory: where the run keeps its checkpoints and attempts, on a file system that all nodes
             share; default: the run folder of this training in its job (``hydroslurm-runs/JOBID``,
             ``JOBID.2`` ...), and for a further run of one process ``fit-N`` in it.
-        every_steps, every_s: how often to save in the background while training; ``every_s=600``
-            when neither is given, never when both are 0. ``every_s`` is the most work that a crash
-            may cost: a run that loses work often saves more often (docs/own-loop.md). A save in the
-            background needs memory for a copy of the state: where a limit leaves too little, the
-            training waits for each save.
+        every_steps, every_s: how often to save in the background while training; every 600 s when
+            neither is given, never when both are 0. A run that loses work often saves more often
+            than ``every_s``. A save in the background needs memory for a copy of the state: where a
+            limit leaves too little, the training waits for each save.
         keep: how many periodic checkpoints to keep, at least 2; two of stops are kept in addition.
         extra: more objects by name, each with ``state_dict`` and ``load_state_dict``. They are
             loaded in this order, before model, optimizer, scheduler and scaler, so that they can

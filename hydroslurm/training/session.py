@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
@@ -58,6 +58,7 @@ from hydroslurm.training.attempts import (
     finish_at_good_end,
     least_number,
     limits_of,
+    losses,
     next_unfinished,
     require_unfinished,
     write_finished,
@@ -716,7 +717,8 @@ class Session:
             return False
         if self._elastic is not None and (answer := self._elastic.takes_save()) is not None:
             return answer
-        by_step = self._cadence.is_due_by_step(self.step)
+        every = self._cadence.every_steps
+        by_step = bool(every) and self.step % every == 0
         if self.rank_group.world_size == 1:
             return by_step or self._cadence.is_due_by_clock(self.last_save_s)
         called = self.rank_group.takes_save()
@@ -758,7 +760,7 @@ class Session:
         return saved
 
     def _save_periodically(self) -> None:
-        begin_s = self.last_save_s = time.monotonic()
+        self.last_save_s = time.monotonic()
         step = self.completed_step()
         if self.saves.takes_periodic(step):
             took_s = self.saver.start(
@@ -766,15 +768,14 @@ class Session:
             )
             if took_s > 0:
                 self.saves.began(periodic_step=step)
-                self._space_saves(stall_s=time.monotonic() - begin_s)
+                self._space_saves(stall_s=time.monotonic() - self.last_save_s)
 
     def _space_saves(self, *, stall_s: float) -> None:
         """Follow what a save costs and how often this run loses work. With several ranks it is the
         first one's clock that calls for a save, so its measurements count."""
-        before = self._cadence
-        losses, ran_s = self.attempt.losses()
-        save_s = self.saver.expect_s()
-        self._cadence = replace(before, stall_s=stall_s, save_s=save_s, losses=losses, ran_s=ran_s)
+        before, save_s = self._cadence, self.saver.expect_s()
+        lost, ran_s = losses(self.attempt.history, now_epoch_ns=time.time_ns())
+        self._cadence = replace(before, stall_s=stall_s, save_s=save_s, losses=lost, ran_s=ran_s)
         if self._cadence.interval_s < before.interval_s == before.every_s:
             self.log_once(self._cadence.reason(), notice)
 
@@ -846,7 +847,7 @@ class Session:
     def made_of(self) -> dict[str, Any]:
         """What the run consists of and how often it saves, for the manifest."""
         made_of = Composition(self.objects.classes(), self.cursor.loading).to_meta()
-        return {**made_of, **self._cadence.to_meta()}
+        return {**made_of, "cadence": asdict(self._cadence)}
 
     def completed_step(self) -> int:
         """The step that the state stands for; see :meth:`Cursor.completed`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -35,8 +35,8 @@ def test_what_was_begun_and_ended_is_read_back(tmp_path: Path) -> None:
     log.end(first, "preempted", step=12, now_epoch_ns=6)
     assert log.begin(12, now_epoch_ns=7, job_id=7, restart_count=1) == 2
     assert log.attempts() == (
-        AttemptRecord(1, 5, 0, 7, 0, "preempted", 12, 6),
-        AttemptRecord(2, 7, 12, 7, 1, None, None),
+        AttemptRecord(1, 5, 0, "preempted", 12, 6),
+        AttemptRecord(2, 7, 12),
     )
     (tmp_path / "other.jsonl").mkdir()
     with pytest.raises(RunFolderError, match=r"other\.jsonl"):
@@ -90,8 +90,7 @@ def test_what_lost_work_is_counted(history: list[str], expected: tuple[int, floa
     made = []
     for number, one in enumerate(history, 1):
         began_s, step, *rest = one.split()
-        ended = rest if len(rest) == 3 else (None, None, None)
-        ending, ended_s, end_step = ended
+        ending, ended_s, end_step = rest if len(rest) == 3 else (None, 0, None)
         made.append(
             AttemptRecord(
                 number,
@@ -99,7 +98,7 @@ def test_what_lost_work_is_counted(history: list[str], expected: tuple[int, floa
                 int(step),
                 ending=ending,
                 end_step=None if end_step is None else int(end_step),
-                ended_epoch_ns=None if ended_s is None else int(ended_s) * 10**9,
+                ended_epoch_ns=int(ended_s) * 10**9,
             )
         )
     assert losses(made, now_epoch_ns=90 * 10**9) == expected
@@ -109,24 +108,32 @@ def test_what_lost_work_is_counted(history: list[str], expected: tuple[int, floa
     ("measured", "every_s", "words"),
     [
         # sqrt(2 * 0.8 s * 48,000 s) = 277 s
-        ({"stall_s": 0.8, "save_s": 12, "losses": 3, "ran_s": 144_000}, 277.1, "3 losses of"),
+        (
+            {"stall_s": 0.8, "save_s": 12, "losses": 3, "ran_s": 144_000},
+            277.1,
+            "work in 40 h: 3 (a stop",
+        ),
         (
             {"stall_s": 0.8, "save_s": 12, "losses": 1, "ran_s": 144_000},
             480.0,
-            "a save every 8 min",
+            "a save every 480 s",
         ),
-        ({"stall_s": 8.0, "save_s": 12, "losses": 3, "ran_s": 144_000}, 600.0, "bounds it at 10"),
+        (
+            {"stall_s": 8.0, "save_s": 12, "losses": 3, "ran_s": 144_000},
+            600.0,
+            "every_s=600 bounds it",
+        ),
         (
             {"stall_s": 0.001, "save_s": 12, "losses": 9, "ran_s": 4_000},
             120.0,
-            "stalls the training 1 ms",
+            "stalls the training 0.001 s",
         ),
         (
             {"stall_s": 0.8, "save_s": 12, "losses": 0, "ran_s": 144_000},
             600.0,
-            "0 losses of work in 40 h",
+            "work in 40 h: 0",
         ),
-        ({"losses": 3, "ran_s": 144_000}, 600.0, "a save every 10 min"),
+        ({"losses": 3, "ran_s": 144_000}, 600.0, "a save every 600 s"),
     ],
 )
 def test_the_time_between_saves(measured: dict[str, Any], every_s: float, words: str) -> None:
@@ -134,7 +141,7 @@ def test_the_time_between_saves(measured: dict[str, Any], every_s: float, words:
     cadence = Cadence(every_s=600, **measured)
     assert cadence.interval_s == pytest.approx(every_s, rel=1e-3)
     assert words in cadence.reason()
-    assert Cadence.of(cadence.to_meta()) == cadence
+    assert Cadence.of({"cadence": asdict(cadence)}) == cadence
     assert replace(cadence, every_s=0).interval_s == 0
 
 

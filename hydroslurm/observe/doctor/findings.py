@@ -208,13 +208,9 @@ def _save_fits(facts: Facts) -> Finding:
 
 def _cadence(facts: Facts) -> Finding | None:
     cadence = facts.save.cadence if facts.save else None
-    if cadence is None or not cadence.stall_s or not cadence.every_s:
+    if cadence is None or not (cadence.stall_s and cadence.every_s):
         return None
-    text = (
-        f"{cadence.reason()}. Only crashes, kills and node failures lose work: a stop saves, and "
-        "does not count."
-    )
-    return Finding("cadence", Severity.OK, "how often to save", text)
+    return Finding("cadence", Severity.OK, "how often to save", f"{cadence.reason()}.")
 
 
 def save_fix(facts: Facts) -> str:

@@ -261,8 +261,13 @@ def test_only_a_warning_that_makes_the_ranks_save_gives_them_time(
         (_saved_by(Saver.UNKNOWN), "preemption", OK, "last checkpoint if the script uses"),
         (_saved_by(Saver.NO_RUN), "preemption", RISK, "have not created a hydroslurm.Run yet"),
         (_saved_by(Saver.NOBODY), "preemption", RISK, "None of its ranks has reported"),
-        (_spaced(), "cadence", OK, "3 losses of work in 40 h -> a save every 4.62 min; every_s"),
-        (_spaced(losses=0), "cadence", OK, "0 losses of work in 40 h -> a save every 10 min"),
+        (
+            _spaced(),
+            "cadence",
+            OK,
+            "losses of work in 40 h: 3 (a stop saves, and is none) -> a save every 277 s",
+        ),
+        (_spaced(losses=0), "cadence", OK, "-> a save every 600 s; every_s=600 bounds it."),
         # a state and a copy of it; each node of several holds a part
         (_copies(600, memory_per_node_bytes=2**30), "memory", NOTE, "takes 629 MB of that"),
         (_copies(600, memory_per_node_bytes=2**30), "memory", NOTE, "sbatch: --mem=1624M"),
