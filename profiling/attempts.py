@@ -8,9 +8,8 @@ and ``signal NUMBER NS``.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,10 +23,7 @@ class AttemptLog:
         self._file = self.path.open("ab", buffering=0)
         self.write("began", time.monotonic_ns(), begin)
 
-    def __enter__(self) -> AttemptLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._file.close()
 
     def made(self, step: int, *samples: int) -> None:
@@ -63,11 +59,6 @@ class Attempt:
 def read_attempts(folder: Path) -> list[Attempt]:
     """All attempts that have begun, oldest first."""
     return [_attempt(lines) for lines in map(_lines, _files(folder)) if lines["began"]]
-
-
-def steps_lost(attempts: Sequence[Attempt]) -> list[int]:
-    """Per restart, how many steps had been made that the next attempt did not begin with."""
-    return [before.step - after.begin for before, after in itertools.pairwise(attempts)]
 
 
 def _files(folder: Path) -> list[Path]:

@@ -2,7 +2,8 @@
 README and docs/.
 
     bench.py                    everything but the comparison, about forty minutes
-    bench.py --only compare     one of them; the comparison takes half an hour
+    bench.py --only finish      one of them: the comparison's minutes until done, in 8 minutes
+    bench.py --only compare     the rest of the comparison, in half an hour
     bench.py --readme           only the tables, from the results that are there
     bench.py --quick --out DIR  to see that it all runs; changes no page
 """
@@ -21,15 +22,16 @@ from readme_table import ROWS, headlines, kept, load, replace_between, table
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 ROOT = HERE.parent
-SCRIPTS = (*dict.fromkeys(row.script for row in ROWS), "compare")
+SCRIPTS = tuple(dict.fromkeys([*(row.script for row in ROWS), *compare_table.BLOCKS]))
 LIMIT_S = 3600.0
 
 
 def run(name: str, *, quick: bool, out: Path) -> bool:
     """Run one script and keep its JSON; whether it worked."""
     print(f"{name} ...", flush=True)
-    script = HERE / name / "run.py" if (HERE / name).is_dir() else HERE / f"{name}.py"
-    argv = [sys.executable, str(script), "--json", *(["--quick"] if quick else [])]
+    of_comparison = {"compare": ["compare/run.py"], "finish": ["compare/run.py", "--finish"]}
+    script, *more = of_comparison.get(name, [f"{name}.py"])
+    argv = [sys.executable, str(HERE / script), *more, "--json", *(["--quick"] if quick else [])]
     try:
         done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
         result = json.loads(done.stdout.splitlines()[-1])
@@ -38,7 +40,8 @@ def run(name: str, *, quick: bool, out: Path) -> bool:
         return False
     out.mkdir(parents=True, exist_ok=True)
     part = out / f"{name}.json.tmp"
-    part.write_text(json.dumps(kept(name, result)) + "\n")
+    result = result if name in compare_table.BLOCKS else kept(name, result)
+    part.write_text(json.dumps(result) + "\n")
     part.replace(out / f"{name}.json")
     for key, value in result.items():
         if key not in ("script", "environment"):
@@ -52,11 +55,11 @@ def update_pages(root: Path, results: Path) -> None:
     readme, figures = root / "README.md", root / "docs/performance.md"
     readme.write_text(replace_between(readme.read_text(), headlines(found)))
     figures.write_text(replace_between(figures.read_text(), table(found)))
-    if "compare" in found:
-        page = root / "docs/comparison.md"
-        between = {"begin": compare_table.BEGIN, "end": compare_table.END}
-        new = replace_between(page.read_text(), compare_table.table(found["compare"]), **between)
-        page.write_text(new)
+    page = root / "docs/comparison.md"
+    for name in compare_table.BLOCKS.keys() & found.keys():
+        between = {"begin": f"<!-- {name} -->", "end": f"<!-- /{name} -->"}
+        block = compare_table.table(found[name], compare_table.BLOCKS[name])
+        page.write_text(replace_between(page.read_text(), block, **between))
 
 
 def main() -> int:
@@ -68,7 +71,11 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.quick and chosen.out == RESULTS and not chosen.readme:
         parser.error("--quick measures nothing worth keeping; give it an --out of its own")
-    wanted = () if chosen.readme else chosen.only or [name for name in SCRIPTS if name != "compare"]
+    wanted = (
+        ()
+        if chosen.readme
+        else chosen.only or [name for name in SCRIPTS if name not in compare_table.BLOCKS]
+    )
     failed = [name for name in wanted if not run(name, quick=chosen.quick, out=chosen.out)]
     if not chosen.quick and chosen.out == RESULTS:
         update_pages(ROOT, RESULTS)

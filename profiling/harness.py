@@ -250,7 +250,8 @@ def finish(chosen: Namespace, title: str, result: Mapping[str, Any]) -> None:
         width = max(len(key) for key in result)
         for key, value in result.items():
             print(f"  {key:<{width}}  {value}")
-    line = {"script": Path(sys.argv[0]).name, "quick": chosen.quick, **result}
+    script = str(Path(sys.argv[0]).resolve().relative_to(PROFILING))
+    line = {"script": script, "quick": chosen.quick, **result}
     print(json.dumps({**line, "environment": environment()}), flush=True)
 
 

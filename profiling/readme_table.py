@@ -34,7 +34,7 @@ HEADLINES = (
     ("pause_latency", "pause_us_p50"),
     ("suspend_latency", "command_to_parked_ms_p50"),
     ("stop", "sigterm_to_durable_ms_p50"),
-    ("stock_submitit", "steps_lost_executor"),
+    ("finish", "minutes_hydroslurm"),
     ("long_suspend", "continued_ddp"),
 )
 """The rows of README, by script and key."""
@@ -71,7 +71,7 @@ def table(results: Results) -> str:
         used[_measured_on(result)] = None
         theirs = _text(result.get(row.incumbent_key), row.unit)
         ours = _text(value, row.unit)
-        lines.append(f"| {row.what} | {ours} | {row.goal} | {theirs} | `{row.script}.py` |")
+        lines.append(f"| {row.what} | {ours} | {row.goal} | {theirs} | `{result['script']}` |")
     return "\n".join([*lines, "", *(f"Measured {place}." for place in used)])
 
 

@@ -18,7 +18,7 @@ from peers import Peer
 from processes import wait_until
 from slurm_jobs import Job, Place
 
-Kind = Literal["suspend", "preempt", "requeue"]
+Kind = Literal["suspend", "preempt", "requeue", "failure"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 START_LIMIT_S = 120.0
 WATCH_S = 9.0
@@ -32,7 +32,7 @@ class Event:
     Attributes:
         at_s: since the first step of the training.
         kind: ``suspend`` and, ``hold_s`` later, resume; ``preempt`` by an urgent job; ``requeue``
-            by an operator.
+            by an operator; ``failure`` of the node.
     """
 
     at_s: float
@@ -147,6 +147,9 @@ def _strike(job: Job, event: Event, running: list[subprocess.Popen[str]]) -> Str
         return strike
     if event.kind == "suspend":
         _suspend(job, event, strike)
+    elif event.kind == "failure":
+        strike.sent_ns = time.monotonic_ns()
+        job.lose_node()
     else:
         _preempt(job, event, strike, running)
     return strike

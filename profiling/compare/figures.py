@@ -37,8 +37,17 @@ def of_course(
     }
     wall_s = (course.done_ns - course.submitted_ns) / 1e9
     useful = steps if not course.failure else max((attempt.step for attempt in attempts), default=0)
-    result["goodput"] = useful * bare_step_s / wall_s
-    return result
+    trained = [attempt for attempt in attempts if attempt.step_ns]
+    ends = [course.submitted_ns, *(attempt.step_ns for attempt in trained)]
+    away = [attempt.first_step_ns - end for attempt, end in zip(trained, ends, strict=False)]
+    silences = [end - begin for attempt in trained for begin, end in attempt.silences]
+    return {
+        **result,
+        "goodput": useful * bare_step_s / wall_s,
+        "minutes": wall_s / 60,
+        "away_s": sum(away) / 1e9,
+        "paused_s": sum(silences) / 1e9,
+    }
 
 
 def of_samples(
@@ -92,7 +101,7 @@ def _stops(stops: Sequence[Strike], attempts: Sequence[Attempt], epoch: int) -> 
         if not came:  # it died of something else: that counts for none
             continue
         strike = came[-1]
-        steps = before.step - after.begin
+        steps = max(0, before.step - after.begin)  # of several groups the others have trained on
         lost += steps
         signalled_ns = _signal(strike, attempts, STOP_SIGNALS)
         # an attempt that goes on with the begin of an epoch has not found a save made for this stop
@@ -100,6 +109,7 @@ def _stops(stops: Sequence[Strike], attempts: Sequence[Attempt], epoch: int) -> 
         if strike.saves and signalled_ns is not None and for_it:
             to_durable.append((strike.saves[-1] - signalled_ns) / 1e6)
     return {
+        "steps_lost": lost,
         "steps_lost_per_preemption": lost / len(stops) if stops else None,
         "signal_to_durable_ms_p50": _p50(to_durable),
     }

@@ -52,7 +52,7 @@ class Observer(TorchDispatchMode):
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)
         self._hook.remove()
-        self._log.__exit__()
+        self._log.close()
         self._witness.kill()
         self._witness.wait()
 

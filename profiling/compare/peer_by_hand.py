@@ -1,4 +1,4 @@
-"""The peers whose loop is written by hand: ``peer_by_hand.py PEER ... FOLDER EPOCHS WIDTH``.
+"""The peers whose loop is written by hand: ``peer_by_hand.py PEER ...`` and ``arguments()``.
 
 bare           knows nothing of preemption. `scontrol suspend` freezes it where it is, and a
                requeue goes on with the last epoch that it saved
@@ -14,18 +14,17 @@ from __future__ import annotations
 import sys
 
 from digits import ByHand, arguments, train_in_a_run
-from observer import Observer
 
 if __name__ == "__main__":
     config = arguments()
     if sys.argv[1] == "bare":
-        ByHand(config, Observer)()
+        ByHand(config)()
     elif sys.argv[1] == "hydrojobsche":
         from incumbent import Incumbent
 
-        ByHand(config, Observer, Incumbent)()
+        ByHand(config, Incumbent)()
     elif sys.argv[1] == "hydroslurm":
-        train_in_a_run(config, Observer)
+        train_in_a_run(config)
     else:
         import submitit
 
@@ -36,4 +35,4 @@ if __name__ == "__main__":
             slurm_nodelist=sys.argv[2],
             slurm_additional_parameters={"begin": sys.argv[3]},
         )
-        print(executor.submit(ByHand(config, Observer)).job_id)
+        print(executor.submit(ByHand(config)).job_id)

@@ -23,6 +23,7 @@ class Peer:
             ``scontrol suspend`` and ``resume``.
         saves: globs of what a later attempt loads, once it is whole.
         remark: what has to be known to read its figures.
+        nodes: that it trains on; events strike the job on the first.
         preempt: with ``HYDROSLURM_PREEMPT=requeue``, as ``srun --preempt=requeue`` sets it.
     """
 
@@ -36,6 +37,7 @@ class Peer:
     otherwise: str = "–"
     pause: tuple[str, str] | None = None
     preempt: bool = False
+    nodes: int = 1
 
     def version(self) -> str:
         """The versions of what it is made of."""
@@ -133,6 +135,16 @@ PEERS = {
             signal="URG@90",
             versions=("transformers", "accelerate"),
             preempt=True,
+        ),
+        Peer(
+            "torchft",
+            "torchft, 2 nodes",
+            "peer_torchft.py attempts",
+            (),
+            "Two replica groups on a node each, both training: events strike one, and the other "
+            "goes on. Collectives time out after 5 s instead of a minute.",
+            versions=("torchft",),
+            nodes=2,
         ),
         Peer(
             "bare",

@@ -2,16 +2,23 @@
 one table.
 
     run.py                       everything, about half an hour
+    run.py --finish              minutes until done, with failures of nodes: eight minutes
     run.py --quick               one suspend and one requeue each: to see that it runs
     run.py --peers hydroslurm,bare
 
 The storm has suspends, preemptions by an urgent job (PreemptMode=REQUEUE without grace, with
 preempt_send_user_signal) and an operator's requeues, at moments that are the seed's. Two peers
 train at a time, each on one core and one node of its own. All save once per epoch, each in its own
-way.
+way. With ``--finish`` a step waits for 20 ms, as for a device: a restart then takes as long as an
+epoch, and what a framework costs per step is small.
 
     goodput                   the time that bare takes for these steps, undisturbed, over the time
-                              from the submission to the last step
+                              from the submission to the last step: a step counts once, however
+                              often it is trained
+    minutes                   that time
+    away_s                    of it without an attempt that trains: from the last step before to the
+                              first step after each stop, and from the submission to the first
+    paused_s                  of it without an operator
     signal                    the moment at which it reached the job step, by a witness inside of it
     parked                    the end of the last operator; 0 when it did not come to the end of
                               that in which the signal found it: frozen inside of it, or held at an
@@ -49,16 +56,20 @@ from drive import Event, Kind, storm
 from harness import environment, finish, parser, rounded, scratch
 from peers import PEERS, Peer
 from slurm_jobs import BEGIN_DELAY_S, Place, cluster_spec
-from table import table
+from table import BLOCKS, table
 
 from hydroslurm.devcluster import DevCluster
 
 STEPS_PER_EPOCH = 360
 SEED = 6
 COUNTS: dict[Kind, int] = {"suspend": 14, "preempt": 4, "requeue": 2}
+FINISH_COUNTS: dict[Kind, int] = {"suspend": 2, "preempt": 1, "requeue": 1, "failure": 2}
+FINISH_PEERS = (
+    *("hydroslurm", "submitit", "lightning", "lightning+hydroslurm", "transformers", "torchft"),
+    "bare",
+)
 MEAN_GAP_S = 2.5
 UNDISTURBED_S = 130.0
-"""Of the training without a storm, at least: all events then strike one that loses nothing, too."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,10 @@ class Plan:
         limit_s: after its first step a peer is given up.
         side_by_side: so many train at a time.
         width: of the network; a step of 96 takes 4 to 20 ms.
+        think_s: for how long a step waits, as for a device.
+        undisturbed_s: of the training without a storm, at least: all events then strike one that
+            loses nothing, too. 0: as many epochs as there are.
+        sees_bits: each peer also trains undisturbed, to compare samples and weights.
     """
 
     events: tuple[Event, ...]
@@ -77,16 +92,24 @@ class Plan:
     limit_s: float
     side_by_side: int
     width: int
+    think_s: float = 0.0
+    undisturbed_s: float = UNDISTURBED_S
+    sees_bits: bool = True
 
     @property
     def steps(self) -> int:
         return self.epochs * STEPS_PER_EPOCH
 
 
-def plan_of(*, quick: bool) -> Plan:
+def plan_of(*, quick: bool, finish: bool) -> Plan:
     if quick:
-        events = (Event(0.2, "suspend", 2.2), Event(3.2, "requeue"))
-        return Plan(events, epochs=2, limit_s=120.0, side_by_side=3, width=24)
+        events = (Event(0.2, "suspend", 2.2), Event(3.2, "failure" if finish else "requeue"))
+        return Plan(
+            events, 2, 120.0, side_by_side=3, width=24, undisturbed_s=0, sees_bits=not finish
+        )
+    if finish:
+        events = storm(seed=SEED, counts=FINISH_COUNTS, mean_gap_s=MEAN_GAP_S, away_s=14.0)
+        return Plan(events, 1, 240.0, 2, 24, think_s=0.02, undisturbed_s=50.0, sees_bits=False)
     events = storm(seed=SEED, counts=COUNTS, mean_gap_s=MEAN_GAP_S)
     return Plan(events, epochs=12, limit_s=500.0, side_by_side=2, width=96)
 
@@ -99,17 +122,18 @@ def compare(wanted: Sequence[Peer], plan: Plan, folder: Path) -> dict[str, Any]:
         place = places.get()
         bare_step_s = _bare_step_s(place, folder / "alone", plan)
         places.put(place)
-        needed = math.ceil(UNDISTURBED_S / (bare_step_s * STEPS_PER_EPOCH))
-        if plan.width == 96:  # all events come while it trains, also on a quick machine
-            plan = replace(plan, epochs=max(plan.epochs, needed))
+        needed = math.ceil(plan.undisturbed_s / (bare_step_s * STEPS_PER_EPOCH))
+        plan = replace(plan, epochs=max(plan.epochs, needed))
 
         def take(peer: Peer) -> dict[str, Any]:
-            place = places.get()
+            taken = [places.get() for _ in range(peer.nodes)]
             try:
                 say(f"{peer.title} ...")
+                place = replace(taken[0], spare=taken[-1].node)
                 return _through_storm(peer, place, folder, plan, bare_step_s)
             finally:
-                places.put(place)
+                for place in taken:
+                    places.put(place)
 
         with ThreadPoolExecutor(plan.side_by_side) as pool:
             found = dict(zip([p.name for p in present], pool.map(take, present), strict=True))
@@ -123,6 +147,7 @@ def compare(wanted: Sequence[Peer], plan: Plan, folder: Path) -> dict[str, Any]:
             "goodput_limit": _limit(plan.events, plan.steps * bare_step_s),
             "slurm_version": cluster.run(["sinfo", "--version"]).stdout.split()[-1],
             "peers": found,
+            **{f"minutes_{name}": peer.get("minutes") for name, peer in found.items()},
         }
     return dict(rounded(result))
 
@@ -141,7 +166,7 @@ def _places(cluster: DevCluster, plan: Plan) -> queue.Queue[Place]:
     places: queue.Queue[Place] = queue.Queue()
     for number in range(plan.side_by_side):
         core = cores[number % len(cores)]
-        places.put(Place(cluster, f"n{number + 1}", core, plan.width))
+        places.put(Place(cluster, f"n{number + 1}", core, plan.width, plan.think_s))
     return places
 
 
@@ -177,8 +202,10 @@ def _through_storm(
             attempts,
             steps_per_epoch=STEPS_PER_EPOCH,
             steps=plan.steps,
-            bare_step_s=bare_step_s,
+            bare_step_s=bare_step_s / peer.nodes,
         )
+        if not plan.sees_bits:
+            return found
         undisturbed = drive.through(peer, place, alone, events=(), **more)
         if undisturbed.failure:
             raise RuntimeError(f"undisturbed: {undisturbed.failure}")
@@ -213,17 +240,22 @@ def say(words: str) -> None:
 
 def main() -> None:
     options = parser("hydroslurm and its peers in one storm.")
-    options.add_argument("--peers", default=",".join(PEERS), help="some of %(default)s")
+    options.add_argument("--peers", help=f"some of {','.join(PEERS)}")
+    options.add_argument("--finish", action="store_true", help="minutes until done, with failures")
     chosen = options.parse_args()
-    unknown = set(chosen.peers.split(",")) - set(PEERS)
+    alone = tuple(name for name, peer in PEERS.items() if peer.nodes == 1)
+    names = FINISH_PEERS if chosen.finish else alone
+    names = tuple(chosen.peers.split(",")) if chosen.peers else names
+    unknown = set(names) - set(PEERS)
     if unknown:
         options.error(f"no such peer: {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
-    wanted = [peer for name, peer in PEERS.items() if name in chosen.peers.split(",")]
-    plan = plan_of(quick=chosen.quick)
+    wanted = [peer for name, peer in PEERS.items() if name in names]
+    plan = plan_of(quick=chosen.quick, finish=chosen.finish)
     with scratch("compare") as folder:
         result = compare(wanted, plan, folder)
     if not chosen.json:
-        print(table({**result, "environment": environment()}))
+        name = "finish" if chosen.finish else "compare"
+        print(table({**result, "environment": environment()}, BLOCKS[name]))
         chosen.json = True
     finish(chosen, "", result)
 

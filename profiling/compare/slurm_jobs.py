@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from harness import SLURM_LIMIT_S, Slurm
 from peers import HERE, Peer
 from sbatchfiles import requeue_script
 
+from hydroslurm.core.proc import PARENT, environ_of, pids, stat_of, status_of
 from hydroslurm.core.rundir import RUN_DIR_ENV
 from hydroslurm.devcluster import ClusterSpec, DevCluster
 from hydroslurm.runtime.autoload import PREEMPT_ENV
@@ -55,12 +58,15 @@ PartitionName=urgent {everywhere} PriorityTier=10 PreemptMode=OFF
 
 @dataclass(frozen=True)
 class Place:
-    """Where a peer trains: a node of the cluster, and the one core it stays on."""
+    """Where a peer trains: a node of the cluster, the one core it stays on, and the node of those
+    that need a second one; and how: the width of the network, and for how long a step waits."""
 
     cluster: DevCluster
     node: str
     core: int
     width: int
+    think_s: float
+    spare: str = ""
 
 
 class Job:
@@ -76,6 +82,8 @@ class Job:
             PREEMPT_ENV: "requeue" if peer.preempt else "off",
         }
         self.slurm = Slurm(place.cluster, folder, environ)
+        if peer.name == "torchft":
+            self._submit("spared", node=place.spare)
         self.job_id = self._submit()
         self.by_hand: list[str] = []
         self._next_look = 0.0
@@ -108,8 +116,27 @@ class Job:
             self.slurm.run("scontrol", "release", self.job_id)
             self.by_hand.append(f"released: {reason}")
         elif was_over and self._over and not self.is_done:
-            self.job_id = self._submit(f"now+{BEGIN_DELAY_S}")
+            self.job_id = self._submit(begin=f"now+{BEGIN_DELAY_S}")
             self.by_hand.append(f"submitted again: {state}")
+
+    def lose_node(self) -> None:
+        """Have its node fail: all that runs there is killed at once, and Slurm requeues the job."""
+        variables = self.place.cluster.environ() | {"SLURM_JOB_ID": self.job_id}
+        killed, parents = [], set()
+        for pid in pids():
+            with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+                if variables.items() <= environ_of(pid).items():
+                    parents.add(int(stat_of(pid)[PARENT]))
+                    killed.append(pid)
+        steps = [pid for pid in parents if status_of(pid).get("Name") == "slurmstepd"]
+        for pid in steps:  # so that they do not report what they see
+            os.kill(pid, signal.SIGSTOP)
+        for pid in (*killed, *steps):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        node = ("scontrol", "update", f"NodeName={self.place.node}")
+        self.slurm.run(*node, "State=DOWN", "Reason=failure")
+        self.slurm.run(*node, "State=RESUME")
 
     def logs(self) -> str:
         """The last lines that it wrote."""
@@ -122,10 +149,11 @@ class Job:
         out, _ = self.slurm.start("squeue", *asked).communicate(timeout=SLURM_LIMIT_S)
         return out.strip()
 
-    def _submit(self, begin: str = "now") -> str:
-        node, arguments = self.place.node, (self.folder, self.epochs, self.place.width)
-        words = [str(one) for one in arguments]
+    def _submit(self, *words: str, begin: str = "now", node: str = "") -> str:
+        place, node = self.place, node or self.place.node
+        arguments = (self.folder, self.epochs, place.width, place.think_s)
         script, *first = self.peer.script.split()
+        first, words = list(words) or first, [str(one) for one in arguments]
         if self.peer.name == "submitit":  # it reads its settings from the environment
             return self.slurm.run(sys.executable, str(HERE / script), *first, node, begin, *words)
         options = ["--partition=low", f"--nodelist={node}", "--output=%j.out", f"--begin={begin}"]
@@ -133,8 +161,8 @@ class Job:
             text = requeue_script(f'python3 -u {HERE / script} "$@"')
             options += ["--time=60", f"--signal={self.peer.signal}"]
         else:
-            signal = f"#SBATCH --signal={self.peer.signal}" if self.peer.signal else ""
-            text = _SCRIPT.format(signal=signal, script=HERE / script)
+            asked = f"#SBATCH --signal={self.peer.signal}" if self.peer.signal else ""
+            text = _SCRIPT.format(signal=asked, script=HERE / script)
         batch = self.folder / "job.sbatch"
         batch.write_text(text)
         return self.slurm.submit(*options, str(batch), *first, *words)

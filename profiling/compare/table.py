@@ -4,12 +4,12 @@ with a panel per figure and a bar per peer."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- compare -->", "<!-- /compare -->"
 OURS, THEIRS = "#0072B2", "#C8C8C8"  # told apart in grey print, too: dark and light
 
 
@@ -45,6 +45,20 @@ class Column:
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+_EVENTS = {
+    "suspend": "suspends of some seconds",
+    "preempt": "urgent jobs",
+    "requeue": "requeues by an operator",
+    "failure": "failures of its node",
+}
+FINISH = (
+    Column("minutes", "minutes until done"),
+    Column("goodput", "goodput: ideal / that"),
+    Column("away_s", "in the queue and starting, s"),
+    Column("paused_s", "paused, s"),
+    Column("steps_lost", "steps trained again"),
+    Column("times_by_hand", "started again by hand"),
+)
 COLUMNS = (
     Column("goodput", "goodput", axis="goodput (dashed: the most that Slurm leaves)"),
     Column("steps_lost_per_preemption", "steps lost per preemption"),
@@ -58,20 +72,20 @@ COLUMNS = (
 )
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """The table, where it was measured, and a remark on each peer."""
+def table(result: Mapping[str, Any], columns: Sequence[Column]) -> str:
+    """The table, the storm, where it was measured; of :data:`COLUMNS` a remark on each peer too."""
+    where = result["environment"]
     lines = [
-        f"| | version | {' | '.join(column.head for column in COLUMNS)} |",
-        f"| --- | --- |{' --- |' * len(COLUMNS)}",
+        f"| | version | {' | '.join(column.head for column in columns)} |",
+        f"| --- | --- |{' --- |' * len(columns)}",
     ]
     peers = result["peers"]
     for peer in peers.values():
         shown = {**peer, "times_by_hand": len(peer["by_hand"])}
-        cells = [column.text(shown.get(column.key)) for column in COLUMNS]
+        cells = [column.text(shown.get(column.key)) for column in columns]
         if not peer["finished"]:
             cells[0] = "did not finish"
         lines.append(f"| {peer['title']} | {peer['version']} | {' | '.join(cells)} |")
-    where = result["environment"]
     return "\n".join(
         [
             *lines,
@@ -81,6 +95,7 @@ def table(result: Mapping[str, Any]) -> str:
             *(
                 f"- **{peer['title']}**: {peer['remark']}{_by_hand(peer)}"
                 for peer in peers.values()
+                if columns is COLUMNS
             ),
             "",
             f"Measured {where['date']} on {where['cpu_count']} cores of {where['cpu_model']}, "
@@ -89,13 +104,18 @@ def table(result: Mapping[str, Any]) -> str:
     )
 
 
+BLOCKS = {"finish": FINISH, "compare": COLUMNS}
+"""The blocks of docs/comparison.md: the columns of each, by the name of its result."""
+
+
 def _storm(result: Mapping[str, Any]) -> str:
-    kinds = [event["kind"] for event in result["events"]]
+    kinds = Counter(event["kind"] for event in result["events"])
+    events = ", ".join(f"{count} {_EVENTS[kind]}" for kind, count in kinds.items())
     return (
-        f"The storm: {kinds.count('suspend')} suspends of some seconds, {kinds.count('preempt')} "
-        f"urgent jobs and {kinds.count('requeue')} requeues by an operator, at the same moments "
-        "for each. It is dense, and so goodput is low for everybody: "
-        f"{result['goodput_limit']:.2f} is what the suspends and Slurm's own wait leave at most."
+        f"The storm: {events}, at the same moments for each. The ideal is the bare script without "
+        f"them, {result['steps'] * result['bare_step_ms'] / 6e4:.2f} minutes for "
+        f"{result['steps']:,} steps. What the suspends and Slurm's own wait leave of it at most is "
+        f"{result['goodput_limit']:.3g}."
     )
 
 

@@ -17,6 +17,7 @@ import attempts  # noqa: E402
 import drive  # noqa: E402 - scripts of a folder, not a package
 import figures  # noqa: E402
 from drive import Event, storm  # noqa: E402
+from slurm_jobs import BEGIN_DELAY_S  # noqa: E402
 
 COUNTS = {"suspend": 12, "preempt": 5, "requeue": 3}
 
@@ -61,6 +62,7 @@ def test_figures_of_a_pause_and_a_stop() -> None:
     assert got["signal_to_durable_ms_p50"] == 50.0
     assert got["steps_lost_per_preemption"] == 3
     assert got["goodput"] == pytest.approx(0.5)
+    assert got["minutes"] == pytest.approx(20 / 60)
 
     # what the next attempt found was the begin of an epoch, and steps were lost: nothing was saved
     # for the stop
@@ -70,6 +72,21 @@ def test_figures_of_a_pause_and_a_stop() -> None:
     got = figures.of_course(course, course_attempts, steps_per_epoch=40, steps=100, bare_step_s=0.1)
     assert got["signal_to_durable_ms_p50"] is None
     assert got["steps_lost_per_preemption"] == 10
+
+
+def test_where_the_time_goes() -> None:
+    """Away is from the submission to the first step, and from the last step before a stop to the
+    first one after it; an attempt that made no step is a part of that. Of several groups the others
+    train on: nothing is lost then."""
+    course_attempts = [
+        _attempt(500, (0, 50), first_step_ns=2000 * MS, step_ns=5000 * MS),
+        _attempt(6000, (0, 0)),
+        _attempt(8000, (70, 90), first_step_ns=9000 * MS, step_ns=12_000 * MS),
+    ]
+    strike = drive.Strike(Event(4.5, "failure"), "RUNNING", 5000 * MS)
+    course = drive.Course((strike,), 0, 20_000 * MS, ())
+    got = figures.of_course(course, course_attempts, steps_per_epoch=40, steps=90, bare_step_s=0.1)
+    assert got["away_s"] == pytest.approx(2 + 4)
 
 
 def test_samples_of_the_steps_that_count() -> None:
@@ -104,3 +121,9 @@ def test_two_peers_in_a_small_storm(tmp_path: Path) -> None:
     assert theirs["signal_to_durable_ms_p50"] is None
     assert ours["equal_bits"] is True
     assert ours["samples_seen_twice"] == ours["samples_never_seen"] == 0
+    result, _ = run_script("compare/run.py", "--finish", "--peers", "hydroslurm", folder=tmp_path)
+    (failed,) = result["peers"].values()
+    assert (failed["finished"], failed["events_struck"]) == (True, 2), failed["failure"]
+    assert failed["steps_lost"] > 0
+    assert failed["away_s"] > BEGIN_DELAY_S
+    assert result["minutes_hydroslurm"] == failed["minutes"]

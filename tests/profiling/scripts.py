@@ -32,7 +32,7 @@ def run_script(
     assert done.returncode == 0, done.stderr
     *before, last = done.stdout.splitlines()
     result: dict[str, Any] = json.loads(last)
-    assert (result["script"], result["quick"]) == (Path(script).name, True)
+    assert (result["script"], result["quick"]) == (script, True)
     assert {"date", "python", "torch", "cpu_count"} <= set(result["environment"])
     if folder is not None:
         left = {path.name for path in folder.iterdir() if path.name.startswith("hydroslurm-")}

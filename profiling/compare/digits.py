@@ -19,33 +19,42 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from demo_digits import digits_tensors, hash_weights, make_deterministic, make_model
+from observer import Observer
 
 SEED = 0
-
-Observe = Callable[[Path, int], AbstractContextManager[Any]]
-"""Of the folder of a training's attempts and the steps that were done before: what is told of each
-step, by ``made(step)``."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a training is given. It is as slow as ``think_s`` says until there is a file ``hurry``
-    in its folder."""
+    """What a training is given; ``think_s``: so long a step also waits, as for a device."""
 
     folder: Path
-    epochs: int = 40
-    think_s: float = 0.04
-    batch_size: int = 16
-    width: int = 8
+    epochs: int
+    width: int
+    think_s: float
+    batch_size: int = 4
 
 
 def arguments() -> Config:
-    """As the comparison's scripts are called: ``SCRIPT ... FOLDER EPOCHS WIDTH``."""
-    folder, epochs, width = sys.argv[-3:]
-    return Config(Path(folder), int(epochs), think_s=0.0, batch_size=4, width=int(width))
+    """As the comparison's scripts are called: ``SCRIPT ... FOLDER EPOCHS WIDTH THINK_S``."""
+    folder, epochs, width, think_s = sys.argv[-4:]
+    return Config(Path(folder), int(epochs), int(width), float(think_s))
+
+
+class Device(nn.Module):
+    """What a step waits for where the work is done elsewhere."""
+
+    def __init__(self, think_s: float) -> None:
+        super().__init__()
+        self.think_s = think_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.think_s:
+            time.sleep(self.think_s)
+        return x
 
 
 class Parts:
@@ -57,12 +66,12 @@ class Parts:
         self.config = config
         self.data = TensorDataset(images, labels)
         self.steps_per_epoch = -(-len(self.data) // config.batch_size)
-        self.model = nn.Sequential(nn.Dropout(0.1), *make_model(width=config.width))
+        layers = make_model(width=config.width)
+        self.model = nn.Sequential(nn.Dropout(0.1), *layers, Device(config.think_s))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
             self.optimizer, T_max=config.epochs * self.steps_per_epoch
         )
-        self._hurry = config.folder / "hurry"
 
     def loader(self, epoch: int) -> DataLoader[tuple[torch.Tensor, ...]]:
         """The batches of one epoch, in an order of its own."""
@@ -75,7 +84,7 @@ class Parts:
         """As people write it: all that is known of the training, in a file that is replaced in one
         step."""
         part = file.with_suffix(f".{os.getpid()}")
-        state = {name: one.state_dict() for name, one in self._kept().items()}
+        state = {name: one.state_dict() for name, one in self.kept().items()}
         torch.save({**state, "step": step, "rng": torch.get_rng_state()}, part)
         part.replace(file)
 
@@ -84,21 +93,20 @@ class Parts:
         if not file.exists():
             return 0
         state = torch.load(file)
-        for name, one in self._kept().items():
+        for name, one in self.kept().items():
             one.load_state_dict(state[name])
         torch.set_rng_state(state["rng"])
         step: int = state["step"]
         return step
 
-    def _kept(self) -> dict[str, Any]:
+    def kept(self) -> dict[str, Any]:
+        """What is saved, by name."""
         return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
 
     def learn(self, batch: list[torch.Tensor]) -> None:
         images, labels = batch
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.model(images), labels)
-        if self.config.think_s and not self._hurry.exists():
-            time.sleep(self.config.think_s)  # it is here that a large model spends its time
         loss.backward()
         self.optimizer.step()
         self.scheduler.step()
@@ -113,8 +121,9 @@ class Parts:
         return result
 
 
-def train_in_a_run(config: Config, observe: Observe) -> dict[str, Any]:
-    """With ``hydroslurm.Run``, which saves once per epoch too; the outcome."""
+def train_in_a_run(config: Config) -> dict[str, Any]:
+    """With ``hydroslurm.Run``, which saves as often as the others, and after a loss as often as
+    that pays; the outcome."""
     import hydroslurm
     from hydroslurm.data import ResumableSampler
 
@@ -127,9 +136,10 @@ def train_in_a_run(config: Config, observe: Observe) -> dict[str, Any]:
         loader=DataLoader(parts.data, batch_size=config.batch_size, sampler=sampler),
         directory=config.folder / "run",
         every_steps=parts.steps_per_epoch,
+        every_s=60,
     ) as run:
         run.resume()
-        with observe(config.folder / "attempts", run.step) as observer:
+        with Observer(config.folder / "attempts", run.step) as observer:
             for batch in run.batches(epochs=config.epochs):
                 parts.learn(batch)
                 observer.made(run.step + 1)
@@ -149,11 +159,9 @@ class ByHand:
     def __init__(
         self,
         config: Config,
-        observe: Observe,
         inside: Callable[[nn.Module], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self.config = config
-        self.observe = observe
         self.inside = inside
         self.parts: Parts | None = None
         self.step = 0
@@ -161,7 +169,7 @@ class ByHand:
     def __call__(self) -> dict[str, Any]:
         self.parts = parts = Parts(self.config)
         self.step = parts.load(self.config.folder / "checkpoint.pt")
-        observed = self.observe(self.config.folder / "attempts", self.step)
+        observed = Observer(self.config.folder / "attempts", self.step)
         with self.inside(parts.model), observed as observer:
             for epoch in range(self.step // parts.steps_per_epoch, self.config.epochs):
                 done = self.step % parts.steps_per_epoch
@@ -177,7 +185,7 @@ class ByHand:
 
         if self.parts is not None:
             self.save()
-        return submitit.helpers.DelayedSubmission(ByHand(self.config, self.observe, self.inside))
+        return submitit.helpers.DelayedSubmission(ByHand(self.config, self.inside))
 
     def save(self) -> None:
         assert self.parts is not None
