@@ -40,7 +40,10 @@ def of_course(
     trained = [attempt for attempt in attempts if attempt.step_ns]
     ends = [course.submitted_ns, *(attempt.step_ns for attempt in trained)]
     away = [attempt.first_step_ns - end for attempt, end in zip(trained, ends, strict=False)]
-    silences = [end - begin for attempt in trained for begin, end in attempt.silences]
+    # a Run gives its script the observer of the last attempt back, with what that saw last
+    silences = [
+        end - begin for one in trained for begin, end in one.silences if begin > one.began_ns
+    ]
     return {
         **result,
         "goodput": useful * bare_step_s / wall_s,

@@ -108,7 +108,7 @@ def plan_of(*, quick: bool, finish: bool) -> Plan:
             events, 2, 120.0, side_by_side=3, width=24, undisturbed_s=0, sees_bits=not finish
         )
     if finish:
-        events = storm(seed=SEED, counts=FINISH_COUNTS, mean_gap_s=MEAN_GAP_S, away_s=14.0)
+        events = storm(seed=SEED, counts=FINISH_COUNTS, mean_gap_s=MEAN_GAP_S)
         return Plan(events, 1, 240.0, 2, 24, think_s=0.02, undisturbed_s=50.0, sees_bits=False)
     events = storm(seed=SEED, counts=COUNTS, mean_gap_s=MEAN_GAP_S)
     return Plan(events, epochs=12, limit_s=500.0, side_by_side=2, width=96)

@@ -78,6 +78,7 @@ class Job:
         environ = {
             "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
             "COMPARE_CORE": str(place.core),
+            "COMPARE_FOLDER": str(folder),  # by which its processes are known
             RUN_DIR_ENV: str(folder / "run"),
             PREEMPT_ENV: "requeue" if peer.preempt else "off",
         }
@@ -121,7 +122,7 @@ class Job:
 
     def lose_node(self) -> None:
         """Have its node fail: all that runs there is killed at once, and Slurm requeues the job."""
-        variables = self.place.cluster.environ() | {"SLURM_JOB_ID": self.job_id}
+        variables = {"SLURM_JOB_ID": self.job_id, "COMPARE_FOLDER": str(self.folder)}
         killed, parents = [], set()
         for pid in pids():
             with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
@@ -129,6 +130,8 @@ class Job:
                     parents.add(int(stat_of(pid)[PARENT]))
                     killed.append(pid)
         steps = [pid for pid in parents if status_of(pid).get("Name") == "slurmstepd"]
+        if not steps:
+            raise RuntimeError(f"job {self.job_id} has no processes on {self.place.node}")
         for pid in steps:  # so that they do not report what they see
             os.kill(pid, signal.SIGSTOP)
         for pid in (*killed, *steps):
@@ -136,7 +139,8 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
         node = ("scontrol", "update", f"NodeName={self.place.node}")
         self.slurm.run(*node, "State=DOWN", "Reason=failure")
-        self.slurm.run(*node, "State=RESUME")
+        # refused where it is back already: its slurmd is alive
+        self.slurm.start(*node, "State=RESUME").communicate(timeout=SLURM_LIMIT_S)
 
     def logs(self) -> str:
         """The last lines that it wrote."""

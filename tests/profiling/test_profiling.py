@@ -25,6 +25,7 @@ import readme_table
 EXPECTED: dict[str, dict[str, Any]] = {
     "overhead": {},
     "pause_latency": {"parked_inside_backward": 1.0, "incumbent_parked_inside_backward": 0.0},
+    "script": "pause_latency.py",
     "save": {},
     "built_runs": {"top_looks_until_complete": 1},
     "report_speed": {},
@@ -143,6 +144,7 @@ def test_the_table_has_a_line_per_figure_and_says_where_it_was_measured() -> Non
     where = {"date": "2025-01-31", "cpu_count": 2, "cpu_model": "X", "python": "3.11", "torch": "2"}
     results = {
         "pause_latency": {
+            "script": "pause_latency.py",
             "pause_us_p50": 61.04,
             "incumbent_pause_us_p50": 912.0,
             "parked_inside_backward": 1.0,
