@@ -9,7 +9,7 @@ import typer
 
 from hydroslurm.cli.elastic import elastic_lines, member_lines
 from hydroslurm.cli.job import Which
-from hydroslurm.cli.status import echo, moment, rank_line
+from hydroslurm.cli.status import echo, moment, rank_line, training_lines
 from hydroslurm.core.files import clean
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def training_job_lines(found: JobView) -> list[str]:
             f"Active:       {active_s:.0f} s of activeDeadlineSeconds "
             f"{policy.active_deadline_seconds}"
         )
+    lines += [f"Training:     {line}" for line in training_lines(found.seen)]
     lines += _tensorboard_lines(found)
     lines += _attempt_lines([_attempt_line(one) for one in found.attempts], _MANY)
     lines += condition_lines(found)
@@ -198,7 +199,7 @@ def _rank_lines(found: JobView) -> list[str]:
     lines += [f"  {rank_line(one, now_epoch_ns=now_ns)}" for one in ranks[:_MANY_PLAIN]]
     if len(ranks) > _MANY_PLAIN:
         lines.append(f"  ... {len(ranks) - _MANY_PLAIN} more")
-    return lines
+    return [*lines, *(f"  {line}" for line in training_lines(found.seen))]
 
 
 def of_slurm(found: JobView, name: str) -> list[str]:

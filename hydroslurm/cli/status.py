@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from hydroslurm.core.rundir import RunDir
     from hydroslurm.core.status import RankStatus
-    from hydroslurm.jobs.control.view import JobView
+    from hydroslurm.jobs.control.view import JobView, RankViews
     from hydroslurm.slurm.values import Job
 
 
@@ -114,8 +114,23 @@ def _print_status(job: Job, view: JobView) -> None:
         echo(f"  no rank has announced itself in {view.run.events}")
     for rank, training in zip(seen.ranks, seen.trainings, strict=True):
         echo(f"  {training}{rank_line(rank, now_epoch_ns=time.time_ns())}")
+    for line in training_lines(seen):
+        echo(f"  {line}")
     for number, why in seen.silent:
         echo(f"  rank {number}: {why}")
+
+
+def training_lines(seen: RankViews) -> list[str]:
+    """Where the time of each training of a job went, and which ranks the others wait for."""
+    from hydroslurm.observe.folder import slow_ranks
+
+    lines = []
+    for name in dict.fromkeys(seen.trainings):
+        ranks = [one for one, of in zip(seen.ranks, seen.trainings, strict=True) if of == name]
+        own = [goodput.message for one in ranks if (goodput := one.goodput())]
+        own += [one.message for one in slow_ranks(ranks)]
+        lines += [f"{name}{line}" for line in own if line]
+    return lines
 
 
 def _member_lines(job: Job, view: JobView) -> list[str]:
@@ -180,14 +195,15 @@ def _as_json(job: Job, view: JobView) -> dict[str, object]:
 _RANK_FIELDS = (
     "rank", "state", "causes", "step", "pid", "host", "restart_count", "pauses", "park_us",
     "committed_step", "world_size", "not_copied", "parked_together", "vacated_bytes", "vacate_s",
-    "restore_s", "not_vacated", "is_lost",
+    "restore_s", "not_vacated", "is_lost", "first_collective_s",
 )  # fmt: skip
 
 
 def _rank_as_json(rank: RankStatus) -> dict[str, object]:
-    all_parked = rank.all_parked
+    all_parked, goodput = rank.all_parked, rank.goodput()
     return {
         **{name: getattr(rank, name) for name in _RANK_FIELDS},
+        "goodput": goodput and vars(goodput),
         "since_epoch_ns": rank.since.epoch_ns,
         "all_parked_epoch_ns": None if all_parked is None else all_parked.epoch_ns,
     }

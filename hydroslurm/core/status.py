@@ -14,6 +14,7 @@ status it had some milliseconds before.
 from __future__ import annotations
 
 import bisect
+import copy
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from hydroslurm.core.decoding import (
 )
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.files import read_regular
+from hydroslurm.core.goodput import Account, AttemptTime, Goodput
 
 LIMIT_BYTES = 64 << 10
 """A longer file is not read, and not written."""
@@ -98,6 +100,8 @@ class RankStatus:
         step_since: when the step was first seen to be this one; late by one heartbeat at the most.
         steps_per_s: over the latest interval in which the step changed; None before.
         samples_per_step: of all ranks together; None where the loader does not say.
+        first_collective_s: from the begin of a step to its first collective, the median of the
+            latest samples; None of a rank that is alone, or issues none.
         heartbeat_s: the status is written at least so often; None where there is no heartbeat.
         collectives: how many it has issued on its largest process group; told where the ranks are
             started anew in each generation of an elastic run.
@@ -126,6 +130,8 @@ class RankStatus:
         pause_counts: how many pauses took how long until the rank was parked, over all attempts:
             one count per bucket of :data:`PAUSE_BOUNDS_S`.
         pause_sum_s: how long they took together.
+        time: where the time of this attempt went; rank 0 alone tells it, for all.
+        account: of the attempts before it.
         v: version of the file.
     """
 
@@ -157,6 +163,7 @@ class RankStatus:
     step_since: Moment | None = None
     steps_per_s: Seconds | None = None
     samples_per_step: Count | None = None
+    first_collective_s: Seconds | None = None
     heartbeat_s: Seconds | None = None
     collectives: Count | None = None
     collective_timeout_s: Seconds | None = None
@@ -179,6 +186,8 @@ class RankStatus:
     finished: bool = False
     pause_counts: PauseCounts = (0,) * (len(PAUSE_BOUNDS_S) + 1)
     pause_sum_s: Seconds = 0.0
+    time: AttemptTime | None = None
+    account: Account | None = None
     v: Literal[1] = 1
 
     @property
@@ -201,6 +210,19 @@ class RankStatus:
     def parked_together(self) -> bool:
         """Whether all ranks are held, none of them before a collective that another is in."""
         return self.state == "parked" and self.all_parked is not None
+
+    def goodput(self) -> Goodput | None:
+        """Of all attempts, up to when the file was written; None of any rank but the first."""
+        return None if self.time is None else self.accounted().result()
+
+    def accounted(self) -> Account:
+        """The attempts before this one, and this one."""
+        account, time = copy.deepcopy((self.account or Account(), self.time or AttemptTime()))
+        time.pass_until(self.as_of.mono_ns)
+        time.step = self.step
+        begin_ns = self.as_of.epoch_ns - self.as_of.mono_ns + time.first_ns
+        account.add(time, begin_s=begin_ns / 1e9)
+        return account
 
     def to_json(self) -> str:
         """The content of its file."""
@@ -266,6 +288,10 @@ def after(status: RankStatus | None, event: Event) -> RankStatus:
     )
     status = _with_vacated(_with_pause(status, event), event)
     status = _with_training(_with_ranks(status, event), event)
+    if status.time is not None:
+        time = copy.deepcopy(status.time)
+        time.add(event)
+        status = replace(status, time=time)
     entered = _ENTERS.get(event.kind)
     # a stop opens the gate: what follows it is the way out, not a return to running
     if entered is None or entered == status.state:
@@ -282,11 +308,17 @@ def _begin(before: RankStatus | None, event: Event) -> RankStatus:
     status = RankStatus(
         event.rank, "running", now, now, boot_id=boot if isinstance(boot, str) else ""
     )
+    if event.rank == 0:
+        status = replace(status, time=AttemptTime(event.mono_ns, event.mono_ns))
     if before is None:
         return status
     is_same_clock = (before.host, before.boot_id) == (event.host, status.boot_id)
     is_same_job = before.job_id == event.job_id
     is_same_attempt = is_same_job and before.restart_count == event.restart_count
+
+    # a process that installs again before its Run has begun
+    is_same_process = is_same_clock and is_same_attempt and before.pid == event.pid
+    goes_on = event.rank or (is_same_process and before.time and before.time.began_step is None)
 
     def told(moment: Moment | None) -> Moment | None:
         return moment if moment is None or is_same_clock else Moment(0, moment.epoch_ns)
@@ -306,6 +338,8 @@ def _begin(before: RankStatus | None, event: Event) -> RankStatus:
         finished=before.finished,
         pause_counts=before.pause_counts,
         pause_sum_s=before.pause_sum_s,
+        time=before.time if goes_on else status.time,
+        account=before.account if goes_on else before.accounted(),
     )
 
 

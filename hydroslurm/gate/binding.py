@@ -102,7 +102,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gate_owns": (ctypes.c_int, [ctypes.c_int]),
     "gate_retake": (ctypes.c_int, [ctypes.c_int, ctypes.c_int]),
     "gate_deliver": (ctypes.c_int, [ctypes.c_int]),
-    "gate_trace_start": (ctypes.c_int, [ctypes.c_int]),
+    "gate_trace_start": (ctypes.c_int, [ctypes.c_int, ctypes.c_int]),
     "gate_trace_count": (ctypes.c_int64, []),
     "gate_trace_stop": (ctypes.c_int, [ctypes.POINTER(Traced), ctypes.c_int]),
     "gate_bound_launches": (ctypes.c_int, [ctypes.c_int, ctypes.c_int64]),

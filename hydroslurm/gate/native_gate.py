@@ -222,14 +222,14 @@ class NativeGate:
         return seen
 
     @contextlib.contextmanager
-    def trace(self, keep: int) -> Iterator[Trace]:
-        """Count every operator of the process and write down the first ``keep``; hold nobody. What
-        it yields is filled in when the block ends.
+    def trace(self, keep: int, *, collectives: bool = False) -> Iterator[Trace]:
+        """Count every operator of the process, or every collective, and write down the first
+        ``keep``; hold nobody. What it yields is filled in when the block ends.
 
         Raises:
             GateError: another trace is on.
         """
-        result = self._library.hs_gate_trace_start(keep)
+        result = self._library.hs_gate_trace_start(keep, int(collectives))
         if result < 0:
             raise GateError(f"operators cannot be traced: {os.strerror(-result)}")
         trace = Trace()

@@ -4,14 +4,52 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from hydroslurm.core.goodput import Goodput
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.core.status import PAUSE_BOUNDS_S, RankStatus, read_status
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import UntrustedFile
+
+SLOW_FACTOR = 1.25
+SLOW_SHARE = 0.1
+"""A rank is slow that reaches its first collective so many times later than the median of the
+others, and by such a share of the step: below that, two equal ranks differ by chance."""
+
+
+class SlowRank(NamedTuple):
+    """A rank that the others wait for, and how much later than they it gets there."""
+
+    rank: int
+    host: str
+    factor: float
+
+    @property
+    def message(self) -> str:
+        where = f"rank {self.rank} on {self.host}"
+        return f"{where} reaches its first collective {self.factor:.1f}x later than the median"
+
+    @property
+    def cell(self) -> str:
+        return f"r{self.rank} {self.factor:.1f}x"
+
+
+def slow_ranks(ranks: Iterable[RankStatus]) -> tuple[SlowRank, ...]:
+    """Those of one training, the slowest first. Of two ranks the sooner one is the median."""
+    running = [one for one in ranks if one.state == "running" and one.first_collective_s]
+    times_s = [one.first_collective_s or 0.0 for one in running]
+    median_s = statistics.median_low(times_s) if times_s else 0.0
+    found = [
+        SlowRank(one.rank, one.host, time_s / median_s)
+        for one, time_s in zip(running, times_s, strict=True)
+        if time_s > SLOW_FACTOR * median_s
+        and (time_s - median_s) * (one.steps_per_s or 0.0) > SLOW_SHARE
+    ]
+    return tuple(sorted(found, key=lambda one: -one.factor))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +72,8 @@ class RunFacts:
         size: members of an elastic run that train now, that are wanted, and at most.
         pause_counts, pause_sum_s: of all ranks and attempts, as in
             :class:`~hydroslurm.core.status.RankStatus`.
+        slow: the ranks that the others wait for.
+        goodput: of all attempts; None where the first rank does not tell.
     """
 
     ranks: tuple[RankStatus, ...] = ()
@@ -50,6 +90,8 @@ class RunFacts:
     size: tuple[int, int, int] | None = None
     pause_counts: tuple[int, ...] = (0,) * (len(PAUSE_BOUNDS_S) + 1)
     pause_sum_s: float = 0.0
+    slow: tuple[SlowRank, ...] = ()
+    goodput: Goodput | None = None
 
     @property
     def parked(self) -> int:
@@ -100,6 +142,7 @@ class FollowedJob:
             lead,
             ranks=tuple(rank for one in living for rank in one.ranks),
             n_ranks=sum(one.n_ranks for one in living),
+            slow=tuple(slow for one in living for slow in one.slow),
             pause_counts=tuple(map(sum, counts)),
             pause_sum_s=sum(one.pause_sum_s for one in living),
         )
@@ -196,4 +239,6 @@ class FollowedRun:
             told_every_s=lead.heartbeat_s if lead else None,
             pause_counts=tuple(map(sum, zip(*(one.pause_counts for one in known), strict=True))),
             pause_sum_s=sum(one.pause_sum_s for one in known),
+            slow=slow_ranks(ranks),
+            goodput=known[0].goodput(),
         )

@@ -17,6 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from hydroslurm.core.goodput import PARTS
 from hydroslurm.core.status import PAUSE_BOUNDS_S
 from hydroslurm.observe.folder import RunFacts
 from hydroslurm.observe.row import Row, row_of, unsaved_steps
@@ -31,6 +32,7 @@ _GAUGES = {
     "steps_per_second": "Training steps per second, as last measured.",
     "ranks": "Ranks that have announced themselves.",
     "parked_ranks": "Ranks that are held between two operators.",
+    "slow_ranks": "Ranks that reach their first collective later than the others.",
     "vacated_bytes": "Device memory of its ranks that is on their hosts.",
     "vacate_seconds": "How long its slowest rank took to vacate last.",
     "restore_seconds": "How long its slowest rank took to get that back last.",
@@ -38,21 +40,27 @@ _GAUGES = {
     "last_commit_timestamp_seconds": "When the newest durable checkpoint was committed.",
     "unsaved_steps": "Steps since the newest durable checkpoint, at most.",
     "end_timestamp_seconds": "When its time limit ends the job.",
+    "goodput_ratio": "Time of steps that counted, by the time that all attempts held their nodes.",
 }
 _COUNTERS = {
     "preemptions": "How often Slurm has requeued the job.",
     "pauses": "How often the rank that was paused most has been, since the job last started.",
+    "lost_steps": "Steps of one attempt that the next one repeated.",
+    "restarts": "How often an attempt trained on after another one.",
+    "restart_seconds": "From the stop of an attempt until the next one had made a step.",
 }
 
 
 def _values(row: Row, now_epoch_s: float) -> dict[str, float | None]:
     """What these are of one job; None where it is not known."""
     job, facts = row.job, row.facts
+    spent = {} if facts.goodput is None else vars(facts.goodput)
     return {
         "step": row.step,
         "steps_per_second": row.steps_per_s,
         "ranks": row.ranks,
         "parked_ranks": row.parked,
+        "slow_ranks": len(facts.slow) if row.ranks else None,
         "vacated_bytes": row.vacated_bytes if row.ranks else None,
         "vacate_seconds": _slowest(rank.vacate_s for rank in facts.ranks),
         "restore_seconds": _slowest(rank.restore_s for rank in facts.ranks),
@@ -62,6 +70,10 @@ def _values(row: Row, now_epoch_s: float) -> dict[str, float | None]:
         "end_timestamp_seconds": job.end_epoch_s if row.left_s is not None else None,
         "preemptions": job.restart_count,
         "pauses": row.pauses,
+        "goodput_ratio": spent.get("of_allocated"),
+        "lost_steps": spent.get("steps_lost"),
+        "restarts": spent.get("restarts"),
+        "restart_seconds": spent.get("restart_s"),
     }
 
 
@@ -120,6 +132,11 @@ class JobCollector(Collector):
             "From the request to pause a rank until it was parked.",
             labels=LABELS,
         )
+        spent = GaugeMetricFamily(
+            "hydroslurm_job_time_seconds",
+            "Where the time of all its attempts went.",
+            labels=(*LABELS, "part"),
+        )
         for row in view.jobs:
             # one that Slurm has forgotten stays as it was last
             now = row_of(row.job, row.facts, None, now_epoch_s=view.epoch_s)
@@ -127,6 +144,8 @@ class JobCollector(Collector):
             for name, value in _values(now, view.epoch_s).items():
                 if value is not None:
                     own[name].add_metric(labels, value)
+            for part in (*PARTS, "queued_s") if row.facts.goodput else ():
+                spent.add_metric((*labels, part[:-2]), getattr(row.facts.goodput, part))
             if row.facts.ranks and any(row.facts.pause_counts):
                 park.add_metric(labels, _buckets(row.facts), sum_value=row.facts.pause_sum_s)
         up = GaugeMetricFamily(
@@ -139,7 +158,7 @@ class JobCollector(Collector):
             "When Slurm last answered a request.",
             value=view.answered_epoch_s,
         )
-        return [jobs, *own.values(), park, up, answered]
+        return [jobs, *own.values(), spent, park, up, answered]
 
 
 def _slowest(times_s: Iterable[float | None]) -> float | None:

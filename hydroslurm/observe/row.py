@@ -71,6 +71,10 @@ class Row:
     def is_over(self) -> bool:
         return self.forgotten or self.job.state.has_ended
 
+    @property
+    def goodput(self) -> float | None:
+        return None if self.facts.goodput is None else self.facts.goodput.of_allocated
+
     def attention(self) -> tuple[object, ...]:
         """Sorts the job that needs somebody first: what loses work while it cannot be saved, what
         failed or stands still, what would lose the most; then what runs, waits, has ended."""
@@ -110,6 +114,8 @@ class Row:
             "preemptions": self.job.restart_count,
             "pauses": self.pauses,
             "vacated_bytes": self.vacated_bytes,
+            "goodput": self.facts.goodput and vars(self.facts.goodput),
+            "slow_ranks": [one._asdict() for one in self.facts.slow],
             "left_s": self.left_s,
             "lost_steps": loss.steps if loss else None,
             "lost_s": loss.seconds if loss else None,

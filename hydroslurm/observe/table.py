@@ -87,11 +87,13 @@ COLUMNS = (
     Column("STATE", lambda row: row.state, 1, 9),
     Column("PARK", _parked, 3, 4, right=True),
     Column("SIZE", _size, 3, 4, right=True),
+    Column("SLOW", lambda row: next((one.cell for one in row.facts.slow), NOTHING), 2, right=True),
     Column("STEP", lambda row: _number(row.step), 4, 5, right=True),
     Column("STEP/S", lambda row: rate(row.steps_per_s), 7, right=True),
     Column("SAVED", lambda row: _number(row.commit_step), 10, right=True),
     Column("AGO", lambda row: duration(row.commit_age_s), 6, 4, right=True),
     Column("PRE", lambda row: str(row.job.restart_count), 8, right=True),
+    Column("GOOD", lambda row: rate(row.goodput), 11, right=True),
     Column("LEFT", lambda row: duration(row.left_s), 9, 5, right=True),
     Column("LOST", lambda row: lost(row.loss), 2, 7, right=True),
     Column("WHY", lambda row: clean(row.loss.why if row.loss else row.reason), 14, 20),
@@ -108,8 +110,8 @@ def layout(rows: Sequence[Row], width: int) -> tuple[str, list[str]]:
     cells = {column.title: [column.cell(row) for row in rows] for column in COLUMNS}
     wide = {c.title: _natural(c, cells[c.title]) for c in COLUMNS}
     narrow = {title: min(n, _SHORTEST.get(title, n)) for title, n in wide.items()}
-    is_elastic = any(row.size is not None for row in rows)
-    shown = [column for column in COLUMNS if is_elastic or column.title != "SIZE"]
+    optional = {"SIZE": any(row.size for row in rows), "SLOW": any(row.facts.slow for row in rows)}
+    shown = [column for column in COLUMNS if optional.get(column.title, True)]
     while len(shown) > 1:
         last = max(shown, key=lambda column: column.rank)
         spare = min(wide["NAME"], _NAME_CELLS) - narrow["NAME"] if last.rank > _CORE_RANK else 0

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.files import clean
+from hydroslurm.core.goodput import AttemptTime
 from hydroslurm.report.lines import integer, text
 from hydroslurm.report.pauses import OF_PAUSES, Pause, PausesBuilder
 from hydroslurm.report.progress import OF_A_RUN, Progress, ProgressBuilder
@@ -57,6 +58,7 @@ class Attempt:
         date_set_ns: each change of the date while the process ran.
         date_ahead_ns: how far its date was ahead of the aligned one when it began.
         lost_signals: signals whose handlers other code replaced, so that they had no effect.
+        time: where its time went.
     """
 
     rank: int
@@ -78,6 +80,7 @@ class Attempt:
     boot: str | None = None
     date_set_ns: tuple[int, ...] = ()
     date_ahead_ns: int = 0
+    time: AttemptTime = field(default_factory=AttemptTime)
 
     def epoch_ns(self, mono_ns: int) -> int:
         """A timestamp of this attempt as CLOCK_REALTIME, comparable across ranks and attempts."""
@@ -134,6 +137,7 @@ class _AttemptDraft:
         self._pauses_since: list[PausesBuilder] = []
         self._stops: list[StopRequest] = []
         self._progress = ProgressBuilder()
+        self._time = AttemptTime()
         self._joined_ns: int | None = None
         self._boot: str | None = None
         self._lost_signals: dict[str, None] = {}
@@ -156,6 +160,7 @@ class _AttemptDraft:
         self._boot = self._boot or again._boot
         if again.has_run:  # it searched for the other ranks under its own name
             self._progress = again._progress
+            self._time = again._time
             self._joined_ns = again._joined_ns or self._joined_ns
         elif self._joined_ns is None:
             self._joined_ns = again._joined_ns
@@ -164,6 +169,7 @@ class _AttemptDraft:
         kind, stamp = event.kind, event.mono_ns
         if self._first_ns is None:
             self._first_ns = self._last_ns = stamp
+            self._time = AttemptTime(stamp, stamp)
         elif stamp > self._last_ns:
             self._last_ns = stamp
         elif stamp < self._first_ns:
@@ -171,6 +177,7 @@ class _AttemptDraft:
         self._last_kind = kind
         self.date.see(stamp, event.epoch_ns)
         self._progress.note_step(event.step)
+        self._time.add(event)
         if kind in OF_PAUSES:
             self._pauses.add(event)
         elif kind in _OF_PROGRESS:
@@ -189,6 +196,9 @@ class _AttemptDraft:
     def finish(self) -> Attempt:
         assert self._first_ns is not None
         rank, restart_count, host, pid = self.process
+        progress = self._progress.finish()
+        self._time.pass_until(self._last_ns)
+        self._time.step = progress.last_step
         return Attempt(
             rank=rank,
             restart_count=restart_count,
@@ -202,12 +212,13 @@ class _AttemptDraft:
             ended=self._last_kind is EventKind.UNINSTALLED,
             pauses=_numbered([self._pauses, *self._pauses_since]),
             stops=tuple(self._stops),
-            progress=self._progress.finish(),
+            progress=progress,
             world_size=self._world_size,
             joined_mono_ns=self._joined_ns,
             boot=self._boot or None,
             date_set_ns=tuple(self.date.set_ns),
             lost_signals=tuple(self._lost_signals),
+            time=self._time,
         )
 
 

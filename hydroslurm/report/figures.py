@@ -16,9 +16,10 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
+from hydroslurm.core.goodput import Goodput
 from hydroslurm.report.clocks import HostClock
 from hydroslurm.report.external_sources import ExternalSources, PauseRow, joined_stop, pause_rows
-from hydroslurm.report.goodput import Goodput, goodput_of
+from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.history import History, Summary, summary
 from hydroslurm.report.nsys import Profile
 from hydroslurm.report.pauses import Pause

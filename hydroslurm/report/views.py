@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import box
@@ -19,7 +19,6 @@ from rich.text import Text
 
 from hydroslurm.report.external_sources import ExternalSources
 from hydroslurm.report.figures import Figures, Report
-from hydroslurm.report.goodput import Goodput
 from hydroslurm.report.history import LATENCIES, Kind
 from hydroslurm.report.nsys import Profile, profile_heading, profile_sentences, profile_tables
 from hydroslurm.report.pauses import Pause
@@ -261,9 +260,10 @@ def _goodput_table(figures: Figures) -> Table | None:
         return None
     allocated_s, wall_s = goodput.allocated_s, goodput.wall_s
     rows = [
-        (part.heading, f"{part_s:,.1f}", _share(part_s, allocated_s), _share(part_s, wall_s))
-        for name, part in columns_of(Goodput).items()
-        if (part_s := getattr(goodput, name)) > 0 or name == "productive_s"
+        (heading, f"{part_s:,.1f}", _share(part_s, allocated_s), _share(part_s, wall_s))
+        for part in fields(goodput)
+        if (heading := part.metadata["heading"])
+        and ((part_s := getattr(goodput, part.name)) > 0 or part.name == "productive_s")
     ]
     queued_s = goodput.queued_s
     # the events alone do not say whether anybody waited: below an elastic agent ranks start anew

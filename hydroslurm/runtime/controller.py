@@ -50,6 +50,7 @@ from hydroslurm.runtime.guard import CHECK_S, Guard
 from hydroslurm.runtime.launch_ahead import LaunchAhead
 from hydroslurm.runtime.output import Output
 from hydroslurm.runtime.recorder import Recorder
+from hydroslurm.runtime.standing import Watch
 from hydroslurm.runtime.status_writer import StatusWriter
 from hydroslurm.runtime.vacating import Vacating
 from hydroslurm.vacate.policy import VacatePolicy
@@ -134,6 +135,7 @@ class Controller:
         ranks: the other ranks of the job, None for a rank that is alone.
         marks: the NVTX marks of this process.
         vacating: what moves the device's memory away in a pause, and back.
+        watch: looks at a step now and then.
         output: guards stdout and stderr where stops are claimed.
     """
 
@@ -145,6 +147,7 @@ class Controller:
         log: EventLog,
         identity: Identity,
         status: StatusWriter,
+        watch: Watch,
         emit: Emit = Emit.EVENTS,
         vacate: VacatePolicy = VacatePolicy.WHEN_ASKED,
         grace_s: float | None = None,
@@ -175,6 +178,7 @@ class Controller:
         self._log = log
         self._identity = identity
         self._status = status
+        self.watch = watch
         self._emit = emit
         self._recorder = Recorder()
         self._children = Children(registry_base)

@@ -185,21 +185,23 @@ def _set_up(
     base = _registry_base(environ)
     folder = _run_folder(run_dir, environ, base)
     log = EventLog(folder.rank_events(identity.rank) if folder else None)
-    status = StatusWriter(
-        folder.rank_status(identity.rank) if folder else None,
-        every_s=interval_s(environ),
-        look=Watch(environ).look,
-    )
     with contextlib.ExitStack() as undo, contextlib.ExitStack() as beside:
         if base is not None:
             beside.callback(registry.withdraw, base, os.getpid())
         opened = open_gate(gate, model=model, ranks=ranks)
+        watch = Watch(environ, gate=opened, ranks=ranks)
+        status = StatusWriter(
+            folder.rank_status(identity.rank) if folder else None,
+            every_s=interval_s(environ),
+            look=watch.look,
+        )
         controller = Controller(
             gate=opened,
             plan=plan,
             log=log,
             identity=identity,
             status=status,
+            watch=watch,
             emit=emit,
             vacate=VacatePolicy.from_environ(environ),
             grace_s=grace_from(environ),

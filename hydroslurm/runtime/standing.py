@@ -1,7 +1,10 @@
-"""What a rank of a restarted generation says beside its step: whether anything moves, and where it
-stands.
+"""What a rank says beside its step: how soon a step comes to its first collective; and in a
+restarted generation, whether anything moves, and where it stands.
 
-Its agent compares this with what the other ranks say, to tell the one that they wait for; see
+The first tells a slow rank, for whom all wait there. One step per heartbeat is watched, by the
+native gate's trace: a callback at each operator. The safe points of all others read one flag.
+
+The second its agent compares with what the other ranks say, to tell the one that they wait for; see
 :mod:`hydroslurm.jobs.agent.progress`. The training pays nothing: the controller's thread reads one
 number of torch's with each heartbeat, and looks at the stack of the main thread only when that has
 not changed.
@@ -9,31 +12,97 @@ not changed.
 
 from __future__ import annotations
 
+import contextlib
+import statistics
 import sys
 import sysconfig
 import threading
+import time
+from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydroslurm.coordination import collectives
 from hydroslurm.core.rundir import GENERATION_ENV
+from hydroslurm.errors import GateError
+from hydroslurm.gate.native_gate import NativeGate
+
+if TYPE_CHECKING:
+    from hydroslurm.gate import Gate
+    from hydroslurm.gate.protocol import Trace
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+KEPT, LEAST = 7, 3
+"""Samples whose median is told, and how many there must be: a step that waited for its data, or
+that saved, counts for nothing."""
+_MOST_HEARTBEATS = 10
+"""A step that takes longer is not watched to its end; it may have none."""
+_OF_ONE_RANK = ("c10d::broadcast_", "c10d::send", "c10d::recv_", "c10d::recv_any_source_")
+"""They wait for one other rank; DDP begins each forward with a broadcast of its buffers."""
 
 
 class Watch:
-    """Looks at this process, from one thread."""
+    """Looks at this process: :meth:`look` from one thread, :meth:`at_safe_point` from the main one.
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        """Only below an agent that starts its ranks anew is anybody interested."""
+    Attributes:
+        is_due: the next safe point is to call :meth:`at_safe_point`.
+    """
+
+    def __init__(
+        self, environ: Mapping[str, str], *, gate: Gate | None = None, ranks: int = 1
+    ) -> None:
+        """Only below an agent that starts its ranks anew is anybody interested in where they stand.
+
+        Args:
+            gate: with which steps are watched, where it is native.
+            ranks: of the job; a single one waits for nobody.
+        """
+        self.is_due = False
+        self._gate = gate if isinstance(gate, NativeGate) and ranks > 1 else None
+        self._samples_s: deque[float] = deque(maxlen=KEPT)
+        self._watched: list[tuple[contextlib.ExitStack, Trace, int, int]] = []
+        self._step: int | None = None
+        self._heartbeats = 0
         self._is_wanted = bool(environ.get(GENERATION_ENV))
         self._before: tuple[int | None, int | None, float | None] | None = None
 
     def look(self, step: int | None) -> Mapping[str, Any]:
         """At a heartbeat: fields of a :class:`~hydroslurm.core.status.RankStatus`; none where
-        nobody is interested."""
-        if not self._is_wanted:
-            return {}
+        nobody is interested. Has the next step watched if steps are made."""
+        self._heartbeats += 1
+        if self._gate is not None and step not in (None, self._step):
+            self._step, self._heartbeats, self.is_due = step, 0, True
+        elif self._heartbeats > _MOST_HEARTBEATS:
+            self._end_step()
+        known = len(self._samples_s) >= LEAST
+        first = {"first_collective_s": statistics.median([*self._samples_s])} if known else {}
+        return {**first, **self._where(step)} if self._is_wanted else first
+
+    def at_safe_point(self) -> None:
+        """Begin to watch a step, or end it."""
+        if self._watched:
+            self._end_step()
+            return
+        assert self._gate is not None
+        try:
+            with contextlib.ExitStack() as stack:
+                trace = stack.enter_context(self._gate.trace(64, collectives=True))
+                closes = self._gate.status().closes
+                self._watched.append((stack.pop_all(), trace, closes, time.monotonic_ns()))
+        except GateError:  # somebody else's trace is on
+            self.is_due = False
+
+    def _end_step(self) -> None:
+        """Take the sample, unless the step had no collective, or a pause."""
+        self.is_due = False
+        with contextlib.suppress(IndexError):  # the other thread was first
+            stack, trace, closes, began_ns = self._watched.pop()
+            stack.close()
+            stamps_ns = [one.mono_ns for one in trace.operators if one.name not in _OF_ONE_RANK]
+            if stamps_ns and self._gate and self._gate.status().closes == closes:
+                self._samples_s.append((min(stamps_ns) - began_ns) / 1e9)
+
+    def _where(self, step: int | None) -> dict[str, Any]:
         found = collectives.progress()
         # not yet, or not any more, in a group: then nobody waits for it in a collective
         issued, timeout_s = (None, None) if found is None else (found.issued, found.timeout_s)

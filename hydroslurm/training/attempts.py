@@ -343,6 +343,7 @@ class CurrentAttempt:
         self._has_stepped = False
         self._marks_steps = Emit.STEPS in controller.marks.emitting
         self._stepping = NO_RANGE
+        self._watch = controller.watch
 
     def enter(self, step: int) -> int:
         """Record for all ranks that an attempt begins at a step; returns its number.
@@ -377,6 +378,8 @@ class CurrentAttempt:
         self.step = self._controller.step = step
         if self._marks_steps:
             self._mark_step(step)
+        if self._watch.is_due:
+            self._watch.at_safe_point()
         is_first, self._has_stepped = not self._has_stepped, True
         return is_first
 

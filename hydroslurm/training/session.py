@@ -7,7 +7,7 @@ calls that they make; nothing inherits from it.
 
 Safe points lie between two steps. Only there is the state consistent, so that is where periodic
 saves begin and stops are obeyed. As long as nothing was requested, a safe point exchanges and
-synchronises nothing: it costs two attribute reads and, with ``every_s``, a clock. The same holds
+synchronises nothing: it costs three attribute reads and, with ``every_s``, a clock. The same holds
 for several ranks: they learn of a stop outside the loop, and agree on one safe point (see
 :mod:`hydroslurm.training.rank_group`).
 """

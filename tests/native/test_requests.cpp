@@ -38,8 +38,8 @@ TEST(bad_arguments) {
     CHECK_EQ(hs_gate_read(nullptr, 0), 0);
     CHECK_EQ(hs_gate_stop(), 0);
     CHECK_EQ(hs_gate_check_handlers(), 0);
-    CHECK_EQ(hs_gate_trace_start(-1), -EINVAL);
-    CHECK_EQ(hs_gate_trace_start(2'000'000'000), -EINVAL);
+    CHECK_EQ(hs_gate_trace_start(-1, 0), -EINVAL);
+    CHECK_EQ(hs_gate_trace_start(2'000'000'000, 0), -EINVAL);
     CHECK_EQ(hs_gate_trace_stop(nullptr, 0), -EINVAL);
     CHECK_EQ(hs_gate_abi(), HS_GATE_ABI);
 

@@ -96,8 +96,8 @@ TEST(slots_are_reused) {
 
 /* A trace counts every operator of every thread, keeps the first, and holds nobody; with the gate closed as well. */
 TEST(trace_counts) {
-    CHECK_EQ(hs_gate_trace_start(3), 0);
-    CHECK_EQ(hs_gate_trace_start(3), -EBUSY);
+    CHECK_EQ(hs_gate_trace_start(3, 0), 0);
+    CHECK_EQ(hs_gate_trace_start(3, 0), -EBUSY);
     for (int i = 0; i < 10; ++i) fake_operator(i == 0 ? "first" : "an operator with a name that is much longer than sixty-four bytes, cut");
     CHECK_EQ(hs_gate_trace_count(), 10);
     hs_traced kept[8];
@@ -110,7 +110,7 @@ TEST(trace_counts) {
     CHECK_EQ(hs_gate_trace_stop(kept, 8), -EINVAL);
     Trainer one("worker"), two("worker");
     for (int i = 0; i < 20; ++i) {
-        CHECK_EQ(hs_gate_trace_start(i), 0);
+        CHECK_EQ(hs_gate_trace_start(i, 0), 0);
         until([] { return hs_gate_trace_count() > 20; });
         CHECK(hs_gate_trace_stop(kept, 8) == (i < 8 ? i : 8));
     }

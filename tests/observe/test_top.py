@@ -15,15 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from clusters import Part
 from kit.watched import Watched
 from observe.conftest import Terminal
-from processes import captured, free_port
+from processes import captured, free_port, wait_until
 from prometheus_client.parser import text_string_to_metric_families
+
+from hydroslurm.core.rundir import RunDir
+from hydroslurm.report.external_sources import ExternalSources
+from hydroslurm.report.goodput import goodput_of
+from hydroslurm.report.reading import read_history
 
 pytestmark = pytest.mark.slurm
 
 HYDROSLURM = [sys.executable, "-m", "hydroslurm.cli"]
+GRAFANA = Path(__file__).parents[2] / "docs" / "grafana"
 HOSTILE = "\x1b[2J\x1b]0;title\x07"
 
 
@@ -123,7 +130,8 @@ def test_in_a_terminal(
 
 
 def test_for_prometheus(scene: Scene, tmp_path: Path) -> None:
-    """The text file and the port tell the same jobs, and can be parsed."""
+    """The text file and the port tell the same jobs; dashboard and alerts ask for nothing else.
+    Both can be parsed."""
     file = tmp_path / "hydroslurm.prom"
     command = [*HYDROSLURM, "metrics"]
     subprocess.run([*command, "--textfile", str(file)], env=scene.environ, check=True, timeout=120)
@@ -138,8 +146,16 @@ def test_for_prometheus(scene: Scene, tmp_path: Path) -> None:
         finally:
             os.kill(server.pid, signal.SIGINT)
     assert server.returncode == 0
+    dashboard = json.loads((GRAFANA / "hydroslurm.json").read_text())
+    rules = yaml.safe_load((GRAFANA / "hydroslurm.rules.yml").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked += [one["query"]["query"] for one in dashboard["templating"]["list"][1:]]
+    asked += [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+    wanted = {name for one in asked for name in re.findall(r"hydroslurm_\w+", one)}
+    assert len(wanted) > 15
     for text in (file.read_text(), served):
         samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+        assert wanted <= {sample.name for sample in samples}
         of = {(s.name, s.labels.get("job_id")): s for s in samples}
         assert of["hydroslurm_job_parked_ranks", scene.suspended].value == 1
         assert of["hydroslurm_job_step", scene.trains].value >= 20
@@ -147,3 +163,28 @@ def test_for_prometheus(scene: Scene, tmp_path: Path) -> None:
         foreign = of["hydroslurm_job_preemptions_total", scene.foreign]
         assert (foreign.value, foreign.labels["name"]) == (0, HOSTILE)
         assert of["hydroslurm_slurm_up", None].value == 1
+
+
+def test_goodput_while_it_runs(scene: Scene) -> None:
+    """A job that was requeued tells what it has lost and what the restart took: what the report
+    reads from its events."""
+
+    def told() -> dict[str, Any]:
+        done = captured(
+            [*HYDROSLURM, "status", "--json", scene.trains], env=scene.environ, timeout=60
+        )
+        ranks = json.loads(done.stdout)["ranks"]
+        return (ranks and ranks[0]["goodput"]) or {}
+
+    before = told()
+    assert (before["restarts"], before["steps_lost"]) == (0, 0)
+    assert 0 < before["of_allocated"] < 1
+    scene.cluster.run(["scontrol", "requeue", scene.trains])
+    wait_until(lambda: told().get("restarts"), "a step behind the requeue", limit_s=120)
+    live, run = told(), RunDir(scene.folder / "hydroslurm-runs" / scene.trains)
+    report = goodput_of(read_history(run.root), ExternalSources())
+    assert (live["restarts"], live["steps_lost"], live["at_most"]) == (1, 0, False)
+    assert live["steps"] > before["steps"]
+    assert live["restart_s"] > 0
+    for part in ("restart_s", "starting_s", "leaving_s", "queued_s"):
+        assert live[part] == pytest.approx(getattr(report, part), abs=0.5), part

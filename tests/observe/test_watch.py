@@ -17,10 +17,10 @@ from statusfile import write_status
 from hydroslurm.core.events import Event, EventKind
 from hydroslurm.core.jobid import JobId
 from hydroslurm.core.rundir import RunDir, comment_for
-from hydroslurm.core.status import Moment, load_status
+from hydroslurm.core.status import Moment, RankStatus, load_status
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import ControllerUnreachable
-from hydroslurm.observe.folder import FollowedRun, RunFacts
+from hydroslurm.observe.folder import FollowedRun, RunFacts, SlowRank, slow_ranks
 from hydroslurm.observe.metrics import JobCollector
 from hydroslurm.observe.row import loss_now, row_of
 from hydroslurm.observe.table import COLUMNS, layout, lost
@@ -228,13 +228,37 @@ def test_an_elastic_job_has_a_size(tmp_path: Path) -> None:
 # --- showing -------------------------------------------------------------------------------------
 
 
+SLOW = SlowRank(3, "n2", 1.84)
+
+
+@pytest.mark.parametrize(
+    ("times_s", "named"),
+    [
+        ([0.5, 0.5, 0.5, 0.9], [(3, 1.8)]),
+        ([0.9, 0.5], [(0, 1.8)]),
+        ([0.5, 0.6], []),  # within the noise
+        ([0.01, 0.03], []),  # of a step of a second
+        ([0.5, 0.9, 0.95, 0.5, 0.5], [(2, 1.9), (1, 1.8)]),
+        ([0.9], []),
+        ([0.9, None], []),
+    ],
+)
+def test_slow_ranks(times_s: list[float | None], named: list[tuple[int, float]]) -> None:
+    """Those that are a quarter later than the median of the others, and a tenth of the step."""
+    ranks = [
+        RankStatus(n, "running", moment(0), first_collective_s=one, steps_per_s=1.0)
+        for n, one in enumerate(times_s)
+    ]
+    assert [(one.rank, round(one.factor, 1)) for one in slow_ranks(ranks)] == named
+
+
 def test_lines_fit_every_width() -> None:
     """Whatever the names, no line is wider than the terminal or holds what moves its cursor; at 80
     columns the columns that matter are all there."""
     long = {"name": HOSTILE, "user": HOSTILE, "partition": HOSTILE}
     far = replace(SAVED, step=10**6, commit=(10**6 - 5, int(NOW_S * 1e9)))
     jobs = [
-        (job(10**6, **long), replace(SAVED, size=(1000, 2000, 4096))),
+        (job(10**6, **long), replace(SAVED, size=(1000, 2000, 4096), slow=(SLOW,))),
         (job(8, JobState.SUSPENDED, array_job_id=5, restart_count=12), far),
         (job(9, JobState.PENDING, name="", reason=HOSTILE), RunFacts()),
     ]
@@ -245,7 +269,8 @@ def test_lines_fit_every_width() -> None:
         assert max(map(cell_len, [head, *lines])) <= width
         assert all(line.isprintable() for line in lines)
     head, _ = layout(rows[1:], 80)
-    assert "SIZE" not in head.split()
+    assert not {"SIZE", "SLOW"} & set(head.split())
+    assert "r3 1.8x" in layout(rows, 80)[1][0]
     for title in ("JOB", "NAME", "STATE", "PARK", "STEP", "STEP/S", "AGO", "PRE", "LEFT", "LOST"):
         assert title in head.split()
     assert {column.title for column in COLUMNS} == set(layout(rows, 259)[0].split())

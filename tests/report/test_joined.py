@@ -11,11 +11,13 @@ from report.ranklog import RankLog
 from report.views import figures_of, history_of, shown, tells
 
 from hydroslurm.core.events import EventKind
+from hydroslurm.core.goodput import Goodput
 from hydroslurm.core.jobid import JobId
+from hydroslurm.core.status import RankStatus, fold
 from hydroslurm.errors import NoSuchJob, SlurmMissing
 from hydroslurm.report.external_sources import Accounting, ExternalSources, ask_slurm
 from hydroslurm.report.figures import Report
-from hydroslurm.report.goodput import Goodput, goodput_of
+from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.stops import SlurmAttempt
 from hydroslurm.report.views import pauses_table, stops_table
 from hydroslurm.slurm.config import Config
@@ -170,6 +172,10 @@ def goodput(*logs: RankLog, slurm: tuple[SlurmAttempt, ...] = ()) -> Goodput:
     parts = sum(getattr(found, f"{name}_s") for name in PARTS)
     assert parts == pytest.approx(found.allocated_s, abs=1e-6)
     assert found.allocated_s + found.queued_s == pytest.approx(found.wall_s, abs=1e-6)
+    if not slurm:  # what the first rank's status says while the job runs
+        status = fold(event for log in logs for event in log.events)
+        live = RankStatus.from_json(status.to_json()).goodput() if status else None
+        assert vars(live) == {k: pytest.approx(v, abs=1e-5) for k, v in vars(found).items()}
     return found
 
 
@@ -198,8 +204,18 @@ def test_steps_that_were_made_again_do_not_count() -> None:
     """An attempt that began 13 steps back takes a third of the first one's time."""
     found, whole = goodput(*two_attempts(step=27)), goodput(*two_attempts())
     assert found.made_again_s == pytest.approx(5.52 * 13 / 39, rel=0.01)
+    tells(found, {"steps_lost": 13, "restarts": 1, "restart_s": 22.5})  # 10 s to 32.5 s
     assert found.steps == 27 + 73
     assert (found.of_wall or 0) < (whole.of_wall or 0)
+
+
+def test_an_attempt_that_never_trained() -> None:
+    """It repeats nothing: what the one before it has lost is known once another one trains."""
+    one, _ = two_attempts()
+    dies = RankLog(pid=3, restart_count=1).installed(20).add(EventKind.SAVE_SKIPPED, 22)
+    two = RankLog(pid=2, restart_count=2).trains(30, attempt=3, step=27)
+    found = goodput(one, dies, two.uninstalled(40))
+    tells(found, {"steps_lost": 13, "restarts": 1, "restart_s": 22.5})
 
 
 def test_by_slurm() -> None:

@@ -6,7 +6,6 @@
 #include "internal.h"
 
 namespace hs {
-namespace {
 
 /* torch's own collectives, c10d::allreduce_ and so on, DDP's, FSDP's and the functional ones included: those call these
  * (seen in torch 2.13). Sends and receives are among them, as in torch's sequence numbers. check_for_nan looks at a
@@ -14,6 +13,8 @@ namespace {
 bool is_collective(const char *name) noexcept {
     return name != nullptr && strncmp(name, "c10d::", 6) == 0 && strcmp(name + 6, "check_for_nan") != 0;
 }
+
+namespace {
 
 bool take_one(std::atomic<int64_t> &allowance) noexcept {
     int64_t left = allowance.load();

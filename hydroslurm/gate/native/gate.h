@@ -39,7 +39,7 @@
 extern "C" {
 #endif
 
-#define HS_GATE_ABI 7
+#define HS_GATE_ABI 8
 
 /* What a signal asks for. */
 enum hs_action {
@@ -199,14 +199,15 @@ HS_API int hs_gate_retake(int signo, int chain);
 HS_API int hs_gate_deliver(int signo);
 
 /* Tracing: arm a callback that holds nothing and writes down each operator, for debugging and for counting.
- * keep: how many to write down (the rest are only counted). -EBUSY while tracing. Works without hs_gate_start(). */
+ * keep: how many to write down (the rest are only counted). collectives: 1: no others are counted or written down.
+ * -EBUSY while tracing. Works without hs_gate_start(). */
 struct hs_traced {
     int64_t mono_ns;
     int32_t tid;
     int32_t phase;
     char text[HS_TEXT_BYTES];
 };
-HS_API int hs_gate_trace_start(int keep);
+HS_API int hs_gate_trace_start(int keep, int collectives);
 HS_API int64_t hs_gate_trace_count(void);
 HS_API int hs_gate_trace_stop(struct hs_traced *out, int n); /* -EINVAL: not tracing. Returns how many were copied */
 

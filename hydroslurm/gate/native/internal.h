@@ -162,6 +162,7 @@ struct CollectiveWindow {
     std::atomic<uint32_t> taken{0}; /* calls that the watcher has seen to */
 };
 
+bool is_collective(const char *name) noexcept; /* an operator of torch.distributed's that sends or receives */
 /* May a training thread, met at this operator of a closed gate, go on? Counts it if so. */
 bool window_admits(uint32_t closing, const char *name, bool backward_node) noexcept;
 bool window_has_moved() noexcept; /* has somebody gone on, or may, since all were found at rest? */

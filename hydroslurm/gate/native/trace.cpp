@@ -18,6 +18,7 @@ struct Trace {
     std::atomic<int> writers{0};
     std::atomic<int64_t> count{0};
     int keep = 0;
+    bool collectives = false;
     hs_traced *kept = nullptr;
 };
 Trace trace;
@@ -26,7 +27,8 @@ Trace trace;
 
 void operator_traced(const char *name, bool backward_node) noexcept {
     trace.writers.fetch_add(1);
-    if (trace.on.load()) {
+    const bool on = trace.on.load();
+    if (on && (!trace.collectives || (!backward_node && is_collective(name)))) {
         const int64_t index = trace.count.fetch_add(1);
         if (index < trace.keep) {
             hs_traced &entry = trace.kept[index];
@@ -35,7 +37,7 @@ void operator_traced(const char *name, bool backward_node) noexcept {
             entry.phase = backward_node || arming().in_backward() ? HS_PHASE_BACKWARD : HS_PHASE_FORWARD;
             strncpy(entry.text, name != nullptr ? name : "", HS_TEXT_BYTES - 1);
         }
-    } else if (trace.stale_callback.load(std::memory_order_relaxed) && trace.stale_callback.exchange(false)) {
+    } else if (!on && trace.stale_callback.load(std::memory_order_relaxed) && trace.stale_callback.exchange(false)) {
         arming().trace_off();
     }
     trace.writers.fetch_sub(1);
@@ -55,7 +57,7 @@ void trace_after_fork() noexcept {
 
 using namespace hs;
 
-int hs_gate_trace_start(int keep) {
+int hs_gate_trace_start(int keep, int collectives) {
     if (keep < 0 || keep > kKeepMax) return -EINVAL;
     trace_lock();
     int result = 0;
@@ -65,6 +67,7 @@ int hs_gate_trace_start(int keep) {
         result = -ENOMEM;
     } else {
         trace.keep = keep;
+        trace.collectives = collectives != 0;
         trace.count.store(0);
         if (trace.stale_callback.exchange(false)) arming().trace_off();
         trace.on.store(true);

@@ -258,7 +258,8 @@ class JobView:
         """Its ranks; one that wrote no end of an ended job was killed."""
         if self.slurm is None:
             found = (read_status(path) for path in self.run.rank_status_names().values())
-            return RankViews(tuple(one for one in found if one is not None))
+            ranks = tuple(one for one in found if one is not None)
+            return RankViews(ranks, ("",) * len(ranks))
         return _ranks_of(self.slurm)
 
 
