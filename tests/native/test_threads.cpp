@@ -108,6 +108,11 @@ TEST(trace_counts) {
     CHECK(kept[0].mono_ns > 0 && kept[0].mono_ns <= kept[1].mono_ns);
     CHECK_EQ(hs_gate_trace_count(), 10);
     CHECK_EQ(hs_gate_trace_stop(kept, 8), -EINVAL);
+    CHECK_EQ(hs_gate_trace_start(3, 1), 0);
+    for (const char *name : {"aten::mul", "c10d::allreduce_", "c10d::check_for_nan"}) fake_operator(name);
+    CHECK_EQ(hs_gate_trace_count(), 1);
+    CHECK_EQ(hs_gate_trace_stop(kept, 8), 1);
+    CHECK_EQ(strcmp(kept[0].text, "c10d::allreduce_"), 0);
     Trainer one("worker"), two("worker");
     for (int i = 0; i < 20; ++i) {
         CHECK_EQ(hs_gate_trace_start(i, 0), 0);

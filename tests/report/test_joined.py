@@ -241,9 +241,15 @@ def test_without_steps() -> None:
     tells(found, {"parked_s": 2.0, "unknown_s": 8.0})
 
 
+def test_an_installation_that_a_run_replaces() -> None:
+    """It is the begin of the same attempt."""
+    log = RankLog().installed(0).pause(1, for_s=0.5).uninstalled(2).trains(3, attempt=1)
+    tells(goodput(log.stop(20, step=30)), {"starting_s": 5.5, "parked_s": 0.0, "restarts": 0})
+
+
 def test_saves_that_the_training_waits_for() -> None:
-    """A copy of the state is waited for; the commit in the background is not."""
-    log = RankLog().trains(0, attempt=1)
+    """A copy of the state is waited for; the commit in the background is not, nor is a pause."""
+    log = RankLog().trains(0, attempt=1).pause(5.2, for_s=1)
     for kind, at_s in (("started", 5.0), ("staged", 5.5), ("committed", 9.0)):
         log.add(EventKind(f"save_{kind}"), at_s, checkpoint_step=9, save_kind="periodic")
     assert goodput(log.stop(20, step=30)).saving_s == pytest.approx(0.5)
