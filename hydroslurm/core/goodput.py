@@ -110,9 +110,10 @@ class AttemptTime:
         kind, data = event.kind, event.data
         if kind is EventKind.GATE_CLOSED:
             self.pass_until(data.get("requested_mono_ns") or event.mono_ns)
-        self.pass_until(event.mono_ns, parked=kind is EventKind.GATE_CLOSED)
-        if kind in (EventKind.GATE_CLOSED, EventKind.RESUMED):
-            self.parked = kind is EventKind.GATE_CLOSED
+            self.parked = True
+        self.pass_until(event.mono_ns)
+        if kind is EventKind.RESUMED:
+            self.parked = False
         elif kind is EventKind.SAVE_STARTED or kind in _SAVE_ENDS:
             self.saving = kind is EventKind.SAVE_STARTED
         elif kind is EventKind.ATTEMPT_BEGAN and type(data.get("step")) is int:
@@ -125,11 +126,9 @@ class AttemptTime:
             self.left, self.exact = True, kind is EventKind.SAFE_POINT
             self.finished = data.get("ending") == "finished"
 
-    def pass_until(self, mono_ns: int, *, parked: bool = False) -> None:
+    def pass_until(self, mono_ns: int) -> None:
         """Count the time up to this moment, unless that is done."""
-        waits = (
-            "parked_s" if self.parked or parked else "saving_s" if self.saving else "productive_s"
-        )
+        waits = "parked_s" if self.parked else "saving_s" if self.saving else "productive_s"
         part = "leaving_s" if self.left else waits
         self.parts[part] = self.parts.get(part, 0.0) + max(0, mono_ns - self.last_ns) / 1e9
         self.last_ns = max(self.last_ns, mono_ns)

@@ -249,7 +249,8 @@ def test_an_installation_that_a_run_replaces() -> None:
 
 def test_saves_that_the_training_waits_for() -> None:
     """A copy of the state is waited for; the commit in the background is not, nor is a pause."""
-    log = RankLog().trains(0, attempt=1).pause(5.2, for_s=1)
-    for kind, at_s in (("started", 5.0), ("staged", 5.5), ("committed", 9.0)):
-        log.add(EventKind(f"save_{kind}"), at_s, checkpoint_step=9, save_kind="periodic")
-    assert goodput(log.stop(20, step=30)).saving_s == pytest.approx(0.5)
+    log, save = RankLog().trains(0, attempt=1), {"checkpoint_step": 9, "save_kind": "periodic"}
+    log.add(EventKind.SAVE_STARTED, 5.0, **save).pause(5.2, for_s=1)
+    log.add(EventKind.SAVE_STAGED, 6.5, **save).add(EventKind.SAVE_COMMITTED, 9.0, **save)
+    found = goodput(log.stop(20, step=30))
+    assert (found.saving_s, found.parked_s) == pytest.approx((0.5, 1.0), abs=1e-3)
