@@ -100,7 +100,10 @@ def attempts_of(events: Iterable[Event]) -> tuple[Attempt, ...]:
         # an attempt whose first line is lost starts with whatever line comes first
         if draft is None or event.kind is EventKind.INSTALLED:
             date = DateWatch() if draft is None else draft.date
-            draft = newest[process] = _AttemptDraft(process, event.job_id, date)
+            time = AttemptTime(event.mono_ns, event.mono_ns)
+            if draft is not None and draft.time.began_step is None:
+                time = draft.time
+            draft = newest[process] = _AttemptDraft(process, event.job_id, date, time)
             drafts.append(draft)
         draft.add(event)
     attempts = [draft.finish() for draft in _joined(drafts)]
@@ -124,8 +127,10 @@ def _joined(drafts: Iterable[_AttemptDraft]) -> list[_AttemptDraft]:
 class _AttemptDraft:
     """An attempt, or one installation of it, while its lines are being read."""
 
-    def __init__(self, process: _Process, job_id: int | None, date: DateWatch) -> None:
-        """``date``: of the process, whose installations share it."""
+    def __init__(
+        self, process: _Process, job_id: int | None, date: DateWatch, time: AttemptTime
+    ) -> None:
+        """``date`` and, up to its Run, ``time``: of the process, whose installations share them."""
         self.process = process
         self._job_id = job_id
         self.date = date
@@ -137,7 +142,7 @@ class _AttemptDraft:
         self._pauses_since: list[PausesBuilder] = []
         self._stops: list[StopRequest] = []
         self._progress = ProgressBuilder()
-        self._time = AttemptTime()
+        self.time = time
         self._joined_ns: int | None = None
         self._boot: str | None = None
         self._lost_signals: dict[str, None] = {}
@@ -160,7 +165,7 @@ class _AttemptDraft:
         self._boot = self._boot or again._boot
         if again.has_run:  # it searched for the other ranks under its own name
             self._progress = again._progress
-            self._time = again._time
+            self.time = again.time
             self._joined_ns = again._joined_ns or self._joined_ns
         elif self._joined_ns is None:
             self._joined_ns = again._joined_ns
@@ -169,7 +174,6 @@ class _AttemptDraft:
         kind, stamp = event.kind, event.mono_ns
         if self._first_ns is None:
             self._first_ns = self._last_ns = stamp
-            self._time = AttemptTime(stamp, stamp)
         elif stamp > self._last_ns:
             self._last_ns = stamp
         elif stamp < self._first_ns:
@@ -177,7 +181,7 @@ class _AttemptDraft:
         self._last_kind = kind
         self.date.see(stamp, event.epoch_ns)
         self._progress.note_step(event.step)
-        self._time.add(event)
+        self.time.add(event)
         if kind in OF_PAUSES:
             self._pauses.add(event)
         elif kind in _OF_PROGRESS:
@@ -197,8 +201,8 @@ class _AttemptDraft:
         assert self._first_ns is not None
         rank, restart_count, host, pid = self.process
         progress = self._progress.finish()
-        self._time.pass_until(self._last_ns)
-        self._time.step = progress.last_step
+        self.time.pass_until(self._last_ns)
+        self.time.step = progress.last_step
         return Attempt(
             rank=rank,
             restart_count=restart_count,
@@ -218,7 +222,7 @@ class _AttemptDraft:
             boot=self._boot or None,
             date_set_ns=tuple(self.date.set_ns),
             lost_signals=tuple(self._lost_signals),
-            time=self._time,
+            time=self.time,
         )
 
 
