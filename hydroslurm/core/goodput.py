@@ -9,8 +9,8 @@ attempt's first event to its last; the time between, Python's start included, is
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from hydroslurm.core.decoding import Count, Integer, Seconds
 from hydroslurm.core.events import Event, EventKind
@@ -72,7 +72,10 @@ class Goodput:
         )
 
 
-PARTS = tuple(one.name for one in fields(Goodput) if one.metadata["heading"])
+Part = Literal[
+    "productive_s", "made_again_s", "saving_s", "parked_s", "starting_s", "leaving_s", "unknown_s"
+]  # fmt: skip
+PARTS: tuple[Part, ...] = get_args(Part)
 """Of the allocated time."""
 _SAVE_ENDS = (
     EventKind.SAVE_STAGED, EventKind.SAVE_COMMITTED, EventKind.SAVE_FAILED, EventKind.SAVE_ABANDONED
@@ -103,7 +106,7 @@ class AttemptTime:
     left: bool = False
     exact: bool = False
     finished: bool = False
-    parts: dict[str, Seconds] = field(default_factory=dict)
+    parts: dict[Part, Seconds] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
         """Follow one event."""
@@ -128,8 +131,8 @@ class AttemptTime:
 
     def pass_until(self, mono_ns: int) -> None:
         """Count the time up to this moment, unless that is done."""
-        waits = "parked_s" if self.parked else "saving_s" if self.saving else "productive_s"
-        part = "leaving_s" if self.left else waits
+        waits: Part = "parked_s" if self.parked else "saving_s" if self.saving else "productive_s"
+        part: Part = "leaving_s" if self.left else waits
         self.parts[part] = self.parts.get(part, 0.0) + max(0, mono_ns - self.last_ns) / 1e9
         self.last_ns = max(self.last_ns, mono_ns)
 
@@ -192,7 +195,7 @@ class Account:
             sums.steps_lost += lost
             sums.at_most |= not before.exact
             sums.restarts += 1
-            sums.restart_s += max(0.0, begin_s + time.parts["starting_s"] - self.stopped_s)
+            sums.restart_s += max(0.0, begin_s + time.parts.get("starting_s", 0.0) - self.stopped_s)
         stopped_ns = time.last_ns if time.stop_ns is None else time.stop_ns
         self.trained, self.stopped_s = time, begin_s + (stopped_ns - time.first_ns) / 1e9
 
