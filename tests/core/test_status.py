@@ -171,6 +171,7 @@ def _hostile(status: RankStatus) -> dict[str, bytes]:
         "deep": b"[" * 60_000,
         "bytes": b"\xff\xfe",
         "list": b"[]",
+        "parts": whole.replace(b'"time":null', b'"time":{"parts":{"message":1.0}}'),
         "infinite": whole.replace(b'"park_us":51.5', b'"park_us":1e999'),
     }
 
