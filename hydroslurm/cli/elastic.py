@@ -161,9 +161,15 @@ def _taken_lines(entries: list[dict[str, Any]]) -> list[str]:
     for one in failed[-3:]:
         text = f"{one['member']} on {one['node'] or '?'}: {one['reason']}"
         lines.append(f"  {clean(text)}")
+    excluded: dict[str, str] = {}
     for one in entries:
         if one["kind"] == "excluded":
-            lines.append(f"Excluded:     node {clean(one['node'])}: {clean(one['reason'])}")
+            excluded[one["node"]] = one["reason"]
+        elif one["kind"] == "wanted" and not str(one.get("by")).startswith("autoscaler"):
+            excluded.clear()
+    lines += [f"Excluded:     node {clean(node)}: {clean(why)}" for node, why in excluded.items()]
+    if excluded:
+        lines.append("              `hydroslurm scale` takes them back, also with the same size")
     refused = [one for one in entries if one["kind"] in ("refused", "submitted")]
     if refused and refused[-1]["kind"] == "refused":
         lines.append(f"Waits:        {clean(refused[-1]['reason'])}")

@@ -73,6 +73,14 @@ def submit(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Another option of sbatch; may be repeated."),
     ] = None,
+    preflight: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Check each node before the ranks start, and leave out those that fail: folder, "
+            "clock, memory, GPUs, and this shell command ('': none).",
+        ),
+    ] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait for the end; exit 1 if the job fails.")
     ] = False,
@@ -100,6 +108,7 @@ def submit(
         "cpus_per_task": cpus_per_task,
         "gpus_per_node": gpus_per_node or None,
         "mem_gb": mem_gb,
+        "preflight": preflight,
     }
     options = _pairs(sbatch or [])
     if context.obj == RENDER:
@@ -132,6 +141,7 @@ def _executor(folder: Path, asked: dict[str, Any], options: dict[str, str | bool
     check_options({**asked, "options": options}, spell=_as_option)
     executor = Executor(folder)
     given = {name: value for name, value in asked.items() if value is not None}
+    executor.preflight = given.pop("preflight", None)
     executor.update_parameters(**given, additional_parameters=options)
     return executor
 

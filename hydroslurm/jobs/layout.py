@@ -57,6 +57,7 @@ def plan_job(job: TrainingJob, *, folder: Path, python: str, use_images: bool = 
         limits=RunLimits(**dict(job.run_policy)),
         warning_s=job.preemption.warning_seconds,
         tensorboard=_tensorboard(job, folder),
+        preflight=job.preflight and _resolved(job.preflight, python),
         is_debug=job.run_mode.debug.enable,
     )
 

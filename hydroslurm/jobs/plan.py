@@ -63,6 +63,7 @@ class RunLimits:
     preemption_limit: int | None = None
     active_deadline_seconds: int | None = None
     clean_policy: str = "Unfinished"
+    max_excluded_nodes: int = 2
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Plan:
         limits: when to give the job up.
         warning_s: how long before the time limit the ranks are told to save.
         tensorboard: what is to run beside the ranks, or None.
+        preflight: what has to succeed on each node before the ranks start; None: no check.
         is_debug: whether the training is not started.
         runtime: what runs the tasks' images: pyxis, apptainer, or None.
         elastic: None for a job of a fixed size.
@@ -115,6 +117,7 @@ class Plan:
     limits: RunLimits = RunLimits()
     warning_s: int = 120
     tensorboard: TensorBoardPlan | None = None
+    preflight: tuple[str, ...] | None = None
     is_debug: bool = False
     runtime: str | None = None
     elastic: ElasticPlan | None = None

@@ -248,6 +248,19 @@ class SlurmClient:
         target = f"JobId={job.id.leader}"
         self._act(job, "scontrol", "update", target, f"Requeue={int(allowed)}")
 
+    def excluded_nodes(self, job: Job) -> str:
+        """The nodes on which a job must not start, as Slurm writes them; "" for none."""
+        return scontrol_text.read_excluded(self._ask("scontrol", "show", "job", job.id.leader))
+
+    def exclude_nodes(self, job: Job, names: str) -> None:
+        """Set on which nodes a job must not start, in place of those that it has.
+
+        Raises:
+            WrongJobState: it does not wait.
+        """
+        target = f"JobId={job.id.leader}"
+        self._act(job, "scontrol", "update", target, f"ExcNodeList={names}")
+
     def node_address(self, name: str) -> str:
         """The host name or address of a node, which Slurm knows even if the node's name does not
         resolve.

@@ -203,10 +203,8 @@ class JobView:
     @cached_property
     def conditions(self) -> tuple[Condition, ...]:
         """All of them, oldest first, with the pauses that its first rank has written down."""
-        said = [*all_pauses(self.events)]
-        if self.has_spec:
-            said += read_conditions(self.run.conditions_jsonl)
-        else:
+        said = [*all_pauses(self.events), *read_conditions(self.run.conditions_jsonl)]
+        if not self.has_spec:
             said += [*of_ranks(self.events), *of_slurm(self.slurm)]
         return in_order(said, self.slurm)
 

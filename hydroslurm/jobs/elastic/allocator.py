@@ -165,11 +165,13 @@ class Allocator:
         """Raises LaunchError: sbatch refused it; it is tried again later."""
         count = min(wanted.count, MOST_ELEMENTS)
         script = self._folder.root / ("base.sbatch" if wanted.is_base else "members.sbatch")
-        options = [f"--array=0-{count - 1}"]
-        if self.elements.excluded:
-            options.append(f"--exclude={','.join(sorted(self.elements.excluded))}")
+        array = f"--array=0-{count - 1}"
+        bad = ",".join(sorted(self.elements.excluded))
         self._submit_s = time.monotonic() + AGAIN_S
-        done = sbatch(script, *options, environ=self._environ)
+        done = sbatch(script, array, f"--exclude={bad}", environ=self._environ)
+        if "node configuration is not available" in done.stderr and bad:
+            self._log(f"there are not enough nodes without {bad}, so that they are taken")
+            done = sbatch(script, array, environ=self._environ)
         job_id = submitted(done.stdout)
         if job_id is None:
             raise LaunchError(

@@ -9,13 +9,15 @@ that somebody has missed.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hydroslurm.elastic.roster import CONNECTION_ENDED, Record
 from hydroslurm.jobs.plan import ElasticPlan, RunLimits
+from hydroslurm.jobs.supervisor.bad_nodes import blamed, cause_in
+from hydroslurm.jobs.supervisor.exit_policy import Action as ExitAction
+from hydroslurm.jobs.supervisor.exit_policy import ExitDecision
 from hydroslurm.slurm import values
 from hydroslurm.slurm.values import JobState
 
@@ -110,7 +112,7 @@ class Elements:
         self.excluded: dict[str, str] = {}
         self._plan, self._limits = plan, limits
         self._last_words = last_words
-        self._failed_on: Counter[str] = Counter()
+        self._ends: list[ExitDecision | None] = []
         self._ended: dict[str, float] = {}
         self._last_failure = ""
         self._finished = False
@@ -135,6 +137,9 @@ class Elements:
             self._count(data, now_s)
         elif kind == "excluded":
             self.excluded[str(data["node"])] = str(data["reason"])
+        elif kind == "wanted" and not str(data.get("by")).startswith("autoscaler"):
+            self.excluded.clear()  # a person takes the nodes back
+            self._ends.clear()
         elif kind == "trained":
             self._is_complete = True
         elif kind == "finished":
@@ -222,18 +227,21 @@ class Elements:
         return "failure", f"it ended {state.value}{f' ({why})' if why else ''}"
 
     def _end(self, one: Element, how: How, reason: str, now_s: float) -> list[Action]:
-        data = {"member": one.name, "node": one.node, "how": how, "reason": reason}
+        others = {other.node for other in self.elements.values() if other.state == "running"}
+        data = {"member": one.name, "node": one.node, "how": how, "reason": reason,
+                "alone": others <= {one.node}}  # fmt: skip
         self._count(data, now_s)
         actions: list[Action] = [Record("ended", data)]
-        failed = self._failed_on[one.node]
-        enough = failed >= self._plan.exclude_after
-        if how == "failure" and one.node and enough and one.node not in self.excluded:
-            why = f"{failed} members failed there, the last: {reason}"
-            self.excluded[one.node] = why
-            actions.append(Record("excluded", {"node": one.node, "reason": why}))
+        bad = blamed(self._ends, in_a_row=self._plan.exclude_after) if how == "failure" else {}
+        for node in [node for node in bad if self._may_exclude(node)]:
+            self.excluded[node] = why = bad[node]
+            actions.append(Record("excluded", {"node": node, "reason": why}))
             waiting = [one for one in self.elements.values() if one.state == "waiting"]
             actions += self._take_back(waiting, f"it could have started on {one.node}", now_s)
         return actions
+
+    def _may_exclude(self, node: str) -> bool:
+        return node not in self.excluded and len(self.excluded) < self._limits.max_excluded_nodes
 
     def _take_back(self, ones: list[Element], reason: str, now_s: float) -> list[Action]:
         """Cancel elements that nothing is the matter with."""
@@ -246,11 +254,16 @@ class Elements:
         self.elements.pop(str(data["member"]), None)
         self._ended[str(data["member"])] = now_s
         if data["how"] == "failure":
-            self.failures += 1
-            self._failed_on[str(data["node"])] += 1
-            where = f" on {data['node']}" if data["node"] else ""
-            self._last_failure = f"{data['member']}{where}: {data['reason']}"
+            node, reason = str(data["node"]), str(data["reason"])
+            cause = cause_in([reason.encode()])
+            nodes = (node,) if node and (cause or not data.get("alone")) else ()
+            end = ExitDecision(ExitAction.RESTART, message=reason, failed_on=nodes, cause=cause)
+            self._ends.append(end)
+            self.failures += not (cause and self._may_exclude(node))  # else it is the node's
+            where = f" on {node}" if node else ""
+            self._last_failure = f"{data['member']}{where}: {reason}"
         elif data["how"] == "preemption":
+            self._ends.append(None)
             self.preemptions += 1
 
     # --- what follows

@@ -44,6 +44,7 @@ from hydroslurm.jobs.spec.job import TrainingJob, of_restart
 from hydroslurm.jobs.spec.reading import JobSpec
 from hydroslurm.jobs.spec.source import path_text
 from hydroslurm.jobs.supervisor.job_step import container_options
+from hydroslurm.jobs.supervisor.preflight import node_command
 from hydroslurm.runtime.autoload import PREEMPT_ENV
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import PreemptAction, find_partition, site_policy
@@ -368,6 +369,11 @@ def member_script(job: TrainingJob, plan: Plan, run: RunDir, where: dict[str, An
     root = shlex.quote(str(run.root))
     python = "python3" if plan.runtime == Runtime.PYXIS else sys.executable
     task = module_command(python, "hydroslurm.jobs.task", str(run.plan_json))
+    check = []
+    if plan.preflight is not None:
+        words = node_command(plan.preflight, run, plan.tasks[0].working_directory)
+        failed = 'echo "hydroslurm: preflight failed with status $?"; exit 1'
+        check = [f"srun --nodes=1 --ntasks=1 {shlex.join(words)} || {{ {failed}; }}"]
     lines = [
         "# the ranks get these signals, too; this shell must outlive them",
         "trap : TERM URG USR1 USR2",
@@ -375,6 +381,7 @@ def member_script(job: TrainingJob, plan: Plan, run: RunDir, where: dict[str, An
         f"export {ELASTIC_ENV}={root}",
         "export HYDROSLURM_ALONE=1 MASTER_ADDR=127.0.0.1  # its ranks meet on the node, alone",
         f"export {RUN_DIR_ENV}={root}/elastic/members/{member}",
+        *check,
         f"srun --nodes=1 --ntasks={len(plan.tasks)} --cpus-per-task={plan.cpus_per_task} \\",
         "    --kill-on-bad-exit=0 --wait=0 --export=ALL --unbuffered --open-mode=append \\",
         f"    --output={shlex.quote(str(run.logs))}/member-{member}-%t.log \\",

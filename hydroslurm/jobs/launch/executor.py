@@ -36,6 +36,7 @@ from submitit.core.utils import JobPaths
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from hydroslurm.core import rundir
+from hydroslurm.core.module_command import module_command
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import MaybeSubmitted, RunFolderError, SlurmMissing, UsageError
 from hydroslurm.jobs import submission
@@ -85,6 +86,9 @@ class Executor(SlurmExecutor):
         *,
         cluster: Cluster = "slurm",
     ) -> None:
+        self.preflight: str | None = None
+        """A shell command that has to succeed on each node before the ranks start, after the
+        built-in checks; None: nothing is checked."""
         path = Path(folder).expanduser().absolute()
         options: dict[str, Any] = {
             "max_num_timeout": max_num_timeout,
@@ -286,6 +290,7 @@ class Executor(SlurmExecutor):
                 f'export {PREEMPT_ENV}="${{{PREEMPT_ENV}:-pause}}"',
                 f"export {rundir.RUN_DIR_ENV}={shlex.quote(str(run.root))}"
                 + ('/"$SLURM_ARRAY_TASK_ID"' if is_array else ""),
+                *([] if self.preflight is None else [_preflight_line(self.preflight, run)]),
             ],
             "teardown": ["status=$?", *(self.parameters.get("teardown") or []), last_line()],
             "additional_parameters": {
@@ -294,6 +299,15 @@ class Executor(SlurmExecutor):
             },
         }
         return inner
+
+
+_PREFLIGHT = "hydroslurm.jobs.supervisor.preflight"
+
+
+def _preflight_line(command: str, run: RunDir) -> str:
+    given = ["bash", "-c", command] if command else []
+    words = module_command(sys.executable, _PREFLIGHT, "--job", str(run.root))
+    return f"{shlex.join([*words, *given])} || {{ status=$?; {last_line()}; }}"
 
 
 def _update(auto: submitit.AutoExecutor, parameters: Mapping[str, Any]) -> None:

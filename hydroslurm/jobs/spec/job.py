@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from hydroslurm.jobs.spec.fields import Line, Part, Printable, as_tuple
+from hydroslurm.jobs.spec.fields import Line, Part, Printable, Words, as_tuple
 from hydroslurm.jobs.spec.replicas import MASTER, ReplicaSpec, RunMode
 from hydroslurm.jobs.spec.sections import (
     Elastic,
@@ -52,6 +52,10 @@ class TrainingJob(Part):
     """torch's elastic launcher between Slurm and the ranks. Default: off."""
     run_policy: RunPolicy = Field(default_factory=RunPolicy)
     """When to give the job up, and what to clean up then. Default: three restarts."""
+    preflight: Words | None = None
+    """Check run folder, clock, free memory and GPUs of each node before the ranks start, then run
+    this command there in the folder of the first replica; []: no command. A node that fails is left
+    out and the job requeued. Default: no check."""
     scheduler: Scheduler = Field(default_factory=Scheduler)
     """Where to run the job in Slurm. Default: the site's."""
     tensorboard: TensorBoard | None = None

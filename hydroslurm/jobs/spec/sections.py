@@ -39,6 +39,8 @@ class RunPolicy(Part):
     active_deadline_seconds: Count | None = None
     """How long the job may hold its nodes, over all attempts, not counting the time that it is
     suspended. [seconds] Default: unlimited."""
+    max_excluded_nodes: Whole = 2
+    """How many nodes the job may leave out because they fail; 0: none. [nodes] Default: 2."""
     clean_policy: CleanPolicy = "Unfinished"
     """What to do once the job has succeeded or failed. Unfinished: end replicas that still run.
     All: also remove the scratch folders. None: let replicas run to their end and remove nothing.

@@ -99,6 +99,11 @@ def count_restarts(attempts: Sequence[Attempt]) -> int:
     return sum(one.ending in (Ending.FAILED, Ending.RESTARTED) for one in attempts[:-1])
 
 
+def failures(attempts: Sequence[Attempt]) -> list[ExitDecision | None]:
+    """What the failed ones decided; None for others."""
+    return [one.decision if one.ending is Ending.FAILED else None for one in attempts]
+
+
 def count_preemptions(attempts: Sequence[Attempt]) -> int:
     """How many allocations ended because somebody else wanted the nodes."""
     return len({one.restart_count for one in attempts if one.ending is Ending.PREEMPTED})

@@ -47,6 +47,8 @@ class ExitDecision:
         replica, status: whose exit decided it.
         counts: whether the restart counts against backoffLimit.
         reason, message: for the job's conditions: one word, one sentence.
+        failed_on: nodes where it failed by itself while others ran.
+        cause: why that is plainly the nodes' fault; "" where it may be the script's.
     """
 
     action: Action
@@ -55,6 +57,8 @@ class ExitDecision:
     counts: bool = False
     reason: str = ""
     message: str = ""
+    failed_on: tuple[str, ...] = ()
+    cause: str = ""
 
     @property
     def is_final(self) -> bool:

@@ -7,17 +7,19 @@ killed, the script starts it again, and it goes on with the running job step.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from hydroslurm.coordination.world import LOOPBACK
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.exitcodes import CANCELLED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.fence import process_began_epoch_s
+from hydroslurm.core.files import new_lines
 from hydroslurm.core.rundir import ATTEMPT_ENV, RunDir
 from hydroslurm.errors import RunFolderError, SlurmError, StaleAttempt
 from hydroslurm.jobs.plan import Plan
@@ -30,12 +32,14 @@ from hydroslurm.jobs.supervisor.attempts import (
     count_preemptions,
     count_restarts,
     ending_of,
+    failures,
     is_by_slurm,
     last_recorded,
     recorded_stop_reason,
     was_requeued_by_ranks,
     was_stop_requested,
 )
+from hydroslurm.jobs.supervisor.bad_nodes import blamed, cause_in, leave
 from hydroslurm.jobs.supervisor.conditions import (
     ConditionType,
     add_condition,
@@ -60,6 +64,7 @@ from hydroslurm.jobs.supervisor.job_step import (
     start_step,
     step_variables,
 )
+from hydroslurm.jobs.supervisor.preflight import check_job
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.policy import StopReason
@@ -78,6 +83,8 @@ LONGEST_DELAY_S = 10.0
 """The n-th restart waits n seconds, at most this: a job that always fails at once must not do so a
 hundred times a minute."""
 TICK_S = 0.1
+_LOG_BYTES = 1 << 16
+"""Of a task's log that is searched for a fault of its node."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,7 @@ class Supervisor:
         self._attempts = Attempts(self.run.starts_jsonl)
         self._active = ActiveTime(self.run.active_json)
         self._stop_requested = False
+        self._printed_bytes = self._log_bytes()
         self._began_epoch_s = process_began_epoch_s()
 
     def supervise(self) -> Outcome:
@@ -138,7 +146,10 @@ class Supervisor:
 
     def _attempt(self) -> Outcome | None:
         """Run one attempt; None if another is to follow."""
-        attempt, step, exits = self._adopt() or self._begin()
+        adopted = self._adopt()
+        if adopted is None and (outcome := self._preflight()) is not None:
+            return outcome
+        attempt, step, exits = adopted or self._begin()
         earlier_restarts = count_restarts(self._attempts.all())
         while True:
             decision = self._watch(step, exits, earlier_restarts)
@@ -164,11 +175,19 @@ class Supervisor:
             earlier_restarts=earlier_restarts,
             is_over_deadline=self._is_over_deadline(),
         )
+        if not decision.is_final:
+            self._end_within(step, PEERS_S)  # which other nodes fail meanwhile tells whose fault
+            decision = self._with_nodes(decision, exits)  # it is
         self._attempts.end(attempt, ending_of(decision), decision=decision)
         if decision.is_final:
             return self._conclude(decision, step)
-        self._end_within(step, PEERS_S)
         self._add_condition("Restarting", decision.reason, decision.message)
+        if bad := blamed(failures(self._attempts.all())):
+            limit = self.plan.limits.max_excluded_nodes
+            why_not = leave(bad, self.run, self.client, self.allocation, most=limit)
+            if not why_not:
+                return Outcome(RUN_AGAIN, f"the job leaves {', '.join(bad)}")
+            self.log(f"the job stays on {', '.join(bad)}: {why_not}")
         self._delay_restart(earlier_restarts + decision.counts if decision.status != 0 else 0)
         return None
 
@@ -217,6 +236,7 @@ class Supervisor:
         attempt = self._attempts.begin(
             self.allocation.restart_count, after=last_recorded(self.run.attempts_jsonl)
         )
+        self._printed_bytes = self._log_bytes()
         log = self.run.srun_log(attempt.number)
         command = srun_command(
             self.plan, plan_file=self.run.plan_json, logs=self.run.logs, python=python_of()
@@ -277,6 +297,45 @@ class Supervisor:
             with contextlib.suppress(SlurmError):
                 job = self.client.job(self.allocation.job_id)
                 self.client.signal(job, signal.SIGKILL, step=exits.step_id)
+
+    # --- its nodes
+
+    def _preflight(self) -> Outcome | None:
+        """Check the nodes before an attempt; None if it may begin."""
+        if self.plan.preflight is None:
+            return None
+        status, message = check_job(
+            self.plan.preflight, self.run, self.client, self.allocation,
+            folder=self.plan.tasks[0].working_directory,
+            most=self.plan.limits.max_excluded_nodes,
+        )  # fmt: skip
+        if status == 0 and self._stop_requested and is_by_slurm(stop := self._why_stopped()):
+            return self._leave(None, stop, saved=False)
+        return Outcome(status, message) if status else None
+
+    def _with_nodes(self, decision: ExitDecision, exits: TaskExits) -> ExitDecision:
+        """Note where tasks have failed by themselves, and what they say of their nodes."""
+        exits.look()
+        causes: dict[str, str] = {}
+        size_bytes = self._log_bytes()
+        for task, status in exits.statuses.items():
+            if status not in (0, RUN_AGAIN, 128 + signal.SIGKILL, 128 + signal.SIGTERM):
+                node, log = (
+                    self.allocation.nodes[self.plan.tasks[task].node],
+                    self.run.task_log(task),
+                )
+                end_bytes = size_bytes.get(log.name, 0) - _LOG_BYTES
+                lines, _ = new_lines(log, max(end_bytes, self._printed_bytes.get(log.name, 0)))
+                causes[node] = causes.get(node) or cause_in(lines)
+        plain = [node for node, cause in causes.items() if cause]
+        if len(plain) == 1:
+            return replace(decision, failed_on=(plain[0],), cause=causes[plain[0]])
+        is_alone = len(self.allocation.nodes) == 1
+        return replace(decision, failed_on=() if is_alone else tuple(causes))
+
+    def _log_bytes(self) -> dict[str, int]:
+        """How much the tasks have printed until now, by the names of their logs."""
+        return {one.name: one.stat().st_size for one in os.scandir(self.run.logs)}
 
     # --- with Slurm
 

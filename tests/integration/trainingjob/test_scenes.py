@@ -21,9 +21,11 @@ from integration.trainingjob.scene import HERE, Scene, is_alive
 from stories import Stories, marked, result_of, stories
 
 from hydroslurm.core.events import EventKind, read_events
+from hydroslurm.core.rundir import RunDir
 from hydroslurm.jobs.supervisor.attempts import Ending
 from hydroslurm.jobs.supervisor.supervise import PEERS_S
 from hydroslurm.report.reading import read_history
+from hydroslurm.slurm.text import expand_nodes
 
 EXAMPLES = HERE.parents[2] / "examples"
 SUBMITTED = HERE.parents[1] / "jobs/launch/submitted.py"
@@ -178,6 +180,55 @@ def manifest(cluster: Part, folder: Path) -> Scene:
     return scene
 
 
+def left_nodes(cluster: Part, folder: Path) -> Scene:
+    """One node fails the preflight, another one fails its task twice in a row."""
+    bad, failing = cluster.nodes[:2]
+    play = f"[ $SLURMD_NODENAME != {failing} ] || exit 7; exec python actor.py acts.json"
+    scene = Scene(cluster, folder, {"worker-0": ["until go"] * 3, "worker-1": ["until go"] * 3})
+    spec = replicas(cluster, 2).replace("{ACTOR}", f"{{command: [bash, -c, {play!r}]}}")
+    check = f"echo it is $SLURMD_NODENAME; [ $SLURMD_NODENAME != {bad} ]"
+    scene.submit(spec + f"preflight: [bash, -c, {check!r}]\nrunPolicy: {{backoffLimit: 2}}\n")
+    scene.wait_until_playing(3, replicas=2)
+    scene.seen["job"] = scene.slurm("scontrol", "show", "job", str(scene.job_id))
+    scene.touch("go")
+    scene.final_condition()
+    return scene
+
+
+def no_licence(cluster: Part, folder: Path, *, spec: str = "") -> Scene:
+    """A preflight that fails on every node."""
+    scene = Scene(cluster, folder)
+    check = "preflight: [bash, -c, 'echo no licence; exit 4']\n"
+    scene.submit((spec or replicas(cluster, 1)) + check).final_condition()
+    return scene
+
+
+def pinned(cluster: Part, folder: Path) -> Scene:
+    """The same in a job that can start on one node only."""
+    return no_licence(cluster, folder, spec=replicas(cluster, 1, node=SAVING))
+
+
+def mended(cluster: Part, folder: Path) -> Scene:
+    """A script whose node a person mends and takes back, as describe says."""
+    scene = Scene(cluster, folder)
+    folder.mkdir()
+    (folder / "train.py").write_text("print('trained')\n")
+    done = scene.hydroslurm("submit", "--preflight", "test -e mended", "train.py")
+    scene.job_id = int(done.stdout.split()[1])
+    scene.run = RunDir(Path(done.stdout.splitlines()[0].split()[-1]))
+    scene.wait(lambda: bool(scene.conditions), "a node that is left out")
+    scene.wait(lambda: "PENDING" in scene.slurm("squeue", "-h", "-o", "%i %T"), "its requeue")
+    asked = ("scontrol", "show", "job", str(scene.job_id))
+    scene.wait(lambda: "ExcNodeList=n" in scene.slurm(*asked), "the list")
+    said = scene.hydroslurm("describe", str(scene.job_id)).stdout
+    scene.seen["said"], undo = said, re.findall(r"`(scontrol [^`]+)`", said)[0]
+    scene.touch("mended")
+    scene.slurm(*undo.split())
+    scene.seen["job"] = scene.slurm(*asked)
+    scene.wait(lambda: "COMPLETED" in scene.slurm(*asked), "its end")
+    return scene
+
+
 SCENES: dict[str, Callable[[Part, Path], Scene]] = {
     # the longest first
     "preempted": preempted,
@@ -185,7 +236,11 @@ SCENES: dict[str, Callable[[Part, Path], Scene]] = {
     "exit_code_torchrun": exit_code_torchrun,
     "clean_None": functools.partial(cleaned, policy="None", with_shell=False),
     "clean_All": functools.partial(cleaned, policy="All", with_shell=True),
+    "left_nodes": left_nodes,
     "shared_limit": shared_limit,
+    "no_licence": no_licence,
+    "pinned": pinned,
+    "mended": mended,
     "uneven": uneven,
     "manifest": manifest,
 }
@@ -263,6 +318,52 @@ def test_preemptions_are_no_failures(scene: Scene) -> None:
     assert "nobody has asked it to stop" in restarting.message
     assert [one.type for one in scene.conditions].count("Preempted") == 2
     assert scene.final_condition().reason == "PreemptionLimitExceeded"
+
+
+@pytest.mark.scene("left_nodes")
+def test_bad_nodes_are_left_out(scene: Scene) -> None:
+    """A failed preflight begins no attempt; two failures in a row on one node are its fault. The
+    job goes on without both, and without the nodes that its spec excludes."""
+    bad, failing, *_ = scene.cluster.nodes
+    assert [one.ending for one in scene.attempts] == [Ending.FAILED] * 2 + [Ending.SUCCEEDED]
+    assert [one.restart_count for one in scene.attempts] == [1, 1, 2]
+    first, second = [one.message for one in scene.conditions if one.reason == "NodeExcluded"]
+    assert f"node {bad} is left out from now on: preflight: exit status 1; it is {bad}." in first
+    assert f"node {failing} is left out from now on: 2 failures in a row there" in second
+    assert _expanded(scene.seen["job"]) == {bad, failing, *scene.cluster.nodes[PREEMPTED:]}
+    assert "ExcNodeList=n[" in first
+    assert "NodeExcluded: node" in scene.hydroslurm("describe", str(scene.job_id)).stdout
+
+
+def _expanded(job: str) -> set[str]:
+    return {*expand_nodes(re.findall(r"ExcNodeList=(\S+)", job)[0])}
+
+
+@pytest.mark.parametrize(
+    ("left", "why"),
+    [
+        pytest.param(1, "it fails on every node", marks=pytest.mark.scene("no_licence")),
+        pytest.param(0, "the job could not start elsewhere", marks=pytest.mark.scene("pinned")),
+    ],
+)
+def test_no_node_is_to_blame(scene: Scene, left: int, why: str) -> None:
+    """The job fails with the command's last words, after one node where it may leave that one, and
+    without having begun an attempt."""
+    verdict = scene.final_condition()
+    assert (verdict.type, verdict.reason) == ("Failed", "PreflightFailed")
+    assert re.search(r"n\d+: preflight: exit status 4; no licence; the job", verdict.message)
+    assert why in verdict.message
+    assert [one.reason for one in scene.conditions].count("NodeExcluded") == left
+    assert scene.attempts == ()
+
+
+@pytest.mark.scene("mended")
+def test_a_node_is_taken_back(scene: Scene) -> None:
+    """The nodes of a script are checked, too; `describe` says how a node comes back."""
+    assert "NodeExcluded: node n" in scene.seen["said"]
+    assert "preflight: exit status 1" in scene.seen["said"]
+    assert "ExcNodeList=(null)" in scene.seen["job"]
+    assert "trained" in "".join(path.read_text() for path in scene.run.logs.glob("*_log.out"))
 
 
 @pytest.mark.scene("uneven")

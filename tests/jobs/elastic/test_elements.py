@@ -143,17 +143,36 @@ def test_one_that_has_done_what_follows_the_training_may_end() -> None:
 
 
 def test_a_node_that_fails_members_is_excluded_once() -> None:
-    """What waits could start there, and is submitted again without it."""
+    """While others train; what waits could start there, and is submitted again without it. What is
+    plainly the node's counts at once, and against no limit while the node can be left out."""
     of = Ledger(backoff_limit=9)
-    first, second, waits = of.want(3)
-    of.seen(row(first, JobState.FAILED, "bad"), row(second), row(waits, PENDING, ""))
+    first, second, trains, waits = of.want(4)
+    well = row(trains), row(waits, PENDING, "")
+    of.seen(row(first, JobState.FAILED, "bad"), row(second), *well)
     assert of.cancelled == []
-    of.seen(row(second, JobState.FAILED, "bad"), row(waits, PENDING, ""))
+    of.seen(row(second, JobState.FAILED, "bad"), *well)
     assert of.cancelled == [waits]
-    (again, *_) = of.want(3)
-    of.seen(row(again, JobState.FAILED, "bad"))
+    (again, *_) = of.want(2)
+    of.seen(row(again, JobState.FAILED, "bad"), row(trains))
     assert list(of.elements.excluded) == ["bad"]
     assert [kind for kind, _ in of.lines].count("excluded") == 1
+    assert of.elements.failures == 3
+    of.elements._last_words = "{}: CUDA error: uncorrectable ECC error encountered".format
+    for node, failures in (("ecc", 3), ("one too many", 4)):
+        (again, *_) = of.want(2)
+        of.seen(row(again, JobState.FAILED, node), row(trains))
+        assert list(of.elements.excluded) == ["bad", "ecc"]
+        assert of.elements.failures == failures
+
+
+def test_a_bug_of_the_script_excludes_no_node() -> None:
+    """It fails members on one node after the other, or all there are."""
+    for others in ([], ["n1"]):
+        of = Ledger(backoff_limit=9)
+        for node in ("bad", *others, "bad", *others):
+            names = of.want(1 + len(others))
+            of.seen(row(names[0], JobState.FAILED, node), *(row(name) for name in names[1:]))
+        assert of.elements.excluded == {}
 
 
 def test_budgets_are_apart() -> None:
