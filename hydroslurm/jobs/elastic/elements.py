@@ -187,7 +187,9 @@ class Elements:
                 self.elements[row.name] = Element(row.name, False, now_s)
             elif now_s - ended_s > LINGERS_S:
                 actions.append(Cancel((row.name,)))
-        for one in list(self.elements.values()):
+        over = {name for name, row in rows.items() if row.state.has_ended}
+        # those that run first: whether others do says whose fault an end is
+        for one in sorted(self.elements.values(), key=lambda one: one.name in over):
             found = rows.get(one.name)
             if found is None:
                 if now_s - one.since_s > UNSEEN_S:

@@ -123,7 +123,7 @@ def test_a_node_that_fails_members_is_excluded(cluster: DevCluster, tmp_path: Pa
     assert scene.wait_for("excluded")["node"] == "n1"
     scene.wait_for_size(2)
     said = scene.hydroslurm("describe", str(scene.job_id)).stdout
-    assert "Excluded:     node n1: 2 members failed there" in said
+    assert "Excluded:     node n1: 2 failures in a row there" in said
     scene.hydroslurm("cancel", str(scene.job_id))
     scene.assert_nothing_is_left()
 
