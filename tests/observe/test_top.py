@@ -181,6 +181,9 @@ def test_goodput_while_it_runs(scene: Scene) -> None:
     assert 0 < before["of_allocated"] < 1
     scene.cluster.run(["scontrol", "requeue", scene.trains])
     wait_until(lambda: told().get("restarts"), "a step behind the requeue", limit_s=120)
+    for verb in ("status", "describe"):
+        done = captured([*HYDROSLURM, verb, scene.trains], env=scene.environ, timeout=60)
+        assert re.search(r"goodput 0\.\d\d of \d+ s, steps lost: 0, restarts: 1", done.stdout), verb
     live, run = told(), RunDir(scene.folder / "hydroslurm-runs" / scene.trains)
     report = goodput_of(read_history(run.root), ExternalSources())
     assert (live["restarts"], live["steps_lost"], live["at_most"]) == (1, 0, False)
