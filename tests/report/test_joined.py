@@ -218,6 +218,14 @@ def test_an_attempt_that_never_trained() -> None:
     tells(found, {"steps_lost": 13, "restarts": 1, "restart_s": 22.5})
 
 
+def test_a_run_that_had_finished() -> None:
+    """What trains in its folder later loses nothing of it, and restarts nothing."""
+    done = RankLog(pid=1).trains(0, attempt=1).at_step(30).add(EventKind.SAVE_SKIPPED, 9)
+    done.add(EventKind.ATTEMPT_ENDED, 10, ending="finished").uninstalled(11)
+    anew = RankLog(pid=2, restart_count=1).trains(30, attempt=2, step=0).uninstalled(40)
+    tells(goodput(done, anew), {"steps_lost": 0, "restarts": 0, "made_again_s": 0.0, "steps": 31})
+
+
 def test_by_slurm() -> None:
     """With accounting the start of Python and the way out are allocated; only the queue is not."""
     attempts = (slurm_attempt(0, -10, -10, -3, 11), slurm_attempt(1, 11, 17, 28, 47))
