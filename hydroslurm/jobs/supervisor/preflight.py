@@ -6,6 +6,7 @@ With ``--job`` in front it is a line of a script's batch script.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
-from hydroslurm.core.files import clean, new_lines
+from hydroslurm.core.files import clean, read_end
 from hydroslurm.core.module_command import module_command
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.jobs.plan import RunLimits
@@ -49,7 +50,7 @@ def check_job(
         most: how many nodes the job may leave out.
 
     Returns:
-        The exit status for the batch script, 0 if the ranks may start, and a message.
+        The exit status for the batch script, 0 if the ranks may start, and why.
     """
     bad = _check_nodes(command, run, allocation.nodes, folder)
     if not bad:
@@ -86,14 +87,21 @@ def _check_nodes(
     bad, ahead_s = {}, {}
     for number, node in enumerate(nodes):
         status = exits.statuses.get(number)
-        found, _ = new_lines(run.logs / f"preflight-{number}.log", 0)
-        clock, *lines = [clean(line.decode(errors="replace"), most=200) for line in found] or [""]
+        text = b""
+        with contextlib.suppress(OSError):
+            text = read_end(run.logs / f"preflight-{number}.log", most_bytes=1 << 20)
+        clock, *lines = [
+            clean(line, most=200) for line in text.decode(errors="replace").split("\n")
+        ]
         if status == 0:
-            ahead_s[node] = float(clock)
+            with contextlib.suppress(ValueError):  # the command may write there, too
+                ahead_s[node] = float(clock)
         elif status != 128 + signal.SIGTERM:  # a preemption has ended it
             how = "no end" if status is None else f"exit status {format_status(status)}"
             late = "" if in_time else f" within {WITHIN_S:.0f} s"
-            bad[node] = "; ".join([f"preflight: {how}{late}", *lines[-_LAST_LINES:]])
+            bad[node] = "; ".join(
+                [f"preflight: {how}{late}", *filter(None, lines[-_LAST_LINES - 1 :])]
+            )
     return bad | wrong_clocks(ahead_s)
 
 

@@ -217,14 +217,15 @@ def mended(cluster: Part, folder: Path) -> Scene:
     scene.job_id = int(done.stdout.split()[1])
     scene.run = RunDir(Path(done.stdout.splitlines()[0].split()[-1]))
     scene.wait(lambda: bool(scene.conditions), "a node that is left out")
-    scene.wait(lambda: "PENDING" in scene.slurm("squeue", "-h", "-o", "%i %T"), "its requeue")
-    asked = ("scontrol", "show", "job", str(scene.job_id))
+    hold, asked = (("scontrol", *verb, str(scene.job_id)) for verb in (["hold"], ["show", "job"]))
+    scene.wait(lambda: cluster.run(hold, check=False).returncode == 0, "a job that is held")
     scene.wait(lambda: "ExcNodeList=n" in scene.slurm(*asked), "the list")
     said = scene.hydroslurm("describe", str(scene.job_id)).stdout
     scene.seen["said"], undo = said, re.findall(r"`(scontrol [^`]+)`", said)[0]
     scene.touch("mended")
     scene.slurm(*undo.split())
     scene.seen["job"] = scene.slurm(*asked)
+    scene.slurm("scontrol", "release", str(scene.job_id))
     scene.wait(lambda: "COMPLETED" in scene.slurm(*asked), "its end")
     return scene
 
