@@ -51,6 +51,7 @@ mariadbd mariadb-server-core
 /usr/include/slurm/spank.h libslurm-dev
 /usr/bin/python3 python3
 tmux tmux
+ip iproute2
 LIST
 }
 

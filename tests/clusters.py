@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import pytest
 
-from hydroslurm.devcluster import ClusterSpec, DevCluster, cgroups
+from hydroslurm.devcluster import ClusterSpec, DevCluster, cgroups, network
 from hydroslurm.devcluster.programs import missing, missing_message, search_path
 from hydroslurm.errors import ClusterError
 
@@ -312,5 +312,14 @@ def require_cgroups(spec: ClusterSpec) -> None:
     require_slurm()
     try:
         cgroups.require(spec)
+    except ClusterError as error:
+        pytest.skip(str(error))
+
+
+def require_network() -> None:
+    """Skip the test where this user cannot give nodes a network of their own."""
+    require_slurm()
+    try:
+        network.require(ClusterSpec(network=True))
     except ClusterError as error:
         pytest.skip(str(error))

@@ -46,6 +46,14 @@ def up(
             help="With cgroup: jobs request memory (--mem), and are killed if they use more.",
         ),
     ] = False,
+    network: Annotated[
+        bool,
+        typer.Option(
+            "--network",
+            help="Give each node its own network namespace, address and host name, on a bridge "
+            "that can be cut or slowed (needs root).",
+        ),
+    ] = False,
     directory: Directory = DEFAULT_DIRECTORY,
 ) -> None:
     """Start a cluster that runs until `hydroslurm cluster down`."""
@@ -62,6 +70,7 @@ def up(
         kill_wait_s=kill_wait_s,
         proctrack=cast("Proctrack", proctrack),
         constrain_memory=constrain_memory,
+        network=network,
     )
     cluster = DevCluster.up(spec, detach=True)
     option = _option(directory)
@@ -69,6 +78,8 @@ def up(
     typer.echo(f"up: {nodes} x {cpus} CPUs, partitions low and urgent, in {cluster.directory}")
     if proctrack == "cgroup":
         typer.echo(f"proctrack/cgroup, nodes {', '.join(cluster.spec.node_names)}")
+    if network:
+        typer.echo(f"network of {cluster.spec.bridge}: {', '.join(cluster.spec.cables)}")
     if cluster.no_preempt:
         typer.echo(f"srun --preempt is not available: {cluster.no_preempt}")
     typer.echo(f'use it:  eval "$(hydroslurm cluster env{option})"')

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from hydroslurm.core.proc import die_with
+from hydroslurm.devcluster import network
 from hydroslurm.devcluster.config import (
     ACCOUNT,
     CLUSTER_NAME,
@@ -72,6 +73,8 @@ class Bringup:
             ClusterError: a daemon ended, or a program failed or took too long.
             StopRequested: the cluster is to end.
         """
+        if self.spec.network:
+            self.place = replace(self.place, subnet=network.create(self.spec))
         self._write_files()
         if self.spec.auth == "munge":
             self._start(
@@ -92,8 +95,12 @@ class Bringup:
         # slurmctld after the registration: it looks up its cluster only once, when it starts
         self._start("slurmctld", ["-D", "-c"], LD_PRELOAD=str(self._loopback_so))
         self._wait("slurmctld to listen", lambda: listening(self.ports.slurmctld))
-        for name in self.spec.node_names:
-            self._start(f"slurmd-{name}", self._slurmd(name), LD_PRELOAD=str(self._loopback_so))
+        for number, name in enumerate(self.spec.node_names):
+            if self.spec.network:  # where every address is the node's own
+                inside = network.enter(self.spec.cables[number], name, self.layout.hosts)
+                self._start(f"slurmd-{name}", self._slurmd(name), inside=inside)
+            else:
+                self._start(f"slurmd-{name}", self._slurmd(name), LD_PRELOAD=str(self._loopback_so))
         self._wait("all nodes to be idle", self._nodes_idle)
         self._check_loopback()
 
@@ -135,6 +142,8 @@ class Bringup:
         _write(self.layout.slurmdbd_conf, slurmdbd_conf(self.spec, self.place, self.ports))
         _write(self.layout.cgroup_conf, cgroup_conf(self.spec, release))
         _write(self.layout.key(self.spec.auth), os.urandom(128))
+        _write(self.layout.hosts, self.place.hosts(self.spec))
+        self.layout.hosts.chmod(0o644)  # jobs of every user read it
         for name in (
             "slurmctld",
             "mysql",
@@ -154,6 +163,7 @@ class Bringup:
     def _compile_loopback(self) -> Daemon:
         source = Path(__file__).with_name("loopback.c")
         argv = [self.programs.compiler, "-x", "c", "-O1", "-shared", "-fPIC"]
+        argv.append(f'-DADDRESS="{self.place.address}"')
         return self._begin("compiler", [*argv, "-o", str(self._loopback_so), str(source), "-ldl"])
 
     def _make_plugin(self) -> None:
@@ -218,7 +228,7 @@ class Bringup:
         return done.stdout.split() == ["idle"] * self.spec.nodes
 
     def _check_loopback(self) -> None:
-        exposed = open_to_others(self.ports.all)
+        exposed = open_to_others(self.ports.all, self.place.address)
         if exposed:
             raise ClusterError(
                 f"Slurm listens beyond the loopback interface on port {exposed[0]}, because "
@@ -226,11 +236,13 @@ class Bringup:
                 "mounted noexec?). Choose another folder with --dir"
             )
 
-    def _start(self, name: str, arguments: Sequence[str], **more: str) -> None:
+    def _start(
+        self, name: str, arguments: Sequence[str], inside: Sequence[str] = (), **more: str
+    ) -> None:
         program = name.partition("-")[0]
         # Slurm's daemons write their logs themselves
         log = self.layout.console(name) if program.startswith("slurm") else None
-        argv = [self.programs[program], *arguments]
+        argv = [*inside, self.programs[program], *arguments]
         self.daemons.append(self._begin(name, argv, log=log, environ=self.environ(**more)))
 
     def _wait(self, what: str, condition: Callable[[], bool]) -> None:

@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from ipaddress import IPv4Network
 from pathlib import Path
 
 from hydroslurm.devcluster.spec import ClusterSpec
@@ -71,6 +72,7 @@ class Place:
         user: the name of the user whom all daemons and jobs belong to.
         memory_mb: what each node claims.
         plugins: folder of Slurm's plugins; None leaves it to Slurm.
+        subnet: of the nodes' own network; None: all share the loopback interface.
     """
 
     base: Path
@@ -78,6 +80,27 @@ class Place:
     user: str
     memory_mb: int
     plugins: Path | None = None
+    subnet: IPv4Network | None = None
+
+    @property
+    def address(self) -> str:
+        """Where slurmctld and slurmdbd listen."""
+        return str(self.subnet[-2]) if self.subnet else LOOPBACK
+
+    def nodes(self, spec: ClusterSpec) -> Iterator[tuple[str, str, str]]:
+        """Name, host name and address of each node."""
+        for number, name in enumerate(spec.node_names, 1):
+            yield (
+                (name, name, str(self.subnet[number]))
+                if self.subnet
+                else (name, self.host, LOOPBACK)
+            )
+
+    def hosts(self, spec: ClusterSpec) -> str:
+        """/etc/hosts of nodes with a network of their own."""
+        rows = [(LOOPBACK, "localhost"), (self.address, self.host)]
+        rows += [(address, host) for _, host, address in self.nodes(spec)]
+        return "".join(f"{address} {host}\n" for address, host in rows)
 
     @property
     def host(self) -> str:
@@ -104,15 +127,15 @@ def slurm_conf(spec: ClusterSpec, place: Place, ports: Ports) -> str:
     """slurm.conf of a dev cluster."""
     base = place.base
     nodes = "".join(
-        f"NodeName={name} NodeHostname={place.host} NodeAddr={LOOPBACK} Port={port} "
+        f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} "
         f"CPUs={spec.cpus_per_node} RealMemory={place.memory_mb} State=UNKNOWN\n"
-        for name, port in zip(spec.node_names, ports.slurmd, strict=True)
+        for (name, host, address), port in zip(place.nodes(spec), ports.slurmd, strict=True)
     )
     return f"""\
 # {WARNING}.
 # Made by `hydroslurm cluster up`; changes are lost at the next one.
 ClusterName={CLUSTER_NAME}
-SlurmctldHost={place.host}({LOOPBACK})
+SlurmctldHost={place.host}({place.address})
 SlurmctldPort={ports.slurmctld}
 SlurmUser={place.user}
 SlurmdUser={place.user}
@@ -154,7 +177,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=5,bf_interval=5
 
 AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost={LOOPBACK}
+AccountingStorageHost={place.address}
 AccountingStoragePort={ports.slurmdbd}
 {_accounting_pass(spec, place)}
 {nodes}
@@ -251,7 +274,7 @@ def slurmdbd_conf(spec: ClusterSpec, place: Place, ports: Ports) -> str:
 # {WARNING}.
 {_auth(spec, place)}
 DbdHost=localhost
-DbdAddr={LOOPBACK}
+DbdAddr={place.address}
 DbdPort={ports.slurmdbd}
 SlurmUser={place.user}
 {place.plugin_dir}
@@ -312,11 +335,11 @@ def listening(port: int) -> bool:
     return any(port == other for _, other in _listeners())
 
 
-def open_to_others(ports: Iterable[int]) -> list[int]:
-    """Those of the ports on which something listens beyond the loopback interface."""
-    wanted = set(ports)
+def open_to_others(ports: Iterable[int], own: str = LOOPBACK) -> list[int]:
+    """Those of the ports on which something listens beyond loopback and the address ``own``."""
+    wanted, known = set(ports), (*_LOOPBACK_HEX, socket.inet_aton(own)[::-1].hex().upper())
     return sorted(
-        {port for address, port in _listeners() if port in wanted and address not in _LOOPBACK_HEX}
+        {port for address, port in _listeners() if port in wanted and address not in known}
     )
 
 

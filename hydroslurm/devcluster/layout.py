@@ -55,6 +55,7 @@ class Layout:
     slurmdbd_conf = Below("conf/slurmdbd.conf")
     plugstack_conf = Below("conf/plugstack.conf")
     cgroup_conf = Below("conf/cgroup.conf")
+    hosts = Below("conf/hosts")
     state = Below("state")
     run = Below("run")
     logs = Below("log")

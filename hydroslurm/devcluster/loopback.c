@@ -1,8 +1,8 @@
-/* Keep a dev cluster's daemons on the loopback interface.
+/* Keep a dev cluster's daemons on the loopback interface, or with --network on that of its nodes (ADDRESS).
  *
  * Slurm's daemons listen on every interface, or (CommunicationParameters=NoInAddrAny) on the address that
  * the host's name resolves to, which is seldom a loopback address. Preloaded into them, this turns a bind()
- * to every IPv4 or IPv6 address into one to the loopback address, and touches no other.
+ * to every IPv4 or IPv6 address into one to that address (of IPv6 the loopback one), and touches no other.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -20,7 +20,7 @@ int bind(int fd, const struct sockaddr *address, socklen_t length)
         struct sockaddr_in in;
         memcpy(&in, address, sizeof in);
         if (in.sin_addr.s_addr == htonl(INADDR_ANY)) {
-            in.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+            in.sin_addr.s_addr = inet_addr(ADDRESS);
             return next(fd, (struct sockaddr *)&in, sizeof in);
         }
     } else if (address && address->sa_family == AF_INET6 && length >= sizeof(struct sockaddr_in6)) {

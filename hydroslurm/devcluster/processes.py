@@ -19,7 +19,7 @@ from typing import Any
 
 from hydroslurm.core.files import write_atomically
 from hydroslurm.core.proc import PARENT, START_TICKS, STATE, environ_of, pids, stat_of
-from hydroslurm.devcluster import cgroups
+from hydroslurm.devcluster import cgroups, network
 from hydroslurm.devcluster.layout import CLUSTER_ENV, Layout, remove_link
 from hydroslurm.devcluster.spec import ClusterSpec
 from hydroslurm.errors import ClusterError
@@ -294,6 +294,7 @@ def end_all(daemons: Sequence[Daemon], spec: ClusterSpec, *, limit_s: float = 15
         end(below, limit_s=1.0)
         reap(daemons)
     cgroups.remove(spec)
+    network.remove(spec)
 
 
 def sweep(layout: Layout, running: Running) -> None:
@@ -308,6 +309,7 @@ def sweep(layout: Layout, running: Running) -> None:
             cgroups.thaw(running.spec)
             end(strays)
     cgroups.remove(running.spec)
+    network.remove(running.spec)
     remove_link(running.link)
     layout.remove_state()
     if running.temporary:

@@ -39,6 +39,7 @@ class ClusterSpec:
             kills those that use more.
         auth: how daemons and programs prove who they are: ``munge``, or ``slurm``
             (AuthType=auth/slurm, from Slurm 23.11 on), without munged.
+        network: give each node a network namespace, address and host name; needs root.
 
     Raises:
         UsageError: a value is out of its range, which the message names.
@@ -54,6 +55,7 @@ class ClusterSpec:
     proctrack: Proctrack = "linuxproc"
     constrain_memory: bool = False
     auth: Auth = "munge"
+    network: bool = False
 
     def __post_init__(self) -> None:
         _one_of("profile", self.profile, PROFILES)
@@ -79,9 +81,22 @@ class ClusterSpec:
         """
         prefix = "n"
         if self.proctrack == "cgroup":
-            folder = str(self.directory).encode(errors="surrogateescape")
-            prefix = f"n{zlib.crc32(folder) & 0xFFFFFF:06x}-"
+            prefix = f"n{self._hash & 0xFFFFFF:06x}-"
         return tuple(f"{prefix}{number}" for number in range(1, self.nodes + 1))
+
+    @property
+    def bridge(self) -> str:
+        """That of the nodes' network: no two folders have the same."""
+        return f"hs{self._hash:08x}"
+
+    @property
+    def cables(self) -> tuple[str, ...]:
+        """The host's interface to each node, and the name of its namespace."""
+        return tuple(f"{self.bridge}-{number}" for number in range(1, self.nodes + 1))
+
+    @property
+    def _hash(self) -> int:
+        return zlib.crc32(str(self.directory).encode(errors="surrogateescape"))
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
