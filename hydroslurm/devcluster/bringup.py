@@ -96,11 +96,10 @@ class Bringup:
         self._start("slurmctld", ["-D", "-c"], LD_PRELOAD=str(self._loopback_so))
         self._wait("slurmctld to listen", lambda: listening(self.ports.slurmctld))
         for number, name in enumerate(self.spec.node_names):
+            preload, inside = str(self._loopback_so), list[str]()
             if self.spec.network:  # where every address is the node's own
-                inside = network.enter(self.spec.cables[number], name, self.layout.hosts)
-                self._start(f"slurmd-{name}", self._slurmd(name), inside=inside)
-            else:
-                self._start(f"slurmd-{name}", self._slurmd(name), LD_PRELOAD=str(self._loopback_so))
+                preload, inside = "", network.enter(self.spec, number, self.layout.hosts)
+            self._start(f"slurmd-{name}", self._slurmd(name), inside, LD_PRELOAD=preload)
         self._wait("all nodes to be idle", self._nodes_idle)
         self._check_loopback()
 

@@ -90,11 +90,8 @@ class Place:
     def nodes(self, spec: ClusterSpec) -> Iterator[tuple[str, str, str]]:
         """Name, host name and address of each node."""
         for number, name in enumerate(spec.node_names, 1):
-            yield (
-                (name, name, str(self.subnet[number]))
-                if self.subnet
-                else (name, self.host, LOOPBACK)
-            )
+            own = (name, str(self.subnet[number])) if self.subnet else (self.host, LOOPBACK)
+            yield name, *own
 
     def hosts(self, spec: ClusterSpec) -> str:
         """/etc/hosts of nodes with a network of their own."""

@@ -60,11 +60,11 @@ def remove(spec: ClusterSpec) -> None:
         _ip(f"{cables}link del {spec.bridge}", "-force", check=False)
 
 
-def enter(cable: str, name: str, hosts: Path) -> list[str]:
+def enter(spec: ClusterSpec, number: int, hosts: Path) -> list[str]:
     """The beginning of a command that runs on a node: its network, host name and /etc/hosts."""
     script = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
-    inside = ["nsenter", f"--net=/run/netns/{cable}", "unshare", "--mount", "--uts"]
-    return [*inside, "sh", "-c", script, "sh", name, str(hosts)]
+    inside = ["nsenter", f"--net=/run/netns/{spec.cables[number]}", "unshare", "--mount", "--uts"]
+    return [*inside, "sh", "-c", script, "sh", spec.node_names[number], str(hosts)]
 
 
 def _claim_subnet(bridge: str) -> ipaddress.IPv4Network:
