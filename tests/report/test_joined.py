@@ -212,7 +212,8 @@ def test_steps_that_were_made_again_do_not_count() -> None:
 def test_an_attempt_that_never_trained() -> None:
     """It repeats nothing: what the one before it has lost is known once another one trains."""
     one, _ = two_attempts()
-    dies = RankLog(pid=3, restart_count=1).installed(20).add(EventKind.SAVE_SKIPPED, 22)
+    dies = RankLog(pid=3, restart_count=1).installed(20)
+    dies.add(EventKind.ATTEMPT_BEGAN, 22, attempt=2, step=27)
     two = RankLog(pid=2, restart_count=2).trains(30, attempt=3, step=27)
     found = goodput(one, dies, two.uninstalled(40))
     tells(found, {"steps_lost": 13, "restarts": 1, "restart_s": 22.5})
