@@ -1,4 +1,5 @@
-"""torchft's DDP, as its train_ddp.py has it: ``peer_torchft.py attempts|spared ...``.
+"""torchft, as its train_ddp.py has it: ``peer_torchft.py attempts|spared ...``. With 0.2.0 and gloo
+its DistributedDataParallel also ends the group whose peer dies; the one in pure Python does not.
 Two replica groups, each a job on a node of its own; events strike one of them, and the other, with
 the lighthouse, trains on and gives it its state when it comes back."""
 
@@ -13,8 +14,9 @@ from typing import Any
 from digits import Parts, arguments
 from observer import Observer
 from torch.distributed import TCPStore
-from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from torchft import Manager, Optimizer, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
+from torchft.ddp import PureDistributedDataParallel
 
 TIMEOUT = datetime.timedelta(seconds=5)
 """Of a collective. With the default, a minute, the other group waits that long for a dead one."""
@@ -49,7 +51,7 @@ def main() -> None:
         replica_id=f"{group}_{int(group == 'spared')}",
         hostname="localhost",
     )
-    parts.model = DistributedDataParallel(manager, parts.model)
+    parts.model = PureDistributedDataParallel(manager, parts.model)
     parts.optimizer = Optimizer(manager, parts.optimizer)
     batches = (
         batch
