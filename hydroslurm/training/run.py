@@ -13,7 +13,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.core.rundir import GENERATION_ENV, RunDir
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+@final
 class Run:
     """One training over all its attempts: saved, stopped, requeued and resumed.
 

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, final
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.census import MOVED, Unkept
@@ -146,6 +146,7 @@ class Adapter(Protocol):
         """Of all ranks together; None where the loaders do not say."""
 
 
+@final
 class Session:
     """See the module.
 
