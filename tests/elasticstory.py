@@ -18,13 +18,9 @@ from typing import TYPE_CHECKING, Any
 from processes import LIMIT_S, wait_until
 from zygote import ForkedChild
 
+from hydroslurm.core.rundir import ELASTIC_ENV
 from hydroslurm.elastic.coordinator import Coordinator, start
-from hydroslurm.elastic.folder import (
-    ELASTIC_ENV,
-    MEMBER_ENV,
-    CoordinatorOptions,
-    ElasticFolder,
-)
+from hydroslurm.elastic.folder import MEMBER_ENV, CoordinatorOptions, ElasticFolder
 from hydroslurm.elastic.roster import Size, Timing
 
 if TYPE_CHECKING:

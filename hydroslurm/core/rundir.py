@@ -56,6 +56,8 @@ ATTEMPTS_ENV = "HYDROSLURM_ATTEMPTS_WITHOUT_PROGRESS"
 """How many attempts in a row may begin at the same step, above what the script says."""
 
 # what the agent of a member of an elastic run tells its workers
+ELASTIC_ENV = "HYDROSLURM_ELASTIC"
+"""The run folder of the elastic run that this process is to train in."""
 GENERATION_ENV = "HYDROSLURM_GENERATION"
 """The generation that they are started for, from 1. They stop and save for the next one: nobody
 requeues their job, and the coordinator counts what goes wrong."""

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hydroslurm.core.exitcodes import at_end
-from hydroslurm.core.rundir import GENERATION_ENV
-from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
+from hydroslurm.core.rundir import ELASTIC_ENV, GENERATION_ENV
+from hydroslurm.elastic.folder import ElasticFolder, member_name
 from hydroslurm.elastic.group import GenerationGroup, backend_of_script, parallel_modules, rebuild
 from hydroslurm.elastic.member import Member
 from hydroslurm.elastic.reduction import GradientSum, sum_bucket

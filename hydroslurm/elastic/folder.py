@@ -36,8 +36,6 @@ from hydroslurm.elastic.autoscale import AutoscalePolicy
 from hydroslurm.elastic.roster import Size, Timing
 from hydroslurm.errors import RunFolderError, UsageError
 
-ELASTIC_ENV = "HYDROSLURM_ELASTIC"
-"""The run folder of the elastic run that this process is to train in."""
 MEMBER_ENV = "HYDROSLURM_MEMBER"
 """The name of this process's member; default: the array element, or the job."""
 _FILE_BYTES = 16 << 20

@@ -21,12 +21,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hydroslurm.coordination.world import World
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.held_loader import HeldLoader
 from hydroslurm.training.arguments import run_directory
-from hydroslurm.training.contents import Contents
+from hydroslurm.training.contents import Contents, fingerprint
 from hydroslurm.training.gradients import BucketOrders, Gradients, Models
 from hydroslurm.training.objects import Stateful
 from hydroslurm.training.session import Session
@@ -361,3 +363,16 @@ def is_launched(world_size: int, seen: str) -> bool:
     if launched not in (1, world_size):
         raise UsageError(f"{launched} tasks were started, and {seen}")
     return launched == world_size
+
+
+def fingerprint_of_all(
+    weights: Mapping[str, Any], *, device: torch.device, add: Callable[[torch.Tensor], Any]
+) -> int:
+    """As :func:`hydroslurm.training.contents.fingerprint`, over all ranks: so that all
+    see a change that only some of them have a part of.
+
+    Args:
+        add: the collective that adds up a tensor of all ranks.
+    """
+    here = sum(fingerprint(weights).values()) % 2**48
+    return int(add(torch.tensor(here, dtype=torch.int64, device=device)))

@@ -6,6 +6,9 @@ enters the loop at that step; its first turn trains nothing, and does what follo
 nothing depends on what the Trainer's own resume makes of the end of an epoch, of running averages,
 or of accelerate, whose loaders fetch one batch ahead.
 
+Of a model that is sharded (FSDP2), weights and optimizer states are DTensors: each rank writes its
+shards, nothing is gathered, and another number of ranks may load them.
+
 Knows transformers' loop by the methods that it calls (4.57 to 5), and imports nothing of it.
 """
 
@@ -34,6 +37,7 @@ from hydroslurm.integrations.framework import (
     FrameworkSession,
     directory_of_fit,
     environ_of,
+    fingerprint_of_all,
     replace,
 )
 from hydroslurm.integrations.loggers import (
@@ -42,7 +46,6 @@ from hydroslurm.integrations.loggers import (
     hide_from_board,
     runs_of_callbacks,
 )
-from hydroslurm.integrations.sharded import Sharded, is_sharded, why_not
 from hydroslurm.training.contents import fingerprint
 from hydroslurm.training.objects import bare
 from hydroslurm.training.reporting import warning
@@ -575,6 +578,98 @@ def _loss_in_loop(trainer: Any) -> torch.Tensor | None:
         frame = frame.f_back
     found = None if frame is None else frame.f_locals.get("tr_loss")
     return found if isinstance(found, torch.Tensor) else None
+
+
+# --- weights that are sharded over the ranks
+# ------------------------------------------------------------------------------------------------
+
+
+def is_sharded(trainer: Any) -> bool:
+    """Whether it trains with FSDP, of any version."""
+    return bool(getattr(trainer, "is_fsdp_enabled", False))
+
+
+def why_not(trainer: Any) -> str | None:
+    """What keeps this sharded Trainer from being made preemptible."""
+    if getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
+        return 'FSDP of version 1 (fsdp_config={"version": 2} makes it FSDP2)'
+    if not hasattr(trainer, "_prepare_for_training"):
+        return "FSDP before transformers 5"
+    return "FSDP and model_init" if trainer.model_init is not None else None
+
+
+class Sharded:
+    """The model and the optimizer of one ``train()``: part of the run, so they have to be there
+    when it is resumed, and that is before ``train()``. They are made and sharded here, as by
+    transformers itself for an ``evaluate()`` that comes before, and ``train()`` finds them ready.
+    """
+
+    def __init__(self, trainer: Any, run: FrameworkSession) -> None:
+        """Raises:
+        UsageError: the optimizer has other parameters than the model: those of before.
+        """
+        self._trainer = trainer
+        if type(trainer.optimizer).__name__ != "AcceleratedOptimizer":
+            trainer.create_optimizer()
+            trainer.model, trainer.optimizer = trainer.accelerator.prepare(
+                trainer.model, trainer.optimizer
+            )
+            trainer.model_wrapped = trainer.model
+        self._prepared = (trainer.model, trainer.optimizer)
+        self._settings: list[dict[str, Any]] = []
+        _require_own(trainer)
+        run.session.register("model", bare(trainer.model))
+        run.session.register("optimizer", trainer.optimizer.optimizer)
+
+    def prepare_for_training(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, to which what is prepared is not given to accelerate once more: that
+        would find a parameter by the address of its shard, which all empty shards share."""
+        accelerator, (model, optimizer) = self._trainer.accelerator, self._prepared
+        prepare = accelerator.prepare
+        self._settings = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+
+        def unless_prepared(*given: Any, **options: Any) -> Any:
+            if not all(one is model or one is optimizer for one in given):
+                return prepare(*given, **options)
+            return given if len(given) > 1 else given[0]
+
+        accelerator.prepare = unless_prepared
+        # the loop has had accelerate forget what it had prepared
+        accelerator._models.append(model)
+        accelerator._optimizers.append(optimizer)
+        try:
+            return own(*args, **kwargs)
+        finally:
+            del accelerator.prepare
+
+    def put_settings_back(self) -> None:
+        """Learning rates as they were loaded: the scheduler was made behind that, and has set its
+        first one."""
+        groups = self._trainer.optimizer.param_groups
+        for group, settings in zip(groups, self._settings, strict=True):
+            group.update(settings)
+
+    def fingerprint(self) -> int:
+        """Of all weights, equal on all ranks. A collective."""
+        accelerator = self._trainer.accelerator
+        return fingerprint_of_all(
+            bare(self._trainer.model).state_dict(),
+            device=accelerator.device,
+            add=lambda total: accelerator.reduce(total, reduction="sum"),
+        )
+
+
+def _require_own(trainer: Any) -> None:
+    mine = {id(one) for one in trainer.model.parameters()}
+    groups = trainer.optimizer.param_groups
+    if strange := sum(id(one) not in mine for group in groups for one in group["params"]):
+        raise UsageError(
+            f"{strange} parameters of the optimizer are not the sharded model's; make it of "
+            "trainer.model, or let the Trainer make it"
+        )
 
 
 # --- what of transformers is known

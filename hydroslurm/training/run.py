@@ -16,8 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from hydroslurm.checkpoint.outcome import Saved
-from hydroslurm.core.rundir import GENERATION_ENV, RunDir
-from hydroslurm.elastic.folder import ELASTIC_ENV
+from hydroslurm.core.rundir import ELASTIC_ENV, GENERATION_ENV, RunDir
 from hydroslurm.errors import UsageError
 from hydroslurm.training.attempts import Limits
 from hydroslurm.training.checks import own_loop

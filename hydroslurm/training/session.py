@@ -35,8 +35,7 @@ from hydroslurm.coordination.world import World
 from hydroslurm.core import memory
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import ExitForRequeue
-from hydroslurm.core.rundir import GENERATION_ENV
-from hydroslurm.elastic.folder import ELASTIC_ENV
+from hydroslurm.core.rundir import ELASTIC_ENV, GENERATION_ENV
 from hydroslurm.errors import (
     CheckpointError,
     HydroslurmError,

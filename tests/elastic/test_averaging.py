@@ -19,7 +19,8 @@ from elasticstory import (
 )
 
 from hydroslurm import elastic
-from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder
+from hydroslurm.core.rundir import ELASTIC_ENV
+from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import UsageError
 
 EVERY = 8

@@ -21,8 +21,9 @@ from elasticstory import (
 from processes import LIMIT_S, wait_until
 
 from hydroslurm.core.exitcodes import CANCELLED, RUN_AGAIN
+from hydroslurm.core.rundir import ELASTIC_ENV
 from hydroslurm.elastic import coordinator
-from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder
+from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.elastic.member import LOOK_AFTER_S, Member
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.framework import FrameworkSession

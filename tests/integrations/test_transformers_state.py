@@ -16,12 +16,13 @@ from transformers import BatchEncoding
 from hydroslurm.checkpoint.tree import decode, encode
 from hydroslurm.errors import StateMismatch, UnsavableState
 from hydroslurm.integrations.held_loader import MOST_BYTES, is_saved, packed, unpacked
-from hydroslurm.integrations.sharded import is_sharded, why_not
 from hydroslurm.integrations.transformers_train import (
     LoopState,
     OtherModules,
+    is_sharded,
     other_modules,
     remember,
+    why_not,
 )
 from hydroslurm.training.contents import Contents
 

@@ -21,10 +21,10 @@ from hydroslurm.coordination.rendezvous import step_key
 from hydroslurm.coordination.world import key_from
 from hydroslurm.core import registry
 from hydroslurm.core.events import Event, EventKind, EventLog, clocks
-from hydroslurm.core.rundir import RunDir, variables_of
+from hydroslurm.core.rundir import ELASTIC_ENV, RunDir, variables_of
 from hydroslurm.core.signals import signal_name
 from hydroslurm.core.threads import thread
-from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
+from hydroslurm.elastic.folder import ElasticFolder, member_name
 from hydroslurm.errors import HydroslurmError, RanksError, RunFolderError
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.jobs.agent.rendezvous import agents, find_rendezvous

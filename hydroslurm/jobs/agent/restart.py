@@ -50,8 +50,8 @@ from hydroslurm.coordination.network import own_address
 from hydroslurm.coordination.world import COORDINATOR_PORT_TRIES, INCARNATION_ENV, KEY_ENV, World
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.exitcodes import FAILED, MUST_NOT_RUN_AGAIN, RUN_AGAIN
-from hydroslurm.core.rundir import GENERATION_ENV, variables_of
-from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV, ElasticFolder, member_name
+from hydroslurm.core.rundir import ELASTIC_ENV, GENERATION_ENV, variables_of
+from hydroslurm.elastic.folder import MEMBER_ENV, ElasticFolder, member_name
 from hydroslurm.elastic.member import Member
 from hydroslurm.elastic.roster import MEETING_S, Depart, Directive, Form, Save, Timing
 from hydroslurm.errors import CoordinatorLost, UsageError

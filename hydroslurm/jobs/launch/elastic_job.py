@@ -22,9 +22,9 @@ import msgspec
 from hydroslurm.core import rundir
 from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.core.module_command import module_command
-from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
+from hydroslurm.core.rundir import ELASTIC_ENV, RUN_DIR_ENV, RunDir
 from hydroslurm.elastic.autoscale import AutoscalePolicy
-from hydroslurm.elastic.folder import ELASTIC_ENV, CoordinatorOptions, ElasticFolder
+from hydroslurm.elastic.folder import CoordinatorOptions, ElasticFolder
 from hydroslurm.elastic.roster import Size
 from hydroslurm.errors import RunFolderError, UsageError
 from hydroslurm.jobs.images import Runtime

@@ -10,8 +10,9 @@ from typing import Any
 
 from integration.trainingjob.scene import Scene
 
+from hydroslurm.core.rundir import ELASTIC_ENV
 from hydroslurm.devcluster import DevCluster
-from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder
+from hydroslurm.elastic.folder import ElasticFolder
 
 HERE = Path(__file__).parent
 

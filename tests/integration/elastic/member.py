@@ -13,7 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from hydroslurm.elastic.folder import ELASTIC_ENV, ElasticFolder, member_name
+from hydroslurm.core.rundir import ELASTIC_ENV
+from hydroslurm.elastic.folder import ElasticFolder, member_name
 from hydroslurm.elastic.member import Member
 from hydroslurm.elastic.roster import Depart, Finished, Form, Save
 
