@@ -194,11 +194,14 @@ class Loop:
         self._is_finished = False
         environ = environ_of(rank=accelerator.process_index, world_size=accelerator.num_processes)
         place = directory_of_fit(options.get("directory"), environ).root
-        self.run = FrameworkSession(
-            "accelerate", dict, environ=environ, **{**options, "directory": place}
-        )
         self._models: list[Any] = []
-        self.run.follow(lambda: self._models)
+        self.run = FrameworkSession(
+            "accelerate",
+            dict,
+            lambda: self._models,
+            environ=environ,
+            **{**options, "directory": place},
+        )
         self._loaders: list[Loader] = []
         self._saved: Mapping[str, Any] | None = None
         self._at_safe_point: dict[str, Any] = {}

@@ -43,6 +43,8 @@ class FrameworkSession:
     Args:
         name: of the framework; the state is saved under it.
         capture: makes the state that all ranks share: tensors and plain values, nested.
+        models: those that are trained, once they are there. Their gradients are summed in one
+            order in all attempts.
         options: those of a Run.
 
     Attributes:
@@ -57,6 +59,7 @@ class FrameworkSession:
         self,
         name: str,
         capture: Callable[[], Mapping[str, Any]],
+        models: Models,
         *,
         directory: str | os.PathLike[str] | None = None,
         environ: Mapping[str, str] | None = None,
@@ -67,7 +70,7 @@ class FrameworkSession:
         self._frozen: Mapping[str, Any] | None = None
         self._is_unchanged: Callable[[], bool] = lambda: False
         self.own: dict[str, Stateful] = {}
-        self._models: Models = tuple
+        self._models = models
         self._loaders: dict[str, HeldLoader] = {}
         self.pending: Mapping[str, Any] | None = None
         self.trains = False
@@ -80,6 +83,9 @@ class FrameworkSession:
             adapter=self,
             **options,
         )
+        world_size = self.session.rank_group.world_size
+        self.session.bucket_orders = BucketOrders(models, world_size=world_size)
+        self.session.gradients = Gradients(lambda: {str(n): m for n, m in enumerate(models())})
 
     # --- how it begins
     # --------------------------------------------------------------------------------------------
@@ -131,17 +137,9 @@ class FrameworkSession:
         self._loaders[name] = held
         return held
 
-    def follow(self, models: Models) -> None:
-        """Sum the gradients of these models in one order in all attempts; before
-        :meth:`remember`, which saves what each rank has of them beside the shared state."""
-        self._models = models
-        session = self.session
-        session.bucket_orders = BucketOrders(models, world_size=session.rank_group.world_size)
-        session.gradients = Gradients(lambda: {str(n): one for n, one in enumerate(models())})
-
     def remember(self, roots: Callable[[], Mapping[str, Any]], **options: Any) -> None:
         """Save what changes from now on in the script's own objects, and in how the modules of the
-        models that are followed are set; before :meth:`begin`. Of several ranks each has buffers of
+        models are set; before :meth:`begin`. Of several ranks each has buffers of
         its own: they see other batches, and their BatchNorm other statistics. FSDP never compares
         them, and DDP only where it trains, not in an evaluation.
 

@@ -255,13 +255,13 @@ class Fit:
         self.run = FrameworkSession(
             "lightning",
             self._capture,
+            lambda: [trainer.model],
             directory=directory,
             environ=environ_of_lightning(trainer),
             **options,
         )
         self._request = LoaderRequest(trainer, self.run)
         self.run.own.update(metrics=RankMetrics(trainer), loggers=loggers, request=self._request)
-        self.run.follow(lambda: [trainer.model])
         self.run.remember(lambda: roots_of(trainer), without=without_of(trainer))
         self._loggers = loggers
 

@@ -234,6 +234,7 @@ class Train:
         self.run = FrameworkSession(
             "transformers",
             self._capture,
+            lambda: [trainer.model_wrapped],
             environ=environ,
             **{**options, "directory": place},
         )
@@ -241,7 +242,6 @@ class Train:
         self._loop = LoopState(trainer)
         self.run.own["loop"] = self._loop
         self.run.own["logged"] = LoggedRows(lambda: runs_of_callbacks(trainer))
-        self.run.follow(lambda: [trainer.model_wrapped])
         self._sharded = Sharded(trainer, self.run) if is_sharded(trainer) else None
         self._modules = OtherModules(lambda: other_modules(trainer))
 
