@@ -864,11 +864,11 @@ class Session:
     # --- the end
     # --------------------------------------------------------------------------------------------
 
-    def finish(self, *, is_saved: bool = False, rest_is_redone: bool = True) -> None:
+    def finish(self, *, is_saved: bool | None = None, rest_is_redone: bool = True) -> None:
         """See :meth:`Run.finish`.
 
         Args:
-            is_saved: the last step is, or is not to be.
+            is_saved: the last step is, or is not to be; None: look.
             rest_is_redone: a restart repeats what follows the training, until a process has done
                 it.
         """
@@ -883,12 +883,14 @@ class Session:
         if self._elastic is not None:
             self._elastic.remain()
 
-    def _finish(self, *, is_saved: bool, rest_is_redone: bool) -> None:
+    def _finish(self, *, is_saved: bool | None, rest_is_redone: bool) -> None:
         self.saver.wait()
         self.cursor.restore_rng()  # for what follows, where there was nothing left to train
         self.count_step_left_early()
         self.rank_group.exchange("finish", self.step)
-        if not is_saved and self.step != (self.saver.durable_step or 0):
+        if is_saved is None:
+            is_saved = self.step == (self.saver.durable_step or 0)
+        if not is_saved:
             try:
                 self.save()
             except SaveFailed as error:
