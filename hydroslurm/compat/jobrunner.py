@@ -382,7 +382,7 @@ class JobRun:
 
     def _finish_epoch(self, group: TaskGroup) -> None:
         """Run the functions of an epoch that have not run."""
-        signals = self._job.signal_outputs()
+        signals, cursor = self._job.signal_outputs(), self._session.cursor
         for number, task in enumerate(group.tasks()):
             if number < self._progress.done:
                 continue
@@ -391,13 +391,11 @@ class JobRun:
                 task(self._job)
             if str(number) in signals:
                 self._progress.outputs[str(number)] = signals[str(number)]()
-            self._session.cursor.restore_rng()
-            if (
-                self._session.cursor.step_has_begun
-            ):  # it left its loop early, with a batch trained on
-                self._session.cursor.count_step()
+            cursor.restore_rng()
+            if cursor.step_has_begun:  # it left its loop early, with a batch trained on
+                cursor.count_step()
                 self.step += 1
-            self._session.cursor.in_epoch = False  # the next one may iterate over the data again
+            cursor.in_epoch = False  # the next one may iterate over the data again
             self._progress.done += 1
 
     def _agree_to_end(self, ask: Callable[[], bool]) -> None:
