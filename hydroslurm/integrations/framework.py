@@ -27,7 +27,7 @@ from hydroslurm.coordination.world import World
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.held_loader import HeldLoader
-from hydroslurm.training.arguments import run_directory
+from hydroslurm.training.claim import run_directory
 from hydroslurm.training.contents import Contents, fingerprint
 from hydroslurm.training.gradients import BucketOrders, Gradients, Models
 from hydroslurm.training.objects import Stateful
@@ -319,7 +319,7 @@ def directory_of_fit(given: str | os.PathLike[str] | None, environ: Mapping[str,
     same order, in each attempt.
 
     Raises:
-        UsageError, RunFolderError: as :func:`hydroslurm.training.arguments.run_directory`.
+        UsageError, RunFolderError: as :func:`hydroslurm.training.claim.run_directory`.
     """
     found = run_directory(given, environ)
     _fits[found.root] += 1

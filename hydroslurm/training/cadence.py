@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
 
 from hydroslurm.coordination.messages import Count, Number
+from hydroslurm.core.rundir import SAVE_EVERY_ENV
+from hydroslurm.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -58,3 +61,24 @@ class Cadence:
             return msgspec.convert(msgspec.convert(meta, dict)["cadence"], cls)
         except (msgspec.ValidationError, KeyError):
             return cls()
+
+
+def cadence_of(
+    every_steps: int | None, every_s: float | None, environ: Mapping[str, str]
+) -> Cadence:
+    """From the arguments, None for what was not said, and HYDROSLURM_SAVE_EVERY_S.
+
+    Raises:
+        UsageError: a negative one; a variable that is no number.
+    """
+    if text := environ.get(SAVE_EVERY_ENV):
+        try:
+            every_s = float(text)
+        except ValueError:
+            raise UsageError(f"{SAVE_EVERY_ENV}={text!r}: wanted seconds, such as 600") from None
+    for name, value in (("every_steps", every_steps), ("every_s", every_s)):
+        if value is not None and not 0 <= value < math.inf:
+            raise UsageError(f"{name}={value}: wanted 0 (never) or a finite number above it")
+    if every_steps is None and every_s is None:
+        return Cadence()
+    return Cadence(every_steps or 0, every_s or 0.0)

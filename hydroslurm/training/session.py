@@ -32,7 +32,7 @@ from hydroslurm.checkpoint.outcome import Saved
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
 from hydroslurm.coordination.world import World
-from hydroslurm.core import memory
+from hydroslurm.core import memory, rundir
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.core.rundir import ELASTIC_ENV, GENERATION_ENV
@@ -46,11 +46,11 @@ from hydroslurm.errors import (
     UnsavableState,
     UsageError,
 )
+from hydroslurm.runtime import autoload
 from hydroslurm.runtime import install as installation
-from hydroslurm.runtime.controller import StopRequest
+from hydroslurm.runtime.controller import Controller, StopRequest
 from hydroslurm.slurm import run_folders
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.training.arguments import cadence_of, controller_for, fence_of, run_directory
 from hydroslurm.training.attempts import (
     CurrentAttempt,
     Limits,
@@ -62,12 +62,20 @@ from hydroslurm.training.attempts import (
     require_unfinished,
     write_finished,
 )
-from hydroslurm.training.cadence import Cadence
+from hydroslurm.training.cadence import Cadence, cadence_of
 from hydroslurm.training.checks import (
     FirstStep,
     LoopWatch,
     Remedies,
     recompiles,
+)
+from hydroslurm.training.claim import (
+    differences,
+    enter,
+    fence_of,
+    load_for,
+    require_one_folder,
+    run_directory,
 )
 from hydroslurm.training.contents import Contents, largest
 from hydroslurm.training.cursor import Cursor
@@ -76,7 +84,6 @@ from hydroslurm.training.objects import Composition, Objects, OutgrownState, req
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import SaveRecorder, notice, warning
 from hydroslurm.training.requeue import StopHandler
-from hydroslurm.training.resuming import differences, enter, load_for, require_one_folder
 from hydroslurm.training.stopping import Stopping
 
 if TYPE_CHECKING:
@@ -224,7 +231,7 @@ class Session:
         self.last_save_s = time.monotonic()
         self.fence = fence_of(self.dir, allocation)
         self.controller, self._installed_here = (
-            elastic.install(environ) if elastic is not None else controller_for(self.dir, environ)
+            elastic.install(environ) if elastic is not None else self._install(environ)
         )
         self._world = World.from_environ(environ)
         self.rank_group = RankGroup(self.controller)
@@ -272,6 +279,17 @@ class Session:
         self._pid, _newest = os.getpid(), weakref.ref(self)
         if elastic is not None:
             elastic.join(self)
+
+    def _install(self, environ: Mapping[str, str]) -> tuple[Controller, bool]:
+        """The controller of this process, and whether it was installed for this run."""
+        before = installation.controller() if installation.is_installed() else None
+        if before is not None and not installation.gives_way():
+            return before, False
+        # a pause that comes behind the run, from Slurm or a person, must not end what has ended well
+        autoload.keep_alive(autoload.killing(environ))
+        of_job = rundir.from_environment(environ) is not None
+        made = installation.install(run_dir=None if of_job else self.dir.root, environ=environ)
+        return made, made is not before
 
     @property
     def is_open(self) -> bool:

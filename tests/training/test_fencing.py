@@ -26,7 +26,7 @@ from hydroslurm.slurm.client import JobState, open_client
 from hydroslurm.slurm.stops import check_newest
 from hydroslurm.slurm.values import Job
 from hydroslurm.training.attempts import AttemptLog
-from hydroslurm.training.resuming import require_own
+from hydroslurm.training.claim import require_own
 
 ATTEMPT = f"""
 import sys, time

@@ -20,7 +20,7 @@ from hydroslurm.core.decoding import decode
 from hydroslurm.core.files import read_regular, write_atomically
 from hydroslurm.errors import UsageError
 from hydroslurm.slurm.allocation import Allocation
-from hydroslurm.training.arguments import run_directory
+from hydroslurm.training.claim import run_directory
 
 _HEAD = ("what", "in its place", "speed", "largest difference", "")
 _LIMIT_BYTES = 1 << 24

@@ -1,8 +1,9 @@
-"""Claiming a run's folder; what of a checkpoint is this rank's, and what is not as it was when it
-was saved."""
+"""Which folder a run has, and whether this process may train there; what of a checkpoint is this
+rank's, and what is not as it was when it was saved."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,55 +14,52 @@ from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.files import clean
 from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
-from hydroslurm.errors import RunFolderError
+from hydroslurm.errors import RunFolderError, UsageError
 from hydroslurm.slurm import run_folders
-from hydroslurm.slurm.allocation import ALONE_ENV
+from hydroslurm.slurm.allocation import ALONE_ENV, Allocation
 from hydroslurm.training.attempts import finished_step, remove_finished
 from hydroslurm.training.objects import Composition, Loading, Objects, changes
 from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import notice
 
-_OF_A_RANK = ("rng", "registered", "new_rank", "script")
 
+def run_directory(given: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir:
+    """Where the run keeps its state: the folder that was named, else that of this training in the
+    job.
 
-def load_for(rank_group: RankGroup, found: Found, *, like: Any) -> State:
-    """The state of a checkpoint, as this rank resumes from it.
-
-    With another world size than at the save, no rank can take over a saved rank's own state as it
-    is. It still gets what all ranks share; its position in the data is that of rank 0, which counts
-    what all ranks have consumed; its random numbers, and what else it has registered for itself,
-    are its own if a rank of this number took part in the save, otherwise those of rank 0, from
-    which its random numbers are derived.
-
-    Args:
-        like: the templates of sharded tensors (:meth:`CheckpointStore.load`).
-    """
-    state = found.store.load(found.checkpoint, like=like)
-    if found.checkpoint.manifest.world_size == rank_group.world_size:
-        return state
-    first: Mapping[str, Any] = found.store.load_own(found.checkpoint, 0)
-    if "rng" in state.own:
-        kept = {key: state.own[key] for key in _OF_A_RANK if key in state.own}
-    else:
-        rng = for_new_rank(first["rng"], rank_group.rank)
-        kept = {"rng": rng, "new_rank": rank_group.rank}
-    return State(shared=state.shared, own={**first, **kept})
-
-
-def differences(
-    rank_group: RankGroup, found: Found, state: State, *, objects: Objects, loading: Loading
-) -> Iterator[str]:
-    """Report what has changed since the checkpoint was saved. Of the loaders, which may differ per
-    rank, only rank 0 reports.
+    It is made here, that of the job for its owner only: its name can be guessed.
 
     Raises:
-        StateMismatch: the run cannot resume from it.
+        UsageError: neither is there; or an empty name, which would be the current folder.
+        RunFolderError: others may have put something there that a run would obey.
     """
-    manifest = found.checkpoint.manifest
-    yield from objects.changes(state.shared, classes=Composition.of(manifest).classes)
-    if rank_group.rank == 0:
-        data, world_size = state.own.get("data"), rank_group.world_size
-        yield from changes(manifest, loading, world_size=world_size, data=data)
+    if given is not None:
+        if not os.fspath(given):
+            raise UsageError(
+                'directory="": wanted a folder\'s name, such as "runs/my-run" ("." for the current '
+                "folder), or None for that of the job. Is a variable empty?"
+            )
+        return RunDir(Path(given).absolute()).claim(mode=0o775)
+    found = run_folders.from_environment(environ)
+    if found is None:
+        raise UsageError(
+            "this process is in no Slurm job, so that there is no run folder to save into; give "
+            'one: Run(directory="runs/my-run")'
+        )
+    return RunDir(found.root.absolute()).claim()
+
+
+def fence_of(run: RunDir, allocation: Allocation | None) -> Fence:
+    """For what this process writes into the run's folder."""
+    if allocation is None:
+        return Fence(run.claim_json)
+    return Fence(
+        run.claim_json,
+        cluster=allocation.cluster_name,
+        job_id=allocation.job_id,
+        restart_count=allocation.restart_count,
+        step_id="" if allocation.step_id is None else str(allocation.step_id),
+    )
 
 
 def enter(run_dir: RunDir, *, fence: Fence, store: CheckpointStore, anew: bool) -> dict[str, Any]:
@@ -158,3 +156,49 @@ def set_aside(checkpoints: Path) -> Path | None:
             "hand, or give another directory="
         ) from error
     return aside
+
+
+# --- what of a checkpoint is this rank's
+# ------------------------------------------------------------------------------------------------
+
+_OF_A_RANK = ("rng", "registered", "new_rank", "script")
+
+
+def load_for(rank_group: RankGroup, found: Found, *, like: Any) -> State:
+    """The state of a checkpoint, as this rank resumes from it.
+
+    With another world size than at the save, no rank can take over a saved rank's own state as it
+    is. It still gets what all ranks share; its position in the data is that of rank 0, which counts
+    what all ranks have consumed; its random numbers, and what else it has registered for itself,
+    are its own if a rank of this number took part in the save, otherwise those of rank 0, from
+    which its random numbers are derived.
+
+    Args:
+        like: the templates of sharded tensors (:meth:`CheckpointStore.load`).
+    """
+    state = found.store.load(found.checkpoint, like=like)
+    if found.checkpoint.manifest.world_size == rank_group.world_size:
+        return state
+    first: Mapping[str, Any] = found.store.load_own(found.checkpoint, 0)
+    if "rng" in state.own:
+        kept = {key: state.own[key] for key in _OF_A_RANK if key in state.own}
+    else:
+        rng = for_new_rank(first["rng"], rank_group.rank)
+        kept = {"rng": rng, "new_rank": rank_group.rank}
+    return State(shared=state.shared, own={**first, **kept})
+
+
+def differences(
+    rank_group: RankGroup, found: Found, state: State, *, objects: Objects, loading: Loading
+) -> Iterator[str]:
+    """Report what has changed since the checkpoint was saved. Of the loaders, which may differ per
+    rank, only rank 0 reports.
+
+    Raises:
+        StateMismatch: the run cannot resume from it.
+    """
+    manifest = found.checkpoint.manifest
+    yield from objects.changes(state.shared, classes=Composition.of(manifest).classes)
+    if rank_group.rank == 0:
+        data, world_size = state.own.get("data"), rank_group.world_size
+        yield from changes(manifest, loading, world_size=world_size, data=data)
