@@ -533,7 +533,7 @@ class Loop:
 
 
 _OF_ACCELERATE = ("iteration", "end_of_dataloader", "remainder", "end", "base_dataloader")
-"""What is used of a loader that accelerate has prepared."""
+"""What is used of a loader that accelerate (1.10 to 1.15) has prepared."""
 
 
 def _require_known(loader: Any, state: Any) -> None:

@@ -715,19 +715,26 @@ def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Size | None:
 _OF_LIGHTNING = {
     "fit_loop": (
         "setup_data", "run", "on_run_start", "on_run_end", "_should_accumulate", "epoch_progress",
+        "max_batches", "_data_source", "_combined_loader", "_data_fetcher", "_restarting",
+        "_last_train_dl_reload_epoch",
     ),
-    "fit_loop.epoch_loop": ("advance", "val_loop", "batch_progress", "max_steps"),
+    "fit_loop.epoch_loop": (
+        "advance", "val_loop", "batch_progress", "max_steps", "restarting", "_results",
+        "_batches_that_stepped",
+    ),
     "fit_loop.epoch_loop.automatic_optimization": ("optim_progress",),
     "fit_loop.epoch_loop.manual_optimization": ("optim_step_progress",),
     "fit_loop.epoch_loop.val_loop": ("run",),
     "strategy": ("process_dataloader",),
+    "_logger_connector": ("_first_loop_iter", "_current_fx", *_SHOWN),
+    "_accelerator_connector": ("cluster_environment",),
     "_signal_connector": ("register_signal_handlers",),
     "_checkpoint_connector": (
         "resume_start", "restore_model", "restore_training_state", "dump_checkpoint",
         "_loaded_checkpoint",
     ),
 }  # fmt: skip
-"""What is used of Lightning's inside, from the trainer on."""
+"""All that is used of Lightning's inside (2.4 to 2.6), from the trainer on."""
 _UNKNOWN_STRATEGIES = ("DeepSpeedStrategy", "XLAFSDPStrategy")
 """They shard the state in ways of their own."""
 

@@ -688,7 +688,7 @@ _OF_TRAINER = (
     "_load_callback_state",
     "_load_rng_state",
 )
-"""What is used of a Trainer's inside."""
+"""What is used of a Trainer's inside (4.57 to 5)."""
 
 
 def require_known_trainer(trainer: Any) -> None:

@@ -285,7 +285,7 @@ class Session:
         before = installation.controller() if installation.is_installed() else None
         if before is not None and not installation.gives_way():
             return before, False
-        # a pause that comes behind the run, from Slurm or a person, must not end what has ended well
+        # a pause that comes after the run must not end what has ended well
         autoload.keep_alive(autoload.killing(environ))
         of_job = rundir.from_environment(environ) is not None
         made = installation.install(run_dir=None if of_job else self.dir.root, environ=environ)
