@@ -115,15 +115,29 @@ def test_what_befalls_a_job_and_its_members(cluster: DevCluster, tmp_path: Path)
     scene.finish()
 
 
-def test_a_node_that_fails_members_is_excluded(cluster: DevCluster, tmp_path: Path) -> None:
-    """After two failures there nothing more is submitted to it, and describe says why."""
-    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(
-        size=2, script="member.py, n1", more="runPolicy: {backoffLimit: 5}"
-    )
+@pytest.mark.parametrize(
+    ("script", "more", "why"),
+    [
+        ("member.py, n1", "runPolicy: {backoffLimit: 5}", "2 failures in a row there"),
+        (
+            "member.py",
+            "runPolicy: {backoffLimit: 0}\npreflight: [bash, -c, '[ $SLURMD_NODENAME != n1 ]']",
+            "hydroslurm: preflight failed with status 1",
+        ),
+    ],
+)
+def test_a_node_that_fails_members_is_excluded(
+    cluster: DevCluster, tmp_path: Path, script: str, more: str, why: str
+) -> None:
+    """After two failures there, or a failed preflight, which counts against no limit, nothing more
+    is submitted to it, and describe says why."""
+    scene = ElasticScene(cluster, tmp_path / "job").submit_elastic(size=2, script=script, more=more)
     assert scene.wait_for("excluded")["node"] == "n1"
     scene.wait_for_size(2)
     said = scene.hydroslurm("describe", str(scene.job_id)).stdout
-    assert "Excluded:     node n1: 2 failures in a row there" in said
+    (excluded,) = [line for line in said.splitlines() if line.startswith("Excluded: ")]
+    assert "node n1: " in excluded
+    assert why in excluded
     scene.hydroslurm("cancel", str(scene.job_id))
     scene.assert_nothing_is_left()
 

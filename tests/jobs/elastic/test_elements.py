@@ -163,6 +163,9 @@ def test_a_node_that_fails_members_is_excluded_once() -> None:
         of.seen(row(again, JobState.FAILED, node), row(trains))
         assert list(of.elements.excluded) == ["bad", "ecc"]
         assert of.elements.failures == failures
+    for by, left in (("autoscaler: it waits", ["bad", "ecc"]), ("ada", [])):  # a person undoes it
+        of.note("wanted", size=2, by=by)
+        assert list(of.elements.excluded) == left
 
 
 def test_a_bug_of_the_script_excludes_no_node() -> None:
