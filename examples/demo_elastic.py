@@ -20,7 +20,7 @@ from demo_stage import EXAMPLES, console, pace, private_slurm, say, submit_urgen
 
 from hydroslurm.elastic.folder import ElasticFolder
 from hydroslurm.errors import HydroslurmError
-from hydroslurm.report.sizes import draw_sizes
+from hydroslurm.report.writing import write_sizes
 from hydroslurm.slurm.client import open_client
 
 SAMPLES = 1797
@@ -137,7 +137,7 @@ def _conclude(run: ElasticFolder, log: Path, folder: Path, epochs: int) -> bool:
         if one["generation"] == newest[one["step"]]:  # of a step that was repeated, the last
             trained.update(one["samples"])
     right = trained == dict.fromkeys(range(SAMPLES), epochs)
-    picture = draw_sizes(run.ledger(), folder / "sizes.png", title="members over time")
+    picture = write_sizes(run.ledger(), folder / "sizes.png", title="members over time")
     words = "[green]yes[/]" if right else "[red]no[/]"
     console.print(
         f"every sample of {epochs} epochs trained on once: {words} "

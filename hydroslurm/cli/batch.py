@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from hydroslurm.cli.shared import ScriptArguments, echo_table
+
 TEMPLATES = Path(__file__).parent.parent / "templates"
 """A link to sbatch/ in a checkout, its files in a wheel."""
 EXAMPLES = TEMPLATES.with_name("examples")
@@ -62,9 +64,7 @@ def template(
     script: Annotated[
         str | None, typer.Argument(metavar="SCRIPT", help="What a batch script is to run.")
     ] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own.")
-    ] = None,
+    arguments: ScriptArguments = None,
 ) -> None:
     """Print a batch script, an example or the settings of a site.
 
@@ -83,9 +83,7 @@ def template(
     examples = [*EXAMPLES.glob("train*.py"), *EXAMPLES.glob("*.yaml")]
     files = {path.name: path for path in (*sorted(shipped), *sorted(examples))}
     if name is None:
-        width = max(map(len, files))
-        for file, path in files.items():
-            typer.echo(f"{file:{width}}  {_about(path)}")
+        echo_table((file, _about(path)) for file, path in files.items())
         return
     wanted = next((one for one in (name, f"{name}.sbatch", f"{name}.conf") if one in files), None)
     if wanted is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hydroslurm.checkpoint import folders
-from hydroslurm.core.files import clean
+from hydroslurm.cli.shared import AsJson, echo, echo_table
 from hydroslurm.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -37,7 +37,6 @@ Where = Annotated[
         help="A run folder, its checkpoints folder, or one checkpoint.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 Out = Annotated[
     Path,
     typer.Option(
@@ -62,20 +61,20 @@ def list_checkpoints(where: Where, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(rows))
         return
-    form = "{:>10} {:>6} {:9} {:>10} {:>10} {:>8}  {}"
-    typer.echo(form.format("step", "epoch", "kind", "age", "size", "save", "state"))
-    for row in rows:
-        typer.echo(
-            form.format(
-                f"{row['step']}{Path(row['path']).suffix}",  # .2: the second save of this step
-                _or_dash(row.get("epoch")),
-                clean(str(_or_dash(row.get("kind")))),
-                _age(row["age_s"]) if "age_s" in row else "-",
-                _size(row["size_bytes"]) if "size_bytes" in row else "-",
-                f"{row['save_s']:.2f} s" if "save_s" in row else "-",
-                row["state"],
-            )
+    header = ("step", "epoch", "kind", "age", "size", "save", "state")
+    cells = [
+        (
+            f"{row['step']}{Path(row['path']).suffix}",  # .2: the second save of this step
+            row.get("epoch"),
+            row.get("kind"),
+            _age(row["age_s"]) if "age_s" in row else None,
+            _size(row["size_bytes"]) if "size_bytes" in row else None,
+            f"{row['save_s']:.2f} s" if "save_s" in row else None,
+            row["state"],
         )
+        for row in rows
+    ]
+    echo_table([header, *cells], right=(0, 1, 3, 4, 5))
     if not rows:
         typer.echo("none")
 
@@ -90,7 +89,7 @@ def verify(where: Where, as_json: AsJson = False) -> None:
         typer.echo(json.dumps(rows))
     else:
         for row in rows:
-            typer.echo(clean(f"{row['path']}: {row['state']}{_because(row)}", most=2000))
+            echo(f"{row['path']}: {row['state']}{_because(row)}")
         noun = "checkpoint" if len(rows) == 1 else "checkpoints"
         loadable = f"{len(bad)} of them cannot be loaded" if bad else "nothing is damaged"
         typer.echo(f"{len(rows)} {noun}, {loadable}")
@@ -203,10 +202,6 @@ def _verdict(error: Exception) -> dict[str, str]:
 
 def _because(row: dict[str, Any]) -> str:
     return f" ({row['reason']})" if "reason" in row else ""
-
-
-def _or_dash(value: object) -> object:
-    return "-" if value is None else value
 
 
 def _age(seconds: float) -> str:

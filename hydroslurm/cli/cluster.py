@@ -9,6 +9,8 @@ from typing import Annotated, cast
 
 import typer
 
+from hydroslurm.cli.shared import AsJson
+
 app = typer.Typer(
     no_args_is_help=True, help="Run a private Slurm on this machine, for trying and testing only."
 )
@@ -98,7 +100,7 @@ def down(directory: Directory = DEFAULT_DIRECTORY) -> None:
 @app.command()
 def status(
     directory: Directory = DEFAULT_DIRECTORY,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the daemons and the nodes; exit status 1 if no cluster is up."""
     from dataclasses import asdict

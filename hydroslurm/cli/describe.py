@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from hydroslurm.cli.elastic import elastic_lines, member_lines
-from hydroslurm.cli.job import Which
-from hydroslurm.cli.status import echo, moment, rank_line, training_lines
+from hydroslurm.cli.shared import Which, echo, echo_table, moment
+from hydroslurm.cli.status import rank_line, training_lines
 from hydroslurm.core.files import clean
 
 if TYPE_CHECKING:
@@ -50,10 +50,7 @@ def list_jobs() -> None:
         typer.echo("no hydroslurm jobs; submit one: hydroslurm submit job.yaml, or train.py")
         return
     header = ("JOB", "NAME", "CONDITION", "SLURM", "REPLICAS", "RESTARTS", "PREEMPTIONS", "SINCE")
-    widths = [max(len(row[n]) for row in [header, *rows]) for n in range(len(header))]
-    for row in [header, *rows]:
-        line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
-        echo(line.rstrip())
+    echo_table([header, *rows])
 
 
 def _row(found: JobView) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hydroslurm.cli.shared import AsJson
+
 if TYPE_CHECKING:
     from hydroslurm.observe.doctor.facts import Facts, Finding, SaveFacts
 
@@ -37,7 +39,6 @@ SuspendS = Annotated[
     float | None,
     typer.Option("--suspend-s", min=0.0, help="The longest suspend to survive, seconds."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def doctor(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hydroslurm.cli.job import Which
-from hydroslurm.cli.status import echo, moment, size_line, sizes
+from hydroslurm.cli.shared import Which, echo, moment
+from hydroslurm.cli.status import size_line, sizes
 from hydroslurm.core.files import clean
 from hydroslurm.errors import UntrustedFile
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hydroslurm.cli.shared import AsJson, ScriptArguments, echo_table
+
 if TYPE_CHECKING:
     from hydroslurm.gate.protocol import Trace
 
@@ -26,10 +28,8 @@ Out = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Build even if there is one already.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 Keep = Annotated[int, typer.Option("--keep", min=0, help="How many operators to record.")]
 Script = Annotated[Path, typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False)]
-Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS")]
 
 
 @app.command("build")
@@ -82,15 +82,14 @@ def info(as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(facts))
     else:
-        for name, value in facts.items():
-            typer.echo(f"{name:12s} {'-' if value is None else value}")
+        echo_table(facts.items())
     if not usable:
         raise typer.Exit(1)
 
 
 @app.command("trace", context_settings=TRACE_CONTEXT)
 def trace(
-    script: Script, arguments: Arguments = None, keep: Keep = 50, as_json: AsJson = False
+    script: Script, arguments: ScriptArguments = None, keep: Keep = 50, as_json: AsJson = False
 ) -> None:
     """Run a script and print the operators at which it could be held: name, phase, thread."""
     from hydroslurm.gate.native_gate import NativeGate

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hydroslurm.cli.status import echo
+from hydroslurm.cli.shared import Which, echo
 
 if TYPE_CHECKING:
     from hydroslurm.core.ack import Answer
@@ -29,9 +29,6 @@ AllElements = Annotated[
 ]
 Timeout = Annotated[
     float, typer.Option("--timeout", min=0, help="How long to wait for the answer, seconds.")
-]
-Which = Annotated[
-    str, typer.Argument(metavar="JOB", help="A job id (12, or 12_3 of an array), or a run folder.")
 ]
 Replica = Annotated[
     str | None,
@@ -65,12 +62,8 @@ def pause(
 
     if timeout_s is None:
         timeout_s = 120.0 if vacate else 10.0
-    if pid is None:
-        act = functools.partial(pause_job, vacate=vacate, timeout_s=timeout_s)
-        _for_each(_named(job or job_option), act, all_elements=all_elements)
-        return
-    _wait_for_start(pid, job or job_option, timeout_s)
-    _print_process(pid, client.pause(pid, vacate=vacate, timeout_s=timeout_s))
+    how = {"all_elements": all_elements, "vacate": vacate}
+    _act(pause_job, client.pause, job or job_option, pid, timeout_s=timeout_s, **how)
 
 
 def resume(
@@ -84,12 +77,8 @@ def resume(
     from hydroslurm.jobs.control.requests import resume_job
     from hydroslurm.runtime import client
 
-    if pid is None:
-        act = functools.partial(resume_job, timeout_s=timeout_s)
-        _for_each(_named(job or job_option), act, all_elements=all_elements)
-        return
-    _wait_for_start(pid, job or job_option, timeout_s)
-    _print_process(pid, client.resume(pid, timeout_s=timeout_s))
+    job = job or job_option
+    _act(resume_job, client.resume, job, pid, all_elements=all_elements, timeout_s=timeout_s)
 
 
 def requeue(
@@ -192,27 +181,32 @@ def attach(
     os.execvp(argv[0], argv)
 
 
-def _named(job: str | None) -> str:
-    from hydroslurm.errors import UsageError
-
-    if job is None:
-        raise UsageError("name a job, such as 12, or a process of this machine by --pid")
-    return job
-
-
-def _wait_for_start(pid: int, job: str | None, timeout_s: float) -> None:
-    """Wait for a process that cannot answer yet."""
+def _act(
+    on_job: Callable[..., JobAnswer],
+    on_process: Callable[..., Answer],
+    job: str | None,
+    pid: int | None,
+    *,
+    all_elements: bool,
+    timeout_s: float,
+    **how: bool,
+) -> None:
+    """Ask a job, or a process of this machine, which may still be starting."""
     from hydroslurm.errors import UsageError
     from hydroslurm.runtime import client
 
+    if (job is None) == (pid is None):
+        what = "a job or --pid, not both" if job else "a job, such as 12, or --pid"
+        raise UsageError(f"give {what}")
     if job is not None:
-        raise UsageError("give a job or --pid, not both")
+        act = functools.partial(on_job, timeout_s=timeout_s, **how)
+        _for_each(job, act, all_elements=all_elements)
+        return
+    assert pid is not None
     if client.is_starting(pid):
         echo(f"process {pid} is still starting; waiting up to {timeout_s:g} s for it", err=True)
         client.wait_for_start(pid, timeout_s=timeout_s)
-
-
-def _print_process(pid: int, answer: Answer) -> None:
+    answer = on_process(pid, timeout_s=timeout_s, **how)
     echo(f"pid {pid} rank {answer.rank}: {answer.message}")
     if not answer.done:
         raise typer.Exit(1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hydroslurm.cli.top import AllUsers, OnlyPartition
+from hydroslurm.cli.shared import AllUsers, OnlyPartition
 
 if TYPE_CHECKING:
     from hydroslurm.observe.metrics import JobCollector

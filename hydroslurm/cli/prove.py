@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hydroslurm.cli.shared import AsJson
 from hydroslurm.cli.submit import note_misplaced
 from hydroslurm.core.files import clean
 
@@ -53,7 +54,7 @@ def prove(
     keep: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Keep all that the runs write, here.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find out whether a script survives stops bit for bit.
 

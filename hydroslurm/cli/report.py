@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -18,40 +19,34 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from hydroslurm.core.rundir import RunDir
-    from hydroslurm.report.external_sources import Accounting
-    from hydroslurm.report.history import History
     from hydroslurm.report.nsys import Profile
 
-Paths = Annotated[
-    list[Path] | None,
-    typer.Argument(
-        metavar="RUN_FOLDER | REPORT.nsys-rep | REPORT.sqlite ...",
-        help="A run folder, nsys reports of its ranks, or both.",
-        show_default=False,
-    ),
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")
-]
-NoPicture = Annotated[bool, typer.Option("--no-picture", help="Do not draw pictures.")]
-NoSlurm = Annotated[bool, typer.Option("--no-slurm", help="Do not ask Slurm's accounting.")]
 Schema = Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of figures.json.")]
-Markdown = Annotated[
-    bool, typer.Option("--markdown", help="With --schema: print a reference page instead.")
-]
 
 _PROFILES = (".nsys-rep", ".sqlite")
-_PATIENCE_S = 5.0
 
 
 @without_gc()  # millions of values that all stay: looking for garbage takes a third of the time
 def report(
-    paths: Paths = None,
-    as_json: AsJson = False,
-    no_picture: NoPicture = False,
-    no_slurm: NoSlurm = False,
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN_FOLDER | REPORT.nsys-rep | REPORT.sqlite ...",
+            help="A run folder, nsys reports of its ranks, or both.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")
+    ] = False,
+    no_picture: Annotated[bool, typer.Option("--no-picture", help="Do not draw pictures.")] = False,
+    no_slurm: Annotated[
+        bool, typer.Option("--no-slurm", help="Do not ask Slurm's accounting.")
+    ] = False,
     schema: Schema = False,
-    markdown: Markdown = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="With --schema: print a reference page instead.")
+    ] = False,
 ) -> None:
     """Show every pause and stop of a run, and where its time went.
 
@@ -103,13 +98,19 @@ def _report_run(
     history = read_history(folder)
     # drawing takes longest: it starts before anything else is even imported
     pictures = None if no_picture else start_pictures(history, run)
-    from hydroslurm.report.external_sources import ExternalSources
+    from hydroslurm.report.external_sources import Accounting, ExternalSources, ask_slurm
     from hydroslurm.report.figures import Report
     from hydroslurm.report.nsys import profiles_in
     from hydroslurm.report.views import report_view
+    from hydroslurm.slurm.client import RetryPolicy, open_client
 
     profiles, missing = _read_profiles([*profiles_in(run.profile), *given])
-    accounting = _ask_slurm(history, no_slurm=no_slurm)
+    patience = RetryPolicy(call_timeout_s=5.0, give_up_after_s=0.0)
+    connect = functools.partial(open_client, retry_policy=patience)
+    if no_slurm and history.job_ids:
+        accounting = Accounting(missing=("Slurm was not asked (--no-slurm).",))
+    else:
+        accounting = ask_slurm(connect, history.attempts)
     sources = ExternalSources(accounting=accounting, profiles=profiles, missing=missing)
     made = Report(history, sources)
     _print(json.dumps(made.figures.as_dict()) if as_json else _rendered(report_view(made)))
@@ -121,17 +122,17 @@ def _report_run(
 def _draw_sizes(run: RunDir, *, as_json: bool) -> None:
     """Of an elastic run, whose members come and go."""
     from hydroslurm.elastic.folder import ElasticFolder
-    from hydroslurm.report.sizes import draw_sizes
+    from hydroslurm.errors import RunFolderError
+    from hydroslurm.report.writing import write_sizes
 
     elastic = ElasticFolder(run=run.root)
     if not elastic.ledger_jsonl.is_file():
         return
-    place = run.root / "report" / "sizes.png"
-    with contextlib.suppress(OSError):  # another user's folder can be read, but not written
-        place.parent.mkdir(exist_ok=True)
-        title = f"{run.root.name}: members over time, and what each change cost"
-        if draw_sizes(elastic.ledger(), place, title=title) is not None:
-            _print(f"written: {place}", err=as_json)
+    path = run.timeline_png.with_name("sizes.png")
+    title = f"{run.root.name}: members over time, and what each change cost"
+    with contextlib.suppress(RunFolderError):  # another user's folder can be read, but not written
+        if write_sizes(elastic.ledger(), path, title=title) is not None:
+            _print(f"written: {path}", err=as_json)
 
 
 def _rendered(view: RenderableType) -> str:
@@ -169,19 +170,3 @@ def _read_profiles(paths: Sequence[Path]) -> tuple[tuple[Profile, ...], tuple[st
         except HydroslurmError as error:
             missing.append(str(error))
     return tuple(profiles), tuple(missing)
-
-
-def _ask_slurm(history: History, *, no_slurm: bool) -> Accounting:
-    from hydroslurm.errors import SlurmError
-    from hydroslurm.report.external_sources import Accounting, ask_slurm, no_answer
-    from hydroslurm.slurm.client import RetryPolicy, open_client
-
-    if not history.job_ids:
-        return Accounting()
-    if no_slurm:
-        return Accounting(missing=("Slurm was not asked (--no-slurm).",))
-    retry_policy = RetryPolicy(call_timeout_s=_PATIENCE_S, give_up_after_s=0.0)
-    try:
-        return ask_slurm(open_client(retry_policy=retry_policy), history.attempts)
-    except SlurmError as error:
-        return Accounting(missing=(no_answer(error),))

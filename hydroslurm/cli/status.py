@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hydroslurm.cli.shared import AsJsonLines, echo, moment
+
 if TYPE_CHECKING:
     from hydroslurm.core.rundir import RunDir
     from hydroslurm.core.status import RankStatus
@@ -24,9 +26,7 @@ def status(
             help="A job, an array or an element of one: 12, 12_3. Default: all of mine.",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per job, one per line.")
-    ] = False,
+    as_json: AsJsonLines = False,
 ) -> None:
     """Show a job's state in Slurm and what its ranks report."""
     from hydroslurm.core.jobid import JobId
@@ -48,22 +48,6 @@ def status(
             _print_status(job, view)
     if not jobs:
         typer.echo("no jobs")
-
-
-def echo(line: str, *, err: bool = False) -> None:
-    """Print a line of which others may have written a part."""
-    from hydroslurm.core.files import clean
-
-    typer.echo(clean(line, most=_MOST), err=err)
-
-
-_MOST = 2000
-"""Characters of a line."""
-
-
-def moment(epoch_ns: int) -> str:
-    """Local time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(epoch_ns / 1e9))
 
 
 def size_line(run: RunDir) -> str | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hydroslurm.cli.shared import ScriptArguments
 from hydroslurm.core.garbage import without_gc
 
 if TYPE_CHECKING:
@@ -44,9 +45,7 @@ def submit(
             metavar="SCRIPT", help="A Python script to run in every rank, or a job spec (.yaml)."
         ),
     ],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own.")
-    ] = None,
+    arguments: ScriptArguments = None,
     folder: Annotated[
         Path, typer.Option(help="Where to create run folders; all nodes must see it.")
     ] = FOLDER,
@@ -115,23 +114,11 @@ def submit(
         executor = _executor(folder, asked, options)
         typer.echo(executor.render_script(script, *words, module=module), nl=False)
         return
-    job = _submit_script(folder, asked, options, script, words, module=module)
+    with without_gc():  # it would only walk over what submitit has just made, for 20 ms
+        job = _executor(folder, asked, options).submit_script(script, *words, module=module)
     _announce(int(job.job_id), job.run_dir, nodes)
     if wait:
         _wait(job)
-
-
-@without_gc()  # it would only walk over what submitit has just made, for 20 ms
-def _submit_script(
-    folder: Path,
-    asked: dict[str, Any],
-    options: dict[str, str | bool],
-    script: str,
-    words: Sequence[str],
-    *,
-    module: bool,
-) -> PausableJob:
-    return _executor(folder, asked, options).submit_script(script, *words, module=module)
 
 
 def _executor(folder: Path, asked: dict[str, Any], options: dict[str, str | bool]) -> Executor:

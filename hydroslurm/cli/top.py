@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hydroslurm.cli.shared import AllUsers, AsJsonLines, OnlyPartition
 from hydroslurm.core.threads import thread
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
     from hydroslurm.observe.watcher import View, Watcher
 
-AllUsers = Annotated[bool, typer.Option("--all-users", "-a", help="Jobs of all users.")]
-OnlyPartition = Annotated[str | None, typer.Option("--partition", "-p", help="Only jobs in it.")]
 EVERY_S = 5.0
 LEAST_EVERY_S = 0.2
 _SLOW_S = 5.0
@@ -48,9 +47,7 @@ def top(
     once: Annotated[
         bool, typer.Option("--once", help="Print once; the default in a pipe.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per job, one per line.")
-    ] = False,
+    as_json: AsJsonLines = False,
 ) -> None:
     """Show all my jobs live.
 

@@ -26,11 +26,6 @@ _Process = tuple[int, int, str, int]
 """Rank, restart count, host and pid."""
 
 _BUCKET_NS = 10 * 10**9
-SET_NS = 10**9
-"""A date that differs by so much was set; NTP moves it slowly below that, and CLOCK_MONOTONIC with
-it."""
-_APART_NS = 10**6
-_MOST_SET = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +42,14 @@ class Attempt:
 
     Attributes:
         clock_offset_ns: CLOCK_REALTIME minus CLOCK_MONOTONIC (see :class:`DateWatch`).
-        clock_error_ns: by how much that drifted during the attempt, changes of the date aside; None
-            where the events are too few to measure it.
+        clock_error_ns: by how much that changed during the attempt; None where the events are too
+            few to measure it.
         ended: it uninstalled; False if it was killed or is still running.
         pauses, stops: those of this attempt. Two stop requests for one preemption are normal.
         progress: what its ``Run`` recorded.
         world_size: ranks in its group, itself included.
         joined_mono_ns: all of them had joined; None for a single rank.
         boot: boot id of its host; CLOCK_MONOTONIC is one clock within it. None if unknown.
-        date_set_ns: each change of the date while the process ran.
-        date_ahead_ns: how far its date was ahead of the aligned one when it began.
         lost_signals: signals whose handlers other code replaced, so that they had no effect.
         time: where its time went.
     """
@@ -78,8 +71,6 @@ class Attempt:
     joined_mono_ns: int | None = None
     lost_signals: tuple[str, ...] = ()
     boot: str | None = None
-    date_set_ns: tuple[int, ...] = ()
-    date_ahead_ns: int = 0
     time: AttemptTime = field(default_factory=AttemptTime)
 
     def epoch_ns(self, mono_ns: int) -> int:
@@ -220,7 +211,6 @@ class _AttemptDraft:
             world_size=self._world_size,
             joined_mono_ns=self._joined_ns,
             boot=self._boot or None,
-            date_set_ns=tuple(self.date.set_ns),
             lost_signals=tuple(self._lost_signals),
             time=self.time,
         )
@@ -251,50 +241,20 @@ def _stop(event: Event) -> StopRequest:
 
 
 class DateWatch:
-    """The difference of date and CLOCK_MONOTONIC over one process, as it was at its beginning.
+    """The date of one process against CLOCK_MONOTONIC.
 
     An event is stamped when it happens and dated when it is recorded, so that the difference of its
     clocks is never too small: of every 10 s the least counts. A single one that is larger than both
     of its neighbours was recorded late, for example by a process that had been stopped meanwhile.
-
-    Attributes:
-        set_ns: by how much the date was set, each time.
     """
 
     def __init__(self) -> None:
-        self.set_ns: list[int] = []
-        self._set_ns = 0
         self._least: dict[int, int] = {}
-        self._level_ns: int | None = None
-        self._suspect: tuple[int, int] | None = None
 
     def see(self, mono_ns: int, epoch_ns: int) -> None:
-        offset_ns = epoch_ns - mono_ns - self._set_ns
-        if self._level_ns is None:
-            self._level_ns = offset_ns
-        by_ns = offset_ns - self._level_ns
-        if by_ns >= SET_NS and not self._is_set_forward(mono_ns, offset_ns):
-            return
-        if abs(by_ns) >= SET_NS and len(self.set_ns) < _MOST_SET:
-            self.set_ns.append(by_ns)
-            self._set_ns += by_ns
-            offset_ns = self._level_ns
-        self._suspect, self._level_ns = None, min(offset_ns, self._level_ns)
-        bucket = mono_ns // _BUCKET_NS
+        bucket, offset_ns = mono_ns // _BUCKET_NS, epoch_ns - mono_ns
         if offset_ns < self._least.setdefault(bucket, offset_ns):
             self._least[bucket] = offset_ns
-
-    def _is_set_forward(self, mono_ns: int, offset_ns: int) -> bool:
-        """Whether two events are later than their stamps by the same: those that were recorded
-        together after a stop are later by what lies between their stamps."""
-        if self._suspect is not None:
-            apart_ns = mono_ns - self._suspect[0]
-            if apart_ns >= _APART_NS and 2 * abs(offset_ns - self._suspect[1]) <= apart_ns:
-                return True
-            if 0 <= apart_ns < _APART_NS:
-                return False
-        self._suspect = mono_ns, offset_ns
-        return False
 
     @property
     def offset_ns(self) -> int:

@@ -9,7 +9,7 @@ are not enough, because another cluster counts the same ones.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from hydroslurm.report.lines import span
 from hydroslurm.report.nsys import Profile, ProfiledPause, ProfiledStop
 from hydroslurm.report.pauses import PEERS, Pause, Profiled
 from hydroslurm.report.stops import SlurmAttempt, Stop, Stopped
+from hydroslurm.report.tables import figure
 from hydroslurm.slurm.client import SlurmClient
 from hydroslurm.slurm.values import Job, JobState
 
@@ -34,28 +35,23 @@ _MOST = 200
 
 @dataclass(frozen=True)
 class Accounting:
-    """The answers of one Slurm.
+    """What Slurm's accounting knows."""
 
-    Attributes:
-        attempts: those of all jobs, by job, oldest first.
-        suspend_grace_s: between SIGTSTP and SIGSTOP on this site, today.
-        missing: what Slurm could not answer, in sentences.
-    """
-
-    attempts: tuple[SlurmAttempt, ...] = ()
-    suspend_grace_s: int | None = None
-    missing: tuple[str, ...] = ()
+    # fmt: off
+    attempts: tuple[SlurmAttempt, ...] = figure(
+        "Those of the run's jobs, by job, oldest first; empty where Slurm was not asked.",
+        default=())
+    suspend_grace_s: int | None = figure("Between SIGTSTP and SIGSTOP on this site, today.")
+    missing: tuple[str, ...] = figure("What Slurm could not answer, in sentences.", default=())
+    # fmt: on
 
     def of(self, attempt: Attempt) -> SlurmAttempt | None:
         """The attempt of Slurm's in which an attempt of the log began."""
-        began_ns = attempt.epoch_ns(attempt.first_mono_ns)
-        mine = [one for one in self.attempts if one.job_id == attempt.job_id]
-        # the date of that host was set; the controller's may have been the same one
-        for moment_ns in (began_ns + attempt.date_ahead_ns, began_ns):
-            found = [one for one in mine if _holds(one, moment_ns / 1e9)]
-            if found:
-                return found[-1]
-        return None
+        began_s = attempt.epoch_ns(attempt.first_mono_ns) / 1e9
+        found = [
+            one for one in self.attempts if one.job_id == attempt.job_id and _holds(one, began_s)
+        ]
+        return found[-1] if found else None
 
     def names(self, job_ids: Iterable[int]) -> str:
         """What Slurm calls these jobs; where it was not asked, their own numbers."""
@@ -69,34 +65,36 @@ class Accounting:
         return following[0] if following else None
 
 
-def ask_slurm(client: SlurmClient, attempts: Iterable[Attempt]) -> Accounting:
+def ask_slurm(connect: Callable[[], SlurmClient], attempts: Iterable[Attempt]) -> Accounting:
     """Ask for the jobs of these attempts; what cannot be learned is named in ``missing``."""
     attempts = tuple(attempts)
     job_ids = sorted({attempt.job_id for attempt in attempts if attempt.job_id is not None})
     found: list[SlurmAttempt] = []
     missing: list[str] = []
     grace_s: int | None = None
+    if not job_ids:
+        return Accounting()
     try:
+        client = connect()
         for job_id in job_ids:
             found += _attempts(client, job_id, missing)
-        if job_ids:
-            grace_s = client.config().suspend_grace_time_s
+        grace_s = client.config().suspend_grace_time_s
     except SlurmError as error:
-        missing.append(no_answer(error))
-    answer = Accounting(tuple(found), grace_s, ())
+        missing.append(_no_answer(error))
+    answer = Accounting(tuple(found), grace_s)
     for job_id in job_ids:
         mine = [attempt for attempt in attempts if attempt.job_id == job_id]
         known = any(one.job_id == job_id for one in found)
         if known and not any(answer.of(attempt) for attempt in mine):
             missing.append(
-                f"Slurm knows a job {job_id}, but of another time: it is another cluster's, and "
-                "its answers are not used"
+                f"Slurm knows a job {job_id}, but of another time: it is another cluster's, or a "
+                "date was set; its answers are not used"
             )
             found = [one for one in found if one.job_id != job_id]
     return Accounting(tuple(found), grace_s, tuple(missing))
 
 
-def no_answer(error: SlurmError) -> str:
+def _no_answer(error: SlurmError) -> str:
     """Why Slurm did not answer, in one line. If Slurm is not installed, only that: reports are
     often read on machines without it, where neither the PATH nor a remedy helps."""
     why = " ".join(str(error).split())
@@ -243,7 +241,7 @@ def joined_stop(history: History, sources: ExternalSources, stopped: Stopped) ->
     end_s = before.end_epoch_s if before else None
     eligible_s = after.eligible_epoch_s if after else None
     started_s = after.start_epoch_s if after else None
-    first_s = _by_slurms_date(following, started_s) if following else None
+    first_s = following.epoch_ns(following.first_mono_ns) / 1e9 if following else None
     per_step, lost = attempt.progress.samples_per_step, stop.steps_lost
 
     def nsys_ms(name: str) -> float | None:
@@ -255,8 +253,8 @@ def joined_stop(history: History, sources: ExternalSources, stopped: Stopped) ->
         left_s=span(stop.requested_mono_ns, attempt.last_mono_ns, 1e9),
         slurm_before=before,
         slurm_after=after if after != before else None,
-        eligible_s=_later_s(end_s, eligible_s, within_s=stop.waited_s),
-        queued_s=_later_s(eligible_s, started_s, within_s=stop.waited_s),
+        eligible_s=_later_s(end_s, eligible_s),
+        queued_s=_later_s(eligible_s, started_s),
         start_s=_later_s(started_s, first_s),
         samples_lost=None if lost is None or per_step is None else lost * per_step,
         nsys_saving_ms=nsys_ms("saving"),
@@ -321,20 +319,8 @@ class _Asked:
         return (learned_ns - covering[0]) / 1e3 if covering else None
 
 
-def _by_slurms_date(attempt: Attempt, started_s: float | None) -> float:
-    """Its first event. Where the date of its host was set, the controller's may have been the same
-    one: the one nearest to Slurm's start time is used."""
-    at_ns = attempt.epoch_ns(attempt.first_mono_ns)
-    found = (at_ns / 1e9, (at_ns + attempt.date_ahead_ns) / 1e9)
-    return found[0] if started_s is None else min(found, key=lambda one: abs(one - started_s))
-
-
-def _later_s(
-    begin_s: float | None, end_s: float | None, *, within_s: float | None = None
-) -> float | None:
-    """0 where whole seconds make it a little less. None where it runs backwards, or lasts longer
-    than the time between two processes that it is a part of: a date was set meanwhile."""
+def _later_s(begin_s: float | None, end_s: float | None) -> float | None:
+    """0 where whole seconds make it a little less. None where it runs backwards: a date was set."""
     if begin_s is None or end_s is None or end_s < begin_s - 2:
         return None
-    later_s = max(0.0, float(end_s - begin_s))
-    return None if within_s is not None and later_s > within_s + 2 else later_s
+    return max(0.0, float(end_s - begin_s))

@@ -17,13 +17,19 @@ from typing import Any, Literal, get_args, get_type_hints
 import msgspec
 
 from hydroslurm.core.goodput import Goodput
-from hydroslurm.report.clocks import HostClock
-from hydroslurm.report.external_sources import ExternalSources, PauseRow, joined_stop, pause_rows
+from hydroslurm.report.clocks import Alignment
+from hydroslurm.report.external_sources import (
+    Accounting,
+    ExternalSources,
+    PauseRow,
+    joined_stop,
+    pause_rows,
+)
 from hydroslurm.report.goodput import goodput_of
 from hydroslurm.report.history import History, Summary, summary
 from hydroslurm.report.nsys import Profile
 from hydroslurm.report.pauses import Pause
-from hydroslurm.report.stops import KILLED, SlurmAttempt, Stop, Stopped, steps_lost_total
+from hydroslurm.report.stops import KILLED, Stop, Stopped, steps_lost_total
 from hydroslurm.report.tables import figure, required
 
 MOST_ROWS = 10_000
@@ -69,31 +75,6 @@ class StopsFigures:
     every_stop: tuple[Stop, ...] = required(
         "One object per stop, by rank, then time; at most 10,000.")
     every_stop_left_out: int = required("Stops beyond those.")
-    # fmt: on
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClockFigures:
-    """How times of several processes were aligned."""
-
-    # fmt: off
-    error_ns: int | None = required("Of any two moments of the run; null: unknown.")
-    within_ns: int | None = required("Of two moments of one process; null: too few events to tell.")
-    between_ns: int | None = required(
-        "Of two hosts' dates; null with one host, or where nothing bounds it.")
-    hosts: tuple[HostClock, ...] = required("Hosts other than the first rank's.")
-    message: str = required("The same, for people.")
-    # fmt: on
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlurmFigures:
-    """What Slurm's accounting knows."""
-
-    # fmt: off
-    suspend_grace_s: int | None = required("Between SIGTSTP and SIGSTOP on this site.")
-    attempts: tuple[SlurmAttempt, ...] = required(
-        "Those of the run's jobs; empty where Slurm was not asked.")
     # fmt: on
 
 
@@ -161,8 +142,8 @@ class Figures:
     every_pause_left_out: int = required("Pauses beyond those.")
     stops: StopsFigures = required("The attempts that were stopped, and how the run continued.")
     goodput: Goodput | None = required("Where the time went; null without events.")
-    clocks: ClockFigures = required("How times of several processes were aligned.")
-    slurm: SlurmFigures = required("What Slurm's accounting knows.")
+    clocks: Alignment = required("How times of several processes were aligned.")
+    slurm: Accounting = required("What Slurm's accounting knows.")
     nsys: NsysFigures | None = required("What nsys recorded; null without a profile.")
     missing: tuple[str, ...] = required("What could not be read or learned, in sentences.")
     # fmt: on
@@ -210,7 +191,6 @@ class Report:
 
 def _figures(report: Report) -> Figures:
     history, sources, pauses = report.history, report.sources, report.history.pauses
-    clocks, accounting = history.alignment, sources.accounting
     return Figures(
         run=history.name,
         job_ids=history.job_ids,
@@ -233,16 +213,8 @@ def _figures(report: Report) -> Figures:
         every_pause_left_out=max(0, len(report.pauses) - MOST_ROWS),
         stops=_stops([one.stop for one in report.stopped]),
         goodput=goodput_of(history, sources),
-        clocks=ClockFigures(
-            error_ns=clocks.error_ns,
-            within_ns=clocks.within_ns,
-            between_ns=clocks.between_ns,
-            hosts=clocks.hosts,
-            message=clocks.message,
-        ),
-        slurm=SlurmFigures(
-            suspend_grace_s=accounting.suspend_grace_s, attempts=accounting.attempts
-        ),
+        clocks=history.alignment,
+        slurm=sources.accounting,
         nsys=_nsys(report.pauses, sources),
         missing=tuple(sources.sentences(history)),
     )

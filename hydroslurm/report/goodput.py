@@ -36,8 +36,7 @@ def goodput_of(history: History, sources: ExternalSources) -> Goodput | None:
     begin_s = min(one.begin_s for one in allocations)
     first = sources.accounting.of(attempts[0])
     if first is not None and first.submit_epoch_s is not None:
-        ahead_ns = attempts[0].date_ahead_ns
-        begin_s = min(begin_s, _since_begin(history, first.submit_epoch_s, 0.0, ahead_ns))
+        begin_s = min(begin_s, _since_begin(history, first.submit_epoch_s, 0.0))
     found = account.result(
         allocated_s=sum(one.end_s - one.begin_s for one in allocations),
         wall_s=max(one.end_s for one in allocations) - begin_s,
@@ -64,20 +63,15 @@ def _allocations(
     """In order of time, none over another."""
     found: dict[object, _Allocation] = {}
     for attempt in attempts:
-        begin_s, end_s = (
-            history.begin_s(attempt),
-            history.since_begin_s(attempt, attempt.last_mono_ns),
-        )
+        begin_s = history.begin_s(attempt)
+        end_s = history.since_begin_s(attempt, attempt.last_mono_ns)
         known = sources.accounting.of(attempt)
         key: object = known or id(attempt)
         if known is None:
             found[key] = _Allocation(begin_s, end_s, False, [attempt])
             continue
-        ahead_ns = attempt.date_ahead_ns
-        start_s = _since_begin(history, known.start_epoch_s, begin_s, ahead_ns)
-        stop_s = _since_begin(
-            history, known.end_epoch_s, end_s, ahead_ns, ahead_ns + sum(attempt.date_set_ns)
-        )
+        start_s = _since_begin(history, known.start_epoch_s, begin_s)
+        stop_s = _since_begin(history, known.end_epoch_s, end_s)
         mine = found.setdefault(key, _Allocation(start_s, stop_s, True))
         mine.begin_s, mine.end_s = min(mine.begin_s, begin_s), max(mine.end_s, end_s)
         mine.attempts.append(attempt)
@@ -88,14 +82,6 @@ def _allocations(
     return ordered
 
 
-def _since_begin(
-    history: History, epoch_s: int | None, otherwise_s: float, *ahead_ns: int
-) -> float:
-    """A moment of Slurm's. Where a date was set (to be ``ahead_ns`` of what is counted with) the
-    controller's may have been the same one: what is nearest to the event log is believed."""
-    if epoch_s is None:
-        return otherwise_s
-    at_s = epoch_s - history.begin_epoch_ns / 1e9
-    return min(
-        (at_s - by_ns / 1e9 for by_ns in (0, *ahead_ns)), key=lambda one: abs(one - otherwise_s)
-    )
+def _since_begin(history: History, epoch_s: int | None, otherwise_s: float) -> float:
+    """A moment of Slurm's."""
+    return otherwise_s if epoch_s is None else epoch_s - history.begin_epoch_ns / 1e9

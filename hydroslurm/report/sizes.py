@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 _WORDS = {"join": "joined", "leave": "left", "start": "began"}
 
 
-def draw_sizes(ledger: Iterable[Mapping[str, Any]], path: Path, *, title: str) -> Path | None:
-    """Draw the sizes of the generations in a ledger (``elastic/ledger.jsonl``).
-
-    Args:
-        path: of the picture; its folder exists.
-
-    Returns:
-        The path; None where no generation has begun.
-    """
+def draw_sizes(ledger: Iterable[Mapping[str, Any]], *, title: str) -> Figure | None:
+    """Draw the sizes of the generations in a ledger (``elastic/ledger.jsonl``) into a new figure;
+    None where no generation has begun."""
     entries = list(ledger)
     generations = [one for one in entries if one["kind"] == "generation"]
     if not generations:
         return None
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     began_ns = min(int(one["epoch_ns"]) for one in entries)
     end_ns = max(int(one["epoch_ns"]) for one in entries)
     times_s, sizes = [], []
@@ -49,8 +42,7 @@ def draw_sizes(ledger: Iterable[Mapping[str, Any]], path: Path, *, title: str) -
     axes.set_xlabel("time since the run began (s)")
     axes.set_ylabel("members that train")
     axes.set_title(title, fontsize=10, loc="left")
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 def _why(generation: Mapping[str, Any]) -> str:

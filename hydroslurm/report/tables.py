@@ -99,6 +99,7 @@ def figure(
 
 
 required = functools.partial(figure, default=MISSING)
+"""A figure that whoever makes the record has to give."""
 
 
 @functools.cache

@@ -82,7 +82,6 @@ def page(report: Report, *, pictures: Sequence[tuple[str, bytes]]) -> str:
         _latency_table(figures, "pause", "nsys", "save", "stop", title="Latencies"),
         pauses_table(report, most=MOST_ON_PAGE, wide=True),
         stops_table(report, most=MOST_ON_PAGE, wide=True),
-        _slurm_table(sources),
     ]
     return environment.get_template("page.html.j2").render(
         figures=figures,
@@ -144,7 +143,7 @@ def _cut(table: Table, what: str) -> list[RenderableType]:
 
 def _sentences_below(report: Report) -> Sequence[str]:
     history = report.history
-    clocks = history.alignment.sentences() if history.attempts else []
+    clocks = [history.alignment.message] if history.attempts else []
     return [*clocks, *report.sources.sentences(history)]
 
 

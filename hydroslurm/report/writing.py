@@ -10,9 +10,9 @@ import errno
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydroslurm.core.files import write_atomically
 from hydroslurm.core.rundir import RunDir
@@ -26,8 +26,7 @@ if TYPE_CHECKING:  # the pictures are started before anything of this is importe
     from hydroslurm.report.figures import Figures, Report
 
 MANY_PAUSES = 20_000
-_TIMELINE_DPI = 120
-_HISTOGRAMS_DPI = 110
+_TIMELINE_DPI, _HISTOGRAMS_DPI, _SIZES_DPI = 120, 110, 150
 _FAST_PNG = {"compress_level": 1}
 """The last tenth of a PNG's size takes as long to compress as the picture takes to draw."""
 
@@ -103,6 +102,14 @@ def write_histograms(history: History, path: Path) -> Path | None:
 
     found = histograms_of(history)
     return _write(path, _png(draw_histograms(found), _HISTOGRAMS_DPI)) if found else None
+
+
+def write_sizes(ledger: Iterable[Mapping[str, Any]], path: Path, *, title: str) -> Path | None:
+    """Draw the members of an elastic run into a PNG; returns the path, None before any trained."""
+    from hydroslurm.report.sizes import draw_sizes
+
+    figure = draw_sizes(ledger, title=title)
+    return _write(path, _png(figure, _SIZES_DPI)) if figure else None
 
 
 def _png(figure: Figure, dpi: int) -> bytes:

@@ -151,6 +151,26 @@ def test_what_is_no_run_folder(tmp_path: Path) -> None:
     assert "one run folder" in done.stderr
 
 
+def test_the_picture_of_an_elastic_run_follows_no_link(run_dir: RunDir, tmp_path: Path) -> None:
+    """Whoever reports on another user's run overwrites nothing elsewhere: a planted link is
+    replaced by the picture."""
+    RankLog().installed().pause(1).uninstalled(5).write(run_dir)
+    (run_dir.root / "elastic").mkdir()
+    generation = {"kind": "generation", "epoch_ns": 10**18, "members": ["7"], "step": 3}
+    change = {"lost": [], "left": [], "joined": ["7"], "cause": "start", "pause_s": 0.1}
+    (run_dir.root / "elastic" / "ledger.jsonl").write_text(json.dumps(generation | change) + "\n")
+    elsewhere, picture = tmp_path / "elsewhere", run_dir.timeline_png.with_name("sizes.png")
+    elsewhere.write_text("theirs")
+    picture.parent.mkdir()
+    picture.symlink_to(elsewhere)
+    done = report("--no-slurm", run_dir.root)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert str(picture) in done.stdout
+    assert elsewhere.read_text() == "theirs"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not picture.is_symlink()
+
+
 def test_a_reader_that_leaves(run_dir: RunDir) -> None:
     """Behind `| head` what is not read is not printed; all files are written."""
     RankLog().installed().pause(1).uninstalled(5).write(run_dir)

@@ -142,12 +142,12 @@ def test_slurm_is_asked() -> None:
     job of another time is another cluster's: nothing of it is used, and that is said."""
     history = history_of(*requeued())
     jobs = (_job(JobState.REQUEUED, -2, 11), _job(JobState.RUNNING, 28, 999))
-    answer = ask_slurm(Answers(*jobs), history.attempts)  # type: ignore[arg-type]
+    answer = ask_slurm(lambda: Answers(*jobs), history.attempts)  # type: ignore[arg-type, return-value]
     assert [attempt.end_epoch_s for attempt in answer.attempts] == [T0 + 11, None]
     assert (answer.suspend_grace_s, answer.missing) == (5, ())
     assert [answer.of(attempt) for attempt in history.attempts] == list(answer.attempts)
     elsewhere = Answers(_job(JobState.COMPLETED, -999, -900))
-    answer = ask_slurm(elsewhere, history.attempts)  # type: ignore[arg-type]
+    answer = ask_slurm(lambda: elsewhere, history.attempts)  # type: ignore[arg-type, return-value]
     assert answer.attempts == ()
     assert "another cluster" in answer.missing[0]
 
@@ -156,7 +156,7 @@ def test_slurm_is_asked() -> None:
 def test_slurm_that_does_not_know(error: Exception | None) -> None:
     """The report goes on without it, and names what it lacks."""
     history = history_of(*requeued())
-    answer = ask_slurm(Answers(error=error), history.attempts)  # type: ignore[arg-type]
+    answer = ask_slurm(lambda: Answers(error=error), history.attempts)  # type: ignore[arg-type, return-value]
     assert answer.attempts == ()
     words = " ".join(" ".join(shown(history, ExternalSources(answer))).split())
     assert ("no program sacct" if error else "accounting has nothing") in words

@@ -193,7 +193,7 @@ def test_the_report_of_the_requeued_and_cancelled_job(job: Job, cluster: DevClus
     assert len(history.stop_requests) >= 2
 
     def known() -> Accounting | None:
-        answer = ask_slurm(client, history.attempts)
+        answer = ask_slurm(lambda: client, history.attempts)
         ended = [attempt.end_epoch_s for attempt in answer.attempts]
         return answer if len(ended) == 2 and all(ended) else None
 
