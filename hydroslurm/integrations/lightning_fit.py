@@ -33,6 +33,7 @@ import torch
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.census import Variables, reason
 from hydroslurm.checkpoint.forms import arrays_in, copied, is_plain
+from hydroslurm.core.exitcodes import ExitForRequeue
 from hydroslurm.errors import StateMismatch, UsageError
 from hydroslurm.integrations.framework import (
     FrameworkSession,
@@ -300,6 +301,8 @@ class Fit:
     def fail(self, error: BaseException) -> None:
         """The fit ends with an exception."""
         self._undo.close()
+        if isinstance(error, ExitForRequeue):
+            self._loggers.leave(error.code)
         if not self._is_finished:
             self.run.session.fail(error)
 

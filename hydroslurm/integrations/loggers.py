@@ -11,89 +11,17 @@ from __future__ import annotations
 import csv
 import functools
 import itertools
-import json
 import os
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.core.files import parse_json, read_regular, write_atomically
 from hydroslurm.gate.signals import SignalPlan
 from hydroslurm.runtime.child_signals import wandb_shielded
-from hydroslurm.training.reporting import warning
+from hydroslurm.training.trackers import Trackers, keep, kept, mlflow_status
 
-_FILE = "loggers.json"
-_MOST_BYTES = 65536
 _VERSIONED = ("TensorBoardLogger", "CSVLogger")
 _ASIDE = ".earlier"
-
-
-class LoggedRows:
-    """Where the first rank's runs of Weights & Biases are in their own count of rows, ``_step``.
-
-    Offline, an attempt begins to count at 0, and its rows would replace those of the one before
-    when they are synced. What a killed attempt has logged after its last checkpoint is logged
-    again, in the same rows.
-
-    Args:
-        runs: those of this process that are open, in the same order in each attempt.
-    """
-
-    def __init__(self, runs: Callable[[], Iterable[Any]]) -> None:
-        self._runs = runs
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": [_next_row(run) for run in self._runs()]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for run, row in zip(self._runs(), state["rows"], strict=False):
-            if row > _next_row(run):
-                run.log({}, step=row)  # makes no row
-
-
-def _next_row(run: Any) -> int:
-    try:
-        return int(run.step)
-    except Exception as error:  # of another process, of any kind; a logger costs no checkpoint
-        warning(
-            f"Weights & Biases does not say how many rows it has: {error or type(error).__name__}"
-        )
-        return 0
-
-
-def _kept(folder: Path) -> dict[str, Any]:
-    """What the first attempt has kept, by name; empty for a new run."""
-    path = folder / _FILE
-    if not path.exists():
-        return {}
-    try:
-        kept = parse_json(read_regular(path, limit_bytes=_MOST_BYTES))
-        if not isinstance(kept, dict) or not all(map(_is_name, kept.items())):
-            raise ValueError("names and versions of loggers are wanted")
-        return kept
-    except (OSError, ValueError) as error:
-        warning(
-            f"{path} is damaged ({error}): the loggers of this attempt begin a run of their own"
-        )
-        return {}
-
-
-def _is_name(kept: tuple[str, object]) -> bool:
-    """Lightning's loggers are kept by their place, and may be numbered; all else is text."""
-    place, value = kept
-    return type(value) is str or (type(value) is int and place.isdecimal())
-
-
-def _keep(folder: Path, values: dict[str, Any]) -> None:
-    """For the attempts to come."""
-    write_atomically(folder / _FILE, json.dumps(values).encode())
-
-
-def _new_id() -> str:
-    """An id for Weights & Biases. It is drawn, not made of the run's folder: one that is emptied
-    and used again has another run, whose rows would replace those of the one before."""
-    return secrets.token_hex(4)
 
 
 # --- Lightning's
@@ -112,8 +40,8 @@ class Loggers:
     def __init__(self, trainer: Any, folder: Path, *, anew: bool = False) -> None:
         self._trainer = trainer
         self._counts: dict[Path, _RowCount] = {}
-        self._wandb = LoggedRows(lambda: [one.experiment for one in self._of("WandbLogger")])
-        earlier = {} if anew else _kept(folder)
+        Trackers(folder, anew=anew, is_first=trainer.is_global_zero)  # the Run comes later
+        earlier = {} if anew else kept(folder)
         versions = dict(earlier)
         for place, logger in enumerate(trainer.loggers):
             if type(logger).__name__ in _VERSIONED and logger._version is None:
@@ -121,15 +49,15 @@ class Loggers:
                     logger._version = versions[str(place)]
                 elif trainer.is_global_zero:
                     versions[str(place)] = logger.version
-            elif type(logger).__name__ == "WandbLogger" and logger._id is None:
-                if str(place) not in versions and trainer.is_global_zero:
-                    versions[str(place)] = _new_id()
-                logger._id = versions.get(str(place))
-                logger._wandb_init.update(id=logger._id, resume="allow")
+            elif type(logger).__name__ == "MLFlowLogger" and logger._run_id is None:
+                logger._run_id = versions.get(str(place))
                 if trainer.is_global_zero:
-                    _open_out_of_reach(logger)
+                    versions[str(place)] = logger.run_id
+                    logger.experiment.update_run(logger.run_id, "RUNNING")
+            elif type(logger).__name__ == "WandbLogger" and trainer.is_global_zero:
+                _open_out_of_reach(logger)
         if trainer.is_global_zero and versions != earlier:
-            _keep(folder, versions)
+            keep(folder, versions)
         for metrics, _ in self._csv() if earlier else ():
             if metrics.exists():  # the logger removes what is there when it opens
                 metrics.replace(f"{metrics}{_ASIDE}")
@@ -154,17 +82,21 @@ class Loggers:
             str(place): self._counts.setdefault(metrics, _RowCount()).of(metrics)
             for place, (metrics, _) in enumerate(self._csv())
         }
-        return {"wandb": self._wandb.state_dict(), "rows": rows}
+        return {"rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for place, (metrics, _) in enumerate(self._csv()):
             _cut(metrics, state["rows"].get(str(place), 0))
-        self._wandb.load_state_dict(state["wandb"])
         step = self._trainer.fit_loop.epoch_loop._batches_that_stepped + 1
         for logger in self._of("TensorBoardLogger"):
             logger.experiment.close()
             logger._kwargs["purge_step"] = step
             logger._experiment = None  # opened again by whoever logs next
+
+    def leave(self, status: object) -> None:
+        """The process stops with a status. Lightning finalizes its loggers as ``failed`` next."""
+        for logger in self._of("MLFlowLogger"):
+            logger.finalize = functools.partial(_finalize, logger, mlflow_status(status))
 
     def _csv(self) -> Iterator[tuple[Path, Any]]:
         """The CSV loggers that write, each after its file."""
@@ -174,6 +106,10 @@ class Loggers:
         """Those that write: of the first rank."""
         if self._trainer.is_global_zero:
             yield from (one for one in self._trainer.loggers if type(one).__name__ == kind)
+
+
+def _finalize(logger: Any, status: str, _: str) -> None:
+    type(logger).finalize(logger, status)
 
 
 def _open_out_of_reach(logger: Any) -> None:
@@ -220,8 +156,8 @@ def _cut(metrics: Path, rows: int) -> None:
 
 
 def continue_callbacks(trainer: Any, folder: Path, *, anew: bool) -> None:
-    """Have a Hugging Face Trainer's callbacks for TensorBoard and Weights & Biases go on with the
-    run of the earlier attempts. What the script or the environment names is left as it is.
+    """Have a Hugging Face Trainer's callback for TensorBoard go on with the run of the earlier
+    attempts. What the script names is left as it is.
 
     Args:
         trainer: before its ``train()``.
@@ -230,7 +166,7 @@ def continue_callbacks(trainer: Any, folder: Path, *, anew: bool) -> None:
     """
     if not trainer.is_world_process_zero():
         return
-    earlier = {} if anew else _kept(folder)
+    earlier = {} if anew else kept(folder)
     values = dict(earlier)
     callbacks = {type(one).__name__: one for one in trainer.callback_handler.callbacks}
     board, args = callbacks.get("TensorBoardCallback"), trainer.args
@@ -239,11 +175,8 @@ def continue_callbacks(trainer: Any, folder: Path, *, anew: bool) -> None:
         place = board if hasattr(board, "logging_dir") else args
         own = place.logging_dir or str(Path(args.output_dir) / "runs" / "all")
         place.logging_dir = values.setdefault("tensorboard", own)
-    if "WandbCallback" in callbacks:
-        os.environ.setdefault("WANDB_RUN_ID", values.setdefault("wandb", _new_id()))
-        os.environ.setdefault("WANDB_RESUME", "allow")
     if anew or values != earlier:
-        _keep(folder, values)
+        keep(folder, values)
 
 
 def hide_from_board(trainer: Any, step: int) -> None:
@@ -255,12 +188,3 @@ def hide_from_board(trainer: Any, step: int) -> None:
     for one in trainer.callback_handler.callbacks:
         if type(one).__name__ == "TensorBoardCallback" and one._SummaryWriter is not None:
             one._SummaryWriter = functools.partial(one._SummaryWriter, purge_step=step)
-
-
-def runs_of_callbacks(trainer: Any) -> list[Any]:
-    """The run that a Hugging Face Trainer's callback logs into, on the rank that does."""
-    if not trainer.is_world_process_zero():
-        return []
-    callbacks = trainer.callback_handler.callbacks
-    own = [one for one in callbacks if type(one).__name__ == "WandbCallback"]
-    return [run for one in own if (run := getattr(one._wandb, "run", None)) is not None]

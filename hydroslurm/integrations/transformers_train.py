@@ -40,12 +40,7 @@ from hydroslurm.integrations.framework import (
     fingerprint_of_all,
     replace,
 )
-from hydroslurm.integrations.loggers import (
-    LoggedRows,
-    continue_callbacks,
-    hide_from_board,
-    runs_of_callbacks,
-)
+from hydroslurm.integrations.loggers import continue_callbacks, hide_from_board
 from hydroslurm.training.contents import fingerprint
 from hydroslurm.training.objects import bare
 from hydroslurm.training.reporting import warning
@@ -241,7 +236,6 @@ class Train:
         continue_callbacks(trainer, place, anew=options.get("resume") is False)
         self._loop = LoopState(trainer)
         self.run.own["loop"] = self._loop
-        self.run.own["logged"] = LoggedRows(lambda: runs_of_callbacks(trainer))
         self._sharded = Sharded(trainer, self.run) if is_sharded(trainer) else None
         self._modules = OtherModules(lambda: other_modules(trainer))
 

@@ -34,7 +34,7 @@ from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
 from hydroslurm.coordination.world import World
 from hydroslurm.core import memory, rundir
 from hydroslurm.core.events import EventKind
-from hydroslurm.core.exitcodes import ExitForRequeue
+from hydroslurm.core.exitcodes import FAILED, RUN_AGAIN, ExitForRequeue
 from hydroslurm.core.rundir import ELASTIC_ENV, GENERATION_ENV
 from hydroslurm.errors import (
     CheckpointError,
@@ -85,6 +85,7 @@ from hydroslurm.training.rank_group import RankGroup
 from hydroslurm.training.reporting import SaveRecorder, notice, warning
 from hydroslurm.training.requeue import StopHandler
 from hydroslurm.training.stopping import Stopping
+from hydroslurm.training.trackers import Trackers
 
 if TYPE_CHECKING:
     from hydroslurm.training.elastic_rank import ElasticRank
@@ -235,6 +236,9 @@ class Session:
         )
         self._world = World.from_environ(environ)
         self.rank_group = RankGroup(self.controller)
+        self._trackers = Trackers(
+            self.dir.root, anew=self._begins_anew, is_first=self.rank_group.rank == 0
+        )
         self.contents = Contents()
         self.bucket_orders = BucketOrders(
             self.objects.as_given, world_size=self.rank_group.world_size
@@ -423,6 +427,7 @@ class Session:
             number = rank_group.decide("attempt", lambda: self.attempt.enter(begins_at))
         except RunEnded as error:
             self.log_once(str(error))
+            self._trackers.leave(FAILED)
             self.leave()
             raise ExitForRequeue.must_not_run_again() from error
         self.attempt.begin(number, begins_at)
@@ -509,6 +514,7 @@ class Session:
         self.contents.restore(own.get("script", {}), new_rank=own.get("new_rank"))
         self.bucket_orders.load(own.get("bucket_orders", ()))
         self.gradients.load_state_dict(own.get("gradients", {}))
+        self._trackers.load_state_dict(own.get("trackers", {}))
         self.cursor.load(own)
 
     def _remember_script(self) -> None:
@@ -684,6 +690,7 @@ class Session:
         except RanksError as error:
             request, step = self.controller.stop_request, self.completed_step()
             leaving = self.stopping.leave_unsaved(error, request, step=step)
+            self._trackers.leave(leaving.code)
         raise leaving
 
     def _stop(self, request: StopRequest) -> NoReturn:
@@ -696,6 +703,7 @@ class Session:
                 leaving = self.stopping.leave(window, saved, step=step)
             except RanksError as error:  # a rank died just now
                 leaving = self.stopping.leave_unsaved(error, request, step=step)
+            self._trackers.leave(leaving.code)
             raise leaving
 
     def _check_first_step(self) -> None:
@@ -706,6 +714,7 @@ class Session:
         """
         counts = self.cursor if self._adapter is None else self._adapter
         self.attempt.record(EventKind.FIRST_STEP, samples_per_step=counts.samples_per_step())
+        self._trackers.keep()
         self._say(self.contents.unkept())
         if self.bucket_orders.has_static_graph():
             self.log_once(STATIC_GRAPH)
@@ -853,6 +862,7 @@ class Session:
         more = {
             "bucket_orders": self.bucket_orders.state(),
             "gradients": self.gradients.state_dict(),
+            "trackers": self._trackers.state_dict(),
         }
         return {**own, **{name: state for name, state in more.items() if state}}
 
@@ -978,6 +988,7 @@ class Session:
         except StaleAttempt as error:
             self.log_once(f"this attempt ends: {error}")
             self.saver.give_up()
+            self._trackers.leave(RUN_AGAIN)  # the newer one has them open
             with contextlib.suppress(HydroslurmError):
                 self.leave()
             raise ExitForRequeue.must_not_run_again() from error

@@ -6,37 +6,34 @@ import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import zygote
-from integrations.proofs import LIGHTNING, TRANSFORMERS
+from integrations.proofs import ACCELERATE, LIGHTNING, OWN, TRANSFORMERS
 
 from hydroslurm.integrations import loggers
+from hydroslurm.training import trackers
 
 SCENES = Path(__file__).with_name("logging_scenes.py")
+needs_trackers = pytest.mark.skipif(
+    find_spec("wandb") is None or find_spec("mlflow") is None,
+    reason="no wandb or no mlflow: make setup installs them",
+)
 
 
-@pytest.mark.parametrize("damaged", ['{"wandb": "4', '{"wandb": 4}', "[[]]", " " * 70_000, None])
+@pytest.mark.parametrize("damaged", ['{"wandb": "4', '{"wandb": []}', "[[]]", " " * 70_000, None])
 def test_a_damaged_file_of_ids_costs_no_training(
-    damaged: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    damaged: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The attempt has a run of its own in the loggers, and says so."""
-    monkeypatch.setattr(os, "environ", dict(os.environ))
     if damaged is None:  # a device
         (tmp_path / "loggers.json").symlink_to("/dev/zero")
     else:
         (tmp_path / "loggers.json").write_text(damaged)
-    handler = SimpleNamespace(callbacks=[type("WandbCallback", (), {})()])
-    trainer = SimpleNamespace(
-        args=None, is_world_process_zero=lambda: True, callback_handler=handler
-    )
     with caplog.at_level("WARNING", logger="hydroslurm"):
-        loggers.continue_callbacks(trainer, tmp_path, anew=False)
+        trackers.Trackers(tmp_path, anew=False, is_first=True)
     assert "is damaged" in caplog.text
-    kept = json.loads((tmp_path / "loggers.json").read_text())
-    assert kept == {"wandb": os.environ["WANDB_RUN_ID"]}
+    assert "WANDB_RUN_ID" not in os.environ
 
 
 def test_a_save_reads_the_new_rows_only(tmp_path: Path) -> None:
@@ -53,15 +50,21 @@ def test_a_save_reads_the_new_rows_only(tmp_path: Path) -> None:
         assert count.of(metrics) == rows
 
 
-@pytest.mark.skipif(find_spec("wandb") is None, reason="no wandb: make setup installs it")
+@needs_trackers
 @pytest.mark.parametrize(
-    "framework", ["lightning", pytest.param("transformers", marks=pytest.mark.long)]
+    ("framework", "loads"),
+    [
+        ("lightning", LIGHTNING),
+        ("own", OWN),
+        pytest.param("transformers", TRANSFORMERS, marks=pytest.mark.long),
+        pytest.param("accelerate", ACCELERATE, marks=pytest.mark.long),
+    ],
 )
-def test_attempts_continue_one_run(framework: str, tmp_path: Path) -> None:
-    """TensorBoard, CSV and Weights & Biases (offline) have what they have of an undisturbed run:
-    under one version and one id, each row once, none in the place of another. The third attempt is
-    killed two steps behind a periodic save."""
-    loads = LIGHTNING if framework == "lightning" else TRANSFORMERS
+def test_attempts_continue_one_run(framework: str, loads: tuple[str, ...], tmp_path: Path) -> None:
+    """TensorBoard, CSV, Weights & Biases (offline) and MLflow have what they have of an undisturbed
+    run: under one version and one id, each row once, none in the place of another. An attempt that
+    stops is marked as preempted, not as failed. The third one is killed two steps behind a periodic
+    save: MLflow, which removes nothing, has what is repeated twice, with equal values."""
     stops = ("stop:4", "stop:7", "kill:11")
     ran = zygote.ran([SCENES, framework, tmp_path / "runs", *stops], loads=loads)
     assert ran.returncode == 0, ran.stderr
@@ -82,3 +85,26 @@ def test_attempts_continue_one_run(framework: str, tmp_path: Path) -> None:
     assert len(second) > 1
     assert last[-1] == len(whole["wandb"]) - 1
     assert killed == [] or killed[0] == second[-1] + 1
+    assert stopped["wandb ends"] == ["preempted 75", "preempted 75", "", "0"]
+    assert (whole["mlflow ends"], stopped["mlflow ends"]) == (
+        ["FINISHED"],
+        ["SCHEDULED", "SCHEDULED", "RUNNING", "FINISHED"],
+    )
+    assert len(stopped["mlflow"]) == len(whole["mlflow"]) == 1
+    (rows,), (all_rows,) = stopped["mlflow"], whole["mlflow"]
+    assert {name: set(map(tuple, values)) for name, values in rows.items()} == {
+        name: set(map(tuple, values)) for name, values in all_rows.items()
+    }
+    assert max(map(len, all_rows.values())) >= 16
+    twice = max(len(rows[name]) - len(all_rows[name]) for name in rows)
+    assert 1 <= twice <= 4  # back to step 9, or to 7 if that save was not committed yet
+
+
+@needs_trackers
+def test_an_error_is_no_good_end(tmp_path: Path) -> None:
+    """MLflow by itself would finish a run that is not in a ``with`` block."""
+    ran = zygote.ran([SCENES, "own", tmp_path / "runs", "fail:5"], loads=OWN)
+    assert ran.returncode == 0, ran.stderr
+    failed = json.loads(ran.stdout.splitlines()[-1])["stopped"]
+    ends = failed["exits"], failed["mlflow ends"], failed["wandb ends"]
+    assert ends == ([1], ["FAILED"], ["1"])

@@ -1,0 +1,202 @@
+"""One run in the trackers: all attempts log to the same run of Weights & Biases or MLflow.
+
+The run that is open at the first step, whoever opened it, is kept in the run folder. The next
+attempt offers it until its own first step, so that ``wandb.init()`` and ``mlflow.start_run()``
+continue it. Nothing of a tracker is imported here. A tracker that fails costs a warning, never a
+step or a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydroslurm.core.decoding import decode
+from hydroslurm.core.exitcodes import CANCELLED, FAILED, RUN_AGAIN, at_end
+from hydroslurm.core.files import read_regular, write_atomically
+from hydroslurm.training.reporting import warning
+
+_FILE = "loggers.json"
+_MOST_BYTES = 65536
+_offer = contextlib.ExitStack()
+"""Withdraws what the newest Run of this process offers."""
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    """Read what the first attempt has kept for the others, by name; empty for a new run."""
+    path = folder / _FILE
+    try:
+        return decode(dict[str, str | int], read_regular(path, limit_bytes=_MOST_BYTES))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warning(f"{path} is damaged ({error}): the loggers of this attempt begin a new run")
+        return {}
+
+
+def keep(folder: Path, values: dict[str, Any]) -> None:
+    """Keep this, and nothing else, for the next attempts."""
+    write_atomically(folder / _FILE, json.dumps(values).encode())
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """How one tracker is spoken to.
+
+    Attributes:
+        variables: by which it continues the run of an id.
+        open_run: the run that is open in this process, or None, given the tracker's module.
+        id_of: the id by which the next attempt continues a run.
+        leave: end a run for a process that exits with a status, given the module, too.
+    """
+
+    variables: Mapping[str, str]
+    open_run: Callable[[Any], Any]
+    id_of: Callable[[Any], str]
+    leave: Callable[[Any, Any, object], None]
+
+
+def mlflow_status(exit_status: object) -> str:
+    """The status in MLflow of a run whose process exits so."""
+    return {RUN_AGAIN: "SCHEDULED", CANCELLED: "KILLED"}.get(exit_status, "FAILED")  # type: ignore
+
+
+def _leave_mlflow(mlflow: Any, run: Any, status: object) -> None:
+    while run is not None:  # nested ones first
+        mlflow.end_run(mlflow_status(status))
+        run = mlflow.active_run()
+
+
+def _leave_wandb(_: Any, run: Any, status: object) -> None:
+    """Its own hooks see ``sys.exit()`` and no SystemExit of ours, and would report a good end."""
+    if status == RUN_AGAIN:
+        run.mark_preempting()
+    run.finish(exit_code=status)
+
+
+TRACKERS = {
+    "wandb": Tracker(
+        {"WANDB_RUN_ID": "{}", "WANDB_RESUME": "allow"},
+        open_run=lambda wandb: wandb.run,
+        id_of=lambda run: str(run.id),
+        leave=_leave_wandb,
+    ),
+    "mlflow": Tracker(
+        {"MLFLOW_RUN_ID": "{}"},
+        open_run=lambda mlflow: mlflow.active_run(),
+        id_of=lambda run: str(run.data.tags.get("mlflow.parentRunId", run.info.run_id)),
+        leave=_leave_mlflow,
+    ),
+}
+
+
+class Trackers:
+    """The trackers' runs of one Run.
+
+    Args:
+        folder: of the run.
+        anew: earlier attempts do not count.
+        is_first: whether this is the first rank; others log to runs of their own.
+    """
+
+    def __init__(self, folder: Path, *, anew: bool, is_first: bool) -> None:
+        self._folder = folder
+        self._is_first = is_first
+        self._row = 0
+        _offer.close()
+        values = kept(folder) if is_first else {}
+        if anew and values.keys() & TRACKERS.keys():
+            values = {name: value for name, value in values.items() if name not in TRACKERS}
+            keep(folder, values)
+        for name in TRACKERS.keys() & values.keys():
+            _offer_run(name, str(values[name]))
+
+    def keep(self) -> None:
+        """Keep the runs that are open at the first step for the next attempts."""
+        _offer.close()  # what is opened from now on is not the training's
+        self._each(self._keep)
+
+    def leave(self, status: object) -> None:
+        """Mark the runs: this process stops with a status, and the training is not done."""
+        self._each(lambda name, module, run: TRACKERS[name].leave(module, run, status))
+
+    def state_dict(self) -> dict[str, int]:
+        """Where Weights & Biases is in its count of rows. Offline each attempt counts from 0, and
+        its rows would replace those of the one before when they are synced."""
+        rows = {"wandb": self._row} if self._row else {}
+        self._each(
+            lambda name, _, run: name == "wandb" and rows.update(wandb=max(self._row, run.step))
+        )
+        return rows
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue the count: what a killed attempt logged after its last checkpoint is logged
+        again, in the same rows."""
+        self._row = state.get("wandb", 0)
+        self._each(self._continue_rows)
+
+    def _continue_rows(self, name: str, _: Any, run: Any) -> None:
+        """The first row has the next number, unless the script numbers its rows."""
+        if name != "wandb" or run.step >= self._row:
+            return
+        own = run._log  # wandb.log() comes here, too
+
+        def log(data: Any, step: int | None = None, commit: bool | None = None) -> None:
+            run._log = own
+            if step is None:  # with a step of the script's, this would be an empty row before it
+                own({}, step=self._row)
+            own(data, step, commit)
+
+        run._log = log
+
+    def _keep(self, name: str, _: Any, run: Any) -> None:
+        at_end(lambda problem: self.leave(FAILED) if problem else None)
+        values, run_id = kept(self._folder), TRACKERS[name].id_of(run)
+        if values.setdefault(name, run_id) != run_id:
+            warning(
+                f"{name} logs to run {run_id}, and earlier attempts to {values[name]}. Open it "
+                "after Run(...) and before the first step; an id that the script gives has to be "
+                "the same in all attempts"
+            )
+        elif name == "wandb" and 0 < run.step < self._row:
+            warning(
+                f"wandb counts rows from 0 again, and the checkpoint has {self._row}: offline, "
+                "these replace earlier ones. Open it before run.resume() and the loop"
+            )
+        keep(self._folder, values)
+
+    def _each(self, action: Callable[[str, Any, Any], object]) -> None:
+        """Call this with name, module and run of each tracker that has a run open."""
+        for name in TRACKERS if self._is_first else ():
+            module = sys.modules.get(name)
+            try:
+                run = None if module is None else TRACKERS[name].open_run(module)
+                if run is not None:
+                    action(name, module, run)
+            except Exception as error:  # of another package, of any kind
+                warning(f"{name} failed: {error or type(error).__name__}")
+
+
+def _offer_run(name: str, run_id: str) -> None:
+    module: Any = sys.modules.get(name)
+    if name == "wandb" and hasattr(module, "init"):  # may have read its variables before
+        _offer.callback(setattr, module, "init", module.init)
+        module.init = functools.partial(_init_wandb, module.init, run_id)
+        return
+    for variable, value in TRACKERS[name].variables.items():
+        if variable not in os.environ:  # else the script's own
+            os.environ[variable] = value.format(run_id)
+            _offer.callback(os.environ.pop, variable, None)
+
+
+def _init_wandb(own: Callable[..., Any], run_id: str, *args: Any, **given: Any) -> Any:
+    """``wandb.init()`` that continues a run unless the script names one."""
+    run_id = given.get("id") or os.environ.get("WANDB_RUN_ID") or run_id
+    return own(*args, **{"resume": "allow", **given, "id": run_id})
