@@ -58,6 +58,7 @@ def plan_job(job: TrainingJob, *, folder: Path, python: str, use_images: bool = 
         warning_s=job.preemption.warning_seconds,
         tensorboard=_tensorboard(job, folder),
         preflight=job.preflight and _resolved(job.preflight, python),
+        notify=job.notify,
         is_debug=job.run_mode.debug.enable,
     )
 

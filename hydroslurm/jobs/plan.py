@@ -103,6 +103,7 @@ class Plan:
         warning_s: how long before the time limit the ranks are told to save.
         tensorboard: what is to run beside the ranks, or None.
         preflight: what has to succeed on each node before the ranks start; None: no check.
+        notify: who is told what becomes of the job: a command, or the URL of a webhook; or empty.
         is_debug: whether the training is not started.
         runtime: what runs the tasks' images: pyxis, apptainer, or None.
         elastic: None for a job of a fixed size.
@@ -118,6 +119,7 @@ class Plan:
     warning_s: int = 120
     tensorboard: TensorBoardPlan | None = None
     preflight: tuple[str, ...] | None = None
+    notify: tuple[str, ...] = ()
     is_debug: bool = False
     runtime: str | None = None
     elastic: ElasticPlan | None = None

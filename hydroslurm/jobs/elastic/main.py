@@ -41,6 +41,7 @@ from hydroslurm.jobs.supervisor.conditions import (
     read_conditions,
 )
 from hydroslurm.jobs.supervisor.main import clean, log, trusted_plan
+from hydroslurm.jobs.supervisor.notify import notifying
 from hydroslurm.jobs.supervisor.tensorboard import tensorboard
 from hydroslurm.slurm.client import open_client
 from hydroslurm.slurm.policy import StopReason
@@ -80,7 +81,10 @@ class ElasticJob:
         for number in (signal.SIGTERM, signal.SIGURG, signal.SIGINT):
             signal.signal(number, self._on_signal)
         if self._verdict() is None:
-            with tensorboard(self._plan.tensorboard, self._run, log=log):
+            with (
+                notifying(self._plan, self._run, log=log),
+                tensorboard(self._plan.tensorboard, self._run, log=log),
+            ):
                 self._serve()
         verdict = self._verdict()
         if self._status == RUN_AGAIN or verdict is None:

@@ -13,6 +13,7 @@ from hydroslurm.jobs.spec.fields import Line, Part, Printable, Words, as_tuple
 from hydroslurm.jobs.spec.replicas import MASTER, ReplicaSpec, RunMode
 from hydroslurm.jobs.spec.sections import (
     Elastic,
+    Notify,
     Preemption,
     RunPolicy,
     Scheduler,
@@ -60,6 +61,9 @@ class TrainingJob(Part):
     """Where to run the job in Slurm. Default: the site's."""
     tensorboard: TensorBoard | None = None
     """A TensorBoard that runs as long as the job. Default: none."""
+    notify: Notify = ()
+    """Who gets a JSON document at each stop, resume, failure and end: a command, as a list, on its
+    stdin in the first replica's working directory; or a webhook, as text, by POST. Default: []."""
     run_mode: RunMode = Field(default_factory=RunMode)
     """Train, or debug. Default: train."""
     preemption: Preemption = Field(default_factory=Preemption)

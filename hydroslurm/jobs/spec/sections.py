@@ -3,6 +3,7 @@ torchrunConfig and elastic."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
@@ -17,6 +18,7 @@ from hydroslurm.jobs.spec.fields import (
     Text,
     Whole,
     Words,
+    as_tuple,
     is_text,
     slurm_word,
 )
@@ -154,6 +156,29 @@ class TensorBoard(Part):
     host: Line = "127.0.0.1"
     """Address to bind. The default can only be reached through ssh, because TensorBoard asks for no
     password. Default: 127.0.0.1."""
+
+
+_WEBHOOK = r"^https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?(/[!-~]*)?$"
+
+
+def _webhook(value: object) -> object:
+    if not isinstance(value, str):
+        return as_tuple(value)
+    if not re.fullmatch(_WEBHOOK, value):  # it is not shown: it may be a secret
+        raise ValueError("wanted a command as a list, or a webhook, http(s)://HOST/... in ASCII")
+    return (value,)
+
+
+Notify = Annotated[
+    tuple[Text, ...],
+    BeforeValidator(_webhook),
+    WithJsonSchema({
+        "anyOf": [
+            {"type": "array", "items": {"type": "string"}},
+            {"type": "string", "pattern": _WEBHOOK},
+        ]
+    }),
+]  # fmt: skip
 
 
 _TORCHRUN_RESERVED = frozenset({

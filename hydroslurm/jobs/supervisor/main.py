@@ -23,6 +23,7 @@ from hydroslurm.jobs.plan import Plan, read_plan
 from hydroslurm.jobs.supervisor import CLEAN
 from hydroslurm.jobs.supervisor.attempts import Attempts, Ending
 from hydroslurm.jobs.supervisor.conditions import add_condition, final_condition, read_conditions
+from hydroslurm.jobs.supervisor.notify import notifying
 from hydroslurm.jobs.supervisor.supervise import Outcome, Supervisor
 from hydroslurm.slurm.allocation import Allocation
 from hydroslurm.slurm.client import open_client
@@ -49,12 +50,13 @@ def supervise(root: Path, *, environ: Mapping[str, str]) -> Outcome:
         environ=environ,
         log=log,
     )
-    if plan.tensorboard is None:
-        return supervisor.supervise()
-    from hydroslurm.jobs.supervisor.tensorboard import tensorboard
+    with notifying(plan, run, log=log):
+        if plan.tensorboard is None:
+            return supervisor.supervise()
+        from hydroslurm.jobs.supervisor.tensorboard import tensorboard
 
-    with tensorboard(plan.tensorboard, run, log=log):
-        return supervisor.supervise()
+        with tensorboard(plan.tensorboard, run, log=log):
+            return supervisor.supervise()
 
 
 def trusted_plan(run: RunDir) -> Plan:
@@ -91,7 +93,8 @@ def clean(root: Path, *, environ: Mapping[str, str]) -> str:
                 Attempts(run.starts_jsonl).end(attempt, ending)
         message = f"the job ended {state}, and its supervisor with it"
         reason = "Cancelled" if cancelled else "SupervisorLost"
-        add_condition(run.conditions_jsonl, "Failed", reason=reason, message=message)
+        with notifying(plan, run, log=log):
+            add_condition(run.conditions_jsonl, "Failed", reason=reason, message=message)
         done.append(message)
     run.tensorboard_json.unlink(missing_ok=True)
     if plan.limits.clean_policy == "All" and run.scratch.is_dir():

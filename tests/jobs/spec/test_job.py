@@ -288,6 +288,7 @@ jobs = st.fixed_dictionaries(
         "tensorboard": st.fixed_dictionaries(
             {}, optional={"logDirectory": text, "port": st.integers(0, 65535), "host": line}
         ),
+        "notify": st.just("https://host:8080/a?b=c") | command,
         "runMode": st.fixed_dictionaries(
             {
                 "debug": st.fixed_dictionaries(
