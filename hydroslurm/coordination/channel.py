@@ -22,8 +22,8 @@ from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.errors import CoordinatorLost, StaleRank, UntrustedFile
 from hydroslurm.slurm.munge import MungeError
 
-CONNECT_S = 5.0
-"""For all candidates together: a listener that sends nothing costs no more."""
+CONNECT_S = 20.0
+"""For all candidates together: 2 s each way make 12 with ARP. A silent listener costs no more."""
 WELCOME_S = 60.0
 """A coordinator that thousands join at once takes a while."""
 RETRY_S = 0.2

@@ -318,6 +318,7 @@ class CurrentAttempt:
         number: from 1; None before it has begun.
         step: the last one that is complete.
         history: all attempts of the run, this one last; only on the rank that records them.
+        run: its folder.
     """
 
     def __init__(
@@ -333,6 +334,7 @@ class CurrentAttempt:
         """``at_least``: the smallest number that it may get."""
         self.number: int | None = None
         self.step = 0
+        self.run = run
         self._log = AttemptLog(run.attempts_jsonl)
         self._controller = controller
         self._limits = limits

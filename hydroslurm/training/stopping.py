@@ -34,6 +34,7 @@ from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, ExitForRequeue
+from hydroslurm.core.status import read_status
 from hydroslurm.core.threads import thread
 from hydroslurm.errors import (
     CoordinatorLost,
@@ -219,7 +220,7 @@ class Stopping:
                 return
             warning(
                 f"{request.message} {SAY_S:g} s ago, and the training has not come to a safe point "
-                f"since: {whereabouts()}. It stops at the next one"
+                f"since: {whereabouts()}{self._not_reached()}. It stops at the next one"
             )
         if self._is_over_by(due_mono_s):
             return
@@ -255,8 +256,9 @@ class Stopping:
             kept = "no checkpoint" if newest is None else f"step {newest}"
             warning(
                 f"{plan.message}; the training has not come to a safe point in "
-                f"{self._note_place(request):.0f} s: {whereabouts()}. It is ended there, in front "
-                f"of SIGKILL; {kept} is committed, and step {step} was the last one"
+                f"{self._note_place(request):.0f} s: {whereabouts()}{self._not_reached()}. It is "
+                f"ended there, in front of SIGKILL; {kept} is committed, and step {step} was the "
+                "last one"
             )
             with contextlib.suppress(Exception):  # a newer attempt has the folder; or a full disk
                 self._attempt.end(plan.ending, step=step)
@@ -268,6 +270,13 @@ class Stopping:
             warning(f"while leaving: {type(error).__name__}: {error}")
         finally:
             _end_process(status)
+
+    def _not_reached(self) -> str:
+        """Name the ranks that have not heard of the stop: their network is broken, or they hang."""
+        run, ranks = self._attempt.run, range(self._rank_group.world_size)
+        found = [(rank, read_status(run.rank_status(rank))) for rank in ranks]
+        silent = [f"{rank} on {one.host}" for rank, one in found if one and one.state == "running"]
+        return f"; the stop has not reached rank {', '.join(silent[:8])}" if silent else ""
 
     def _note_place(self, request: StopRequest) -> float:
         """Write down where the training is; returns for how long it was waited for, in seconds."""

@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+from clusters import Part
 from processes import captured, child, wait_until
 from zygote import forked
 
 from hydroslurm.devcluster import DevCluster
+from hydroslurm.training.attempts import AttemptLog
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERRUPTED = """
@@ -108,3 +110,33 @@ def test_submitit_and_t9k(
         done = captured([sys.executable, "train.py"], timeout=200)
         assert done.stdout.splitlines()[-1:] == ["resumed"], done.stdout + done.stderr
         assert t9k.wait(200) == 0
+
+
+@pytest.mark.slurm
+@pytest.mark.long
+def test_hydra(requeue_cluster: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two tasks of a multirun one is preempted: it alone stops, and resumes without a step lost;
+    both end with the weights of the script that its authors publish."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    Path("alone").mkdir()
+    Path("alone/train.py").write_text(published("hydra", ours=False))
+    options = ["--multirun", "+lr=0.1,0.2", "+steps=20000"]
+    subprocess.run(["python", "train.py", *options], cwd="alone", check=True, timeout=300)
+    Path("train.py").write_text(published("hydra"))
+    environ = requeue_cluster.child_environ()
+    command = published("hydra-command").rstrip() + " hydra.launcher.cpus_per_task=8"  # a node each
+    with subprocess.Popen(["bash", "-ec", command], env=environ) as multirun:
+        logs = lambda: Path("hydroslurm-runs").glob("*/events/rank-00000.jsonl")  # noqa: E731
+        begun = lambda: ["first_step" in one.read_text() for one in logs()]  # noqa: E731
+        wait_until(lambda: begun() == [True, True], "the first step of both tasks")
+        urgent = ("--partition=urgent", "--nodes=1", "--exclusive", "--time=1")
+        requeue_cluster.run(["srun", *urgent, f"--nodelist={requeue_cluster.nodes[0]}", "true"])
+        assert multirun.wait(300) == 0
+    folders = Path("hydroslurm-runs").glob("*/attempts.jsonl")
+    untouched, preempted = sorted((AttemptLog(one).attempts() for one in folders), key=len)
+    assert [one.ending for one in untouched] == ["finished"]
+    assert [one.ending for one in preempted] == ["requeued", "finished"]
+    assert preempted[1].step == preempted[0].end_step > 0
+    for name in ("lr-0.1.pt", "lr-0.2.pt"):
+        assert Path(name).read_bytes() == Path("alone", name).read_bytes()
