@@ -26,9 +26,10 @@ from stories import Stories, marked, result_of, stories
 from training.trainings import steps_lost
 
 from hydroslurm.core.events import EventKind
+from hydroslurm.core.rundir import ELASTIC_ENV
 from hydroslurm.devcluster import ClusterSpec, DevCluster, network
 from hydroslurm.devcluster.layout import Layout
-from hydroslurm.elastic.folder import ELASTIC_ENV, MEMBER_ENV
+from hydroslurm.elastic.folder import MEMBER_ENV
 
 pytestmark = pytest.mark.slurm
 
