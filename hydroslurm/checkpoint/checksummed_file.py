@@ -7,12 +7,15 @@ import errno
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 from isal.isal_zlib import crc32
 
-from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
+from hydroslurm.core.decoding import Count
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, SaveAbandoned, UntrustedFile
 
 CHUNK_BYTES = 4 << 20
@@ -26,6 +29,17 @@ processor's cache when it is checksummed after it was read."""
 
 MOST_WHOLE_BYTES = 4 << 30
 """Limit for a file that is read into memory whole: a state without tensors, or an index."""
+
+
+Word = Annotated[str, msgspec.Meta(max_length=80)]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file as it was written."""
+
+    size_bytes: Count
+    checksum: Word
 
 
 class BlockSums:

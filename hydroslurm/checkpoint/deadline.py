@@ -1,25 +1,28 @@
-"""What is still worth saving before a deadline: what a save takes here, what all ranks know of it,
-and a choice and a sentence for people."""
+"""The save in flight: how long a save takes here, the thread that runs one, and what becomes of it
+when a stop has to save a newer state by a deadline."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hydroslurm.checkpoint.save_round import SaveRound, parsed
+from hydroslurm.core.threads import thread
 
 if TYPE_CHECKING:  # who lists jobs needs a number from here, and no torch
+    from hydroslurm.checkpoint.manifest import Checkpoint
     from hydroslurm.checkpoint.storage import TimedSyncs
-    from hydroslurm.checkpoint.store import Checkpoint
 
 SAFETY = 1.5
 """How much longer than expected a save is allowed to take before it no longer counts as fitting.
 The disk is busiest at the very moment when a whole node is preempted."""
 
 FOREVER_S = 1e9
-"""Time left where nobody kills. Finite, as JSON has no infinity: thirty years."""
+"""Time left where nobody kills: thirty years. Finite, as a wait has to be."""
 
 SAMPLES = 5
 """How many of the last saves count; the slowest of them decides."""
@@ -94,10 +97,9 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known when a stop has reached its safe point.
+    """What a rank knows when a stop has reached its safe point.
 
     Attributes:
-        step: training steps completed.
         left_s: seconds until the deadline, at most :data:`FOREVER_S`; negative once it has passed.
         save_s: what a save is expected to take.
         in_flight: the save under way.
@@ -105,7 +107,6 @@ class Situation:
         is_committed: it is the very state that is to be saved.
     """
 
-    step: int
     left_s: float
     save_s: float
     in_flight: InFlight | None = None
@@ -115,86 +116,21 @@ class Situation:
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of the save in flight before this state is saved.
-
-    This state is always tried (unless it is committed, or the save in flight is of it): an estimate
-    may be wrong, and a save that is killed costs nothing.
+    """What becomes of the save in flight before the state of the stop is saved.
 
     Attributes:
         reason: one sentence for people.
         wait_s: how long to wait for the save in flight.
-        give_up: abandon it if it has not ended by then; else the save of this state follows it.
-        steps_at_risk: what is lost if no more is committed than is expected to be in time.
-        is_committed: there is nothing to do.
+        give_up: abandon it if it has not ended by then; else the save of the stop follows it.
     """
 
     reason: str
     wait_s: float = 0.0
     give_up: bool = False
-    steps_at_risk: int = 0
-    is_committed: bool = False
 
 
-def choose(now: Situation) -> Choice:
-    """The most that is expected to be committed in time.
-
-    In order: a save of this step, after the one in flight if there is time for both (finished work
-    is insurance), else instead of it; the older step in flight; what is committed already.
-    """
-    flight, left_s, full_s = now.in_flight, max(0.0, now.left_s), now.save_s * SAFETY
-    if now.is_committed:
-        return Choice(f"step {now.step} is committed already", is_committed=True)
-    rest_s = 0.0 if flight is None else flight.remaining_s * SAFETY
-    if flight is not None and flight.is_this:  # what the stop would save itself: never given up
-        in_time = rest_s <= now.left_s
-        reason = (
-            f"the save in flight is of this very step {now.step}: it needs about "
-            f"{flight.remaining_s:.1f} s more{_of(left_s)}, and "
-            f"{'is in time' if in_time else 'may be late'}"
-        )
-        return Choice(reason, left_s, steps_at_risk=0 if in_time else _at_risk(now, None))
-    reason = f"a full save needs about {now.save_s:.1f} s"
-    if full_s <= now.left_s:
-        reason += _of(left_s)
-        if flight is None:
-            return Choice(reason)
-        both = rest_s + full_s <= now.left_s
-        reason += (
-            f", and the save of step {flight.step} before it {flight.remaining_s:.1f} s more: "
-            f"{'both fit' if both else 'that one is given up'}"
-        )
-        return Choice(reason, left_s - full_s if both else 0.0, give_up=True)
-    in_time = flight is not None and rest_s <= now.left_s
-    committed = "nothing" if now.committed_step is None else f"step {now.committed_step}"
-    kept = f"{committed} is committed"
-    if flight is not None and in_time:
-        kept = f"the save of step {flight.step} can still be in time"
-    risk = _at_risk(now, flight if in_time else None)
-    reason += (
-        f" and {left_s:.1f} s are left: {kept}, and {_steps(risk)} unless the save is faster than "
-        "expected"
-    )
-    # nothing fits: what is nearest to its end is tried nevertheless
-    waits = flight is not None and flight.remaining_s < now.save_s
-    give_up = flight is not None and not waits
-    return Choice(reason, left_s if waits else 0.0, give_up=give_up, steps_at_risk=risk)
-
-
-def remaining_s(*, expected_s: float, elapsed_s: float) -> float:
-    """What a save under way still needs. One that is late is given a quarter of its age again."""
-    return max(expected_s - elapsed_s, elapsed_s / 4)
-
-
-def of_all_ranks(here: Situation, save_round: SaveRound) -> Situation:
-    """The least time, the slowest disk, any save in flight, and what all ranks have committed.
-
-    Raises:
-        SaveFailed, UnsavableState: on all ranks; one cannot take part or is gone.
-    """
-    if save_round.is_solo:
-        return here
-    told = save_round.settle("situation", asdict(here), left_s=here.left_s)
-    ranks = [parsed(Situation, answer, rank=rank) for rank, answer in told.items()]
+def of_all_ranks(ranks: Sequence[Situation]) -> Situation:
+    """The least time, the slowest disk, any save in flight, and what all ranks have committed."""
     flights = [one.in_flight for one in ranks if one.in_flight is not None]
     steps = [one.committed_step for one in ranks if one.committed_step is not None]
     flight = InFlight(
@@ -202,8 +138,7 @@ def of_all_ranks(here: Situation, save_round: SaveRound) -> Situation:
         max((one.remaining_s for one in flights), default=0.0),
         is_this=all(one.is_this for one in flights),
     )
-    return replace(
-        here,
+    return Situation(
         left_s=min(one.left_s for one in ranks),
         save_s=max(one.save_s for one in ranks),
         in_flight=flight if flights else None,
@@ -212,28 +147,144 @@ def of_all_ranks(here: Situation, save_round: SaveRound) -> Situation:
     )
 
 
-def all_done(done: bool, save_round: SaveRound, *, left_s: float) -> bool:
-    """Whether no rank has anything left to save.
+def choose(step: int, now: Situation) -> Choice:
+    """What is expected to commit the most in time.
 
-    Raises:
-        SaveFailed: on all ranks; one is gone.
+    In order: a save of this step, after the one in flight if there is time for both (finished work
+    is insurance), else instead of it; the older step in flight; what is committed already. The
+    state of the stop is tried in any case (unless it is committed, or the save in flight is of
+    it): an estimate may be wrong, and a save that is killed costs nothing.
     """
-    told = save_round.settle("done", {"done": done}, left_s=left_s)
-    return all(parsed(dict[str, bool], answer, rank=rank)["done"] for rank, answer in told.items())
+    if now.is_committed:
+        return Choice(f"step {step} is committed already")
+    flight, save_s, left_s = now.in_flight, now.save_s, max(0.0, now.left_s)
+    rest_s = 0.0 if flight is None else flight.remaining_s * SAFETY
+    of_left = "" if left_s >= FOREVER_S else f" of the {left_s:.1f} s that are left"
+    if flight is not None and flight.is_this:  # what the stop would save itself: never given up
+        return Choice(
+            f"the save in flight is of this very step {step}: it needs about "
+            f"{flight.remaining_s:.1f} s more{of_left}, and "
+            f"{'is in time' if rest_s <= now.left_s else 'may be late'}",
+            wait_s=left_s,
+        )
+    needs = f"a full save needs about {save_s:.1f} s"
+    if save_s * SAFETY <= now.left_s:
+        if flight is None:
+            return Choice(needs + of_left)
+        both = rest_s + save_s * SAFETY <= now.left_s
+        return Choice(
+            f"{needs}{of_left}, and the save of step {flight.step} before it "
+            f"{flight.remaining_s:.1f} s more: {'both fit' if both else 'that one is given up'}",
+            wait_s=left_s - save_s * SAFETY if both else 0.0,
+            give_up=True,
+        )
+    committed = now.committed_step
+    kept, newest = f"{'nothing' if committed is None else f'step {committed}'} is committed", 0
+    if flight is not None and rest_s <= now.left_s:
+        kept, newest = f"the save of step {flight.step} can still be in time", flight.step
+    lost = step - max(committed or 0, newest)
+    what = {0: "what was changed since then is lost", 1: "1 step is lost"}
+    # nothing fits: what is nearest to its end is tried nevertheless
+    waits = flight is not None and flight.remaining_s < save_s
+    return Choice(
+        f"{needs} and {left_s:.1f} s are left: {kept}, and "
+        f"{what.get(lost, f'{lost} steps are lost')} unless the save is faster than expected",
+        wait_s=left_s if waits else 0.0,
+        give_up=flight is not None and not waits,
+    )
 
 
-def _of(left_s: float) -> str:
-    """The time that is left, to be added to a time that is needed; no word where nobody kills."""
-    return "" if left_s >= FOREVER_S else f" of the {left_s:.1f} s that are left"
+def remaining_s(*, expected_s: float, elapsed_s: float) -> float:
+    """What a save under way still needs. One that is late is given a quarter of its age again."""
+    return max(expected_s - elapsed_s, elapsed_s / 4)
 
 
-def _at_risk(now: Situation, in_time: InFlight | None) -> int:
-    """Steps since the newest that will be durable; all of them when none will be."""
-    flight_step = 0 if in_time is None else in_time.step
-    return now.step - max(now.committed_step or 0, flight_step)
+@dataclass(eq=False)
+class BackgroundSave:
+    """Runs one save beside the training, and keeps how it ended.
+
+    An interpreter that shuts down waits for its thread, so that a process which simply ends has its
+    last save committed. A save needs no executor, all of which are closed by then. The thread lives
+    as long as the save: none is left idle in a process that forks.
+
+    Attributes:
+        work: does the save of state number ``state``, of this step.
+        expected_s: how long it should take.
+        writes: False if this rank only tells the others that it cannot take part.
+        exempt: makes the context in which no pause holds the thread.
+        tidy: called once the save has succeeded. Nobody waits for it but :meth:`join` and the
+            shutdown of Python: removing an old checkpoint of some GB takes longer than a stop may
+            have.
+        reason: of a stop, what was chosen, for people.
+    """
+
+    work: Callable[[BackgroundSave], None]
+    step: int
+    state: int
+    expected_s: float
+    writes: bool
+    exempt: Callable[[], AbstractContextManager[None]]
+    tidy: Callable[[], None]
+    failure: BaseException | None = None
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        """Begin at once."""
+        self._ended = threading.Event()
+        self.cancel = threading.Event()
+        self._begin_s = time.monotonic()
+        self._thread = thread(self._run, name=f"hydroslurm-save-{self.step}", daemon=False)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return not self._ended.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it has ended, after waiting so long at the most."""
+        return self._ended.wait(_bounded(timeout_s))
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Whether it has ended and tidied up, after waiting so long at the most."""
+        self._thread.join(_bounded(timeout_s))
+        return not self._thread.is_alive()
+
+    def see_through(self, timeout_s: float | None = None) -> None:
+        """Wait until it has ended, and without a timeout until it has tidied up. If a signal
+        handler raises meanwhile, it is given up and waited for: before that the state that it
+        writes is not the caller's own."""
+        try:
+            if timeout_s is None:
+                self.join()
+            else:
+                self.wait(timeout_s)
+        except BaseException:
+            self.give_up()
+            self.join()
+            raise
+
+    def give_up(self) -> None:
+        """Ask it to end early; a write or fsync that the kernel is busy with is not interrupted."""
+        self.cancel.set()
+
+    def status(self, state: int) -> InFlight:
+        """Its step, what it still needs, and whether it writes the state of this number."""
+        elapsed_s = time.monotonic() - self._begin_s
+        rest_s = remaining_s(expected_s=self.expected_s, elapsed_s=elapsed_s)
+        return InFlight(self.step, rest_s, is_this=self.state == state)
+
+    def _run(self) -> None:
+        try:
+            with self.exempt():
+                self.work(self)
+                self._ended.set()
+                if self.writes:
+                    self.tidy()
+        except BaseException as error:  # kept for the training thread, which reports it
+            self.failure = error
+        finally:
+            self._ended.set()
 
 
-def _steps(count: int) -> str:
-    if count == 0:
-        return "what was changed since then is lost"
-    return "1 step is lost" if count == 1 else f"{count} steps are lost"
+def _bounded(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX)

@@ -20,15 +20,15 @@ from pathlib import Path
 import torch
 from isal.isal_zlib import crc32
 
-from hydroslurm.checkpoint.catalog import Checkpoint
 from hydroslurm.checkpoint.checksummed_file import (
     BLOCK_BYTES,
+    FileEntry,
     checked_chunks,
     read_checked,
     write_whole,
 )
 from hydroslurm.checkpoint.host_memory import bytes_of
-from hydroslurm.checkpoint.manifest import FileEntry
+from hydroslurm.checkpoint.manifest import Checkpoint
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_file import files_of_part, frozen_part, parse
 from hydroslurm.checkpoint.write_plan import WritePlan

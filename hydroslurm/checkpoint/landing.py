@@ -26,12 +26,12 @@ from isal.isal_zlib import crc32
 
 from hydroslurm.checkpoint.checksummed_file import (
     BLOCK_BYTES,
+    FileEntry,
     open_checked,
     require_size,
     unreadable,
 )
 from hydroslurm.checkpoint.host_memory import bytes_of, populate
-from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import MOST_BUFFERS, Storage
 from hydroslurm.checkpoint.tensor_file import Chunk, PartIndex
 from hydroslurm.checkpoint.write_plan import SharedTensor, box_of

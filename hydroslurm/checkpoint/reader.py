@@ -15,9 +15,8 @@ from typing import Any
 import msgspec
 import torch
 
-from hydroslurm.checkpoint.checksummed_file import read_checked
+from hydroslurm.checkpoint.checksummed_file import FileEntry, read_checked
 from hydroslurm.checkpoint.landing import Landing, land
-from hydroslurm.checkpoint.manifest import FileEntry
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_file import (
     SHARED_JSON,

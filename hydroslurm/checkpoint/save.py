@@ -1,6 +1,7 @@
 """One save, by one rank or by several: what each of them writes, and what they agree on.
 
-    open      rank 0 has made the temporary folder, or which cannot save now, and why
+    open      rank 0 has made the temporary folder, or which cannot save now, and why; before a
+              deadline also what each rank knows of its save in flight, its disk and its time
     written   every rank has its part on the disk, or which have not, and why
     commit    the checkpoint is there; asked again, of those that are left, when a rank dies
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,10 +32,10 @@ from typing import Any
 
 import torch
 
-from hydroslurm.checkpoint import commit, folders, manifest
-from hydroslurm.checkpoint.catalog import Checkpoint, as_told, read_manifest
+from hydroslurm.checkpoint import folders, manifest
+from hydroslurm.checkpoint.deadline import Situation
 from hydroslurm.checkpoint.frozen import with_fingerprint
-from hydroslurm.checkpoint.manifest import FileEntry, Manifest
+from hydroslurm.checkpoint.manifest import Checkpoint, Manifest, as_told, read_manifest
 from hydroslurm.checkpoint.save_round import (
     KEPT,
     SaveRound,
@@ -45,7 +47,7 @@ from hydroslurm.checkpoint.save_round import (
 )
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.checkpoint.write_plan import State, WritePlan, divide
-from hydroslurm.checkpoint.writer import manifest_of, write_part
+from hydroslurm.checkpoint.writer import Part, manifest_of, write_part
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import AgreementFailed, CheckpointError, RanksError, SaveFailed, StaleAttempt
 
@@ -68,6 +70,7 @@ class SaveRequest:
         meta: plain JSON values for the manifest; with peers, rank 0's count.
         topic: of this save in the peers' agreements, used once; made of the step and the kind when
             empty, so that the same save cannot be tried twice.
+        open_s: the longest to wait for the others to begin, in seconds.
         state_bytes: of all ranks. state: a saver numbers the states that it is given from 1,
             because two of one step can differ; 0 is what the run resumed from. Both are the
             saver's own.
@@ -78,6 +81,7 @@ class SaveRequest:
     epoch: int = 0
     meta: Mapping[str, Any] = field(default_factory=dict)
     topic: str = ""
+    open_s: float = math.inf
     state_bytes: int = 0
     state: int = 0
 
@@ -110,25 +114,9 @@ def write_checkpoint(
         SaveFailed: an I/O call failed, or a rank is gone. Earlier checkpoints are intact.
         StaleAttempt: a newer attempt owns the run folder. Earlier checkpoints are intact.
     """
-    step, kind = request.step, request.kind
-    header = manifest.begun(
-        step=step,
-        epoch=request.epoch,
-        kind=kind,
-        meta=request.meta,
-        torch_version=torch.__version__,
-    )
-    return _Save(store, round_of(store, request, cancel=cancel), written).write(state, header)
-
-
-def round_of(
-    store: CheckpointStore, request: SaveRequest, *, cancel: threading.Event | None = None
-) -> SaveRound:
-    """The agreements of one save."""
-    topic = request.topic or f"save/{request.step}/{request.kind}"
-    return SaveRound(
-        store.peers, topic, step=request.step, timeout_s=store.patience_s, cancel=cancel
-    )
+    save = Save(store, request, cancel)
+    save.open(state)
+    return save.write(written)
 
 
 @dataclass(frozen=True)
@@ -143,12 +131,13 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Opened:
-    """The answer of a rank that begins: the digest of its layout. Rank 0 adds the folder that it
-    has made, and the manifest."""
+    """The answer of a rank that begins: the digest of its layout, and what it knows before a
+    deadline. Rank 0 adds the folder that it has made, and the manifest."""
 
     layout: str
     name: str = ""
     manifest: str = ""
+    situation: Situation | None = None
 
 
 @dataclass(frozen=True)
@@ -158,75 +147,109 @@ class _Committed:
     manifest: str
 
 
-class _Save:
-    """One save, as one of its ranks sees it."""
+class Save:
+    """One save, as one of its ranks sees it: :meth:`open`, then :meth:`write` or :meth:`discard`.
+    They raise as :func:`write_checkpoint`."""
+
+    _place: _Place
+    _plan: WritePlan
 
     def __init__(
-        self,
-        store: CheckpointStore,
-        save_round: SaveRound,
-        written: Callable[[float], None] | None,
+        self, store: CheckpointStore, request: SaveRequest, cancel: threading.Event | None
     ) -> None:
         self.store, self.storage, self.directory = store, store.storage, store.directory
-        self.round = save_round
-        self.rank = save_round.peers.rank
-        self.written = written
-        self.begun_s = time.monotonic()
+        self.request, self.rank = request, store.peers.rank
+        topic = request.topic or f"save/{request.step}/{request.kind}"
+        self.round = SaveRound(
+            store.peers, topic, step=request.step, timeout_s=store.patience_s, cancel=cancel
+        )
 
-    def write(self, state: State | WritePlan | BaseException, header: Manifest) -> Checkpoint:
-        """Save; ``header`` is the manifest without files, of which rank 0's counts."""
-        world_size = self.round.peers.world_size
+    def open(
+        self, state: State | WritePlan | BaseException, situation: Situation | None = None
+    ) -> list[Situation]:
+        """Begin with all ranks; the situations of all of them, if they have any."""
+        place, answer, problem = None, _Opened("", situation=situation), None
         with self._failing_as_save():
             try:
-                plan = state
-                if isinstance(plan, BaseException):
-                    raise plan
-                if isinstance(plan, State):
-                    plan = divide(plan, rank=self.rank, world_size=world_size)
-                plan = with_fingerprint(plan)
+                self._plan = self._planned(state)
+                answer = replace(answer, layout="" if self.round.is_solo else self._plan.digest)
+                if self.rank == 0:
+                    place = self._choose()
+                    header = place.header.to_json()
+                    answer = replace(answer, name=place.folder.name, manifest=header)
             except BaseException as error:
-                self.round.settle("open", problem=error)
-                raise
-            layout = "" if self.round.is_solo else plan.digest
-            place = self._open(replace(header, world_size=world_size), layout)
-            self.begun_s = time.monotonic()  # a rank may have waited long for the others
-            with self._removing(place.folder):
-                answers, mine = self._write(place.folder, plan)
-            committed = self._commit(place, lambda: self._describe(place, answers, plan))
-            self.store.trust(committed)
-            self.store.frozen.note(committed, files=mine, fingerprint=plan.fingerprint)
-            return committed
-
-    def _open(self, header: Manifest, layout: str) -> _Place:
-        """Where the checkpoint goes."""
-        if self.round.is_solo:
-            return self._choose(header)
-        answer, folder, problem = _Opened(layout), None, None
-        if self.rank == 0:
-            try:
-                folder = self._choose(header).folder
-                answer = _Opened(layout, folder.name, header.to_json())
-            except Exception as error:
                 problem = error
-        with self._removing(folder):
-            told = self.round.settle("open", asdict(answer), problem=problem)
-            answers = {rank: parsed(_Opened, one, rank=rank) for rank, one in told.items()}
-            first = answers[0].layout
-            other = [rank for rank, one in answers.items() if one.layout != first]
-            if other:
-                raise SaveFailed(
-                    f"{self.round.not_saved} rank 0 holds {first}, rank {other[0]} "
-                    f"{answers[other[0]].layout}. What is registered for saving must have the same "
-                    "keys and shapes on all ranks"
+            with self._removing(None if place is None else place.folder):
+                told = self.round.settle(
+                    "open", asdict(answer), problem=problem, left_s=self.request.open_s
                 )
-        return self._chosen_by_rank_0(answers[0])
+                answers = {rank: parsed(_Opened, one, rank=rank) for rank, one in told.items()}
+                first = answers[0].layout
+                other = [rank for rank, one in answers.items() if one.layout != first]
+                if other:
+                    raise SaveFailed(
+                        f"{self.round.not_saved} rank 0 holds {first}, rank {other[0]} "
+                        f"{answers[other[0]].layout}. What is registered for saving must have the "
+                        "same keys and shapes on all ranks"
+                    )
+            self._place = place or self._chosen_by_rank_0(answers[0])
+        return [one.situation for one in answers.values() if one.situation is not None]
 
-    def _choose(self, header: Manifest) -> _Place:
-        """The place under the next number of this step."""
-        self.store.check_fence(f"the save of step {self.round.step}")
+    def discard(self) -> None:
+        """Write nothing."""
+        with contextlib.suppress(OSError):
+            folders.remove_tree(self._place.folder, storage=self.storage)
+
+    def write(self, written: Callable[[float], None] | None = None) -> Checkpoint:
+        """Write this rank's part, and commit the checkpoint when all have written theirs."""
+        begun_s = time.monotonic()  # a rank may have waited long for the others
+        folder, plan, storage = self._place.folder, self._plan, self.storage
+        part, problem = None, None
+        with self._failing_as_save():
+            with self._removing(folder):
+                try:
+                    part = write_part(
+                        folder,
+                        plan,
+                        storage=storage,
+                        stored=self.store.frozen,
+                        cancel=self.round.cancel,
+                    )
+                    if not self.round.is_solo:
+                        storage.fsync_dir(folder)
+                    part = replace(part, took_s=round(time.monotonic() - begun_s, 6))
+                    if written is not None:
+                        written(begun_s)
+                except BaseException as error:
+                    problem = self._explained(error)
+                parts = self._agree_on_parts(part, problem)
+            committed = self._commit(parts)
+        assert part is not None
+        self.store.trust(committed)
+        self.store.frozen.note(committed, files=part.files, fingerprint=plan.fingerprint)
+        return committed
+
+    def _planned(self, state: State | WritePlan | BaseException) -> WritePlan:
+        if isinstance(state, BaseException):
+            raise state
+        if isinstance(state, State):
+            state = divide(state, rank=self.rank, world_size=self.round.peers.world_size)
+        return with_fingerprint(state)
+
+    def _choose(self) -> _Place:
+        """The place under the next number of this step, with a new temporary folder."""
+        header = manifest.begun(
+            step=self.request.step,
+            epoch=self.request.epoch,
+            kind=self.request.kind,
+            meta=self.request.meta,
+            world_size=self.round.peers.world_size,
+            torch_version=torch.__version__,
+        )
+        self._check_fence()
         target = self._next_target()
         folder = folders.temporary(target, joint=not self.round.is_solo)
-        commit.make_dirs(self.directory, storage=self.storage)
+        folders.make_dirs(self.directory, storage=self.storage)
         self.storage.mkdir(folder)
         return _Place(folder, target, header)
 
@@ -248,53 +271,31 @@ class _Save:
         path = self.directory / told.name
         return _Place(path, path.parent / final, Manifest.from_json(told.manifest, where=path))
 
-    def _write(
-        self, folder: Path, plan: WritePlan
-    ) -> tuple[Mapping[int, Any], Mapping[str, FileEntry]]:
-        """Write this rank's part; what all ranks say that they have written, and this one's
-        files."""
-        alone = self.round.is_solo
-        answer: dict[str, Any] = {}
-        files: Mapping[str, FileEntry] = {}
-        problem: BaseException | None = None
+    def _agree_on_parts(
+        self, part: Part | None, problem: BaseException | None
+    ) -> Mapping[int, Any]:
+        """What all ranks say that they have written."""
+        answer = None if part is None else asdict(part)
         try:
-            mine = write_part(
-                folder,
-                plan,
-                storage=self.storage,
-                stored=self.store.frozen,
-                cancel=self.round.cancel,
-            )
-            if not alone:
-                self.storage.fsync_dir(folder)
-            if self.written is not None:
-                self.written(self.begun_s)
-            files = mine.files
-            took_s = round(time.monotonic() - self.begun_s, 6)
-            answer = asdict(replace(mine, took_s=took_s))
-        except BaseException as error:
-            problem = self._explained(error)
-        try:
-            answers = self.round.settle(
+            return self.round.settle(
                 "written", answer, problem=problem, collect_at=self._committers()
             )
         except CheckpointError as error:
             if problem is None or isinstance(problem, Exception):
                 raise
             raise problem from error.__cause__  # such as an interrupt, which is for this rank only
-        return answers, files
 
-    def _commit(self, place: _Place, describe: Callable[[], Manifest]) -> Checkpoint:
+    def _commit(self, parts: Mapping[int, Any]) -> Checkpoint:
         """Have the checkpoint committed by the first of the ranks that are left."""
         if self.round.is_solo:
-            with self._removing(place.folder):
-                return self._finish(place, describe)
+            with self._removing(self._place.folder):
+                return self._finish(parts)
         left = list(range(self.round.peers.world_size))
         for attempt in range(len(left)):
             mine, answer = None, None
             if self.rank == left[0]:
                 try:
-                    mine = self._finish(place, describe)
+                    mine = self._finish(parts)
                     answer = asdict(_Committed(mine.manifest.summary().to_json()))
                 except Exception as error:
                     answer = failed(self._explained(error))
@@ -311,27 +312,32 @@ class _Save:
                         f"committed is not known here: {why(error)}. {KEPT}"
                     ) from error
                 continue
-            with self._removing(place.folder):
+            with self._removing(self._place.folder):
                 raise_failures(answers, self.round.not_saved)
             told = parsed(_Committed, answers[left[0]], rank=left[0])
-            return mine or as_told(told.manifest, place.target)
+            return mine or as_told(told.manifest, self._place.target)
         raise AssertionError("this rank is left at least")
 
-    def _finish(self, place: _Place, describe: Callable[[], Manifest]) -> Checkpoint:
-        """Commit, unless another rank has done that.
-
-        Args:
-            describe: writes what is still missing into the folder, the manifest last.
+    def _finish(self, parts: Mapping[int, Any]) -> Checkpoint:
+        """Write the manifest from what the ranks say that they have written, and give the folder
+        its name, unless another rank has done that.
 
         Raises:
-            OSError: a call failed. CheckpointCorrupt: a part is not what its rank has acknowledged.
+            OSError: a call failed. SaveFailed: an answer is none.
         """
+        place, whole_tally = self._place, self._plan.whole_tally
         for attempt in range(ATTEMPTS):
             there = None if self.round.is_solo else self._committed(place)
             try:
                 if there is None:
-                    there = describe()
-                    self.store.check_fence(f"the save of step {self.round.step}")
+                    folders.remove_drafts(place.folder, storage=self.storage)
+                    with without_gc():  # in a training it stops all threads for a fifth of a second
+                        there = manifest_of(parts, place.header, whole_tally=whole_tally)
+                    data = there.to_json().encode()
+                    folders.put(
+                        place.folder, manifest.NAME, data, rank=self.rank, storage=self.storage
+                    )
+                    self._check_fence()
                     self.storage.rename(place.folder, place.target)
                 break
             except OSError as error:
@@ -355,24 +361,18 @@ class _Save:
         is_ours = found.created_epoch_ns == place.header.created_epoch_ns
         return found if is_ours else None
 
-    def _describe(self, place: _Place, answers: Mapping[int, Any], plan: WritePlan) -> Manifest:
-        """Write the manifest into the folder, from what the ranks say that they have written."""
-        commit.remove_drafts(place.folder, storage=self.storage)
-        with without_gc():  # in a training it stops all threads for a fifth of a second
-            described = manifest_of(answers, place.header, whole_tally=plan.whole_tally)
-        data, rank = described.to_json().encode(), self.rank
-        commit.put(place.folder, manifest.NAME, data, rank=rank, storage=self.storage)
-        return described
-
     def _committers(self) -> range:
         return range(min(COMMITTERS, self.round.peers.world_size))
+
+    def _check_fence(self) -> None:
+        self.store.check_fence(f"the save of step {self.round.step}")
 
     def _explained(self, error: BaseException) -> BaseException:
         """An I/O error may be that a newer attempt has taken the folder away."""
         if isinstance(error, OSError):
             with contextlib.suppress(OSError):
                 try:
-                    self.store.check_fence(f"the save of step {self.round.step}")
+                    self._check_fence()
                 except StaleAttempt as stale:
                     return stale
         return error
@@ -407,5 +407,5 @@ class _Save:
             )
             if folder is not None and (decided or self.round.is_solo):
                 with contextlib.suppress(OSError):
-                    commit.remove_tree(folder, storage=self.storage)
+                    folders.remove_tree(folder, storage=self.storage)
             raise

@@ -5,26 +5,25 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
-from hydroslurm.checkpoint.background import BackgroundSave
-from hydroslurm.checkpoint.catalog import EPOCH
 from hydroslurm.checkpoint.deadline import (
     FOREVER_S,
-    Choice,
+    BackgroundSave,
     Pace,
     Situation,
-    all_done,
     choose,
     of_all_ranks,
 )
 from hydroslurm.checkpoint.frozen import with_fingerprint
-from hydroslurm.checkpoint.outcome import Saved, SaveEvent, as_checkpoint_error, report
-from hydroslurm.checkpoint.save import SaveRequest, round_of, write_checkpoint
+from hydroslurm.checkpoint.manifest import EPOCH
+from hydroslurm.checkpoint.save import Save, SaveRequest, write_checkpoint
 from hydroslurm.checkpoint.save_round import SaveSkipped
 from hydroslurm.checkpoint.staging import Staging
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, Retention, State
@@ -38,6 +37,7 @@ from hydroslurm.errors import (
     RanksError,
     SaveAbandoned,
     SaveFailed,
+    StaleAttempt,
     UnsavableState,
     UsageError,
 )
@@ -48,6 +48,48 @@ _TWO_OF_EACH = Retention()
 GIVEN_UP_S = 1.0
 """The longest wait for a save that was given up before the next one begins beside it. It ends
 between two writes; a hanging disk or a long fsync holds it up."""
+
+
+@dataclass(frozen=True)
+class SaveEvent:
+    """One thing that happened to one save.
+
+    Attributes:
+        kind: what happened: one of ``SAVE_...``.
+        mono_ns: when, CLOCK_MONOTONIC, nanoseconds.
+        step: whose state it is.
+        save_kind: ``periodic``, ``stop``, ``manual`` or ``epoch``.
+        state_bytes: size of its tensors.
+        seconds: of SAVE_STAGED, how long the training stalled; of SAVE_WRITTEN, how long until this
+            rank's part was on the disk, so that only the commit was left; of SAVE_COMMITTED,
+            SAVE_FAILED and SAVE_ABANDONED, how long it took; else 0.
+        reason: why it was skipped, failed, given up or not copied; for people.
+    """
+
+    kind: EventKind
+    mono_ns: int
+    step: int
+    save_kind: str
+    state_bytes: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What has become of a save by the time its caller continues.
+
+    Attributes:
+        step: whose state was to be saved.
+        is_committed: that state is committed. If not, the last good checkpoint stays.
+        checkpoint: the newest one, if any: of that state if it is committed.
+        reason: what was chosen and what came of it, for people.
+    """
+
+    step: int
+    is_committed: bool
+    checkpoint: Checkpoint | None
+    reason: str
 
 
 class Saver:
@@ -138,7 +180,7 @@ class Saver:
         request = self._next_request(step, kind, epoch, meta)
         under_way = self._current()
         if under_way is not None:
-            busy = SaveSkipped(f"the save of step {under_way.request.step} is still under way")
+            busy = SaveSkipped(f"the save of step {under_way.step} is still under way")
             if self._is_solo:
                 self._emit(EventKind.SAVE_SKIPPED, request, reason=str(busy))
             else:
@@ -182,21 +224,23 @@ class Saver:
         newest = None if self._newest is None else self._newest[1]
         at = None if newest is None else (newest.path.parent, newest.step, newest.kind)
         if kind == EPOCH and at == (self._store.directory, step, kind):
-            return Saved(step, True, newest, 0, f"step {step} is committed already")
+            return Saved(step, True, newest, f"step {step} is committed already")
         try:
             plan, request = self._planned(state, request)
         except BaseException as error:
-            if not self._is_solo:
-                with suppress(CheckpointError, RanksError):
-                    write_checkpoint(self._store, error, request)
+            self._refuse(error, request)
             raise
         self._emit(EventKind.SAVE_STARTED, request)
         save = self._launch(plan, request)
         save.see_through()
-        if save.failure is not None:
-            self._saves.remove(save)
-            raise as_checkpoint_error(save.failure, step)
-        return self._saved(request)
+        if save.failure is None:
+            return self._saved(request)
+        self._saves.remove(save)
+        if isinstance(save.failure, (CheckpointError, StaleAttempt)):
+            raise save.failure
+        raise SaveFailed(
+            f"step {step} was not saved: {type(save.failure).__name__}: {save.failure}"
+        ) from save.failure
 
     def save_by(
         self,
@@ -216,51 +260,39 @@ class Saver:
         does not raise; it is reported in ``Saved.reason``, and the rest of the grace belongs to the
         caller.
 
-        No copy is made, which would be one more than was reserved: until a save that is
-        ``still_writing`` has ended (:meth:`wait`, :meth:`close`), the state must not change.
+        No copy is made, which would be one more than was reserved: until a save that goes on
+        beyond the deadline has ended (:meth:`wait`, :meth:`close`), the state must not change.
 
         Args:
             unchanged: the state is certainly that of the newest save, or the one that the run
                 resumed from: do not save it again. The same on all ranks.
 
         Raises:
-            UnsavableState: the state holds what cannot be saved. A save under way was waited for.
+            UnsavableState: a rank's state holds what cannot be saved. A save under way was waited
+                for.
         """
 
         def left_s() -> float:
-            return min(FOREVER_S, max(0.0, deadline_mono_s - time.monotonic()))
+            return min(FOREVER_S, deadline_mono_s - time.monotonic())
 
-        request = self._next_request(step, kind, epoch, meta)
-        save_round = round_of(self._store, request)
+        request = replace(self._next_request(step, kind, epoch, meta), open_s=max(0.0, left_s()))
         try:
             now = state() if callable(state) else state
             plan, request = self._planned(now, request, unchanged=unchanged)
         except BaseException as error:
             self.wait(timeout_s=left_s())
-            save_round.settle("situation", problem=error)
+            self._refuse(error, request)
             raise
-        try:
-            choice = choose(of_all_ranks(self._situation(request, left_s()), save_round))
-        except UnsavableState:
-            self.wait(timeout_s=left_s())
-            raise
-        except SaveFailed as error:
-            self._emit(EventKind.SAVE_FAILED, request, reason=str(error))
-            self.wait(timeout_s=left_s())
-            return self._saved(request, failure=error)
-        self._emit(EventKind.SAVE_STARTED, request, reason=choice.reason)
-        if choice.is_committed:
-            return self._saved(request, choice)
-        before = self._make_way(choice, left_s())
-        done = self.is_durable or (before is not None and before.request.state == request.state)
-        try:
-            if all_done(done, save_round, left_s=left_s()):
-                return self._saved(request, choice, before)
-        except SaveFailed as error:
-            return self._saved(request, choice, before, failure=error)
-        last = self._launch(plan, request, after=before)
-        last.see_through(left_s())
-        return self._saved(request, choice, last)
+        if self._is_solo and self.is_durable:
+            return self._saved(request, f"step {step} is committed already")
+        save = self._launch(plan, request, by_mono_s=deadline_mono_s)
+        save.see_through(left_s())
+        if save.failure is not None:
+            self.wait(timeout_s=left_s())  # an older state is better than none
+            if isinstance(save.failure, UnsavableState):
+                self._saves.remove(save)
+                raise save.failure
+        return self._saved(request, save.reason, save)
 
     def give_up(self) -> None:
         """Abandon the save under way: stop waiting for ranks that will not come."""
@@ -283,11 +315,21 @@ class Saver:
         # nearly always there is nothing, and this comes at every step: no call, no getpid()
         if not (self._saves or self._problems) or not self._ours:
             return
-        failures, problems = self._take_failures(), list[str]()
+        failures = self._take_failures()
         while self._problems:
-            problems.append(self._problems.popleft())
-        if failures or problems:
-            report(failures, problems=problems, on_save_error=self._on_save_error)
+            _warn(self._problems.popleft())
+        for failure in failures:
+            if isinstance(failure, (StaleAttempt, UnsavableState)):
+                raise failure
+        if not failures:
+            return
+        message = (
+            f"a save in the background failed: {'; '.join(map(str, failures))}. What was committed "
+            "before is whole"
+        )
+        if self._on_save_error == "fail":
+            raise SaveFailed(message) from failures[0]
+        _warn(f"{message}, the training goes on, and the next save is tried as usual")
 
     def wait(self, *, timeout_s: float | None = None) -> bool:
         """Wait until no save is under way; whether that is so within the timeout."""
@@ -371,6 +413,12 @@ class Saver:
             self._state += 1
         return plan, replace(request, state_bytes=plan.state_bytes, state=self._state)
 
+    def _refuse(self, error: BaseException, request: SaveRequest) -> None:
+        """Tell the other ranks why this one cannot save."""
+        if not self._is_solo:
+            with suppress(CheckpointError, RanksError):
+                write_checkpoint(self._store, error, request)
+
     def _stage(self, plan: WritePlan, request: SaveRequest) -> WritePlan:
         """A copy; ``plan`` itself where there is no memory for one."""
         begin_s = time.monotonic()
@@ -393,25 +441,31 @@ class Saver:
         plan: WritePlan | BaseException,
         request: SaveRequest,
         *,
-        after: BackgroundSave | None = None,
+        by_mono_s: float | None = None,
     ) -> BackgroundSave:
-        """Save in the background, once ``after`` has ended; or only tell the other ranks there why
-        this one cannot."""
-
-        def work(cancel: threading.Event) -> None:
-            if after is not None:
-                after.wait()
-            self._write(plan, request, cancel)
-
+        """Save in the background, by a deadline if there is one; or only tell the other ranks there
+        why this one cannot."""
         writes = isinstance(plan, WritePlan)
         self._saves = [one for one in self._saves if not one.join(0) or one.failure is not None]
-        expected_s = self._pace.expect_s(request.state_bytes) if writes else 0.0
-        save = BackgroundSave(work, request, expected_s, writes, self._exempt, self._prune)
+        save = BackgroundSave(
+            partial(self._write, plan, request, by_mono_s, self._current()),
+            request.step,
+            request.state,
+            self._pace.expect_s(request.state_bytes) if writes else 0.0,
+            writes,
+            self._exempt,
+            self._prune,
+        )
         self._saves.append(save)
         return save
 
     def _write(
-        self, plan: WritePlan | BaseException, request: SaveRequest, cancel: threading.Event
+        self,
+        plan: WritePlan | BaseException,
+        request: SaveRequest,
+        by_mono_s: float | None,
+        flight: BackgroundSave | None,
+        background: BackgroundSave,
     ) -> None:
         """Commit a state; measure and report it.
 
@@ -425,10 +479,19 @@ class Saver:
             begun_s = since_s
             self._emit(EventKind.SAVE_WRITTEN, request, seconds=time.monotonic() - begun_s)
 
+        save = Save(self._store, request, background.cancel)
         try:
-            checkpoint = write_checkpoint(
-                self._store, plan, request, cancel=cancel, written=written
-            )
+            if by_mono_s is None:
+                save.open(plan)
+            else:
+                now = self._situation(request, by_mono_s, flight)
+                now = of_all_ranks(save.open(plan, now))
+                background.reason = self._make_way(request, now, flight)
+                if self._has(request):  # on all ranks: they agreed on the commit, and saw its end
+                    save.discard()
+                    return
+                begun_s = time.monotonic()
+            checkpoint = save.write(written)
         except SaveSkipped as skipped:
             self._emit(EventKind.SAVE_SKIPPED, request, reason=str(skipped))
             return
@@ -445,6 +508,34 @@ class Saver:
         self._state_bytes = request.state_bytes
         self._emit(EventKind.SAVE_COMMITTED, request, seconds=seconds)
 
+    def _situation(
+        self, request: SaveRequest, by_mono_s: float, flight: BackgroundSave | None
+    ) -> Situation:
+        """What this rank knows before a deadline."""
+        return Situation(
+            left_s=min(FOREVER_S, by_mono_s - time.monotonic()),
+            save_s=self._pace.expect_s(request.state_bytes),
+            in_flight=None if flight is None else flight.status(request.state),
+            committed_step=self.durable_step,
+            is_committed=self._has(request),
+        )
+
+    def _make_way(self, request: SaveRequest, now: Situation, flight: BackgroundSave | None) -> str:
+        """Wait for the save in flight or give it up; what was chosen, for people."""
+        choice = choose(request.step, now)
+        self._emit(EventKind.SAVE_STARTED, request, reason=choice.reason)
+        if flight is not None and not flight.wait(choice.wait_s):
+            if choice.give_up:  # it may fail because another rank has given it up first
+                flight.give_up()
+                flight.wait(min(GIVEN_UP_S, now.left_s / 10))
+            else:
+                flight.wait()
+        return choice.reason
+
+    def _has(self, request: SaveRequest) -> bool:
+        """Whether the state of a request, or a later one, is committed."""
+        return self._newest is not None and self._newest[0] >= request.state
+
     def _prune(self) -> None:
         """Apply retention. What cannot be removed is only a problem."""
         with self._pruning:  # two at once would trip over each other's removals
@@ -454,15 +545,16 @@ class Saver:
                 self._problems.append(f"old checkpoints stay: {error}")
 
     def _take_failures(self) -> list[BaseException]:
-        """Of the saves that ended; each is given once. One that was given up may have failed
-        because another rank was quicker to give it up: that is none."""
+        """Of the saves that ended; each is given once. None is that a save was given up, or that
+        another rank was quicker to give it up."""
         ended = [save for save in self._saves if save.join(0)]
         self._saves = [save for save in self._saves if save not in ended]
         return [
             save.failure
             for save in ended
             if save.failure is not None
-            and not (save.given_up and isinstance(save.failure.__cause__, AgreementFailed))
+            and not isinstance(save.failure, SaveAbandoned)
+            and not (save.cancel.is_set() and isinstance(save.failure.__cause__, AgreementFailed))
         ]
 
     def _emit(
@@ -490,43 +582,17 @@ class Saver:
         except Exception as error:
             self._problems.append(f"{kind.value} was not recorded: {type(error).__name__}: {error}")
 
-    # --- before a deadline
-
-    def _situation(self, request: SaveRequest, left_s: float) -> Situation:
-        """What this rank knows."""
-        flight = self._current()
-        return Situation(
-            step=request.step,
-            left_s=left_s,
-            save_s=self._pace.expect_s(request.state_bytes),
-            in_flight=None if flight is None else flight.status(request.state),
-            committed_step=self.durable_step,
-            is_committed=self.is_durable,
-        )
-
-    def _make_way(self, choice: Choice, left_s: float) -> BackgroundSave | None:
-        """Wait for the save in flight or give it up; it, if the next save must wait for it."""
-        flight = self._current()
-        ended = flight is None or flight.wait(choice.wait_s)
-        if not choice.give_up:
-            return None if ended else flight
-        self.give_up()  # it may have failed because another rank gave it up first
-        if flight is not None:
-            flight.wait(min(GIVEN_UP_S, left_s / 10))
-        return None
-
     def _saved(
         self,
         request: SaveRequest,
-        choice: Choice | None = None,
-        last: BackgroundSave | None = None,
-        *,
-        failure: BaseException | None = None,
+        chosen: str = "",
+        save: BackgroundSave | None = None,
     ) -> Saved:
-        """The outcome; it reports a failure of the last save, so that ``poll`` does not."""
-        if last is not None and not last.running and last.failure is not None:
-            failure = failure or last.failure
-            self._saves.remove(last)
+        """The outcome; it reports a failure of the save, so that ``poll`` does not."""
+        failure = None
+        if save is not None and not save.running and save.failure is not None:
+            failure = save.failure
+            self._saves.remove(save)
         newest = None if self._newest is None else self._newest[1]
         step, is_committed = request.step, self.is_durable
         came = f"step {step} is committed"
@@ -534,14 +600,15 @@ class Saver:
             why = (
                 "the save is still under way" if failure is None else f"the save failed ({failure})"
             )
-            came = f"step {step} is not committed: {why}"
-            if newest is not None and newest.step == step:
-                came += f"; what is kept is an earlier save of this step ({newest.path})"
-        return Saved(
-            step=step,
-            is_committed=is_committed,
-            checkpoint=newest,
-            steps_at_risk=step - (0 if newest is None else newest.step),
-            reason=came if choice is None else f"{came}; {choice.reason}",
-            still_writing=last is not None and last.running,
-        )
+            came = f"step {step} is not committed: {why}; "
+            if newest is None:
+                came += "nothing is committed"
+            elif newest.step == step:
+                came += f"what is kept is an earlier save of this step ({newest.path})"
+            else:
+                came += f"step {newest.step} is committed"
+        return Saved(step, is_committed, newest, f"{came}; {chosen}" if chosen else came)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"hydroslurm: {text}", RuntimeWarning, stacklevel=3)

@@ -1,27 +1,35 @@
-"""The checkpoints of a run: list, verify, load, prune."""
+"""The checkpoints of a run: list, verify, load, prune, and find the newest good one."""
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from hydroslurm.checkpoint import commit, folders, reader
-from hydroslurm.checkpoint.catalog import EPOCH, Checkpoint, Problem, look, read_again
+from hydroslurm.checkpoint import folders, reader
 from hydroslurm.checkpoint.checksummed_file import check_file, require_size
 from hydroslurm.checkpoint.frozen import FrozenFiles
-from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers
+from hydroslurm.checkpoint.manifest import (
+    EPOCH,
+    Checkpoint,
+    Problem,
+    as_told,
+    look,
+    read_again,
+)
+from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers, parsed
 from hydroslurm.checkpoint.storage import Storage, TimedSyncs
 from hydroslurm.checkpoint.write_plan import State
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.garbage import without_gc
-from hydroslurm.errors import CheckpointError, SaveFailed, UsageError
+from hydroslurm.errors import CheckpointCorrupt, CheckpointError, SaveFailed, UsageError
 
-__all__ = ["Checkpoint", "CheckpointStore", "Retention", "State"]
+__all__ = ["Checkpoint", "CheckpointStore", "Found", "Retention", "State", "newest_good"]
 
 
 STOP = "stop"
@@ -49,30 +57,23 @@ class Retention:
     keep_epochs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.keep < 1 or self.keep_stop < 0:
-            seen = f"keep={self.keep}, keep_stop={self.keep_stop}"
-            raise UsageError(f"{seen}: wanted keep >= 1, keep_stop >= 0")
-        if self.keep_epochs is not None and self.keep_epochs < 1:
-            raise UsageError(f"keep_epochs={self.keep_epochs}: wanted 1 or more, or None for all")
+        if self.keep < 1 or self.keep_stop < 0 or self.keep_epochs == 0:
+            raise UsageError(
+                f"{self}: wanted keep >= 1, keep_stop >= 0, and keep_epochs >= 1, or None for all"
+            )
 
-    def beyond(self, checkpoints: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
+    def beyond(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
         """The checkpoints to remove, oldest first like ``checkpoints`` itself."""
-        left: dict[str, int | None] = {
-            STOP: self.keep_stop,
-            EPOCH: self.keep_epochs,
-            "": self.keep,
-        }
-        rest, kept = list[Checkpoint](), 0
+        epochs = len(checkpoints) if self.keep_epochs is None else self.keep_epochs
+        left = {STOP: self.keep_stop, EPOCH: epochs, "": self.keep}
+        rest = list[Checkpoint]()
         for one in reversed(checkpoints):
             kind = one.kind if one.kind in left else ""
-            count = left[kind]
-            if count == 0:
+            left[kind] -= 1
+            if left[kind] < 0:
                 rest.append(one)
-                continue
-            kept += 1
-            left[kind] = None if count is None else count - 1
-        spared = max(0, LEAST_KEPT - kept)
-        return tuple(reversed(rest[spared:]))
+        spared = max(0, LEAST_KEPT - (len(checkpoints) - len(rest)))
+        return rest[spared:][::-1]
 
 
 class Pins:
@@ -255,14 +256,14 @@ class CheckpointStore:
         return reader.CheckpointFiles(checkpoint.path, files, storage=self.storage)
 
     def revoke_others(self) -> None:
-        """End all saves of other processes (see ``commit.revoke``). For an attempt that has claimed
-        the run folder.
+        """End all saves of other processes (see ``folders.revoke``). For an attempt that has
+        claimed the run folder.
 
         Raises:
             SaveFailed: one of their folders cannot be removed.
         """
         try:
-            commit.revoke(self.directory, storage=self.storage)
+            folders.revoke(self.directory, storage=self.storage)
         except OSError as error:
             raise SaveFailed(
                 f"unfinished saves of an earlier attempt in {self.directory} cannot be removed: "
@@ -270,7 +271,7 @@ class CheckpointStore:
             ) from error
 
     def prune(self, retention: Retention) -> tuple[Path, ...]:
-        """Remove older checkpoints and what killed saves left. Call it after a commit. The newest
+        """Remove older checkpoints and what killed saves left. Call it after a folders. The newest
         good one always stays. A failure is a RuntimeWarning.
 
         Returns:
@@ -289,10 +290,10 @@ class CheckpointStore:
                     continue
                 self.check_fence(what)
                 if one.path.name not in _pinned(self.directory, storage=self.storage):
-                    commit.remove(one.path, storage=self.storage)
+                    folders.remove(one.path, storage=self.storage)
                     removed.append(one.path)
             self.check_fence(what)
-            commit.remove_leftovers(self.directory, storage=self.storage)
+            folders.remove_leftovers(self.directory, storage=self.storage)
         except (OSError, CheckpointError) as error:
             warnings.warn(
                 f"hydroslurm: old checkpoints in {self.directory} could not be removed ({error}); "
@@ -328,3 +329,137 @@ def _is_gone(pin: Path, *, now_epoch_s: float) -> bool:
         return folders.is_leftover(pin, now_epoch_s=now_epoch_s)
     except FileNotFoundError:  # loaded just now
         return True
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint and the store that can load it."""
+
+    store: CheckpointStore
+    checkpoint: Checkpoint
+
+
+Load = Callable[[Found], object]
+"""Loads a candidate, which verifies what this rank needs of it. It raises CheckpointError or
+OSError for one that cannot be used."""
+
+
+def newest_good(
+    store: CheckpointStore,
+    *,
+    topic: str = "newest",
+    load: Load | None = None,
+) -> Found | None:
+    """The newest committed checkpoint that is good, the same on all ranks; None when there is none
+    at all.
+
+    What is newer and cannot be used costs one RuntimeWarning, on rank 0, that says why and names
+    what is used instead.
+
+    With several ranks every one calls it. Rank 0 proposes, each loads what it needs or, without
+    ``load``, verifies all files, and a candidate that one rank rejects is rejected by
+    all.
+
+    Args:
+        store: of all ranks, with its peers.
+        topic: begins those of the ranks' agreements; used once per job.
+        load: keeps what it has loaded last for the caller; nothing of it may be used before this
+            function has returned.
+
+    Raises:
+        CheckpointCorrupt: there are some, and none is good: starting over must be a decision.
+        CheckpointError: the store cannot be listed.
+        AgreementFailed, CoordinatorLost: a rank is gone.
+    """
+    rejected: dict[Path, str] = {}  # what cannot be used, and why
+    for turn in itertools.count():
+        checkpoint = _proposed(store, f"{topic}/{turn}", rejected)
+        if checkpoint is None:
+            return None
+        found, complaint = Found(store, checkpoint), None
+        try:
+            if load is None:
+                store.verify(checkpoint)
+            else:
+                load(found)
+        except (CheckpointError, OSError) as error:
+            complaint = str(error)
+        bad = complaint
+        if store.peers.world_size > 1:
+            verdicts = store.peers.agree(f"{topic}/{turn}/verdict", complaint).items()
+            bad = "; ".join(f"rank {rank}: {why}" for rank, why in verdicts if why is not None)
+        if bad:
+            rejected[checkpoint.path] = bad
+            continue
+        store.trust(checkpoint)
+        if rejected and store.peers.rank == 0:
+            warnings.warn(
+                f"hydroslurm cannot use {', '.join(_reasons(rejected))}; the run continues from "
+                f"{checkpoint.path}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return found
+    raise AssertionError("the candidates come to an end")
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """Rank 0's: a checkpoint by its name and the summary of its manifest, or why there is none."""
+
+    name: str = ""
+    manifest: str = ""
+    rejected: tuple[str, ...] = ()
+    failed: str = ""
+
+
+def _proposed(store: CheckpointStore, topic: str, rejected: dict[Path, str]) -> Checkpoint | None:
+    """The next candidate of rank 0, on all ranks; None when there is nothing at all."""
+    mine, proposal = None, _Proposal()
+    if store.peers.rank == 0:
+        try:
+            mine = _next(store, rejected)
+        except (CheckpointError, OSError) as error:
+            proposal = _Proposal(failed=str(error))
+        else:
+            proposal = _Proposal(rejected=_reasons(rejected))
+            if mine is not None:
+                proposal = _Proposal(mine.path.name, mine.manifest.summary().to_json())
+    told = parsed(_Proposal, store.peers.agree(topic, asdict(proposal))[0], rank=0)
+    if told.failed:
+        raise CheckpointError(told.failed)
+    if mine is not None:
+        return mine
+    if told.name:
+        if folders.key_of(told.name) is None:
+            raise CheckpointError(
+                f"rank 0 names {told.name[:80]!r}, which is no checkpoint's name; expected one "
+                f"such as step-000000084, in {store.directory}"
+            )
+        return as_told(told.manifest, store.directory / told.name)
+    if told.rejected:
+        raise CheckpointCorrupt(
+            f"no checkpoint of this run can be loaded: {', '.join(told.rejected)}. Remove the "
+            "folders to start from the beginning"
+        )
+    return None
+
+
+def _next(store: CheckpointStore, rejected: dict[Path, str]) -> Checkpoint | None:
+    """The newest one that is not rejected, kept from retention; None if there is none. What another
+    process has removed meanwhile was followed by something newer, and is forgotten."""
+    while True:
+        found = store.look()
+        for gone in rejected.keys() - {one.path for one in found}:
+            del rejected[gone]
+        left = (one for one in reversed(found) if one.path not in rejected)
+        newest = next(left, None)
+        if not isinstance(newest, Problem):
+            if newest is not None:
+                store.pins.pin(newest.path)
+            return newest
+        rejected[newest.path] = str(newest.error)  # if it is still there
+
+
+def _reasons(rejected: Mapping[Path, str]) -> tuple[str, ...]:
+    return tuple(f"{path} ({why})" for path, why in rejected.items())

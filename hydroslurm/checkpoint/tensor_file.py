@@ -19,8 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import torch
 
-from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES, checksum_of
-from hydroslurm.checkpoint.manifest import FileEntry
+from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES, FileEntry, checksum_of
 from hydroslurm.checkpoint.tree import JsonValue
 from hydroslurm.core.decoding import Count
 from hydroslurm.core.files import decode_json

@@ -19,10 +19,10 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from hydroslurm.checkpoint.checksummed_file import ChecksummedFile, write_whole
+from hydroslurm.checkpoint.checksummed_file import ChecksummedFile, FileEntry, write_whole
 from hydroslurm.checkpoint.frozen import FrozenFiles
 from hydroslurm.checkpoint.host_memory import packed
-from hydroslurm.checkpoint.manifest import FileEntry, Manifest
+from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.save_round import parsed
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_file import (
@@ -109,59 +109,46 @@ def write_part(
         OSError: a call failed. SaveAbandoned: ``cancel`` was set. CheckpointCorrupt: what is stored
             is not what was written.
     """
-    still = Part({}, 0, 0)
+    parts = list[Part]()
+    numbers = [plan.rank]
     if plan.frozen_pieces:
-        files = stored.put(folder, plan, cancel=cancel)
-        still = replace(still, files=files)
-        if not files:
-            number = frozen_part(plan.rank)
-            still = _write(folder, plan, number, storage, cancel=cancel)
-    mine = _write(folder, plan, plan.rank, storage, cancel=cancel)
-    return replace(
-        mine,
-        files={**mine.files, **still.files},
-        state_bytes=mine.state_bytes + still.state_bytes,
-    )
-
-
-def _write(
-    folder: Path,
-    plan: WritePlan,
-    number: int,
-    storage: Storage,
-    *,
-    cancel: Event | None,
-) -> Part:
-    """Write the part of this number, which is the rank's own or that of what is frozen."""
-    is_own = number == plan.rank
-    with without_gc():
-        laid = plan.laid if is_own else plan.laid_frozen
-    tensors = plan.tensors if is_own else plan.frozen
-    assert tensors is not None, "nothing that is stored is copied"
-    index_name, name = files_of_part(number)
-    files: dict[str, FileEntry] = {}
-    with ChecksummedFile(folder / name, storage=storage, cancel=cancel) as file:
-        file.write(laid.header)
-        for data in packed(tensors[place] for place in laid.order):
-            file.write(data)
-        # while the disk takes the tensors
+        linked = stored.put(folder, plan, cancel=cancel)
+        parts.append(Part(linked, 0, 0))
+        numbers = [plan.rank] if linked else [frozen_part(plan.rank), plan.rank]
+    for number in numbers:
+        is_own = number == plan.rank
         with without_gc():
-            texts = {
-                index_name: index_text(
-                    laid,
-                    rank=number,
-                    own=plan.own if is_own else {},
-                    blocks=file.blocks,
-                    fingerprint="" if is_own else plan.fingerprint,
-                )
-            }
-            if number == 0:
-                texts[SHARED_JSON] = shared_text(plan)
-            tally = plan.tally if is_own else 0
-        files[name] = file.finish()
-    for text_name, text in texts.items():
-        files[text_name] = write_whole(folder / text_name, text, storage=storage)
-    return Part(files, tally, files[name].size_bytes - len(laid.header))
+            laid = plan.laid if is_own else plan.laid_frozen
+        tensors = plan.tensors if is_own else plan.frozen
+        assert tensors is not None, "nothing that is stored is copied"
+        index_name, name = files_of_part(number)
+        with ChecksummedFile(folder / name, storage=storage, cancel=cancel) as file:
+            file.write(laid.header)
+            for data in packed(tensors[place] for place in laid.order):
+                file.write(data)
+            # while the disk takes the tensors
+            with without_gc():
+                texts = {
+                    index_name: index_text(
+                        laid,
+                        rank=number,
+                        own=plan.own if is_own else {},
+                        blocks=file.blocks,
+                        fingerprint="" if is_own else plan.fingerprint,
+                    )
+                }
+                if number == 0:
+                    texts[SHARED_JSON] = shared_text(plan)
+                tally = plan.tally if is_own else 0
+            files = {name: file.finish()}
+        for text_name, text in texts.items():
+            files[text_name] = write_whole(folder / text_name, text, storage=storage)
+        parts.append(Part(files, tally, files[name].size_bytes - len(laid.header)))
+    return Part(
+        {name: entry for part in parts for name, entry in part.files.items()},
+        tally=sum(part.tally for part in parts),
+        state_bytes=sum(part.state_bytes for part in parts),
+    )
 
 
 def shared_text(plan: WritePlan) -> tuple[bytes, ...]:

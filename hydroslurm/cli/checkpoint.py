@@ -22,7 +22,7 @@ from hydroslurm.errors import (
 )
 
 if TYPE_CHECKING:
-    from hydroslurm.checkpoint.catalog import Problem
+    from hydroslurm.checkpoint.manifest import Problem
     from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
     from hydroslurm.core.rundir import RunDir
 
@@ -101,7 +101,7 @@ def verify(where: Where, as_json: AsJson = False) -> None:
 def export(where: Where, out: Out, only: Only = None) -> None:
     """Export the newest good checkpoint, or the given one, to a single file for other programs."""
     from hydroslurm.checkpoint.export import export as write_file
-    from hydroslurm.checkpoint.newest import newest_good
+    from hydroslurm.checkpoint.store import newest_good
 
     store, names = _open(where)
     if names is None:
@@ -169,7 +169,7 @@ def _rows(
 
 
 def _row(store: CheckpointStore, one: Checkpoint | Problem, *, verify: bool) -> dict[str, Any]:
-    from hydroslurm.checkpoint.catalog import Problem
+    from hydroslurm.checkpoint.manifest import Problem
 
     if isinstance(one, Problem):
         return {"path": str(one.path), "step": one.key[0], **_verdict(one.error)}

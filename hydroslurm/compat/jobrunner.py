@@ -17,10 +17,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.checkpoint.catalog import EPOCH
-from hydroslurm.checkpoint.newest import Found
-from hydroslurm.checkpoint.outcome import Saved
-from hydroslurm.checkpoint.store import Checkpoint
+from hydroslurm.checkpoint.manifest import EPOCH
+from hydroslurm.checkpoint.saver import Saved
+from hydroslurm.checkpoint.store import Checkpoint, Found
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress
 from hydroslurm.compat.tasks import Client, LocalSession, TaskGroup

@@ -17,11 +17,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hydroslurm.checkpoint.catalog import EPOCH
-from hydroslurm.checkpoint.newest import Found
+from hydroslurm.checkpoint.manifest import EPOCH
 from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
 from hydroslurm.checkpoint.storage import AnyonesStorage
-from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, Found, State
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.tasks import Task, TaskGroup, jobs
 from hydroslurm.coordination.world import World

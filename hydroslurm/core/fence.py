@@ -7,8 +7,9 @@ and an attempt looks, before whatever cannot be undone, whether the claim is sti
 There is no lock, because the process that holds one may be the very one that hangs, and locks of
 network file systems hang with their server. What a look leaves open, until the act that it allows,
 is closed by the new attempt where it matters: it takes the folders of unfinished saves away (see
-``checkpoint.commit.revoke``), so that their last rename fails, and it pins what it loads. A line in
-``attempts.jsonl`` or ``finished.json`` can still come in that moment; the second is true even so.
+``checkpoint.folders.revoke``), so that their last rename fails, and it pins what it loads. A line
+in ``attempts.jsonl`` or ``finished.json`` can still come in that moment; the second is true even
+so.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hydroslurm.checkpoint.newest import Found
 from hydroslurm.checkpoint.rng import for_new_rank
-from hydroslurm.checkpoint.store import CheckpointStore, State
+from hydroslurm.checkpoint.store import CheckpointStore, Found, State
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.files import clean
 from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir

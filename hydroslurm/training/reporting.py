@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from hydroslurm.checkpoint.outcome import SaveEvent
+from hydroslurm.checkpoint.saver import SaveEvent
 from hydroslurm.core.events import EventKind
 from hydroslurm.gate.marks import Range
 from hydroslurm.runtime.controller import Controller

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from hydroslurm.checkpoint.outcome import Saved
+from hydroslurm.checkpoint.saver import Saved
 from hydroslurm.core.rundir import ELASTIC_ENV, GENERATION_ENV, RunDir
 from hydroslurm.errors import UsageError
 from hydroslurm.training.attempts import Limits

@@ -27,10 +27,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, final
 
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.census import MOVED, Unkept
-from hydroslurm.checkpoint.newest import Found, Load, newest_good
-from hydroslurm.checkpoint.outcome import Saved
-from hydroslurm.checkpoint.saver import Saver
-from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
+from hydroslurm.checkpoint.saver import Saved, Saver
+from hydroslurm.checkpoint.store import CheckpointStore, Found, Load, Retention, State, newest_good
 from hydroslurm.coordination.world import World
 from hydroslurm.core import memory, rundir
 from hydroslurm.core.events import EventKind
@@ -761,9 +759,7 @@ class Session:
         self.require_begun("save() was called", may_load=False)
         step = self.completed_step()
         if self._elastic is not None and (reason := self._elastic.defers_save(step)):
-            return Saved(
-                step=step, is_committed=False, checkpoint=None, steps_at_risk=0, reason=reason
-            )
+            return Saved(step=step, is_committed=False, checkpoint=None, reason=reason)
         if self.saves.evaluation is not None:
             raise UsageError(
                 "run.save() within run.evaluation(), which the next attempt begins anew from what "

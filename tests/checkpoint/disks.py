@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from processes import wait_until
 
-from hydroslurm.checkpoint.outcome import Saved, SaveEvent
-from hydroslurm.checkpoint.saver import Saver
+from hydroslurm.checkpoint.saver import Saved, SaveEvent, Saver
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore, State
 from hydroslurm.core.events import EventKind

@@ -15,10 +15,9 @@ import torch
 
 from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.checksummed_file import BlockSums
-from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
 from hydroslurm.checkpoint.staging import Staging
-from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State, newest_good
 from hydroslurm.checkpoint.tree import decode
 from hydroslurm.checkpoint.write_plan import WritePlan, divide
 

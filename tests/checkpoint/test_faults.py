@@ -15,7 +15,7 @@ import torch
 from checkpoint.faulty import CountingStorage, PowerCut, PowerCutStorage, failing
 from checkpoint.states import holds, newest_in, state_of, write
 
-from hydroslurm.checkpoint import checksummed_file, commit
+from hydroslurm.checkpoint import checksummed_file, folders
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
 from hydroslurm.errors import CheckpointCorrupt, SaveFailed
@@ -209,12 +209,12 @@ def test_what_no_checkpoint_has(tmp_path: Path) -> None:
     deep.mkdir(parents=True)
     (deep / "part-00000.json").touch()
     with pytest.raises(OSError, match="directory"):
-        commit.remove_tree(tmp_path / "checkpoint", storage=Storage())
+        folders.remove_tree(tmp_path / "checkpoint", storage=Storage())
     folder = tmp_path / "many"
     folder.mkdir()
     (folder / "000").symlink_to(deep)
-    for number in range(3 * commit.FEW_FILES):
+    for number in range(3 * folders.FEW_FILES):
         (folder / f"part-{number:05}.json").touch()
-    commit.remove_tree(folder, storage=Slower())
+    folders.remove_tree(folder, storage=Slower())
     assert not folder.exists()
     assert (deep / "part-00000.json").exists()

@@ -16,9 +16,8 @@ from checkpoint.faulty import CountingStorage
 from checkpoint.states import holds, state_of, write
 
 from hydroslurm.checkpoint import folders
-from hydroslurm.checkpoint.newest import newest_good
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.store import CheckpointStore, Retention
+from hydroslurm.checkpoint.store import CheckpointStore, Retention, newest_good
 from hydroslurm.core.fence import Fence
 from hydroslurm.errors import StaleAttempt
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hydroslurm.checkpoint import manifest
-from hydroslurm.checkpoint.catalog import look
-from hydroslurm.checkpoint.manifest import FileEntry, Manifest
+from hydroslurm.checkpoint.checksummed_file import FileEntry
+from hydroslurm.checkpoint.manifest import Manifest, look
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
 from hydroslurm.checkpoint.tensor_file import SHARED_JSON, PartIndex

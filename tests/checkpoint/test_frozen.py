@@ -15,8 +15,7 @@ from checkpoint.faulty import CountingStorage
 from checkpoint.states import newest_in, same
 
 from hydroslurm.checkpoint.frozen import fingerprint, mixed
-from hydroslurm.checkpoint.outcome import SaveEvent
-from hydroslurm.checkpoint.saver import Saver
+from hydroslurm.checkpoint.saver import SaveEvent, Saver
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, Retention, State
 from hydroslurm.checkpoint.write_plan import divide
 from hydroslurm.core.events import EventKind

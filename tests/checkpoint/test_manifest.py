@@ -12,9 +12,9 @@ import pytest
 from checkpoint.states import newest_in, write
 
 import hydroslurm
-from hydroslurm.checkpoint import catalog, manifest
-from hydroslurm.checkpoint.catalog import Checkpoint, as_told, read_again
-from hydroslurm.checkpoint.manifest import FileEntry, Manifest, WrittenBy
+from hydroslurm.checkpoint import manifest
+from hydroslurm.checkpoint.checksummed_file import FileEntry
+from hydroslurm.checkpoint.manifest import Checkpoint, Manifest, WrittenBy, as_told, read_again
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
 from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld, UsageError
@@ -118,7 +118,7 @@ def test_a_manifest_that_is_seen_late_is_waited_for(
     late.start()
     assert read_again(heard, storage=Storage()) == ONE
     late.join()
-    monkeypatch.setattr(catalog, "VISIBLE_S", 0.1)
+    monkeypatch.setattr(manifest, "VISIBLE_S", 0.1)
     (tmp_path / manifest.NAME).write_text(replace(ONE, save_s=9.0).to_json())
     for one in (heard, Checkpoint(tmp_path, ONE)):
         with pytest.raises(CheckpointCorrupt, match="is not the one that was there before"):

@@ -13,8 +13,7 @@ from security.planting import job, python, train
 from typer.testing import CliRunner
 
 import hydroslurm
-from hydroslurm.checkpoint.newest import newest_good
-from hydroslurm.checkpoint.store import CheckpointStore, Retention
+from hydroslurm.checkpoint.store import CheckpointStore, Retention, newest_good
 from hydroslurm.checkpoint.write_plan import State
 from hydroslurm.cli import app
 from hydroslurm.core.events import Event, EventKind, EventLog

@@ -31,7 +31,7 @@ from forkedranks import serve_scripts
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydroslurm.checkpoint import saver
-from hydroslurm.checkpoint.catalog import EPOCH, Checkpoint
+from hydroslurm.checkpoint.manifest import EPOCH, Checkpoint
 from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
 from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.compat.job import Job
