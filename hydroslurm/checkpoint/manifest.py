@@ -278,22 +278,6 @@ class Problem:
     error: CheckpointError
 
 
-def look(directory: Path, *, storage: Storage) -> list[Checkpoint | Problem]:
-    """Everything that is named like a committed checkpoint, oldest first. Reads manifests only.
-
-    Raises:
-        CheckpointError: the folder cannot be listed; one that does not exist is empty.
-    """
-    try:
-        names = storage.listdir(directory)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be listed: {error.strerror}") from error
-    keys = sorted((key, name) for name in names if (key := folders.key_of(name)) is not None)
-    return [_at(directory / name, key, storage) for key, name in keys]
-
-
 def read_manifest(path: Path, *, storage: Storage) -> Manifest:
     """The manifest of a checkpoint's folder.
 
@@ -354,18 +338,6 @@ def read_again(checkpoint: Checkpoint, *, storage: Storage) -> Manifest:
         with contextlib.suppress(OSError):  # makes NFS look again
             storage.listdir(checkpoint.path.parent)
         time.sleep(0.05)
-
-
-def _at(path: Path, key: tuple[int, int], storage: Storage) -> Checkpoint | Problem:
-    try:
-        found = read_manifest(path, storage=storage)
-    except CheckpointError as error:
-        return Problem(path, key, error)
-    if found.step != key[0]:
-        return Problem(
-            path, key, CheckpointCorrupt(f"{path} holds step {found.step}: it was renamed")
-        )
-    return Checkpoint(path, found)
 
 
 _END, _SUM = "\n}\n", ',\n "checksum": "{}"\n}}\n'

@@ -19,8 +19,8 @@ from hydroslurm.checkpoint.manifest import (
     Checkpoint,
     Problem,
     as_told,
-    look,
     read_again,
+    read_manifest,
 )
 from hydroslurm.checkpoint.save_round import PATIENCE_S, SOLO, Peers, parsed
 from hydroslurm.checkpoint.storage import Storage, TimedSyncs
@@ -76,40 +76,6 @@ class Retention:
         return rest[spared:][::-1]
 
 
-class Pins:
-    """Keep checkpoints that this process loads from everybody's retention; of one store."""
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._held: dict[Path, Path] | None = None
-
-    @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Nobody's retention removes what is pinned or verified within this context before its end:
-        for the time between choosing a checkpoint and having loaded it."""
-        if self._held is not None:  # within another one, which lasts longer
-            yield
-            return
-        self._held = {}
-        try:
-            yield
-        finally:
-            held, self._held = self._held, None
-            for pin in held.values():
-                with suppress(OSError):
-                    self._storage.rmdir(pin)
-
-    def pin(self, path: Path) -> None:
-        """Keep a checkpoint until the end of :meth:`holding`; outside of that context this does
-        nothing. A process that may only read the folder cannot pin, and takes the chance."""
-        if self._held is None or path in self._held or folders.key_of(path.name) is None:
-            return
-        pin = folders.pin(path)
-        with suppress(OSError):
-            self._storage.mkdir(pin)
-            self._held[path] = pin
-
-
 class CheckpointStore:
     """One folder of checkpoints. Any number of processes may use a folder at the same time, even
     for the same step. So may the threads of one: around a stop, a save that was given up may still
@@ -121,7 +87,6 @@ class CheckpointStore:
         frozen: the files of what is frozen. It wants to be told of a checkpoint of this folder that
             is older than any that is written from now on (``note``).
         syncs: how long the disk takes.
-        pins: keep checkpoints from everybody's retention.
     """
 
     def __init__(
@@ -147,12 +112,32 @@ class CheckpointStore:
         self._fence = fence
         self.patience_s = patience_s
         self.frozen = FrozenFiles(self.peers.rank, self.storage)
-        self.pins = Pins(self.storage)
+        self._held: dict[Path, Path] | None = None
         self._good: set[tuple[Path, int]] = set()
 
     def look(self) -> list[Checkpoint | Problem]:
-        """Everything named like a checkpoint, oldest first. Reads manifests only."""
-        return look(self.directory, storage=self.storage)
+        """Everything named like a checkpoint, oldest first. Reads manifests only.
+
+        Raises:
+            CheckpointError: the folder cannot be listed; one that does not exist is empty.
+        """
+        try:
+            names = self.storage.listdir(self.directory)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{self.directory} cannot be listed: {error.strerror}") from error
+        found = list[Checkpoint | Problem]()
+        for key, name in sorted((key, name) for name in names if (key := folders.key_of(name))):
+            path = self.directory / name
+            try:
+                read = read_manifest(path, storage=self.storage)
+                if read.step != key[0]:
+                    raise CheckpointCorrupt(f"{path} holds step {read.step}: it was renamed")
+                found.append(Checkpoint(path, read))
+            except CheckpointError as error:
+                found.append(Problem(path, key, error))
+        return found
 
     def committed(self) -> tuple[Checkpoint, ...]:
         """All committed checkpoints, oldest first. Reads manifests only; see :meth:`problems`."""
@@ -161,6 +146,32 @@ class CheckpointStore:
     def problems(self) -> Mapping[Path, CheckpointError]:
         """Folders named like a checkpoint whose manifest cannot be read."""
         return {one.path: one.error for one in self.look() if isinstance(one, Problem)}
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Nobody's retention removes what is pinned or verified within this context before its end:
+        for the time between choosing a checkpoint and having loaded it."""
+        if self._held is not None:  # within another one, which lasts longer
+            yield
+            return
+        self._held = {}
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            for pin in held.values():
+                with suppress(OSError):
+                    self.storage.rmdir(pin)
+
+    def pin(self, path: Path) -> None:
+        """Keep a checkpoint until the end of :meth:`holding`; outside of that context this does
+        nothing. A process that may only read the folder cannot pin, and takes the chance."""
+        if self._held is None or path in self._held or folders.key_of(path.name) is None:
+            return
+        pin = folders.pin(path)
+        with suppress(OSError):
+            self.storage.mkdir(pin)
+            self._held[path] = pin
 
     def verify(self, checkpoint: Checkpoint) -> None:
         """Find out whether it can be loaded: compare the sizes of all files, read what describes
@@ -171,7 +182,7 @@ class CheckpointStore:
                 cannot be put together.
             CheckpointTooNew: a newer release has meanwhile replaced its manifest.
         """
-        self.pins.pin(checkpoint.path)
+        self.pin(checkpoint.path)
         self._good.discard(_key(checkpoint))
         files = self.files_of(checkpoint)
         entries = sorted(files.entries.items())
@@ -230,8 +241,8 @@ class CheckpointStore:
             CheckpointError: someone else may have written one.
             CheckpointMissing: a name in ``only`` was not saved; says what was.
         """
-        with self.pins.holding(), without_gc():
-            self.pins.pin(checkpoint.path)
+        with self.holding(), without_gc():
+            self.pin(checkpoint.path)
             return reader.read_state(
                 self.files_of(checkpoint), rank=self.peers.rank, only=only, like=like
             )
@@ -315,20 +326,13 @@ def _key(checkpoint: Checkpoint) -> tuple[Path, int]:
 
 def _pinned(directory: Path, *, storage: Storage) -> set[str]:
     """What somebody is loading. A pin is one more leftover when its process is gone."""
-    now_epoch_s = time.time()
-    return {
-        pinned
-        for name in storage.listdir(directory)
-        if (pinned := folders.pinned(name)) is not None
-        and not _is_gone(directory / name, now_epoch_s=now_epoch_s)
-    }
-
-
-def _is_gone(pin: Path, *, now_epoch_s: float) -> bool:
-    try:
-        return folders.is_leftover(pin, now_epoch_s=now_epoch_s)
-    except FileNotFoundError:  # loaded just now
-        return True
+    now_epoch_s, found = time.time(), set[str]()
+    for name in storage.listdir(directory):
+        pinned = folders.pinned(name)
+        with suppress(FileNotFoundError):  # loaded just now
+            if pinned and not folders.is_leftover(directory / name, now_epoch_s=now_epoch_s):
+                found.add(pinned)
+    return found
 
 
 @dataclass(frozen=True)
@@ -456,7 +460,7 @@ def _next(store: CheckpointStore, rejected: dict[Path, str]) -> Checkpoint | Non
         newest = next(left, None)
         if not isinstance(newest, Problem):
             if newest is not None:
-                store.pins.pin(newest.path)
+                store.pin(newest.path)
             return newest
         rejected[newest.path] = str(newest.error)  # if it is still there
 

@@ -394,7 +394,7 @@ class Session:
             raise self.stopping.leave_unsaved(
                 error, self.controller.stop_request, step=0
             ) from error
-        with self.leaving_when_stale(), self.store.pins.holding():
+        with self.leaving_when_stale(), self.store.holding():
             resumed = self._go_on(may_load=may_load, seen=seen)
         self.watch.begin(self.step, in_loop=not may_load)
         self.contents.follow_frozen()

@@ -67,7 +67,7 @@ def test_what_is_being_loaded_stays(tmp_path: Path) -> None:
     not longer; also at each call of a load that nothing was chosen for."""
     writer = CheckpointStore(tmp_path)
     write(writer, state_of(1), step=1, kind="periodic")
-    with writer.pins.holding():
+    with writer.holding():
         found = newest_good(writer)
         assert found is not None
         for step in (2, 3, 4):
@@ -95,8 +95,8 @@ def test_the_pin_of_a_dead_process_keeps_nothing(tmp_path: Path) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork beside threads
         pid = os.fork()
     if pid == 0:
-        with writer.pins.holding():
-            writer.pins.pin(writer.committed()[0].path)
+        with writer.holding():
+            writer.pin(writer.committed()[0].path)
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     assert any(name.startswith(".pin-step-000000001.") for name in names(tmp_path))
@@ -171,13 +171,13 @@ def test_a_claim_at_any_call_of_retention_leaves_what_the_newer_one_chooses(tmp_
                 new_fence.claim()
                 found = newest_good(new)
                 assert found is not None
-                new.pins.pin(found.checkpoint.path)
+                new.pin(found.checkpoint.path)
                 chosen.append(found.checkpoint.step)
 
         disk = CountingStorage(take_over)
         old, old_fence = fenced(folder, disk)
         old_fence.claim()
-        with new.pins.holding():
+        with new.holding():
             with contextlib.suppress(StaleAttempt):
                 old.prune(LEAST)
             calls = len(disk.calls)

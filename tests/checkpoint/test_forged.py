@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from hydroslurm.checkpoint import manifest
 from hydroslurm.checkpoint.checksummed_file import FileEntry
-from hydroslurm.checkpoint.manifest import Manifest, look
+from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
 from hydroslurm.checkpoint.tensor_file import SHARED_JSON, PartIndex
@@ -289,6 +289,6 @@ def test_a_folder_of_anything(tmp_path: Path) -> None:
     (tmp_path / "step-000000003").symlink_to("/dev/zero")
     (tmp_path / f"step-{'9' * 240}").mkdir()
     (tmp_path / "step-٠٠٠٠٠٠٠٠٤").mkdir()
-    found = look(tmp_path, storage=Storage())
+    found = CheckpointStore(tmp_path, storage=Storage()).look()
     assert [one.key for one in found] == [(1, 1), (2, 1), (3, 1)]
     assert not any(isinstance(one, Checkpoint) for one in found)

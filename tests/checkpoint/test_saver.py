@@ -368,6 +368,7 @@ def test_a_state_is_not_saved_twice(tmp_path: Path) -> None:
     saved = on.stop(5, unchanged=True)
     assert saved.is_committed
     assert "the save in flight is of this very step 5" in saved.reason
+    assert [one.name for one in tmp_path.iterdir()] == ["step-000000005"]
     later = Saver(on.store)
     later.continues_from(on.store.committed()[-1])
     for saver in (on.saver, later):
