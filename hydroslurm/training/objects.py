@@ -8,7 +8,7 @@ user may make, and that only costs bitwise equality, is one line in the log.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from hydroslurm.checkpoint import rng
-from hydroslurm.checkpoint.layout import check_layout
 from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.tree import like_of
 from hydroslurm.errors import CheckpointError, StateMismatch, UnsavableState, UsageError
@@ -31,6 +30,8 @@ _FIXED = (torch.nn.Module, torch.optim.Optimizer, LRScheduler, GradScaler)
 """Classes whose objects make nothing new when they are loaded."""
 _LOADED_LAST = ("model", "optimizer", "scheduler", "scaler")
 """The arguments of a Run. What is registered besides may rebuild what these are loaded into."""
+_SHOWN = 5
+"""Keys named per kind of difference; the rest is counted."""
 
 
 class OutgrownState(UnsavableState):
@@ -403,3 +404,61 @@ def _options(thing: Any, state: Any) -> tuple[set[str], set[str]]:
 
 def _listed(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) or "nothing else"
+
+
+def check_layout(name: str, saved: Mapping[Any, Any], target: Mapping[Any, Any]) -> None:
+    """Compare a saved state_dict with the one of the object that it is to be loaded into.
+
+    Raises:
+        StateMismatch: keys, shapes or dtypes differ.
+    """
+    message = compare(saved, target)
+    if message:
+        raise StateMismatch(
+            f"the checkpoint's {name!r} belongs to another {name}: {message}. Load it into the "
+            "class that it was saved from, or take what fits with "
+            f"`hydroslurm checkpoint export --only {name}`"
+        )
+
+
+def compare(saved: Mapping[Any, Any], target: Mapping[Any, Any]) -> str | None:
+    """What differs between two state_dicts in one sentence, None when nothing does."""
+    both = [(key, saved[key], target[key]) for key in saved if key in target]
+    parts = [
+        _named("only the checkpoint has", [repr(key) for key in saved if key not in target]),
+        _named("the checkpoint lacks", [repr(key) for key in target if key not in saved]),
+        _named("other shapes:", _different(both, _shape)),
+        _named("other dtypes:", _different(both, _dtype)),  # which torch would cast silently
+    ]
+    return "; ".join(part for part in parts if part) or None
+
+
+def _different(both: list[tuple[Any, Any, Any]], attribute: Callable[[Any], object]) -> list[str]:
+    """The keys whose values, saved and now, have different attributes."""
+    found = [(key, attribute(saved), attribute(target)) for key, saved, target in both]
+    return [
+        f"{key!r} is {saved} in the checkpoint and {target} here"
+        for key, saved, target in found
+        if saved is not None and target is not None and saved != target
+    ]
+
+
+def _shape(value: Any) -> list[int] | None:
+    try:
+        shape = getattr(value, "shape", None)
+    except RuntimeError:  # of a lazy layer that has seen no batch: it takes any
+        return None
+    return None if shape is None else list(shape)
+
+
+def _dtype(value: Any) -> str | None:
+    dtype = getattr(value, "dtype", None)
+    return None if dtype is None else str(dtype)
+
+
+def _named(what: str, names: Collection[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(list(names)[:_SHOWN])
+    rest = len(names) - _SHOWN
+    return f"{what} {shown}" + (f" and {rest} more" if rest > 0 else "")

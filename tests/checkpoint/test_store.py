@@ -20,7 +20,7 @@ from checkpoint.faulty import CountingStorage
 from checkpoint.pipepeers import PipePeers, together
 from checkpoint.states import copy_of, holds, newest_in, same, state_of, write
 
-from hydroslurm.checkpoint import folders, layout
+from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import Storage
@@ -32,6 +32,7 @@ from hydroslurm.errors import (
     UnsavableState,
     UsageError,
 )
+from hydroslurm.training.objects import check_layout
 
 FILES = ("manifest.json", "part-00000.json", "part-00000.safetensors", "shared.json")
 
@@ -357,5 +358,5 @@ def test_other_layouts_are_named() -> None:
     target = {"new": torch.zeros(1), "head": torch.zeros(2, 2)}
     wanted = r"has 'old\.0'.* and 3 more.* lacks 'new'.*'head' is \[3, 2\] in .* and \[2, 2\] here"
     with pytest.raises(StateMismatch, match=wanted):
-        layout.check_layout("model", saved_state, target)
-    layout.check_layout("model", target, dict(target))
+        check_layout("model", saved_state, target)
+    check_layout("model", target, dict(target))
