@@ -33,7 +33,7 @@ from kit.team import coordinator_of
 from torch.utils.data import DataLoader
 
 import hydroslurm
-from hydroslurm.checkpoint import commit, save
+from hydroslurm.checkpoint import folders, save
 from hydroslurm.coordination.agreements import PendingAgreements
 from hydroslurm.core.events import EventLog
 from hydroslurm.data import SeededDataset
@@ -130,8 +130,8 @@ def watch(moments: Moments) -> None:
     around(session.Session, "check_stop", before=lambda: moments.reach("check"))
     around(Controller, "claim_stops", after=lambda: moments.reach("claimed"))
     around(dist, "init_process_group", after=lambda: moments.reach("group"))
-    around(commit, "put", after=lambda: moments.reach("rename"))
-    around(save._Save, "_finish", after=lambda: moments.reach("renamed"))
+    around(folders, "put", after=lambda: moments.reach("rename"))
+    around(save.Save, "_finish", after=lambda: moments.reach("renamed"))
 
 
 def around(
