@@ -216,6 +216,7 @@ class BackgroundSave:
             shutdown of Python: removing an old checkpoint of some GB takes longer than a stop may
             have.
         reason: of a stop, what was chosen, for people.
+        opened: set once its folder has a name, or it has ended.
     """
 
     work: Callable[[BackgroundSave], None]
@@ -230,7 +231,7 @@ class BackgroundSave:
 
     def __post_init__(self) -> None:
         """Begin at once."""
-        self._ended = threading.Event()
+        self._ended, self.opened = threading.Event(), threading.Event()
         self.cancel = threading.Event()
         self._begin_s = time.monotonic()
         self._thread = thread(self._run, name=f"hydroslurm-save-{self.step}", daemon=False)
@@ -283,6 +284,7 @@ class BackgroundSave:
         except BaseException as error:  # kept for the training thread, which reports it
             self.failure = error
         finally:
+            self.opened.set()
             self._ended.set()
 
 

@@ -483,9 +483,13 @@ class Saver:
         try:
             if by_mono_s is None:
                 save.open(plan)
+                background.opened.set()
             else:
+                if flight is not None:  # of two saves of one step the later has the higher number
+                    flight.opened.wait(request.open_s)
                 now = self._situation(request, by_mono_s, flight)
                 now = of_all_ranks(save.open(plan, now))
+                background.opened.set()
                 background.reason = self._make_way(request, now, flight)
                 if self._has(request):  # on all ranks: they agreed on the commit, and saw its end
                     save.discard()

@@ -68,6 +68,27 @@ class SlowSync(HeldDisk):
         super().fsync(fd)
 
 
+class LateFolder(Storage):
+    """Does not look for the number of its first save before another save has a folder, or has had
+    the time to make one."""
+
+    is_armed = False
+
+    def __init__(self) -> None:
+        self._made = threading.Event()
+
+    def listdir(self, path: Path) -> list[str]:
+        if self.is_armed:
+            self.is_armed = False
+            self._made.wait(1.0)
+        return super().listdir(path)
+
+    def mkdir(self, path: Path) -> None:
+        super().mkdir(path)
+        if path.name.startswith(".tmp"):
+            self._made.set()
+
+
 class SlowRemoval(HeldDisk):
     """Removes no file until it is let go."""
 

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.disks import BrokenDisk, HeldDisk, Saving, SlowRemoval, SlowSync, no_room, state_of
+from checkpoint.disks import (
+    BrokenDisk,
+    HeldDisk,
+    LateFolder,
+    Saving,
+    SlowRemoval,
+    SlowSync,
+    no_room,
+    state_of,
+)
 from checkpoint.states import write
 from zygote import forked
 
@@ -410,6 +419,18 @@ def test_a_state_that_may_have_changed_is_saved_again_at_its_step(tmp_path: Path
     assert not saved.is_committed
     assert f"what is kept is an earlier save of this step ({found.checkpoint.path})" in saved.reason
     alone.end()
+
+
+def test_a_stop_follows_a_save_of_its_step(tmp_path: Path) -> None:
+    """A periodic save has just begun when a stop saves the same step with another state: that of
+    the stop is the newer checkpoint."""
+    on = Saving(tmp_path, LateFolder())
+    on.disk.is_armed = True
+    on.start(5)
+    assert on.stop(5, state=state_of(6.0)).is_committed
+    on.end()
+    assert on.steps == [5, 5]
+    assert on.values == {5: (6.0, 6.0)}
 
 
 def test_the_caller_has_control_at_the_deadline(tmp_path: Path) -> None:
