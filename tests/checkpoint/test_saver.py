@@ -370,8 +370,8 @@ def test_a_disk_that_has_just_become_slow(tmp_path: Path) -> None:
 
 
 def test_a_state_is_not_saved_twice(tmp_path: Path) -> None:
-    """A periodic save of the very state is waited for. A committed one, of this attempt or that the
-    run continued from, is as good as durable."""
+    """A periodic save of the very state is waited for, beyond the deadline too. A committed one, of
+    this attempt or that the run continued from, is as good as durable."""
     on = Saving(tmp_path, HeldDisk(5), until=STOP_BEGINS)
     on.start(5)
     saved = on.stop(5, unchanged=True)
@@ -385,6 +385,12 @@ def test_a_state_is_not_saved_twice(tmp_path: Path) -> None:
         assert saved.is_committed
         assert saved.reason.endswith("step 5 is committed already")
     assert on.steps_told(EventKind.SAVE_COMMITTED) == on.steps == [5]
+    late = Saving(tmp_path, HeldDisk(6))
+    late.start(6)
+    assert not late.stop(6, -1, unchanged=True).is_committed
+    late.end()
+    assert late.steps_told(EventKind.SAVE_COMMITTED) == [6]
+    assert late.steps == [5, 6]
 
 
 def test_a_stop_does_not_wait_for_old_ones_to_be_removed(tmp_path: Path) -> None:
