@@ -5,8 +5,8 @@ epochs: of 4 steps; every rank takes its share of a batch of 12.
 hold: {"rank": r, "at": place} - that rank waits there until there is a file ``go``
     in the run folder; a place is "step 7" or "end".
 kind: "run", "job", or "own" for a loop that saves by itself.
-think_s: of each rank, sleeps in its forward. model: "ddp", "ddp-buffers", which begins each forward
-    with a broadcast, or "fsdp". vacate: tests/vacate/model.py and its folder, for a kind "run".
+forward_s: of each rank, sleeps in its forward. model: "ddp", "ddp-buffers", which begins each
+    forward with a broadcast, or "fsdp". vacate: tests/vacate/model.py and its folder, for "run".
 every_steps, every_s: of the Run. timeout_s: of collectives.
 """
 
@@ -62,8 +62,8 @@ class Parts:
         sampler = ResumableSampler(data, seed=3)
         self.loader = DataLoader(data, batch_size=12 // world, sampler=sampler)
         model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 3))
-        if think_s := options.get("think_s"):
-            model.register_forward_pre_hook(lambda *_: time.sleep(think_s[rank]))
+        if forward_s := options.get("forward_s"):
+            model.register_forward_pre_hook(lambda *_: time.sleep(forward_s[rank]))
         torch.manual_seed(100 + rank)
         self.model = distributed(model, options.get("model", "ddp"), world)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)

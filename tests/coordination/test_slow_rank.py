@@ -11,7 +11,7 @@ from hydroslurm.observe.folder import slow_ranks
 
 
 @pytest.mark.parametrize(
-    ("think_s", "model", "slow"),
+    ("forward_s", "model", "slow"),
     [
         ([0.1, 0.1, 0.3], "ddp", [2]),
         ([0.3, 0.1], "ddp-buffers", [0]),
@@ -19,13 +19,13 @@ from hydroslurm.observe.folder import slow_ranks
     ],
 )
 def test_the_slow_rank_is_named(
-    story: Story, think_s: list[float], model: str, slow: list[int]
+    story: Story, forward_s: list[float], model: str, slow: list[int]
 ) -> None:
     """By the time to its first collective, behind which all steps take equally long; equal ranks
     are not told apart."""
-    world = len(think_s)
+    world = len(forward_s)
     environ = {"HYDROSLURM_HEARTBEAT_S": "0.1"}
-    attempt = story.begin_training(world, think_s=think_s, model=model, environ=environ)
+    attempt = story.begin_training(world, forward_s=forward_s, model=model, environ=environ)
     found: list[RankStatus] = []
 
     def told() -> bool:

@@ -156,7 +156,7 @@ def test_whatever_stands_in_a_line(rows: list[dict[str, object]]) -> None:
         before = before or state
         answers = [judge(before, state, late) for judge in judges for late in (False, True)]
         words = [answer.message for answer in answers if answer]
-        json.dumps([vars(state), words], allow_nan=False)
+        json.dumps([json.loads(state.to_json()), words], allow_nan=False)
         shown = clean(" ".join([state.host, state.state, *state.causes, *words]))
         assert shown.isprintable()
         shown.encode()

@@ -30,10 +30,8 @@ import torch
 from forkedranks import serve_scripts
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydroslurm.checkpoint import saver
-from hydroslurm.checkpoint.manifest import EPOCH, Checkpoint
-from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
-from hydroslurm.checkpoint.store import CheckpointStore
+from hydroslurm.checkpoint.manifest import EPOCH
+from hydroslurm.checkpoint.save import Save
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.jobrunner import JobRunner
 from hydroslurm.compat.manager import CheckpointManager
@@ -57,7 +55,7 @@ class Story:
         if self.options.get("fail") == place:
             raise ArithmeticError(f"failing at {place}")
         if self.options.get("lose_epochs") == place:
-            saver.write_checkpoint = _without_epochs
+            Save.open = _without_epochs
         if self.options.get("hold") == place:
             print("at", place, flush=True)
             while not job.run.stop_requested:
@@ -70,12 +68,10 @@ class Story:
         self.losses = list(state["losses"])
 
 
-def _without_epochs(
-    store: CheckpointStore, state: Any, request: SaveRequest, **options: Any
-) -> Checkpoint:
-    if request.kind == EPOCH:
+def _without_epochs(save: Save, *args: Any, open_save: Any = Save.open) -> Any:
+    if save.request.kind == EPOCH:
         raise SaveFailed("no room for epochs")
-    return write_checkpoint(store, state, request, **options)
+    return open_save(save, *args)
 
 
 def define(options: dict[str, Any], story: Story) -> Job:
