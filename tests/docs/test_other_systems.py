@@ -136,7 +136,7 @@ def test_hydra(requeue_cluster: Part, tmp_path: Path, monkeypatch: pytest.Monkey
     folders = Path("hydroslurm-runs").glob("*/attempts.jsonl")
     untouched, preempted = sorted((AttemptLog(one).attempts() for one in folders), key=len)
     assert [one.ending for one in untouched] == ["finished"]
-    assert [one.ending for one in preempted] == ["requeued", "finished"]
+    assert [one.ending for one in preempted] == ["preempted", "finished"]
     assert preempted[1].step == preempted[0].end_step > 0
     for name in ("lr-0.1.pt", "lr-0.2.pt"):
         assert Path(name).read_bytes() == Path("alone", name).read_bytes()

@@ -25,7 +25,7 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1), torch.
 optimizer = torch.optim.AdamW(model.parameters(), 0.01)
 with hydroslurm.Run(model=model, optimizer=optimizer, directory={folder!r}) as run:
     run.resume()
-    for _ in run.steps(200):
+    for _ in run.steps(1000):
         loss = model(torch.randn(16, 8)).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -43,25 +43,29 @@ class Notebook:
         self.client.load_connection_file()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=120)
-        self.said = ""
+        self.said = self.cell = ""
 
     def begin(self, folder: Path, *, pause_s: float = 0.0) -> None:
         """Start the cell."""
-        self.client.execute(CELL.format(folder=str(folder), pause_s=pause_s))
+        self.cell = self.client.execute(CELL.format(folder=str(folder), pause_s=pause_s))
 
     def ended(self) -> str:
         """Wait for the cell; ``ok``, or the name of its exception."""
-        reply = self.client.get_shell_msg(timeout=120)["content"]
-        idle = {"execution_state": "idle"}
-        while (message := self.client.get_iopub_msg(timeout=30)["content"]) != idle:
-            self.said += message.get("text", "")
-        return str(reply.get("ename") or reply["status"])
+        while (message := self.client.get_iopub_msg(timeout=120)) is not None:
+            if message["parent_header"].get("msg_id") == self.cell:
+                self.said += message["content"].get("text", "")
+                if message["content"] == {"execution_state": "idle"}:
+                    break
+        while (reply := self.client.get_shell_msg(timeout=120)) is not None:
+            if reply["parent_header"].get("msg_id") == self.cell:
+                break
+        return str(reply["content"].get("ename") or reply["content"]["status"])
 
 
 def test_a_kernel_in_salloc(requeue_cluster: Part, tmp_path: Path) -> None:
     """A suspend parks the cell, a resume continues it. SIGTERM saves, ends the cell and not the
-    kernel, and says that nobody requeues it; a preemption saves, too. The same cell, run again
-    there and in the next allocation, resumes: its weights are those of one that nobody stopped."""
+    kernel, and says that nobody requeues it; a preemption saves, too. The same cell in the next
+    allocation resumes: its weights are those of one that nobody stopped."""
     node, run = requeue_cluster.nodes[0], tmp_path / "run"
 
     def kernel(name: str) -> Notebook:
@@ -99,13 +103,17 @@ def test_a_kernel_in_salloc(requeue_cluster: Part, tmp_path: Path) -> None:
         requeue_cluster.run(["scancel", "--signal=TERM", job()])
         assert notebook.ended() == "ExitForRequeue", notebook.said
         assert "made by srun or salloc, which Slurm cannot requeue" in notebook.said
-        stopped_at = AttemptLog(run / "attempts.jsonl").attempts()[0].end_step
+        notebook.begin(run)
+        assert notebook.ended() == "UsageError"  # that kernel has stopped
+        requeue_cluster.run(["scancel", job()])
+        salloc[0].wait(60)
+        notebook = kernel("second")
         notebook.begin(run, pause_s=0.05)
-        wait_for("running", step=(stopped_at or 0) + 5)
+        wait_for("running", step=AttemptLog(run / "attempts.jsonl").attempts()[0].end_step + 1)
         urgent = ("--partition=urgent", "--exclusive", "--time=1", f"--nodelist={node}")
         requeue_cluster.run(["srun", *urgent, "true"])
-        assert salloc[0].wait(60) != 0
-        notebook = kernel("second")
+        assert salloc[1].wait(60) != 0
+        notebook = kernel("third")
         for folder in (run, tmp_path / "undisturbed"):
             notebook.begin(folder)
             assert notebook.ended() == "ok", notebook.said
@@ -113,8 +121,7 @@ def test_a_kernel_in_salloc(requeue_cluster: Part, tmp_path: Path) -> None:
         assert resumed == undisturbed
         attempts = AttemptLog(run / "attempts.jsonl").attempts()
         assert [one.step for one in attempts[1:]] == [one.end_step for one in attempts[:2]]
-        assert attempts[1].step == stopped_at
     finally:
+        requeue_cluster.run(["scancel", f"--nodelist={node}", "--full"], check=False)
         for one in salloc:
-            one.terminate()
-            one.wait()
+            one.wait(60)
