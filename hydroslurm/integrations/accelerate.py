@@ -27,6 +27,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +37,12 @@ import torch
 from hydroslurm.checkpoint import rng
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.accelerate_loader import PreparedLoader
-from hydroslurm.integrations.framework import FrameworkSession, directory_of_fit, environ_of
+from hydroslurm.integrations.framework import (
+    FrameworkSession,
+    directory_of_fit,
+    environ_of,
+    replace,
+)
 from hydroslurm.integrations.held_loader import StandIn
 from hydroslurm.training.checks import Remedies
 from hydroslurm.training.objects import Stateful, bare
@@ -237,7 +243,7 @@ class Loop:
             prepared[place] = self._take(prepared[place])
         if self._checks:
             self.run.session.remedies = _REMEDIES
-        self._finish_at_end_training()
+        self._follow_accelerator()
         return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -259,14 +265,14 @@ class Loop:
             self._epoch = None
             self.run.finish()
 
-    def _finish_at_end_training(self) -> None:
-        end_training = self._accelerator.end_training
-
-        def end() -> None:
+    def _follow_accelerator(self) -> None:
+        def end(own: Callable[[], None]) -> None:
             self.finish()
-            end_training()
+            own()
 
-        self._accelerator.end_training = end
+        undo = ExitStack()  # stays open: an accelerator trains once
+        replace(undo, self._accelerator, "end_training", end)
+        replace(undo, self._accelerator, "save_state", self.run.save_too)
 
     def _share(self, prepared: list[Any]) -> None:
         """All of them that have a state are the run's, in one order in all attempts."""

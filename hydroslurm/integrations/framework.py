@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -217,6 +218,14 @@ class FrameworkSession:
         self.session.step, self.session.epoch = step, epoch
         self.session.saves.behind_batches = False
         self.session.safe_point()
+
+    def save_too(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Write the framework's own checkpoint, and save the run at the next safe points, too:
+        attempts resume from the run's state only, and a crash must not cost more steps than it
+        would without hydroslurm. With ``every_s=0`` nothing is saved for that."""
+        written = own(*args, **kwargs)
+        self.session.last_save_s = -math.inf
+        return written
 
     def begin_evaluation(self, fingerprint: Callable[[], object]) -> None:
         """What follows does not change what is saved, and is repeated after a stop within it; see

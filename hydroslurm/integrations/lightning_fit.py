@@ -291,6 +291,7 @@ class Fit:
         self._replace(loop, "on_run_end", self._on_run_end)
         self._replace(loop.epoch_loop, "advance", self._advance)
         self._replace(loop.epoch_loop.val_loop, "run", self._validate)
+        self._replace(trainer, "save_checkpoint", self.run.save_too)
 
     def end(self) -> None:
         """After the fit: the training is done, also where nothing was left of it."""

@@ -362,6 +362,7 @@ class Train:
         self._replace("get_train_dataloader", self._get_train_dataloader)
         self._replace("get_batch_samples", self._get_batch_samples)
         self._log_evaluate_save = self._replace("_maybe_log_save_evaluate", self._follow_step)
+        self._replace("_save_checkpoint", self.run.save_too)
         self._replace("_evaluate", self._evaluate)
         self._replace("prediction_step", self._prediction_step)
         module = _module_of(self._trainer)

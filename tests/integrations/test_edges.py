@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 import zygote
-from integrations.proofs import LIGHTNING, TRANSFORMERS
+from integrations.proofs import ACCELERATE, LIGHTNING, TRANSFORMERS
 
 from hydroslurm.errors import UsageError
 from hydroslurm.integrations.transformers import make_preemptible
@@ -38,6 +38,72 @@ arguments = TrainingArguments(
 trainer = Trainer(model=Model(), args=arguments, train_dataset=rows)
 make_preemptible(trainer, directory="run", every_steps=1).train()
 """
+SAVES_OF_ITS_OWN = """
+import torch
+from hydroslurm.checkpoint.saver import Saver
+
+def start(self, *given, own=Saver.start, **named):
+    print("saves", named["step"])
+    return own(self, *given, **named)
+
+Saver.start = start
+net = torch.nn.Linear(2, 1)
+rows = [(torch.ones(2), torch.zeros(1))] * 9
+"""
+SAVING_SCRIPTS = {
+    "lightning": """
+import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
+from hydroslurm.integrations.lightning import Preemptible
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def training_step(self, batch, _):
+        return (self.net(batch[0]) - batch[1]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+lightning.Trainer(
+    max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+    callbacks=[ModelCheckpoint("out", every_n_train_steps=4), Preemptible(directory="run")],
+).fit(Module(), torch.utils.data.DataLoader(rows))
+""",
+    "transformers": """
+from transformers import Trainer, TrainingArguments
+from hydroslurm.integrations.transformers import make_preemptible
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def forward(self, x, labels=None):
+        return {"loss": (self.net(x) - labels).square().mean()}
+
+arguments = TrainingArguments(
+    "out", max_steps=9, per_device_train_batch_size=1, report_to=[], save_steps=4, use_cpu=True
+)
+rows = [{"x": x, "labels": y} for x, y in rows]
+make_preemptible(Trainer(Model(), arguments, train_dataset=rows), directory="run").train()
+""",
+    "accelerate": """
+from accelerate import Accelerator
+from hydroslurm.integrations.accelerate import epochs, prepare
+
+accelerator = Accelerator(cpu=True)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+loader = torch.utils.data.DataLoader(rows)
+net, optimizer, loader = prepare(accelerator, net, optimizer, loader, directory="run")
+for _ in epochs(accelerator, 1):
+    for step, (x, y) in enumerate(loader, 1):
+        accelerator.backward((net(x) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 4 == 0:
+            accelerator.save_state("out")
+""",
+}
 Found: TypeAlias = dict[str, tuple[list[int], list[str]]]
 
 
@@ -127,3 +193,22 @@ def test_what_is_not_trained_is_apart(tmp_path: Path) -> None:
     files = list(tmp_path.glob("run/checkpoints/*/frozen-00000.safetensors"))
     assert len(files) == 2
     assert all(80_000 < file.stat().st_size < 82_000 for file in files)
+
+
+@pytest.mark.parametrize("every_s", ["600", "0"])
+@pytest.mark.parametrize("framework", SAVING_SCRIPTS)
+def test_the_run_saves_with_its_script(
+    framework: str, every_s: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each checkpoint of the script's own, here behind steps 4 and 8, at the next safe point:
+    a crash loses no more steps than it would without hydroslurm. Not where nothing is to be saved
+    while it trains."""
+    monkeypatch.setenv("HYDROSLURM_SAVE_EVERY_S", every_s)
+    script = tmp_path / "train.py"
+    script.write_text(SAVES_OF_ITS_OWN + SAVING_SCRIPTS[framework])
+    loads = {"lightning": LIGHTNING, "transformers": TRANSFORMERS, "accelerate": ACCELERATE}
+    ran = zygote.ran([script], loads=loads[framework])
+    assert ran.returncode == 0, ran.stderr
+    saved = [int(line.split()[1]) for line in ran.stdout.splitlines() if line.startswith("saves")]
+    behind = {"lightning": [4, 8], "transformers": [5, 9], "accelerate": [4, 8]}
+    assert saved == (behind[framework] if every_s == "600" else [])
