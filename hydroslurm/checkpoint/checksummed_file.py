@@ -185,7 +185,7 @@ def _chunks(fd: int, *, storage: Storage) -> Iterator[memoryview]:
     """The bytes of a file in pieces; each is valid until the next one is requested."""
     buffer = memoryview(bytearray(BLOCK_BYTES))
     offset = 0
-    while got := storage.read(fd, [buffer], offset=offset):
+    while got := storage.read(fd, buffer, offset=offset):
         yield buffer[:got]
         offset += got
 

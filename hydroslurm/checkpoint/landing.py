@@ -1,25 +1,22 @@
-"""Reads the pieces of saved tensors to where they belong, and verifies them on the way: straight
-into the tensors that are asked for, where both lie in one piece in memory, else over a copy.
+"""Reads the pieces of saved tensors to where they belong, and verifies them on the way.
 
-The blocks of a file have checksums (``checksummed_file.BLOCK_BYTES``), so a range is read with the
-rest of the blocks that it touches: the range into its own memory, the rest into a buffer that is
-used again for every block. A block is checksummed as soon as it was read, while it is in the
-processor's cache. Several threads do that: reading and checksumming release the GIL.
+Each block of a file has one checksum (``checksummed_file.BLOCK_BYTES``), so blocks are read whole:
+straight into the tensor that fills one, else into a buffer whose parts are copied. A block is
+checksummed as soon as it was read, while it is in the processor's cache. Several threads do that:
+reading and checksumming release the GIL.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from isal.isal_zlib import crc32
@@ -32,7 +29,7 @@ from hydroslurm.checkpoint.checksummed_file import (
     unreadable,
 )
 from hydroslurm.checkpoint.host_memory import bytes_of, populate
-from hydroslurm.checkpoint.storage import MOST_BUFFERS, Storage
+from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.checkpoint.tensor_file import Chunk, PartIndex
 from hydroslurm.checkpoint.write_plan import SharedTensor, box_of
 from hydroslurm.errors import CheckpointCorrupt
@@ -46,12 +43,6 @@ _BLOCKS_OF_A_TASK = 8
 
 _TASKS_AHEAD = 4 * READERS
 """How many tasks are announced to the disk and not done yet: 128 MiB."""
-
-Block = tuple[int, list["memoryview | int"]]
-"""The number of a block, and where its bytes go, in order: a number is of bytes nobody wants."""
-
-Later: TypeAlias = "list[Callable[[], object]]"
-"""What is to be done when something has been read."""
 
 
 class Box(NamedTuple):
@@ -78,32 +69,12 @@ class Box(NamedTuple):
         )
         return Box(begins, sizes) if all(size > 0 for size in sizes) else None
 
-    def span(self, inner: Box) -> tuple[int, int]:
-        """Of a box inside of this one, in C order: its first value, and how many from there on to
-        its last one. It is contiguous if these are as many as it has."""
-        first, last = 0, 0
-        for at, size, offset, count in zip(
-            self.offsets, self.sizes, inner.offsets, inner.sizes, strict=True
-        ):
-            first = first * size + offset - at
-            last = last * size + offset - at + count - 1
-        return first, last - first + 1
-
-    def strides(self) -> tuple[int, ...]:
-        """Of its values in C order."""
-        found = [1]
-        for size in reversed(self.sizes[1:]):
-            found.append(found[-1] * size)
-        return tuple(reversed(found)) if self.sizes else ()
-
-    def view(self, flat: torch.Tensor, inner: Box, *, begin: int = 0) -> torch.Tensor:
-        """The values of a box inside of this one.
-
-        Args:
-            flat: the values of this box in C order, from number ``begin`` on.
-        """
-        first, _ = self.span(inner)
-        return flat.as_strided(inner.sizes, self.strides(), flat.storage_offset() + first - begin)
+    def slices(self, inner: Box) -> tuple[slice, ...]:
+        """Of a box inside this one, for a tensor that holds this one."""
+        return tuple(
+            slice(begin - start, begin - start + size)
+            for start, begin, size in zip(self.offsets, inner.offsets, inner.sizes, strict=True)
+        )
 
 
 @dataclass(eq=False)
@@ -176,56 +147,61 @@ def land(
     """Read all pieces; the tensors by key.
 
     Args:
-        index, tensors: of a rank.
+        index, tensors: of a part.
 
     Raises:
         CheckpointCorrupt: a file is not what was written.
         CheckpointError: someone else may have written it.
     """
     landings = tuple(landings)
-    ranks = {rank for one in landings for rank, _, _ in one.pieces}
-    for rank in sorted(ranks):
-        require_size(*tensors(rank), storage=storage)
+    parts = sorted({part for one in landings for part, _, _ in one.pieces})
+    for part in parts:
+        require_size(*tensors(part), storage=storage)
     found: dict[str, torch.Tensor] = {}
-    ranges: dict[int, list[Range]] = {rank: [] for rank in sorted(ranks)}
-    copies: dict[int, Later] = {rank: [] for rank in ranks}
-    finals: Later = []
+    ranges: dict[int, list[Range]] = {part: [] for part in parts}
+    copies: dict[int, list[Callable[[], object]]] = {part: [] for part in parts}
+    finals: list[Callable[[], object]] = []
     for one in landings:
         found[one.key], memory = _memory_for(one, finals)
-        flat = memory.reshape(-1)
-        for rank, chunk, common in one.pieces:
-            ranges[rank].append(_range(chunk, common, one.box, flat, copies[rank]))
-    with BlockReader(storage) as reader, torch.no_grad():
-        for rank in sorted(ranks):
-            source = Source(*tensors(rank), index(rank).blocks)
-            reader.read(source, sorted(ranges.pop(rank), key=lambda one: one.begin))
-            for copy in copies.pop(rank):  # gives back the memory of what must be copied once more
-                copy()
+        for part, chunk, common in one.pieces:
+            ranges[part].append(_range(chunk, common, one.box, memory, copies[part]))
+    with ThreadPoolExecutor(READERS, thread_name_prefix="hydroslurm-read") as pool:
+        for part in parts:
+            source = Source(*tensors(part), index(part).blocks)
+            _read(source, ranges.pop(part), storage=storage, pool=pool)
+            with torch.no_grad():
+                for copy in copies.pop(part):  # frees the memory of what must be copied once more
+                    copy()
+    with torch.no_grad():
         for copy in finals:
             copy()
     return found
 
 
-def _range(chunk: Chunk, common: Box, into: Box, memory: torch.Tensor, copies: Later) -> Range:
+def _range(
+    chunk: Chunk, common: Box, wanted: Box, memory: torch.Tensor, copies: list[Any]
+) -> Range:
     """What is to be read of a piece, and where to; ``copies`` gets what is to be done afterwards.
 
     Args:
         common: what of the piece belongs into the tensor.
-        into: the box of the whole that ``memory`` is, flat and in C order.
+        wanted: the box of the whole that ``memory`` holds, in C order.
     """
     box = Box(chunk.offsets, chunk.sizes)
-    begin, count = box.span(common)
-    first, spread = into.span(common)
-    if count == spread == common.volume:
-        target = memory[first : first + count]
-    else:
+    if box == common == wanted:
+        return Range(chunk.at_bytes, bytes_of(memory))
+    place = torch.empty(chunk.sizes, device="meta")[box.slices(common)]
+    steps, begin = place.stride(), int(place.storage_offset())
+    count = 1 + sum((n - 1) * step for n, step in zip(common.sizes, steps, strict=True))
+    into = memory[wanted.slices(common)]
+    target = into
+    if count != common.volume or not into.is_contiguous():
         target = torch.empty(count, dtype=memory.dtype)
-        source = box.view(target, common, begin=begin)
-        copies.append(lambda: into.view(memory, common).copy_(source))
+        copies.append(lambda: into.copy_(target.as_strided(common.sizes, steps)))
     return Range(chunk.at_bytes + begin * memory.dtype.itemsize, bytes_of(target))
 
 
-def _memory_for(wanted: Landing, finals: Later) -> tuple[torch.Tensor, torch.Tensor]:
+def _memory_for(wanted: Landing, finals: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensor, and its local values as a contiguous tensor on the CPU. Where these are not the
     same memory, ``finals`` gets the copying."""
     if wanted.template is None:
@@ -278,144 +254,80 @@ class Range(NamedTuple):
     memory: memoryview
 
 
-class BlockReader:
-    """Reads from several files, one after the other. A context manager: nothing that was read may
-    be used before it has ended without an error."""
+def _read(
+    source: Source, ranges: Iterable[Range], *, storage: Storage, pool: ThreadPoolExecutor
+) -> None:
+    """Read ranges of a file; returns when all of them are in memory and verified.
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._pool: ThreadPoolExecutor | None = None
-        self._scratch = threading.local()
-
-    def __enter__(self) -> BlockReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def read(self, source: Source, ranges: Iterable[Range]) -> None:
-        """Read ranges of a file, which are in order and do not overlap; returns when all of them
-        are in memory and verified.
-
-        Raises:
-            CheckpointCorrupt: the file is not what was written.
-            CheckpointError: someone else may have written it.
-        """
-        fd = open_checked(source.path, source.entry, storage=self._storage)
-        try:
-            blocks = _blocks(ranges, source.entry.size_bytes)
-            task = list(islice(blocks, _BLOCKS_OF_A_TASK))
-            if len(task) <= 1:  # a thread would take longer to start
-                self._read_task(source, fd, task)
-            else:
-                self._read_by_threads(source, fd, chain(task, blocks))
-        finally:
-            with suppress(OSError):
-                self._storage.close(fd)
-
-    def _read_by_threads(self, source: Source, fd: int, blocks: Iterator[Block]) -> None:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(
-                min(READERS, 2 * (os.cpu_count() or 1)), thread_name_prefix="hydroslurm-read"
-            )
-        futures: deque[Future[None]] = deque()
-        try:
-            while task := list(islice(blocks, _BLOCKS_OF_A_TASK)):
-                # In order, from one thread: a cold disk gave 1.7 GB/s to the readers alone, and 2.1
-                # so, as to a program that reads from the beginning to the end. Not by the readers
-                # for their own tasks: that was no faster than without.
-                self._announce(fd, task)
-                futures.append(self._pool.submit(self._read_task, source, fd, task))
-                if len(futures) > _TASKS_AHEAD:
-                    futures[0].result()
-                    futures.popleft()
-            for future in futures:
-                future.result()
-        finally:  # not before its threads are done with the descriptor
-            for future in futures:
-                if not future.cancel():
-                    future.exception()
-
-    def _announce(self, fd: int, blocks: Sequence[Block]) -> None:
-        begin, end = blocks[0][0] * BLOCK_BYTES, (blocks[-1][0] + 1) * BLOCK_BYTES
-        if end - begin > 2 * len(blocks) * BLOCK_BYTES:
-            return  # most of that is not wanted
-        with suppress(OSError):  # a hint that not every file system supports
-            self._storage.read_ahead(fd, offset=begin, size_bytes=end - begin)
-
-    def _read_task(self, source: Source, fd: int, blocks: Iterable[Block]) -> None:
-        """Raises CheckpointCorrupt."""
-        for number, parts in blocks:
-            views = self._with_scratch(parts)
-            for part in parts:  # one block at a time: the pages are in the processor's cache now
-                if not isinstance(part, int):
-                    populate(part)
-            try:
-                read_fully(self._storage, fd, views, offset=number * BLOCK_BYTES)
-            except OSError as error:
-                raise unreadable(source.path, error) from error
-            crc = 0
-            for view in views:
-                crc = crc32(view, crc)
-            if crc != source.blocks[number]:
-                begin = number * BLOCK_BYTES
-                raise CheckpointCorrupt(
-                    f"{source.path} has checksum {crc:08x} from byte {begin} to "
-                    f"{min(begin + BLOCK_BYTES, source.entry.size_bytes)}; "
-                    f"{source.blocks[number]:08x} was written"
-                )
-
-    def _with_scratch(self, parts: Iterable[memoryview | int]) -> list[memoryview]:
-        views, used = [], 0
-        for part in parts:
-            if isinstance(part, int):
-                if used == 0 and not hasattr(self._scratch, "memory"):
-                    self._scratch.memory = memoryview(bytearray(BLOCK_BYTES))
-                views.append(self._scratch.memory[used : used + part])
-                used += part
-            else:
-                views.append(part)
-        return views
-
-
-def read_fully(storage: Storage, fd: int, views: Sequence[memoryview], *, offset: int) -> None:
-    """Fill all of these buffers; OSError when the file ends before."""
-    todo = deque(views)
-    while todo:
-        got = storage.read(fd, list(islice(todo, MOST_BUFFERS)), offset=offset)
-        if got == 0:
-            raise OSError(0, "it ends before its end")
-        offset += got
-        while todo and got >= len(todo[0]):
-            got -= len(todo.popleft())
-        if got:
-            todo[0] = todo[0][got:]
-
-
-def _blocks(ranges: Iterable[Range], size_bytes: int) -> Iterator[Block]:
-    """The blocks that the ranges touch, each with all of its bytes."""
-    number, parts, at = -1, list[memoryview | int](), 0
-    for one in ranges:
-        begin, memory = one.begin, one.memory
+    Raises:
+        CheckpointCorrupt: the file is not what was written.
+        CheckpointError: someone else may have written it.
+    """
+    by_block: dict[int, list[Range]] = {}
+    for begin, memory in ranges:
         while memory:
-            if begin // BLOCK_BYTES != number:
-                if parts:
-                    yield number, _filled(parts, at, number, size_bytes)
-                number = begin // BLOCK_BYTES
-                parts, at = [], number * BLOCK_BYTES
-            if at < begin:
-                parts.append(begin - at)
-            taken = memory[: (number + 1) * BLOCK_BYTES - begin]
-            parts.append(taken)
-            memory = memory[len(taken) :]
-            at = begin = begin + len(taken)
-    if parts:
-        yield number, _filled(parts, at, number, size_bytes)
+            number = begin // BLOCK_BYTES
+            part = memory[: (number + 1) * BLOCK_BYTES - begin]
+            by_block.setdefault(number, []).append(Range(begin, part))
+            begin, memory = begin + len(part), memory[len(part) :]
+    blocks, tasks = iter(sorted(by_block.items())), deque[Future[None]]()
+    fd = open_checked(source.path, source.entry, storage=storage)
+    try:
+        while task := list(islice(blocks, _BLOCKS_OF_A_TASK)):
+            # In order, from one thread: a cold disk gave 1.7 GB/s to the readers alone, and 2.1 so,
+            # as to a program that reads from the beginning to the end. Not by the readers for their
+            # own tasks: that was no faster than without.
+            begin, size_bytes = (
+                task[0][0] * BLOCK_BYTES,
+                (task[-1][0] + 1 - task[0][0]) * BLOCK_BYTES,
+            )
+            if size_bytes <= 2 * len(task) * BLOCK_BYTES:  # else most of that is not wanted
+                with suppress(OSError):  # a hint that not every file system supports
+                    storage.read_ahead(fd, offset=begin, size_bytes=size_bytes)
+            tasks.append(pool.submit(_read_blocks, source, fd, task, storage=storage))
+            if len(tasks) > _TASKS_AHEAD:
+                tasks.popleft().result()
+        while tasks:
+            tasks.popleft().result()
+    finally:  # not before its threads are done with the descriptor
+        for left in tasks:
+            if not left.cancel():
+                left.exception()
+        with suppress(OSError):
+            storage.close(fd)
 
 
-def _filled(
-    parts: list[memoryview | int], at: int, number: int, size_bytes: int
-) -> list[memoryview | int]:
-    rest = min((number + 1) * BLOCK_BYTES, size_bytes) - at
-    return [*parts, rest] if rest > 0 else parts
+def _read_blocks(
+    source: Source, fd: int, blocks: Iterable[tuple[int, list[Range]]], *, storage: Storage
+) -> None:
+    """Read and verify blocks, each with the ranges that lie in it; raises CheckpointCorrupt."""
+    buffer = memoryview(b"")
+    for number, ranges in blocks:
+        begin = number * BLOCK_BYTES
+        end = min(begin + BLOCK_BYTES, source.entry.size_bytes)
+        for one in ranges:
+            populate(one.memory)
+        is_whole = len(ranges[0].memory) == end - begin
+        if not is_whole and not buffer:
+            buffer = memoryview(bytearray(BLOCK_BYTES))
+        block = ranges[0].memory if is_whole else buffer[: end - begin]
+        try:
+            read_fully(storage, fd, block, offset=begin)
+        except OSError as error:
+            raise unreadable(source.path, error) from error
+        if (crc := crc32(block)) != source.blocks[number]:
+            raise CheckpointCorrupt(
+                f"{source.path} has checksum {crc:08x} from byte {begin} to {end}; "
+                f"{source.blocks[number]:08x} was written"
+            )
+        for one in () if is_whole else ranges:
+            first = one.begin - begin
+            one.memory[:] = block[first : first + len(one.memory)]
+
+
+def read_fully(storage: Storage, fd: int, into: memoryview, *, offset: int) -> None:
+    """Fill a buffer; OSError when the file ends before."""
+    while into:
+        if not (got := storage.read(fd, into, offset=offset)):
+            raise OSError(0, "it ends before its end")
+        offset, into = offset + got, into[got:]

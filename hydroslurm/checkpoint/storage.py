@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,6 @@ from hydroslurm.core.trust import check_trusted
 FILE_MODE, FOLDER_MODE = 0o644, 0o755
 """Before the umask: the folder that a checkpoint is in decides who may read it. Nobody else may
 write one, even if the umask would let the group: it could not be trusted any more."""
-
-MOST_BUFFERS = 1024
-"""In one call of ``read``: Linux's IOV_MAX."""
 
 
 class Storage:
@@ -111,10 +108,9 @@ class Storage:
         """Hint that this will be read soon."""
         os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_WILLNEED)
 
-    def read(self, fd: int, into: Sequence[memoryview], *, offset: int) -> int:
-        """Read into one buffer after the other, up to all of them; 0 at the end of the file.
-        Thread-safe. At most MOST_BUFFERS of them."""
-        return os.preadv(fd, into, offset)
+    def read(self, fd: int, into: memoryview, *, offset: int) -> int:
+        """Fill a buffer, or a part of it; 0 at the end of the file. Thread-safe."""
+        return os.preadv(fd, [into], offset)
 
 
 class AnyonesStorage(Storage):

@@ -9,7 +9,6 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -300,7 +299,7 @@ def test_tensors_of_many_blocks(tmp_path: Path) -> None:
     class Counts(Storage):
         read_bytes = 0
 
-        def read(self, fd: int, into: Sequence[memoryview], *, offset: int) -> int:
+        def read(self, fd: int, into: memoryview, *, offset: int) -> int:
             got = super().read(fd, into, offset=offset)
             with lock:
                 self.read_bytes += got
