@@ -23,14 +23,12 @@ import os
 import re
 import secrets
 import time
-from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
 from hydroslurm.checkpoint.checksummed_file import write_whole
 from hydroslurm.checkpoint.storage import Storage
 from hydroslurm.core.registry import place
-from hydroslurm.core.threads import thread
 
 STALE_S = 3600.0
 """A save of another node is dead after so long without a write. A live one writes a chunk every few
@@ -42,10 +40,6 @@ to finish the commit from other machines, which takes a few calls and not minute
 
 DRAFT = ".tmp"
 """Ends the names of files that are not in their place yet."""
-
-FEW_FILES = 64
-UNLINKERS = 16
-"""Files of a removed folder for each additional thread, and the most such threads."""
 
 _NAME = r"step-[0-9]{9,18}(?:\.(?:[2-9]|[1-9][0-9]{1,8}))?"
 _STEP = re.compile(_NAME)
@@ -205,31 +199,10 @@ def remove_tree(path: Path, *, storage: Storage) -> None:
     Raises:
         OSError: a call failed, or there is a folder inside.
     """
-    names, failures = deque[str](), list[OSError]()
-
-    def unlink_rest() -> None:
-        try:
-            while names:
-                with contextlib.suppress(FileNotFoundError, IndexError):  # another was quicker
-                    storage.unlink(path / names.popleft())
-        except OSError as error:
-            failures.append(error)
-            names.clear()
-
     with contextlib.suppress(FileNotFoundError):
-        names.extend(storage.listdir(path))
-        # each waits for the file server, one after the other for minutes
-        helpers = [
-            thread(unlink_rest, name="hydroslurm-unlink")
-            for _ in range(min(UNLINKERS, len(names) // FEW_FILES))
-        ]
-        for one in helpers:
-            one.start()
-        unlink_rest()
-        for one in helpers:
-            one.join()
-        if failures:
-            raise failures[0]
+        for name in storage.listdir(path):
+            with contextlib.suppress(FileNotFoundError):  # another was quicker
+                storage.unlink(path / name)
         storage.rmdir(path)
 
 

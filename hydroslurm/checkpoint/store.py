@@ -282,7 +282,7 @@ class CheckpointStore:
             ) from error
 
     def prune(self, retention: Retention) -> tuple[Path, ...]:
-        """Remove older checkpoints and what killed saves left. Call it after a folders. The newest
+        """Remove older checkpoints and what killed saves left. Call it after a commit. The newest
         good one always stays. A failure is a RuntimeWarning.
 
         Returns:
@@ -293,14 +293,11 @@ class CheckpointStore:
         removed: list[Path] = []
         what = f"removing old checkpoints of {self.directory}"
         try:
-            found = self.committed()
-            rest = retention.beyond(found)
-            newest_good = next((one for one in reversed(found) if self.is_good(one)), None)
-            for one in () if newest_good is None else rest:
-                if one == newest_good:
-                    continue
+            there = self.committed()
+            newest_good = next((one for one in reversed(there) if self.is_good(one)), None)
+            for one in () if newest_good is None else retention.beyond(there):
                 self.check_fence(what)
-                if one.path.name not in _pinned(self.directory, storage=self.storage):
+                if one != newest_good and not self._is_pinned(one):
                     folders.remove(one.path, storage=self.storage)
                     removed.append(one.path)
             self.check_fence(what)
@@ -314,6 +311,16 @@ class CheckpointStore:
             )
         return tuple(removed)
 
+    def _is_pinned(self, checkpoint: Checkpoint) -> bool:
+        """Whether somebody is loading it. A pin of a dead process is a leftover."""
+        now_epoch_s = time.time()
+        for name in self.storage.listdir(self.directory):
+            if folders.pinned(name) == checkpoint.path.name:
+                with suppress(FileNotFoundError):  # loaded just now
+                    if not folders.is_leftover(self.directory / name, now_epoch_s=now_epoch_s):
+                        return True
+        return False
+
     def check_fence(self, what: str) -> None:
         """Raise StaleAttempt if a newer attempt owns the run: ``what`` must not be done."""
         if self._fence is not None:
@@ -322,17 +329,6 @@ class CheckpointStore:
 
 def _key(checkpoint: Checkpoint) -> tuple[Path, int]:
     return checkpoint.path, checkpoint.manifest.created_epoch_ns
-
-
-def _pinned(directory: Path, *, storage: Storage) -> set[str]:
-    """What somebody is loading. A pin is one more leftover when its process is gone."""
-    now_epoch_s, found = time.time(), set[str]()
-    for name in storage.listdir(directory):
-        pinned = folders.pinned(name)
-        with suppress(FileNotFoundError):  # loaded just now
-            if pinned and not folders.is_leftover(directory / name, now_epoch_s=now_epoch_s):
-                found.add(pinned)
-    return found
 
 
 @dataclass(frozen=True)
