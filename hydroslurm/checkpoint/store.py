@@ -29,7 +29,7 @@ from hydroslurm.core.fence import Fence
 from hydroslurm.core.garbage import without_gc
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError, SaveFailed, UsageError
 
-__all__ = ["Checkpoint", "CheckpointStore", "Found", "Retention", "State", "newest_good"]
+__all__ = ["Checkpoint", "CheckpointStore", "Retention", "State", "newest_good"]
 
 
 STOP = "stop"
@@ -331,15 +331,7 @@ def _key(checkpoint: Checkpoint) -> tuple[Path, int]:
     return checkpoint.path, checkpoint.manifest.created_epoch_ns
 
 
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint and the store that can load it."""
-
-    store: CheckpointStore
-    checkpoint: Checkpoint
-
-
-Load = Callable[[Found], object]
+Load = Callable[[Checkpoint], object]
 """Loads a candidate, which verifies what this rank needs of it. It raises CheckpointError or
 OSError for one that cannot be used."""
 
@@ -349,7 +341,7 @@ def newest_good(
     *,
     topic: str = "newest",
     load: Load | None = None,
-) -> Found | None:
+) -> Checkpoint | None:
     """The newest committed checkpoint that is good, the same on all ranks; None when there is none
     at all.
 
@@ -376,12 +368,12 @@ def newest_good(
         checkpoint = _proposed(store, f"{topic}/{turn}", rejected)
         if checkpoint is None:
             return None
-        found, complaint = Found(store, checkpoint), None
+        complaint = None
         try:
             if load is None:
                 store.verify(checkpoint)
             else:
-                load(found)
+                load(checkpoint)
         except (CheckpointError, OSError) as error:
             complaint = str(error)
         bad = complaint
@@ -399,7 +391,7 @@ def newest_good(
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return found
+        return checkpoint
     raise AssertionError("the candidates come to an end")
 
 

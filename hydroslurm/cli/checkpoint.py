@@ -105,8 +105,7 @@ def export(where: Where, out: Out, only: Only = None) -> None:
 
     store, names = _open(where)
     if names is None:
-        newest = newest_good(store)
-        chosen = None if newest is None else newest.checkpoint
+        chosen = newest_good(store)
     else:
         chosen = next((one for one in store.committed() if one.path.name in names), None)
     if chosen is None:

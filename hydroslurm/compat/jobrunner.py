@@ -19,7 +19,7 @@ from typing import Any
 
 from hydroslurm.checkpoint.manifest import EPOCH
 from hydroslurm.checkpoint.saver import Saved
-from hydroslurm.checkpoint.store import Checkpoint, Found
+from hydroslurm.checkpoint.store import Checkpoint
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.manager import PROGRESS, CheckpointManager, Progress
 from hydroslurm.compat.tasks import Client, LocalSession, TaskGroup
@@ -127,7 +127,7 @@ class JobRunner:
             _done[manager.directory] = self.job.signature()
         return run.epoch
 
-    def _branch(self) -> tuple[CheckpointManager | None, Found | None]:
+    def _branch(self) -> tuple[CheckpointManager | None, Checkpoint | None]:
         """The manager of this run, and what it starts from while it has no checkpoint."""
         manager, epoch = self.checkpoint_manager, self.resume_from_epoch
         if manager is None or epoch is None:
@@ -181,7 +181,7 @@ class JobRun:
         client: Client,
         *,
         directory: Path | None,
-        origin: Found | None,
+        origin: Checkpoint | None,
     ) -> None:
         """``origin``: what to start from while the run has no checkpoint of its own."""
         self._job, self._client, self._manager = runner.job, client, runner.checkpoint_manager

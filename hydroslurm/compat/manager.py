@@ -20,7 +20,7 @@ from typing import Any, Literal
 from hydroslurm.checkpoint.manifest import EPOCH
 from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
 from hydroslurm.checkpoint.storage import AnyonesStorage
-from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, Found, State
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.compat.job import Job
 from hydroslurm.compat.tasks import Task, TaskGroup, jobs
 from hydroslurm.coordination.world import World
@@ -146,7 +146,7 @@ class CheckpointManager:
             self._objects = {name: job[name] for name in names}
             if retrieve_from_epoch is not None:
                 found = self.find(epoch=retrieve_from_epoch)
-                names = tuple(found.store.files_of(found.checkpoint).shared().state)
+                names = tuple(self._store().files_of(found).shared().state)
             self._blobs = tuple(name for name in names if name != PROGRESS)
 
         return _group_of(settle, f"init({'' if nodes is None else ', '.join(nodes)})")
@@ -217,20 +217,19 @@ class CheckpointManager:
             CheckpointMissing: ``user_epoch`` has none; says which have.
         """
         if user_epoch is not None:
-            return self.find(epoch=user_epoch).checkpoint.epoch
+            return self.find(epoch=user_epoch).epoch
         return max(self.epochs(), default=None)
 
     def cp_accessible(self, epoch: int) -> bool:
         """Whether there is a checkpoint of this epoch that can be loaded. Reads all of it."""
         try:
-            found = self.find(epoch=epoch)
-            found.store.verify(found.checkpoint)
+            self._store().verify(self.find(epoch=epoch))
         except CheckpointError:
             return False
         return True
 
-    def find(self, *, epoch: int | None = None, step: int | None = None) -> Found:
-        """A checkpoint, and the store that loads it.
+    def find(self, *, epoch: int | None = None, step: int | None = None) -> Checkpoint:
+        """A checkpoint, by epoch or by step; else the newest.
 
         Raises:
             CheckpointMissing: there is none; says which there are.
@@ -240,16 +239,15 @@ class CheckpointManager:
             raise UsageError(
                 f"epoch={epoch} and step={step}: a checkpoint is chosen by one of them"
             )
-        store = self._store()
         found = [
             one
-            for one in store.committed()
+            for one in self.committed()
             if (epoch is None or (one.kind, one.epoch) == (EPOCH, epoch))
             and (step is None or one.step == step)
         ]
         if not found:
             raise CheckpointMissing(self._missing(epoch, step))
-        return Found(store, found[-1])
+        return found[-1]
 
     def load(self, epoch: int | None = None, *, step: int | None = None) -> LoadedState:
         """A whole state, verified, on the CPU. A client that runs it gives the objects of the job
@@ -260,8 +258,8 @@ class CheckpointManager:
             CheckpointCorrupt: a file of it is not what was written.
         """
         found = self.find(epoch=epoch, step=step)
-        state = found.store.load(found.checkpoint)
-        return LoadedState(state.shared, state.own, str(found.checkpoint.path), self.objects)
+        state = self._store().load(found)
+        return LoadedState(state.shared, state.own, str(found.path), self.objects)
 
     def _store(self) -> CheckpointStore:
         """To read from: whoever asks for a checkpoint means it, also when it is a colleague's. A

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.rng import for_new_rank
-from hydroslurm.checkpoint.store import CheckpointStore, Found, State
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.core.fence import Fence
 from hydroslurm.core.files import clean
 from hydroslurm.core.rundir import RUN_DIR_ENV, RunDir
@@ -163,7 +164,9 @@ def set_aside(checkpoints: Path) -> Path | None:
 _OF_A_RANK = ("rng", "registered", "new_rank", "script")
 
 
-def load_for(rank_group: RankGroup, found: Found, *, like: Any) -> State:
+def load_for(
+    rank_group: RankGroup, store: CheckpointStore, checkpoint: Checkpoint, *, like: Any
+) -> State:
     """The state of a checkpoint, as this rank resumes from it.
 
     With another world size than at the save, no rank can take over a saved rank's own state as it
@@ -175,10 +178,10 @@ def load_for(rank_group: RankGroup, found: Found, *, like: Any) -> State:
     Args:
         like: the templates of sharded tensors (:meth:`CheckpointStore.load`).
     """
-    state = found.store.load(found.checkpoint, like=like)
-    if found.checkpoint.manifest.world_size == rank_group.world_size:
+    state = store.load(checkpoint, like=like)
+    if checkpoint.manifest.world_size == rank_group.world_size:
         return state
-    first: Mapping[str, Any] = found.store.load_own(found.checkpoint, 0)
+    first: Mapping[str, Any] = store.load_own(checkpoint, 0)
     if "rng" in state.own:
         kept = {key: state.own[key] for key in _OF_A_RANK if key in state.own}
     else:
@@ -188,7 +191,7 @@ def load_for(rank_group: RankGroup, found: Found, *, like: Any) -> State:
 
 
 def differences(
-    rank_group: RankGroup, found: Found, state: State, *, objects: Objects, loading: Loading
+    rank_group: RankGroup, manifest: Manifest, state: State, *, objects: Objects, loading: Loading
 ) -> Iterator[str]:
     """Report what has changed since the checkpoint was saved. Of the loaders, which may differ per
     rank, only rank 0 reports.
@@ -196,7 +199,6 @@ def differences(
     Raises:
         StateMismatch: the run cannot resume from it.
     """
-    manifest = found.checkpoint.manifest
     yield from objects.changes(state.shared, classes=Composition.of(manifest).classes)
     if rank_group.rank == 0:
         data, world_size = state.own.get("data"), rank_group.world_size

@@ -28,7 +28,15 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, final
 from hydroslurm.checkpoint import rng
 from hydroslurm.checkpoint.census import MOVED, Unkept
 from hydroslurm.checkpoint.saver import Saved, Saver
-from hydroslurm.checkpoint.store import CheckpointStore, Found, Load, Retention, State, newest_good
+from hydroslurm.checkpoint.storage import AnyonesStorage
+from hydroslurm.checkpoint.store import (
+    Checkpoint,
+    CheckpointStore,
+    Load,
+    Retention,
+    State,
+    newest_good,
+)
 from hydroslurm.coordination.world import World
 from hydroslurm.core import memory, rundir
 from hydroslurm.core.events import EventKind
@@ -188,7 +196,7 @@ class Session:
         on_save_error: Literal["warn", "fail"] = "warn",
         limits: Limits | None = None,
         resume: bool = True,
-        origin: Found | None = None,
+        origin: Checkpoint | None = None,
         adapter: Adapter | None = None,
         elastic: ElasticRank | None = None,
         environ: Mapping[str, str] | None = None,
@@ -415,12 +423,12 @@ class Session:
         newest = self._load_newest() if may_load else None
         if not may_load and (found := self._newest(None)) is not None:
             raise UsageError(
-                f"{seen} and the run was not resumed, but step {found.checkpoint.step} is "
-                f"committed ({found.checkpoint.path}): the loop would train from 0 again. Call "
+                f"{seen} and the run was not resumed, but step {found.step} is "
+                f"committed ({found.path}): the loop would train from 0 again. Call "
                 "run.resume() before the loop, and begin that at run.step; to begin anew, give "
                 "another directory= or Run(resume=False)"
             )
-        begins_at = newest[0].checkpoint.step if newest else 0
+        begins_at = newest[0].step if newest else 0
         try:
             number = rank_group.decide("attempt", lambda: self.attempt.enter(begins_at))
         except RunEnded as error:
@@ -433,7 +441,7 @@ class Session:
             self.log_once(f"a new run, step 0 ({self.dir.root})", notice)
             return False
         self._take_over(*newest)
-        where = newest[0].checkpoint.path
+        where = newest[0].path
         self.log_once(f"attempt {number} resumes from step {self.step} ({where})", notice)
         return True
 
@@ -460,18 +468,23 @@ class Session:
             self._take_over(*newest)
         return newest is not None
 
-    def _load_newest(self) -> tuple[Found, State] | None:
+    def _load_newest(self) -> tuple[Checkpoint, State] | None:
         """Load the checkpoint that all ranks resume from."""
         loaded: list[State] = []
 
-        def load(candidate: Found) -> None:
+        def load(candidate: Checkpoint) -> None:
             loaded.clear()  # of one that another rank has rejected
-            loaded.append(load_for(self.rank_group, candidate, like=self.objects.templates()))
+            store = self.store
+            if candidate is self._origin:  # of another run, which somebody has named
+                other = candidate.path.parent
+                store = CheckpointStore(other, storage=AnyonesStorage(), peers=store.peers)
+            templates = self.objects.templates()
+            loaded.append(load_for(self.rank_group, store, candidate, like=templates))
 
         found = self._newest(load)
         return None if found is None else (found, loaded[0])
 
-    def _newest(self, load: Load | None) -> Found | None:
+    def _newest(self, load: Load | None) -> Checkpoint | None:
         """What the run resumes from; loads it."""
         try:
             found = newest_good(self.store, topic="resume", load=load)
@@ -484,16 +497,17 @@ class Session:
             return self._origin
         return found
 
-    def _take_over(self, found: Found, state: State) -> None:
+    def _take_over(self, found: Checkpoint, state: State) -> None:
         """Put a loaded state into the objects."""
+        objects, loading = self.objects, self.cursor.loading
         for message in differences(
-            self.rank_group, found, state, objects=self.objects, loading=self.cursor.loading
+            self.rank_group, found.manifest, state, objects=objects, loading=loading
         ):
             self.log_once(message)
-        self.saves.periodic_step = found.checkpoint.step
-        self.saver.continues_from(found.checkpoint)
-        self._space_saves(stall_s=Cadence.of(found.checkpoint.manifest.meta).stall_s)
-        self.apply(state, source=str(found.checkpoint.path))
+        self.saves.periodic_step = found.step
+        self.saver.continues_from(found)
+        self._space_saves(stall_s=Cadence.of(found.manifest.meta).stall_s)
+        self.apply(state, source=str(found.path))
 
     def apply(self, state: State, *, source: str) -> None:
         """Give the objects their states, and put the run where it was."""

@@ -24,7 +24,7 @@ import torch
 from checkpoint.disks import HeldDisk, Saving
 from checkpoint.faulty import CountingStorage, failing, killing
 from checkpoint.pipepeers import PipePeers, together
-from checkpoint.states import newest_in, revoked_from_anybody, same, state_of, write
+from checkpoint.states import revoked_from_anybody, same, state_of, write
 
 from hydroslurm.checkpoint import checksummed_file, folders
 from hydroslurm.checkpoint import save as save_module
@@ -126,7 +126,7 @@ def look(folder: Path, *steps: int) -> int:
     store = CheckpointStore(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = newest_in(store)
+        found = newest_good(store)
     assert found is not None
     assert found.step in steps, f"{found.step} instead of one of {steps}"
     assert holds(store, found, found.step), f"step {found.step} came back changed"
@@ -404,9 +404,9 @@ def _chosen(where: Path) -> tuple[list[int], int]:
             warnings.simplefilter("always")
             try:
                 found = newest_good(store, topic="resume")
-                step = 0 if found is None else found.checkpoint.step
+                step = 0 if found is None else found.step
                 if found is not None:
-                    store.load(found.checkpoint)
+                    store.load(found)
             except CheckpointCorrupt:
                 step = 9
         return step + 10 * len([one for one in caught if one.category is RuntimeWarning])
@@ -462,7 +462,7 @@ def savers(folder: Path) -> int:
         assert changed.path.name == "step-000000008.2"
         newest = newest_good(on.store)
         assert newest is not None
-        assert newest.checkpoint.path == changed.path
+        assert newest.path == changed.path
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             on.saver.close()

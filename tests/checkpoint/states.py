@@ -17,7 +17,7 @@ from hydroslurm.checkpoint import folders, manifest
 from hydroslurm.checkpoint.checksummed_file import BlockSums
 from hydroslurm.checkpoint.save import SaveRequest, write_checkpoint
 from hydroslurm.checkpoint.staging import Staging
-from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State, newest_good
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, State
 from hydroslurm.checkpoint.tree import decode
 from hydroslurm.checkpoint.write_plan import WritePlan, divide
 
@@ -79,12 +79,6 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
-
-
-def newest_in(store: CheckpointStore) -> Checkpoint | None:
-    """What a run would continue from."""
-    found = newest_good(store)
-    return None if found is None else found.checkpoint
 
 
 def seal(folder: Path, change: Callable[[dict[str, Any]], object] = dict.items) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint.states import newest_in, same, state_of, write
+from checkpoint.states import same, state_of, write
 from typer.testing import CliRunner
 
 from hydroslurm.checkpoint.export import export
-from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
+from hydroslurm.checkpoint.store import CheckpointStore, Retention, State, newest_good
 from hydroslurm.cli.checkpoint import checkpoint_app
 from hydroslurm.core.rundir import RunDir
 from hydroslurm.errors import CheckpointMissing, SaveFailed, UsageError
@@ -167,7 +167,7 @@ def test_a_step_that_was_saved_twice(tmp_path: Path) -> None:
         first = write(store, state_of(1), step=7, kind="manual")
     last = write(store, state_of(3), step=7, kind="manual")
     assert last.path.name == "step-000000007.12"
-    assert newest_in(store) == last
+    assert newest_good(store) == last
     rows = json.loads(call("verify", tmp_path, "--json"))
     assert [row["step"] for row in rows] == [7] * 12
     assert rows[-1]["path"] == str(last.path)
@@ -178,5 +178,5 @@ def test_a_step_that_was_saved_twice(tmp_path: Path) -> None:
     assert [one.key for one in store.committed()] == [(7, 11), (7, 12)]
     (first.path / "shared.json").write_text("{}")
     again = write(CheckpointStore(store.directory), state_of(5), step=7, kind="stop")
-    assert newest_in(store) == again
+    assert newest_good(store) == again
     assert [one.key for one in store.committed()] == [(7, 11), (7, 12), (7, 13)]

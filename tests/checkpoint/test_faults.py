@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.faulty import CountingStorage, PowerCut, PowerCutStorage, failing
-from checkpoint.states import holds, newest_in, state_of, write
+from checkpoint.states import holds, state_of, write
 
 from hydroslurm.checkpoint import checksummed_file, folders
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
+from hydroslurm.checkpoint.store import CheckpointStore, Retention, State, newest_good
 from hydroslurm.errors import CheckpointCorrupt, SaveFailed
 
 LIMIT = 500
@@ -56,7 +56,7 @@ def test_failure_at_every_call(
         except SaveFailed as error:
             said = str(error)
         assert said is None or f"step {at} could not be saved" in said
-        found = newest_in(CheckpointStore(folder))
+        found = newest_good(CheckpointStore(folder))
         assert found is not None
         assert found.step == at or (said and found.step == at - 1)
         assert holds(good, found, found.step)
@@ -145,7 +145,7 @@ def test_power_cut_at_every_call(quick_folder: Path, names: bool, base: bool) ->
         assert ("link" in storage.calls) == base or not survived
         storage.lose(folder, names=names)
         store = CheckpointStore(folder)
-        found = newest_in(store)
+        found = newest_good(store)
         assert found is not None, f"nothing loads after call {cut}"
         assert found.step == 2 or (found.step == 1 and not survived)
         assert holds(store, found, found.step)
@@ -163,7 +163,7 @@ def test_first_save_survives_a_power_cut_in_new_folders(tmp_path: Path) -> None:
     write(CheckpointStore(deep, storage=storage), state_of(2), step=2, kind="periodic")
     storage.lose(tmp_path, names=True)
     store = CheckpointStore(deep)
-    found = newest_in(store)
+    found = newest_good(store)
     assert found is not None
     assert holds(store, found, 2)
 
@@ -177,7 +177,7 @@ def test_power_cut_finds_a_missing_fsync(tmp_path: Path, deaf: str) -> None:
     storage.lose(tmp_path, names=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = newest_in(CheckpointStore(tmp_path))
+        found = newest_good(CheckpointStore(tmp_path))
     assert found is not None
     assert found.step == 1
     assert ["step-000000002" in str(one.message) for one in caught] == [True] * (deaf == "fsync")

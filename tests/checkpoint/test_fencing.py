@@ -74,7 +74,7 @@ def test_what_is_being_loaded_stays(tmp_path: Path) -> None:
             write(writer, state_of(step), step=step, kind="periodic")
             CheckpointStore(tmp_path).prune(LEAST)
         assert steps(writer) == [1, 3, 4]
-        assert holds(writer, found.checkpoint, 1)
+        assert holds(writer, found, 1)
 
     def prune(n: int, _: str) -> None:
         if n > 1:  # the first one makes the pin
@@ -147,7 +147,7 @@ def test_what_vanishes_while_it_is_looked_for_is_looked_for_again(
         disk = CountingStorage(go_on)
         found = newest_good(CheckpointStore(tmp_path, storage=disk, peers=peers))
         assert found is not None
-        assert found.checkpoint.step >= last, f"at call {at}"
+        assert found.step >= last, f"at call {at}"
         return len(disk.calls)
 
     at_each_call(scene, least=5)
@@ -171,8 +171,8 @@ def test_a_claim_at_any_call_of_retention_leaves_what_the_newer_one_chooses(tmp_
                 new_fence.claim()
                 found = newest_good(new)
                 assert found is not None
-                new.pin(found.checkpoint.path)
-                chosen.append(found.checkpoint.step)
+                new.pin(found.path)
+                chosen.append(found.step)
 
         disk = CountingStorage(take_over)
         old, old_fence = fenced(folder, disk)

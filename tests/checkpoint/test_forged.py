@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.states import holds, newest_in, seal, state_of, write
+from checkpoint.states import holds, seal, state_of, write
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -20,7 +20,7 @@ from hydroslurm.checkpoint import manifest
 from hydroslurm.checkpoint.checksummed_file import FileEntry
 from hydroslurm.checkpoint.manifest import Manifest
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, newest_good
 from hydroslurm.checkpoint.tensor_file import SHARED_JSON, PartIndex
 from hydroslurm.cli.checkpoint import checkpoint_app
 from hydroslurm.errors import CheckpointCorrupt, CheckpointError
@@ -135,7 +135,7 @@ def test_forged(how: str, store: CheckpointStore, tmp_path: Path) -> None:
     assert len(_call("ls", store.directory).splitlines()) == 4
     assert "3 checkpoints, 1 of them cannot be loaded" in _call("verify", store.directory)
     with pytest.warns(RuntimeWarning, match="continues from .*step-000000002"):
-        found = newest_in(CheckpointStore(store.directory))
+        found = newest_good(CheckpointStore(store.directory))
     assert found is not None
     assert holds(store, found, 2)
     with pytest.warns(RuntimeWarning, match="continues from"):

@@ -12,11 +12,11 @@ import pytest
 import torch
 from checkpoint import states
 from checkpoint.faulty import CountingStorage
-from checkpoint.states import newest_in, same
+from checkpoint.states import same
 
 from hydroslurm.checkpoint.frozen import fingerprint, mixed
 from hydroslurm.checkpoint.saver import SaveEvent, Saver
-from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, Retention, State
+from hydroslurm.checkpoint.store import Checkpoint, CheckpointStore, Retention, State, newest_good
 from hydroslurm.checkpoint.write_plan import divide
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.memory import Room
@@ -118,7 +118,7 @@ def test_nothing_is_taken_from_beside_a_damaged_one(tmp_path: Path) -> None:
         file.write(b"\xff" * 1000)
     again = CheckpointStore(tmp_path)
     with pytest.warns(RuntimeWarning, match="step-000000004.*continues from .*step-000000003"):
-        newest = newest_in(again)
+        newest = newest_good(again)
     assert newest is not None
     saver = Saver(again, retention=Retention(keep=9))
     saver.continues_from(newest)

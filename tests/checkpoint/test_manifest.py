@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoint.states import newest_in, write
+from checkpoint.states import write
 
 import hydroslurm
 from hydroslurm.checkpoint import manifest
 from hydroslurm.checkpoint.checksummed_file import FileEntry
 from hydroslurm.checkpoint.manifest import Checkpoint, Manifest, WrittenBy, as_told, read_again
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
+from hydroslurm.checkpoint.store import CheckpointStore, Retention, State, newest_good
 from hydroslurm.errors import CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld, UsageError
 
 ONE = Manifest(
@@ -86,7 +86,7 @@ def test_a_checkpoint_from_the_future_is_passed_over(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace(f'"schema": {manifest.SCHEMA}', '"schema": 7'))
     assert isinstance(store.problems()[done.path], CheckpointTooNew)
     with pytest.warns(RuntimeWarning, match="of schema 7.*continues from .*step-000000002"):
-        found = newest_in(store)
+        found = newest_good(store)
     assert found is not None
     assert found.step == 2
     store.prune(Retention(keep=1))

@@ -419,11 +419,11 @@ def test_a_state_that_may_have_changed_is_saved_again_at_its_step(tmp_path: Path
     assert found is not None
     assert on.values == {5: (6.0, 6.0)}
     alone = Saving(tmp_path, on.disk)
-    alone.saver.continues_from(found.checkpoint)
+    alone.saver.continues_from(found)
     on.disk.let_go.clear()
     saved = alone.stop(5, -1, state_of(8.0))
     assert not saved.is_committed
-    assert f"what is kept is an earlier save of this step ({found.checkpoint.path})" in saved.reason
+    assert f"what is kept is an earlier save of this step ({found.path})" in saved.reason
     alone.end()
 
 

@@ -17,13 +17,13 @@ import pytest
 import torch
 from checkpoint.faulty import CountingStorage
 from checkpoint.pipepeers import PipePeers, together
-from checkpoint.states import copy_of, holds, newest_in, same, state_of, write
+from checkpoint.states import copy_of, holds, same, state_of, write
 
 from hydroslurm.checkpoint import folders
 from hydroslurm.checkpoint.checksummed_file import BLOCK_BYTES
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.checkpoint.storage import Storage
-from hydroslurm.checkpoint.store import CheckpointStore, Retention, State
+from hydroslurm.checkpoint.store import CheckpointStore, Retention, State, newest_good
 from hydroslurm.errors import (
     CheckpointCorrupt,
     CheckpointMissing,
@@ -175,7 +175,7 @@ def test_damage_is_found_and_passed_over(tmp_path: Path, name: str, damage: str)
     with pytest.raises(CheckpointCorrupt):
         store.load(newest)
     with pytest.warns(RuntimeWarning, match="continues from") as caught:
-        found = newest_in(CheckpointStore(tmp_path))
+        found = newest_good(CheckpointStore(tmp_path))
     assert found is not None
     assert found.step == 1
     assert len(caught) == 1
@@ -187,19 +187,19 @@ def test_damage_is_found_and_passed_over(tmp_path: Path, name: str, damage: str)
 def test_nothing_good_is_an_error_and_nothing_at_all_is_none(tmp_path: Path) -> None:
     """A run starts over only where there never was a checkpoint. When all newer ones are damaged,
     or have another step's name, retention keeps the old good one whatever the numbers say."""
-    assert newest_in(CheckpointStore(tmp_path / "none")) is None
+    assert newest_good(CheckpointStore(tmp_path / "none")) is None
     store = saved(tmp_path, 1, 2, 3)
     (tmp_path / "step-000000002" / "shared.json").write_text("{}")
     (tmp_path / "step-000000003").rename(tmp_path / "step-000000009")
     assert "holds step 3" in str(store.problems()[tmp_path / "step-000000009"])
     store.prune(Retention(keep=1))
     with pytest.warns(RuntimeWarning, match="step-000000002"):
-        found = newest_in(store)
+        found = newest_good(store)
     assert found is not None
     assert found.step == 1
     (tmp_path / "step-000000001" / "manifest.json").unlink()
     with pytest.raises(CheckpointCorrupt, match=r"step-000000002.*shared\.json.*step-000000001"):
-        newest_in(store)
+        newest_good(store)
 
 
 def test_only_dead_leftovers_are_removed(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from coordination.attempts import Story
 from processes import Child, wait_until
 
 import hydroslurm
+from hydroslurm.checkpoint.store import CheckpointStore
 from hydroslurm.core.events import EventKind
 from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN
 from hydroslurm.core.fence import Fence
@@ -128,8 +129,9 @@ def test_a_job_ends_where_its_first_rank_says(story: Story) -> None:
     manager = hydroslurm.MultiNodeCheckpointManager(story.run.root)
     assert manager.epochs() == (0, 1, 2)
     found = manager.find(epoch=1)
-    assert found.checkpoint.manifest.world_size == 2
-    assert found.store.load_own(found.checkpoint, 1)["counters"] == {"step": 4, "epoch": 1}
+    assert found.manifest.world_size == 2
+    own = CheckpointStore(found.path.parent).load_own(found, 1)
+    assert own["counters"] == {"step": 4, "epoch": 1}
     again = story.live(2, kind="job", epochs=2)
     assert set(again.codes.values()) == {0}, again.said
     assert "it is loaded" in again.said

@@ -248,7 +248,7 @@ def test_a_forged_checkpoint_of_a_run_counts_for_nothing(
     with pytest.warns(RuntimeWarning, match="belongs to uid"):
         found = newest_good(store)
     assert found is not None
-    assert float(store.load(found.checkpoint).shared["model"]["weight"][0]) == 5.0
+    assert float(store.load(found).shared["model"]["weight"][0]) == 5.0
 
 
 def test_forged_checkpoints_alone_are_an_error(lab: Path, forged: Path, stranger: Stranger) -> None:
@@ -272,7 +272,7 @@ def test_one_forged_file_is_enough(lab: Path) -> None:
     with pytest.warns(RuntimeWarning, match=f"others can write {part}"):
         found = newest_good(store)
     assert found is not None
-    assert found.checkpoint.step == 3
+    assert found.step == 3
 
 
 def test_what_a_person_names_is_loaded(
@@ -295,4 +295,4 @@ def test_what_a_person_names_is_loaded(
     monkeypatch.setenv("HYDROSLURM_SAFE_DIRECTORY", str(stranger.home))
     found = newest_good(CheckpointStore(theirs))
     assert found is not None
-    assert found.checkpoint.step == 900
+    assert found.step == 900

@@ -379,7 +379,7 @@ def test_epochs_without_steps_and_a_damaged_one(tmp_path: Path) -> None:
     job.add_stop_signal(epoch_limiter(2))
     manager = CheckpointManager(tmp_path)
     JobRunner(job, manager).run()
-    found = manager.find(epoch=2).checkpoint
+    found = manager.find(epoch=2)
     assert (manager.epochs(), found.step) == ((0, 1, 2), 2)
     (found.path / "part-00000.json").write_text("{}")
     assert [manager.cp_accessible(epoch) for epoch in range(4)] == [True, True, False, False]

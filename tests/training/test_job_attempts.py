@@ -192,8 +192,8 @@ def test_periodic_saves_and_those_of_epochs(story: Story) -> None:
     assert story.live(every_steps=1, hold="train 1.0").code == STOP
     manager = CheckpointManager(story.directory)
     assert manager.epochs() == (0, 1)
-    assert manager.find(step=4).checkpoint.kind == "epoch"
-    assert manager.find(epoch=1).checkpoint.step == 4
+    assert manager.find(step=4).kind == "epoch"
+    assert manager.find(epoch=1).step == 4
     story.live(keep=2, every_steps=1)
     assert manager.epochs() == (2, 3)
 
