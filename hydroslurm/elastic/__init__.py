@@ -1,7 +1,7 @@
 """Elastic runs: nodes come and go while the training goes on in the same processes.
 
-A run's members are single nodes, each with its ranks. A coordinator that belongs to no member says
-who trains together: one *generation* after the other. See docs/elastic.md.
+A run's members are single nodes, each with its ranks. The coordinator, which is not a member,
+decides who trains together; each such group is a *generation*. See docs/elastic.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["State", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first used: the coordinator needs no torch."""
+    """Import on first use: the coordinator needs no torch."""
     if name not in __all__:
         raise AttributeError(f"module 'hydroslurm.elastic' has no attribute {name!r}")
     from hydroslurm.elastic import state

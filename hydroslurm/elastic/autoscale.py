@@ -1,9 +1,9 @@
-"""How many members an elastic run should want: rules and observations in, a decision out. Pure.
+"""Autoscaling decisions for elastic runs: rules and observations in, a decision out. Pure.
 
-The terms are those of Kubernetes' HorizontalPodAutoscaler and of KEDA. A *metric* with a target
-asks for a size (target tracking: size times value over target; the largest request wins), which the
-queue may lower. *Stabilization windows* take the most cautious recommendation of a while, and
-*cooldowns* and steps bound how often and how far the size moves. ``min`` and ``max`` always hold.
+The terms come from Kubernetes' HorizontalPodAutoscaler and KEDA. A *metric* with a target
+requests a size (size times value over target; the largest request wins), which the queue may lower.
+A *stabilization window* takes its most cautious recommendation. *Cooldowns* and steps bound how
+often and how far the size moves. ``min`` and ``max`` always hold.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Behavior:
     """How far and how often the size moves in one direction.
 
     Attributes:
-        stabilization_window_s: the most cautious recommendation of so long counts.
-        cooldown_s: so long after a change of the size nothing moves.
-        step: at most so many members at once.
+        stabilization_window_s: the most cautious recommendation of this window counts.
+        cooldown_s: after a change of size, keep it this long.
+        step: most members added or removed at once.
     """
 
     stabilization_window_s: int
@@ -38,16 +38,16 @@ SCALE_DOWN = Behavior(stabilization_window_s=300)
 
 @dataclass(frozen=True, kw_only=True)
 class AutoscalePolicy:
-    """The rules of a job spec, which has checked them; what is None does not count.
+    """The validated rules of a job spec; a rule that is None is off.
 
     Attributes:
-        dry_run: decide, and record what would have been done; the size stays.
+        dry_run: record decisions, but keep the size.
         partition: whose queue counts; "": that of the coordinator's job.
-        step_time_s: the target of a step's time.
-        cpu, memory, gpu: targets of use, 0 to 1.
-        queue_length: more jobs of others waiting in the partition than this, and the run gives
+        step_time_s: target time of a step.
+        cpu, memory, gpu: target utilizations, 0 to 1.
+        queue_length: with more of other users' jobs waiting in the partition, the run gives
             nodes back.
-        tolerance: a target missed by less than this part of it is met.
+        tolerance: relative deviation from a target that counts as met.
     """
 
     dry_run: bool = False
@@ -63,21 +63,21 @@ class AutoscalePolicy:
 
     @property
     def history_s(self) -> float:
-        """How long an observation counts."""
-        both = (self.scale_up, self.scale_down)
-        return max(max(one.stabilization_window_s, one.cooldown_s) for one in both)
+        """How long observations are kept."""
+        directions = (self.scale_up, self.scale_down)
+        return max(max(way.stabilization_window_s, way.cooldown_s) for way in directions)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """How the run and its partition stood at one moment; None: not known.
+    """State of the run and its partition at one moment; None: unknown.
 
     Attributes:
-        size: members that trained.
-        wanted: members that were wanted.
+        size: members training.
+        wanted: members wanted.
         step_s: of the whole run.
-        cpu, memory, gpu: use of the members' nodes, the mean of them, 0 to 1.
-        pending_jobs: of others, in the partition.
+        cpu, memory, gpu: mean utilization of the members' nodes, 0 to 1.
+        pending_jobs: other users' jobs in the partition.
     """
 
     moment_s: float
@@ -92,15 +92,15 @@ class Observation:
 
 @dataclass(frozen=True)
 class Decision:
-    """What should be wanted now, and why: for ``describe`` and the ledger."""
+    """The size to want now, and why: for ``describe`` and the ledger."""
 
     size: int
     reason: str
 
 
 def decide(policy: AutoscalePolicy, size: Size, history: Sequence[Observation]) -> Decision:
-    """The size that should be wanted at the newest observation, which is the last one; ``history``
-    begins with the coordinator or ``policy.history_s`` ago."""
+    """Decide the wanted size at the newest observation, the last one; ``history`` begins when the
+    coordinator did, or ``policy.history_s`` ago."""
     now_s, wanted = history[-1].moment_s, history[-1].wanted
     newest = _recommend(policy, size, history[-1])
     if newest.size == wanted:
@@ -112,8 +112,10 @@ def decide(policy: AutoscalePolicy, size: Size, history: Sequence[Observation]) 
         why = f"observed for less than {window_s:g} s before scaling {'up' if up else 'down'}"
         return Decision(wanted, f"{newest.reason}; {why}")
     cautious = min if up else max
-    within = [_recommend(policy, size, one) for one in history if one.moment_s >= now_s - window_s]
-    towards = cautious([newest, *within], key=lambda one: one.size)
+    within = [
+        _recommend(policy, size, seen) for seen in history if seen.moment_s >= now_s - window_s
+    ]
+    towards = cautious([newest, *within], key=lambda seen: seen.size)
     if (towards.size > wanted) != up or towards.size == wanted:
         why = f"stabilizing: {towards.size} was recommended within {window_s:g} s"
         return Decision(wanted, f"{newest.reason}; {why}")
@@ -126,7 +128,7 @@ def decide(policy: AutoscalePolicy, size: Size, history: Sequence[Observation]) 
 
 
 def _recommend(policy: AutoscalePolicy, bounds: Size, seen: Observation) -> Decision:
-    """What one observation asks for: the largest request of the metrics, lowered by the queue."""
+    """Recommend a size for one observation: the metrics' largest request, lowered by the queue."""
     size, reason = _requested(policy, bounds.max, seen)
     if policy.queue_length is not None and (seen.pending_jobs or 0) > policy.queue_length:
         over = (seen.pending_jobs or 0) - policy.queue_length
@@ -140,8 +142,8 @@ def _recommend(policy: AutoscalePolicy, bounds: Size, seen: Observation) -> Deci
 
 
 def _requested(policy: AutoscalePolicy, most: int, seen: Observation) -> tuple[int, str]:
-    """What the metrics ask for. One that is not known holds the size against going down, as the
-    HorizontalPodAutoscaler does."""
+    """Return the largest request of the metrics. An unknown metric keeps the size from going
+    down, as in the HorizontalPodAutoscaler."""
     requests: list[tuple[int, str]] = []
     targets = {"step_s": policy.step_time_s}
     targets.update({name: getattr(policy, name) for name in UTILIZATIONS})

@@ -1,4 +1,4 @@
-"""The autoscaler of a running elastic run: observes, and carries out what is decided."""
+"""The autoscaler of a running elastic run: observes it and carries out the decisions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Autoscaler:
-    """Looks at the run every ``observe_s`` of its timing, from the coordinator's thread.
+    """Observes the run every ``observe_s`` of its timing, from the coordinator's thread.
 
-    Slurm is asked in a thread of its own: a slurmctld that hangs must not hold the coordinator up.
-    Its answer counts in the observation after the question.
+    A separate thread asks Slurm, since a slurmctld that hangs must not block the coordinator.
+    The answer counts in the next observation.
     """
 
     def __init__(
@@ -36,34 +36,34 @@ class Autoscaler:
         self._due_s = 0.0
         self._pending_jobs: int | None = None
         self._asking: threading.Thread | None = None
-        self._said = ""
+        self._recorded = ""
 
     def tick(self, now_s: float) -> None:
-        """``now_s``: monotonic."""
+        """Observe and decide if it is time; ``now_s``: monotonic."""
         if now_s < self._due_s:
             return
         if self._absences != self._coordinator.clock.absences:
             self._absences = self._coordinator.clock.absences
-            self._history.clear()  # whatever was observed may be hours old
+            self._history.clear()  # the observations may be hours old
         self._due_s = now_s + self._coordinator.membership.timing.observe_s
         self._history.append(self.observe(now_s))
         self._ask_slurm()
         begin_s = now_s - self._policy.history_s
-        # keep one from before: it shows that the whole of the longest window was observed
+        # keep an older one: it shows that the longest window was observed in full
         while len(self._history) > 1 and self._history[1].moment_s <= begin_s:
             del self._history[0]
         if self._coordinator.membership.state == "Running":
             self._decide(now_s)
 
     def observe(self, now_s: float) -> Observation:
-        """How the run and its partition stand. Paces count only while it trains."""
+        """Observe the run and its partition. Step times count only while it trains."""
         status, pending_jobs = self._coordinator.status(), self._pending_jobs
-        self._pending_jobs = None  # an answer is used once: one that is old misleads
-        uses = [one["use"] for one in self._coordinator.beats.values()]
+        self._pending_jobs = None  # use an answer once: an old one misleads
+        samples = [beat["use"] for beat in self._coordinator.beats.values()]
         use = {
-            name: statistics.fmean(one[name] for one in uses if name in one)
+            name: statistics.fmean(sample[name] for sample in samples if name in sample)
             for name in UTILIZATIONS
-            if any(name in one for one in uses)
+            if any(name in sample for sample in samples)
         }
         return Observation(
             moment_s=now_s,
@@ -82,10 +82,10 @@ class Autoscaler:
         if not self._policy.dry_run:
             by = f"autoscaler: {decision.reason}"
             self._coordinator.act(membership.scale(decision.size, (), now_s, by=by))
-        elif self._said != (said := f"{decision.size}: {decision.reason}"):
-            with contextlib.suppress(OSError):  # a full disk: it is said with the next observation
+        elif self._recorded != (decision_text := f"{decision.size}: {decision.reason}"):
+            with contextlib.suppress(OSError):  # disk full: the next observation records it
                 self._folder.record("dry_run", {"size": decision.size, "reason": decision.reason})
-                self._said = said  # once, not at every observation
+                self._recorded = decision_text  # once, not at every observation
 
     def _ask_slurm(self) -> None:
         partition = self._policy.partition or os.environ.get("SLURM_JOB_PARTITION", "")
@@ -98,6 +98,6 @@ class Autoscaler:
     def _ask(self, partition: str) -> None:
         from hydroslurm.slurm.client import open_client
 
-        with contextlib.suppress(HydroslurmError):  # not known: the queue then lowers nothing
+        with contextlib.suppress(HydroslurmError):  # unknown: the queue then lowers nothing
             client = open_client()
             self._pending_jobs = client.pending_jobs(partition, without_user=user_name())

@@ -1,4 +1,4 @@
-"""Tell the coordinator of an elastic run how many members are wanted."""
+"""Tell the coordinator of an elastic run how many members to use."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What the coordinator says: in words, and how the run stands (``status.json``)."""
+    """The coordinator's answer: in words, and the run's status (``status.json``)."""
 
     message: str
     status: dict[str, Any]
 
 
 def scale(folder: ElasticFolder, size: int, *, leave: Sequence[str] = ()) -> Answer:
-    """Have another number of members train.
+    """Change how many members train.
 
     Args:
-        leave: members that go first, by their names; then the newest.
+        leave: names of members that go first; then the newest go.
 
     Raises:
-        UsageError: the run may not have so many, or there is no such member.
-        CoordinatorLost: nobody answers.
-        RunFolderError: this is not the folder of an elastic run of this user.
+        UsageError: the run does not allow this size, or has no such member.
+        CoordinatorLost: the coordinator does not answer.
+        RunFolderError: not the folder of an elastic run of this user.
     """
     message = {"type": "scale", "size": size, "leave": list(leave), "by": user_name()}
     key = folder.key()
@@ -45,15 +45,17 @@ def scale(folder: ElasticFolder, size: int, *, leave: Sequence[str] = ()) -> Ans
             "yet. `hydroslurm describe` shows whether its job waits"
         )
     address = (str(place.get("host")), int(place.get("port", 0)))
-    found = connect([address], World(), Secret("file", key))
-    if isinstance(found, str):
+    connection = connect([address], World(), Secret("file", key))
+    if isinstance(connection, str):
         raise CoordinatorLost(
             f"the coordinator of this run does not answer at {address[0]}:{address[1]}, where it "
             f"was on {place.get('node')} (job {place.get('job_id')}). It starts anew by itself "
             "unless its job was cancelled; try again in a moment"
         )
-    answer, asked = ask_first(found, message, check=check_from_coordinator, timeout_s=ANSWER_S)
-    asked.socket.close()
+    answer, opened = ask_first(
+        connection, message, check=check_from_coordinator, timeout_s=ANSWER_S
+    )
+    opened.socket.close()
     if not answer["ok"]:
         raise UsageError(answer["message"])
     return Answer(answer["message"], answer["status"])

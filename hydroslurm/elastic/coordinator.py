@@ -1,9 +1,8 @@
-"""The coordinator of an elastic run: a process that belongs to no member.
+"""The coordinator of an elastic run: a process that is not a member.
 
-It needs one core, a few megabytes and nothing but the standard library. While it is gone the
-members train on; they wait for it only where a change is under way. All it knows is in the ledger:
-one that is killed, reaches its time limit or moves to another node is replaced by another that
-reads that, listens elsewhere, and hears from the members again.
+It needs one core, a few megabytes and no torch. While it is gone, members train on; they wait for
+it only during a change. The ledger holds its whole state: after a kill, a time limit or a move to
+another node, a new coordinator reads it, listens at a new address, and the members reconnect.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ from hydroslurm.elastic.roster import (
 )
 
 STATUS_S = 1.0
-"""Between two writings of the status while nothing changes."""
+"""Interval of status writes while nothing changes."""
 ALIVE_S = 5.0
-"""Between two words to each rank by which it knows that its coordinator is there."""
+"""Interval of the messages that show ranks their coordinator is alive."""
 MOST_RANKS = 16384
 CHANGES_PER_EPOCH = 1_000_000
-"""Changes are numbered from here on in each coordinator: none is ever taken for an earlier one."""
+"""Offset of each coordinator's change numbers, so that no number repeats."""
 FINISHED_LINGER_S = 10.0
-"""Ranks that have missed the word that the run has finished may still ask."""
+"""How long ranks that missed the end of the run may still ask."""
 
 EVENTS: Mapping[str, Callable[..., list[Action]]] = {
     "ready": Membership.ready,
@@ -62,9 +61,9 @@ EVENTS: Mapping[str, Callable[..., list[Action]]] = {
     "formed": Membership.formed,
     "leave": Membership.leave,
 }
-"""Messages of ranks that have joined, by their ``type``; their fields are the arguments."""
+"""Handlers of joined ranks' messages, by ``type``; the message fields are the arguments."""
 TOLD_BY_BEATS = ("step", "waits", "paused", "collectives", "meeting_s", "ended")
-"""Fields of a beat that concern the membership."""
+"""Beat fields for the membership."""
 Observer = Callable[[str, Message], None]
 
 
@@ -73,9 +72,9 @@ class Coordinator(Server):
 
     Attributes:
         membership: who trains together.
-        observers: called with the kind and the data of each line of the ledger, once it is there.
+        observers: called with the kind and data of each ledger line, once written.
         on_tick: called about once a second.
-        beats: what each rank last said of its pace, and of the use of its node and device.
+        beats: each rank's latest report of its pace, and its node's and device's utilization.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Coordinator(Server):
         self.beats: dict[Rank, Message] = {}
         self._store: dict[str, str] = {}
         self._waiting: list[tuple[PeerConnection, int, list[str]]] = []
-        self._said: set[str] = set()  # members that have said where they listen
+        self._said: set[str] = set()  # members that have published their addresses
         self._meet_until_s = 0.0
         self._heard_until_s = self.clock.now_s()
         self._absences = 0
@@ -118,11 +117,11 @@ class Coordinator(Server):
         while self._end_s is None or (self._peers and self.clock.now_s() < self._end_s):
             self.serve_once()
         self._write_status()
-        self._is_ending = True  # the members go on, and look for the next coordinator
+        self._is_ending = True  # the members live on, and look for the next coordinator
         self.close()
 
     def end_within(self, seconds: float) -> None:
-        """Serve no longer than that, and no longer than there are members."""
+        """Serve at most this much longer, and only while there are members."""
         self._end_s = self.clock.now_s() + seconds
 
     def timeout_s(self) -> float:
@@ -131,8 +130,8 @@ class Coordinator(Server):
         return max(0.0, min(super().timeout_s(), due_s - self._heard_until_s))
 
     def on_round(self) -> None:
-        # not the time of now: what has come since then lies in the sockets, should this process
-        # have been stopped behind its look at them
+        # not the current time: if this process was stopped after it polled the sockets, they
+        # hold what arrived since
         now_s = self._heard_until_s
         if self._absences != self.clock.absences:
             self._absences = self.clock.absences
@@ -152,10 +151,10 @@ class Coordinator(Server):
     # --- messages
 
     def on_fault(self, peer: PeerConnection) -> None:
-        """It is no failure of the rank's."""
+        """Report a fault of ours; the rank has not failed."""
         traceback.print_exc()
-        told = traceback.format_exception_only(*sys.exc_info()[:2])[-1].strip()
-        self._forget(peer, fault=f"a fault of the coordinator's own: {told}")
+        summary = traceback.format_exception_only(*sys.exc_info()[:2])[-1].strip()
+        self._forget(peer, fault=f"a fault of the coordinator's own: {summary}")
 
     def on_body(self, peer: PeerConnection, body: bytes) -> None:
         message = check_from_rank(unpack(body))
@@ -168,8 +167,8 @@ class Coordinator(Server):
             self._join(peer, message, now_s)
         elif kind == "beat":
             self.beats[rank] = message
-            told = {name: message[name] for name in TOLD_BY_BEATS}
-            self.act(self.membership.beat(rank, now_s=now_s, **told))
+            fields = {name: message[name] for name in TOLD_BY_BEATS}
+            self.act(self.membership.beat(rank, now_s=now_s, **fields))
         elif kind == "done":
             self.act(self.membership.done(rank, now_s))
             value = int(self.membership.finished)
@@ -177,10 +176,10 @@ class Coordinator(Server):
         elif kind in ("set", "get", "add"):
             self._serve_store(peer, message)
         elif kind in EVENTS:
-            told = {name: message[name] for name in message if name != "type"}
+            fields = {name: message[name] for name in message if name != "type"}
             if kind == "formed" and not message["ok"] and now_s >= self._meet_until_s:
-                told["missing"] = self._missing()
-            self.act(EVENTS[kind](self.membership, rank, now_s=now_s, **told))
+                fields["missing"] = self._missing()
+            self.act(EVENTS[kind](self.membership, rank, now_s=now_s, **fields))
         else:
             raise BadMessage(f"{kind} of a rank that has joined")
 
@@ -193,8 +192,9 @@ class Coordinator(Server):
         try:
             if len(self._peers) > MOST_RANKS:
                 raise Refused(f"{MOST_RANKS} ranks are the most")
-            told = {name: message[name] for name in ("local_size", "node", "generation", "holding")}
-            actions = self.membership.join(rank, now_s=now_s, **told)
+            names = ("local_size", "node", "generation", "holding")
+            fields = {name: message[name] for name in names}
+            actions = self.membership.join(rank, now_s=now_s, **fields)
         except Refused as refusal:
             if before is not None:
                 self._peers[rank] = before
@@ -222,7 +222,7 @@ class Coordinator(Server):
         self._forget(peer)
 
     def _forget(self, peer: PeerConnection, *, fault: str = "") -> None:
-        self._waiting = [one for one in self._waiting if one[0] is not peer]
+        self._waiting = [request for request in self._waiting if request[0] is not peer]
         rank = self._ranks.pop(peer, None)
         if rank is not None and self._peers.get(rank) is peer and not self._is_ending:
             del self._peers[rank]
@@ -249,7 +249,7 @@ class Coordinator(Server):
             self._answer_waiting()
 
     def _missing(self) -> list[str]:
-        """Members that the others wait for in vain; of agents the first speaks for all."""
+        """Members that never published their addresses; for agents only the first one has to."""
         members = self.membership.current[: 1 if self.membership.are_agents else None]
         return [name for name in members if name not in self._said]
 
@@ -266,12 +266,12 @@ class Coordinator(Server):
     # --- actions
 
     def act(self, actions: Iterable[Action]) -> None:
-        """Carry out what the membership has decided."""
+        """Carry out the membership's decisions."""
         for action in actions:
             if isinstance(action, Record):
                 self._record(action)
                 if action.kind == "forming":
-                    self._store.clear()  # addresses of the generation before
+                    self._store.clear()  # the previous generation's addresses
                     self._waiting, self._said = [], set()
                     self._meet_until_s = self.clock.now_s() + MEETING_S / 2
                 elif action.kind in ("finished", "gave_up"):
@@ -291,8 +291,8 @@ class Coordinator(Server):
                     self.drop(peer)
 
     def _record(self, action: Record) -> None:
-        """Write a change down before anybody hears of it; on a full disk that waits for room. The
-        members train on meanwhile."""
+        """Write a change down before anyone learns of it. A full disk blocks this until there is
+        room; the members train on meanwhile."""
         has_waited = False
         while True:
             try:
@@ -307,7 +307,7 @@ class Coordinator(Server):
     # --- the status
 
     def status(self) -> dict[str, Any]:
-        """How the run stands, as ``status.json`` has it; times in seconds, moments since 1970."""
+        """Return the run's status as in ``status.json``; durations in s, moments since 1970."""
         membership = self.membership
         now_s, now_epoch_s = self.clock.now_s(), time.time()
         beats = self.beats.values()
@@ -321,8 +321,8 @@ class Coordinator(Server):
             "min": membership.size.min,
             "max": membership.size.max,
             "spares": membership.size.spares,
-            "step_s": max((one["step_s"] for one in beats), default=0.0),
-            "samples_per_s": sum(one["samples_per_s"] for one in beats),
+            "step_s": max((beat["step_s"] for beat in beats), default=0.0),
+            "samples_per_s": sum(beat["samples_per_s"] for beat in beats),
             "members": [
                 {
                     "id": member.id,
@@ -332,14 +332,14 @@ class Coordinator(Server):
                     "since_epoch_s": round(now_epoch_s - (now_s - member.since_s), 3),
                     "reason": member.leaving[:400] or ("the others wait" if member.paused else ""),
                 }
-                for member in sorted(membership.members.values(), key=lambda one: one.order)
+                for member in sorted(membership.members.values(), key=lambda m: m.order)
             ],
             "coordinator": self._own(),
             "written_epoch_s": now_epoch_s,
         }
 
     def announce(self) -> None:
-        """Say where this coordinator listens."""
+        """Publish this coordinator's address."""
         self._folder.write(self._folder.coordinator_json, self._own())
 
     def _own(self) -> dict[str, Any]:
@@ -353,8 +353,8 @@ class Coordinator(Server):
         }
 
     def _write_status(self) -> None:
-        """A full disk, or a claim that cannot be read, must not end the run: the next status may
-        be written again."""
+        """Write the status; a full disk or an unreadable claim must not end the run, since the next
+        write may succeed."""
         try:
             self._fence.check("the status of this run")
             self._folder.write(self._folder.status_json, self.status())
@@ -369,7 +369,7 @@ class Coordinator(Server):
 def restored(
     folder: ElasticFolder, options: CoordinatorOptions, now_s: float
 ) -> tuple[Membership, int]:
-    """The membership as the ledger has it, and the number of this coordinator, from 1."""
+    """Restore the membership from the ledger; also return this coordinator's number, from 1."""
     forming: Message = {}
     trained: Message | None = None
     done: list[Rank] = []
@@ -390,7 +390,7 @@ def restored(
         elif kind == "coordinator":
             epoch = int(entry["epoch"]) + 1
         elif kind in ("left", "failure") and forming:
-            members = [one for one in forming["members"] if one[0] != entry["member"]]
+            members = [m for m in forming["members"] if m[0] != entry["member"]]
             forming = {**forming, "members": members}
         elif kind == "finished":
             finished = True
@@ -411,12 +411,12 @@ def restored(
 
 
 def start(folder: ElasticFolder) -> Coordinator:
-    """A coordinator that listens, has taken over the run, and says where it is.
+    """Take over the run, listen, and publish the address.
 
     Raises:
-        UsageError: ``options.json`` is not there, or wrong.
-        RunFolderError, UntrustedFile: the folder cannot be used.
-        OSError: nothing can be listened at.
+        UsageError: ``options.json`` is missing or invalid.
+        RunFolderError, UntrustedFile: the folder is unusable.
+        OSError: it cannot listen.
     """
     options = folder.options()
     folder.make_key()

@@ -1,4 +1,4 @@
-"""What trains in place: one rank's member, process group and gradient sum, kept together."""
+"""In-place training: one rank's member, process group and gradient sum."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from hydroslurm.errors import UsageError
 
 
 class InPlaceEngine:
-    """Changes the size between two steps, in the same process.
+    """Changes the size between two steps, within the same process.
 
     Attributes:
-        is_paused: whether this rank is held on purpose; others are not to give it up.
-        shares_buffers: a forward begins with the buffers of rank 0; all ranks have equally many.
-        failed: a collective of the step that is under way has failed; its gradients are nothing.
-        shards: of a model that each member shards over its ranks; None for any other.
+        is_paused: whether this rank is paused on purpose; the others must not give it up.
+        shares_buffers: a forward starts from rank 0's buffers; all ranks have equally many.
+        failed: a collective of the current step failed; its gradients are invalid.
+        shards: of a model that each member shards over its ranks; otherwise None.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class InPlaceEngine:
     ) -> None:
         """
         Args:
-            things: objects with DistributedDataParallel in or around them, or models of
+            things: objects in or around which a DistributedDataParallel is, or models of
                 ``fully_shard``.
 
-        Raises:
-            UsageError: this process belongs to no elastic run, or to one that restarts its ranks,
-                or its model is sharded otherwise than over the ranks of its member.
+                Raises:
+            UsageError: this process has no elastic run, its run restarts ranks, or its model is
+                sharded over other ranks than those of its member.
         """
         things = list(things)
         self.folder = folder_of(environ)
@@ -75,12 +75,12 @@ class InPlaceEngine:
             on_error=self._on_error,
         )
         if self.shards is not None:
-            self.shards.sum_by(lambda one: self.sum.average_shard(one, self.group.replicas))
+            self.shards.sum_by(lambda shard: self.sum.average_shard(shard, self.group.replicas))
         self.shares_buffers = True
         self._watched: list[DistributedDataParallel] = []
 
     def prepare(self, form: Form) -> None:
-        """The generation has met: everything that depends on who trains.
+        """Set up all that depends on who trains, once the generation has met.
 
         Raises:
             UsageError: several ranks train, and nothing sums their gradients.
@@ -95,13 +95,13 @@ class InPlaceEngine:
             if module.broadcast_buffers and module not in self._watched:
                 self._watched.append(module)
                 module.register_forward_pre_hook(self._before_forward)
-        self.sum.begin_generation([one for each in self.modules for one in each.parameters()])
-        self.sum.weight = 1.0 / form.world_size  # unless somebody knows the ranks' samples
+        self.sum.begin_generation([p for module in self.modules for p in module.parameters()])
+        self.sum.weight = 1.0 / form.world_size  # until a caller sets it from the ranks' samples
         self.failed = False
 
     def agree(self, *, limit_s: float | None = None) -> bool:
-        """Between two steps: whether the generation is broken. Of a member that shards its model
-        all ranks call this, are told the same, and drop the step if one of them does.
+        """Return whether the generation is broken; call between two steps. If each member shards
+        its model, all its ranks call this, agree, and drop the step if one of them does.
 
         Raises:
             RuntimeError: a rank of this member is gone, or does not come within ``limit_s``.
@@ -115,32 +115,32 @@ class InPlaceEngine:
         return failed or broken
 
     def average(self, *, without: Collection[int] = (), rank: int = 0) -> None:
-        """Make the weights of all ranks the mean of those who have trained; all ranks of the
-        generation call this.
+        """Average the weights over the ranks that have trained; all ranks of the generation call
+        this.
 
         Args:
-            without: ranks whose weights are nobody's yet.
+            without: ranks that have no weights yet.
             rank: this one.
 
         Raises:
-            RuntimeError: a rank is gone; this one's weights are as they were.
+            RuntimeError: a rank is gone; this rank's weights are unchanged.
         """
         group = self.group.group
         ranks = 1 if group is None else dist.get_world_size(group)
         if group is None or ranks - len(without) < 2:
             return
         self.sum.is_sending = True
-        parameters = [one for each in self.modules for one in each.parameters()]
-        means = torch.cat([one.detach().reshape(-1) for one in parameters])
+        parameters = [p for module in self.modules for p in module.parameters()]
+        means = torch.cat([p.detach().reshape(-1) for p in parameters])
         means = torch.zeros_like(means) if rank in without else means / (ranks - len(without))
         dist.all_reduce(means, group=group)
-        sizes = [one.numel() for one in parameters]
-        for one, mean in zip(parameters, torch.split(means, sizes), strict=True):
-            one.data.copy_(mean.view_as(one))  # their versions tell what a script has written
+        sizes = [parameter.numel() for parameter in parameters]
+        for parameter, mean in zip(parameters, torch.split(means, sizes), strict=True):
+            parameter.data.copy_(mean.view_as(parameter))  # versions show what a script writes
 
     def remain(self) -> None:
-        """The training is complete. What follows has the group of all who have trained, and the
-        coordinator hears how this process ends."""
+        """Keep the group of all who have trained for what follows the training, and report to the
+        coordinator how this process ends."""
         if self.shards is not None:
             self.group.close()
         at_end(self._end)
@@ -162,17 +162,17 @@ class InPlaceEngine:
             self.sum.share_buffers(module)
 
     def _on_error(self) -> None:
-        """A collective has failed; in any thread."""
+        """Mark the step as failed; called in any thread."""
         if not self.failed:
             self.failed = True
             self.member.fail()
 
 
 def folder_of(environ: Mapping[str, str]) -> ElasticFolder:
-    """The folder of the elastic run of this process.
+    """Return the folder of this process's elastic run.
 
     Raises:
-        UsageError: it belongs to none.
+        UsageError: it has none.
     """
     place = environ.get(ELASTIC_ENV)
     if not place and environ.get(GENERATION_ENV):

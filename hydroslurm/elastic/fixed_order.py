@@ -1,15 +1,15 @@
-"""The sum of gradients in a fixed order: the same bits for every number of ranks.
+"""Sum gradients in a fixed order: the same bits for every number of ranks.
 
-Floating-point addition is not associative, so an all-reduce over three ranks gives other last bits
-than one over two. Here each step is divided into shards whose number never changes. Each shard has
-a forward and a backward of its own, on whichever rank, and the shards' gradients are added in the
-order of their numbers: ((g0 + g1) + g2) + ... (EasyScale, arXiv:2208.14228, has the idea.)
+Floating-point addition is not associative, so an all-reduce over three ranks differs in the last
+bits from one over two. Here each step has a fixed number of shards. Each shard has its own forward
+and backward, on any rank, and the shards' gradients are added in numerical order:
+((g0 + g1) + g2) + ... The idea is EasyScale's (arXiv:2208.14228).
 
-Each rank adds up one part of the weights for all: an all-to-all brings it the shards' gradients of
-that part, an all-gather hands out the sums. With P bytes of gradients, n shards and w ranks a rank
-sends (n/w + 1) P (w-1)/w bytes, where a ring all-reduce sends 2 P (w-1)/w: the same at full size,
-and more with fewer ranks, because a rank may not add up its own shards before. It keeps the
-gradients of all its shards until then, n/w P bytes, and sends nothing during the backward.
+Each rank sums one part of the weights for all: an all-to-all brings it the shards' gradients of
+that part, an all-gather distributes the sums. With P bytes of gradients, n shards and w ranks, a
+rank sends (n/w + 1) P (w-1)/w bytes, while a ring all-reduce sends 2 P (w-1)/w: the same at full
+size, more with fewer ranks, since a rank may not add its own shards first. Until then it keeps
+the gradients of all its shards, n/w P bytes, and sends nothing during the backward.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from torch.nn.parallel import DistributedDataParallel
 from hydroslurm.errors import UsageError
 
 PIECE_BYTES = 32 << 20
-"""Of one shard's gradients, that are exchanged at once."""
+"""How much of one shard's gradients is exchanged at once."""
 
 
 def sum_in_order(
     mine: list[torch.Tensor], count: int, *, like: torch.Tensor, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Add vectors up in the order of their numbers; all ranks call this.
+    """Add vectors in numerical order; all ranks call this.
 
     Args:
-        mine: of this rank r of w: those numbered r, r+w, r+2w and so on.
-        count: how many there are on all ranks together.
-        like: a vector of their length, type and device.
+        mine: vectors of this rank r of w: those numbered r, r+w, r+2w and so on.
+        count: how many all ranks have together.
+        like: a vector of the same length, type and device.
 
     Raises:
         RuntimeError: a rank is gone.
@@ -46,7 +46,7 @@ def sum_in_order(
     total = torch.empty_like(like)
     step = max(1, PIECE_BYTES // like.element_size())
     for at in range(0, like.numel(), step):
-        pieces = [one[at : at + step] for one in mine]
+        pieces = [vector[at : at + step] for vector in mine]
         total[at : at + step] = _exchanged(pieces, count, total[at : at + step], group)
     return total
 
@@ -57,8 +57,8 @@ def _exchanged(
     world_size = dist.get_world_size(group)
     part = -(-like.numel() // world_size)
     sent = like.new_zeros(world_size, len(mine), part)
-    for number, one in enumerate(mine):
-        for rank, piece in enumerate(torch.split(one, part)):
+    for number, vector in enumerate(mine):
+        for rank, piece in enumerate(torch.split(vector, part)):
             sent[rank, number, : piece.numel()] = piece
     shards = [len(range(rank, count, world_size)) for rank in range(world_size)]
     arrived = like.new_empty(count * part)
@@ -69,7 +69,7 @@ def _exchanged(
         [len(mine) * part] * world_size,
         group=group,
     )
-    by_rank = [one.view(-1, part) for one in torch.split(arrived, [many * part for many in shards])]
+    by_rank = [t.view(-1, part) for t in torch.split(arrived, [n * part for n in shards])]
     summed = _added([by_rank[number % world_size][number // world_size] for number in range(count)])
     parts = [torch.empty_like(summed) for _ in range(world_size)]
     dist.all_gather(parts, summed, group=group)
@@ -78,31 +78,31 @@ def _exchanged(
 
 def _added(vectors: list[torch.Tensor]) -> torch.Tensor:
     total = vectors[0].clone()
-    for one in vectors[1:]:
-        total.add_(one)
+    for vector in vectors[1:]:
+        total.add_(vector)
     return total
 
 
 class ShardGradients:
-    """The gradients that a step's shards leave in the weights, taken out one shard after the other.
+    """The gradients that a step's shards leave in the weights, collected shard by shard.
 
-    What was in the weights before (of the other batches of an accumulated step) is added in the
+    Gradients that were there before (from other batches of an accumulated step) are added at the
     end. A weight that no shard has reached keeps what it had.
     """
 
     def __init__(self, modules: Iterable[DistributedDataParallel]) -> None:
         self._modules = list(modules)
         self._kinds: dict[object, list[torch.nn.Parameter]] = {}
-        for one in (one for module in self._modules for one in module.parameters()):
-            if one.requires_grad:
-                self._kinds.setdefault((one.dtype, one.device), []).append(one)
-        self._before = {one: one.grad for kind in self._kinds.values() for one in kind}
+        for weight in (weight for module in self._modules for weight in module.parameters()):
+            if weight.requires_grad:
+                self._kinds.setdefault((weight.dtype, weight.device), []).append(weight)
+        self._before = {weight: weight.grad for kind in self._kinds.values() for weight in kind}
         self._taken: list[list[torch.Tensor]] = [[] for _ in self._kinds]
         self._clear()
 
     @contextlib.contextmanager
     def shard(self, weight: float) -> Iterator[None]:
-        """One shard's forward and backward; ``weight``: its part of the samples of the step."""
+        """Run one shard's forward and backward; ``weight``: its share of the step's samples."""
         with contextlib.ExitStack() as quiet:
             for module in self._modules:
                 quiet.enter_context(module.no_sync())
@@ -110,22 +110,24 @@ class ShardGradients:
         for kind, taken in zip(self._kinds.values(), self._taken, strict=True):
             vector = _empty(kind)
             at = 0
-            for one in kind:
-                if one.grad is not None and one.grad.is_sparse:
+            for parameter in kind:
+                if parameter.grad is not None and parameter.grad.is_sparse:
                     raise UsageError(
                         "summation: fixed_order cannot add up sparse gradients: use "
                         "Embedding(sparse=False), or leave summation out"
                     )
-                piece = vector[at : at + one.numel()].view(one.shape)
-                piece.zero_() if one.grad is None else torch.mul(one.grad, weight, out=piece)
-                at += one.numel()
-            vector[at:] = vector.new_tensor([one.grad is not None for one in kind])
+                piece = vector[at : at + parameter.numel()].view(parameter.shape)
+                piece.zero_() if parameter.grad is None else torch.mul(
+                    parameter.grad, weight, out=piece
+                )
+                at += parameter.numel()
+            vector[at:] = vector.new_tensor([parameter.grad is not None for parameter in kind])
             taken.append(vector)
         self._clear()
 
     def vectors(self) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-        """What is to be added up, for each type of weights: this rank's shards, and a vector like
-        theirs."""
+        """Yield, for each type of weights, this rank's vectors to add, and an example of their
+        shape."""
         for kind, taken in zip(self._kinds.values(), self._taken, strict=True):
             yield taken, taken[0] if taken else _empty(kind)
 
@@ -134,19 +136,19 @@ class ShardGradients:
         for kind, vector in zip(self._kinds.values(), sums, strict=True):
             reached = (vector[-len(kind) :] > 0).tolist()
             at = 0
-            for one, is_reached in zip(kind, reached, strict=True):
-                before = self._before[one]
-                one.grad = before
+            for parameter, is_reached in zip(kind, reached, strict=True):
+                before = self._before[parameter]
+                parameter.grad = before
                 if is_reached:
-                    summed = vector[at : at + one.numel()].view(one.shape)
-                    one.grad = summed if before is None else before + summed
-                at += one.numel()
+                    summed = vector[at : at + parameter.numel()].view(parameter.shape)
+                    parameter.grad = summed if before is None else before + summed
+                at += parameter.numel()
 
     def _clear(self) -> None:
-        for one in self._before:
-            one.grad = None
+        for weight in self._before:
+            weight.grad = None
 
 
 def _empty(kind: list[torch.nn.Parameter]) -> torch.Tensor:
-    """Room for the gradients of these weights, and whether each has one."""
-    return kind[0].detach().new_empty(sum(one.numel() for one in kind) + len(kind))
+    """Allocate a vector for these weights' gradients, and a flag for each: has it one?"""
+    return kind[0].detach().new_empty(sum(weight.numel() for weight in kind) + len(kind))

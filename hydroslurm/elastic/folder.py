@@ -1,15 +1,14 @@
-"""The files of an elastic run, below its run folder: where its coordinator is, what has happened to
-it, and how it stands.
+"""Files of an elastic run in its run folder: its coordinator's address, its history, its status.
 
     elastic/key               of this run's connections: 64 hexadecimal digits, mode 0600
-    elastic/options.json      what the coordinator is started with
-    elastic/claim.json        which coordinator is the newest; an older one ends when it sees it
-    elastic/coordinator.json  where it listens
+    elastic/options.json      the coordinator's options
+    elastic/claim.json        which coordinator is the newest; an older one ends when it sees this
+    elastic/coordinator.json  its address
     elastic/ledger.jsonl      every change, appended; all that a new coordinator needs
-    elastic/status.json       how the run stands, for ``describe`` and ``top``
+    elastic/status.json       the run's status, for ``describe`` and ``top``
 
-Whoever reads the key may stop the run and change its weights, so it is the owner's alone. It is a
-file and not MUNGE's, because members come and go for weeks, on nodes that do not exist yet.
+Whoever reads the key can stop the run and change its weights, so only the owner may. It is a file
+rather than MUNGE's key because members come and go for weeks, on nodes that do not exist yet.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from hydroslurm.elastic.roster import Size, Timing
 from hydroslurm.errors import RunFolderError, UsageError
 
 MEMBER_ENV = "HYDROSLURM_MEMBER"
-"""The name of this process's member; default: the array element, or the job."""
+"""Name of this process's member; default: the array element, or the job."""
 _FILE_BYTES = 16 << 20
-"""A status has up to 1 KB of each of 16,384 members."""
+"""A status has up to 1 KB for each of 16,384 members."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,7 @@ class ElasticFolder:
     # --- the key
 
     def make_key(self) -> bytes:
-        """The key of this run, made if there is none yet."""
+        """Return the key of this run; make it if there is none yet."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_trusted(self.root, what="the folder of an elastic run", shared=True)
         with contextlib.suppress(FileExistsError):
@@ -75,11 +74,11 @@ class ElasticFolder:
         return self.key()
 
     def key(self) -> bytes:
-        """The key of this run.
+        """Return the key of this run.
 
         Raises:
             RunFolderError: there is none.
-            UntrustedFile: it is not this user's alone.
+            UntrustedFile: others could have written it.
         """
         try:
             check_trusted(self.key_file, what="the key of an elastic run", shared=True)
@@ -106,7 +105,7 @@ class ElasticFolder:
         write_atomically(path, json.dumps(document).encode())
 
     def read(self, path: Path) -> dict[str, Any] | None:
-        """One of the JSON files; None if it is not there (yet), or is none.
+        """Read one of the JSON files; None if it is missing or invalid.
 
         Raises:
             UntrustedFile: others could have written it.
@@ -119,10 +118,10 @@ class ElasticFolder:
         return document if isinstance(document, dict) else None
 
     def options(self) -> CoordinatorOptions:
-        """What the run was submitted with.
+        """Return the options that the run was submitted with.
 
         Raises:
-            UsageError: there is nothing, or it is wrong.
+            UsageError: they are missing or invalid.
         """
         document = self.read(self.options_json)
         if document is None:
@@ -136,44 +135,44 @@ class ElasticFolder:
             raise UsageError(f"the options of an elastic run: {error}") from error
 
     def write_options(self, options: CoordinatorOptions) -> None:
-        """Write what the run is submitted with."""
+        """Write the options of a submitted run."""
         self.write(self.options_json, msgspec.to_builtins(options))
 
     # --- the ledger
 
     def record(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Append one line, durably: what follows from it is not undone by a power cut."""
+        """Append one line durably: a power cut must not undo what others act on."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         entry = {"kind": kind, "epoch_ns": time.time_ns(), **data}
         append_entry(self.ledger_jsonl, entry)
 
     def ledger(self) -> Iterator[dict[str, Any]]:
-        """The lines so far, however many; one that is torn or is no line of ours is skipped."""
+        """Yield the lines so far; skip torn and foreign ones."""
         try:
             file = os.fdopen(open_regular(self.ledger_jsonl), "rb")
         except FileNotFoundError:
             return
         with file:
-            yield from (one for one in entries_of(file) if isinstance(one.get("kind"), str))
+            yield from (entry for entry in entries_of(file) if isinstance(entry.get("kind"), str))
 
 
 class CoordinatorOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``options.json``, written of a job spec, which has checked them.
+    """``options.json``, written from a job spec, which has validated it.
 
     Attributes:
-        host: the address to listen at, "" for the one by which this node is known.
-        batch: ``keep_global``: a step has as many samples as with all members, whatever the size;
-            ``per_rank``: each rank has its batch size, and the step follows the size.
-        summation: ``fixed_order`` adds the gradients up in one order for every size, see
-            :mod:`hydroslurm.elastic.fixed_order`; ``all_reduce`` as the size has it.
-        averaging_every: the ranks train apart, and their weights are averaged so often, in steps;
-            0: the gradients are summed in each step.
+        host: address to listen at; "" for that of this node's name.
+        batch: ``keep_global``: a step has as many samples at every size as at full size;
+            ``per_rank``: each rank keeps its batch size, so that the step follows the size.
+        summation: ``fixed_order`` adds gradients in one order at every size, see
+            :mod:`hydroslurm.elastic.fixed_order`; with ``all_reduce`` the order varies.
+        averaging_every: the ranks train independently and average weights at this interval, in
+            steps; 0: they sum the gradients in each step.
         engine: how the ranks form a generation.
-        lr, lr_warmup_steps: how the learning rate follows, and in how many steps; see
+        lr, lr_warmup_steps: how the learning rate follows the size, and over how many steps; see
             :mod:`hydroslurm.elastic.learning_rate`.
-        ranks_each: with ``restart`` a member is one agent, which starts so many ranks.
+        ranks_each: with ``restart`` a member is an agent; the number of ranks it starts.
         size, timing: see there.
-        autoscale: the rules by which the size is chosen; None: by people only.
+        autoscale: rules that choose the size; None: only people do.
     """
 
     host: str = ""
@@ -190,7 +189,7 @@ class CoordinatorOptions(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def member_name(environ: Mapping[str, str]) -> str:
-    """What this node's member is called: its array element, or its job."""
+    """Return the name of this node's member: its array element, or its job."""
     if name := environ.get(MEMBER_ENV):
         return name
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")

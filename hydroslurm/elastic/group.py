@@ -1,16 +1,16 @@
-"""The process groups of an elastic run, made anew between two steps, in the same processes.
+"""The process groups of an elastic run, rebuilt between two steps, in the same processes.
 
-The default group of torch.distributed is destroyed and made again over the members of the new
-generation, so that ``dist.get_rank()`` and whatever uses the default group are right. The ranks
-meet by a store over their authenticated connections to the coordinator: no port of torch's own
-store is open.
+The default group of torch.distributed is destroyed and rebuilt over the members of the new
+generation, so that ``dist.get_rank()`` and all users of the default group are right. The ranks meet
+through a store over their authenticated connections to the coordinator: torch's own store, with
+its open port, is not used.
 
-DistributedDataParallel stays the user's object. It is set upon a group of this process alone, so
-that its own collectives have nobody to wait for; a communication hook sums the gradients over the
-generation (:mod:`hydroslurm.elastic.reduction`). Its buckets are built anew at each change, on all
-ranks alike: the order in a bucket follows the backward that filled it first, and ranks with other
-buckets would add the gradients of other weights. (torch: Reducer::rebuild_buckets,
-DistributedDataParallel._update_process_group, which keeps the buckets that were there.)
+DistributedDataParallel stays the user's object. It runs on a group of this process alone, so its
+own collectives wait for nobody; a communication hook sums the gradients over the generation
+(:mod:`hydroslurm.elastic.reduction`). All ranks rebuild its buckets at each change: the order in a
+bucket follows the backward that filled it first, and ranks with other buckets would add gradients
+of other weights. (torch: Reducer::rebuild_buckets, and
+DistributedDataParallel._update_process_group, which keeps the old buckets.)
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from hydroslurm.elastic.sharded import Shards
 from hydroslurm.errors import CoordinatorLost, HydroslurmError, RanksError, UsageError
 
 TIMEOUT_S = 1800.0
-"""Of collectives. A rank that is gone is noticed by its connections, one that hangs by the
-coordinator; this is for what neither sees."""
+"""Timeout of collectives. Connections reveal a lost rank, the coordinator a hanging one; this is
+for what both miss."""
 
 
 class CoordinatorStore(Store):
-    """torch's store, kept by the coordinator of the run.
+    """torch's store, kept by the run's coordinator.
 
     Attributes:
-        is_meeting: the groups of the generation are being made, and not one of the script's.
-        is_over: the generation is: whoever still asks for it is told so.
-        told: what the ranks of those groups have told each other, where they listen among it.
+        is_meeting: the generation's groups are being made, rather than one of the script's.
+        is_over: the generation is over; later requests fail.
+        published: values of those groups' ranks, their addresses among them.
     """
 
     def __init__(self, member: Member, generation: int) -> None:
         super().__init__()
         self.is_meeting, self.is_over = True, False
-        self.told: list[bytes] = []
+        self.published: list[bytes] = []
         self._member = member
         self._generation = generation
         self._timeout_s = STORE_S
@@ -76,8 +76,8 @@ class CoordinatorStore(Store):
         return value
 
     def _note(self, key: str, data: bytes) -> None:
-        if _group_of(key) in self._groups:  # later too: gloo may connect when it first sends
-            self.told.append(data)
+        if _group_of(key) in self._groups:  # also later: gloo may connect at its first send
+            self.published.append(data)
 
     def add(self, key: str, amount: int) -> int:
         return self._member.add_value(self._place(key), amount)
@@ -92,10 +92,10 @@ class CoordinatorStore(Store):
         return f"{self._generation}/{key}"
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Claim a key: the first who does gets its own value back, all others the first one's.
+        """Claim a key: the first caller gets its own value back, all others the first one's.
 
         Raises:
-            ValueError: another value than none is expected; nobody of torch asks for that.
+            ValueError: a value is expected; torch never asks for that.
         """
         if expected:
             raise ValueError(f"compare_set({key!r}) of {expected!r}: only a key without a value")
@@ -104,7 +104,7 @@ class CoordinatorStore(Store):
         return self.get(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        # gloo gives that of its collectives, which is longer than any rank takes to listen
+        # gloo passes its collectives' timeout, longer than any rank takes to listen
         timeout_s = min(timeout.total_seconds() if timeout else self._timeout_s, self._most_s)
         self._member.get_values([self._place(key) for key in keys], timeout_s=timeout_s)
 
@@ -117,8 +117,8 @@ class CoordinatorStore(Store):
 
 @contextlib.contextmanager
 def meeting() -> Iterator[None]:
-    """Around collectives at a change: what they raise is about other ranks. Everything else that
-    is raised then is this rank's own, and ends it.
+    """Wrap the collectives of a change: their errors are other ranks' failures. All other errors
+    in here are this rank's own, and end it.
 
     Raises:
         RanksError: a collective has failed.
@@ -132,35 +132,35 @@ def meeting() -> Iterator[None]:
 
 
 class GenerationGroup:
-    """The default process group of this process, one generation after the other."""
+    """This process's default process group, one generation after another."""
 
     def __init__(self, member: Member, *, backend: str, shards: Shards | None = None) -> None:
         """
         Args:
-            backend: as ``init_process_group`` takes it.
+            backend: as for ``init_process_group``.
             shards: of a model that each member shards.
         """
         self._member = member
         self._backend = backend
         self._shards = shards
-        self._store: CoordinatorStore | None = None  # without its Python half it answers nothing
-        self._told: list[bytes] = []
+        self._store: CoordinatorStore | None = None  # it works only while its Python half lives
+        self._published: list[bytes] = []
         self._hooks: tuple[Any, Any] | None = None
         self.replicas: dist.ProcessGroup | None = None
-        """Of the ranks that have the same shard; None without shards, or where no other has."""
+        """Ranks with the same shard; None without shards, or if there is no other."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group; None between two."""
+        """The current group; None between two generations."""
         return dist.group.WORLD if dist.is_initialized() else None
 
     def form(self, form: Form) -> None:
-        """Meet the others.
+        """Meet the other ranks.
 
         Raises:
             RanksError: they did not all come.
         """
-        self._told = []
+        self._published = []
         if self._store is not None:
             self._store.is_over = True
         self._store = store = CoordinatorStore(self._member, form.generation)
@@ -170,8 +170,8 @@ class GenerationGroup:
                 if self._shards is not None:
                     self._shards.node_groups.renumber(form.rank - self._member.local_rank)
                     self.replicas = self._shards.replicas(form)
-            self._told = store.told
-            if self._member.broken:  # before that, abort() had nothing to shut down
+            self._published = store.published
+            if self._member.broken:  # an earlier abort() had nothing to shut down
                 raise RanksError("it is not to be any more")
         except (RuntimeError, ValueError) as error:
             store.is_over = True
@@ -180,30 +180,30 @@ class GenerationGroup:
         store.is_meeting = False
 
     def abort(self) -> None:
-        """Have collectives fail that wait for a rank which is gone or hangs; from any thread.
+        """Make collectives fail that wait for a lost or hanging rank; call from any thread.
 
-        NCCL's have a call for it. gloo's has none that wakes who waits (tried with 2.13: abort() of
-        the group and of its backend, and shutdown(), return and change nothing), so its connections
-        are shut down, which it takes for the death of the peer. They are those whose one end is an
-        address at which a rank of these groups listens; no other connection has one.
+        NCCL has a call for this. gloo has none that wakes waiters (tried with 2.13: abort() of the
+        group and of its backend, and shutdown(), return and change nothing). So shut its
+        connections down, which gloo takes for the peer's death. These are the connections with an
+        end at which a rank of these groups listens; no others have one.
         """
         with contextlib.suppress(Exception):
             if "nccl" in self._backend:
                 for group in filter(None, (self.replicas, self.group)):
                     group.abort()
-        told = b"".join(self._told)
+        published = b"".join(self._published)
         for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
             with contextlib.suppress(OSError):
                 if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                    with socket.socket(fileno=os.dup(descriptor)) as one:
-                        # no listener: gloo takes one that is shut down for a bug
-                        ends = (one.getpeername(), one.getsockname())
-                        if any(_packed(one.family, end) in told for end in ends):
-                            one.shutdown(socket.SHUT_RDWR)
+                    with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+                        # not a listener: gloo treats its shutdown as a bug
+                        ends = (duplicate.getpeername(), duplicate.getsockname())
+                        if any(_packed(duplicate.family, end) in published for end in ends):
+                            duplicate.shutdown(socket.SHUT_RDWR)
 
     def destroy(self) -> None:
         """End the group, if there is one."""
-        self._told = []
+        self._published = []
         self.replicas = None
         if self._shards is not None:
             self._shards.node_groups.end_others()
@@ -211,16 +211,16 @@ class GenerationGroup:
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group()
         else:
-            # torch counts a group that could not be made, too, and the count is its name and begins
-            # each key in the store: whoever has just come would wait at other keys
+            # torch also counts groups that could not be made; the count names a group and
+            # begins its store keys, so a newcomer would wait at other keys
             distributed_c10d._world.group_count = 0
-        # torch puts "[rank0]: " before each line of a traceback, once more for each group, for ever
+        # torch adds a "[rank0]: " prefix to tracebacks for each group, and never removes it
         if self._hooks is not None and sys.excepthook is self._hooks[1]:
             sys.excepthook = self._hooks[0]
         self._hooks = None
 
     def close(self) -> None:
-        """End the group; the script has its own again, if its model lies on that."""
+        """End the group; restore the script's own if its model uses that."""
         self.destroy()
         if self._shards is not None:
             self._shards.node_groups.give_back()
@@ -240,18 +240,18 @@ class GenerationGroup:
 
 @contextlib.contextmanager
 def _interruptible_gloo(is_over: Callable[[], bool], store: Store) -> Iterator[None]:
-    """Have gloo's groups that are made inside give up when their generation is over.
+    """Let gloo's groups that are made inside give up when their generation is over.
 
-    gloo waits for a peer that has said where it listens and has died since, for five times the
-    time-out of its collectives, and nothing wakes it (2.13: Pair::waitUntilConnected). So each
-    group is made in a thread, which is left behind then; torch does not know of its group yet.
+    gloo waits five times its collectives' timeout for a peer that has published its address and
+    died since, and nothing wakes it (2.13: Pair::waitUntilConnected). So make each group in a
+    thread, and abandon that; torch does not know its group yet.
     """
     init = dist.ProcessGroupGloo.__init__
 
     def init_in_thread(*arguments: Any, **options: Any) -> None:
         errors: list[Exception] = []
 
-        def run(_store: Store) -> None:  # kept for as long as the group may ask it
+        def run(_store: Store) -> None:  # keeps the store alive while the group may use it
             try:
                 init(*arguments, **options)
             except Exception as error:
@@ -277,7 +277,7 @@ _LOOK_S = 0.1
 
 
 def alone() -> dist.ProcessGroup:
-    """A group of this process, of which nothing else knows."""
+    """Return a group of this process, unknown to all others."""
     store = HashStore()
     group = dist.ProcessGroup(store, 0, 1)
     backend = dist.ProcessGroupGloo(store, 0, 1, timeout=timedelta(seconds=TIMEOUT_S))
@@ -288,7 +288,7 @@ def alone() -> dist.ProcessGroup:
 
 
 def parallel_modules(things: Iterable[Any]) -> list[DistributedDataParallel]:
-    """Every DistributedDataParallel in or around these objects.
+    """Return every DistributedDataParallel in or around these objects.
 
     Raises:
         UsageError: one is sharded by FSDP1.
@@ -309,9 +309,9 @@ def parallel_modules(things: Iterable[Any]) -> list[DistributedDataParallel]:
 
 
 def rebuild(module: DistributedDataParallel, hook: Callable[..., Any], state: Any) -> None:
-    """Give DDP buckets as it has them at first, on a group of one, with a hook for the sums.
+    """Give DDP its initial buckets, on a group of one, with a hook for the sums.
 
-    The object stays the user's; what is inside is that of a new one around the same module.
+    The object stays the user's; its contents become those of a new one around the same module.
     """
     local: dict[str, Any] = {} if module.broadcast_buffers else {"broadcast_buffers": False}
     fresh = DistributedDataParallel(
@@ -341,28 +341,28 @@ _OF_THE_USER = (
     "_forward_pre_hooks_with_kwargs",
     "require_backward_grad_sync",
 )
-"""What somebody may have set on the wrapper itself."""
+"""Attributes of the wrapper that a user may have set."""
 
 
 def backend_of_script() -> str:
-    """As ``init_process_group`` takes it: that of the group which the script has made, else gloo,
-    or NCCL where the weights are on a GPU."""
+    """Return the script's backend as ``init_process_group`` takes it; without one gloo, or NCCL
+    where the weights are on a GPU."""
     if dist.is_initialized():
-        one = str(dist.get_backend())
-        return one if one in ("gloo", "nccl", "nccl2") else str(dist.get_backend_config())
+        backend = str(dist.get_backend())
+        return backend if backend in ("gloo", "nccl", "nccl2") else str(dist.get_backend_config())
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _group_of(key: str) -> str:
-    """The part of a key that torch gives each group and device: ``0//cpu`` of ``0//cpu//0/3``."""
+    """Return the part of a key for one group and device: ``0//cpu`` of ``0//cpu//0/3``."""
     return key.rpartition("//")[0]
 
 
 def _packed(family: int, address: Any) -> bytes:
-    """How a ``struct sockaddr`` begins, by which gloo says where it listens.
+    """Return the start of a ``struct sockaddr``, which gloo publishes as its address.
 
     Raises:
-        OSError: of another family than IP.
+        OSError: the family is not IP.
     """
     if family not in (socket.AF_INET, socket.AF_INET6):
         raise OSError(f"no address of IP: {address!r}")

@@ -1,12 +1,11 @@
 """A learning rate that follows the size of an elastic run.
 
-Steps of more samples bear, and need, a larger learning rate: in proportion to the samples for SGD
-(Goyal et al. 2017, arXiv:1706.02677), with their square root for Adam (Krizhevsky 2014,
-arXiv:1404.5997; Malladi et al. 2022, arXiv:2205.10287). The script's own learning rate is that of
-the full size. It is scaled while the optimizer steps and put back behind it, so that schedulers,
-checkpoints and the script see their own numbers only. After a change of size the factor goes to its
-new value in equal parts over the steps of the warm-up, in which gradients that have changed their
-noise do least harm.
+Steps of more samples tolerate, and need, a larger learning rate: proportional to the samples for
+SGD (Goyal et al. 2017, arXiv:1706.02677), to their square root for Adam (Krizhevsky 2014,
+arXiv:1404.5997; Malladi et al. 2022, arXiv:2205.10287). The script's learning rate is meant for the
+full size. It is scaled while the optimizer steps and restored after, so schedulers, checkpoints and
+the script see only their own numbers. After a change of size the factor moves to its new value in
+equal parts over the warm-up steps, while the changed gradient noise does least harm.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ RULES: tuple[Rule, ...] = ("none", "linear", "sqrt")
 
 
 def factor_of(rule: Rule, *, ranks: int, full: int) -> float:
-    """What the learning rate of the full size is multiplied with when so many ranks train."""
+    """Return the factor on the full size's learning rate when ``ranks`` ranks train."""
     if rule == "none":
         return 1.0
     return ranks / full if rule == "linear" else math.sqrt(ranks / full)
@@ -35,7 +34,7 @@ class ScaledLearningRate:
     """
 
     def __init__(self, rule: Rule, *, full: int, warmup_steps: int) -> None:
-        """``full``: the ranks at full size, for which the script's learning rate is meant."""
+        """``full``: ranks at full size, which the script's learning rate is meant for."""
         self.factor = 1.0
         self._rule: Rule = rule
         self._full = full
@@ -51,7 +50,7 @@ class ScaledLearningRate:
             optimizer.register_step_post_hook(self._after)
 
     def resize(self, ranks: int) -> None:
-        """So many ranks train from now on. The first size of a process begins at once."""
+        """Note how many ranks train from now on. A process's first size applies at once."""
         self._target = factor_of(self._rule, ranks=ranks, full=self._full)
         if self._warmup_steps == 0 or not self._has_begun:
             self.factor = self._target
@@ -59,14 +58,14 @@ class ScaledLearningRate:
         self._has_begun = True
 
     def step(self) -> None:
-        """A step is complete."""
+        """Note that a step is complete."""
         if self.factor != self._target:
             self.factor += self._by_step
             if (self._target - self.factor) * self._by_step <= 0:
                 self.factor = self._target
 
     def state_dict(self) -> dict[str, float]:
-        """What a newcomer needs to step as the others do."""
+        """State a newcomer needs to step as the others do."""
         return {"factor": self.factor}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -1,8 +1,8 @@
-"""One rank's end of the connection to the coordinator of its elastic run.
+"""One rank's connection to the coordinator of its elastic run.
 
-A thread of its own receives, so that a rank is heard while it trains. It imports nothing and takes
-no lock of the training: the training thread looks at one attribute at each safe point, and enters
-the slow path only where something is up.
+A separate thread receives, so that a rank can be reached while it trains. That thread imports
+nothing and takes no lock of the training. The training thread reads one attribute at each safe
+point, and takes the slow path only when needed.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from hydroslurm.errors import CoordinatorLost, HydroslurmError
 
 BEAT_S = 1.0
 AWAITED_S = 10.0
-"""The coordinator says every second who is waited for, as long as that is so."""
+"""How long an ``awaited`` message is valid; the coordinator repeats it every second."""
 RETRY_S = 0.5
 LOOK_AFTER_S = 8.0
-"""A coordinator that says nothing for so long may have been replaced by another, and does not know.
-Less than a new one waits for its ranks; more than between two of its words."""
+"""After so long a silence, check whether another coordinator has taken over without the old one
+knowing. Shorter than a new one waits for its ranks, longer than its ``alive`` interval."""
 TOLD_AFTER_S = 60.0
 MOST_ERROR = 500
-"""Characters of an error that the coordinator is told."""
+"""Characters of an error sent to the coordinator."""
 GOODBYE_S = 60.0
-"""A process that ends waits so long for a coordinator that could hear of it."""
+"""How long an ending process waits for a coordinator that could take note of it."""
 STORE_S = 120.0
-"""As long as a rank waits for another in a group that the script makes."""
+"""How long a rank waits for another in a group that the script makes."""
 
 
 class Member:
-    """Connects one rank with the coordinator.
+    """Connects one rank to the coordinator.
 
     Attributes:
         name, local_rank, local_size: which rank of which member.
-        generation: the one that it is in; 0 before the first.
-        broken: this generation cannot go on; the step that is under way does not count.
-        has_state: this rank has the state of the run, and could give it to others.
-        culprit: of the last generation that was broken, the member where something failed first.
+        generation: the current one; 0 before the first.
+        broken: this generation cannot go on; the current step does not count.
+        has_state: this rank has the run's state and can give it to others.
+        culprit: member with the first failure when a generation was last broken.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Member:
     ) -> None:
         """
         Args:
-            on_abort: makes collectives that wait for a rank that is gone fail; called in the thread
-                of this object.
-            waits: whether this rank has done its part of the step that is under way.
-            is_paused: whether it is held on purpose.
-            warn: tells a person.
+            on_abort: makes collectives fail that wait for a lost rank; called in this object's
+                thread.
+            waits: whether this rank has done its part of the current step.
+            is_paused: whether it is paused on purpose.
+            warn: shows the user a warning.
         """
         self.name = name
         self.local_rank = local_rank
@@ -127,7 +127,7 @@ class Member:
         self._thread = thread(self._run, name="hydroslurm-elastic")
 
     def start(self) -> None:
-        """Begin to look for the coordinator; return at once."""
+        """Start connecting to the coordinator; return at once."""
         self._thread.start()
 
     def close(self) -> None:
@@ -145,10 +145,10 @@ class Member:
     # --------------------------------------------------------------------------------------------
 
     def begin(self, *, stop: Callable[[], bool]) -> Directive:
-        """Wait for the first generation; this rank needs nothing but the state.
+        """Wait for the first generation; this rank is ready but for the run's state.
 
         Args:
-            stop: asked while waiting; True announces that this rank leaves.
+            stop: polled while waiting; True announces that this rank leaves.
         """
         with self._cond:
             self._ready = True
@@ -165,18 +165,18 @@ class Member:
         holds_if_broken: bool = True,
         stop: Callable[[], bool] = lambda: False,
     ) -> Directive | None:
-        """This rank is behind a step. None to go on, which is one comparison.
+        """Report that a step is done. Returns None to go on, after one comparison.
 
         Args:
-            failed: the step after that one was begun, and dropped.
+            failed: the next step was begun, and dropped.
             final: there is nothing more to train.
-            equal: the weights are those of the others; else they are to become so before anybody
-                goes or comes.
-            holds_if_broken: False: others of this member wait for it within their step, and may not
-                know yet that the generation is broken; it goes on until they all do.
+            equal: this rank's weights equal the others'; otherwise they are averaged before members
+                change.
+            holds_if_broken: False if other ranks of this member wait for this one within their step
+                and may not know yet that the generation is broken; go on until they all do.
             stop: as for :meth:`begin`.
         """
-        self._step = step  # before the flag is read: a hold that is called now names the next step
+        self._step = step  # before reading the flag: a hold that arrives now names the next step
         if not (self._attention or failed or final):
             return None
         with self._cond:
@@ -198,8 +198,8 @@ class Member:
         return self.again(stop=stop)
 
     def again(self, *, stop: Callable[[], bool]) -> Directive:
-        """Wait for the next directive: also behind one that did not end the wait, which is a save,
-        or a generation that could not meet."""
+        """Wait for the next directive; call it again after a save, or a generation that could not
+        meet."""
         while True:
             with self._cond:
                 if self._directives:
@@ -214,34 +214,34 @@ class Member:
                 self.leave("a stop was requested")
 
     def fail(self, reason: str = "", *, met: bool = True, lost_peer: bool = False) -> None:
-        """A collective has failed in this rank, or, for this reason, one of its processes, before
-        or after they have ``met`` those of the others, mostly by what happened elsewhere if it has
-        ``lost_peer``; from any thread. What another was faster to tell is told by a process of its
-        own that could not meet."""
+        """Report from any thread that a collective failed in this rank or, with ``reason``, one
+        of its processes did. ``met``: they had met the others' processes. ``lost_peer``: the cause
+        is probably elsewhere. After another rank's report only a process that could not meet is
+        still reported."""
         with self._cond:
             if self.broken and met:
                 return
             self.broken = self._attention = True
-            said = {"reason": reason[:MOST_ERROR], "met": met, "lost_peer": lost_peer}
-            self._failure = {"type": "failed", "generation": self.generation, **said}
+            details = {"reason": reason[:MOST_ERROR], "met": met, "lost_peer": lost_peer}
+            self._failure = {"type": "failed", "generation": self.generation, **details}
             failure = self._failure
         self._tell(failure)
 
-    # --- of an agent, whose processes are started anew in each generation
+    # --- for an agent, which starts new processes in each generation
 
     @property
     def is_called(self) -> bool:
-        """The processes of this generation are to stop together, and save."""
+        """Whether this generation's processes should stop together and save."""
         return self._called is not None and not self.broken
 
     @property
     def is_dismissed(self) -> bool:
-        """This member has no place in the run any more."""
-        return any(isinstance(one, Depart) for one in tuple(self._directives))
+        """Whether this member has to leave the run."""
+        return any(isinstance(directive, Depart) for directive in tuple(self._directives))
 
     @property
     def awaited(self) -> Awaited:
-        """What other processes of this generation wait for, as the coordinator has just said."""
+        """What other processes of this generation wait for, by the coordinator's latest message."""
         generation, awaited, told_s = self._awaited
         is_new = time.monotonic() - told_s < AWAITED_S
         return awaited if is_new and generation == self.generation else Awaited()
@@ -255,16 +255,16 @@ class Member:
         ended: bool = False,
         paused: bool = False,
     ) -> None:
-        """What is said with the next beat; as :meth:`Liveness.progress`. ``paused``: a process is
-        held on purpose."""
+        """Set what the next beat reports; as :meth:`Liveness.progress`. ``paused``: a process is
+        paused on purpose."""
         self._are_paused = paused
         self._progress = {"collectives": collectives, "meeting_s": meeting_s, "ended": ended}
         if step is not None:
             self._step = step
 
     def blame(self, reason: str, *, met: bool = True, lost_peer: bool = False) -> str:
-        """Say that a process of this member has ended so; returns the member whose process was the
-        first to end, "" if that is one which is gone, or if they had not ``met``."""
+        """Report how a process of this member ended. Return the member whose process ended first;
+        "" if that one is gone, or if they had not ``met``."""
         self.fail(reason, met=met, lost_peer=lost_peer)
         with self._cond:
             while self._aborted_for != self.generation and not (self._closed or self.is_dismissed):
@@ -274,45 +274,45 @@ class Member:
     def hold(
         self, *, failed: bool = False, final: bool = False, stop: Callable[[], bool]
     ) -> Directive:
-        """The processes of this generation have ended; arguments as for :meth:`safe_point`."""
+        """Report that this generation's processes have ended; arguments as :meth:`safe_point`."""
         with self._cond:
             self._holding = (self._step, failed, final)
         self._arrive()
         return self.again(stop=stop)
 
     def resumed(self, step: int) -> None:
-        """The processes that were started for this generation train on behind this step."""
+        """Report that the processes started for this generation train on after this step."""
         self._tell({"type": "resumed", "generation": self.generation, "step": step})
 
     def formed(self, form: Form, *, ok: bool, error: str = "", step: int | None = None) -> None:
-        """The generation has met, and trains on behind this step, if that is known; or it has not,
-        and the next directive is waited for."""
+        """Report that the generation has met and trains on after this step (None: unknown), or that
+        it has not; then wait for the next directive."""
         pause_s = time.monotonic() - form.since_s
         if ok:
             with self._cond:
                 self._holding, self.has_state = None, True
-        said = {"ok": ok, "pause_s": pause_s, "error": error[:MOST_ERROR], "step": step}
-        self._tell({"type": "formed", "change": form.change, **said})
+        details = {"ok": ok, "pause_s": pause_s, "error": error[:MOST_ERROR], "step": step}
+        self._tell({"type": "formed", "change": form.change, **details})
 
     def saved(self, save: Save) -> None:
-        """The save that was asked for has been made, or is impossible."""
+        """Report that the requested save is made, or impossible."""
         self._tell({"type": "saved", "change": save.change})
 
     def leave(self, reason: str) -> None:
-        """Announce that this member has to go; said again to a new coordinator."""
+        """Announce that this member has to go; repeated to a new coordinator."""
         if self._leaving:
             return
         self._leaving = reason
         self._tell({"type": "leave", "reason": reason})
 
     def note_pace(self, step_s: float, samples_per_s: float) -> None:
-        """What is said with the next beat."""
+        """Set the pace that the next beat reports."""
         self._pace = (step_s, samples_per_s)
 
     def done(self, *, of_all: bool = False) -> bool:
-        """What follows the training is done, and this process ends well. Return once the
-        coordinator knows, or, for the word ``of_all`` ranks, once it knows that of each; whether it
-        does."""
+        """Report that this process has done what follows the training and ends well. Wait until the
+        coordinator confirms it or, with ``of_all``, until all ranks have reported; return if it
+        did."""
         until_s = time.monotonic() + GOODBYE_S
         while not (self._all_done or self.broken) and time.monotonic() < until_s:
             try:
@@ -338,7 +338,7 @@ class Member:
         """Wait for values.
 
         Raises:
-            CoordinatorLost: they did not come, or the generation is not to be.
+            CoordinatorLost: they did not arrive, or the generation was given up.
         """
         texts = self._ask({"type": "get", "keys": list(keys)}, timeout_s)
         return [base64.b64decode(text) for text in texts]
@@ -354,8 +354,8 @@ class Member:
         with self._cond:
             while number not in self._answers:
                 left_s = deadline_s - clock.now_s()
-                # not whether the change is another: one that was aborted before this was asked
-                # would be waited for, and one that is only called for lets this one be
+                # do not compare the change: one aborted before this call would keep it waiting,
+                # and one only called for does not affect it
                 if left_s <= 0 or self._closed or self.broken or self._channel is None:
                     raise CoordinatorLost("the ranks of the new generation did not all come")
                 self._cond.wait(min(left_s, 1.0))
@@ -365,7 +365,7 @@ class Member:
     # --------------------------------------------------------------------------------------------
 
     def _take(self, form: Form) -> None:
-        """This rank is of that generation from here on."""
+        """Enter this generation."""
         self.generation, self._change = form.generation, form.change
         self.broken, self._attention = False, bool(self._directives)
         self._failure = None
@@ -390,7 +390,7 @@ class Member:
             )
 
     def _tell(self, message: Message) -> None:
-        """Send; what is lost with the connection is said again to the next coordinator."""
+        """Send; the next coordinator gets again what a lost connection swallows."""
         with self._cond:
             channel = self._channel
         if channel is not None:
@@ -403,7 +403,7 @@ class Member:
         while not self._closed:
             try:
                 self._serve()
-            except Exception as error:  # of any kind: it connects again
+            except Exception as error:  # any error: connect again
                 self._lost = str(error) or repr(error)
             with self._cond:
                 self._channel = None
@@ -412,7 +412,7 @@ class Member:
             time.sleep(RETRY_S)
 
     def _look_for_end(self) -> None:
-        """Nobody may be left who could say that the run has finished, or where it is."""
+        """Check the status file: maybe no coordinator is left to say that the run has finished."""
         if self._has_succeeded():
             self._put(Finished())
             self._closed = True
@@ -448,7 +448,7 @@ class Member:
         if self._failure is not None:
             self._tell(self._failure)
         if self._holding is not None and self._holding[2]:
-            self._arrive()  # nothing more is trained, and nobody may ask
+            self._arrive()  # it trains no more, so no message would ask for it
         if self._closed:
             channel.close()
         try:
@@ -461,9 +461,9 @@ class Member:
         if place is None:
             return None
         secret = Secret("file", self._folder.key())
-        found = connect([(str(place.get("host")), int(place.get("port", 0)))], World(), secret)
-        if isinstance(found, str):
-            self._lost = found
+        connection = connect([(str(place.get("host")), int(place.get("port", 0)))], World(), secret)
+        if isinstance(connection, str):
+            self._lost = connection
             return None
         hello = {
             "type": "join",
@@ -474,7 +474,7 @@ class Member:
             "generation": self.generation,
             "holding": self._holding is not None,
         }
-        first, joined = ask_first(found, hello, check=check_from_coordinator)
+        first, joined = ask_first(connection, hello, check=check_from_coordinator)
         if first["type"] != "welcome":
             joined.socket.close()
             if first["type"] == "refused" and not first["again"]:
@@ -490,7 +490,7 @@ class Member:
             raise CoordinatorLost("another one has taken over")
         channel = self._channel
         if channel is None or channel.is_full:
-            return  # a coordinator that is stopped must not stop who has to tell it something
+            return  # a stopped coordinator must not block its members
         step_s, samples_per_s = self._pace
         paused = self._is_paused() or self._are_paused
         self._tell(
@@ -507,7 +507,7 @@ class Member:
         )
 
     def _is_replaced(self) -> bool:
-        """Whether the coordinator of the run is another one than the one this rank talks to."""
+        """Whether another coordinator has taken over from the one this rank talks to."""
         with contextlib.suppress(HydroslurmError, OSError):
             return self._folder.read(self._folder.coordinator_json) not in (None, self._place)
         return False
@@ -518,7 +518,7 @@ class Member:
             with self._cond:
                 self._change = self._called = message["change"]
                 self._hold_at = None
-                self._attention = True  # before the step is read; see safe_point()
+                self._attention = True  # before reading the step; see safe_point()
                 proposal = self._step + (0 if self._holding is not None else 1)
             self._tell({"type": "propose", "change": message["change"], "step": proposal})
         elif kind == "hold_at":
@@ -562,9 +562,7 @@ class Member:
             held = self._holding is not None
             self.broken = self._attention = True
             self.culprit, self._aborted_for = message["culprit"], self.generation
-            self._directives = deque(
-                one for one in self._directives if not isinstance(one, (Form, Save))
-            )
+            self._directives = deque(d for d in self._directives if not isinstance(d, (Form, Save)))
             self._cond.notify_all()
         if held:
             self._arrive()

@@ -1,23 +1,23 @@
 """Who trains together: the state machine of an elastic run's coordinator. Pure.
 
-It is told what happened and when, and returns what is to be sent and recorded; it knows no clock,
-no socket and no file. One change of the generation goes through these phases:
+Its input is what happened and when; its output is what to send and record. It uses no clock, socket
+or file. A change of generation passes through these phases:
 
-    CALLING    every rank of the generation is asked where it can hold next
-    HOLDING    all have answered: they train on to the largest step named, and hold there
+    CALLING    ask every rank of the generation where it can hold next
+    HOLDING    all have answered: they train up to the largest step proposed, and hold there
     BREAKING   a rank is gone in the middle of a step: the others drop that step, and hold
-    SAVING     too few would be left: one of them saves before anyone goes
-    FORMING    they stand still; the new generation meets, and newcomers get the state
-    SUSPENDED  they stand still, and wait for more members
+    SAVING     too few would be left: one rank saves before anyone leaves
+    FORMING    all hold; the new generation meets, and newcomers get the state
+    SUSPENDED  all hold, and wait for more members
 
-Behind its last step a generation stays together for what follows the training (its *tail*). The run
+After its last step a generation stays together for what follows the training (its *tail*). The run
 has finished once all its processes have ended well; if one has not, others repeat the tail.
 
-A change that is called while all is well loses nothing: all ranks hold behind one step. One that a
-death forces repeats at most the step in flight. Ranks that are one step ahead of others (a death
-may let a collective succeed here and fail there) are the source of the state for these.
+A change called while all is well loses nothing: all ranks hold after one step. A change forced by a
+death repeats at most the current step. If ranks are one step ahead (a death may let a collective
+succeed here and fail there), the others get the state from them.
 
-Only the newest generation trains. A rank that comes back from an older one is refused: what it has
+Only the newest generation trains. A rank returning from an older one is refused: what it has
 trained since is not part of the run.
 """
 
@@ -48,8 +48,8 @@ from hydroslurm.elastic.roster import (
 )
 
 CUT_OFF_S = 60.0
-"""A rank may be silent so much longer than ``silent_s`` while no other is heard either: longer than
-the 40 s after which the connection of a node that is gone ends."""
+"""Added to ``silent_s`` while no other rank is heard either: longer than the 40 s after which the
+connection of a lost node ends."""
 _GATHERING = (Phase.CALLING, Phase.HOLDING, Phase.BREAKING)
 
 
@@ -57,13 +57,13 @@ class Membership:
     """The members of one run.
 
     Attributes:
-        size: may be replaced by :meth:`scale` only.
-        generation: the number of the newest one; 0 before the first.
+        size: change it only by :meth:`scale`.
+        generation: number of the newest one; 0 before the first.
         current: its members, in the order of their ranks; () while none trains.
-        finished: the training is complete, and what follows it is done.
-        gave_up: why the run cannot go on, "" while it can.
-        ranks_each: of torch, where those that speak here are agents and start so many each.
-        are_agents: whether they are: a generation that is formed has then yet to meet.
+        finished: the training and what follows it are complete.
+        gave_up: why the run cannot go on; "" while it can.
+        ranks_each: torch ranks per connected rank; more than 1 only for agents.
+        are_agents: the connected ranks are agents, so a formed generation has yet to meet.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Membership:
         change: int = 0,
         now_s: float = 0.0,
     ) -> None:
-        """``generation``, ``current`` (members and their numbers of ranks), ``change``: what an
-        earlier coordinator has left; its ranks have ``return_s`` to come back."""
+        """``generation``, ``current`` (members and their numbers of ranks), ``change``: from an
+        earlier coordinator; its ranks have ``return_s`` to reconnect."""
         self.size = size
         self.timing = timing or Timing()
         self.members: dict[str, MemberState] = {}
@@ -91,8 +91,8 @@ class Membership:
         self.are_agents = False
         self._orders = 0
         self._liveness = Liveness()
-        self._ready: set[str] = set()  # members that could be taken in
-        self._may_leave = False  # False: nobody does
+        self._ready: set[str] = set()  # members that could join
+        self._may_leave = False  # False: no member is leaving
         self._absent: set[Rank] = set()
         self._absent_until_s = now_s + self.timing.return_s
         self._actions: list[Action] = []
@@ -101,7 +101,7 @@ class Membership:
         self._gather_until_s: float | None = None
         self._join_at_s: float | None = None
         self._begun: tuple[int, int, float] | None = None
-        self._tail: set[Rank] | None = None  # ranks that do what follows the training
+        self._tail: set[Rank] | None = None  # ranks still busy with what follows the training
         self._tail_failed: list[str] = []
         self._failed_meetings = FailedMeetings()
         self._meet_again_s: float | None = None
@@ -111,7 +111,7 @@ class Membership:
             self._absent |= set(member.ranks)
             self.current += (name,)
 
-    # --- what happens
+    # --- events
     # --------------------------------------------------------------------------------------------
 
     def join(
@@ -124,11 +124,11 @@ class Membership:
         holding: bool,
         now_s: float,
     ) -> list[Action]:
-        """A rank has connected. ``generation``: the one that it trains in, 0 for a newcomer;
-        ``holding``: it was in the middle of a change.
+        """A rank has connected. ``generation``: its own, 0 for a newcomer; ``holding``: it was in
+        the middle of a change.
 
         Raises:
-            Refused: it has no place here.
+            Refused: it may not join.
         """
         name, local = rank
         if self.finished:
@@ -155,7 +155,7 @@ class Membership:
                 "trained since is not part of the run. Started anew it may join again"
             )
         if not generation and name in self._training:
-            if member is not None and rank in self._absent:  # restarted while nobody looked
+            if member is not None and rank in self._absent:  # restarted between coordinators
                 self._lost(rank, now_s)
             else:
                 raise Refused(f"{name} trains already, with other processes", again=True)
@@ -168,7 +168,7 @@ class Membership:
         self._liveness.heard(rank, now_s)
         self._send(rank, "welcome", generation=self.generation)
         if self._tail is not None:
-            if holding:  # it has missed the word
+            if holding:  # it missed the message
                 self._send(rank, "trained", step=self.step)
         elif generation and (holding or self.change is not None):
             self._break("the coordinator was replaced during a change", now_s)
@@ -176,7 +176,7 @@ class Membership:
         return self._settled(now_s)
 
     def ready(self, rank: Rank, now_s: float) -> list[Action]:
-        """A newcomer has everything but the state of the run."""
+        """A newcomer is ready but for the run's state."""
         member = self._heard(rank, now_s)
         if member is not None and member.id not in self._training:
             member.ready.add(rank[1])
@@ -185,7 +185,7 @@ class Membership:
         return self._settled(now_s)
 
     def proposed(self, rank: Rank, change: int, step: int, now_s: float) -> list[Action]:
-        """A rank says behind which step it can hold."""
+        """A rank proposes a step after which it can hold."""
         self._heard(rank, now_s)
         if self._is_now(change, Phase.CALLING) and rank[0] in self._training:
             assert self.change is not None
@@ -203,8 +203,8 @@ class Membership:
         failed: bool = False,
         final: bool = False,
     ) -> list[Action]:
-        """A rank holds. ``has_state``: it is one that has trained, or could; ``final``: it has
-        nothing more to train."""
+        """A rank holds. ``has_state``: it has trained, or could; ``final``: it has nothing more to
+        train."""
         self._heard(rank, now_s)
         self.step = max(self.step, step)
         step = step if has_state else -1
@@ -232,10 +232,10 @@ class Membership:
         met: bool = True,
         lost_peer: bool = False,
     ) -> list[Action]:
-        """A collective of this generation has failed in a rank. ``reason``: one of its processes
-        has ended so; where several say that, the first did, for the others fail by its end. Unless
-        they had ``met``, nobody is to blame for it yet, and the cause is what one tells that has
-        not just ``lost_peer``."""
+        """A collective of this generation failed in a rank. ``reason``: how one of its processes
+        ended; if several ranks report that, the first is the cause, as its end makes the others
+        fail. Unless they had ``met``, none is to blame yet, and the cause is the report of a rank
+        that did more than ``lost_peer``."""
         member = self._heard(rank, now_s)
         is_current = generation == self.generation and self._tail is None
         if is_current and member is not None and rank[0] in self._training:
@@ -252,7 +252,7 @@ class Membership:
         return self._settled(now_s)
 
     def resumed(self, rank: Rank, generation: int, step: int, now_s: float) -> list[Action]:
-        """The processes of a generation that were started anew train on behind this step."""
+        """The new processes of a generation train on after this step."""
         self._heard(rank, now_s)
         if self._begun is not None and self._begun[0] == generation:
             _, before, since_s = self._begun
@@ -268,7 +268,7 @@ class Membership:
         return self._settled(now_s)
 
     def saved(self, rank: Rank, change: int, now_s: float) -> list[Action]:
-        """The rank that was asked to save has done so, or cannot."""
+        """The rank asked to save has done so, or cannot."""
         self._heard(rank, now_s)
         if self._is_now(change, Phase.SAVING):
             assert self.change is not None
@@ -287,9 +287,9 @@ class Membership:
         step: int | None = None,
         missing: Sequence[str] = (),
     ) -> list[Action]:
-        """A rank has met the others of the new generation and has the state, with which it trains
-        on behind this step (None: it does not know yet); or it has not, and ``error`` says why.
-        ``missing``: members of which nobody has heard there."""
+        """A rank has met the others of the new generation and trains on after this step (None: not
+        known yet); or it has not, and ``error`` says why. ``missing``: members from which nothing
+        was heard there."""
         self._heard(rank, now_s)
         if not self._is_now(change, Phase.FORMING):
             return self._settled(now_s)
@@ -312,7 +312,7 @@ class Membership:
         return self._settled(now_s)
 
     def done(self, rank: Rank, now_s: float) -> list[Action]:
-        """The process of this rank has done what follows the training, and ends well."""
+        """This rank's process has done what follows the training, and ends well."""
         self._heard(rank, now_s)
         if self._tail is not None and rank in self._tail:
             self._tail.remove(rank)
@@ -320,13 +320,13 @@ class Membership:
         return self._settled(now_s)
 
     def resume_tail(self, step: int, *, done: Iterable[Rank], failed: Iterable[str]) -> None:
-        """The coordinator before has seen the training end at this step, and this since."""
+        """Resume a tail that an earlier coordinator saw begin at this step."""
         self.step, self._tail_failed = step, list(failed)
         self._tail = set(self._present_ranks()) - set(done)
         self._absent &= self._tail
 
     def leave(self, rank: Rank, reason: str, now_s: float) -> list[Action]:
-        """A member announces that it has to go."""
+        """A member announces that it has to leave."""
         member = self._heard(rank, now_s)
         if member is not None and not member.leaving:
             member.leaving, self._may_leave = reason or "asked to", True
@@ -334,9 +334,9 @@ class Membership:
         return self._settled(now_s)
 
     def lost(self, rank: Rank, now_s: float, *, fault: str = "") -> list[Action]:
-        """The connection of a rank has ended; ``fault``: of ours, by which it did."""
+        """A rank's connection has ended; ``fault``: our own fault that ended it."""
         if fault and (member := self.members.get(rank[0])) is not None:
-            member.leaving = member.leaving or fault  # it has not failed
+            member.leaving = member.leaving or fault  # not a failure of the member
         self._lost(rank, now_s, why=fault or CONNECTION_ENDED)
         return self._settled(now_s)
 
@@ -352,8 +352,8 @@ class Membership:
         meeting_s: float = 0.0,
         ended: bool = False,
     ) -> list[Action]:
-        """A rank lives. ``waits``: it has done its part of the step, or is ``paused``; of the
-        processes of an agent ``collectives``, ``meeting_s``, ``ended``: as
+        """A rank lives. ``waits``: its part of the step is done, or it is ``paused``. For agents,
+        ``collectives``, ``meeting_s`` and ``ended`` of their processes: as
         :meth:`Liveness.progress`."""
         member = self._heard(rank, now_s)
         if member is not None:
@@ -368,22 +368,22 @@ class Membership:
         return actions
 
     def _note_pause(self, member: MemberState, rank: Rank, *, paused: bool) -> None:
-        """The others wait for a member that is paused, for as long as it is: say so, once."""
+        """Note a pause, for which the others wait; tell one of them when it begins."""
         before = bool(member.paused)
         (member.paused.add if paused else member.paused.discard)(rank[1])
         if bool(member.paused) == before or member.id not in self._training:
             return
         kind = "paused" if paused else "continued"
         self._record(kind, member=member.id, node=member.node)
-        others = [one for one in self._present_ranks() if one[0] != member.id]
+        others = [rank for rank in self._present_ranks() if rank[0] != member.id]
         if paused and others:
             self._send(others[0], "paused", member=member.id, node=member.node)
 
     def scale(self, size: int, leave: Sequence[str], now_s: float, *, by: str = "") -> list[Action]:
-        """Another number of members is wanted; those in ``leave`` go first, then the newest.
+        """Change the number of wanted members; ``leave`` go first, then the newest.
 
         Raises:
-            ValueError: the size is out of bounds, or there is no such member.
+            ValueError: the size is out of bounds, or a member is unknown.
         """
         if unknown := [name for name in leave if name not in self.members]:
             raise ValueError(
@@ -402,9 +402,9 @@ class Membership:
         return self._settled(now_s)
 
     def tick(self, now_s: float) -> list[Action]:
-        """Time has passed."""
-        # while nobody is heard, it may as well be this end that is cut off; in the tail no rank
-        # waits for another within a step, and an export may hold the GIL for long
+        """Find silent and stuck ranks; call at least once a second."""
+        # while no rank is heard, this end may be the one cut off; in the tail no rank waits for
+        # another within a step, and an export may hold the GIL for long
         heard_until_s = max(self._liveness.newest_s(), now_s - CUT_OFF_S)
         while self._tail is None and (silent := self._liveness.most_silent()) is not None:
             rank, heard_s = silent
@@ -424,27 +424,27 @@ class Membership:
         return self._settled(now_s)
 
     def restart_clocks(self, now_s: float) -> None:
-        """The coordinator was away itself. The ranks may have been, too, and wake up later:
-        everybody has the whole time again to be heard."""
+        """Give every rank its full time again to be heard, after the coordinator itself stopped:
+        they may have been stopped, too, and wake up later."""
         self._liveness.restart(now_s)
         self._absent_until_s = now_s + self.timing.return_s
 
     def due_s(self) -> float:
-        """When :meth:`tick` is due beside its once a second."""
+        """When :meth:`tick` is due, besides once a second."""
         waits_s = (self._gather_until_s, self._join_at_s, self._meet_again_s)
-        return min((one for one in waits_s if one is not None), default=math.inf)
+        return min((due_s for due_s in waits_s if due_s is not None), default=math.inf)
 
-    # --- what is seen
+    # --- state
     # --------------------------------------------------------------------------------------------
 
     @property
     def is_in_tail(self) -> bool:
-        """Whether the training is complete, and what follows it is under way and has not failed."""
+        """Whether the training is complete, and its tail still runs without a failure."""
         return self._tail is not None and not self._tail_failed
 
     @property
     def state(self) -> str:
-        """One word, as ``describe`` shows it."""
+        """The run's state in one word, for ``describe``."""
         if self.finished:
             return "Succeeded"
         if self.gave_up:
@@ -461,12 +461,12 @@ class Membership:
 
     @current.setter
     def current(self, names: tuple[str, ...]) -> None:
-        # each of 10,000 members asks whether it trains, several times in one change
+        # in one change each of 10,000 members asks several times whether it trains
         self._current, self._training = names, frozenset(names)
         self._rank_count: int | None = None
 
     def state_of(self, member: MemberState) -> str:
-        """One word about a member."""
+        """Return a member's state in one word."""
         if member.leaving:
             return "Leaving"
         if member.paused:
@@ -475,7 +475,7 @@ class Membership:
             return "Running"
         return "Ready" if member.is_ready else "Starting"
 
-    # --- the change that is under way
+    # --- the current change
     # --------------------------------------------------------------------------------------------
 
     def _forget(self, member: MemberState) -> None:
@@ -495,14 +495,14 @@ class Membership:
         return self.change
 
     def _is_now(self, change: int, phase: Phase) -> bool:
-        now = self.change
-        return now is not None and now.number == change and now.phase is phase
+        current = self.change
+        return current is not None and current.number == change and current.phase is phase
 
     def _break(self, cause: str, now_s: float, *, culprit: str = "") -> None:
-        """The generation is broken: its ranks drop the step that they are in, and hold."""
+        """Break the generation: its ranks drop their current step, and hold."""
         change = self.change
         if change is not None and change.phase in (Phase.BREAKING, Phase.SAVING, Phase.SUSPENDED):
-            return  # they are told already, or hold
+            return  # they know, or hold
         if change is None:
             change = self._begin(Phase.BREAKING, cause, now_s)
         elif change.phase is Phase.FORMING:
@@ -520,7 +520,7 @@ class Membership:
         self._send(rank, "abort", change=number, generation=self.generation, culprit=culprit)
 
     def _settled(self, now_s: float) -> list[Action]:
-        """Go on as far as can be; return what is to be done."""
+        """Advance as far as possible; return the actions."""
         while self._advance(now_s):
             pass
         actions, self._actions = self._actions, []
@@ -535,13 +535,13 @@ class Membership:
         if change is None:
             return self._may_begin(now_s)
         if not self._count_ranks() and change.phase is not Phase.FORMING:
-            self.change, self.current = None, ()  # nobody is left: whoever is ready begins anew
+            self.change, self.current = None, ()  # nobody is left: ready members start over
             return True
         answered = len(change.arrivals)
         if change.phase is Phase.CALLING:
             answered += len(change.proposals)
         if change.phase in _GATHERING and answered < self._count_ranks():
-            return False  # counted first: to look at each, for each message, is n² of a change
+            return False  # count first: checking each rank at each message makes a change O(n²)
         ranks = self._present_ranks() if change.phase in (*_GATHERING, Phase.SAVING) else []
         if change.phase is Phase.CALLING and all(
             rank in change.proposals or rank in change.arrivals for rank in ranks
@@ -569,13 +569,13 @@ class Membership:
         return False
 
     def _may_begin(self, now_s: float) -> bool:
-        """Whether a change is called for, while the generation trains, or none does."""
+        """Begin a change if one is due, while the generation trains or none does."""
         if not self.current:
             return self._first(now_s)
         if self._absent:
-            return False  # a coordinator that has just begun hears everybody first
+            return False  # a new coordinator hears every rank first
         self._mark_surplus()
-        leaving = [one.id for one in self._leavers() if one.id in self._training]
+        leaving = [m.id for m in self._leavers() if m.id in self._training]
         if leaving:
             reasons = ", ".join(f"{name}: {self.members[name].leaving}" for name in leaving)
             self._call(f"leave ({reasons})", now_s)
@@ -590,11 +590,11 @@ class Membership:
         self._join_at_s = None
         joining = self._newcomers()
         if joining:
-            self._call(f"join ({', '.join(one.id for one in joining)})", now_s)
+            self._call(f"join ({', '.join(m.id for m in joining)})", now_s)
         return bool(joining)
 
     def _first(self, now_s: float) -> bool:
-        """Nobody trains: begin as soon as there are enough, and wait a little for all."""
+        """Begin the first generation once enough members are ready; wait briefly for the rest."""
         for member in self._leavers():
             self._depart(member)
         if len(self._ready) < self.size.min:
@@ -615,8 +615,8 @@ class Membership:
             self._send(rank, "hold", change=change.number)
 
     def _meet_again(self, change: Change, ranks: list[Rank], now_s: float) -> bool:
-        """All hold. If generations have failed to meet it is waited for a while, and whoever is
-        taken for the cause is left out."""
+        """Form again once all hold: after failed meetings wait a while, and leave out the members
+        that seem to be the cause."""
         failed = self._failed_meetings
         self._meet_again_s = failed.due_s if now_s < failed.due_s else None
         if self._meet_again_s is not None:
@@ -635,19 +635,19 @@ class Membership:
         return bool(blamed) or self._all_hold(change, ranks)
 
     def _has_met(self) -> None:
-        """The generation of now can: what failed before is over."""
+        """Note that this generation has met: earlier failures no longer count."""
         self._failed_meetings.forget()
         self._met = self._training
 
     def _expel(self, member: MemberState, why: str) -> None:
-        """The others go on without it, and it has failed."""
+        """Remove a member as failed; the others go on without it."""
         reason = f"the others are to meet without this member, for {why}"
         self._record("failure", member=member.id, node=member.node, reason=reason)
         self._dismiss(member, reason, failed=True)
         self._forget(member)
 
     def _give_up(self) -> None:
-        """The run cannot go on."""
+        """End a run that cannot go on."""
         self.gave_up = str(self._failed_meetings)
         self._record("gave_up", reason=self.gave_up)
         for member in list(self.members.values()):
@@ -655,17 +655,17 @@ class Membership:
         self.change, self.current = None, ()
 
     def _all_hold(self, change: Change, ranks: list[Rank]) -> bool:
-        """Everybody stands still: who goes on?"""
+        """Decide, once all hold: train on, save, or end."""
         arrivals = [change.arrivals[rank] for rank in ranks]
-        steps = {one.step for one in arrivals}
-        # a group that is broken, or whose members leave, is of no use for what follows
+        steps = {a.step for a in arrivals}
+        # a broken group, or one whose members leave, cannot do what follows
         is_whole = change.phase is Phase.HOLDING and not any(
             self.members[name].leaving for name in self.current
         )
-        if all(one.final for one in arrivals) and len(steps) == 1 and (is_whole or self.are_agents):
+        if all(a.final for a in arrivals) and len(steps) == 1 and (is_whole or self.are_agents):
             self._end_training(max(steps.pop(), self.step))
             return False
-        if any(one.failed for one in arrivals) and max(steps) == min(steps) >= 0:
+        if any(a.failed for a in arrivals) and max(steps) == min(steps) >= 0:
             change.steps_lost = 1
         self._mark_surplus()
         staying = [name for name in self.current if not self.members[name].leaving]
@@ -680,11 +680,11 @@ class Membership:
         return self._form(change)
 
     def _form(self, change: Change) -> bool:
-        """Name the new generation, or wait for more."""
+        """Choose the new generation, or wait for more members."""
         if self._failed_meetings.are_too_many:
             self._give_up()
             return False
-        held = {rank: one.step for rank, one in change.arrivals.items() if one.step >= 0}
+        held = {rank: a.step for rank, a in change.arrivals.items() if a.step >= 0}
         newest = max(held.values(), default=None)
         staying = [name for name in self.current if not self.members[name].leaving]
         has_state = [
@@ -692,7 +692,7 @@ class Membership:
             for name in staying
             if any(held.get(rank) == newest for rank in self.members[name].ranks)
         ]
-        if staying and not has_state:  # only who leaves has the newest state: it hands it over
+        if staying and not has_state:  # only leaving members have the newest state: they send it
             staying = list(self.current)
         else:
             self._part(change)
@@ -743,13 +743,13 @@ class Membership:
                 world_size=len(ranks),
                 members=len(together),
                 source=source,
-                needs=[one for one in needs if one != source or newest is not None],
+                needs=[n for n in needs if n != source or newest is not None],
                 fresh=newest is None,
                 cause=change.cause,
             )
 
     def _part(self, change: Change) -> None:
-        """Those of the generation that are to go do so."""
+        """Let the generation's leaving members go."""
         for name in self.current:
             if self.members[name].leaving:
                 change.left.append(name)
@@ -764,7 +764,7 @@ class Membership:
         return self._form(change)
 
     def _end_training(self, step: int) -> None:
-        """Agents arrive when their processes have ended, and with them what follows."""
+        """Begin the tail. Agents have done it already: they arrive when their processes end."""
         self.change, self.step = None, step
         if self.are_agents:
             self._finish(step)
@@ -783,7 +783,7 @@ class Membership:
         for name in self.current:
             if (member := self.members.get(name)) is not None:
                 self._drop(member)
-        self._tail, self.current = None, ()  # whoever is ready repeats it, from the last save
+        self._tail, self.current = None, ()  # ready members repeat it, from the last save
         return True
 
     def _finish(self, step: int) -> None:
@@ -797,10 +797,9 @@ class Membership:
     def _record_generation(self, pause_s: float) -> None:
         change = self.change
         assert change is not None
-        step = max((one.step for one in change.arrivals.values()), default=-1)
+        step = max((a.step for a in change.arrivals.values()), default=-1)
         if step < 0 and change.resumes_behind is not None:
-            # nobody was left who had the state: what was trained behind the checkpoint is lost, as
-            # far as the last beats had told of it
+            # no rank had the state: the work since the checkpoint, by the last beats, is lost
             change.steps_lost = max(0, self.step - change.resumes_behind)
             self.step = change.resumes_behind
         self._begun = (self.generation, self.step, change.since_s)
@@ -828,7 +827,7 @@ class Membership:
         return member
 
     def _present_ranks(self) -> list[Rank]:
-        """Of the generation, in order; those that a new coordinator still waits for included."""
+        """Return the generation's ranks in order, with those a new coordinator still awaits."""
         return [
             rank
             for name in self.current
@@ -837,7 +836,7 @@ class Membership:
         ]
 
     def _count_ranks(self) -> int:
-        """Of the generation; members only go together with ``current``."""
+        """Return the generation's size in ranks; members leave only together with ``current``."""
         if self._rank_count is None:
             sizes = (self.members[name].local_size for name in self.current if name in self.members)
             self._rank_count = sum(sizes)
@@ -846,12 +845,12 @@ class Membership:
     def _leavers(self) -> list[MemberState]:
         if not self._may_leave:
             return []
-        found = [member for member in self.members.values() if member.leaving]
-        self._may_leave = bool(found)
-        return found
+        leavers = [member for member in self.members.values() if member.leaving]
+        self._may_leave = bool(leavers)
+        return leavers
 
     def _mark_surplus(self) -> None:
-        """More train than are wanted: the newest go."""
+        """Mark the newest members as leaving if more train than are wanted."""
         if len(self.current) <= self.size.wanted:
             return
         staying = [name for name in self.current if not self.members[name].leaving]
@@ -860,14 +859,14 @@ class Membership:
             self._may_leave = True
 
     def _newcomers(self) -> list[MemberState]:
-        """Who can be taken in now, in the order in which they came."""
+        """Return the members that can join now, in joining order."""
         staying = sum(not self.members[name].leaving for name in self.current)
         ready = [self.members[name] for name in self._ready if not self.members[name].leaving]
         ready.sort(key=lambda member: member.order)
         return ready[: max(0, self.size.wanted - staying)]
 
     def _depart(self, member: MemberState) -> None:
-        """Send a member away; nothing more is expected of it."""
+        """Send a member away and record it."""
         self._dismiss(member, member.leaving)
         self._record("left", member=member.id, node=member.node, reason=member.leaving)
 
@@ -877,7 +876,7 @@ class Membership:
         self._drop(member)
 
     def _drop(self, member: MemberState) -> None:
-        """It is no member any more."""
+        """Forget a member."""
         for rank in member.ranks:
             self._liveness.forget(rank)
         self.members.pop(member.id, None)
@@ -893,8 +892,8 @@ class Membership:
         self._actions.append(Record(kind, data))
 
     def _may_return(self, name: str, generation: int, holding: bool) -> bool:
-        """A rank that stands still may have missed the word of the generation that was forming
-        when the last coordinator ended."""
+        """Whether a rank may return. One that holds may have missed the last coordinator's ``form``
+        message."""
         missed = holding and generation == self.generation - 1
         return name in self.current and (generation == self.generation or missed)
 
@@ -905,21 +904,21 @@ class Membership:
         return member
 
     def _tell_who_is_awaited(self) -> None:
-        """Agents know what their processes do, and not that others wait for them."""
+        """Tell agents that others wait for them: they see only their own processes."""
         if not self._liveness.knows_progress:
             return
         change = self.change
         is_ending = (
             change is not None
             and change.phase is Phase.HOLDING
-            and all(one.final for one in change.arrivals.values())
+            and all(a.final for a in change.arrivals.values())
         )
         if change is None or is_ending:
             for rank, awaited in self._liveness.awaited(self._present_ranks()):
                 self._send(rank, "awaited", generation=self.generation, **asdict(awaited))
 
     def _lost(self, rank: Rank, now_s: float, *, why: str = CONNECTION_ENDED) -> None:
-        """One rank is gone, and with it its member: the others of its node leave too."""
+        """Drop a lost rank's member: the other ranks on its node leave, too."""
         member = self.members.get(rank[0])
         self._liveness.forget(rank)
         if member is None or (rank[1] not in member.present and rank not in self._absent):
@@ -945,8 +944,8 @@ class Membership:
         self._forget(member)
 
     def _lost_in_tail(self, rank: Rank, member: MemberState, why: str) -> None:
-        """The process of a rank has ended. Unless that was well the others' collectives fail, and
-        they end too; only the first counts as a failure."""
+        """Handle the end of a rank's process. Unless it ended well, the others' collectives fail
+        and they end, too; only the first counts as a failure."""
         assert self._tail is not None
         member.present.discard(rank[1])
         self._absent.discard(rank)
@@ -966,8 +965,8 @@ class Membership:
 
 
 def _in_order(order: Sequence[str], staying: Sequence[str], joining: Sequence[str]) -> list[str]:
-    """Who comes takes the place of who went, so that the ranks of the others stay what they are;
-    the rest is appended."""
+    """Give newcomers the places of those who left, so that the other ranks keep their numbers;
+    append the rest."""
     waiting, stays = deque(joining), frozenset(staying)
     together = []
     for name in order:

@@ -1,4 +1,4 @@
-"""The messages between an elastic run's coordinator and its ranks, and those who ask about it."""
+"""Messages between an elastic run's coordinator, its ranks, and the commands that control it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Meta
 from hydroslurm.coordination.messages import Count, Number, Text, checker
 
 MAX_STORE_BYTES = 1 << 20
-"""Of one value in the store that process groups meet by; addresses and ids have a few hundred."""
+"""Of one value in the store that process groups meet through; addresses take a few hundred."""
 
 
 _Value = Annotated[str, Meta(max_length=2 * MAX_STORE_BYTES)]
@@ -60,7 +60,7 @@ check_from_rank = checker(
         "set": {"key": Text, "value": _Value},
         "get": {"keys": list[Text], "id": Count},
         "add": {"key": Text, "amount": Count, "id": Count},
-        # not of ranks, but of whoever controls the run
+        # not from ranks: from a command that controls the run
         "scale": {"size": Count, "leave": list[Text], "by": Text},
     }
 )

@@ -1,11 +1,11 @@
 """The sum of the gradients over a generation, as a communication hook of DistributedDataParallel.
 
-A rank's gradient counts with the weight of its samples: the ranks' shares of one global batch need
-not be equal. DDP sits on a group of one and divides by 1, so what the hook gives is the gradient of
-the mean over all samples, if the loss is the mean over this rank's.
+A rank's gradient is weighted by its samples, so the ranks' shares of a global batch may differ. DDP
+runs on a group of one and divides by 1, so the hook returns the gradient of the mean over all
+samples, if the loss is the mean over this rank's.
 
-A collective that fails does not raise in the middle of a backward. The step is marked, its other
-buckets are not sent, and the run drops the step at its end: nothing was changed by then.
+A failing collective does not raise in the middle of a backward. It marks the step, whose remaining
+buckets are not sent, and the run drops the step at its end. Nothing has changed by then.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _FAILURES = (RuntimeError, ValueError)
 
 
 class GradientSum:
-    """One per rank, for all its DDP modules; DDP's hook is :func:`sum_bucket`.
+    """The gradient sum of one rank, for all its DDP modules; the hook is :func:`sum_bucket`.
 
     Attributes:
-        weight: this rank's part of the samples of the step that is under way, from 0 to 1; the
-            parts of all ranks add up to 1.
-        averages: the ranks train apart: of each step one number is summed, by which they notice
-            who is gone at the same step.
-        begun: collectives of steps so far, those that failed included.
-        is_sending: gradients of the step have been sent, so that whoever is late is another one.
-            Whoever counts the steps sets it back.
+        weight: this rank's share of the current step's samples, from 0 to 1; all ranks' shares
+            add up to 1.
+        averages: the ranks train independently. Each step sums one number, so that all notice
+            in the same step when a rank is gone.
+        begun: collectives of steps so far, failed ones included.
+        is_sending: this step's gradients have been sent, so this rank is not the late one. The
+            caller that counts the steps resets it.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class GradientSum:
     ) -> None:
         """
         Args:
-            group: of the generation; None while this rank is alone.
+            group: that of the generation; None while this rank is alone.
             may_send: False once the generation is broken.
-            on_error: a collective has failed; in any thread.
+            on_error: called in any thread when a collective has failed.
         """
         self.weight = 1.0
         self.averages = False
@@ -63,8 +63,8 @@ class GradientSum:
         self._compared: dict[tuple[int, int], bytes] = {}
 
     def begin_generation(self, parameters: list[torch.nn.Parameter]) -> None:
-        """The buckets were built anew, for these parameters, in the same order on all ranks."""
-        self._names = {id(one): number for number, one in enumerate(parameters)}
+        """Note that the buckets were rebuilt for these parameters, ordered alike on all ranks."""
+        self._names = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._compared.clear()
 
     def sum(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -103,11 +103,11 @@ class GradientSum:
         return cast("torch.futures.Future[torch.Tensor]", future.then(summed))
 
     def average_shard(self, gradient: torch.Tensor, replicas: dist.ProcessGroup | None) -> None:
-        """Make the gradient of one shard, the mean over this member's ranks, that over all members;
-        in place.
+        """Average the gradient of one shard, already the mean over this member's ranks, over all
+        members; in place.
 
         Args:
-            replicas: the ranks that have this shard; None if no other has.
+            replicas: ranks with the same shard; None if there is no other.
         """
         if not self._may_send():
             self._on_error()
@@ -119,7 +119,7 @@ class GradientSum:
                 gradient.div_(replicas.size())
 
     def sum_shards(self, gradients: ShardGradients, count: int) -> None:
-        """Sum the gradients of a step's shards in their order, ``count`` of them on all ranks."""
+        """Sum the gradients of a step's ``count`` shards over all ranks in their order."""
         self.begun += 1
         if not self._may_send():
             self._on_error()
@@ -137,39 +137,39 @@ class GradientSum:
             gradients.put(sums)
 
     def share_buffers(self, module: torch.nn.Module) -> None:
-        """Give all ranks the buffers of rank 0, as DDP does before each forward of a training."""
+        """Copy rank 0's buffers to all ranks, as DDP does before each training forward."""
         self.begun += 1
         group = self._group()
-        buffers = [one for one in module.buffers() if one.numel()]
+        buffers = [buffer for buffer in module.buffers() if buffer.numel()]
         if group is None or not buffers or not self._may_send():
             return
         with self._marked(), torch.no_grad():
-            for kind in dict.fromkeys((one.dtype, one.device) for one in buffers):
-                alike = [one for one in buffers if (one.dtype, one.device) == kind]
-                flat = torch.cat([one.reshape(-1) for one in alike])
+            for kind in dict.fromkeys((buffer.dtype, buffer.device) for buffer in buffers):
+                alike = [buffer for buffer in buffers if (buffer.dtype, buffer.device) == kind]
+                flat = torch.cat([buffer.reshape(-1) for buffer in alike])
                 dist.broadcast(flat, group=group, group_src=0)
-                parts = torch.split(flat, [one.numel() for one in alike])
-                for one, part in zip(alike, parts, strict=True):
-                    one.copy_(part.view_as(one))
+                parts = torch.split(flat, [buffer.numel() for buffer in alike])
+                for buffer, part in zip(alike, parts, strict=True):
+                    buffer.copy_(part.view_as(buffer))
 
     @contextlib.contextmanager
     def _marked(self) -> Iterator[None]:
-        """Collectives of a step, which counts for nothing if one of them fails."""
+        """Run collectives of a step; if one fails, the step does not count."""
         try:
             yield
-        except _FAILURES:  # of a peer that is gone it says only that; the ledger says what happened
+        except _FAILURES:  # torch's error only says that a peer is gone; the ledger says why
             self._on_error()
 
     def _compare(self, bucket: GradBucket, group: dist.ProcessGroup) -> None:
-        """Whether all ranks have the same weights in this bucket, in the same order, the first time
-        that it is filled so: ranks that add up the gradients of different weights would not fail.
+        """Check, the first time a bucket has this composition, that all ranks have the same weights
+        in it in the same order. Summing gradients of different weights would raise no error.
 
         Raises:
-            RanksError: they have not.
+            RanksError: they differ.
         """
         parameters = bucket.parameters()
         place = (id(parameters[0]), bucket.index())
-        key = b",".join(str(self._names.get(id(one), -1)).encode() for one in parameters)
+        key = b",".join(str(self._names.get(id(p), -1)).encode() for p in parameters)
         if self._compared.get(place) == key:
             return
         self._compared[place] = key
@@ -185,11 +185,11 @@ class GradientSum:
 
 
 def sum_bucket(state: GradientSum, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The hook to register: ``model.register_comm_hook(gradient_sum, sum_bucket)``."""
+    """Hook to register: ``model.register_comm_hook(gradient_sum, sum_bucket)``."""
     return state.sum(bucket)
 
 
-# torch compares the annotations themselves, and refuses their names
+# torch compares the annotations themselves and rejects strings
 sum_bucket.__annotations__ = {
     "bucket": GradBucket,
     "return": torch.futures.Future[torch.Tensor],

@@ -1,15 +1,13 @@
-"""What only one rank has, kept on another one too, so that a spare takes its place with the same
-numbers: its random numbers, its position in the data, what was registered per rank.
+"""Copies of per-rank state on another rank, so that a spare takes over with the same numbers:
+random numbers, position in the data, and what was registered per rank.
 
-Behind each step a rank sends its own state to the rank that lies one member further, and gets that
-of the one before; the messages travel while the next step is computed. This is replication to a
-peer's memory (buddy checkpointing), of some 16 KB instead of the whole state: weights and optimizer
-are on every rank anyway. The rank that goes need do nothing more for it, so that most SIGKILLs are
-no other case than SIGTERM: only what was not sent yet is missing. The copy counts only if it is of
-the very step and epoch at which the others go on, for the same rank of as many.
+After each step a rank sends its own state to the rank one member further, and receives that of the
+one before, while the next step is computed. This is replication to a peer's memory (buddy
+checkpointing), but of some 16 KB: every rank has the weights and optimizer anyway. A leaving rank
+need do nothing, so most SIGKILLs are as harmless as SIGTERM; only what was not sent yet is missing.
+A copy counts only for the same rank, world size, step and epoch at which the others go on.
 
-Rank r *keeps* the state of rank r - d, where d is the number of ranks of a member, so that no
-member keeps its own.
+Rank r *keeps* the state of rank r - d, with d ranks per member, so no member keeps its own.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ from hydroslurm.elastic.roster import Form
 from hydroslurm.elastic.transfer import pack, unpack
 
 TAG = 0x6873
-"""Of the messages, so that they meet none of the script's own."""
+"""Tag of the messages, apart from the script's own."""
 ARRIVES_S = 1.0
-"""What the last message of a rank that is gone may take: it was sent before the step began."""
+"""Longest wait for a lost rank's last message, which it sent before the step began."""
 LARGE_BYTES = 1 << 20
-"""Of a state that is sent behind each step; where nothing is registered it has some 16 KB."""
+"""Per-step state that earns a warning; with nothing registered it has some 16 KB."""
 _LENGTH_BYTES = 8
 
 
@@ -42,11 +40,11 @@ class _Kept:
 
 
 class PeerReplicas:
-    """One per rank. All ranks of a generation call :meth:`begin`, and then :meth:`exchange` behind
-    each step that was completed, alike."""
+    """One rank's copies. All ranks of a generation call :meth:`begin`, and then :meth:`exchange`
+    after each complete step."""
 
     def __init__(self, *, tell: Callable[[str], None] = lambda _: None) -> None:
-        """``tell``: a person, of what costs much or is not kept, each once."""
+        """``tell``: warns the user, once each, of a large or incomplete copy."""
         self._tell = tell
         self._told: set[str] = set()
         self._rank = self._world_size = self._distance = 0
@@ -57,7 +55,7 @@ class PeerReplicas:
         self._kept: _Kept | None = None
 
     def begin(self, form: Form, own: Mapping[str, Any]) -> None:
-        """The generation has met; ``own``: this rank's state as it begins.
+        """Start in a new generation; ``own``: this rank's initial state.
 
         Raises:
             RuntimeError: a rank is gone.
@@ -78,13 +76,13 @@ class PeerReplicas:
             )
         longest = torch.tensor([mine_bytes], dtype=torch.int64)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-        # a position has more digits later; what outgrows this by far is not sent any more
+        # positions gain digits later; a state that outgrows this is no longer sent
         self._capacity = int(longest) * 5 // 4 + 4096
         self.exchange(own)
 
     def exchange(self, own: Mapping[str, Any]) -> None:
-        """Send this rank's state, and get the one that it keeps; neither is waited for. A rank that
-        is gone is found by the next collective of the training, so it is no error here."""
+        """Send this rank's state and receive the one it keeps, without waiting. A lost rank is no
+        error here: the training's next collective finds it."""
         if not self._capacity or not self._has_arrived():
             return
         data = pack(own)
@@ -110,25 +108,25 @@ class PeerReplicas:
             self._works, self._capacity = [], 0
 
     def settle(self, form: Form) -> None:
-        """Before the old group ends: take what is under way, if its sender is replaced."""
+        """Receive a replaced rank's last state before the old group ends."""
         if self._works and not form.fresh and self._keeps in form.needs:
             self._has_arrived(within_s=ARRIVES_S)
         self._works, self._capacity = [], 0
 
     def hand_over(self, form: Form) -> Mapping[str, Any] | None:
-        """In the new group: whoever keeps the state of a rank that is replaced sends it. All ranks
-        of the generation call this.
+        """Send the replaced ranks their predecessors' states, in the new group. All ranks of the
+        generation call this.
 
         Returns:
-            The state that the former rank of this number had, as far as somebody kept it.
+            The state of this rank's predecessor, if a rank kept it.
 
         Raises:
-            RanksError: it arrived with other bytes than were sent.
+            RanksError: received bytes differ from those sent.
             RuntimeError: a rank is gone.
         """
         if form.fresh or not _is_possible(form):
             return None
-        found = None
+        state = None
         for rank, keeper in _pairs(form):
             if form.rank == keeper:
                 data = self._copy_of(rank, form.world_size)
@@ -141,8 +139,8 @@ class PeerReplicas:
                 if int(length):
                     arrived = torch.empty(int(length), dtype=torch.uint8)
                     dist.recv(arrived, src=keeper, tag=TAG)
-                    found = unpack(arrived)
-        return found
+                    state = unpack(arrived)
+        return state
 
     def _say_once(self, what: str, message: str) -> None:
         if what not in self._told:
@@ -160,10 +158,10 @@ class PeerReplicas:
         return kept.data
 
     def _has_arrived(self, *, within_s: float | None = None) -> bool:
-        """Wait for what is under way; whether all of it has come."""
+        """Wait for the pending messages; return whether all have come."""
         works, self._works = self._works, []
         try:
-            for work in works:  # what arrives comes first: it counts whatever becomes of the other
+            for work in works:  # the receive comes first: it counts even if the send fails
                 work.wait() if within_s is None else work.wait(timedelta(seconds=within_s))
                 if work is works[0]:
                     self._keep()
@@ -180,7 +178,7 @@ class PeerReplicas:
 
 
 def _is_possible(form: Form) -> bool:
-    """gloo sends what lies in host memory, by tags."""
+    """gloo only: it sends from host memory, with tags."""
     return _distance(form) < form.world_size and "gloo" in str(dist.get_backend_config())
 
 
@@ -189,7 +187,7 @@ def _distance(form: Form) -> int:
 
 
 def _pairs(form: Form) -> Iterator[tuple[int, int]]:
-    """Ranks that need a state, and who keeps it; where both are new nobody does."""
+    """Yield ranks that need a state, each with its keeper; none where both are new."""
     for rank in form.needs:
         keeper = (rank + _distance(form)) % form.world_size
         if keeper not in form.needs:
@@ -197,10 +195,10 @@ def _pairs(form: Form) -> Iterator[tuple[int, int]]:
 
 
 def _largest(own: Mapping[str, Any]) -> str:
-    """What of it is the largest, by the name under which it was registered."""
-    registered = {f"registered {name!r}": one for name, one in own.get("registered", {}).items()}
+    """Return the largest part of a state, by its registered name."""
+    registered = {f"registered {name!r}": v for name, v in own.get("registered", {}).items()}
     parts = {"the position in the data": own.get("data"), **registered}
-    sizes = {name: pack({"": one}).numel() for name, one in parts.items()}
+    sizes = {name: pack({"": value}).numel() for name, value in parts.items()}
     name = max(sizes, key=sizes.__getitem__)
     return f"{name} ({sizes[name]:,} bytes)"
 

@@ -1,5 +1,5 @@
-"""What the state machine of an elastic run is about: sizes and times, members and changes, what it
-has others do, and what a rank is then told. Plain values."""
+"""Values of an elastic run's state machine: sizes, timing, members, changes, the coordinator's
+actions, and directives to a rank."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Rank = tuple[str, int]
-"""A member and the place of one of its processes on that node, from 0."""
+"""A member, and one of its processes on that node, from 0."""
 Message = dict[str, Any]
 CONNECTION_ENDED = "its connection ended"
-"""All that is known of a member that has gone without a word."""
+"""All that is known of a member that vanished."""
 MEETING_S = 20.0
-"""So long a rank waits for what another says while a generation forms: all hold by then, and do
-nothing else. A meeting that fails for that is tried again, once all hold."""
+"""Longest wait for another rank's value while a generation forms: all ranks hold then, and do
+nothing else. A meeting that times out is retried once all hold."""
 
 
 class Phase(enum.Enum):
-    """Of a change; see :mod:`hydroslurm.elastic.membership`."""
+    """Phase of a change; see :mod:`hydroslurm.elastic.membership`."""
 
     CALLING = "calling"
     HOLDING = "holding"
@@ -34,9 +34,9 @@ class Size:
     """How many members a run may have.
 
     Attributes:
-        min: fewer do not train, they wait.
-        max: more are not taken in.
-        wanted: how many are to train now.
+        min: with fewer, the run waits.
+        max: no more join.
+        wanted: how many should train now.
         spares: how many more are kept ready.
 
     Raises:
@@ -60,16 +60,16 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """In seconds.
+    """Timeouts, in seconds.
 
     Attributes:
-        gather_s: a generation that could begin waits so long for members that are still missing.
-        join_s: as long newcomers are waited for that may come together with one that is ready.
-        silent_s: a rank that says nothing for so long is taken for dead.
-        stuck_s: a rank that lives, and for which the others of its generation wait so long in one
-            step, is taken for dead: half of the time-out of their collectives.
-        return_s: ranks that a new coordinator has not heard of yet may take so long to come back.
-        observe_s: between two observations of the autoscaler, which asks squeue as often.
+        gather_s: how long a generation that could begin waits for missing members.
+        join_s: how long a ready newcomer waits for others to join with it.
+        silent_s: a rank silent for longer counts as dead.
+        stuck_s: a live rank that others in its generation wait for in one step for longer counts
+            as dead: half of the timeout of their collectives.
+        return_s: how long ranks have to reconnect to a new coordinator.
+        observe_s: interval of the autoscaler's observations, and of its squeue calls.
     """
 
     gather_s: float = 3.0
@@ -82,11 +82,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class Awaited:
-    """What other processes of a generation wait for, those of an agent in it being behind.
+    """What other processes of a generation wait for while an agent's own lag.
 
     Attributes:
-        collectives: so many the furthest has issued; 0: nobody waits in one.
-        meeting_s: they are in ``init_process_group``, which fails after so long; 0: none is.
+        collectives: how many the furthest has issued; 0: none waits in one.
+        meeting_s: timeout of ``init_process_group``, which they are in; 0: none is.
         ended: they have trained to the end.
     """
 
@@ -105,14 +105,14 @@ class Send:
 
 @dataclass(frozen=True)
 class Close:
-    """The rank's connection is of no use any more."""
+    """Close this rank's connection."""
 
     rank: Rank
 
 
 @dataclass(frozen=True)
 class Record:
-    """A line of the ledger: what has happened to the run."""
+    """A line of the ledger: an event of the run."""
 
     kind: str
     data: Message
@@ -126,10 +126,10 @@ class MemberState:
     """One node, as the coordinator sees it.
 
     Attributes:
-        local_size: how many ranks it has; each is ready by itself, and may be paused.
-        leaving: why it is to go, "" while it is to stay.
-        failure: what has failed there, as it has said itself.
-        order: counts the members as they came.
+        local_size: number of its ranks; each becomes ready, and may be paused, separately.
+        leaving: why it has to go; "" if it stays.
+        failure: the failure it has reported.
+        order: joining order of the members.
     """
 
     id: str
@@ -154,8 +154,8 @@ class MemberState:
 
 @dataclass
 class Arrival:
-    """A rank holds: behind this step; ``failed``: the one after it was begun and dropped. A step
-    of -1: it has no state of the run yet."""
+    """A rank holds after this step; ``failed``: it began the next one and dropped it. Step -1:
+    it does not have the run's state yet."""
 
     step: int
     failed: bool = False
@@ -164,16 +164,16 @@ class Arrival:
 
 @dataclass
 class Change:
-    """The change that is under way.
+    """The current change.
 
     Attributes:
-        order: the members when it began: one that takes another's place takes its ranks, too.
-        proposals: rank -> the next step behind which it can hold.
-        arrivals: the ranks that hold.
-        to_form: the ranks of the generation that is forming that do not have it yet.
-        ended: ranks of it that had nothing to train, and hold already.
-        culprit: the member where something failed first, if one has said so.
-        resumes_behind: the step behind which the ranks that have formed train on.
+        order: members when it began; a replacement takes over its predecessor's ranks.
+        proposals: rank -> next step after which it can hold.
+        arrivals: ranks that hold.
+        to_form: ranks that have not met the forming generation yet.
+        ended: ranks of it that had nothing to train, and already hold.
+        culprit: member with the first reported failure.
+        resumes_behind: step after which the formed ranks train on.
     """
 
     number: int
@@ -196,10 +196,10 @@ class Change:
 
 
 class Refused(ValueError):
-    """A rank that has no place in this run; the message says why.
+    """A rank may not join this run; the message says why.
 
     Attributes:
-        again: it may have one later, as the process that it is.
+        again: the same process may try again later.
     """
 
     def __init__(self, message: str, *, again: bool = False) -> None:
@@ -207,7 +207,7 @@ class Refused(ValueError):
         self.again = again
 
 
-# --- what a rank is told to do once it holds between two steps, and what becomes of it
+# --- directives to a rank that holds between two steps
 
 
 @dataclass(frozen=True)
@@ -215,9 +215,9 @@ class Form:
     """Meet the others of a new generation; see ``form`` in :mod:`hydroslurm.elastic.messages`.
 
     Attributes:
-        source: the rank that has the state; with ``fresh`` nobody has, and it loads the newest
-            checkpoint.
-        needs: the ranks that get it from there.
+        source: the rank that has the state; if ``fresh``, no rank has, and this one loads the
+            newest checkpoint.
+        needs: ranks that get the state from it.
     """
 
     change: int
@@ -234,24 +234,24 @@ class Form:
 
 @dataclass(frozen=True)
 class Save:
-    """Save, for too few are left to go on; then say so."""
+    """Save, since too few members are left to go on; then report it."""
 
     change: int
 
 
 @dataclass(frozen=True)
 class Average:
-    """Make the weights equal with all ranks of the generation, which hold behind this step, too;
-    then come to the safe point again."""
+    """Average the weights over all ranks of the generation, which also hold after this step; then
+    call the safe point again."""
 
 
 @dataclass(frozen=True)
 class Depart:
-    """This rank has nothing more to do with the run.
+    """This rank leaves the run.
 
     Attributes:
-        again: started anew it may join again, as one whose generation went on without it.
-        failed: that is no order, but the end of what cannot go on.
+        again: a restarted process may join again, as after its generation went on without it.
+        failed: it cannot go on, rather than having been ordered to leave.
     """
 
     reason: str

@@ -1,14 +1,13 @@
-"""A model that each member shards over its own ranks by FSDP2, and that all members have (HSDP).
+"""A model that each member shards over its own ranks by FSDP2, replicated on all members (HSDP).
 
-The shards stay where they are. Rank i of each member has the same shard as rank i of every other,
-so that these ranks sum its gradient, and a newcomer's rank i gets its state from there. torch has a
-place for the sum (``FSDPModule.set_all_reduce_hook``, which is called behind the reduce-scatter:
-_fsdp_collectives.py, ``foreach_reduce``); its own HSDP, a mesh of two dimensions, would keep the
-group of the members for ever.
+Shards stay in place. Rank i has the same shard on each member, so these ranks sum its gradient, and
+a newcomer's rank i gets its state from one of them. torch calls a hook for the sum after the
+reduce-scatter (``FSDPModule.set_all_reduce_hook``: _fsdp_collectives.py, ``foreach_reduce``). Its
+own HSDP, a two-dimensional mesh, would keep the members' group for ever.
 
-The ranks of a member wait for each other within a step, where nobody can have them fail. So none of
-them may hold while another goes on, and none may keep a step that another drops: between two steps
-they agree on both (:meth:`Shards.agree`).
+Within a step a member's ranks wait for each other, and nothing can make that wait fail. So none may
+hold while another goes on, or keep a step that another drops: between two steps they agree on both
+(:meth:`Shards.agree`).
 """
 
 from __future__ import annotations
@@ -33,14 +32,13 @@ _SHARD = "hydroslurm.shard"
 
 
 class NodeGroups:
-    """The process groups that a script has made among the ranks of its own node, kept while the
-    default group becomes that of a generation, and the next one's: all that there are now.
+    """All process groups that a script has made among its node's ranks. They stay while the
+    default group becomes that of one generation, then of the next.
 
     torch ends all groups with the default one (distributed_c10d.py, ``destroy_process_group``), and
-    a group holds the ranks of its processes by their numbers in the default one. FSDP2's mesh holds
-    its group by name and asks for its ranks each time (``DeviceMesh.get_group``), so that it works
-    on as long as both are right. What is used of torch here begins with an underscore: seen in 2.7
-    to 2.14.
+    a group stores its ranks by their numbers in the default one. FSDP2's mesh holds its group by
+    name and asks for its ranks each time (``DeviceMesh.get_group``), so it keeps working while both
+    are right. This uses private names of torch: seen in 2.7 to 2.14.
     """
 
     def __init__(self) -> None:
@@ -50,7 +48,7 @@ class NodeGroups:
         self._count = int(world.group_count)
 
     def end_others(self) -> None:
-        """Destroy the default group of a generation and what was made of it; these stay."""
+        """Destroy a generation's default group and the groups made from it; keep these."""
         distributed_c10d._update_default_pg(None)
         for group in list(distributed_c10d._world.pg_map):
             if group not in self._ranks:
@@ -59,49 +57,48 @@ class NodeGroups:
         distributed_c10d._world.group_count = self._count
 
     def renumber(self, first: int) -> None:
-        """The ranks of this node have the numbers from ``first`` on in the default group."""
+        """Number this node's ranks from ``first`` on in the default group."""
         for group, ranks in self._ranks.items():
             numbered = {rank + first: place for rank, place in ranks.items()}
             distributed_c10d._world.pg_group_ranks[group] = numbered
 
     def give_back(self) -> None:
-        """The script's own default group is the default group again."""
+        """Make the script's own default group the default again."""
         self.end_others()
         self.renumber(0)
         distributed_c10d._update_default_pg(self._default)
 
 
 class Shards:
-    """This rank's part of such a model.
+    """This rank's part of a model that each member shards.
 
     Attributes:
-        node_groups: those of the script, which stay.
+        node_groups: the script's groups, which stay.
     """
 
     def __init__(self, modules: list[Any], *, local_size: int) -> None:
         """
         Args:
-            modules: all of ``fully_shard``.
-            local_size: ranks of this member.
+            modules: all that ``fully_shard`` was called for.
+            local_size: number of this member's ranks.
 
-        Raises:
-            UsageError: they are not sharded over the ranks of this member, all of them and only
-                these.
+            Raises:
+            UsageError: they are not sharded over exactly this member's ranks.
         """
         self._modules = modules
         self._mesh = _mesh_of(modules, local_size)
         self._size = local_size
-        # its own: a rank that agrees and one that is in a step must not be taken for each other's
+        # a group of its own: do not mix an agreement with another rank's step
         self._together = dist.new_group(backend="gloo") if local_size > 1 else None
         self.node_groups = NodeGroups()
 
     def sum_by(self, sum_shard: Callable[[torch.Tensor], None]) -> None:
-        """Have this called for the gradient of each shard, which it changes in place."""
+        """Call this with the gradient of each shard, to change it in place."""
         for module in self._modules:
             module.set_all_reduce_hook(sum_shard)
 
     def replicas(self, form: Form) -> dist.ProcessGroup | None:
-        """Make the group of the ranks that have the same shard; None if no other has. All ranks of
+        """Make the group of the ranks with the same shard; None if there is no other. All ranks of
         the generation call this."""
         if form.world_size == self._size:
             return None
@@ -112,29 +109,29 @@ class Shards:
         return groups[form.rank % self._size]
 
     def agree(self, *flags: bool, limit_s: float | None = None) -> tuple[bool, ...]:
-        """Whether any rank of this member says so, for each flag.
+        """Return, for each flag, whether it is set on any rank of this member.
 
         Raises:
             RuntimeError: a rank of this member is gone, or does not come within ``limit_s``.
         """
         if self._together is None:
             return flags
-        told = torch.tensor(flags, dtype=torch.uint8)
-        work = dist.all_reduce(told, dist.ReduceOp.MAX, group=self._together, async_op=True)
+        votes = torch.tensor(flags, dtype=torch.uint8)
+        work = dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._together, async_op=True)
         if limit_s is None:
             work.wait()
         else:
             work.wait(timedelta(seconds=limit_s))
-        return tuple(bool(one) for one in told)
+        return tuple(bool(vote) for vote in votes)
 
     def hand_over(self, state: Any, form: Form) -> Any:
-        """As :func:`hydroslurm.elastic.transfer.hand_over`, of each shard by itself.
+        """Transfer each shard separately, as :func:`hydroslurm.elastic.transfer.hand_over`.
 
         Args:
-            state: of this rank, asked for where it is to be sent.
+            state: returns this rank's state; called only to send it.
 
         Raises:
-            RanksError: what arrived is not what was sent, or a member's ranks have trained
+            RanksError: received bytes differ from those sent, or a member's ranks have trained
                 different steps.
         """
         place = form.rank % self._size
@@ -148,18 +145,18 @@ class Shards:
         got = None
         for to in form.needs:
             if to % self._size == place and to != source and form.rank in (source, to):
-                mine = _pack(state()) if form.rank == source else None
-                got = hand_over(mine, source=source, needs=[to], rank=form.rank)
+                packed = _pack(state()) if form.rank == source else None
+                got = hand_over(packed, source=source, needs=[to], rank=form.rank)
         return None if got is None else self._unpack(got)
 
     def _unpack(self, state: Any) -> Any:
-        # imported here: it takes 0.2 s, and a training without DTensors never needs it
+        # import here: it takes 0.2 s, and a training without DTensors never needs it
         from torch.distributed.tensor import DTensor, Shard
 
-        def whole(one: Any) -> Any:
-            if not _is_packed(one):
-                return one
-            local, shape, stride, dim = one[_SHARD]
+        def whole(value: Any) -> Any:
+            if not _is_packed(value):
+                return value
+            local, shape, stride, dim = value[_SHARD]
             return DTensor.from_local(
                 local.to(self._mesh.device_type),
                 self._mesh,
@@ -173,7 +170,7 @@ class Shards:
 
 
 def sharded_modules(things: Iterable[Any]) -> list[Any]:
-    """All modules in these objects that ``fully_shard`` was called for."""
+    """Return all modules in these objects that ``fully_shard`` was called for."""
     return [
         module
         for thing in things
@@ -183,25 +180,25 @@ def sharded_modules(things: Iterable[Any]) -> list[Any]:
 
 
 def _mesh_of(modules: list[Any], local_size: int) -> Any:
-    parameters = [one for module in modules for one in module.parameters()]
-    meshes = {one.device_mesh for one in parameters if is_dtensor(one)}
+    parameters = [p for module in modules for p in module.parameters()]
+    meshes = {p.device_mesh for p in parameters if is_dtensor(p)}
     (mesh, *others) = meshes or {None}
     if mesh is None or others or mesh.ndim != 1 or mesh.size() != local_size:
-        seen = ", ".join(sorted(str(one) for one in meshes)) or "none"
+        seen = ", ".join(sorted(str(mesh) for mesh in meshes)) or "none"
         raise UsageError(
             f"a model that each member shards needs one mesh of one dimension, over the "
             f"{local_size} ranks of the member: init_device_mesh(kind, (dist.get_world_size(),)), "
             f"and this one has: {seen}"
         )
     whole = [
-        name for one in modules for name, each in one.named_parameters() if not is_dtensor(each)
+        name for module in modules for name, p in module.named_parameters() if not is_dtensor(p)
     ]
     if whole:
         raise UsageError(
             f"{whole[0]} belongs to no shard, and nothing would sum its gradient over the members: "
             "call fully_shard for the whole model, last, and ignore no parameter"
         )
-    if not all(hasattr(one, "set_all_reduce_hook") for one in modules):
+    if not all(hasattr(module, "set_all_reduce_hook") for module in modules):
         raise UsageError(
             f"torch {torch.__version__} has no FSDPModule.set_all_reduce_hook, which members that "
             "shard their model need: torch 2.7 has"
@@ -210,14 +207,14 @@ def _mesh_of(modules: list[Any], local_size: int) -> Any:
 
 
 def _pack(state: Any) -> Any:
-    def local(one: Any) -> Any:
-        if not is_dtensor(one):
-            return one
-        (placement,) = one.placements
-        return {_SHARD: [one.to_local(), list(one.shape), list(one.stride()), placement.dim]}
+    def local(value: Any) -> Any:
+        if not is_dtensor(value):
+            return value
+        (placement,) = value.placements
+        return {_SHARD: [value.to_local(), list(value.shape), list(value.stride()), placement.dim]}
 
     return _pytree.tree_map(local, state)
 
 
-def _is_packed(one: Any) -> bool:
-    return isinstance(one, dict) and _SHARD in one
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, dict) and _SHARD in value

@@ -1,4 +1,4 @@
-"""Horovod's shape of an elastic training, for those who know it.
+"""Horovod's form of elastic training.
 
     state = hydroslurm.elastic.State(model=model, optimizer=optimizer, loader=loader)
 
@@ -11,13 +11,12 @@
 
     train(state)
 
-``commit`` keeps a copy of the state in memory and is where the members may change, and so is
-``check_host_updates``, without a copy. The function is called again after each change, and goes on
-from what the state says: from what it is now, if the change was announced. After a death the work
-since the last commit is lost and done again: commit as often as a copy costs little. What is in
-memory only is gone when the last member goes: :class:`hydroslurm.Run` with ``elastic=True`` saves,
-loses no step, and keeps the position in the data. The model may be one that each member shards over
-its ranks (:mod:`hydroslurm.elastic.sharded`).
+``commit`` copies the state in memory and lets members change; ``check_host_updates`` does not copy.
+After each change the function is called again and goes on from the state: the current one, if the
+change was announced. After a death the work since the last commit is repeated, so commit as often
+as copies are cheap. State in memory is gone when the last member goes. In contrast,
+:class:`hydroslurm.Run` with ``elastic=True`` saves, loses no step, and keeps the position in the
+data. Each member may shard its model over its ranks (:mod:`hydroslurm.elastic.sharded`).
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ from hydroslurm.runtime.child_signals import workers_shielded
 P = ParamSpec("P")
 R = TypeVar("R")
 NEWS_S = 3.0
-"""How long after an error of a collective the word is waited for that a rank is gone."""
+"""How long to wait, after a collective failed, for the message that a rank is gone."""
 TOGETHER_S = 15.0
-"""How long a rank whose collective has failed waits for the others of a member that shards its
-model: if they are in a step, which it has left, they wait for it, and only its end helps them."""
+"""How long a rank whose collective failed waits for the other ranks of a member that shards its
+model. They may wait for it in a step that it has left; then only its exit releases them."""
 
 
 class Resized(Exception):
@@ -69,38 +68,36 @@ class Resized(Exception):
 
 
 class Dropped(RuntimeError):
-    """A rank is gone, and the gradients of this step are nothing; :func:`run` catches it."""
+    """A rank is gone, so this step's gradients are invalid; :func:`run` catches it."""
 
 
 class State:
-    """What a training is, apart from its code: objects, and plain values as attributes.
+    """State of a training: objects, and plain values as attributes.
 
     Args:
-        objects: by name: those with ``state_dict`` and ``load_state_dict`` are saved and loaded
-            with these; all others have to be plain values (numbers, text, lists, dicts, tensors).
-            Each is an attribute of the state. A DataLoader becomes one to iterate, with what is
-            left of the epoch that the attribute ``epoch`` names, which is 0 if it is not given;
-            behind a change each rank goes on with its new share. Its sampler is a
-            :class:`hydroslurm.data.ResumableSampler`. That may be given in its place (without
-            workers, which take samples ahead).
+        objects: by name. Those with ``state_dict`` and ``load_state_dict`` are saved and loaded
+            with these; all others must be plain values (numbers, text, lists, dicts, tensors).
+            Each becomes an attribute. Iterating a DataLoader gives what is left of the epoch in
+            the attribute ``epoch`` (0 by default); after a change each rank goes on with its new
+            share. Its sampler is a :class:`hydroslurm.data.ResumableSampler`, which may also
+            be given instead of the loader (without workers, which take samples ahead).
 
     Raises:
-        UsageError: this process belongs to no elastic run, or to one with ``summation:
-            fixed_order`` or ``averaging``; the model is sharded otherwise than over the ranks of
-            this member; a name that is taken; a value that is none of these; a DataLoader with
-            another sampler.
+        UsageError: this process has no elastic run, or one with ``summation: fixed_order`` or
+            ``averaging``; the model is sharded over other ranks than those of this member; a
+            name is taken; a value is none of these; a DataLoader has another sampler.
     """
 
     def __init__(self, **objects: Any) -> None:
         if taken := sorted(name for name in objects if hasattr(type(self), name)):
             raise UsageError(f"State({taken[0]}=...): the name is taken by a method of the state")
-        self._has_optimizer = any(isinstance(one, Optimizer) for one in objects.values())
-        for name, one in objects.items():
-            if isinstance(one, DataLoader):
-                loader = StateLoader(one, epoch=self._epoch_now, has_optimizer=self._has_optimizer)
+        self._has_optimizer = any(isinstance(value, Optimizer) for value in objects.values())
+        for name, item in objects.items():
+            if isinstance(item, DataLoader):
+                loader = StateLoader(item, epoch=self._epoch_now, has_optimizer=self._has_optimizer)
                 objects = {"epoch": 0, **objects, name: loader}
         self._objects = {
-            name: one for name, one in objects.items() if hasattr(one, "load_state_dict")
+            name: value for name, value in objects.items() if hasattr(value, "load_state_dict")
         }
         self._names = [name for name in objects if name not in self._objects]
         for name, value in objects.items():
@@ -112,68 +109,68 @@ class State:
             things=self._objects.values(),
             warn=lambda text: warnings.warn(text, stacklevel=2),
         )
-        told = self._engine.folder.options()
-        if told.summation == "fixed_order" or told.averaging_every:
-            asked = "summation: fixed_order" if told.summation == "fixed_order" else "averaging"
+        options = self._engine.folder.options()
+        if options.summation == "fixed_order" or options.averaging_every:
+            asked = "summation: fixed_order" if options.summation == "fixed_order" else "averaging"
             raise UsageError(
                 f"an elastic State does not know the steps of its script, so that it has no "
                 f"`{asked}`: use hydroslurm.Run(elastic=True), or leave that out of the spec"
             )
         self._point = 0
-        """How often all ranks have come to a commit or a check, which is what they count steps by;
-        and as of the last copy."""
+        """How many commits and checks all ranks have reached: their count of steps; then that
+        of the last copy."""
         self._kept_point = 0
         self._is_done = False
         self._kept: Mapping[str, Any] = {}
         self._accumulation = Accumulation()
         self._used: dict[str, dict[str, Any]] = {}
-        """Of samplers: where they were when an optimizer stepped last."""
+        """Positions of the samplers when an optimizer last stepped."""
         self._on_reset: list[Callable[[], None]] = []
         self._stop = threading.Event()
 
     def commit(self) -> None:
-        """Keep the state as it is now, and let members come and go here.
+        """Copy the current state, and let members change here.
 
         Raises:
-            Resized: they did; :func:`run` handles it.
+            Resized: they changed; :func:`run` handles it.
         """
         self._reach_point(keeps=True)
 
     def check_host_updates(self) -> None:
-        """Let members come and go here, without a copy; all ranks call it equally often.
+        """Let members change here, without a copy; all ranks call it equally often.
 
         Raises:
-            Resized: they did.
+            Resized: they changed.
         """
         self._reach_point(keeps=False)
 
     def save(self) -> None:
-        """Keep a copy of the state in this process, as :meth:`commit` does; all ranks call it."""
+        """Copy the state in this process, as :meth:`commit` does; all ranks call it."""
         self._engine.agree()
-        if not self._engine.failed:  # else it is half of a step
+        if not self._engine.failed:  # a failed step leaves half a state
             self._keep()
 
     def restore(self) -> None:
-        """Go back to the last copy."""
+        """Return to the last copy."""
         if self._kept:
             self._apply(copy.deepcopy(self._kept))
             self._point = self._kept_point
 
     def sync(self) -> None:
-        """For Horovod's scripts; members that come get the state when they do."""
+        """Do nothing; for Horovod's scripts. Newcomers get the state when they join."""
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Have these called after each change of the members, in all processes, once each has the
-        state: to set a learning rate by ``dist.get_world_size()``, or to make a sampler anew. Also
-        when a process joins, for before it was alone with its node."""
+        """Call these after each change of members, in all processes once each has the state: to set
+        a learning rate by ``dist.get_world_size()``, or to rebuild a sampler. A process that joins
+        calls them, too: until then it was alone with its node."""
         self._on_reset += callbacks
 
     # --- inside
     # --------------------------------------------------------------------------------------------
 
     def _reach_point(self, *, keeps: bool) -> None:
-        """Gradients that are being accumulated are no part of the state: nothing happens until an
-        optimizer has used them, and if a rank is gone the last copy is gone back to."""
+        """Reach a commit or check. Gradients being accumulated are not part of the state: wait
+        until an optimizer has used them; if a rank is gone, go back to the last copy."""
         broken = self._engine.agree()
         if self._has_optimizer and self._accumulation.is_under_way(self._weights()):
             if not broken:
@@ -209,35 +206,35 @@ class State:
         self._kept, self._kept_point = copy.deepcopy(self._now()), self._point
 
     def _before_optimizer(self, *_: Any) -> None:
-        """A step that does not count ends here, however far the next commit is. Of a member that
-        shards its model another rank may not know of it, and wait for this one in the next step:
-        they find out together, at a commit or a check."""
+        """Drop an invalid step here, however far the next commit is. Not if the member shards its
+        model: another of its ranks may not know yet, and wait for this one in the next step. They
+        find out together, at a commit or check."""
         if self._engine.failed and self._engine.shards is None:
             raise Dropped("a rank is gone; the step is dropped")
 
     def _after_optimizer(self, *_: Any) -> None:
-        """What was fetched until now has been used."""
+        """Mark all batches fetched so far as used."""
         self._accumulation.used(self._weights())
-        for name, one in self._objects.items():
-            if isinstance(one, ResumableSampler):
-                self._used[name] = one.state_dict()
-            elif isinstance(one, StateLoader):
-                one.note_used()
+        for name, item in self._objects.items():
+            if isinstance(item, ResumableSampler):
+                self._used[name] = item.state_dict()
+            elif isinstance(item, StateLoader):
+                item.note_used()
 
     def _weights(self) -> list[nn.Parameter]:
-        modules = [one for one in self._objects.values() if isinstance(one, nn.Module)]
-        return [one for each in modules for one in each.parameters() if one.requires_grad]
+        modules = [item for item in self._objects.values() if isinstance(item, nn.Module)]
+        return [p for module in modules for p in module.parameters() if p.requires_grad]
 
     def _state_of(self, name: str) -> Any:
-        """A batch that was fetched and that no optimizer has stepped by yet comes again."""
-        one = self._objects[name]
-        now = one.state_dict()
-        if not isinstance(one, ResumableSampler) or not (self._used or self._has_optimizer):
+        """Return an object's state; a fetched batch without an optimizer step comes again."""
+        item = self._objects[name]
+        now = item.state_dict()
+        if not isinstance(item, ResumableSampler) or not (self._used or self._has_optimizer):
             return now
         used = self._used.get(name)
         if used and used["epoch"] == now["epoch"] and used["consumed"] <= now["consumed"]:
             return used
-        return one.begin_state()
+        return item.begin_state()
 
     def _now(self) -> dict[str, Any]:
         return {
@@ -246,33 +243,33 @@ class State:
         }
 
     def _apply(self, state: Mapping[str, Any]) -> None:
-        for name, one in self._objects.items():
-            one.load_state_dict(state["objects"][name])
-            if isinstance(one, nn.Module):
-                one.zero_grad(set_to_none=True)
+        for name, item in self._objects.items():
+            item.load_state_dict(state["objects"][name])
+            if isinstance(item, nn.Module):
+                item.zero_grad(set_to_none=True)
         self._used = {name: state["objects"][name] for name in self._used}
         for name in self._names:
             setattr(self, name, state["values"][name])
 
     @contextlib.contextmanager
     def _stopping_at_sigterm(self) -> Iterator[None]:
-        """Leave at SIGTERM; the script's own handler is called too, and restored afterwards."""
+        """Leave at SIGTERM; call the script's own handler, too, and restore it afterwards."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread can take a signal
+            yield  # only the main thread can install handlers
             return
 
         def stop(signo: int, frame: FrameType | None) -> None:
-            self._stop.set()  # first: the other may raise
+            self._stop.set()  # first: the script's handler may raise
             if callable(before):
                 before(signo, frame)
 
         with contextlib.ExitStack() as undo:
-            undo.enter_context(kernel_kept(signal.SIGTERM))  # faulthandler's is none of Python's
+            undo.enter_context(kernel_kept(signal.SIGTERM))  # Python does not know faulthandler's
             before = signal.signal(signal.SIGTERM, stop)
             is_leaving = False
             try:
                 yield
-            except ExitForRequeue:  # a second SIGTERM would take its status
+            except ExitForRequeue:  # a second SIGTERM would replace its status
                 is_leaving = True
                 raise
             finally:
@@ -327,27 +324,27 @@ class State:
         engine.member.formed(form, ok=True, step=self._point)
         self._keep()
         self._share_samples()
-        for one in self._weights():
-            one.grad = None  # the function begins anew, and may clear them behind its steps
+        for weight in self._weights():
+            weight.grad = None  # the function starts over, and may clear them after its steps
         for callback in self._on_reset:
             callback()
         return True
 
     def _hand_over(self, form: Form) -> Any:
-        def mine() -> dict[str, Any]:
+        def own_state() -> dict[str, Any]:
             return {**self._now(), "point": self._point}
 
         if self._engine.shards is not None:
-            return self._engine.shards.hand_over(mine, form)
-        state = mine() if form.rank == form.source else None
+            return self._engine.shards.hand_over(own_state, form)
+        state = own_state() if form.rank == form.source else None
         return hand_over(state, source=form.source, needs=form.needs, rank=form.rank)
 
     def _share_samples(self) -> None:
-        """A sampler begins where its state says only if that is loaded; models and optimizers have
-        theirs already."""
-        for name, one in self._objects.items():
-            if not isinstance(one, (nn.Module, Optimizer)):
-                one.load_state_dict(copy.deepcopy(self._kept["objects"][name]))
+        """Reload the samplers' state so that they start at the right sample; models and optimizers
+        already have theirs."""
+        for name, item in self._objects.items():
+            if not isinstance(item, (nn.Module, Optimizer)):
+                item.load_state_dict(copy.deepcopy(self._kept["objects"][name]))
 
     def _depart(self, depart: Depart) -> None:
         self._engine.close()
@@ -358,7 +355,7 @@ class State:
         raise ExitForRequeue(RUN_AGAIN if depart.again or self._stop.is_set() else 0)
 
     def _recover(self, error: RuntimeError) -> None:
-        """After an error in the function: go on if a member was lost, else raise it again."""
+        """Go on after an error in the function if a member was lost; otherwise raise it again."""
         engine = self._engine
         waited = threading.Event()
         for _ in range(int(NEWS_S / 0.1)):
@@ -383,7 +380,7 @@ class State:
         self._obey(directive)
 
     def _finish(self) -> bool:
-        """The function has returned; whether all have come to their end."""
+        """Report that the function has returned; return whether all ranks have finished."""
         directive = self._engine.member.safe_point(
             self._point, final=True, failed=False, stop=self._stop.is_set
         )
@@ -393,17 +390,17 @@ class State:
 
 
 class StateLoader:
-    """A DataLoader of a :class:`State`: gives what is left of an epoch, to each rank its share. A
-    batch is used once an optimizer has stepped behind it: it may be committed before it is trained.
+    """A DataLoader of a :class:`State`: gives each rank its share of the rest of an epoch. A batch
+    counts as used once an optimizer has stepped after it, so a commit may precede its training.
 
     Args:
-        loader: with a :class:`~hydroslurm.data.ResumableSampler`, and with workers or without.
-        epoch: says which one is to be gone through.
-        has_optimizer: whether an optimizer of the state steps; else a batch that was given is used,
-            until one has.
+        loader: has a :class:`~hydroslurm.data.ResumableSampler`; workers are optional.
+        epoch: returns the epoch to iterate.
+        has_optimizer: whether an optimizer of the state steps. If not, a fetched batch counts as
+            used until one does.
 
     Raises:
-        UsageError: another sampler, whose order not all members could take up.
+        UsageError: the sampler's order cannot be shared by other members.
     """
 
     def __init__(
@@ -425,7 +422,7 @@ class StateLoader:
         self._ended: int | None = None
 
     def __len__(self) -> int:
-        """The batches of this rank in a whole epoch."""
+        """Return the number of this rank's batches in a whole epoch."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -446,13 +443,13 @@ class StateLoader:
         self._ended, self._used = epoch, self._position.state_dict()
 
     def note_used(self) -> None:
-        """An optimizer has stepped: the batches that were given are used."""
+        """Mark the fetched batches as used: an optimizer has stepped."""
         self._counts_used = True
         if self._used is not None:
             self._used = self._position.state_dict()
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The place behind the last batch that is used."""
+        """Return the position after the last used batch."""
         if self._loaded is not None:
             return self._loaded
         if self._counts_used and self._used is not None:
@@ -460,15 +457,15 @@ class StateLoader:
         return self._position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next iterator begin there, if it is for the same epoch."""
+        """Start the next iterator there, if it is for the same epoch."""
         self._loaded, self._used, self._ended = state, None, None
 
 
 def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State, P], R | None]:
-    """Make a function train elastically: it is called again after each change of the members.
+    """Make a function train elastically: call it again after each change of members.
 
-    It returns what the function has returned, and torch's default group is that of all who have
-    trained. A process that comes after the end of the run ends at once, with status 0.
+    Returns what the function returns. Torch's default group is then that of all who have trained. A
+    process that joins after the end of the run exits at once, with status 0.
     """
 
     @functools.wraps(train)

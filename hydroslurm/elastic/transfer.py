@@ -1,7 +1,7 @@
-"""The state of a run from a rank that has it to those that need it, over their process group.
+"""Transfers a run's state over the process group, from a rank that has it to those that need it.
 
-The tree of the state travels as JSON and its tensors as bytes, in pieces; nothing is unpickled.
-What arrived is compared with the digest of what was sent before any of it is used.
+The state's tree travels as JSON and its tensors as bytes, in pieces; nothing is unpickled. The
+receiver compares the sender's digest before it uses any of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hydroslurm.core.files import parse_json
 from hydroslurm.errors import RanksError
 
 PIECE_BYTES = 32 << 20
-"""Of one message: what is lost by waiting for the digest, and host memory beside the state."""
+"""Of one message, and so of host memory besides the state."""
 MOST_HEADER_BYTES = 256 << 20
 _DIGEST_BYTES = 32
 _LENGTH_BYTES = 8
@@ -30,17 +30,17 @@ def hand_over(
 ) -> Mapping[str, Any] | None:
     """Send the state from ``source`` to the ranks in ``needs``; all others return at once.
 
-    With one receiver the source sends to it; with more it is a broadcast, in which all take part.
+    With one receiver the source sends to it; with more, all ranks take part in a broadcast.
 
     Args:
-        state: of the source; not looked at elsewhere.
+        state: of the source; ignored elsewhere.
         rank: this one.
 
     Returns:
-        What was sent, on the ranks that need it; its tensors are on the CPU. Else None.
+        On ranks in ``needs`` what was sent, with its tensors on the CPU; else None.
 
     Raises:
-        RanksError: what arrived is not what was sent.
+        RanksError: received bytes differ from those sent.
         RuntimeError: a rank is gone.
     """
     if not needs:
@@ -56,47 +56,45 @@ def hand_over(
 
 
 def pack(state: Mapping[str, Any]) -> torch.Tensor:
-    """A small state as bytes, with their digest; :func:`unpack` reads them."""
+    """Return a small state as bytes with their digest; :func:`unpack` reads them."""
     header, tensors = _described(state)
-    body = b"".join([header, *(_bytes(one).numpy().tobytes() for one in tensors)])
+    body = b"".join([header, *(_bytes(tensor).numpy().tobytes() for tensor in tensors)])
     digest = hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
     length = len(header).to_bytes(_LENGTH_BYTES, "little")
     return torch.frombuffer(bytearray(digest + length + body), dtype=torch.uint8)
 
 
 def unpack(data: torch.Tensor) -> Mapping[str, Any]:
-    """What was packed.
+    """Return the packed state.
 
     Raises:
-        RanksError: these are other bytes.
+        RanksError: the digest does not match.
     """
-    seen = data.numpy().tobytes()
+    received = data.numpy().tobytes()
     begin = _DIGEST_BYTES + _LENGTH_BYTES
-    body = seen[begin:]
-    if hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() != seen[:_DIGEST_BYTES]:
+    body = received[begin:]
+    if hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() != received[:_DIGEST_BYTES]:
         raise RanksError("the state of a rank arrived with other bytes than were sent")
-    at = int.from_bytes(seen[_DIGEST_BYTES:begin], "little")
+    at = int.from_bytes(received[_DIGEST_BYTES:begin], "little")
     document = parse_json(body[:at], max_depth=1000)
     tensors = {key: _empty(dtype, shape) for key, dtype, shape in document["tensors"]}
-    _fill([_bytes(one) for one in tensors.values()], data[begin + at :])
-    found: Mapping[str, Any] = decode(document["tree"], tensors)
-    return found
+    _fill([_bytes(tensor) for tensor in tensors.values()], data[begin + at :])
+    state: Mapping[str, Any] = decode(document["tree"], tensors)
+    return state
 
 
 def _described(state: Mapping[str, Any]) -> tuple[bytes, list[torch.Tensor]]:
-    """The tree of a state with its tensors' names, types and shapes, as JSON; and these tensors on
-    the CPU."""
+    """Return as JSON the state's tree and its tensors' names, types and shapes; and the tensors
+    on the CPU."""
     encoded, tensors = encode(dict(state), prefix="state")
     listed = [(key, tensor.detach().contiguous().cpu()) for key, tensor in tensors.items()]
-    described = [
-        [key, str(one.dtype).removeprefix("torch."), list(one.shape)] for key, one in listed
-    ]
+    described = [[key, str(t.dtype).removeprefix("torch."), list(t.shape)] for key, t in listed]
     header = json.dumps({"tree": encoded, "tensors": described}).encode()
-    return header, [one for _, one in listed]
+    return header, [tensor for _, tensor in listed]
 
 
 class _Link:
-    """From the source to one rank, or to all."""
+    """A connection from the source to one rank, or to all."""
 
     def __init__(self, source: int, to_one: int | None, rank: int) -> None:
         self._source = source
@@ -106,15 +104,15 @@ class _Link:
         self._device = torch.device(kind)
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, as the source has it."""
-        there = tensor.to(self._device)
+        """Return the source's tensor."""
+        moved = tensor.to(self._device)
         if self._to_one is None:
-            dist.broadcast(there, src=self._source)
+            dist.broadcast(moved, src=self._source)
         elif self._is_source:
-            dist.send(there, dst=self._to_one)
+            dist.send(moved, dst=self._to_one)
         else:
-            dist.recv(there, src=self._source)
-        return there if self._device.type == "cpu" else there.cpu()
+            dist.recv(moved, src=self._source)
+        return moved if self._device.type == "cpu" else moved.cpu()
 
 
 def _send(state: Mapping[str, Any] | None, link: _Link) -> None:
@@ -124,7 +122,7 @@ def _send(state: Mapping[str, Any] | None, link: _Link) -> None:
     link.move(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     digest = hashlib.blake2b(header, digest_size=_DIGEST_BYTES)
     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
-    for parts in _pieces([_bytes(one) for one in tensors]):
+    for parts in _pieces([_bytes(tensor) for tensor in tensors]):
         piece = buffer[: sum(part.numel() for part in parts)]
         link.move(torch.cat(parts, out=piece))
         digest.update(piece.numpy().tobytes())
@@ -139,7 +137,7 @@ def _receive(link: _Link, *, wanted: bool) -> Mapping[str, Any] | None:
     digest = hashlib.blake2b(header, digest_size=_DIGEST_BYTES)
     document = parse_json(header, max_depth=1000)
     tensors = {key: _empty(dtype, shape) for key, dtype, shape in document["tensors"]}
-    for parts in _pieces([_bytes(one) for one in tensors.values()]):
+    for parts in _pieces([_bytes(tensor) for tensor in tensors.values()]):
         count = sum(part.numel() for part in parts)
         arrived = link.move(torch.empty(count, dtype=torch.uint8))
         digest.update(arrived.numpy().tobytes())
@@ -152,14 +150,14 @@ def _receive(link: _Link, *, wanted: bool) -> Mapping[str, Any] | None:
 
 
 def _pieces(flat: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The bytes of tensors in their order, cut into pieces of one size; of each piece its parts in
-    these tensors."""
+    """Cut the tensors' bytes, in order, into pieces of one size; yield for each piece the parts of
+    the tensors it covers."""
     parts: list[torch.Tensor] = []
     room = PIECE_BYTES
-    for one in flat:
-        while one.numel():
-            parts.append(one[:room])
-            room, one = room - parts[-1].numel(), one[room:]
+    for tensor in flat:
+        while tensor.numel():
+            parts.append(tensor[:room])
+            room, tensor = room - parts[-1].numel(), tensor[room:]
             if not room:
                 yield parts
                 parts, room = [], PIECE_BYTES
@@ -168,8 +166,8 @@ def _pieces(flat: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _fill(parts: list[torch.Tensor], data: torch.Tensor) -> None:
-    for part, one in zip(parts, torch.split(data, [part.numel() for part in parts]), strict=True):
-        part.copy_(one)
+    for part, chunk in zip(parts, torch.split(data, [part.numel() for part in parts]), strict=True):
+        part.copy_(chunk)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
