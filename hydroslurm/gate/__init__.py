@@ -1,4 +1,4 @@
-"""The gate: holds a rank between two operators and lets it go. :func:`open_gate` chooses which."""
+"""The gate, which holds a rank between two operators. :func:`open_gate` chooses its kind."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ def open_gate(
     ranks: int = 1,
     environ: Mapping[str, str] | None = None,
 ) -> Gate:
-    """The gate for this process, not started. The first native one builds its library, in seconds.
+    """Return this process's gate, not started. The first native one takes seconds to build.
 
     Args:
-        kind: ``auto`` is native if that is available, else hooks with a warning that says what is
-            lost. ``HYDROSLURM_GATE`` overrides it.
-        model: for the hooks, the model whose leaf modules are hooked; default: every module.
-        ranks: how many pause together. Hooks do not see collectives: they hold one rank only.
+        kind: ``auto`` is native if available, else hooks with a warning about the loss.
+            ``HYDROSLURM_GATE`` overrides it.
+        model: for hooks, the model whose leaf modules are hooked; default: every module.
+        ranks: number of ranks that pause together. Hooks do not see collectives, so they can
+            hold only one rank.
         environ: instead of ``os.environ``.
 
     Raises:
-        GateError: ``native`` was requested, or several ranks need it, and it cannot be built,
+        GateError: the native gate was requested, or several ranks need it, and it cannot be built,
             loaded or trusted.
-        UsageError: no such kind, or hooks for several ranks.
+        UsageError: the kind is unknown, or hooks were requested for several ranks.
     """
     chosen = _chosen(kind, os.environ if environ is None else environ)
     if chosen == "hooks" and ranks > 1:
@@ -84,7 +85,7 @@ def _chosen(kind: GateKind, environ: Mapping[str, str]) -> GateKind:
 
 
 def _warn_of_loss(error: GateError) -> None:
-    """Once, and in three lines: neither ours nor the user's line of code explains it."""
+    """Warn once, in three lines; no source line of ours or the user's would explain it."""
     why = str(error).partition(". ")[0] if isinstance(error, NoCompiler) else str(error)
     warnings.warn_explicit(
         f"the native gate cannot be used ({why}). Module hooks are used instead:\n"
@@ -98,4 +99,4 @@ def _warn_of_loss(error: GateError) -> None:
 
 
 _WARNED: dict[Any, Any] = {}
-"""The memory of the warnings module."""
+"""Registry of the warnings module."""

@@ -1,4 +1,4 @@
-"""The binding of ``native/gate.h`` and ``marks.h``: structures, signatures, and nothing else."""
+"""The binding of ``native/gate.h`` and ``marks.h``: structures and signatures only."""
 
 from __future__ import annotations
 
@@ -116,12 +116,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 def bind(path: Path) -> ctypes.CDLL:
-    """Load a gate and give every function its signature. It stays loaded until the process ends.
+    """Load a gate and set the signature of each function. It stays loaded until the process ends.
 
     Raises:
-        GateError: it cannot be loaded, or is of another ABI.
+        GateError: it cannot be loaded, or has another ABI.
     """
-    import torch  # noqa: F401 - the libraries that it needs are found because torch loaded them
+    import torch  # noqa: F401 - loads the libraries that the gate needs
 
     try:
         library = ctypes.CDLL(str(path))
@@ -142,7 +142,7 @@ def bind(path: Path) -> ctypes.CDLL:
 
 
 def signal_line(rule: SignalRule) -> Signal:
-    """One line of the signal table."""
+    """Return a rule as a line of the signal table."""
     flags = (_EVEN_IF_IGNORED if rule.even_if_ignored else 0) | (
         _ONLY_IF_HANDLED if rule.only_if_handled else 0
     )
@@ -150,23 +150,23 @@ def signal_line(rule: SignalRule) -> Signal:
 
 
 def gate_event(row: Event) -> GateEvent:
-    """One event as a value."""
+    """Return an event as a value."""
     return GateEvent(**_fields(row))
 
 
 def gate_status(now: Status) -> GateStatus:
-    """The status as a value."""
+    """Return the status as a value."""
     return GateStatus(**_fields(now))
 
 
-def operator(one: Traced) -> Operator:
-    """One line of a trace as a value."""
-    fields = _fields(one)
+def operator(row: Traced) -> Operator:
+    """Return a line of a trace as a value."""
+    fields = _fields(row)
     return Operator(fields.pop("text"), **fields)
 
 
 def _fields(row: ctypes.Structure) -> dict[str, Any]:
-    """The fields of a structure, each in the type that its value has."""
+    """Return the fields of a structure, each with its value's type."""
     return {
         name: _READ[name](getattr(row, name)) if name in _READ else getattr(row, name)
         for name, *_ in row._fields_

@@ -1,16 +1,16 @@
-"""Find the native gate for the torch that is installed, or build it: once per user and torch.
+"""Find or build the native gate for the installed torch, once per user and torch.
 
-Looked for in this order; each folder holds one sub-folder per key:
+Search order; each folder holds one sub-folder per key:
 
 1. ``$HYDROSLURM_GATE_DIR``, which a site fills with ``hydroslurm gate build --out DIR``;
-2. ``$XDG_CACHE_HOME/hydroslurm/gate`` (default ``~/.cache``), where it is built when missing;
-3. a private temporary folder, when the cache cannot be written or others could have written it.
+2. ``$XDG_CACHE_HOME/hydroslurm/gate`` (default ``~/.cache``), where a missing one is built;
+3. a private temporary folder, if the cache cannot be written or others could have written it.
 
 The key covers all that the binary depends on: torch's version and C++ ABI, the machine and its C
-library, our sources and the flags. A library is used only if its manifest is beside it and has its
-checksum: the loader would crash on a truncated one. It runs with all rights of its user, so it is
-loaded only if nobody else can have put it there. That is checked for the library and for every
-folder above it, so nobody can replace it between the check and the loading either.
+library, our sources and the flags. A library is used only with a manifest that has its checksum:
+the loader would crash on a truncated one. It runs with all its user's rights, so it is loaded only
+if no other user can have put it there. The check covers the library and every folder above it, so
+it cannot be replaced between the check and the loading either.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Library:
 
     Attributes:
         path: the shared library.
-        key: names all that it depends on.
+        key: covers all that it depends on.
         origin: ``site``, ``cache`` or ``private``.
-        built_s: how long building it took just now; None when it was there.
+        built_s: seconds its build took just now; None if it existed.
     """
 
     path: Path
@@ -70,7 +70,7 @@ class Library:
 
 
 def key_of(torch: Torch) -> str:
-    """The name of the folder that a gate for this torch and this machine lies in."""
+    """Return the folder name of the gate for this torch and machine."""
     facts = hashlib.sha256()
     for source in source_files():
         facts.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -82,7 +82,7 @@ def key_of(torch: Torch) -> str:
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:
-    """Where this user's gates lie.
+    """Return the folder of this user's gates.
 
     Raises:
         OSError: there is neither ``XDG_CACHE_HOME`` nor a home folder.
@@ -97,10 +97,10 @@ def cache_root(environ: Mapping[str, str]) -> Path:
 
 
 def find(environ: Mapping[str, str], *, torch: Torch) -> Library | None:
-    """The gate that is there, whole and nobody else's, without building one.
+    """Return an existing gate that is intact and trusted; build nothing.
 
-    A site's folder that others could write to is skipped with a warning: somebody has set the
-    variable. The cache is skipped silently, for the gate is then built again.
+    Warns when it skips a site's folder that others can write, since somebody set that variable.
+    Skips the cache silently, as the gate is then rebuilt.
     """
     key = key_of(torch)
     if site := environ.get(SITE_DIR_ENV):
@@ -122,7 +122,7 @@ def find(environ: Mapping[str, str], *, torch: Torch) -> Library | None:
 
 
 def is_usable(folder: Path, *, owners: Collection[int] = ()) -> bool:
-    """Whether it has an intact library; raises UntrustedFile before anything in it is read.
+    """Whether it has an intact library. Raises UntrustedFile before it reads anything there.
 
     Args:
         owners: trusted besides this user and root.
@@ -140,30 +140,29 @@ def _warn_once(text: str) -> None:
 
 
 def ensure(environ: Mapping[str, str], *, torch: Torch) -> Library:
-    """The gate for this torch, built and self-tested when there is none yet.
+    """Return the gate for this torch; build and self-test it if there is none yet.
 
-    Any number of processes may call this at once: one builds, the others wait for it. A library of
-    origin ``private`` is in a temporary folder of its own, which the caller removes after loading
-    it.
+    Any number of processes may call this at once: one builds, the others wait. A library of origin
+    ``private`` is in its own temporary folder, which the caller removes after loading it.
 
     Raises:
         NoCompiler: it would have to be built, and there is no C++ compiler.
-        GateSelfTestFailed: what was built does not work with this torch.
-        GateError: the compiler failed; the message has its last lines. Or there is no folder where
-            nobody else could replace it.
+        GateSelfTestFailed: the built library does not work with this torch.
+        GateError: the compiler failed (the message has its last lines), or every folder can be
+            replaced by others.
     """
-    found = find(environ, torch=torch)
-    if found:
-        return found
+    library = find(environ, torch=torch)
+    if library:
+        return library
     key = key_of(torch)
     try:
         root = cache_root(environ)
-        for folder in (root.parent.parent, root.parent, root):  # whatever the umask says
+        for folder in (root.parent.parent, root.parent, root):  # regardless of the umask
             folder.mkdir(mode=0o700, parents=folder is root.parent.parent, exist_ok=True)
         check_trusted(root, what="the gate's cache")
         with _locked(root / f"{key}.lock"):
-            there = find(environ, torch=torch)
-            return there or build(root, environ=environ, torch=torch)
+            library = find(environ, torch=torch)
+            return library or build(root, environ=environ, torch=torch)
     except (OSError, UntrustedFile) as error:
         where = environ.get("XDG_CACHE_HOME") or "~/.cache"
         warnings.warn(
@@ -185,21 +184,21 @@ def ensure(environ: Mapping[str, str], *, torch: Torch) -> Library:
 
 @contextlib.contextmanager
 def to_load() -> Iterator[Library]:
-    """The library for this process, as :func:`ensure`, which is gone from disk after the block if
-    it is a private one: to be loaded within."""
-    found = ensure(os.environ, torch=installed_torch())
+    """Yield the library of :func:`ensure`, to be loaded within the block, which removes a private
+    one at its end."""
+    library = ensure(os.environ, torch=installed_torch())
     try:
-        yield found
+        yield library
     finally:
-        if found.origin == "private":
-            shutil.rmtree(found.path.parent.parent, ignore_errors=True)
+        if library.origin == "private":
+            shutil.rmtree(library.path.parent.parent, ignore_errors=True)
 
 
 def _private_folder() -> Path:
-    """A new folder that nobody else can replace; in TMPDIR everybody may be able to.
+    """Make a folder that no other user can replace, as in TMPDIR they may.
 
     Raises:
-        GateError: there is none.
+        GateError: there is no place for one.
     """
     places = dict.fromkeys([tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"])
     for place in places:
@@ -215,7 +214,7 @@ def _private_folder() -> Path:
 
 
 def build(root: Path, *, environ: Mapping[str, str], torch: Torch) -> Library:
-    """Build into ``root/<key>``, replacing what is there; self-tested before it is put in place.
+    """Build into ``root/<key>``; self-test before replacing what is there.
 
     Raises:
         NoCompiler, GateSelfTestFailed, GateError: as for :func:`ensure`.
@@ -249,7 +248,7 @@ def build(root: Path, *, environ: Mapping[str, str], torch: Torch) -> Library:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether the library in the folder is the one that its manifest describes."""
+    """Whether the folder's library matches its manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         return bool(manifest["sha256"] == checksum(folder / LIBRARY))
@@ -258,9 +257,9 @@ def is_whole(folder: Path) -> bool:
 
 
 def _put_in_place(workshop: Path, target: Path) -> None:
-    """The manifest becomes visible last: readers use a library only with its manifest."""
+    """Install the manifest last: readers use a library only with its manifest."""
     target.mkdir(mode=0o755, exist_ok=True)
-    (workshop / LIBRARY).chmod(0o755)  # whatever the umask says: others must not write it
+    (workshop / LIBRARY).chmod(0o755)  # regardless of the umask: others must not write it
     for name in (LIBRARY, MANIFEST):
         with (workshop / name).open("rb") as file:
             os.fsync(file.fileno())
@@ -274,10 +273,10 @@ def checksum(path: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock between processes, if the file system has locks.
+    """Hold an inter-process lock, if the file system has locks.
 
-    Without them (some network file systems), or when the holder takes longer than any build, go
-    on: two builders waste time, but each renames a complete library into place.
+    Go on without it (some network file systems have none), or when the holder takes longer than any
+    build: two builders waste time, but each renames a complete library into place.
     """
     fd = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:

@@ -1,4 +1,4 @@
-"""The one command that compiles the native gate: which compiler, which torch, which sources."""
+"""The command that compiles the native gate: compiler, torch, sources."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Torch:
     """The torch that a gate is built for.
 
     Attributes:
-        nvtx: the folder with NVTX's headers; None where there is none, and a gate emits no marks.
+        nvtx: the folder with NVTX's headers; None if missing, and the gate then emits no marks.
     """
 
     version: str
@@ -48,7 +48,7 @@ class Torch:
 
 
 def installed_torch() -> Torch:
-    """The torch of this interpreter; imports it.
+    """Import and describe this interpreter's torch.
 
     Raises:
         GateError: it cannot be imported.
@@ -68,9 +68,9 @@ def installed_torch() -> Torch:
 
 
 def nvtx_headers(environ: Mapping[str, str]) -> Path | None:
-    """NVTX's headers: those of NVIDIA's Python package, else of a CUDA toolkit (CUDA_HOME)."""
+    """Find NVTX's headers in NVIDIA's Python package, else in a CUDA toolkit (CUDA_HOME)."""
     spec = importlib.util.find_spec("nvidia")
-    packages = [Path(one) for one in (spec and spec.submodule_search_locations) or ()]
+    packages = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
     folders = [package / folder for package in packages for folder in NVTX_FOLDERS]
     if toolkit := environ.get("CUDA_HOME"):
         folders.append(Path(toolkit) / "include")
@@ -78,28 +78,28 @@ def nvtx_headers(environ: Mapping[str, str]) -> Path | None:
 
 
 def source_files() -> list[Path]:
-    """All sources, the headers included, in a fixed order."""
+    """Return all sources, headers included, in a fixed order."""
     return sorted(file for end in ("cpp", "h") for file in SOURCES.glob(f"*.{end}"))
 
 
 def abi_number() -> int:
-    """``HS_GATE_ABI`` of the sources."""
+    """Read ``HS_GATE_ABI`` from the sources."""
     match = re.search(r"#define HS_GATE_ABI (\d+)", (SOURCES / "gate.h").read_text())
     assert match, "gate.h defines the number of its ABI"
     return int(match[1])
 
 
 def find_compiler(environ: Mapping[str, str]) -> list[str]:
-    """``$CXX`` (which may bring flags), else the first of c++, g++ and clang++ on PATH.
+    """Return ``$CXX`` (with its flags), else the first of c++, g++ and clang++ on PATH.
 
     Raises:
         NoCompiler: there is none.
     """
     wanted = shlex.split(environ.get("CXX", ""))
     for name, *flags in [wanted] if wanted else [[name] for name in COMPILERS]:
-        found = shutil.which(name, path=environ.get("PATH"))
-        if found:
-            return [found, *flags]
+        path = shutil.which(name, path=environ.get("PATH"))
+        if path:
+            return [path, *flags]
     raise NoCompiler(
         "it has to be built, and no C++ compiler was found (looked for "
         f"{wanted[0] if wanted else ', '.join(COMPILERS)}). Install one (apt-get install g++), or "
@@ -111,13 +111,13 @@ def find_compiler(environ: Mapping[str, str]) -> list[str]:
 def compile_library(
     compiler: Sequence[str], target: Path, *, torch: Torch, sources: Sequence[Path] | None = None
 ) -> list[str]:
-    """Compile sources, the gate's by default, into one shared library; returns the command that
+    """Compile sources, by default the gate's, into one shared library; return the command that
     worked.
 
     Raises:
         GateError: no standard that we know compiles.
     """
-    said = ""
+    errors = ""
     sources = source_files() if sources is None else sources
     for standard in STANDARDS:
         command = compile_command(compiler, target, sources, standard=standard, torch=torch)
@@ -133,8 +133,8 @@ def compile_library(
             raise GateError(f"the native gate could not be compiled: {error}") from error
         if done.returncode == 0:
             return command
-        said = said or done.stderr
-    tail = "\n".join(said.strip().splitlines()[-20:])
+        errors = errors or done.stderr
+    tail = "\n".join(errors.strip().splitlines()[-20:])
     raise GateError(
         f"the native gate does not compile with {compiler[0]} against torch {torch.version}:\n"
         f"{tail}\nTry another compiler (CXX=g++), or report this with the lines above"
@@ -144,7 +144,7 @@ def compile_library(
 def compile_command(
     compiler: Sequence[str], target: Path, sources: Sequence[Path], *, standard: str, torch: Torch
 ) -> list[str]:
-    """The one command line. torch's headers count as system headers: only our code may warn."""
+    """Return the command line. torch's headers count as system headers: only our code may warn."""
     return [
         *compiler,
         standard,

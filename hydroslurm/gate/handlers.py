@@ -1,14 +1,14 @@
-"""Who owns a signal's handler, and what Python shows of the handlers that the kernel has from us.
+"""Ownership of signal handlers, and what Python shows of those we install in the kernel.
 
-A handler that is installed by ``sigaction`` alone does not exist for Python: ``signal.getsignal``
-says SIG_DFL. Libraries that find a signal free take it, and those that save all handlers and put
-them back (Lightning does, around each ``fit``) would then remove ours silently. So Python is shown
-a :class:`ShownHandler`, while the kernel's table keeps the native one: it runs at once, and
-Python's only when somebody calls it, or has restored it, which puts CPython's own C handler in the
-place of ours until the next check.
+For Python a handler installed by ``sigaction`` alone does not exist: ``signal.getsignal`` returns
+SIG_DFL. Libraries take signals that look free, and those that save and restore all handlers
+(Lightning does, around each ``fit``) would silently remove ours. So Python shows a
+:class:`ShownHandler`, while the kernel keeps the native one, which runs at once. Python's runs only
+if other code calls it, or has restored it, which replaces ours with CPython's C handler until the
+next check.
 
-The one that is never shown: ours for SIGINT as long as Python has ``default_int_handler`` there.
-asyncio looks for exactly that, and would not cancel its tasks at a Ctrl-C.
+One is never shown: ours for SIGINT while Python has ``default_int_handler`` there. asyncio looks
+for exactly that, and would otherwise not cancel its tasks at Ctrl-C.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ OURS = Owner("hydroslurm")
 
 
 def is_hydroslurms(handler: Handler) -> bool:
-    """Whether hydroslurm had put it there before (``autoload.keep_alive``)."""
+    """Whether hydroslurm installed this handler earlier (``autoload.keep_alive``)."""
     return str(getattr(handler, "__module__", None)).startswith("hydroslurm.")
 
 
 class ShownHandler:
-    """``signal.getsignal`` of a signal that is ours. Called with a signal that did not reach the
-    native handler, it delivers it; then it calls the previous handler if that is to be called.
+    """``signal.getsignal`` of a signal that is ours. Delivers a signal that did not reach the
+    native handler, then calls the previous handler if we chain.
 
     Attributes:
-        before: what Python showed before us; shown again afterwards.
+        before: what Python showed before us, and shows again after.
     """
 
     def __init__(self, rule: SignalRule, before: Handler, deliver: Callable[[int], int]) -> None:
@@ -60,8 +60,8 @@ class ShownHandler:
         return f"<hydroslurm's handler of {signal.Signals(self.rule.signo).name}>"
 
     def _call_without_us(self, signo: int, frame: FrameType | None) -> None:
-        """Uninstalled, or in a forked child: what would happen without us, except that nobody
-        dies of a signal that was meant to pause or to resume."""
+        """Act as the process would without us, after removal or in a forked child; but no process
+        dies of a signal meant to pause or resume."""
         of_pauses = self.rule.action is not Action.STOP and not self.rule.only_if_handled
         if of_pauses and os.getpid() != self._pid:
             return
@@ -73,9 +73,9 @@ class ShownHandler:
 
 
 class PythonView:
-    """Keeps what Python shows consistent with what the gate has installed. One per process.
+    """Keeps what Python shows consistent with the gate's handlers. One per process.
 
-    Python can change it in the main thread only. What other threads ask for happens there, soon.
+    Python allows changes in the main thread only, so requests of other threads run there, soon.
     """
 
     def __init__(self) -> None:
@@ -91,44 +91,44 @@ class PythonView:
         in_main_thread(self._sync)
 
     def add(self, rules: Iterable[SignalRule]) -> None:
-        """Show ours for these as well, and again where Python shows none."""
+        """Show ours for these as well, also where Python shows none."""
         self._wanted.update({rule.signo: rule for rule in rules})
         in_main_thread(self._sync)
 
     def hide(self, rules: Iterable[SignalRule] | None = None) -> None:
-        """Show again what was there before; ``rules``: of these only."""
+        """Show the earlier handlers again; ``rules``: only for these."""
         gone = self._wanted if rules is None else {rule.signo for rule in rules}
         self._wanted = {s: rule for s, rule in self._wanted.items() if s not in gone}
         in_main_thread(self._sync)
 
     def owner(self, signo: int) -> Owner:
-        """Who owns the handler that is installed in place of the native one."""
+        """Return the owner of the handler installed in place of the native one."""
         address = address_of(signo)
         shown = signal.getsignal(signo)
-        mine = self._shown.get(signo)
+        own = self._shown.get(signo)
         if address == signal.SIG_DFL:
             return Owner("its default action", signal.SIG_DFL)
         if address == signal.SIG_IGN:
             return Owner("to nobody (it was ignored)", signal.SIG_IGN)
         if not callable(shown) or (self._cpython and address != self._cpython):
             return Owner(f"C code in {library_of(address) or 'an unknown library'}")
-        if isinstance(shown, ShownHandler) or (mine is not None and shown is mine.before):
+        if isinstance(shown, ShownHandler) or (own is not None and shown is own.before):
             return OURS
         return Owner(name_of(shown), shown)
 
     def keeps_before(self, signo: int) -> bool:
-        """Whether what was there before us comes back although somebody has removed it since."""
-        mine = self._shown.get(signo)
-        return mine is not None and is_hydroslurms(mine.before)
+        """Whether the handler before us comes back even if it was removed since."""
+        own = self._shown.get(signo)
+        return own is not None and is_hydroslurms(own.before)
 
     def _sync(self) -> None:
         for signo, rule in list(self._wanted.items()):
             with contextlib.suppress(OSError, ValueError):
                 self._show(signo, rule)
         for signo in self._shown.keys() - self._wanted.keys():
-            was = self._shown.pop(signo)
-            before = was.before
-            if signal.getsignal(signo) is was:
+            own = self._shown.pop(signo)
+            before = own.before
+            if signal.getsignal(signo) is own:
                 with kernel_kept(signo):
                     signal.signal(signo, before)
 
@@ -136,19 +136,19 @@ class PythonView:
         now = signal.getsignal(signo)
         if now is None or now is signal.default_int_handler:
             return
-        mine = self._shown.get(signo)
-        if mine is not None:
-            if now not in NOBODY:  # ours, or somebody's that is called after ours
+        own = self._shown.get(signo)
+        if own is not None:
+            if now not in NOBODY:  # ours, or one that is called after ours
                 return
             if not self.keeps_before(signo):
-                mine.before = now
-        elif isinstance(now, ShownHandler):  # saved by an earlier installation, and restored since
+                own.before = now
+        elif isinstance(now, ShownHandler):  # saved during an earlier installation, restored since
             now.rule, self._shown[signo] = rule, now
             return
         else:
-            mine = self._shown[signo] = ShownHandler(rule, now, self._deliver_if_shown)
+            own = self._shown[signo] = ShownHandler(rule, now, self._deliver_if_shown)
         with kernel_kept(signo):
-            signal.signal(signo, mine)
+            signal.signal(signo, own)
             self._cpython = address_of(signo)
 
     def _deliver_if_shown(self, signo: int) -> int:
@@ -156,11 +156,11 @@ class PythonView:
 
 
 VIEW = PythonView()
-"""This process's."""
+"""The view of this process."""
 
 
 def name_of(handler: object) -> str:
-    """A handler in Python, and where it is: ``save() of trainer (trainer.py:41)``."""
+    """Return a Python handler's name and place: ``save() of trainer (trainer.py:41)``."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     function = getattr(handler, "__func__", handler)
@@ -172,12 +172,12 @@ def name_of(handler: object) -> str:
 
 
 def in_main_thread(act: Callable[[], None]) -> None:
-    """Call it now where this is the main thread, else at the main thread's next bytecode."""
+    """Call it now in the main thread; from another one, at the main thread's next bytecode."""
     if threading.current_thread() is threading.main_thread():
         act()
         return
     _due.put(act)
-    ctypes.pythonapi.Py_AddPendingCall(_ACT_ON_DUE, None)  # full: the next one acts on all
+    ctypes.pythonapi.Py_AddPendingCall(_ACT_ON_DUE, None)  # if full: one pending call acts on all
 
 
 _due: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -193,7 +193,7 @@ def _act_on_due(_: object) -> int:
 _ACT_ON_DUE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_act_on_due)
 
 
-# --- the kernel's table, read and written past CPython
+# --- access to the kernel's table past CPython
 
 # The layout (handler, 128 bytes of mask, the rest) is glibc's and musl's on every 64-bit Linux.
 
@@ -206,14 +206,14 @@ def _read(signo: int) -> ctypes.Array[ctypes.c_char] | None:
 
 
 def address_of(signo: int) -> int:
-    """Where the installed handler is; 0 for the default action, 1 where the signal is ignored."""
+    """Return the installed handler's address; 0 for the default action, 1 if ignored."""
     action = _read(signo)
     return 0 if action is None else (ctypes.c_void_p.from_buffer(action).value or 0)
 
 
 @contextlib.contextmanager
 def kernel_kept(signo: int) -> Iterator[None]:
-    """Within it CPython may install; afterwards the kernel has again what it had before."""
+    """Let CPython install within the block; then restore what the kernel had."""
     action = _read(signo)
     try:
         yield
@@ -223,10 +223,10 @@ def kernel_kept(signo: int) -> Iterator[None]:
 
 
 def library_of(address: int) -> str:
-    """The file whose code is there; empty where it is not known."""
+    """Return the file whose code is at this address; empty if unknown."""
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
         place, _, _, _, _, *path = line.split(maxsplit=5)
-        begin, end = (int(one, 16) for one in place.split("-"))
+        begin, end = (int(part, 16) for part in place.split("-"))
         if begin <= address < end:
             return Path(*path).name
     return ""

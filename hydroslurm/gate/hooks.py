@@ -1,12 +1,12 @@
-"""HydroJobSche's hook interface, and the gate of one rank for which no native gate can be built.
+"""HydroJobSche's hook interface, and with it a gate for one rank where no native one can be built.
 
     pre_fwd_exec -> module.forward -> post_fwd_exec        the module's own hooks
     pre_bwd_exec -> its autograd nodes -> post_bwd_exec    pre-hooks of the nodes around it
 
-Torch's full backward hooks pass every tensor through an autograd Function of their own, and what
-comes out of it may not be modified in place: ``Linear`` then ``ReLU(inplace=True)`` raises. A
-pre-hook on the node that made a tensor leaves the graph as it is. A module whose inputs need no
-gradient (the first one) has no ``post_bwd_exec``.
+Torch's full backward hooks pass every tensor through their own autograd Function, whose output may
+not be modified in place: ``Linear`` then ``ReLU(inplace=True)`` raises. A pre-hook on the node that
+made a tensor leaves the graph unchanged. A module whose inputs need no gradient (the first one) has
+no ``post_bwd_exec``.
 """
 
 from __future__ import annotations
@@ -34,51 +34,51 @@ from hydroslurm.gate.python_handlers import PythonHandlers
 from hydroslurm.gate.python_threads import Inbox, RestWatch
 
 _POLL_S = 0.002
-"""How often a held thread looks whether it may go on, and the gate whether all are at rest."""
+"""Interval at which a held thread checks for release, and the gate for threads at rest."""
 _cuda: Any = torch.cuda
 _registrations = itertools.count()
-"""Tells the marks of one registration from those of the next on a node that outlives both."""
+"""Distinguishes registrations on a node that outlives them."""
 
 
 class BaseOpHook:
-    """What is called around each module. Override what you need; a method may leave out arguments
-    after ``module``.
+    """Callbacks around each module. Override those you need; a method may omit arguments after
+    ``module``.
 
-    The calls come from the thread that runs the forward, and from autograd's threads, with the
-    GIL held. An exception ends that forward or backward. Tensors in the arguments of the last two
-    are detached, and live as long as the graph.
+    They run in the thread of the forward and in autograd's threads, with the GIL. An exception ends
+    that forward or backward. Tensors in the arguments of the last two are detached, and live as
+    long as the graph.
     """
 
     def pre_fwd_exec(self, module: torch.nn.Module, *args: Any) -> None:
         """Before ``module.forward``; ``args``: its inputs, as one tuple."""
 
     def post_fwd_exec(self, module: torch.nn.Module, *args: Any) -> None:
-        """After ``module.forward``, not when it raised; ``args``: its inputs, and its output."""
+        """After ``module.forward``, unless it raised; ``args``: its inputs, and its output."""
 
     def pre_bwd_exec(self, module: torch.nn.Module, input: Any, output: Any) -> None:
-        """Before the gradient goes into the module; at least once per backward through it."""
+        """Before the gradient enters the module; at least once per backward through it."""
 
     def post_bwd_exec(self, module: torch.nn.Module, input: Any) -> None:
-        """After the gradient came out of the module; absent where no input needs one."""
+        """After the gradient has left the module; not called if no input needs one."""
 
 
 def register_ophooks_recursively(
     module: torch.nn.Module | None, hooks: Sequence[BaseOpHook]
 ) -> contextlib.ExitStack:
-    """Register the hooks on every leaf module in ``module`` that has parameters or buffers, once;
-    ``None``: on every module of this process, those made later included. ``close()`` of what is
-    returned removes them, and those on nodes of older graphs do nothing any more.
+    """Register the hooks once on every leaf module in ``module`` with parameters or buffers;
+    ``None``: on every module of this process, including later ones. ``close()`` of the returned
+    stack removes them; those on nodes of older graphs then do nothing.
     """
     key, methods = f"hydroslurm.hooks.{next(_registrations)}", dict[str, Any]()
     for name in ("pre_fwd_exec", "post_fwd_exec", "pre_bwd_exec", "post_bwd_exec"):
-        own = [one for one in hooks if getattr(type(one), name) is not getattr(BaseOpHook, name)]
-        methods[name] = [(getattr(one, name), _wanted(getattr(one, name))) for one in own]
+        own = [hook for hook in hooks if getattr(type(hook), name) is not getattr(BaseOpHook, name)]
+        methods[name] = [(getattr(hook, name), _wanted(getattr(hook, name))) for hook in own]
 
     def call(name: str, module: torch.nn.Module, *args: Any) -> None:
         for method, wanted in methods.get(name, ()):
             method(module, *args[:wanted])
 
-    # torch.compile traces through hooks; what is compiled is one operator and is left alone
+    # torch.compile traces through hooks; a compiled region is one operator and gets none
     def before(module: torch.nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
             call("pre_fwd_exec", module, args)
@@ -92,12 +92,12 @@ def register_ophooks_recursively(
             before_nodes(args, "post_bwd_exec", module, args)
 
     def before_nodes(value: Any, name: str, module: torch.nn.Module, *args: Any) -> None:
-        """Once per node and module: one that outlives its step (a retained graph) would collect a
-        pre-hook per forward."""
+        """Add one pre-hook per node and module: a node that outlives its step (a retained graph)
+        would otherwise collect one per forward."""
         if not methods.get(name):
             return
         wanted = max(wanted for _, wanted in methods[name])
-        # with their graph, what the node keeps would keep the node
+        # detach: tensors with their graph would keep the node alive
         kept = tree_map_only(torch.Tensor, torch.Tensor.detach, args[:wanted]) if wanted else ()
         nodes = [getattr(tensor, "grad_fn", None) for tensor in tree_leaves(value)]
         for node in filter(None, nodes):
@@ -108,7 +108,7 @@ def register_ophooks_recursively(
 
     places = [(every.register_module_forward_pre_hook, every.register_module_forward_hook)]
     if module is not None:
-        leaves = [one for one in module.modules() if not [*one.children()] and _has_state(one)]
+        leaves = [m for m in module.modules() if not [*m.children()] and _has_state(m)]
         places = [(leaf.register_forward_pre_hook, leaf.register_forward_hook) for leaf in leaves]
     handles = contextlib.ExitStack()
     handles.callback(methods.clear)
@@ -119,7 +119,7 @@ def register_ophooks_recursively(
 
 
 def _wanted(method: Callable[..., None]) -> int:
-    """How many arguments it takes after the module."""
+    """Return how many arguments the method takes after the module."""
     kinds = [parameter.kind for parameter in inspect.signature(method).parameters.values()]
     named = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) - 1
     return 2 if inspect.Parameter.VAR_POSITIONAL in kinds else named
@@ -130,10 +130,10 @@ def _has_state(module: torch.nn.Module) -> bool:
 
 
 class ExecutionOpHook(BaseOpHook):
-    """Has every thread that comes by while it is paused call ``hold``; default: it sleeps.
+    """Calls ``hold``, by default a sleep, in every thread that reaches a hook while paused.
 
-    ``state``: 1, or 0 while it is paused; ``pauses``: how many there have been; ``threads``: those
-    that have come by."""
+    ``state``: 1, or 0 while paused; ``pauses``: their number so far; ``threads``: those that have
+    reached a hook."""
 
     def __init__(self, hold: Callable[[str, Phase], None] | None = None) -> None:
         self.state, self.pauses = 1, 0
@@ -146,11 +146,11 @@ class ExecutionOpHook(BaseOpHook):
         self.state = 0
 
     def resume(self) -> None:
-        """Let all go."""
+        """Release all threads."""
         self.state = 1
 
     def sleep_while_paused(self) -> None:
-        """Until this pause is over. Python's signal handlers run meanwhile."""
+        """Sleep until this pause ends. Python's signal handlers run meanwhile."""
         pauses = self.pauses
         while not self.state and self.pauses == pauses:
             time.sleep(_POLL_S)
@@ -158,7 +158,7 @@ class ExecutionOpHook(BaseOpHook):
     def pre_fwd_exec(self, module: torch.nn.Module, *_: Any) -> None:
         self._come_by(module, Phase.FORWARD)
 
-    # without the tensors, which the graph would keep
+    # without tensors, which the graph would keep alive
     def pre_bwd_exec(self, module: torch.nn.Module) -> None:  # type: ignore[override]
         self._come_by(module, Phase.BACKWARD)
 
@@ -171,8 +171,8 @@ class ExecutionOpHook(BaseOpHook):
 
 
 class HooksGate:
-    """Holds the threads of a rank that is alone between modules. Its methods are those of
-    :class:`NativeGate`; its state changes in the thread that reads the events, the controller's.
+    """Holds the threads of a single rank between modules. Has the methods of :class:`NativeGate`;
+    its state changes in the thread that reads the events, the controller's.
     """
 
     name = "hooks"
@@ -210,13 +210,13 @@ class HooksGate:
         return replaced
 
     def request(self, action: Action, causes: Cause) -> None:
-        """Ask for a pause, a resume or a stop from inside the process. Returns at once."""
+        """Request a pause, resume or stop from inside the process. Returns at once."""
         if self._running_in != os.getpid():
             raise InstallError(f"the gate refuses {action.name}: it was not started here")
         self._ask(action, causes)
 
     def status(self) -> protocol.GateStatus:
-        """The gate at this moment."""
+        """Return a snapshot of the gate."""
         return protocol.GateStatus(
             state=self._state, causes=self._causes, held=len(self._held), quiet=self._quiet,
             armed=self._hook.state == 0, capturing=len(self._capturing), passed=self._passed,
@@ -224,7 +224,7 @@ class HooksGate:
         )  # fmt: skip
 
     def wait_events(self, timeout_s: float | None) -> list[GateEvent]:
-        """Wait for an event, :meth:`wake` or the end of the time; oldest first, maybe none."""
+        """Wait for events, :meth:`wake` or the timeout; oldest first, maybe none."""
         parking = self._state is GateState.PARKING
         events = self._inbox.read(_POLL_S if parking and timeout_s != 0 else timeout_s)
         quiet = self._hook.threads.quiet(but=self._held) if parking else None
@@ -257,19 +257,19 @@ class HooksGate:
             self._closed_ns, self._passed, self._quiet = time.monotonic_ns(), 0, 0
             self._holds, self._releases = itertools.count(), itertools.count()
             self._capturing.clear()
-            self._emit(EventKind.GATE_CLOSED, value_ns=asked_ns)  # before anybody is held
+            self._emit(EventKind.GATE_CLOSED, value_ns=asked_ns)  # before any thread is held
             self._hook.pause()
         elif not self._hook.state and not wanted:
             self._state, self._closed_ns, held = GateState.RUNNING, 0, len(self._held)
             self._emit(EventKind.RESUMED, value_ns=asked_ns, held=held, passed=self._passed)
             self._hook.resume()
-        else:  # also when nothing changed: whoever asked waits for an answer
+        else:  # even without a change: the caller waits for an answer
             self._emit(EventKind.CAUSES_CHANGED)
         if self._is_stopping and self._hook.state:
             self._state = GateState.STOPPING
 
     def _reached(self, name: str, phase: Phase) -> None:
-        """In a thread that comes to a closed hook."""
+        """Hold the calling thread, which has reached a closed hook."""
         tid = threading.get_native_id()
         while not self._hook.state and not self._may_pass(tid):
             releases, late = self._releases, self._state is GateState.PARKED
@@ -279,13 +279,14 @@ class HooksGate:
                 self._emit(kind, tid=tid, text=name, phase=phase)
             try:
                 self._hook.sleep_while_paused()
-            finally:  # Ctrl-C raises KeyboardInterrupt out of it
+            finally:  # also when Ctrl-C raises KeyboardInterrupt here
                 self._held.discard(tid)
                 if next(releases) == 0:
                     self._emit(EventKind.FIRST_OPERATOR_RELEASED, tid=tid)
 
     def _may_pass(self, tid: int) -> bool:
-        """Exempt threads, forked children, and a CUDA graph capture, which waiting would break."""
+        """Whether the thread is exempt, in a forked child, or captures a CUDA graph, which must not
+        wait."""
         if tid in self._hook.threads.exempted:
             self._passed += 1
         elif _cuda.is_initialized() and _cuda.is_current_stream_capturing():

@@ -1,15 +1,15 @@
-"""NVTX marks and ranges of this process, in the domain ``hydroslurm``; ``gate/native/marks.h`` says
-what each means. The native gate's library emits them; without it the package ``nvtx`` marks steps,
+"""NVTX marks and ranges of this process, in the domain ``hydroslurm``; ``gate/native/marks.h``
+explains each. The native gate's library emits them; without it the package ``nvtx`` marks steps,
 saves and restores.
 
-That package also gives a script ranges of its own in the same domain, beside those of pauses:
+That package also gives a script its own ranges in the same domain, beside those of pauses:
 
     with nvtx.annotate("load batch", domain="hydroslurm"):
         ...
 
-By default the marks and ranges of pauses, stops and saves are emitted. ``HYDROSLURM_NVTX`` changes
-that: ``steps`` and ``operators`` add a range per training step and per operator
-(``steps,operators``); ``off`` emits nothing. Without a profiler a call ends at one comparison.
+By default pauses, stops and saves are emitted. ``HYDROSLURM_NVTX`` changes that: ``steps`` and
+``operators`` add a range per training step and per operator (``steps,operators``); ``off`` emits
+nothing. Without a profiler a call ends at one comparison.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Emit(IntFlag):
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Emit:
-        """What ``HYDROSLURM_NVTX`` asks for.
+        """Parse ``HYDROSLURM_NVTX``.
 
         Raises:
-            UsageError: a word that means nothing.
+            UsageError: an unknown word.
         """
         words = environ.get(NVTX_ENV, "").lower().replace(",", " ").split()
         known = {"on": cls.EVENTS, "steps": cls.STEPS, "operators": cls.OPERATORS}
@@ -62,7 +62,7 @@ class Emit(IntFlag):
 
 
 class Range(IntEnum):
-    """The ranges that are begun from Python; ``enum hs_range``."""
+    """The ranges that Python begins; ``enum hs_range``."""
 
     PAUSING = 0
     RESUMING = 2
@@ -76,16 +76,16 @@ class Range(IntEnum):
 
 
 class Marks:
-    """The marks of one process, through the native gate's library. All methods may be called from
-    any thread."""
+    """The marks of one process, through the native gate's library. Any thread may call the
+    methods."""
 
     def __init__(self, library: ctypes.CDLL | None = None) -> None:
-        """``library``: a gate's; without one nothing is ever emitted."""
+        """``library``: a gate's; without one nothing is emitted."""
         self._library = library
         self.emitting = Emit.NOTHING
 
     def start(self, wanted: Emit, *, signals: Iterable[int]) -> None:
-        """Look for a profiler, and emit from now on if there is one.
+        """Look for a profiler; if there is one, emit from now on.
 
         Args:
             signals: those whose names the profiler shows.
@@ -105,34 +105,34 @@ class Marks:
             self._library.hs_marks_name_signal(signo, signal_name(signo).encode())
 
     def stop(self) -> None:
-        """Emit nothing any more."""
+        """Stop emitting."""
         if self.emitting and self._library is not None:
             self._library.hs_marks_use(0)
         self.emitting = Emit.NOTHING
 
     def begin(self, name: Range, payload: int) -> int:
-        """Begin a range that any thread may :meth:`end`; returns what that wants."""
+        """Begin a range that any thread may end; return the argument of :meth:`end`."""
         if not self.emitting or self._library is None:
             return NO_RANGE
         return int(self._library.hs_marks_begin(name, payload))
 
     def end(self, range_id: int) -> None:
-        """End a range; nothing for one that was not emitted."""
+        """End a range; do nothing for one that was not emitted."""
         if range_id != NO_RANGE and self._library is not None:
             self._library.hs_marks_end(range_id)
 
     def message(self, text: str) -> None:
-        """A mark of the script's own."""
+        """Emit a mark of the script."""
         if self.emitting and self._library is not None:
             self._library.hs_marks_message(text.encode())
 
     def end_once(self, ranges: dict[_Key, int], key: _Key) -> None:
-        """End a range that is kept under a key, if it is."""
+        """End the range stored under a key, if any."""
         self.end(ranges.pop(key, NO_RANGE))
 
     @contextlib.contextmanager
     def range(self, name: Range, payload: int) -> Iterator[None]:
-        """:meth:`begin` and :meth:`end` around a block."""
+        """Wrap a block in :meth:`begin` and :meth:`end`."""
         opened = self.begin(name, payload)
         try:
             yield
@@ -141,7 +141,7 @@ class Marks:
 
 
 class NvtxMarks(Marks):
-    """Steps, saves and what else is begun from Python, through the package ``nvtx``: for a rank
+    """Ranges that Python begins (steps, saves, ...), through the package ``nvtx``: for a rank
     without the native gate, which marks the pauses. Operators get no ranges."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class NvtxMarks(Marks):
     def start(self, wanted: Emit, *, signals: Iterable[int]) -> None:  # noqa: ARG002
         if not wanted:
             return
-        import nvtx  # only where marks are wanted: it takes a while to import
+        import nvtx  # only if marks are wanted: the import is slow
 
         # without a profiler in the process the package returns a domain that does nothing
         domain = nvtx.get_domain(DOMAIN)

@@ -1,4 +1,4 @@
-"""The native gate as Python sees it: :class:`NativeGate`, on top of the binding."""
+"""The native gate in Python: :class:`NativeGate`, on top of the binding."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _READ_AT_ONCE = 64
 
 
 class NativeGate:
-    """Every operator of every training thread is a point where the rank can be held.
+    """Can hold the rank at every operator of every training thread.
 
-    There is one gate per process, whatever the number of these objects. All methods may be called
-    from any thread. The contract is that of ``native/gate.h``.
+    A process has one gate, however many of these objects. Any thread may call the methods. The
+    contract is that of ``native/gate.h``.
     """
 
     name = "native"
@@ -42,12 +42,12 @@ class NativeGate:
     )
 
     def __init__(self, library: Path | None = None) -> None:
-        """Load the gate; build it when there is none for this torch yet (ten seconds, once).
+        """Load the gate; build it if there is none for this torch yet (ten seconds, once).
 
         Raises:
-            NoCompiler: it has to be built, and there is no C++ compiler.
-            GateSelfTestFailed: it does not see the operators of this torch.
-            GateError: it can neither be built nor loaded.
+            NoCompiler: it must be built, and there is no C++ compiler.
+            GateSelfTestFailed: it does not see this torch's operators.
+            GateError: it can be neither built nor loaded.
         """
         self.path, self._library = (library, binding.bind(library)) if library else _load()
         self.marks = Marks(self._library)
@@ -57,11 +57,11 @@ class NativeGate:
         self._check_sees_operators()
 
     def start(self, rules: Sequence[SignalRule]) -> dict[int, SignalOutcome]:
-        """Start the watcher and install the handlers; on failure nothing is left behind.
+        """Start the watcher and install the handlers; on failure undo everything.
 
         Raises:
-            AlreadyInstalled: it runs in this process.
-            InstallError: the table is bad, or a handler could not be installed.
+            AlreadyInstalled: it already runs in this process.
+            InstallError: the table is invalid, or a handler could not be installed.
         """
         table = (binding.Signal * len(rules))(*[binding.signal_line(rule) for rule in rules])
         event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -89,7 +89,7 @@ class NativeGate:
     def stop(self) -> int:
         """Open, disarm, end the watcher, restore. Returns how many handlers others had replaced.
 
-        A thread that is in :meth:`wait_events` wakes up; what is left to read stays readable.
+        Wakes a thread in :meth:`wait_events`; unread events stay readable.
         """
         self._started_by = 0
         replaced = int(self._library.hs_gate_stop())
@@ -98,40 +98,40 @@ class NativeGate:
         return replaced
 
     def request(self, action: Action, causes: Cause) -> None:
-        """Ask for a pause, a resume or a stop from inside the process. Returns at once.
+        """Request a pause, resume or stop from inside the process. Returns at once.
 
         Raises:
-            InstallError: the gate does not run in this process, or the request makes no sense.
+            InstallError: the gate does not run in this process, or the request is invalid.
         """
         result = self._library.hs_gate_request(action, causes)
         _require(result, f"the gate refuses {action.name} for {causes.names()}")
 
     def let_through(self, n: int) -> None:
-        """Let the training threads run, while the gate stays closed, until ``n`` more collectives
-        of torch.distributed have been issued. Returns at once.
+        """Let the training threads run on with the gate closed until they have issued ``n`` more
+        collectives of torch.distributed. Returns at once.
 
         Each thread is then held before the first collective beyond that allowance; all its other
-        operators pass. Further calls add to the allowance, which is lost when the gate opens. With
-        0, or an open gate, nothing happens. A LET_THROUGH event says when it is in force, and a
-        PARKED after it that all threads have come to rest.
+        operators pass. Calls add up; opening the gate cancels the allowance. With 0, or an open
+        gate, this does nothing. A LET_THROUGH event reports when it is in force, a later PARKED
+        that all threads are at rest.
 
         Raises:
             InstallError: the gate does not run in this process, or ``n`` is out of range.
+            InstallError: the gate does not run in this process, or ``n`` is out of range.
         """
-        # ctypes would cut a larger number to its lowest bits
+        # ctypes would truncate a larger number to its lowest bits
         result = self._library.hs_gate_let_through(n) if abs(n) < 1 << 63 else -errno.EINVAL
         _require(result, f"the gate lets no {n} collectives through")
 
     def hold_here(self) -> None:
-        """Undo :meth:`let_through`: what is left of the allowance is lost, and every thread that is
-        not held is held at its next operator of any kind. Raises as it does. Returns at once."""
+        """Undo :meth:`let_through`: drop the rest of the allowance, and hold every thread at its
+        next operator of any kind. Raises as it does. Returns at once."""
         _require(self._library.hs_gate_hold_here(), "the gate holds nobody")
 
     def claim(self, action: Action) -> int:
-        """Handle every signal of the table that has this action, including those that were left
-        alone because nobody handled them, and call no old handler: the caller is responsible for
-        what follows. A handler that somebody put over ours since is replaced. Returns how many
-        signals are handled.
+        """Handle every signal of the table with this action, including those left alone for lack of
+        a handler, and do not chain: the caller is responsible for what follows. Replaces handlers
+        installed over ours. Returns the number of handled signals.
 
         Raises:
             InstallError: the gate does not run in this process.
@@ -142,20 +142,20 @@ class NativeGate:
         return int(listening)
 
     def unclaim(self, action: Action) -> None:
-        """Undo :meth:`claim`: chain again, and restore the default where it was before."""
+        """Undo :meth:`claim`: chain again, and restore earlier default dispositions."""
         result = self._library.hs_gate_claim(action, 0)
         _require(result, f"the signals for {action.name} cannot be given back")
         VIEW.hide(r for r in self._rules if r.action is action and not _is_caught(r))
 
     def status(self) -> GateStatus:
-        """The gate at this moment."""
-        now = binding.Status()
-        self._library.hs_gate_status(ctypes.byref(now))
-        return binding.gate_status(now)
+        """Return a snapshot of the gate."""
+        row = binding.Status()
+        self._library.hs_gate_status(ctypes.byref(row))
+        return binding.gate_status(row)
 
     def wait_events(self, timeout_s: float | None) -> list[GateEvent]:
-        """Block until there are events, :meth:`wake` was called or the time is over. Oldest first,
-        maybe none. For one thread at a time. The GIL is given up while waiting."""
+        """Wait for events, :meth:`wake` or the timeout, without the GIL. Oldest first, maybe none.
+        Only one thread at a time may call this."""
         if self._event_fd >= 0:
             poller = select.poll()
             poller.register(self._event_fd, select.POLLIN)
@@ -171,7 +171,7 @@ class NativeGate:
 
     @contextlib.contextmanager
     def exempt(self) -> Iterator[None]:
-        """Within it the calling thread is never held: for savers, drains and agreement. Nests."""
+        """Never hold the calling thread within the block: for savers, drains, agreement. Nests."""
         before = self._library.hs_gate_exempt(1)
         try:
             yield
@@ -179,17 +179,16 @@ class NativeGate:
             self._library.hs_gate_exempt(before)
 
     def check_handlers(self) -> int:
-        """How many of our handlers were replaced by others; one HANDLER_REPLACED event each."""
+        """Count our handlers that others have replaced; each gives a HANDLER_REPLACED event."""
         return int(self._library.hs_gate_check_handlers())
 
     def owner(self, signo: int) -> Owner:
-        """Who owns the installed handler of this signal."""
+        """Return the owner of this signal's installed handler."""
         return OURS if self._library.hs_gate_owns(signo) else VIEW.owner(signo)
 
     def take_back(self, signo: int) -> None:
-        """Put our handler back over the one that is there. A Python handler is called after it, as
-        if it had been there before us; one of C code is not, for it may call ours in turn, without
-        end.
+        """Install our handler again over the present one. It then calls a Python handler as if that
+        had been there before us, but not one of C code, which may call ours in an endless loop.
 
         Raises:
             InstallError: the gate does not run in this process.
@@ -203,31 +202,31 @@ class NativeGate:
             VIEW.add(rule for rule in self._rules if rule.signo == signo)
 
     def bound_launches(self, bound_s: float, *, device_type: int = 1) -> None:
-        """Let training threads launch at most so much work, in seconds, beyond what their device
-        has finished; 0 for no bound, which costs nothing.
+        """Limit the work, in seconds, that training threads may launch beyond what their device has
+        finished; 0 for no bound, which costs nothing.
 
         Args:
-            device_type: a number of ``c10::DeviceType``; 1 is CUDA. It must be in use already.
+            device_type: a number of ``c10::DeviceType``; 1 is CUDA. The device must be in use.
 
         Raises:
-            InstallError: torch has no such device here, or takes no callback.
+            InstallError: torch has no such device here, or accepts no callback.
         """
         result = self._library.hs_gate_bound_launches(device_type, round(bound_s * 1e9))
         _require(result, "launches are not bounded")
 
     def launches(self) -> binding.LaunchAhead:
-        """What the bound has done since it was set."""
-        seen = binding.LaunchAhead()
-        self._library.hs_gate_launches(ctypes.byref(seen))
-        return seen
+        """Return the effects of the bound since it was set."""
+        counts = binding.LaunchAhead()
+        self._library.hs_gate_launches(ctypes.byref(counts))
+        return counts
 
     @contextlib.contextmanager
     def trace(self, keep: int, *, collectives: bool = False) -> Iterator[Trace]:
-        """Count every operator of the process, or every collective, and write down the first
-        ``keep``; hold nobody. What it yields is filled in when the block ends.
+        """Count every operator, or every collective, of the process and record the first ``keep``;
+        hold no thread. The yielded trace is filled when the block ends.
 
         Raises:
-            GateError: another trace is on.
+            GateError: another trace is running.
         """
         result = self._library.hs_gate_trace_start(keep, int(collectives))
         if result < 0:
@@ -239,10 +238,10 @@ class NativeGate:
             kept = (binding.Traced * keep)()
             n = self._library.hs_gate_trace_stop(kept, keep)
             trace.count = self._library.hs_gate_trace_count()
-            trace.operators = tuple(binding.operator(one) for one in kept[:n])
+            trace.operators = tuple(binding.operator(row) for row in kept[:n])
 
     def _check_sees_operators(self) -> None:
-        """A self-test at every load: takes microseconds, and holds nobody."""
+        """Check at every load that operators are seen; takes microseconds, holds no thread."""
         import torch
 
         with self.trace(1) as trace:
@@ -270,14 +269,14 @@ class NativeGate:
 
     def __del__(self) -> None:
         if getattr(self, "_event_fd", -1) >= 0 and sys is not None and not sys.is_finalizing():
-            # there is one gate per process: another object may run it by now, or run it in a child
+            # another object may run the process's gate by now, or run it in a child
             if self._started_by == os.getpid():
                 self.stop()
             self._close_event_fd()
 
 
 def _require(result: int, refusal: str) -> None:
-    """Raise InstallError for the negative errno of a call of the gate's."""
+    """Raise InstallError for the negative errno that the gate returned."""
     if result < 0:
         where = " (the gate was not started in this process)" if result == -errno.ESRCH else ""
         raise InstallError(f"{refusal}: {os.strerror(-result)}{where}")
@@ -290,15 +289,15 @@ def _is_caught(rule: SignalRule) -> bool:
 def _load() -> tuple[Path, ctypes.CDLL]:
     """Find or build the library, and load it.
 
-    A library that is intact and still cannot be loaded (built on another machine of a shared home)
-    is built again, once.
+    Builds once more if the library is intact but cannot be loaded (built on another machine of a
+    shared home).
     """
-    with build.to_load() as found:
+    with build.to_load() as library:
         try:
-            return found.path, binding.bind(found.path)
+            return library.path, binding.bind(library.path)
         except GateError:
-            if found.built_s is not None or found.origin != "cache":
+            if library.built_s is not None or library.origin != "cache":
                 raise
-        root, torch = found.path.parent.parent, compiler.installed_torch()
-        again = build.build(root, environ=os.environ, torch=torch)
-        return again.path, binding.bind(again.path)
+        root, torch = library.path.parent.parent, compiler.installed_torch()
+        rebuilt = build.build(root, environ=os.environ, torch=torch)
+        return rebuilt.path, binding.bind(rebuilt.path)

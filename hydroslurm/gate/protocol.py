@@ -1,4 +1,4 @@
-"""What passes between a gate and the controller. Numbers are those of ``native/gate.h``."""
+"""Types between a gate and the controller. Numbers are those of ``native/gate.h``."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Cause(IntFlag):
     PEERS = 16
     """Another rank of the job is paused. Only requests set it."""
     VACATED = 32
-    """Device memory is away. Only requests set it, while the gate is closed; it keeps the gate
-    closed even when a stop comes, for the next operator would read what is not there."""
+    """Device memory is on the host. Set by requests only, while the gate is closed. It keeps the
+    gate closed even for a stop, since the next operator would read missing memory."""
 
     def names(self) -> list[str]:
-        """The causes in the set, lower case, in order of their number."""
+        """Return the causes in the set, lower case, in order of their number."""
         return [(cause.name or "").lower() for cause in Cause if cause in self]
 
 
@@ -41,7 +41,7 @@ NO_CAUSE = Cause(0)
 
 
 class Phase(IntEnum):
-    """Which part of autograd an operator was met in."""
+    """The part of autograd in which an operator was met."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -73,28 +73,28 @@ GATE_EVENT_KINDS = (
     EventKind.EVENTS_DROPPED,
     EventKind.LET_THROUGH,
 )
-"""What a gate reports, in the order of ``enum hs_event_kind`` in ``native/gate.h``, whose numbers
+"""Events of a gate, in the order of ``enum hs_event_kind`` in ``native/gate.h``, whose numbers
 start at 1. That header says which fields each kind fills."""
 
 
 class SignalOutcome(IntEnum):
-    """What became of one rule of the signal table."""
+    """Result of one rule of the signal table."""
 
     INSTALLED = 0
     LEFT_ALONE = 1
-    """The signal was ignored before us (nohup), or had no handler and the rule asks for one."""
+    """The signal was ignored before us (nohup), or the rule needs an earlier handler."""
 
 
 @dataclass(frozen=True)
 class SignalRule:
-    """One line of the signal table: what one signal means.
+    """One line of the signal table.
 
     Attributes:
         signo: the signal's number.
-        action: what it asks for.
+        action: what the signal requests.
         causes: added by PAUSE, removed by RESUME, unused by STOP.
-        even_if_ignored: install although the process was started with the signal ignored.
-        only_if_handled: leave the default disposition alone.
+        even_if_ignored: install even if the process was started with the signal ignored.
+        only_if_handled: leave a default disposition as it is.
     """
 
     signo: int
@@ -105,16 +105,16 @@ class SignalRule:
 
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
-"""As ``signal.getsignal`` shows them."""
+"""A handler as ``signal.getsignal`` returns it."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose handler is installed in place of the gate's.
+    """Owner of a handler that replaced the gate's.
 
     Attributes:
-        name: in words; ``hydroslurm`` for the gate's own, which somebody has saved and restored.
-        handler: somebody else's, as Python shows it; None for ours, and for that of C code.
+        name: in words; ``hydroslurm`` for the gate's own, saved and restored by other code.
+        handler: as Python shows it; None for ours, and for C code.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class GateEvent:
-    """Something that a gate saw. Times are nanoseconds; 0 where the kind does not fill a field."""
+    """An event of a gate. Times are nanoseconds; fields that the kind does not fill are 0."""
 
     kind: EventKind
     mono_ns: int
@@ -143,7 +143,7 @@ class GateEvent:
 
 @dataclass(frozen=True)
 class GateStatus:
-    """The gate at one moment; see ``struct hs_status``."""
+    """A snapshot of the gate; see ``struct hs_status``."""
 
     state: GateState
     causes: Cause
@@ -171,7 +171,7 @@ class Operator:
 
 @dataclass
 class Trace:
-    """What passed the gate while a trace was on; filled when the trace ends."""
+    """Operators that passed during a trace; filled when the trace ends."""
 
     count: int = 0
     operators: Sequence[Operator] = ()

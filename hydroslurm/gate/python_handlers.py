@@ -1,7 +1,7 @@
-"""Plain Python handlers for the signals of a table: for a gate without native code.
+"""Plain Python handlers for a signal table: for a gate without native code.
 
 CPython calls them between two bytecodes of the main thread, the only one that may install them.
-Those that wait are called by number.
+It calls pending handlers in order of their number.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from hydroslurm.gate.handlers import NOBODY, address_of
 from hydroslurm.gate.protocol import Action, Cause, Handler, SignalOutcome, SignalRule
 
 _SAME_OPERATOR_NS = 1_000_000
-"""Handlers that waited for one operator are called within this time."""
+"""CPython calls the handlers that waited for one operator within this time."""
 
 
 class PythonHandlers:
-    """The handlers of one table. To be used in the main thread."""
+    """The handlers of one table; use it in the main thread."""
 
-    def __init__(self, heard: Callable[[Action, Cause, int], None]) -> None:
-        """``heard``: called in a handler, with what the signal means and its number."""
-        self._heard = heard
+    def __init__(self, notify: Callable[[Action, Cause, int], None]) -> None:
+        """``notify``: called in a handler, with the signal's action, causes and number."""
+        self._notify = notify
         self._rules: dict[int, SignalRule] = {}
-        self._before: dict[int, Handler] = {}  # of the signals that are ours
+        self._before: dict[int, Handler] = {}  # handlers that ours replaced
         self._claimed: set[Action] = set()
         self._inside: set[int] = set()
         self._pid = self._continued_ns = 0
 
     def install(self, rules: Iterable[SignalRule]) -> dict[int, SignalOutcome]:
-        """Take the signals of these rules; on failure leave nothing behind.
+        """Install handlers for these rules; on failure restore all.
 
         Raises:
-            InstallError: not the main thread, or a handler that cannot be put back later.
+            InstallError: not the main thread, or a handler that could not be restored later.
         """
         self._pid, self._before = os.getpid(), {}
         self._rules = {rule.signo: rule for rule in rules}
@@ -49,15 +49,15 @@ class PythonHandlers:
             raise
 
     def restore(self) -> int:
-        """Put back what is still ours. Returns how many handlers others had replaced."""
+        """Restore the handlers that are still ours. Returns how many others had replaced."""
         replaced = self.count_replaced()
         for signo in self._rules:
             self._give_back(signo)
-        self._rules = {}  # what was there before is kept: others may still call ours
+        self._rules = {}  # keep the earlier handlers: other code may still call ours
         return replaced
 
     def claim(self, action: Action) -> int:
-        """Take all signals of an action, and call no other handler; returns how many are ours."""
+        """Handle all signals of an action, without chaining; return how many we handle."""
         self._claimed.add(action)
         rules = [rule for rule in self._rules.values() if rule.action is action]
         for rule in rules:
@@ -75,7 +75,7 @@ class PythonHandlers:
                 del self._before[signo]
 
     def count_replaced(self) -> int:
-        """How many of our handlers were replaced by others."""
+        """Return how many of our handlers others have replaced."""
         ours = [signo for signo in self._rules if signo in self._before]
         return sum(signal.getsignal(signo) != self._on_signal for signo in ours)
 
@@ -85,7 +85,7 @@ class PythonHandlers:
         if (before is signal.SIG_IGN and not rule.even_if_ignored) or unhandled:
             return SignalOutcome.LEFT_ALONE
         if rule.signo == signal.SIGTSTP and rule.action is Action.PAUSE and _has_terminal():
-            return SignalOutcome.LEFT_ALONE  # Ctrl-Z has to stop the process, as ever
+            return SignalOutcome.LEFT_ALONE  # Ctrl-Z must still stop the process
         if not callable(before) and address_of(rule.signo) not in NOBODY:
             raise InstallError(
                 f"{signal_name(rule.signo)} has a handler of C code, which Python can neither call "
@@ -111,10 +111,10 @@ class PythonHandlers:
 
     def _on_signal(self, signo: int, frame: FrameType | None) -> None:
         rule = self._rules.get(signo)
-        if signo in self._inside:  # the handler that we call calls the one that it replaced
+        if signo in self._inside:  # the handler we call calls the one it replaced
             return
         if rule is not None and os.getpid() == self._pid and not self._is_over(signo):
-            self._heard(rule.action, rule.causes, signo)
+            self._notify(rule.action, rule.causes, signo)
         before = self._before.get(signo)
         if callable(before) and not (rule and rule.action in self._claimed):
             self._inside.add(signo)
@@ -124,8 +124,8 @@ class PythonHandlers:
                 self._inside.discard(signo)
 
     def _is_over(self, signo: int) -> bool:
-        """Whether it is a suspend that ended within one long operator: then SIGCONT's handler (18)
-        is called first, and SIGTSTP's (20) right after it."""
+        """Whether this suspend ended within one long operator: then CPython calls SIGCONT's handler
+        (18) first, and SIGTSTP's (20) right after."""
         now_ns = time.monotonic_ns()
         if signo == signal.SIGCONT:
             self._continued_ns = now_ns

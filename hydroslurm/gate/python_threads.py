@@ -1,4 +1,4 @@
-"""What the gate of module hooks knows of threads: what they tell it, and whether they sleep."""
+"""Threads of the module hooks' gate: their events, and whether they sleep."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hydroslurm.core.proc import STATE, stat_of
 from hydroslurm.gate.protocol import GateEvent
 
 _QUIET_NS = 20_000_000
-"""Longer than a wait for the GIL (5 ms), or for the other threads of an operator, usually takes."""
+"""Longer than the usual wait for the GIL (5 ms) or for an operator's other threads."""
 
 
 class Inbox:
-    """Events, and what is to be done before they are read, by the one thread that reads them.
+    """Events, and calls to make before they are read; a single thread reads.
 
-    :meth:`put` may be called in a signal handler, also in one that interrupts it.
+    :meth:`put` is safe in a signal handler, even in one that interrupts it.
     """
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[GateEvent | Callable[[], None] | None] = queue.SimpleQueue()
 
     def put(self, item: GateEvent | Callable[[], None] | None) -> None:
-        """``None`` makes a blocked :meth:`read` return."""
+        """Add an item; ``None`` makes a blocked :meth:`read` return."""
         self._items.put(item)
 
     def read(self, timeout_s: float | None) -> list[GateEvent]:
-        """Wait for the first item, then take all: oldest first, maybe no event among them."""
+        """Wait for the first item, then take all. Returns events, oldest first; maybe none."""
         events: list[GateEvent] = []
         with contextlib.suppress(queue.Empty):
             item = self._items.get(timeout=timeout_s)
@@ -44,11 +44,11 @@ class Inbox:
 
 
 class RestWatch:
-    """Whether the main thread and all that run modules are quiet: they sleep, and have had no
-    processor time for a while. A thread that waits for data, or for a device, issues nothing.
+    """Tells whether the main thread and all that run modules are quiet: they sleep, and have used
+    no processor time for a while. A thread waiting for data or a device issues nothing.
 
     Attributes:
-        exempted: native ids of threads that are never held, nor waited for.
+        exempted: native ids of threads that are neither held nor waited for.
     """
 
     def __init__(self) -> None:
@@ -59,25 +59,25 @@ class RestWatch:
 
     @contextlib.contextmanager
     def exempt(self) -> Iterator[None]:
-        """Within it the calling thread is never held."""
-        mine = {threading.get_native_id()} - self.exempted
-        self.exempted |= mine
+        """Exempt the calling thread from being held, within the block."""
+        added = {threading.get_native_id()} - self.exempted
+        self.exempted |= added
         try:
             yield
         finally:
-            self.exempted -= mine
+            self.exempted -= added
 
     def see(self) -> None:
-        """The calling thread runs modules."""
+        """Note that the calling thread runs modules."""
         ident = threading.get_ident()
         if ident not in self._native_ids:
             self._native_ids[ident] = threading.get_native_id()
 
     def quiet(self, *, but: Collection[int]) -> int | None:
-        """How many are quiet, when all but these native ids, exempt threads and the calling thread
-        are; None while one is busy. Needs at least two calls, 20 ms apart, before one is quiet."""
+        """Return the number of quiet threads if all are, besides ``but``, exempt threads and the
+        caller; else None. A thread counts as quiet after two calls at least 20 ms apart."""
         for ident, tid in list(self._native_ids.items()):
-            if not _task(tid).exists():  # the ident may come back with another native id
+            if not _task(tid).exists():  # the ident may return with another native id
                 self._native_ids.pop(ident, None)
         known = {threading.main_thread().native_id or 0, *list(self._native_ids.values())}
         others = known - {*but, *self.exempted, threading.get_native_id()}
@@ -92,7 +92,7 @@ def _task(tid: int) -> Path:
 
 
 def _run_of(tid: int) -> object:
-    """The same while the thread sleeps, new while it runs; None once it is gone."""
+    """Return a value: constant while the thread sleeps, new while it runs, None once gone."""
     try:
         sleeps = stat_of(f"self/task/{tid}")[STATE] in "SD"
         return (_task(tid) / "schedstat").read_text() if sleeps else object()

@@ -1,4 +1,4 @@
-"""Does a library that was just built hold operators? Tested in a child: a crash is the child's."""
+"""Self-test of a new library: does it hold operators? Runs in a child, in case it crashes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TIMEOUT_S = 180.0
 
 
 def self_test_in_child(library: Path) -> None:
-    """Have a child process hold and release an operator with a library.
+    """Let a child process hold and release an operator with a library.
 
     Raises:
-        GateSelfTestFailed: it does not; the message has what the child said.
+        GateSelfTestFailed: it fails; the message has the child's output.
     """
-    # `python -m` would first look for modules in the working directory, which may be anybody's
+    # `python -m` would first search the working directory, which others may write
     program = (
         "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv.pop(1)]; "
         "from hydroslurm.gate.self_test import self_test; self_test(sys.argv[1])"
@@ -47,10 +47,10 @@ def self_test_in_child(library: Path) -> None:
 
 
 def self_test(library: str) -> None:
-    """Hold this thread at an operator and let it go again; for a process of its own.
+    """Hold this thread at an operator and release it; call it in a process of its own.
 
     Raises:
-        GateError: it does not hold, does not let go, or changes a result.
+        GateError: it does not hold, does not release, or changes a result.
     """
     import torch
 
@@ -60,7 +60,7 @@ def self_test(library: str) -> None:
     gate.start([])
     gate.request(Action.PAUSE, Cause.API)
     seen: list[EventKind] = []
-    # asleep while it starts the helper, this thread may count as parked before it is held
+    # while this thread sleeps to start the helper, it may count as parked before it is held
     held = {EventKind.FIRST_OPERATOR_HELD, EventKind.LATE_OPERATOR_HELD}
 
     def read_until(done: Callable[[], bool]) -> None:

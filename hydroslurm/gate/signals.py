@@ -1,4 +1,4 @@
-"""Which signal means what.
+"""The meaning of each signal.
 
 The table is data, and a gate installs it. The native gate's handlers run at once, even while the
 main thread is inside a long C++ ``backward()``.
@@ -6,19 +6,17 @@ main thread is inside a long C++ ``backward()``.
 How each kind of process is covered:
 
 - **the rank before and after**: :func:`hydroslurm.runtime.autoload.hold` and ``keep_alive``.
-- **the rank**: our handlers go in last, call the handler that they replaced, and are taken out
-  only where they are still installed. Python is shown handlers that lead to ours
-  (:mod:`hydroslurm.gate.handlers`); what is put over them is taken back
-  (:mod:`hydroslurm.runtime.guard`).
+- **the rank**: our handlers are installed last, call the handlers they replaced, and are removed
+  only where they are still installed. Python sees handlers that lead to ours
+  (:mod:`hydroslurm.gate.handlers`); :mod:`hydroslurm.runtime.guard` replaces later ones again.
 - **a forked child** (DataLoader workers by default): inherits the handlers, which do nothing in a
-  child. So it neither pauses nor dies of a pause signal; nor, once stops are claimed, of a SIGTERM
-  from anybody but its parent and the rank.
-- **what is started with exec**: has default dispositions, of which USR1 and USR2 kill and TSTP
-  stops, so these are blocked (:mod:`hydroslurm.runtime.child_signals`). SIGTERM means to it what it
-  would mean without us.
-- **a child that multiprocessing made** is stopped with its rank
-  (:mod:`hydroslurm.runtime.children`).
-- **started with a signal ignored** (nohup, some batch wrappers): left ignored, unless
+  child. So it neither pauses nor dies at a pause signal; nor, once stops are claimed, at a SIGTERM
+  that its parent or the rank did not send.
+- **a program started with exec**: has default dispositions, of which USR1 and USR2 kill and TSTP
+  stops, so these are blocked (:mod:`hydroslurm.runtime.child_signals`). SIGTERM acts on it as it
+  would without us.
+- **a child of multiprocessing** stops with its rank (:mod:`hydroslurm.runtime.children`).
+- **a process started with a signal ignored** (nohup, some batch wrappers): still ignores it, unless
   ``even_if_ignored``.
 """
 
@@ -44,22 +42,22 @@ _CANNOT_BE_CAUGHT = frozenset({int(signal.SIGKILL), int(signal.SIGSTOP)})
 
 @dataclass(frozen=True)
 class SignalPlan:
-    """The signals that hydroslurm handles. None: not this one.
+    """The signals that hydroslurm handles. None: this one is not handled.
 
     Attributes:
         slurm_pause: what ``scontrol suspend`` and gang scheduling send first; also Ctrl-Z.
-        slurm_resume: what they send last. Also comes before every SIGTERM, so that it ends only the
-            pauses of Slurm and of the terminal, never one that a person asked for.
+        slurm_resume: what they send last. It also precedes every SIGTERM, so it ends only pauses
+            by Slurm and the terminal, never one that a person requested.
         user_pause: ``scancel --signal=USR1``, ``hydroslurm pause --pid``.
-        user_resume: the way back from ``user_pause``.
-        stop: save and leave. Handled only if the process has a handler already: the default action
-            needs no help from us. A ``Run`` takes it over in any case.
-        warning: the same, sent ahead of a time limit (``sbatch --signal=URG@120``). SIGURG, because
-            USR1 and USR2 are taken, and a process that does not know it ignores it.
+        user_resume: ends ``user_pause``.
+        stop: save and leave. Handled only if the process already has a handler, as the default
+            action needs no help from us. A ``Run`` takes it over in any case.
+        warning: the same, sent before a time limit (``sbatch --signal=URG@120``). SIGURG, since
+            USR1 and USR2 are taken, and a process without a handler ignores it.
         interrupt: Ctrl-C. Ends every pause, so that Python can run its own handler.
         even_if_ignored: also handle signals that were ignored when the process started.
-        suspend_stops: ``slurm_pause`` means "save and leave", as ``stop`` does: for a rank that the
-            others go on without.
+        suspend_stops: ``slurm_pause`` means "save and leave", as ``stop`` does: for a rank whose
+            job goes on without it.
     """
 
     slurm_pause: int | None = int(signal.SIGTSTP)
@@ -87,7 +85,7 @@ class SignalPlan:
             seen[signo] = name
 
     def rules(self) -> tuple[SignalRule, ...]:
-        """The plan as the table that a gate takes."""
+        """Return the plan as a gate's signal table."""
         everything = Cause.SLURM | Cause.USER | Cause.API | Cause.TERMINAL | Cause.PEERS
         suspend = (Action.PAUSE, Cause.SLURM, False)
         if self.suspend_stops:
@@ -114,23 +112,23 @@ class SignalPlan:
         )
 
     def stopping(self) -> frozenset[int]:
-        """The signals that ask a rank to save and leave."""
+        """Return the signals that ask a rank to save and leave."""
         suspend = self.slurm_pause if self.suspend_stops else None
         chosen = (self.stop, self.warning, suspend)
         return frozenset(signo for signo in chosen if signo is not None)
 
     def pausing(self) -> frozenset[int]:
-        """The signals of pauses; their default action would stop or kill a child."""
+        """Return the signals of pauses; their default action would stop or kill a child."""
         chosen = (self.slurm_pause, self.slurm_resume, self.user_pause, self.user_resume)
         return frozenset(signo for signo in chosen if signo is not None)
 
     def killing(self) -> frozenset[int]:
-        """Those of them whose default action kills."""
+        """Return the pause signals whose default action kills."""
         return self.pausing() - {signal.SIGTSTP, signal.SIGCONT}
 
     def with_environment(self, environ: Mapping[str, str]) -> SignalPlan:
-        """The plan changed by ``HYDROSLURM_SIGNALS``; for a worker of an elastic run, with
-        ``suspend_stops``; in a job of submitit's, with its signal.
+        """Return the plan with changes from ``HYDROSLURM_SIGNALS``; with ``suspend_stops`` for a
+        worker of an elastic run; with submitit's signal in its jobs.
 
         Raises:
             UsageError: an unknown name or signal; the message lists the valid ones.
@@ -156,8 +154,8 @@ class SignalPlan:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def _with_signal_of_submitit(self, name: str) -> SignalPlan:
-        """What submitit has Slurm send ahead of the time limit is the warning. If that is one of a
-        pause's two signals (USR2, unless submitit was told otherwise), the other one goes, too."""
+        """Use submitit's signal, which Slurm sends before the time limit, as the warning. If it is
+        one of a pause's two signals (USR2 by default), drop the other one, too."""
         signo = signal_number(name)
         if signo in self.stopping():
             return self
@@ -166,7 +164,7 @@ class SignalPlan:
         return replace(self, warning=signo)
 
     def _numbers(self) -> dict[str, int]:
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             name: value
             for name, value in values.items()
@@ -175,6 +173,6 @@ class SignalPlan:
 
 
 def is_ours_alone(replaced: Mapping[str, object]) -> bool:
-    """Whether the signal of a ``handler_replaced`` event does what hydroslurm says, and nothing
-    else. ``replaced``: the event's data; see :class:`hydroslurm.runtime.guard.Replaced`."""
+    """Whether the signal of a ``handler_replaced`` event still does only what hydroslurm says.
+    ``replaced``: the event's data; see :class:`hydroslurm.runtime.guard.Replaced`."""
     return replaced.get("still_called") is False
