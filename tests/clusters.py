@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -21,7 +22,7 @@ from typing import IO, Any
 
 import pytest
 
-from hydroslurm.devcluster import ClusterSpec, DevCluster, cgroups, network
+from hydroslurm.devcluster import ClusterSpec, DevCluster, cgroups
 from hydroslurm.devcluster.programs import missing, missing_message, search_path
 from hydroslurm.errors import ClusterError
 
@@ -319,7 +320,5 @@ def require_cgroups(spec: ClusterSpec) -> None:
 def require_network() -> None:
     """Skip the test where this user cannot give nodes a network of their own."""
     require_slurm()
-    try:
-        network.require(ClusterSpec(network=True))
-    except ClusterError as error:
-        pytest.skip(str(error))
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("a network of the nodes' own needs root and iproute2")

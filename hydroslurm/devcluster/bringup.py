@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -74,7 +74,7 @@ class Bringup:
             StopRequested: the cluster is to end.
         """
         if self.spec.network:
-            self.place = replace(self.place, subnet=network.create(self.spec))
+            network.create(self.spec, self.place.host, self.layout.hosts)
         self._write_files()
         if self.spec.auth == "munge":
             self._start(
@@ -141,8 +141,6 @@ class Bringup:
         _write(self.layout.slurmdbd_conf, slurmdbd_conf(self.spec, self.place, self.ports))
         _write(self.layout.cgroup_conf, cgroup_conf(self.spec, release))
         _write(self.layout.key(self.spec.auth), os.urandom(128))
-        _write(self.layout.hosts, self.place.hosts(self.spec))
-        self.layout.hosts.chmod(0o644)  # jobs of every user read it
         for name in (
             "slurmctld",
             "mysql",
@@ -162,7 +160,7 @@ class Bringup:
     def _compile_loopback(self) -> Daemon:
         source = Path(__file__).with_name("loopback.c")
         argv = [self.programs.compiler, "-x", "c", "-O1", "-shared", "-fPIC"]
-        argv.append(f'-DADDRESS="{self.place.address}"')
+        argv.append(f'-DADDRESS="{self.spec.addresses[0]}"')
         return self._begin("compiler", [*argv, "-o", str(self._loopback_so), str(source), "-ldl"])
 
     def _make_plugin(self) -> None:
@@ -227,7 +225,7 @@ class Bringup:
         return done.stdout.split() == ["idle"] * self.spec.nodes
 
     def _check_loopback(self) -> None:
-        exposed = open_to_others(self.ports.all, self.place.address)
+        exposed = open_to_others(self.ports.all, self.spec.addresses[0])
         if exposed:
             raise ClusterError(
                 f"Slurm listens beyond the loopback interface on port {exposed[0]}, because "

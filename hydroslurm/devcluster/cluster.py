@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from hydroslurm.devcluster import cgroups, network
+from hydroslurm.devcluster import cgroups
 from hydroslurm.devcluster.layout import Layout, locked
 from hydroslurm.devcluster.processes import ProcessId, Request, Running, sweep, tail, to_json
 from hydroslurm.devcluster.programs import find_programs, search_path
@@ -94,7 +94,6 @@ class DevCluster:
         layout = Layout.at(directory)
         spec = replace(spec, directory=layout.root)
         cgroups.require(spec)
-        network.require(spec)
         layout.create()
         caller = ProcessId.of(os.getpid())
         assert caller is not None

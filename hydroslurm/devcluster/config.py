@@ -9,14 +9,12 @@ import re
 import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from ipaddress import IPv4Network
 from pathlib import Path
 
-from hydroslurm.devcluster.spec import ClusterSpec
+from hydroslurm.devcluster.spec import LOOPBACK, ClusterSpec
 
 CLUSTER_NAME = "hydroslurm-dev"
 ACCOUNT = "dev"
-LOOPBACK = "127.0.0.1"
 CGROUPS = Path("/sys/fs/cgroup")
 """Where Slurm finds the cgroup v1 controllers, one folder each."""
 
@@ -72,7 +70,6 @@ class Place:
         user: the name of the user whom all daemons and jobs belong to.
         memory_mb: what each node claims.
         plugins: folder of Slurm's plugins; None leaves it to Slurm.
-        subnet: of the nodes' own network; None: all share the loopback interface.
     """
 
     base: Path
@@ -80,24 +77,6 @@ class Place:
     user: str
     memory_mb: int
     plugins: Path | None = None
-    subnet: IPv4Network | None = None
-
-    @property
-    def address(self) -> str:
-        """Where slurmctld and slurmdbd listen."""
-        return str(self.subnet[-2]) if self.subnet else LOOPBACK
-
-    def nodes(self, spec: ClusterSpec) -> Iterator[tuple[str, str, str]]:
-        """Name, host name and address of each node."""
-        for number, name in enumerate(spec.node_names, 1):
-            own = (name, str(self.subnet[number])) if self.subnet else (self.host, LOOPBACK)
-            yield name, *own
-
-    def hosts(self, spec: ClusterSpec) -> str:
-        """/etc/hosts of nodes with a network of their own."""
-        rows = [(LOOPBACK, "localhost"), (self.address, self.host)]
-        rows += [(address, host) for _, host, address in self.nodes(spec)]
-        return "".join(f"{address} {host}\n" for address, host in rows)
 
     @property
     def host(self) -> str:
@@ -123,16 +102,17 @@ class Place:
 def slurm_conf(spec: ClusterSpec, place: Place, ports: Ports) -> str:
     """slurm.conf of a dev cluster."""
     base = place.base
+    control_at, *nodes_at = spec.addresses
     nodes = "".join(
-        f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} "
-        f"CPUs={spec.cpus_per_node} RealMemory={place.memory_mb} State=UNKNOWN\n"
-        for (name, host, address), port in zip(place.nodes(spec), ports.slurmd, strict=True)
+        f"NodeName={name} NodeHostname={name if spec.network else place.host} NodeAddr={address} "
+        f"Port={port} CPUs={spec.cpus_per_node} RealMemory={place.memory_mb} State=UNKNOWN\n"
+        for name, address, port in zip(spec.node_names, nodes_at, ports.slurmd, strict=True)
     )
     return f"""\
 # {WARNING}.
 # Made by `hydroslurm cluster up`; changes are lost at the next one.
 ClusterName={CLUSTER_NAME}
-SlurmctldHost={place.host}({place.address})
+SlurmctldHost={place.host}({control_at})
 SlurmctldPort={ports.slurmctld}
 SlurmUser={place.user}
 SlurmdUser={place.user}
@@ -174,7 +154,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=5,bf_interval=5
 
 AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost={place.address}
+AccountingStorageHost={control_at}
 AccountingStoragePort={ports.slurmdbd}
 {_accounting_pass(spec, place)}
 {nodes}
@@ -271,7 +251,7 @@ def slurmdbd_conf(spec: ClusterSpec, place: Place, ports: Ports) -> str:
 # {WARNING}.
 {_auth(spec, place)}
 DbdHost=localhost
-DbdAddr={place.address}
+DbdAddr={spec.addresses[0]}
 DbdPort={ports.slurmdbd}
 SlurmUser={place.user}
 {place.plugin_dir}

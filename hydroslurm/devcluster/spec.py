@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from dataclasses import dataclass
+from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -15,6 +17,7 @@ Proctrack = Literal["linuxproc", "cgroup"]
 PROCTRACKS: tuple[Proctrack, ...] = get_args(Proctrack)
 Auth = Literal["munge", "slurm"]
 AUTHS: tuple[Auth, ...] = get_args(Auth)
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,17 @@ class ClusterSpec:
     def cables(self) -> tuple[str, ...]:
         """The host's interface to each node, and the name of its namespace."""
         return tuple(f"{self.bridge}-{number}" for number in range(1, self.nodes + 1))
+
+    @property
+    def subnet(self) -> IPv4Network:
+        """Of the nodes, in 240.0.0.0/4, which is reserved and routed nowhere (RFC 1112)."""
+        return IPv4Network(((0xF00000 | self._hash & 0xFFFFF) << 8, 24))
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where slurmctld and slurmdbd listen, then that of each node."""
+        own = map(str, self.subnet.hosts()) if self.network else itertools.repeat(LOOPBACK)
+        return tuple(itertools.islice(own, 1 + self.nodes))
 
     @property
     def _hash(self) -> int:

@@ -73,8 +73,15 @@ def test_two_networks_at_once(tmp_path: Path) -> None:
         assert left_of(second.spec) == set()
 
 
-def test_nobody_but_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One clear error, before anything is started."""
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(ClusterError, match=r"needs root \(this is user id 1000\)"):
-        network.require(ClusterSpec(network=True))
+def test_a_network_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One clear error, before anything is started, and nothing is left."""
+    require_network()
+    spec = ClusterSpec(nodes=2, directory=tmp_path / "c", network=True)
+    network.create(spec, "host", tmp_path / "hosts")
+    with pytest.raises(ClusterError, match=r"\(RTNETLINK answers: File exists\), which needs root"):
+        network.create(spec, "host", tmp_path / "hosts")
+    network.remove(spec)
+    assert left_of(spec) == set()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ClusterError, match=r"No such file.*needs root"):
+        network.create(spec, "host", tmp_path / "hosts")
