@@ -209,13 +209,6 @@ class CoordinatorChannel:
                 f"what connects the ranks of this job is gone ({error})"
             ) from error
 
-    @property
-    def is_full(self) -> bool:
-        """Whether so much is unread at the other end that sending more may wait for it."""
-        poll = select.poll()
-        poll.register(self._connection, select.POLLOUT)
-        return not poll.poll(0)
-
     def wake(self) -> None:
         """Have ``due_s`` called again."""
         with contextlib.suppress(OSError):

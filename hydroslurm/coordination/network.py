@@ -135,14 +135,22 @@ def _slurms_address(host: str) -> str:
 # --- sockets
 
 
+GONE_S = 40
+"""A peer is gone if its kernel acknowledges nothing for so long."""
+
+
 def configure_socket(connection: socket.socket) -> None:
-    """Send small messages at once, and notice a peer whose node has vanished. A process that is
-    only stopped keeps its connection, for its kernel answers."""
+    """Send small messages at once, and notice within GONE_S a peer whose node has vanished: by
+    keepalive, which does not fire while data is in flight, and by the user timeout, which does.
+
+    A process that is only stopped keeps its connection, for its kernel answers, until what it is
+    sent fills its receive buffer (64 KiB and more): send it no more than that unasked.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_S * 1000)
 
 
 def listen(host: str, ports: Sequence[int]) -> socket.socket:

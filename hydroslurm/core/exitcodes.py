@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
@@ -38,6 +39,15 @@ def leaves_with(status: Any) -> None:
 def left_with() -> Any:
     """The status that was told last; None before the first."""
     return _status
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process from another thread than its main one, and the workers that it has started:
+    they may hang, too."""
+    with contextlib.suppress(Exception):
+        for child in multiprocessing.active_children():
+            child.kill()
+    os._exit(status)
 
 
 # --- what is done as the process exits

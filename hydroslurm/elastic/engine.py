@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -9,15 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hydroslurm.core.exitcodes import at_end
+from hydroslurm.core.exitcodes import RUN_AGAIN, at_end, end_process
 from hydroslurm.core.rundir import ELASTIC_ENV, GENERATION_ENV
 from hydroslurm.elastic.folder import ElasticFolder, member_name
 from hydroslurm.elastic.group import GenerationGroup, backend_of_script, parallel_modules, rebuild
 from hydroslurm.elastic.member import Member
 from hydroslurm.elastic.reduction import GradientSum, sum_bucket
-from hydroslurm.elastic.roster import Form
+from hydroslurm.elastic.roster import Depart, Form
 from hydroslurm.elastic.sharded import Shards, sharded_modules
 from hydroslurm.errors import UsageError
+
+LEAVE_S = 20.0
+"""How long a training thread may take to obey once the others have gone on without it."""
 
 
 class InPlaceEngine:
@@ -53,6 +57,7 @@ class InPlaceEngine:
         self.local_rank = int(environ.get("LOCAL_RANK", 0) or 0)
         self.local_size = int(environ.get("LOCAL_WORLD_SIZE", 1) or 1)
         self.failed = False
+        self._warn = warn
         self.is_paused: Callable[[], bool] = lambda: False
         self.modules = parallel_modules(things)
         sharded = sharded_modules(things)
@@ -63,7 +68,7 @@ class InPlaceEngine:
             local_rank=self.local_rank,
             local_size=self.local_size,
             node=environ.get("SLURMD_NODENAME", ""),
-            on_abort=lambda: self.group.abort(),
+            on_abort=self._abort,
             waits=lambda: self.sum.is_sending,
             is_paused=lambda: self.is_paused(),
             warn=warn,
@@ -156,6 +161,21 @@ class InPlaceEngine:
         """End the connection and the group."""
         self.member.close()
         self.group.close()
+
+    def _abort(self, depart: Depart | None) -> None:
+        """Have collectives fail that wait for a rank which is gone. End the process if it is to
+        leave and its training thread does not come: gloo's loop may begin a send on a connection
+        that has just broken, and forgets who waits for it (seen with 2.13); nothing wakes it."""
+        self.group.abort()
+        until_s = time.monotonic() + LEAVE_S
+        while depart is not None and self.member.is_dismissed:
+            if time.monotonic() > until_s:
+                self._warn(
+                    f"this member leaves: {depart.reason}. Its training thread has not come out of "
+                    f"its step for {LEAVE_S:g} s, so the process ends here"
+                )
+                end_process(RUN_AGAIN if depart.again else 0)
+            time.sleep(0.1)
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
         if self.shares_buffers and module.training and torch.is_grad_enabled():

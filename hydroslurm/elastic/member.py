@@ -71,7 +71,7 @@ class Member:
         local_rank: int = 0,
         local_size: int = 1,
         node: str = "",
-        on_abort: Callable[[], None] = lambda: None,
+        on_abort: Callable[[Depart | None], None] = lambda _: None,
         waits: Callable[[], bool] = lambda: False,
         is_paused: Callable[[], bool] = lambda: False,
         warn: Callable[[str], None] = lambda _: None,
@@ -79,7 +79,7 @@ class Member:
         """
         Args:
             on_abort: makes collectives fail that wait for a lost rank; called in this object's
-                thread.
+                thread, with the order to leave if the others went on without this rank.
             waits: whether this rank has done its part of the current step.
             is_paused: whether it is paused on purpose.
             warn: shows the user a warning.
@@ -105,7 +105,7 @@ class Member:
         self._holding: tuple[int, bool, bool] | None = None
         self._directives: deque[Directive] = deque()
         self._ready = False
-        self._all_done = False
+        self._is_trained = self._all_done = False
         self._leaving = ""
         self._failure: Message | None = None
         self._aborted_for = 0
@@ -414,8 +414,12 @@ class Member:
     def _look_for_end(self) -> None:
         """Check the status file: maybe no coordinator is left to say that the run has finished."""
         if self._has_succeeded():
-            self._put(Finished())
-            self._closed = True
+            is_final = self._holding is not None and self._holding[2]
+            if self.generation and not (self._is_trained or is_final):
+                self._leave_now(Depart("the run has finished without it"))
+            else:
+                self._put(Finished())
+                self._closed = True
         elif self._clock.now_s() - self._alone_since_s > TOLD_AFTER_S:
             self._alone_since_s = math.inf
             self._warn(
@@ -478,19 +482,17 @@ class Member:
         if first["type"] != "welcome":
             joined.socket.close()
             if first["type"] == "refused" and not first["again"]:
-                self._put(Depart(first["reason"], again=True))
-                self._closed = True
+                self._leave_now(Depart(first["reason"], again=True))
             return None
         return joined
 
     def _beat(self) -> None:
         now_s = time.monotonic()
         self._beat_due_s = now_s + BEAT_S
-        if now_s - self._heard_s > LOOK_AFTER_S and self._is_replaced():
-            raise CoordinatorLost("another one has taken over")
-        channel = self._channel
-        if channel is None or channel.is_full:
-            return  # a stopped coordinator must not block its members
+        if now_s - self._heard_s > LOOK_AFTER_S:
+            if self._is_replaced():
+                raise CoordinatorLost("another one has taken over")
+            return  # it is stopped, and beats that it does not read would end the connection
         step_s, samples_per_s = self._pace
         paused = self._is_paused() or self._are_paused
         self._tell(
@@ -541,7 +543,7 @@ class Member:
             self._put(Depart(message["reason"], failed=message["failed"]))
         elif kind in ("trained", "finished"):
             with self._cond:
-                self._holding = None
+                self._holding, self._is_trained = None, True
             self._put(Finished())
         elif kind == "paused":
             self._warn(
@@ -566,7 +568,14 @@ class Member:
             self._cond.notify_all()
         if held:
             self._arrive()
-        self._on_abort()
+        self._on_abort(None)
+
+    def _leave_now(self, depart: Depart) -> None:
+        """The others have gone on without this rank, whose collectives may still wait for them."""
+        self._closed = True
+        self._put(depart)
+        if not self._is_trained:
+            self._on_abort(depart)
 
     def _put(self, directive: Directive) -> None:
         with self._cond:

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
-import os
 import sys
 import threading
 import time
@@ -33,7 +31,12 @@ from hydroslurm.checkpoint.deadline import SAFETY
 from hydroslurm.checkpoint.saver import Saver
 from hydroslurm.core.awake_clock import AwakeClock
 from hydroslurm.core.events import EventKind
-from hydroslurm.core.exitcodes import MUST_NOT_RUN_AGAIN, RUN_AGAIN, ExitForRequeue
+from hydroslurm.core.exitcodes import (
+    MUST_NOT_RUN_AGAIN,
+    RUN_AGAIN,
+    ExitForRequeue,
+    end_process,
+)
 from hydroslurm.core.status import read_status
 from hydroslurm.core.threads import thread
 from hydroslurm.errors import (
@@ -234,7 +237,7 @@ class Stopping:
             with self._lock:
                 if not self._over.is_set():
                     self._note_place(request)
-                    _end_process(int(statuses[0] or RUN_AGAIN))
+                    end_process(int(statuses[0] or RUN_AGAIN))
 
     def _is_over_by(self, mono_s: float) -> bool:
         """Whether there is nothing to watch any more, at this moment at the latest."""
@@ -269,7 +272,7 @@ class Stopping:
         except Exception as error:
             warning(f"while leaving: {type(error).__name__}: {error}")
         finally:
-            _end_process(status)
+            end_process(status)
 
     def _not_reached(self) -> str:
         """Name the ranks that have not heard of the stop: their network is broken, or they hang."""
@@ -389,12 +392,3 @@ def _place(frame: FrameType | None) -> str:
     assert frame is not None
     code = frame.f_code
     return f"{code.co_name} ({code.co_filename}:{frame.f_lineno})"
-
-
-def _end_process(status: int) -> None:
-    """End this process from another thread than its main one, and the workers that it has started:
-    they may hang, too."""
-    with contextlib.suppress(Exception):
-        for child in multiprocessing.active_children():
-            child.kill()
-    os._exit(status)

@@ -22,12 +22,14 @@ import pytest
 from clusters import require_network
 from elasticstory import BATCH, IN_SHARDS, SAMPLES_IN_SHARDS, ElasticStory, losses
 from integration.manyranks.rankstraining import AS_IT_IS, CURTAIN, UNBUFFERED, RanksTraining
-from kit.network import CUT, DEAF, LOSSY, MUTE, SLOW, Fault, broken
-from processes import Child
+from kit.network import CUT, DEAF, LOSSY, MUTE, SLOW, Fault, broken, on_node
+from kit.team import Team
+from processes import Child, wait_until
 from stories import Stories, marked, result_of, stories
 from training.trainings import steps_lost
 
 from hydroslurm.core.events import EventKind
+from hydroslurm.core.exitcodes import RUN_AGAIN
 from hydroslurm.core.rundir import ELASTIC_ENV
 from hydroslurm.devcluster import ClusterSpec, DevCluster, network
 from hydroslurm.devcluster.layout import Layout
@@ -219,6 +221,24 @@ def test_a_training_of_three_nodes_survives(
     else:
         assert steps_lost(attempts) == 0, attempts
     assert result == expected
+    if name.startswith("commit"):
+        saves = training.events_of(0, EventKind.SAVE_STARTED, EventKind.SAVE_COMMITTED)
+        assert len({event.data["step"] for event in saves}) * 2 == len(saves), saves
+
+
+@pytest.mark.long
+def test_a_node_that_vanishes_with_data_in_flight_is_noticed(networked: DevCluster) -> None:
+    """At both ends of its connection; keepalive alone, which waits for the data, does not."""
+    node, team = networked.spec.node_names[1], Team(host=networked.spec.addresses[0])
+    (first,) = team.join(2, 0)
+    (second,) = on_node(networked, node, lambda: team.join(2, 1))
+    with broken(networked, node, CUT):
+        first.call("save")
+        second.call("save")
+        wait_until(lambda: first.gone == {1: True}, "the coordinator's end to notice")
+        wait_until(lambda: (1, EventKind.COORDINATOR_LOST) in team.told, "the rank's end to notice")
+        for rank in (first, second):
+            rank.leave()
 
 
 ELASTIC: dict[str, Any] = {"samples": SAMPLES_IN_SHARDS, "epochs": 6, "step_s": 0.03}
@@ -236,9 +256,8 @@ def test_an_elastic_run_survives(networked: DevCluster, tmp_path: Path, name: st
     with ElasticStory(alone, program=IN_SHARDS, **IN_FIXED_ORDER, wanted=1) as story:
         story.start("x", **ELASTIC | {"step_s": 0.0})
         expected = story.done("x"), losses(story)
-    hosts = Layout.at(networked.directory).hosts
-    address = hosts.read_text().splitlines()[1].split()[0]
-    with ElasticStory(changed, program=IN_SHARDS, **IN_FIXED_ORDER, host=address) as story:
+    hosts, host = Layout.at(networked.directory).hosts, networked.spec.addresses[0]
+    with ElasticStory(changed, program=IN_SHARDS, **IN_FIXED_ORDER, host=host) as story:
 
         def start(member: str) -> None:
             folder = changed / member
@@ -261,7 +280,11 @@ def test_an_elastic_run_survives(networked: DevCluster, tmp_path: Path, name: st
                 story.wait_for_step("c", size=3, times=1)
         cut_off = FAULTS[name].loss == 1.0
         ends = [story.done(member) for member in ("ac" if cut_off else "abc")]
-        if cut_off:  # it is taken for dead, and trains no step that the others do not know of
+        if cut_off:
+            assert story.entries("failure")[0]["reason"].startswith("silent for")
+            # taken for dead, it leaves, whether the others still train or have finished
+            assert story.ended("b") in (RUN_AGAIN, 0)
+            assert not any(line.startswith("DONE") for line in story.members["b"].lines), story
             assert {one["generation"] for one in story.steps("b")} == {1}
         assert {one["weights"] for one in ends} == {expected[0]["weights"]}, story
         assert losses(story) == expected[1], story

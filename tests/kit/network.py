@@ -8,6 +8,7 @@ late or not at all. Both keep the virtio header, so that large segments stay who
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import random
@@ -18,8 +19,11 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 from hydroslurm.devcluster import DevCluster
 
@@ -68,6 +72,23 @@ def broken(cluster: DevCluster, node: str, fault: Fault) -> Iterator[None]:
         for end in ends:
             os.close(end)
         _ip(f"link set {cable} master {bridge} arp on")
+
+
+T = TypeVar("T")
+
+
+def on_node(cluster: DevCluster, node: str, call: Callable[[], T]) -> T:
+    """Call it in a thread that has the node's network; threads that it starts have it, too."""
+    cable = cluster.spec.cables[cluster.spec.node_names.index(node)]
+
+    def called() -> T:
+        with Path(f"/run/netns/{cable}").open() as space:
+            libc = ctypes.CDLL(None, use_errno=True)
+            assert libc.setns(space.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
+        return call()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(called).result()
 
 
 def _relay(cable: int, tap: int, fault: Fault, stop: threading.Event) -> None:

@@ -14,7 +14,7 @@ from processes import descendants
 
 from hydroslurm.coordination.client import CoordinatorClient
 from hydroslurm.coordination.secret import Secret
-from hydroslurm.coordination.world import World
+from hydroslurm.coordination.world import LOOPBACK, World
 from hydroslurm.core.events import EventKind
 from hydroslurm.errors import AgreementFailed, CoordinatorLost
 from hydroslurm.gate.protocol import Action, Cause, GateState, GateStatus
@@ -36,7 +36,8 @@ class OpenGate:
 class Team:
     """The ranks of one incarnation, all in this process, each with its own connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, host: str = LOOPBACK) -> None:
+        self.host = host
         self.incarnation_id = f"test {uuid.uuid4()}"
         self.ranks: list[CoordinatorClient] = []
         self.told: list[tuple[int, EventKind]] = []
@@ -59,6 +60,7 @@ class Team:
                 rank=rank,
                 world_size=world_size,
                 local_rank=rank,
+                host=self.host,
                 incarnation_id=self.incarnation_id,
             ),
             OpenGate(),  # type: ignore[arg-type]
