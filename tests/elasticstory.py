@@ -27,14 +27,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 COORDINATOR = """
-import sys
+import contextlib, sys
 from pathlib import Path
 from hydroslurm.elastic.coordinator import start
 from hydroslurm.elastic.folder import ElasticFolder
+from hydroslurm.errors import StaleAttempt
 
 coordinator = start(ElasticFolder(run=Path(sys.argv[1])))
-if not coordinator.membership.finished:
-    coordinator.run()
+with contextlib.suppress(StaleAttempt):
+    if not coordinator.membership.finished:
+        coordinator.run()
 sys.exit(coordinator.membership.gave_up or 0)
 """
 """What the batch script of a job runs, without its members in Slurm."""
