@@ -572,8 +572,8 @@ class Member:
 
     def _leave_now(self, depart: Depart) -> None:
         """The others have gone on without this rank, whose collectives may still wait for them."""
-        self._closed = True
         self._put(depart)
+        self._closed = True
         if not self._is_trained:
             self._on_abort(depart)
 
