@@ -222,8 +222,7 @@ def test_a_training_of_three_nodes_survives(
         assert steps_lost(attempts) == 0, attempts
     assert result == expected
     if name.startswith("commit"):
-        saves = training.events_of(0, EventKind.SAVE_STARTED, EventKind.SAVE_COMMITTED)
-        assert len({event.data["step"] for event in saves}) * 2 == len(saves), saves
+        assert not training.events_of(0, EventKind.SAVE_FAILED, EventKind.SAVE_ABANDONED)
 
 
 @pytest.mark.long
