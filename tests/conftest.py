@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-pytest_plugins = ["clusters", "stories", "suite"]
+pytest_plugins = ["clusters", "kit.terminal", "stories", "suite"]
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -102,11 +102,6 @@ class ProfiledPause:
     error_ns: int | None
     """What the moments that nsys timed may be wrong by; None: the clocks could not be joined."""
 
-    @property
-    def unparked_mono_ns(self) -> int | None:
-        """When the pause ended: the resume was requested, else the first thread ran."""
-        return self.resume_requested_mono_ns or self.running_mono_ns
-
 
 @dataclass(frozen=True)
 class ProfiledStop:

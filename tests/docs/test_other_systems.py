@@ -46,7 +46,9 @@ def _outside_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize("name", ["hfai-calls", "hfai-lightning"])
+@pytest.mark.parametrize(
+    "name", ["hfai-calls", pytest.param("hfai-lightning", marks=pytest.mark.long)]
+)
 def test_hfai(name: str, tmp_path: Path) -> None:
     """Stopped in the middle and started again: each step once, and the second start ends."""
     with child(published(name), tmp_path) as first:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import yaml
 from clusters import Part
+from kit.terminal import Open
 from kit.watched import Watched
-from observe.conftest import Terminal
 from processes import captured, free_port, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -85,9 +85,7 @@ def test_what_is_known_of_each(scene: Scene) -> None:
     assert [row["job"] for row in scene.top()] == [scene.suspended, scene.foreign, scene.trains]
 
 
-def test_in_a_terminal(
-    scene: Scene, terminal: Callable[[Mapping[str, str]], Terminal], tmp_path: Path
-) -> None:
+def test_in_a_terminal(scene: Scene, terminal: Open, tmp_path: Path) -> None:
     """At 80 by 24 and after a resize nothing is wrapped; slurmctld's absence is told and outlived;
     after q and after Ctrl-C the terminal is as it was."""
     conf = tmp_path / "slurm.conf"  # of programs that give up on an absent controller sooner

@@ -137,32 +137,3 @@ def test_percentiles_are_values_that_were_seen() -> None:
     assert harness.percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.0
     assert harness.percentile([4.0, 1.0, 3.0, 2.0], 99) == 4.0
     assert harness.median_ratio({"a": [2.0, 6.0, 3.0], "b": [1.0, 2.0, 3.0]}, "a", "b") == 2.0
-
-
-def test_the_table_has_a_line_per_figure_and_says_where_it_was_measured() -> None:
-    """Figures, goals and the incumbent's come from the results; what was not measured is absent."""
-    where = {"date": "2025-01-31", "cpu_count": 2, "cpu_model": "X", "python": "3.11", "torch": "2"}
-    results = {
-        "pause_latency": {
-            "script": "pause_latency.py",
-            "pause_us_p50": 61.04,
-            "incumbent_pause_us_p50": 912.0,
-            "parked_inside_backward": 1.0,
-            "environment": where,
-        }
-    }
-    lines = readme_table.table(results).splitlines()
-    assert lines[2] == (
-        "| kill → first operator held, median | 61.04 µs | ≤ 40 | 912 µs | `pause_latency.py` |"
-    )
-    assert len(lines) == 6
-    assert lines[-1] == "Measured 2025-01-31 on 2 cores of X, Python 3.11, torch 2."
-
-
-def test_only_what_is_between_the_markers_is_replaced() -> None:
-    """The rest of a page stays as it is, and a page without the markers is refused."""
-    begin, end = readme_table.BEGIN, readme_table.END
-    text = f"before\n{begin}\nold\n{end}\nafter\n"
-    assert readme_table.replace_between(text, "new") == f"before\n{begin}\nnew\n{end}\nafter\n"
-    with pytest.raises(ValueError, match="wanted one"):
-        readme_table.replace_between("no markers", "new")

@@ -129,31 +129,6 @@ def test_requeue_with_a_running_job(requeue_cluster: Part, run: Doctor, tmp_path
 
 
 @pytest.mark.slurm
-def test_what_is_said_of_a_script_without_run_is_what_happens(
-    requeue_cluster: Part, run: Doctor, tmp_path: Path
-) -> None:
-    """A preemption with grace ends a step that knows nothing of hydroslurm at its SIGTERM: the job
-    has failed, and Slurm does not start it again."""
-    words = ["sbatch", "--parsable", "--requeue", "-p", "low", "-D", str(tmp_path)]
-    done = requeue_cluster.run([*words, "--wrap", "srun sleep 300"])
-    job_id = done.stdout.strip()
-    try:
-        _wait_for_state(requeue_cluster, job_id, "RUNNING")
-        steps = ("--steps",)
-        wait_until(lambda: f"{job_id}.0" in _squeue(requeue_cluster, job_id, *steps), "its step")
-        findings = _json(run(requeue_cluster, job_id, "--json"))["findings"]
-        (finding,) = (each for each in findings if each["key"] == "preemption")
-        assert "has FAILED, and is not requeued" in finding["explanation"]
-        node = _squeue(requeue_cluster, job_id, "-o", "%N").strip()
-        urgent = ["srun", "-p", "urgent", "--exclusive", f"--nodelist={node}", "true"]
-        requeue_cluster.run(urgent, timeout_s=120)
-        _wait_for_state(requeue_cluster, job_id, "FAILED")
-        assert "Restarts=0" in requeue_cluster.run(["scontrol", "show", "job", job_id]).stdout
-    finally:
-        requeue_cluster.run(["scancel", job_id])
-
-
-@pytest.mark.slurm
 def test_a_planned_script_and_what_could_not_be_asked(
     pause_cluster: Part, run: Doctor, tmp_path: Path
 ) -> None:

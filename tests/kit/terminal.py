@@ -13,14 +13,12 @@ from processes import wait_until
 
 
 class Terminal:
-    """A shell in a terminal of 80 by 24."""
+    """A program in a terminal of 80 by 24."""
 
-    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, environ: Mapping[str, str], program: Sequence[str]) -> None:
         self._socket = f"hydroslurm-{uuid.uuid4().hex[:12]}"
         self._environ = {**environ, "TMUX_TMPDIR": str(folder), "LC_ALL": "C.UTF-8", "PS1": "$ "}
-        shell = ["bash", "--norc", "--noprofile"]
-        self._tmux("-f", "/dev/null", "new-session", "-d", "-x", "80", "-y", "24", *shell)
-        self.until(lambda: "$" in self.text(), "a prompt")
+        self._tmux("-f", "/dev/null", "new-session", "-d", "-x", "80", "-y", "24", *program)
 
     def type(self, words: Sequence[str]) -> None:
         """A command, and Enter."""
@@ -36,6 +34,10 @@ class Terminal:
 
     def text(self) -> str:
         return self._tmux("capture-pane", "-p")
+
+    def history(self) -> str:
+        """What was ever on the screen."""
+        return self._tmux("capture-pane", "-p", "-J", "-S", "-")
 
     def lines(self) -> list[str]:
         return self.text().rstrip("\n").split("\n")
@@ -65,13 +67,19 @@ class Terminal:
         ).stdout
 
 
+SHELL = ("bash", "--norc", "--noprofile")
+Open = Callable[..., Terminal]
+
+
 @pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Callable[[Mapping[str, str]], Terminal]]:
-    """Opens a terminal whose programs see that environment."""
+def terminal(tmp_path: Path) -> Iterator[Open]:
+    """Opens a terminal: the environment of its programs, and another program than a shell."""
     opened: list[Terminal] = []
 
-    def open_terminal(environ: Mapping[str, str]) -> Terminal:
-        opened.append(Terminal(tmp_path, environ))
+    def open_terminal(environ: Mapping[str, str], *program: str) -> Terminal:
+        opened.append(Terminal(tmp_path, environ, program or SHELL))
+        if not program:
+            opened[-1].until(lambda: "$" in opened[-1].text(), "a prompt")
         return opened[-1]
 
     yield open_terminal
